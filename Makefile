@@ -1,0 +1,57 @@
+# The commands of this repository; CONTRIBUTING.md tells what each is for. `make dev` comes first.
+
+PYTHON ?= $(shell command -v python3.11 || echo python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+SGLANG := sglang==0.5.23
+
+PORT ?= 30000
+MODEL ?= tests/assets/tinylm
+ARGS ?=
+CASE ?= all
+BENCH_ARGS ?= --quick
+TESTS ?=
+
+.PHONY: help dev demo check test bench serve clean
+
+help:
+	@echo "make dev     install everything into $(VENV)"
+	@echo "make demo    multi-turn chats and documents on a real server, with and without the plugin"
+	@echo "make check   ruff and mypy"
+	@echo "make test    all tests; TESTS=tests/unit for some"
+	@echo "make bench   benchmarks; CASE=serve BENCH_ARGS='--json build/serve.json' for one"
+	@echo "make serve   SGLang in the foreground on the CPU; PORT=, MODEL=, ARGS='--enable-hier-kv ...'"
+
+dev: $(STAMP)
+
+# SGLang comes without its dependencies, which are for GPUs; the extra `cpu` has what it needs here.
+$(STAMP): pyproject.toml runtime_cpu/constraints.txt runtime_cpu/system-packages.sh
+	bash runtime_cpu/system-packages.sh "$(PYTHON)"
+	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
+	$(PY) -m pip install --quiet --no-input -c runtime_cpu/constraints.txt -e '.[cpu,dev]'
+	$(PY) -m pip install --quiet --no-input --no-deps $(SGLANG)
+	$(PY) -m runtime_cpu.prebuild
+	touch $@
+
+demo: $(STAMP)
+	$(PY) -m bench.demo
+
+check: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: $(STAMP)
+	$(PY) -m pytest $(TESTS)
+	@echo "make test: all tests passed"
+
+bench: $(STAMP)
+	$(PY) -m bench $(CASE) $(BENCH_ARGS)
+
+# `exec`: no shell stays between make and the server.
+serve: $(STAMP)
+	@exec $(PY) runtime_cpu/launch.py --model-path $(MODEL) --port $(PORT) $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Benchmarks and the demo: ``python -m bench CASE``. Not part of the wheel."""

@@ -1,0 +1,189 @@
+"""Values of the KV dtype as machine words, for numba, which knows no bfloat16.
+
+A pool's dtype is told by the integer type of its words: bf16 = uint16, fp16 = int16 (so that the
+two 16-bit formats are two types to numba), fp32 = uint32.  Every function is one intrinsic, so that
+the arithmetic stays in 32 bits (numba widens int32 + int32) and loops over it vectorise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BF16, _FP16, _FP32 = types.uint16, types.int16, types.uint32
+_CANONICAL_NAN = {_BF16: 0x7FC0, _FP16: 0x7E00, _FP32: 0x7FC00000}
+
+
+def jit(**options: Any) -> Callable[[_F], _F]:
+    """`numba.njit` with this package's settings: frees the GIL, cached, no exceptions on 0/0.
+
+    Never `fastmath`: a contracted or reassociated operation would change stored bits.
+    """
+    options = {"nogil": True, "cache": True, "error_model": "numpy", **options}
+    return cast("Callable[[_F], _F]", numba.njit(**options))
+
+
+def _intrinsic(function: _F) -> _F:
+    return cast("_F", intrinsic(function))
+
+
+def _is_word(kind: Any) -> bool:
+    return kind in _CANONICAL_NAN
+
+
+def _decode(builder: Any, kind: Any, word: Any) -> Any:
+    if kind == _BF16:
+        return builder.bitcast(builder.shl(builder.zext(word, _I32), _I32(16)), _F32)
+    if kind == _FP16:
+        return builder.fpext(builder.bitcast(word, ir.HalfType()), _F32)
+    return builder.bitcast(word, _F32)
+
+
+def _encode(builder: Any, kind: Any, value: Any) -> Any:
+    if kind == _BF16:
+        bits = builder.bitcast(value, _I32)
+        odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+        up = builder.add(builder.add(bits, _I32(0x7FFF)), odd)
+        return builder.trunc(builder.lshr(up, _I32(16)), _I16)
+    if kind == _FP16:
+        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), _I16)
+    return builder.bitcast(value, _I32)
+
+
+@_intrinsic
+def decode(typingctx: Any, word: Any) -> Any:
+    """The fp32 value of a word."""
+    if not _is_word(word):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _decode(builder, word, args[0])
+
+    return types.float32(word), codegen
+
+
+@_intrinsic
+def nearest(typingctx: Any, value: Any, like: Any) -> Any:
+    """`value` (fp32) rounded to the grid of `like`'s dtype, ties to even, still fp32.
+
+    A NaN stays a NaN: those that arise here have zero low halves, so the carry cannot run over.
+    """
+    if value != types.float32 or not _is_word(like):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _decode(builder, like, _encode(builder, like, args[0]))
+
+    return types.float32(value, like), codegen
+
+
+@_intrinsic
+def encode(typingctx: Any, value: Any, like: Any) -> Any:
+    """The word nearest to `value` (fp32), ties to even; every NaN becomes the one quiet NaN."""
+    if value != types.float32 or not _is_word(like):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = _encode(builder, like, args[0])
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.select(is_nan, ir.Constant(word.type, _CANONICAL_NAN[like]), word)
+
+    return like(value, like), codegen
+
+
+@_intrinsic
+def step(typingctx: Any, word: Any, places: Any) -> Any:
+    """The word `places` (int32) grid points further along the number line; -0 lies below +0."""
+    if not _is_word(word) or places != types.int32:
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        narrow = word != _FP32
+        magnitude = _I32(0x7FFF if narrow else 0x7FFFFFFF)
+
+        def mirror(bits: Any) -> Any:
+            # Sign and magnitude to two's complement; it is its own inverse.
+            return builder.xor(bits, builder.and_(builder.ashr(bits, _I32(31)), magnitude))
+
+        key = mirror(builder.sext(args[0], _I32) if narrow else args[0])
+        moved = mirror(builder.add(key, args[1]))
+        return builder.trunc(moved, _I16) if narrow else moved
+
+    return word(word, places), codegen
+
+
+@_intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """`a * b + c` in fp32 with one rounding."""
+    if (a, b, c) != (types.float32,) * 3:
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(a, b, c), codegen
+
+
+@_intrinsic
+def wide(typingctx: Any, value: Any, like: Any) -> Any:
+    """`value` (fp32) in the precision un-rotation needs: fp64 for fp32 words, else as it is."""
+    if value != types.float32 or not _is_word(like):
+        return None
+    to_double = like == _FP32
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(args[0], ir.DoubleType()) if to_double else args[0]
+
+    return (types.float64 if to_double else types.float32)(value, like), codegen
+
+
+@_intrinsic
+def mark_bits(typingctx: Any, marks: Any, start: Any) -> Any:
+    """The 64 marks (uint8, 0 or not) from index `start` on as the bits of a uint64."""
+    if marks != types.Array(types.uint8, 1, "C") or start != types.uint64:
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(marks)(context, builder, args[0])
+        vector = ir.VectorType(ir.IntType(8), 64)
+        pointer = builder.bitcast(builder.gep(array.data, [args[1]]), vector.as_pointer())
+        loaded = builder.load(pointer, align=1)
+        zero = ir.Constant(vector, [0] * 64)
+        return builder.bitcast(builder.icmp_unsigned("!=", loaded, zero), _I64)
+
+    return types.uint64(marks, start), codegen
+
+
+@_intrinsic
+def trailing_zeros(typingctx: Any, value: Any) -> Any:
+    """Index of the lowest set bit of a uint64 that is not 0."""
+    if value != types.uint64:
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(value), codegen
+
+
+@_intrinsic
+def use_wide_vectors(typingctx: Any) -> Any:
+    """Let the calling function use 512-bit vectors; without them it makes no difference.
+
+    LLVM prefers 256 bits on most AVX-512 machines, fearing a lower clock; the row loops here gain
+    about half again from the full width.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # llvmlite's own `add` knows only attributes without a value.
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.none(), codegen

@@ -1,0 +1,1 @@
+"""Runs an unmodified SGLang on a machine without a GPU. Not part of the product or its wheel."""

@@ -1,0 +1,1 @@
+"""Imported at start-up as a module; its functions are for images and absent."""

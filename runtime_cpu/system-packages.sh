@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Installs the Debian packages that are missing: what SGLang needs to compile its page-hash extension
+# at its first use (g++, ninja, OpenSSL's and Python's headers), and venv for a Debian Python.
+# Without root it only says which are missing: the plugin then hashes in Python.
+set -euo pipefail
+python=${1:-python3.11}
+
+missing=()
+command -v g++ >/dev/null || missing+=(g++)
+command -v ninja >/dev/null || missing+=(ninja-build)
+[ -e /usr/include/openssl/sha.h ] || missing+=(libssl-dev)
+if ! command -v "$python" >/dev/null; then
+    missing+=(python3.11 python3.11-venv python3.11-dev)
+else
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3.11-venv)
+    header='import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+    "$python" -c "$header" || missing+=(python3.11-dev)
+fi
+
+[ ${#missing[@]} -eq 0 ] && exit 0
+if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+    echo "system-packages: missing Debian packages, to be installed by root: ${missing[*]}" >&2
+    exit 0
+fi
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq
+apt-get install -y -qq --no-install-recommends "${missing[@]}"

@@ -1,0 +1,221 @@
+"""SGLang's unified radix cache with tiers below the device: the few methods that differ.
+
+Every method here runs on the scheduler's thread. Waiting requests are held by `Plan`s of the page
+store: their pages move from disk to DRAM while others run, until they are there or the deadline is
+over.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from sglang_ext.config import HierKVConfig
+from sglang_ext.linker import HierKVLinker, hashes_from_hex
+from sglang_ext.metrics import MetricsReporter
+from sglang_ext.model_identity import ModelIdentity
+from sglang_ext.request_state import Tier, state_of
+from sglang_ext.tiers.store import KeySpace, PageStore, Plan
+from sglang_ext.wrapper import HierKVLinkerWrapper
+
+logger = logging.getLogger(__name__)
+
+
+class HierKVRadixCache(UnifiedRadixCache):
+    """A radix tree whose evicted nodes live on in DRAM and on disk."""
+
+    linker: HierKVLinkerWrapper
+
+    def attach(
+        self,
+        linker: HierKVLinker,
+        identity: ModelIdentity,
+        config: HierKVConfig,
+        metrics: MetricsReporter,
+    ) -> None:
+        """Connects the tiers; called once, right after construction."""
+        self.hier_config = config
+        self.identity = identity
+        self.tree_core_name = config.tree_core
+        self.checkpoint_space: KeySpace | None = None
+        self.metrics_reporter_hier = metrics
+        self._plans: dict[Any, Plan] = {}
+        self._prefetched_spans: dict[Any, tuple[int, int]] = {}
+        self.linker = HierKVLinkerWrapper(self, linker)
+
+    @property
+    def hier_linker(self) -> HierKVLinker:
+        """The transport."""
+        return self.linker.cache_linker
+
+    @property
+    def store(self) -> PageStore:
+        """DRAM and disk."""
+        return self.hier_linker.store
+
+    def space_of(self, req: Any) -> KeySpace | None:
+        """Key space of a request; None while nothing may be reused or saved for it."""
+        return self.identity.space_of(req, self.store)
+
+    # ---- saves ----
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Inserts a request's tokens in the tree; new nodes are queued for saving."""
+        self.release_plan(req.cache_request_handle)
+        self.checkpoint_space = self.space_of(req) if _may_save(req) else None
+        try:
+            super().checkpoint(req, up_to=up_to, **kwargs)
+        finally:
+            self.checkpoint_space = None
+
+    # ---- promotion of waiting requests ----
+
+    def is_backuped(self, node_id: Any) -> bool:
+        """True: SGLang asks it before it offers a request for prefetching."""
+        return True
+
+    def prefetch_from_storage(
+        self,
+        handle: Any,
+        last_host_node_id: Any,
+        new_input_tokens: Any,
+        last_hash: str | None = None,
+        prefix_keys: list[str] | None = None,
+        *,
+        matched_prefix_tokens: Any = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        storage_hit_end: int | None = None,
+    ) -> None:
+        """A request enters the queue: notes where its pages lie, begins to promote those on disk.
+
+        `last_hash` belongs to the device end of the match while `new_input_tokens` begin behind
+        what is in DRAM, so the chain is hashed from the start of the prompt.
+        """
+        req = self._enqueued_request(handle)
+        space = self.space_of(req) if req is not None else None
+        tokens = matched_prefix_tokens + new_input_tokens
+        num_pages = len(tokens) // self.page_size
+        if space is None or req is None or num_pages == 0:
+            return
+        key = RadixKey(tokens, extra_key, cache_salt=cache_salt)
+        keys = get_storage_hash_str(
+            key[: num_pages * self.page_size], None, page_size=self.page_size
+        )
+        marker = self.linker.hit_markers.get(handle.rid)
+        device_len = marker.device_hit_len if marker else len(matched_prefix_tokens)
+        device_pages = device_len // self.page_size
+        hashes = hashes_from_hex(keys)[device_pages:]
+        found = self.store.locate_prefix(space, hashes)
+        state_of(req).note_enqueued(
+            self.page_size,
+            [
+                (Tier.DEVICE, device_pages),
+                (Tier.HOST, found.host + found.pending),
+                (Tier.DISK, found.disk),
+            ],
+        )
+        if self.hier_config.prefetch_policy != "best_effort" or found.disk:
+            self._start_plan(handle, space, hashes)
+
+    def _start_plan(self, handle: Any, space: KeySpace, hashes: Any) -> None:
+        plan = self.store.plan(space, hashes)
+        if plan is None:
+            return
+        if self.hier_config.prefetch_policy == "best_effort":
+            self.store.cancel_plan(plan)  # the pages still come, for whoever asks next
+            return
+        self.release_plan(handle)
+        self._plans[handle] = plan
+
+    def _enqueued_request(self, handle: Any) -> Any:
+        req = self.matching_request
+        return req if req is not None and req.rid == handle.rid else None
+
+    def _finalize_match_result(self, params: Any, result: Any) -> Any:
+        # The request is not among the arguments of the prefetch call that follows its match.
+        self.matching_request = params.req
+        return super()._finalize_match_result(params, result)
+
+    matching_request: Any = None
+
+    def check_prefetch_progress(self, handle: Any) -> bool:
+        """False while a request should wait for pages that are on their way. O(1)."""
+        plan = self._plans.get(handle)
+        if plan is None or plan.done:
+            return True
+        waited_ms = 1e3 * (time.monotonic() - plan.started_s)
+        config = self.hier_config
+        if config.prefetch_policy == "wait_complete" or waited_ms < config.prefetch_timeout_ms:
+            return False
+        self.store.counters.add("prefetch_timeouts")
+        self.release_plan(handle)
+        return True
+
+    def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, int | None]:
+        """SGLang's own storage attribution is not used; see `RequestState`."""
+        return 0, None
+
+    def release_plan(self, handle: Any) -> None:
+        """Gives back the pins that kept a waiting request's pages in DRAM."""
+        plan = self._plans.pop(handle, None)
+        if plan is not None:
+            self.store.cancel_plan(plan)
+
+    def release_aborted_request(self, handle: Any) -> None:
+        """The request will not run: its plan and its queued load are cancelled."""
+        self.release_plan(handle)
+        self.linker.release_request(handle.rid)
+        super().release_aborted_request(handle)
+
+    # ---- events ----
+
+    def check_hicache_events(self) -> None:
+        """Once a scheduler step: finished saves release their nodes, metrics are published."""
+        super().check_hicache_events()
+        self.metrics_reporter_hier.maybe_publish()
+
+    def has_pending_cache_operations(self) -> bool:
+        """Whether something of ours is in flight; SGLang is not idle then."""
+        return bool(self._plans or self.linker.pending_offloads or self.linker.inflight_load_rids)
+
+    def quiesce(self) -> None:
+        """Waits for pending saves and takes their results, so that SGLang may flush or update."""
+        self.hier_linker.quiesce()
+        UnifiedRadixCache.check_hicache_events(self)
+
+    def reset(self) -> None:
+        """Drops the device tier; the tiers below stay (`/flush_cache`)."""
+        for handle in list(getattr(self, "_plans", ())):
+            self.release_plan(handle)
+        super().reset()
+        identity = getattr(self, "identity", None)
+        if identity is not None:
+            identity.device_was_reset()
+
+    def clear_storage_backend(self) -> bool:
+        """Drops the tiers below the device (`/hicache/storage-backend/clear`)."""
+        self.quiesce()
+        for handle in list(self._plans):
+            self.release_plan(handle)
+        self.linker.hit_markers.clear()
+        cleared = self.store.clear()
+        logger.info("hier-kv: cleared %d pages from DRAM and disk", cleared)
+        return True
+
+    def release_host_resources(self) -> None:
+        """Shutdown: ends the threads and writes to disk what time allows."""
+        self.linker.close()
+        super().release_host_resources()
+
+
+def _may_save(req: Any) -> bool:
+    """Whether a request's KV is a function of its tokens alone and may be kept."""
+    return getattr(req, "multimodal_inputs", None) is None and not getattr(
+        req, "input_embeds", None
+    )

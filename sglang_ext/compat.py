@@ -1,0 +1,107 @@
+"""What the plugin runs with, and what it refuses: SGLang versions and server set-ups.
+
+Every refusal is one sentence with what was expected, what came and what to do. ``check_arguments``
+runs in the main process before the model loads; ``check_model`` where the KV pool exists.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import Any
+
+from sglang_ext.config import HierKVConfig, HierKVConfigError
+
+TESTED_SGLANG = ("0.5.23",)
+DEFAULT_PAGE_SIZE = 64
+
+
+def check_sglang_version() -> None:
+    """Refuses an SGLang release that the plugin was not tested with.
+
+    Raises:
+        HierKVConfigError: unless ``SGLANG_HIER_KV_ALLOW_UNTESTED=1`` is set.
+    """
+    found = metadata.version("sglang")
+    if found in TESTED_SGLANG or os.environ.get("SGLANG_HIER_KV_ALLOW_UNTESTED") == "1":
+        return
+    raise HierKVConfigError(
+        f"--enable-hier-kv was tested with SGLang {', '.join(TESTED_SGLANG)}, found {found}; "
+        f"install sglang=={TESTED_SGLANG[-1]} or set SGLANG_HIER_KV_ALLOW_UNTESTED=1."
+    )
+
+
+def check_arguments(server_args: Any, config: HierKVConfig) -> None:
+    """Refuses server arguments under which the plugin would be wrong or untested.
+
+    Args:
+        server_args: SGLang's ``ServerArgs`` before resolution.
+        config: the plugin's settings.
+
+    Raises:
+        HierKVConfigError: naming the argument, its value and what to do.
+    """
+    check_sglang_version()
+    for name in ("tp_size", "dp_size", "pp_size", "attn_cp_size", "dcp_size", "nnodes"):
+        value = getattr(server_args, name, 1) or 1
+        if value > 1:
+            _refuse(f"--{name.replace('_', '-')} 1", f"{value}", "run one rank per server")
+    if getattr(server_args, "speculative_algorithm", None):
+        _refuse(
+            "no speculative decoding",
+            f"--speculative-algorithm {server_args.speculative_algorithm}",
+            "leave it out",
+        )
+    if "fp4" in str(getattr(server_args, "kv_cache_dtype", "auto")):
+        _refuse(
+            "a KV cache of 8 bits or more",
+            f"--kv-cache-dtype {server_args.kv_cache_dtype}",
+            "choose auto, bfloat16 or fp8_e4m3",
+        )
+    if (getattr(server_args, "disaggregation_mode", "null") or "null") != "null":
+        _refuse(
+            "a server that both prefills and decodes",
+            f"--disaggregation-mode {server_args.disaggregation_mode}",
+            "leave it out",
+        )
+    switches = {
+        "disable_radix_cache": "SGLang's radix cache",
+        "enable_hierarchical_cache": "no other hierarchical cache (HiCache)",
+        "enable_lmcache": "no other hierarchical cache (LMCache)",
+        "enable_flexkv": "no other hierarchical cache (FlexKV)",
+        "enable_unified_cache_external_linker": "no other external linker",
+        "use_ray": "SGLang's own process launcher",
+        "enable_hisparse": "a plain KV pool",
+        "enable_unified_memory": "a plain KV pool",
+    }
+    for name, expected in switches.items():
+        if getattr(server_args, name, False):
+            _refuse(expected, f"--{name.replace('_', '-')}", "remove one of the two flags")
+    backend = getattr(server_args, "radix_cache_backend", None)
+    if backend not in (None, "", "hier_kv"):
+        _refuse("its own radix cache backend", f"--radix-cache-backend {backend}", "remove it")
+    if getattr(server_args, "page_size", None) == 1:
+        _refuse(
+            "--page-size of at least 2",
+            "1",
+            f"leave the flag out (default {DEFAULT_PAGE_SIZE}) or give 16, 32 or 64",
+        )
+    config.validate()
+
+
+def check_model(ctx: Any) -> None:
+    """Refuses models whose cache is more than one page table of full attention.
+
+    Args:
+        ctx: SGLang's ``TreeCacheBuildContext``.
+    """
+    if ctx.disable_radix_cache:
+        _refuse("SGLang's radix cache", "it disabled for this model", "leave the plugin out")
+    if ctx.is_hybrid_swa:
+        _refuse("full attention in every layer", "sliding-window layers", "leave the plugin out")
+    if ctx.is_hybrid_ssm:
+        _refuse("attention in every layer", "a hybrid with state-space layers", "leave it out")
+
+
+def _refuse(expected: str, found: str, advice: str) -> None:
+    raise HierKVConfigError(f"--enable-hier-kv needs {expected}, got {found}; {advice}.")

@@ -1,0 +1,199 @@
+"""The plugin's settings: every knob once, with its unit, default, bounds and help text.
+
+This module imports neither torch nor sglang. ``flags.py`` turns the fields into command line
+options; the parsed settings travel to SGLang's other processes as a plain dict.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class HierKVConfigError(ValueError):
+    """A setting that cannot work; the message is one sentence that says what to do."""
+
+
+def _knob(default: Any, help_text: str, *, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
+    return field(
+        default=default, metadata={"help": help_text, "choices": choices, "metavar": metavar}
+    )
+
+
+@dataclass(frozen=True)
+class HierKVConfig:
+    """Settings of one server. Field ``x_y`` is the flag ``--hier-kv-x-y``.
+
+    Raises:
+        HierKVConfigError: from ``validate`` when a value is out of its bounds.
+    """
+
+    host_size: float = _knob(
+        4.0,
+        "DRAM for KV pages, in GB (2^30 bytes; decimals allowed). It is allocated once, at start.",
+        metavar="GB",
+    )
+    disk_dir: str = _knob(
+        "",
+        "Folder on a local SSD for pages that leave DRAM. Empty: no disk tier. One server at a "
+        "time; pages of several models may lie in it side by side.",
+        metavar="DIR",
+    )
+    disk_size: float = _knob(
+        64.0, "Upper bound for all files in the disk folder, in GB.", metavar="GB"
+    )
+    disk_free_floor: float = _knob(
+        1.0,
+        "Free space, in GB, that is always left on the file system of the disk folder.",
+        metavar="GB",
+    )
+    disk_segment_size: float = _knob(
+        0.25, "Size of one segment file in the disk folder, in GB.", metavar="GB"
+    )
+    disk_io: str = _knob(
+        "auto",
+        "direct bypasses the page cache (O_DIRECT), buffered does not, auto probes the folder.",
+        choices=("auto", "direct", "buffered"),
+    )
+    disk_fsync: str = _knob(
+        "none",
+        "When segment files are synced: never (a page survives the server's death but perhaps not "
+        "the machine's), when a segment is sealed, or after every write.",
+        choices=("none", "seal", "always"),
+    )
+    rope: str = _knob(
+        "pre",
+        "pre stores K before rotary embedding, bit-exact at its own position and valid at any; "
+        "delta stores K as the engine had it and rotates by the difference when it moves.",
+        choices=("pre", "delta"),
+    )
+    write_policy: str = _knob(
+        "write_through",
+        "write_through writes every saved page to disk in the background; selective only pages "
+        "that were hit once; write_back only when DRAM runs short of clean pages.",
+        choices=("write_through", "selective", "write_back"),
+    )
+    prefetch_policy: str = _knob(
+        "timeout",
+        "How long a request waits for its pages on disk: timeout waits up to "
+        "--hier-kv-prefetch-timeout-ms and then uses what is there, best_effort never waits, "
+        "wait_complete waits for all.",
+        choices=("timeout", "best_effort", "wait_complete"),
+    )
+    prefetch_timeout_ms: float = _knob(
+        2000.0,
+        "Longest wait of one request for its pages on disk, in milliseconds.",
+        metavar="MS",
+    )
+    tree_core: str = _knob(
+        "python",
+        "SGLang's radix tree implementation to run on.",
+        choices=("python", "rust"),
+    )
+    kernels: str = _knob(
+        "auto",
+        "Engine for the copy with rotation: triton on GPUs, numba on CPUs; auto chooses.",
+        choices=("auto", "numba", "triton"),
+    )
+    event_log: str = _knob(
+        "",
+        "File to which every saved, written, promoted, dropped and rejected page is logged, one "
+        "JSON object a line. For tests and audits; empty: off.",
+        metavar="FILE",
+    )
+
+    def validate(self) -> None:
+        """Checks every bound that needs neither the model nor the file system."""
+        for name in ("host_size", "disk_segment_size", "prefetch_timeout_ms"):
+            if not getattr(self, name) > 0:
+                raise HierKVConfigError(
+                    f"{flag_name(name)} must be greater than 0, got {getattr(self, name):g}; "
+                    "give it a positive value or leave the flag out."
+                )
+        if self.disk_free_floor < 0:
+            raise HierKVConfigError(
+                f"--hier-kv-disk-free-floor must be 0 or more, got {self.disk_free_floor:g}."
+            )
+        if self.disk_dir and not self.disk_size > 0:
+            raise HierKVConfigError(
+                f"--hier-kv-disk-size must be greater than 0 when --hier-kv-disk-dir is set, got "
+                f"{self.disk_size:g}; give a size in GB or leave --hier-kv-disk-dir out."
+            )
+        for item in fields(self):
+            choices = item.metadata["choices"]
+            if choices and getattr(self, item.name) not in choices:
+                raise HierKVConfigError(
+                    f"{flag_name(item.name)} must be one of {', '.join(choices)}, got "
+                    f"{getattr(self, item.name)!r}."
+                )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of DRAM for pages."""
+        return int(self.host_size * GIB)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of disk for segments; 0 without a disk tier."""
+        return int(self.disk_size * GIB) if self.disk_dir else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as a dict of plain values, for pickling to other processes."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> HierKVConfig:
+        """Builds and validates settings from plain values.
+
+        Raises:
+            HierKVConfigError: for an unknown name, a value of the wrong type or out of bounds.
+        """
+        known = {item.name: item for item in fields(cls)}
+        clean: dict[str, Any] = {}
+        for name, value in values.items():
+            if name not in known:
+                raise HierKVConfigError(
+                    f"unknown setting hier_kv_{name}; known settings are "
+                    f"{', '.join('hier_kv_' + known_name for known_name in known)}."
+                )
+            clean[name] = _coerce(name, value, type(known[name].default))
+        config = cls(**clean)
+        config.validate()
+        return config
+
+    @classmethod
+    def from_json(cls, text: str) -> HierKVConfig:
+        """Builds settings from a JSON object of field names and values."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise HierKVConfigError(
+                f"SGLANG_HIER_KV_CONFIG must be a JSON object, got {text!r} ({error})."
+            ) from error
+        if not isinstance(values, dict):
+            raise HierKVConfigError(f"SGLANG_HIER_KV_CONFIG must be a JSON object, got {text!r}.")
+        return cls.from_dict(values)
+
+
+def flag_name(field_name: str) -> str:
+    """The command line flag of a field: ``host_size`` -> ``--hier-kv-host-size``."""
+    return "--hier-kv-" + field_name.replace("_", "-")
+
+
+def _coerce(name: str, value: Any, kind: type) -> Any:
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if kind is str and isinstance(value, str):
+        return value
+    try:
+        if kind is float and isinstance(value, str):
+            return float(value)
+    except ValueError:
+        pass
+    raise HierKVConfigError(
+        f"{flag_name(name)} must be a {'number' if kind is float else 'string'}, got {value!r}."
+    )

@@ -1,0 +1,305 @@
+"""Copies pages between the device pool and DRAM slots, layer by layer, with the rotation fused in.
+
+Save: gather the node's tokens, take the rotation out of K (exactly: what does not survive is listed
+as a correction), write K and V into the page. Load: the way back, at the positions asked for. One
+object per server; `save` runs on the save thread, `load_layer` on the load thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.kernels.rope import Corrections, PagedView
+from sglang_ext.layout import (
+    ROPE_BOUND,
+    ROPE_DELTA,
+    ROPE_PRE,
+    PageLayout,
+    read_tail,
+    write_tail,
+)
+from sglang_ext.pools import DevicePool
+from sglang_ext.rope_discovery import LayerRope, refresh_spec
+
+logger = logging.getLogger(__name__)
+
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+
+
+class CopyError(RuntimeError):
+    """A page cannot be loaded as asked; the load fails and its requests are aborted."""
+
+
+@dataclass(frozen=True)
+class SavedPage:
+    """What a save left in a slot.
+
+    Attributes:
+        rope_state: how K is stored.
+        payload_bytes: length of the payload, for the record's header.
+        num_corrections: values listed as corrections.
+    """
+
+    rope_state: int
+    payload_bytes: int
+    num_corrections: int
+
+
+@dataclass
+class LoadPages:
+    """One request's pages, prepared for loading layer by layer.
+
+    Attributes:
+        page_slots: i64 `[n]`, the pages' slots.
+        token_slots: i64 `[n * P]`, rows of the device pool to write.
+        positions: i64 `[n * P]`, positions to embed K at.
+        corrections: those that apply, by layer; None for a layer without.
+        kept: bool `[n]`, pages whose K is stored as the engine had it.
+    """
+
+    page_slots: I64
+    token_slots: I64
+    positions: I64
+    corrections: list[Corrections | None] = field(default_factory=list)
+    kept: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+
+
+class PageCopier:
+    """Moves pages of one model between its device pool and the arena.
+
+    Args:
+        pool: the device pool.
+        layout: the pages' layout.
+        ropes: one a layer.
+        slots: u8 `[num_slots, slot_bytes]`, the arena.
+        mode: `pre` or `delta`.
+        kernels: module with `save_k`, `load_k`, `move_k`, `save_v` and `load_v`.
+    """
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        layout: PageLayout,
+        ropes: list[LayerRope],
+        slots: U8,
+        *,
+        mode: str,
+        kernels: ModuleType | Any,
+    ) -> None:
+        self.pool = pool
+        self.ropes = ropes
+        self._layout = layout
+        self._slots = slots
+        self._kernels = kernels
+        self._pre = mode == "pre"
+
+    def bind(self, layer: int, reason: str) -> None:
+        """Stores a layer's K as the engine has it from now on. Before the first save only."""
+        logger.warning(
+            "hier-kv: K of layer %d is valid at its own position only: %s", layer, reason
+        )
+        self.ropes[layer] = LayerRope(None, movable=False, reason=reason)
+
+    def bind_all(self, reason: str) -> None:
+        """Stores every layer's K as the engine has it. Before the first save only."""
+        for layer in range(self.pool.num_layers):
+            self.ropes[layer] = LayerRope(None, movable=False, reason=reason)
+
+    @property
+    def _saved_state(self) -> int:
+        """One layer that is bound to its position binds the page."""
+        if not all(rope.movable for rope in self.ropes):
+            return ROPE_BOUND
+        return ROPE_PRE if self._pre else ROPE_DELTA
+
+    # ---- save ----
+
+    def save(self, token_slots: I64, position: int, page_slots: I64) -> list[SavedPage]:
+        """Copies whole pages from the device pool into slots; blocks until the bytes are there.
+
+        Args:
+            token_slots: i64 `[n * P]`, rows of the pool.
+            position: position of the first token; the others follow.
+            page_slots: i64 `[n]`, slots to fill (the header is not touched).
+
+        Returns:
+            One entry a page.
+        """
+        positions = position + np.arange(len(token_slots), dtype=np.int64)
+        found: list[Corrections] = []
+        state = self._saved_state
+        for layer in range(self.pool.num_layers):
+            spec = refresh_spec(self.ropes[layer]) if state == ROPE_PRE else None
+            view = self._k_view(page_slots, layer)
+            found.append(
+                self._kernels.save_k(self.pool.k[layer], token_slots, positions, spec, view)
+            )
+            if self.pool.v:
+                self._kernels.save_v(
+                    self.pool.v[layer], token_slots, self._v_view(page_slots, layer)
+                )
+        return self._write_tails(token_slots, position, page_slots, found, state)
+
+    def _write_tails(
+        self,
+        token_slots: I64,
+        position: int,
+        page_slots: I64,
+        found: list[Corrections],
+        saved_state: int,
+    ) -> list[SavedPage]:
+        num_pages, size = len(page_slots), self._layout.page_size
+        counts = np.zeros((num_pages, self._layout.num_layers), np.uint32)
+        for layer, corrections in enumerate(found):
+            counts[:, layer] = np.bincount(corrections.page, minlength=num_pages)
+        totals = counts.sum(axis=1)
+        entries = _entries_by_page(found, totals)
+        saved = []
+        for index, slot in enumerate(page_slots.tolist()):
+            total, state = int(totals[index]), saved_state
+            page_counts, page_entries = counts[index], entries[index]
+            if total > self._layout.max_corrections:
+                span = slice(index * size, (index + 1) * size)
+                self._keep_bound(token_slots[span], page_slots[index : index + 1])
+                total, state = 0, ROPE_BOUND
+                page_counts, page_entries = np.zeros_like(page_counts), page_entries[:0]
+            payload_bytes = write_tail(
+                self._slots[slot],
+                self._layout,
+                rope_state=state,
+                position=position + index * size,
+                counts=page_counts,
+                entries=page_entries,
+            )
+            saved.append(SavedPage(state, payload_bytes, total))
+        return saved
+
+    def _keep_bound(self, token_slots: I64, page_slots: I64) -> None:
+        """Stores K as the engine has it: a page with more corrections than it has room for."""
+        for layer in range(self.pool.num_layers):
+            self._kernels.save_v(self.pool.k[layer], token_slots, self._k_view(page_slots, layer))
+
+    # ---- load ----
+
+    def prepare_load(self, page_slots: I64, token_slots: I64, position: int) -> LoadPages:
+        """Reads the pages' tails and decides how each is embedded.
+
+        Args:
+            page_slots: i64 `[n]`.
+            token_slots: i64 `[n * P]`, rows of the pool to write.
+            position: position that the first token will have.
+
+        Raises:
+            CopyError: a page is not of this layout, or is bound to another position.
+        """
+        size, layers = self._layout.page_size, self._layout.num_layers
+        kept = np.zeros(len(page_slots), np.bool_)
+        pages: list[int] = []
+        parts: list[tuple[I64, Any, Any]] = []
+        for index, slot in enumerate(page_slots.tolist()):
+            tail = read_tail(self._slots[slot], self._layout)
+            if tail is None:
+                raise CopyError(f"slot {slot} does not hold a page of this layout")
+            moved = tail.position != position + index * size
+            if moved and tail.rope_state != ROPE_PRE:
+                raise CopyError(
+                    f"a page saved at position {tail.position} cannot be moved to "
+                    f"{position + index * size}"
+                )
+            kept[index] = tail.rope_state != ROPE_PRE
+            if len(tail.element) and not moved:
+                pages.append(index)
+                parts.append((tail.layer, tail.element, tail.bits))
+        positions = position + np.arange(len(token_slots), dtype=np.int64)
+        return LoadPages(
+            page_slots, token_slots, positions, _corrections_by_layer(pages, parts, layers), kept
+        )
+
+    def load_layer(self, job: LoadPages, layer: int) -> None:
+        """Copies one layer of a request's pages into the device pool."""
+        k, kernels = self.pool.k[layer], self._kernels
+        if not job.kept.any():
+            kernels.load_k(
+                self._k_view(job.page_slots, layer),
+                job.positions,
+                refresh_spec(self.ropes[layer]),
+                k,
+                job.token_slots,
+                job.corrections[layer],
+            )
+        elif job.kept.all():
+            kernels.load_v(self._k_view(job.page_slots, layer), k, job.token_slots)
+        else:
+            self._load_mixed(job, layer)
+        if self.pool.v:
+            kernels.load_v(self._v_view(job.page_slots, layer), self.pool.v[layer], job.token_slots)
+
+    def _load_mixed(self, job: LoadPages, layer: int) -> None:
+        size = self._layout.page_size
+        for kept in (False, True):
+            which = np.flatnonzero(job.kept == kept)
+            tokens = (which[:, None] * size + np.arange(size)).reshape(-1)
+            view = self._k_view(job.page_slots[which], layer)
+            token_slots = job.token_slots[tokens]
+            if kept:
+                self._kernels.load_v(view, self.pool.k[layer], token_slots)
+                continue
+            corrections = job.corrections[layer]
+            if corrections is not None:
+                place = np.searchsorted(which, corrections.page).astype(np.int32)
+                corrections = Corrections(place, corrections.element, corrections.bits)
+            self._kernels.load_k(
+                view,
+                job.positions[tokens],
+                refresh_spec(self.ropes[layer]),
+                self.pool.k[layer],
+                token_slots,
+                corrections,
+            )
+
+    def _k_view(self, page_slots: I64, layer: int) -> PagedView:
+        return PagedView(
+            self._slots, page_slots, self._layout.k_offsets[layer], self._layout.page_size
+        )
+
+    def _v_view(self, page_slots: I64, layer: int) -> PagedView:
+        return PagedView(
+            self._slots, page_slots, self._layout.v_offsets[layer], self._layout.page_size
+        )
+
+
+def _entries_by_page(
+    found: list[Corrections], totals: npt.NDArray[np.integer[Any]]
+) -> list[npt.NDArray[np.uint32]]:
+    """(element, bits) pairs of each page, sorted by layer."""
+    page = np.concatenate([corrections.page for corrections in found])
+    order = np.argsort(page, kind="stable")
+    pairs = np.empty((len(page), 2), np.uint32)
+    pairs[:, 0] = np.concatenate([corrections.element for corrections in found])[order]
+    pairs[:, 1] = np.concatenate([corrections.bits for corrections in found])[order]
+    return np.split(pairs, np.cumsum(totals)[:-1])
+
+
+def _corrections_by_layer(
+    pages: list[int], parts: list[tuple[I64, Any, Any]], num_layers: int
+) -> list[Corrections | None]:
+    if not parts:
+        return [None] * num_layers
+    layer = np.concatenate([part[0] for part in parts])
+    page = np.repeat(np.array(pages, np.int32), [len(part[0]) for part in parts])
+    element = np.concatenate([part[1] for part in parts])
+    bits = np.concatenate([part[2] for part in parts])
+    order = np.argsort(layer, kind="stable")
+    ends = np.searchsorted(layer[order], np.arange(num_layers + 1))
+    result: list[Corrections | None] = []
+    for index in range(num_layers):
+        which = order[ends[index] : ends[index + 1]]
+        result.append(Corrections(page[which], element[which], bits[which]) if len(which) else None)
+    return result

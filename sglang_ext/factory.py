@@ -1,0 +1,196 @@
+"""Builds the cache with its tiers, in the scheduler process, when model and KV pool exist."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from sglang_ext.cache import HierKVRadixCache
+from sglang_ext.compat import check_model
+from sglang_ext.config import GIB, HierKVConfig, HierKVConfigError
+from sglang_ext.copier import PageCopier
+from sglang_ext.hash_fallback import ensure_page_hash
+from sglang_ext.kernels import rope as rope_kernels
+from sglang_ext.layout import LAYOUT_VERSION, PageLayout
+from sglang_ext.linker import HierKVLinker
+from sglang_ext.metrics import MetricsReporter
+from sglang_ext.model_identity import ModelIdentity
+from sglang_ext.pools import DevicePool, describe_pool
+from sglang_ext.rope_discovery import LayerRope, discover_ropes, rope_digest
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.host import HostArena
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.store import PageStore, StoreConfig
+
+logger = logging.getLogger(__name__)
+
+# Pages of other adapters and of namespaces opened later need rows too.
+_INDEX_SLACK = 1.25
+
+
+def build_cache(ctx: Any) -> Any:
+    """SGLang's radix cache factory for the backend `hier_kv`.
+
+    Args:
+        ctx: SGLang's `TreeCacheBuildContext`.
+
+    Raises:
+        HierKVConfigError: the model or the machine cannot be served; one sentence.
+    """
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+    config = HierKVConfig.from_dict(ctx.server_args._hier_kv)
+    check_model(ctx)
+    ensure_page_hash()
+    ctx.params.tree_core_backend = config.tree_core
+    cache = create_unified_radix_cache(ctx, cache_class=HierKVRadixCache)
+    kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    runner = ctx.tp_worker.model_runner
+    pool = describe_pool(kv_pool)
+    layout = pool.layout(ctx.params.page_size)
+    ropes = discover_ropes(runner.model, pool)
+    store, disk = _build_store(config, layout)
+    copier = PageCopier(
+        pool,
+        layout,
+        ropes,
+        store.arena.slots,
+        mode=config.rope,
+        kernels=_kernels(config, pool, ropes),
+    )
+    linker = HierKVLinker(
+        store,
+        copier,
+        num_layers=pool.num_layers,
+        page_size=ctx.params.page_size,
+        kv_pool=kv_pool,
+        device=pool.device,
+        forward_stream=runner.forward_stream,
+    )
+    metrics = MetricsReporter(
+        store,
+        disk,
+        slot_bytes=layout.slot_bytes,
+        enabled=bool(ctx.params.enable_metrics),
+        labels={"model_name": str(ctx.server_args.served_model_name)},
+    )
+    metrics.set_info(
+        page_size=ctx.params.page_size,
+        slot_bytes=layout.slot_bytes,
+        kv_bytes_per_page=layout.kv_bytes,
+        rope=config.rope,
+    )
+    cache.attach(linker, _identity(ctx, config, pool, ropes), config, metrics)
+    kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
+    ctx.tp_worker.register_hicache_layer_transfer_counter(linker.layer_done_counter)
+    logger.info(
+        "hier-kv: %d pages of %d tokens in %.2f GB of DRAM, %s, K stored %s",
+        store.arena.num_slots,
+        ctx.params.page_size,
+        store.arena.nbytes / GIB,
+        f"disk folder {config.disk_dir}" if disk else "no disk tier",
+        "before rotary embedding" if config.rope == "pre" else "as the engine has it",
+    )
+    return cache
+
+
+def _build_store(config: HierKVConfig, layout: PageLayout) -> tuple[PageStore, DiskTier | None]:
+    num_slots = config.host_bytes // layout.slot_bytes
+    if num_slots < 2:
+        raise HierKVConfigError(
+            f"--hier-kv-host-size must hold at least 2 pages of {layout.slot_bytes} bytes, got "
+            f"{config.host_size:g} GB; give a larger size."
+        )
+    try:
+        arena = HostArena(num_slots, layout.slot_bytes)
+        disk = DiskTier(_disk_config(config)) if config.disk_dir else None
+    except TierConfigError as error:
+        raise HierKVConfigError(str(error)) from error
+    capacity = num_slots + config.disk_bytes // layout.slot_bytes
+    index = PageIndex(max(1024, int(capacity * _INDEX_SLACK)))
+    store = PageStore(arena, index, disk, StoreConfig(config.write_policy, config.event_log))
+    if disk is not None:
+        store.connect(disk)
+    # The first saves should not pay for page faults; the thread ends by itself.
+    threading.Thread(
+        target=arena.prefault,
+        args=(threading.Event(),),
+        kwargs={"pause_s": 0.001},
+        name="hier-kv-prefault",
+        daemon=True,
+    ).start()
+    return store, disk
+
+
+def _disk_config(config: HierKVConfig) -> DiskConfig:
+    modes: dict[str, Literal["auto", "on", "off"]] = {
+        "auto": "auto",
+        "direct": "on",
+        "buffered": "off",
+    }
+    fsync: dict[str, Literal["none", "seal", "always"]] = {
+        "none": "none",
+        "seal": "seal",
+        "always": "always",
+    }
+    return DiskConfig(
+        path=Path(config.disk_dir),
+        max_bytes=config.disk_bytes,
+        min_free_bytes=int(config.disk_free_floor * GIB),
+        segment_bytes=int(config.disk_segment_size * GIB),
+        direct_io=modes[config.disk_io],
+        fsync=fsync[config.disk_fsync],
+    )
+
+
+def _kernels(config: HierKVConfig, pool: DevicePool, ropes: list[LayerRope]) -> ModuleType | Any:
+    on_cuda = pool.device.type == "cuda"
+    if config.kernels == "numba" and on_cuda:
+        raise HierKVConfigError(
+            "--hier-kv-kernels numba needs a KV pool on the CPU, got one on "
+            f"{pool.device}; use auto or triton."
+        )
+    if config.kernels == "triton" or on_cuda:
+        from sglang_ext.kernels.rope import gpu
+
+        return gpu
+    spec = next((rope.spec for rope in ropes if rope.spec is not None), None)
+    rope_kernels.warm_up(pool.dtype, spec)
+    return rope_kernels
+
+
+def _identity(
+    ctx: Any, config: HierKVConfig, pool: DevicePool, ropes: list[LayerRope]
+) -> ModelIdentity:
+    model_config, server_args = ctx.model_config, ctx.server_args
+    runner = ctx.tp_worker.model_runner
+    fixed = {
+        "layout_version": LAYOUT_VERSION,
+        "model": model_config.hf_config.to_dict(),
+        "kv_dtype": str(pool.dtype),
+        "kv_cache_dtype": str(server_args.kv_cache_dtype),
+        "pool": pool.kind,
+        "layers": [list(k.shape[1:]) for k in pool.k] + [list(v.shape[1:]) for v in pool.v],
+        "page_size": ctx.params.page_size,
+        "rope": rope_digest(ropes, config.rope),
+        "tp": [ctx.tp_rank, ctx.tp_size],
+    }
+    # Where the files lie and how they are cached says nothing of the KV.
+    for name in ("_name_or_path", "transformers_version"):
+        fixed["model"].pop(name, None)
+    label = {
+        "model": str(server_args.model_path),
+        "kv_dtype": str(pool.dtype),
+        "page_size": ctx.params.page_size,
+        "rope": config.rope,
+    }
+
+    def adapters() -> dict[str, Any]:
+        manager = runner.lora_manager
+        return dict(manager.loras) if manager is not None else {}
+
+    return ModelIdentity(runner.model, fixed, label, adapters)

@@ -1,0 +1,194 @@
+"""Payload of a page: where each layer's K and V lie, and the tail with corrections.
+
+    [layer 0: K block][layer 0: V block][layer 1: K block] ... [tail]
+
+A block is ``[P, H, D]`` in the KV dtype, rows of one token next to each other, 64-byte aligned.
+MLA pools have one block a layer and no V. The tail (little endian, layout version 1, stored on
+disk, never renumber)::
+
+    u32 layout version | u32 rope state | u64 saved position | u32 number of corrections | u32 zero
+    u32[L] corrections of each layer | { u32 element, u32 bits }[number of corrections]
+
+``element`` counts values inside the layer's K block. Corrections are sorted by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+HEADER_BYTES = 512
+SLOT_ALIGN_BYTES = 4096
+BLOCK_ALIGN_BYTES = 64
+LAYOUT_VERSION = 1
+
+# How K is stored in a page. Stored on disk; never renumber.
+ROPE_PRE = 0  # before rotary embedding, with corrections for the saved position
+ROPE_BOUND = 1  # as the engine had it; valid at the saved position only
+ROPE_DELTA = 2  # as the engine had it; may be rotated by a difference of positions
+ROPE_NAMES = {ROPE_PRE: "pre", ROPE_BOUND: "bound", ROPE_DELTA: "delta"}
+
+_TAIL_FIXED_BYTES = 24
+_CORRECTION_BYTES = 8
+# Room for corrections: 1 in 256 K values. Measured shares are far below (docs/architecture.md);
+# a page that needs more is kept position-bound.
+_CORRECTION_ROOM = 256
+
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Byte offsets inside a slot, for pages of one model.
+
+    Attributes:
+        page_size: tokens in a page, P.
+        k_row_bytes: bytes of one token's K in each layer, ``[L]``.
+        v_row_bytes: bytes of one token's V in each layer, ``[L]``; 0 for MLA.
+        item_bytes: bytes of one value.
+    """
+
+    page_size: int
+    k_row_bytes: tuple[int, ...]
+    v_row_bytes: tuple[int, ...]
+    item_bytes: int
+    # Derived from the fields above.
+    k_offsets: tuple[int, ...] = field(init=False)
+    v_offsets: tuple[int, ...] = field(init=False)
+    tail_offset: int = field(init=False)
+    slot_bytes: int = field(init=False)
+    max_corrections: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        offset = HEADER_BYTES
+        k_offsets: list[int] = []
+        v_offsets: list[int] = []
+        for k_bytes, v_bytes in zip(self.k_row_bytes, self.v_row_bytes, strict=True):
+            k_offsets.append(offset)
+            offset = _align(offset + k_bytes * self.page_size, BLOCK_ALIGN_BYTES)
+            v_offsets.append(offset)
+            offset = _align(offset + v_bytes * self.page_size, BLOCK_ALIGN_BYTES)
+        object.__setattr__(self, "k_offsets", tuple(k_offsets))
+        object.__setattr__(self, "v_offsets", tuple(v_offsets))
+        object.__setattr__(self, "tail_offset", offset)
+        num_values = sum(self.k_row_bytes) * self.page_size // self.item_bytes
+        cap = max(16, num_values // _CORRECTION_ROOM)
+        end = offset + self.tail_bytes(cap)
+        object.__setattr__(self, "slot_bytes", _align(end, SLOT_ALIGN_BYTES))
+        # What alignment leaves over is room for corrections too.
+        spare = (self.slot_bytes - end) // _CORRECTION_BYTES
+        object.__setattr__(self, "max_corrections", cap + spare)
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.k_row_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V in a page, without header, alignment and tail."""
+        return (sum(self.k_row_bytes) + sum(self.v_row_bytes)) * self.page_size
+
+    def tail_bytes(self, num_corrections: int) -> int:
+        """Bytes of the tail of a page with this many corrections."""
+        return _TAIL_FIXED_BYTES + 4 * self.num_layers + _CORRECTION_BYTES * num_corrections
+
+    def payload_bytes(self, num_corrections: int) -> int:
+        """Bytes from the end of the header to the end of the tail."""
+        return self.tail_offset - HEADER_BYTES + self.tail_bytes(num_corrections)
+
+
+@dataclass(frozen=True)
+class PageTail:
+    """The decoded tail of one page.
+
+    Attributes:
+        rope_state: ``ROPE_PRE``, ``ROPE_BOUND`` or ``ROPE_DELTA``.
+        position: saved position of the page's first token.
+        layer: layer of each correction, ``[n]``, ascending.
+        element: value index inside the layer's K block, ``[n]``.
+        bits: the engine's bits of that value, ``[n]``.
+    """
+
+    rope_state: int
+    position: int
+    layer: I64
+    element: U32
+    bits: U32
+
+
+def write_tail(
+    slot: U8,
+    layout: PageLayout,
+    *,
+    rope_state: int,
+    position: int,
+    counts: Sequence[int] | U32 | None = None,
+    entries: U32 | None = None,
+) -> int:
+    """Writes the tail of a page.
+
+    Args:
+        slot: u8 ``[slot_bytes]``, the page's slot.
+        layout: the page's layout.
+        rope_state: how K is stored.
+        position: position of the first token.
+        counts: corrections of each layer, ``[L]``; None for none.
+        entries: u32 ``[n, 2]`` of (element, bits), sorted by layer; None for none.
+
+    Returns:
+        The page's payload length in bytes, for the record's header.
+    """
+    num = 0 if entries is None else len(entries)
+    tail = slot[layout.tail_offset : layout.tail_offset + layout.tail_bytes(num)].view(np.uint32)
+    tail[0] = LAYOUT_VERSION
+    tail[1] = rope_state
+    tail[2] = position & 0xFFFFFFFF
+    tail[3] = position >> 32
+    tail[4] = num
+    tail[5] = 0
+    first_entry = _TAIL_FIXED_BYTES // 4 + layout.num_layers
+    tail[_TAIL_FIXED_BYTES // 4 : first_entry] = 0 if counts is None else counts
+    if entries is not None:
+        tail[first_entry:] = entries.reshape(-1)
+    return layout.payload_bytes(num)
+
+
+def read_tail(slot: U8, layout: PageLayout) -> PageTail | None:
+    """Decodes the tail of a page; None when it is not one of this layout.
+
+    Nothing in the tail is trusted: a length or count that does not fit is answered with None.
+    """
+    start = layout.tail_offset
+    words = slot[start:].view(np.uint32)
+    num = int(words[4])
+    if words[0] != LAYOUT_VERSION or int(words[1]) not in ROPE_NAMES or words[5] != 0:
+        return None
+    if num > layout.max_corrections:
+        return None
+    first_count = _TAIL_FIXED_BYTES // 4
+    first_entry = first_count + layout.num_layers
+    counts = words[first_count:first_entry]
+    if int(counts.sum(dtype=np.uint64)) != num:
+        return None
+    entries = words[first_entry : first_entry + 2 * num].reshape(num, 2)
+    layer = np.repeat(np.arange(layout.num_layers), counts)
+    limits = np.asarray(layout.k_row_bytes, np.uint64)[layer] * layout.page_size
+    if num and bool((entries[:, 0] >= limits // layout.item_bytes).any()):
+        return None
+    return PageTail(
+        rope_state=int(words[1]),
+        position=int(words[2]) | int(words[3]) << 32,
+        layer=layer,
+        element=entries[:, 0].copy(),
+        bits=entries[:, 1].copy(),
+    )
+
+
+def _align(value: int, to: int) -> int:
+    return -(-value // to) * to

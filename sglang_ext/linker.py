@@ -1,0 +1,371 @@
+"""The transport behind SGLang's radix tree: saves and loads pages on threads of its own.
+
+SGLang calls every public method from the scheduler's thread; none of them copies KV or waits for a
+copy, but `finish_layer_wise_loading` (which SGLang calls after the forward that used the load) and
+the quiescing ones. Jobs run in the order they were queued. Completed saves are reported in that
+order too, as SGLang pairs them with its own list.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from sglang_ext.copier import LoadPages, PageCopier
+from sglang_ext.layout import ROPE_NAMES
+from sglang_ext.load_counter import LoadCounter
+from sglang_ext.tiers.record import RecordMeta, write_meta
+from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, SaveTicket
+
+logger = logging.getLogger(__name__)
+
+Hashes = npt.NDArray[np.uint8]
+
+MAX_QUEUED_SAVES = 1024
+_QUIESCE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where on a radix path the pages of a transfer lie; set by the wrapper before the call.
+
+    Attributes:
+        space: namespace and adapter.
+        position: index of the first token.
+        ancestors: hashes of the pages before, u8 `[M, 32]`.
+    """
+
+    space: KeySpace
+    position: int
+    ancestors: Hashes
+
+
+@dataclass(frozen=True)
+class _SaveJob:
+    place: Place
+    hashes: Hashes
+    token_slots: torch.Tensor
+    ready_events: list[Any]
+
+
+@dataclass(frozen=True)
+class _LoadJob:
+    ticket: LoadTicket
+    token_slots: torch.Tensor
+    position: int
+
+
+def hashes_from_hex(keys: list[str]) -> Hashes:
+    """SGLang's page hashes as u8 `[N, 32]`."""
+    return np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, 32)
+
+
+class HierKVLinker(UnifiedCacheLinker):
+    """Connects SGLang's device pool with the page store.
+
+    Attributes:
+        store: DRAM and disk.
+        place: see `Place`.
+        saving: False while what the device holds must not be saved (weights have changed).
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        copier: PageCopier,
+        *,
+        num_layers: int,
+        page_size: int,
+        kv_pool: Any,
+        device: torch.device,
+        forward_stream: Any,
+    ) -> None:
+        self.store = store
+        self.pools = {PoolName.KV: kv_pool}
+        self.forward_stream = forward_stream
+        self.layer_done_counter = LoadCounter(num_layers)
+        self.place: Place | None = None
+        self.saving = True
+        self.copier = copier
+        self._num_layers = num_layers
+        self._page_size = page_size
+        self._streams = _Streams(device)
+        self._pending_loads: dict[str, _LoadJob] = {}
+        self._saves: queue.SimpleQueue[_SaveJob | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[tuple[int, list[_LoadJob]] | None] = queue.SimpleQueue()
+        self._completed: deque[bool] = deque()
+        self._num_saves = 0  # queued or running; guarded by _saves_done
+        self._saves_done = threading.Condition()
+        self._closed = False
+        self._save_thread = threading.Thread(
+            target=self._run_saves, name="hier-kv-save", daemon=True
+        )
+        self._load_thread = threading.Thread(
+            target=self._run_loads, name="hier-kv-load", daemon=True
+        )
+        self._save_thread.start()
+        self._load_thread.start()
+
+    # ---- look-up and load ----
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        """Every restorable prefix length of the tail, in pages: those ready in DRAM."""
+        if self.place is None:
+            return []
+        hashes = hashes_from_hex(transfers[0].keys)
+        return list(range(1, self.store.ready_prefix(self.place.space, hashes) + 1))
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        """Queues a load; False when a page left DRAM since the match (then it is recomputed)."""
+        place, transfer = self.place, transfers[0]
+        if place is None:
+            return False
+        ticket = self.store.pin_ready(place.space, hashes_from_hex(transfer.keys))
+        if ticket is None:
+            self.store.counters.add("load_vanished")
+            return False
+        self._pending_loads[rid] = _LoadJob(ticket, transfer.device_indices, place.position)
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        """Starts all queued loads as one batch; returns its index, -1 when there are none."""
+        if not self._pending_loads:
+            return -1
+        jobs = list(self._pending_loads.values())
+        self._pending_loads.clear()
+        index = self.layer_done_counter.update_producer()
+        self._streams.fence_loads(self.forward_stream)
+        self._loads.put((index, jobs))
+        return index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Waits until a batch stopped writing to the device; True when every layer landed."""
+        landed, overlap_s = self.layer_done_counter.finish(counter_index)
+        if counter_index >= 0:
+            self.store.events.note(
+                "load_batch", landed=landed, overlap_ms=round(1e3 * overlap_s, 3)
+            )
+        return landed
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Cancels a load that has not started."""
+        job = self._pending_loads.pop(rid, None)
+        if job is None:
+            return False
+        self.store.release(job.ticket.slots)
+        return True
+
+    # ---- save ----
+
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
+        """Queues a node's pages for saving; False when they may not or cannot be saved now."""
+        place, transfer = self.place, transfers[0]
+        if place is None or not self.saving or self._closed:
+            return False
+        with self._saves_done:
+            if self._num_saves >= MAX_QUEUED_SAVES:
+                self.store.counters.add("save_dropped_pages", len(transfer.keys))
+                self.store.counters.add("save_queue_full")
+                return False
+            self._num_saves += 1
+        job = _SaveJob(
+            place,
+            hashes_from_hex(transfer.keys),
+            transfer.device_indices,
+            self._streams.save_events(self),
+        )
+        self._saves.put(job)
+        return True
+
+    def num_completed_offloads(self) -> int:
+        """Number of finished saves not yet taken."""
+        return len(self._completed)
+
+    def pop_completed_offload(self) -> bool:
+        """Takes the oldest finished save; True when all its pages are stored."""
+        return self._completed.popleft()
+
+    # ---- lifecycle ----
+
+    def quiesce(self) -> bool:
+        """Waits until every queued save is done; False when it takes unreasonably long."""
+        with self._saves_done:
+            return self._saves_done.wait_for(lambda: self._num_saves == 0, _QUIESCE_TIMEOUT_S)
+
+    def reset(self) -> None:
+        """The device tier was dropped; the tiers below stay."""
+        for rid in list(self._pending_loads):
+            self.cancel_queued_load(rid)
+        self.quiesce()
+        self._completed.clear()
+        self.layer_done_counter.reset()
+
+    def close(self) -> None:
+        """Ends the threads, writes what time allows to disk and closes the store."""
+        if self._closed:
+            return
+        self._closed = True
+        for rid in list(self._pending_loads):
+            self.cancel_queued_load(rid)
+        self._saves.put(None)
+        self._loads.put(None)
+        self._save_thread.join()
+        self._load_thread.join()
+        self.store.close()
+
+    # ---- threads ----
+
+    def _run_saves(self) -> None:
+        while True:
+            job = self._saves.get()
+            if job is None:
+                return
+            stored = False
+            try:
+                stored = self._save(job)
+            except Exception:
+                self.store.counters.add("save_failures")
+                logger.exception("hier-kv: a node could not be saved; it stays on the device")
+            self._completed.append(stored)
+            with self._saves_done:
+                self._num_saves -= 1
+                self._saves_done.notify_all()
+
+    def _save(self, job: _SaveJob) -> bool:
+        place = job.place
+        ticket = self.store.begin_save(place.space, job.hashes, place.ancestors)
+        if not len(ticket.rows):
+            self.store.finish_save(ticket, ok=True)
+            return ticket.dropped == 0
+        ok = False
+        try:
+            with self._streams.saving(job.ready_events):
+                self._copy_out(job, ticket)
+            ok = True
+        finally:
+            self.store.finish_save(ticket, ok=ok)
+        return ticket.dropped == 0
+
+    def _copy_out(self, job: _SaveJob, ticket: SaveTicket) -> None:
+        """Copies runs of neighbouring new pages; usually there is one run."""
+        size, place = self._page_size, job.place
+        token_slots = job.token_slots.cpu().numpy()
+        started_s, page = time.monotonic(), 0
+        breaks = np.flatnonzero(np.diff(ticket.pages) != 1) + 1
+        for run in np.split(np.arange(len(ticket.pages)), breaks):
+            first = int(ticket.pages[run[0]])
+            tokens = token_slots[first * size : (first + len(run)) * size]
+            position = place.position + first * size
+            slots = ticket.slots[run].astype(np.int64)
+            saved = self.copier.save(tokens, position, slots)
+            for offset, (slot, page_info) in enumerate(zip(slots.tolist(), saved, strict=True)):
+                page = first + offset
+                meta = RecordMeta(
+                    page_hash=job.hashes[page].tobytes(),
+                    namespace=place.space.digest,
+                    lora=place.space.lora,
+                    position=place.position + page * size,
+                    num_tokens=size,
+                    rope=ROPE_NAMES[page_info.rope_state],
+                )
+                write_meta(self.store.arena.slots[slot], meta, page_info.payload_bytes)
+                self.store.counters.add("corrections", page_info.num_corrections)
+                self.store.counters.add(f"saved_{meta.rope}_pages")
+        self.store.counters.add("save_us", int(1e6 * (time.monotonic() - started_s)))
+
+    def _run_loads(self) -> None:
+        while True:
+            batch = self._loads.get()
+            if batch is None:
+                return
+            index, jobs = batch
+            try:
+                with self._streams.loading():
+                    self._load(index, jobs)
+            except BaseException as error:
+                self.store.counters.add("load_failures")
+                logger.exception("hier-kv: a load failed; its requests are aborted")
+                self.layer_done_counter.fail(index, error)
+            finally:
+                for job in jobs:
+                    self.store.release(job.ticket.slots)
+
+    def _load(self, index: int, jobs: list[_LoadJob]) -> None:
+        started_s = time.monotonic()
+        prepared: list[LoadPages] = [
+            self.copier.prepare_load(
+                job.ticket.slots.astype(np.int64), job.token_slots.cpu().numpy(), job.position
+            )
+            for job in jobs
+        ]
+        for layer in range(self._num_layers):
+            for pages in prepared:
+                self.copier.load_layer(pages, layer)
+            self.layer_done_counter.complete(index, self._streams.record())
+        self._streams.synchronize()
+        self.store.counters.add("load_us", int(1e6 * (time.monotonic() - started_s)))
+
+
+class _Streams:
+    """CUDA streams and events of the copies; does nothing on a CPU, where forwards are synchronous."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._save = torch.cuda.Stream(device) if self._cuda else None
+        self._load = torch.cuda.Stream(device) if self._cuda else None
+
+    def save_events(self, linker: UnifiedCacheLinker) -> list[Any]:
+        """Events after which the pages of a node are complete on the device."""
+        return linker.record_offload_ready() if self._cuda else []
+
+    def fence_loads(self, forward_stream: Any) -> None:
+        """Orders the next loads after the forward in flight, which may still write freed rows."""
+        if self._load is not None:
+            self._load.wait_stream(torch.cuda.current_stream())
+            if forward_stream is not None:
+                self._load.wait_stream(forward_stream)
+
+    def saving(self, events: list[Any]) -> Any:
+        """Context in which a save's copies run."""
+        if self._save is None:
+            return _NULL
+        for event in events:
+            event.synchronize()
+        return torch.cuda.stream(self._save)
+
+    def loading(self) -> Any:
+        """Context in which a batch's copies run."""
+        return _NULL if self._load is None else torch.cuda.stream(self._load)
+
+    def record(self) -> Any:
+        """An event behind the copies queued so far; None on a CPU."""
+        if self._load is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._load)
+        return event
+
+    def synchronize(self) -> None:
+        """Waits until the load stream is empty, so that slots may be given back."""
+        if self._load is not None:
+            self._load.synchronize()
+
+
+class _Null:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_NULL = _Null()

@@ -1,0 +1,112 @@
+"""Layer-wise load counter: the forward waits at each layer for that layer's pages only.
+
+SGLang's KV pool calls `wait_until(layer)` from `get_key_buffer`. On a CPU the wait lasts until the
+layer was copied; on CUDA it lasts until the copy was *queued*, and the forward's stream then waits
+for the copy's event on the device, so the launching thread is not stalled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class _Batch:
+    """One batch of loads; guarded by the counter's lock."""
+
+    num_done: int = 0
+    error: BaseException | None = None
+    events: list[Any] = field(default_factory=list)
+    first_wait_over_s: float = 0.0
+    last_done_s: float = 0.0
+
+
+class LoadCounter:
+    """Counts copied layers of each batch of loads. Layers complete in order.
+
+    Attributes:
+        num_layers: L.
+        consumer_index: the batch that the current forward reads, -1 for none.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.consumer_index = -1
+        self._producer_index = -1
+        self._batches: dict[int, _Batch] = {}
+        self._changed = threading.Condition()
+
+    def update_producer(self) -> int:
+        """Opens a batch and returns its index."""
+        with self._changed:
+            self._producer_index += 1
+            self._batches[self._producer_index] = _Batch()
+            return self._producer_index
+
+    def set_consumer(self, index: int) -> None:
+        """Names the batch that the next forward reads; SGLang calls it before each forward."""
+        self.consumer_index = index
+
+    def complete(self, index: int, event: Any = None) -> None:
+        """Says that the next layer of a batch is copied (or queued, with a CUDA event)."""
+        with self._changed:
+            batch = self._batches.get(index)
+            if batch is None:
+                return
+            batch.num_done += 1
+            batch.events.append(event)
+            batch.last_done_s = time.monotonic()
+            self._changed.notify_all()
+
+    def fail(self, index: int, error: BaseException) -> None:
+        """Ends a batch with an error; waiters go on, `finish` reports it."""
+        with self._changed:
+            batch = self._batches.get(index)
+            if batch is not None:
+                batch.error = error
+                self._changed.notify_all()
+
+    def wait_until(self, threshold: int) -> None:
+        """Waits for layer `threshold` of the consumer's batch. Never raises."""
+        index = self.consumer_index
+        if index < 0:
+            return
+        batch = self._batches.get(index)
+        if batch is None:
+            return
+        if batch.num_done <= threshold and batch.error is None:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: batch.num_done > threshold or batch.error is not None
+                )
+        if threshold == 0 and not batch.first_wait_over_s:
+            batch.first_wait_over_s = time.monotonic()
+        if batch.error is None and batch.events[threshold] is not None:
+            batch.events[threshold].wait()
+
+    def finish(self, index: int) -> tuple[bool, float]:
+        """Waits for a batch and closes it.
+
+        Returns:
+            Whether every layer landed, and by how many seconds layer 0 was released to the forward
+            before the last layer was copied (the overlap; 0 where there was none).
+        """
+        with self._changed:
+            batch = self._batches.get(index)
+            if batch is None:
+                return True, 0.0
+            self._changed.wait_for(
+                lambda: batch.num_done >= self.num_layers or batch.error is not None
+            )
+            del self._batches[index]
+        overlap_s = batch.last_done_s - batch.first_wait_over_s if batch.first_wait_over_s else 0.0
+        return batch.error is None, max(overlap_s, 0.0)
+
+    def reset(self) -> None:
+        """Forgets all batches; none may be running."""
+        with self._changed:
+            self.consumer_index = -1
+            self._batches.clear()

@@ -1,0 +1,103 @@
+"""Prometheus metrics and the state dump: what the tiers hold, move, reject and drop.
+
+Every count of the page store is one series of `sglang:hier_kv_events_total{event=...}`; docs/
+operations.md explains each. Published once a second from the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sglang_ext.tiers.disk import DiskTier
+from sglang_ext.tiers.store import PageStore
+
+_INTERVAL_S = 1.0
+
+
+class MetricsReporter:
+    """Turns counters into metrics.
+
+    Args:
+        store: the page store.
+        disk: its disk tier, or None.
+        slot_bytes: size of a page in DRAM and on disk.
+        enabled: whether SGLang runs with `--enable-metrics`.
+        labels: label values common to all series.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        disk: DiskTier | None,
+        *,
+        slot_bytes: int,
+        enabled: bool,
+        labels: dict[str, str],
+    ) -> None:
+        self._store = store
+        self._disk = disk
+        self._slot_bytes = slot_bytes
+        self._labels = labels
+        self._published: dict[str, float] = {}
+        self._next_s = 0.0
+        self._info: dict[str, Any] = {}
+        self._events: Any = None
+        self._gauges: Any = None
+        if enabled:
+            self._make_metrics()
+
+    def set_info(self, **info: Any) -> None:
+        """Adds facts about the set-up to the state dump."""
+        self._info.update(info)
+
+    def state(self) -> dict[str, Any]:
+        """All counters and sizes as plain values, for `/server_info`."""
+        return {**self._info, "host": self._store.stats(), "disk": self._disk_stats()}
+
+    def maybe_publish(self) -> None:
+        """Publishes at most once a second; costs one clock read otherwise."""
+        if self._events is None or time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + _INTERVAL_S
+        stats = self._store.stats()
+        for name in ("host_pages", "host_capacity_pages", "spill_queue_pages"):
+            self._gauges.labels(**self._labels, of=name).set(stats.pop(name))
+        for name, value in {**stats, **self._disk_counts()}.items():
+            step = value - self._published.get(name, 0)
+            if step > 0:
+                self._events.labels(**self._labels, event=name).inc(step)
+                self._published[name] = value
+
+    def _make_metrics(self) -> None:
+        # Imported late: prometheus_client reads its multi-process folder when it is imported.
+        from prometheus_client import Counter, Gauge
+
+        names = list(self._labels)
+        self._events = Counter(
+            "sglang:hier_kv_events",
+            "Pages and events of the hierarchical KV cache since start, by kind.",
+            [*names, "event"],
+        )
+        self._gauges = Gauge(
+            "sglang:hier_kv_pages",
+            "Pages in the tiers of the hierarchical KV cache now.",
+            [*names, "of"],
+            multiprocess_mode="mostrecent",
+        )
+
+    def _disk_counts(self) -> dict[str, float]:
+        counts: dict[str, float] = {}
+        for name, value in self._disk_stats().items():
+            if isinstance(value, dict):
+                counts.update({f"disk_{name}_{kind}": n for kind, n in value.items()})
+            elif isinstance(value, int) and name not in ("bytes_on_disk", "segments", "records"):
+                counts[f"disk_{name}"] = value
+        return counts
+
+    def _disk_stats(self) -> dict[str, Any]:
+        if self._disk is None:
+            return {}
+        stats = self._disk.stats()
+        values = {name: getattr(stats, name) for name in stats.__slots__}
+        return {n: dict(v) if hasattr(v, "items") else v for n, v in values.items()}

@@ -1,0 +1,113 @@
+"""Whose KV this is: the namespace of the loaded model, adapters, and changes of weights.
+
+Weights may change while the server runs. From the moment an update begins nothing is saved or
+loaded until two things hold: the digest of the new weights is known, and the device holds no KV of
+the old ones (SGLang's flush emptied it, or it was empty). Only then the namespace of the new
+weights opens. A flush that SGLang refuses, or that the caller did not ask for, leaves the tiers
+off until the next flush: KV computed on an old prefix must never be kept as new.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext.namespace import digest_lora_adapter, digest_model, namespace_digest
+from sglang_ext.tiers.store import KeySpace, PageStore
+
+logger = logging.getLogger(__name__)
+
+
+class ModelIdentity:
+    """Namespace digest of the live model and of its adapters. Scheduler thread only.
+
+    Args:
+        model: the live model.
+        fixed: parts of the namespace that do not change while the server runs.
+        label: what the namespace is, for people.
+        lora_adapters: returns SGLang's adapters by id; empty without LoRA.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        fixed: dict[str, Any],
+        label: dict[str, Any],
+        lora_adapters: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._model = model
+        self._fixed = fixed
+        self._label = label
+        self._lora_adapters = lora_adapters
+        self._lora_digests: dict[str, bytes] = {}
+        # Digests under which the device may still hold KV; an adapter reloaded with other
+        # weights is off until the next flush.
+        self._lora_on_device: dict[str, bytes] = {}
+        self._updating = 0
+        self._digest: bytes | None = None
+        self._needs_reset = False
+        self._thread = threading.get_ident()
+
+    def space_of(self, req: Any, store: PageStore) -> KeySpace | None:
+        """Key space of a request, or None while nothing may be saved or loaded for it."""
+        if self._updating or self._needs_reset:
+            return None
+        if self._digest is None:
+            self._open(store)
+        assert self._digest is not None
+        lora_id = getattr(req, "lora_id", None)
+        if lora_id is None:
+            return store.space(self._digest)
+        lora = self._lora_digest(lora_id)
+        return None if lora is None else store.space(self._digest, lora)
+
+    def _open(self, store: PageStore) -> None:
+        weights = digest_model(self._model)
+        self._digest = namespace_digest({**self._fixed, "weights": weights})
+        found = store.open_namespace(self._digest, {**self._label, "weights": weights.hex()[:16]})
+        logger.info(
+            "hier-kv: namespace %s opened, %d pages found on disk", self._digest.hex()[:16], found
+        )
+
+    # ---- weights ----
+
+    def begin_update(self) -> None:
+        """The weights are about to change; pending saves must be drained before."""
+        self._updating += 1
+
+    def end_update(self, *, device_is_empty: bool) -> None:
+        """The weights may have changed.
+
+        Args:
+            device_is_empty: the device holds no KV and no request runs.
+        """
+        self._updating -= 1
+        self._digest = None
+        self._needs_reset = not device_is_empty
+        if self._needs_reset:
+            logger.warning(
+                "hier-kv: weights changed without a flush of the device cache; nothing is saved "
+                "or loaded until /flush_cache"
+            )
+
+    def device_was_reset(self) -> None:
+        """The device holds no KV any more."""
+        self._needs_reset = False
+        self._lora_on_device.clear()
+
+    # ---- adapters ----
+
+    def adapters_changed(self) -> None:
+        """An adapter was loaded or unloaded: digests are taken again at the next use."""
+        self._lora_digests.clear()
+
+    def _lora_digest(self, lora_id: str) -> bytes | None:
+        digest = self._lora_digests.get(lora_id)
+        if digest is None:
+            adapter = self._lora_adapters().get(lora_id)
+            if adapter is None:
+                return None
+            digest = self._lora_digests[lora_id] = digest_lora_adapter(adapter)
+        return digest if self._lora_on_device.setdefault(lora_id, digest) == digest else None

@@ -1,0 +1,96 @@
+"""Entry point of the plugin: SGLang calls ``load`` in each of its processes.
+
+SGLang logs and swallows an exception raised here, so this module does as little as it can; what
+may fail runs later, from hooks, where an error ends the start with a sentence.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+_SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+
+
+def load() -> None:
+    """Registers the flags and, where this process runs a scheduler, the cache and its hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.register(f"{_SERVER_ARGS}.add_cli_args", _after_add_cli_args)
+    HookRegistry.register(f"{_SERVER_ARGS}.from_cli_args", _after_from_cli_args)
+    _extend_engine()
+    # Importing the scheduler costs seconds and the main process does not need it; a scheduler
+    # process has imported it before it loads plugins.
+    if "sglang.srt.managers.scheduler" in sys.modules:
+        from sglang_ext.scheduler_hooks import register_scheduler_hooks
+
+        register_scheduler_hooks()
+
+
+def attach(server_args: Any, config: Any) -> None:
+    """Turns the plugin on for a set of server arguments, after refusing what cannot work.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``, not yet resolved. The settings ride on an underscore
+            attribute, which SGLang pickles to its other processes.
+        config: a ``HierKVConfig``.
+
+    Raises:
+        HierKVConfigError: the set-up is refused.
+    """
+    from sglang_ext.compat import DEFAULT_PAGE_SIZE, check_arguments
+    from sglang_ext.preflight import check_machine
+
+    check_arguments(server_args, config)
+    check_machine(config)
+    server_args._hier_kv = config.to_dict()
+    server_args.radix_cache_backend = "hier_kv"
+    if server_args.page_size is None:
+        server_args.page_size = DEFAULT_PAGE_SIZE
+    _hook_tokenizer_manager()
+
+
+def _after_add_cli_args(result: Any, parser: Any) -> None:
+    from sglang_ext.flags import add_flags
+
+    add_flags(parser)
+
+
+def _after_from_cli_args(result: Any, cls: Any, namespace: Any) -> None:
+    from sglang_ext.config import HierKVConfigError
+    from sglang_ext.flags import config_from_namespace
+
+    try:
+        config = config_from_namespace(namespace)
+        if config is not None:
+            attach(result, config)
+    except HierKVConfigError as error:
+        sys.exit(f"sglang-hier-kv: {error}")
+
+
+def _extend_engine() -> None:
+    """Lets ``sglang.Engine`` take ``enable_hier_kv`` and ``hier_kv_*`` arguments."""
+    module = sys.modules.get("sglang.srt.entrypoints.engine")
+    if module is None:
+        return
+    engine = module.Engine
+    if getattr(engine, "_hier_kv_extended", False):
+        return
+    from sglang_ext.flags import engine_args_factory
+
+    engine.server_args_class = staticmethod(engine_args_factory(engine.server_args_class, attach))
+    engine._hier_kv_extended = True
+
+
+def _hook_tokenizer_manager() -> None:
+    """Registered late: importing the tokenizer manager before the arguments are parsed is slow."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_ext.report import unpack_details
+
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output",
+        unpack_details,
+        HookType.BEFORE,
+    )
+    HookRegistry.apply_hooks()

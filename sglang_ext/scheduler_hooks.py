@@ -1,0 +1,64 @@
+"""Hooks in a scheduler process: the cache backend, the gates, the report and the state dump."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_ext.cache import HierKVRadixCache
+from sglang_ext.factory import build_cache
+from sglang_ext.report import DETAILS_KEY, pack_details
+from sglang_ext.request_state import find_state
+from sglang_ext.self_check import run_self_check
+from sglang_ext.weight_hooks import register_weight_hooks
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "hier_kv"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+
+
+def register_scheduler_hooks() -> None:
+    """Registers everything that runs in a scheduler process. Without the flag none of it acts."""
+    from sglang.srt.mem_cache import registry
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if BACKEND not in registry.registered_radix_cache_backends():
+        registry.register_radix_cache_backend(BACKEND, build_cache)
+    HookRegistry.register(f"{_SCHEDULER}.__init__", _after_init)
+    HookRegistry.register(
+        f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer.get_cached_tokens_details",
+        _after_details,
+    )
+    HookRegistry.register(
+        f"{_COMPONENTS}.internal_state.SchedulerInternalStateController.get_internal_state",
+        _after_internal_state,
+    )
+    register_weight_hooks()
+
+
+def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    cache = self.tree_cache
+    if not isinstance(cache, HierKVRadixCache):
+        return
+    # SGLang's switches for an external store: polling, loads under the prefill, the admission
+    # gate, the idle check and the clear endpoint. HiCache's own switch must stay off.
+    self.enable_unified_cache_external_linker = True
+    self.enable_lmcache = True
+    run_self_check(self, cache)
+
+
+def _after_details(result: Any, self: Any, req: Any) -> Any:
+    if not isinstance(self.tree_cache, HierKVRadixCache):
+        return result
+    state = find_state(req)
+    if state is None or req.cached_tokens <= 0:
+        return result
+    return pack_details(result, state.by_tier(int(req.cached_tokens)))
+
+
+def _after_internal_state(result: Any, self: Any, recv_req: Any) -> None:
+    cache = self.scheduler.tree_cache
+    if isinstance(cache, HierKVRadixCache):
+        result.internal_state[DETAILS_KEY] = cache.metrics_reporter_hier.state()

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+
+_spec = importlib.util.spec_from_file_location(
+    "tests.tiers.tier_pages", Path(__file__).with_name("tier_pages.py")
+)
+assert _spec is not None
+assert _spec.loader is not None
+tier_pages = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = tier_pages  # so that test modules can import it
+_spec.loader.exec_module(tier_pages)
+
+OpenTier = Callable[..., DiskTier]
+
+
+@pytest.fixture
+def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
+    """Opens disk tiers on one folder; those left open are closed when the test ends."""
+    opened: list[DiskTier] = []
+
+    def open_one(*, io: Any = None, failpoints: Any = None, **settings: Any) -> DiskTier:
+        defaults: dict[str, Any] = {
+            "path": tmp_path / "disk",
+            "max_bytes": 64 << 20,
+            "min_free_bytes": 0,
+            "segment_bytes": 256 << 10,
+        }
+        tier = DiskTier(DiskConfig(**(defaults | settings)), io=io, failpoints=failpoints)
+        opened.append(tier)
+        return tier
+
+    yield open_one
+    for tier in opened:
+        tier.close()

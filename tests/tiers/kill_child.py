@@ -1,0 +1,123 @@
+"""Writes pages as fast as it can until it is killed, logging each page that was acknowledged.
+
+Arguments: folder, log file, first page number, direct_io, step, count. `step` is where the process
+kills itself at the `count`-th time: a failpoint of the tier, "record" (half-way through writing
+records) or "footer" (half-way through a footer); "none" leaves it to the parent.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.tiers.base import RecoveredPages
+from sglang_ext.tiers.disk import DiskConfig, DiskTier, context
+from sglang_ext.tiers.disk.fileio import FileIO
+
+
+def load_pages() -> Any:
+    spec = importlib.util.spec_from_file_location(
+        "tier_pages", Path(__file__).with_name("tier_pages.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tier_pages"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Countdown:
+    """Kills this process at the `count`-th call."""
+
+    def __init__(self, step: str, count: int) -> None:
+        self.step = step
+        self.left = count
+
+    def is_due(self, step: str) -> bool:
+        if step != self.step:
+            return False
+        self.left -= 1
+        return self.left <= 0
+
+    def reach(self, step: str) -> None:
+        if self.is_due(step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class TearingDisk(FileIO):
+    """Writes half of what it is given, then kills the process, when the countdown ends."""
+
+    def __init__(self, countdown: Countdown, unit: int) -> None:
+        self.countdown = countdown
+        self.unit = unit
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        magic = bytes(buffers[0][:4])
+        step = {b"HKVR": "record", b"HKVF": "footer"}.get(magic, "")
+        if step and self.countdown.is_due(step):
+            half = sum(len(view) for view in buffers) // 2
+            half -= half % self.unit
+            torn = []
+            for view in buffers:
+                torn.append(view[: max(0, half)])
+                half -= len(view)
+            super().pwritev(fd, [view for view in torn if len(view)], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().pwritev(fd, buffers, offset)
+
+
+def main() -> None:
+    folder, log_path, first, direct_io, step, count = sys.argv[1:]
+    pages = load_pages()
+    context.MIN_RUN_BYTES = 2 * pages.SLOT_BYTES  # several runs in each write, on two threads
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    countdown = Countdown(step, int(count))
+    config = DiskConfig(
+        Path(folder),
+        max_bytes=2 << 20,
+        min_free_bytes=0,
+        direct_io=direct_io,  # type: ignore[arg-type]
+    )
+    io = TearingDisk(countdown, 4096 if direct_io == "auto" else 1)
+    tier = DiskTier(config, io=io, failpoints=countdown.reach)
+
+    def on_drop(digest: bytes, segment_id: int) -> None:
+        os.write(log, f"drop {segment_id}\n".encode())
+
+    def on_moved(digest: bytes, old: int, moved: RecoveredPages) -> None:
+        lines = [
+            f"move {old} {page_hash.tobytes().hex()} {segment} {block}\n"
+            for page_hash, segment, block in zip(
+                moved.hashes, moved.segment, moved.block, strict=True
+            )
+        ]
+        os.write(log, "".join(lines).encode())
+
+    tier.on_drop = on_drop
+    tier.on_moved = on_moved
+    tier.is_hot = lambda digest, hashes: hashes[:, 0] % 2 == 0
+    tier.open_namespace(pages.NAMESPACE, pages.SLOT_BYTES, {})
+    rng = np.random.default_rng(int(first))
+    number = int(first)
+    while True:
+        batch = range(number, number + int(rng.integers(1, 13)))
+        number = batch.stop
+        locations = tier.write(pages.NAMESPACE, [pages.make_slot(n) for n in batch])
+        lines = [
+            f"page {pages.key(n).hex()} {at.segment} {at.block}\n"
+            for n, at in zip(batch, locations, strict=True)
+            if at is not None
+        ]
+        os.write(log, "".join(lines).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The bytes on disk are pinned, and what is encoded decodes to the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.tiers.base import Location, ReadRequest
+from sglang_ext.tiers.disk import DiskTier
+from sglang_ext.tiers.disk.fileio import aligned_array
+from sglang_ext.tiers.disk.layout import (
+    FutureVersionError,
+    SegmentHeader,
+    SegmentTable,
+    decode_footer,
+    decode_header,
+    decode_trailer,
+    encode_footer,
+    encode_header,
+    footer_bytes_bound,
+    record_offset,
+    segment_file_bytes,
+)
+from sglang_ext.tiers.record import VerifyResult, read_meta, verify
+from tests.tiers import disk_golden as golden
+
+rows = st.lists(
+    st.tuples(
+        st.binary(min_size=32, max_size=32),
+        st.one_of(st.just(b""), st.sampled_from([b"a" * 32, b"b" * 32])),
+        st.integers(0, 255),
+        st.booleans(),
+    ),
+    max_size=200,
+)
+
+
+def test_golden_records_are_reproduced_and_read() -> None:
+    data = golden.RECORD.read_bytes()
+    slots = np.frombuffer(data, np.uint8).reshape(-1, golden.SLOT_BYTES)
+    for index, (slot, meta) in enumerate(zip(slots, golden.METAS, strict=True)):
+        assert slot.tobytes() == golden.record(index).tobytes()
+        assert read_meta(slot) == meta
+        assert verify(slot, meta.page_hash, meta.namespace, meta.lora) is VerifyResult.OK
+
+
+def test_the_golden_segment_is_reproduced() -> None:
+    assert golden.SEGMENT.read_bytes() == golden.segment()
+
+
+def test_the_golden_segment_is_served(open_tier: Callable[..., DiskTier]) -> None:
+    tier = open_tier()
+    tier.open_namespace(golden.NAMESPACE, golden.SLOT_BYTES, {})
+    folder = tier._config.path / golden.NAMESPACE.hex()[:16]
+    tier.close()
+    shutil.copy(golden.SEGMENT, folder / f"seg-{golden.SEGMENT_ID:08d}.hkv")
+    tier = open_tier()
+    pages = tier.open_namespace(golden.NAMESPACE, golden.SLOT_BYTES, {})
+    assert pages.block.tolist() == [1, 2, 4]
+    assert pages.quality.tolist() == [0, 0, 200]
+    for row, meta in enumerate(golden.METAS):
+        out = aligned_array(golden.SLOT_BYTES)
+        location = Location(golden.SEGMENT_ID, int(pages.block[row]))
+        request = ReadRequest(location, meta.page_hash, meta.lora, out)
+        assert tier.read(golden.NAMESPACE, [request]) == [VerifyResult.OK]
+        assert out.tobytes() == golden.record(row).tobytes()
+
+
+def test_what_the_tier_writes_is_the_golden_layout(open_tier: Callable[..., DiskTier]) -> None:
+    tier = open_tier(segment_bytes=4096)
+    tier.open_namespace(golden.NAMESPACE, golden.SLOT_BYTES, {})
+    slots = []
+    for index in range(3):
+        slot = golden.record(index)
+        slot[16:24] = 0  # as write_meta leaves it: the tier seals
+        slots.append(slot)
+    assert None not in tier.write(golden.NAMESPACE, slots)
+    folder = tier._config.path / golden.NAMESPACE.hex()[:16]
+    tier.close()
+    table = SegmentTable()
+    for meta in golden.METAS:
+        table.add(meta.page_hash, meta.lora, meta.quality)
+    file_bytes = segment_file_bytes(8, golden.SLOT_BYTES)
+    header = SegmentHeader(1, 8, golden.SLOT_BYTES, file_bytes, golden.NAMESPACE)
+    expected = (
+        encode_header(header)
+        + b"".join(golden.record(index).tobytes() for index in range(3))
+        + encode_footer(table, 1, golden.SLOT_BYTES, golden.NAMESPACE)
+    )
+    assert (folder / "seg-00000001.hkv").read_bytes() == expected
+
+
+@given(rows=rows, segment_id=st.integers(1, 2**32 - 2), blocks=st.integers(1, 1000))
+def test_a_footer_decodes_to_its_table(
+    rows: list[tuple[bytes, bytes, int, bool]], segment_id: int, blocks: int
+) -> None:
+    table = SegmentTable()
+    for page_hash, lora, quality, present in rows:
+        if present:
+            table.add(page_hash, lora, quality)
+        else:
+            table.add_hole()
+    slot_bytes = blocks * 4096
+    footer = encode_footer(table, segment_id, slot_bytes, b"n" * 32)
+    assert len(footer) % 4096 == 0
+    assert len(footer) <= footer_bytes_bound(len(rows))
+    trailer = decode_trailer(footer, record_offset(len(rows), slot_bytes) + len(footer))
+    assert trailer is not None
+    assert (trailer.segment_id, trailer.slot_bytes) == (segment_id, slot_bytes)
+    pages = decode_footer(footer, trailer)
+    assert pages is not None
+    expected = [
+        (page_hash, lora or bytes(32), quality, 1 + index * blocks)
+        for index, (page_hash, lora, quality, present) in enumerate(rows)
+        if present
+    ]
+    found = [
+        (pages.hashes[i].tobytes(), pages.lora[i].tobytes(), pages.quality[i], pages.block[i])
+        for i in range(len(pages))
+    ]
+    assert found == expected
+
+
+@given(where=st.integers(0, 4095), bit=st.integers(0, 7))
+def test_a_flipped_bit_in_a_footer_is_found(where: int, bit: int) -> None:
+    table = SegmentTable()
+    for index in range(20):
+        table.add(bytes([index]) * 32, b"", 0)
+    good = encode_footer(table, 5, 4096, b"n" * 32)
+    footer = bytearray(good)
+    footer[where % len(good)] ^= 1 << bit
+    file_bytes = record_offset(20, 4096) + len(good)
+    trailer = decode_trailer(bytes(footer), file_bytes)
+    assert trailer is None or decode_footer(bytes(footer), trailer) is None
+
+
+@given(where=st.integers(0, 71), bit=st.integers(0, 7))
+def test_a_flipped_bit_in_a_header_is_found(where: int, bit: int) -> None:
+    block = bytearray(encode_header(SegmentHeader(1, 8, 4096, 65536, b"n" * 32)))
+    block[where] ^= 1 << bit
+    assert decode_header(bytes(block)) is None
+
+
+@pytest.mark.parametrize("junk", [b"", b"HKVS", bytes(4096), b"HKVS" + bytes(4092)])
+def test_junk_is_no_header_and_no_trailer(junk: bytes) -> None:
+    assert decode_header(junk) is None
+    assert decode_trailer(junk, len(junk)) is None
+
+
+def test_a_later_header_is_told_from_damage() -> None:
+    import xxhash
+
+    block = bytearray(encode_header(SegmentHeader(1, 8, 4096, 65536, b"n" * 32)))
+    block[4] = 2
+    block[64:72] = xxhash.xxh3_64_digest(bytes(block[:64]))[::-1]
+    with pytest.raises(FutureVersionError):
+        decode_header(bytes(block))

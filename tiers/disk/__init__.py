@@ -1,0 +1,7 @@
+"""The disk tier; `tier.py` is the place to start reading."""
+
+from sglang_ext.tiers.disk.config import DiskConfig
+from sglang_ext.tiers.disk.counters import DiskStats
+from sglang_ext.tiers.disk.tier import DiskTier
+
+__all__ = ["DiskConfig", "DiskStats", "DiskTier"]

@@ -1,0 +1,162 @@
+"""Which segments exist: sizes, ages, owners. The tier's shared state."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(slots=True)
+class Segment:
+    """One segment file. Fields that change are guarded by the catalog's lock.
+
+    Attributes:
+        segment_id: u32, unique in the folder's life.
+        namespace: 32 bytes.
+        path: the file.
+        slot_bytes: bytes of a record.
+        num_records: slots [0, num_records) may be read. 0 in a namespace that is not open.
+        file_bytes: what counts against the bound.
+        last_used: time of the last read or write, nanoseconds since the epoch.
+        sealed: whether the file has its footer, or will get none.
+        read_since_open: whether `last_used` is newer than the file's own time.
+    """
+
+    segment_id: int
+    namespace: bytes
+    path: Path
+    slot_bytes: int
+    num_records: int
+    file_bytes: int
+    last_used: int
+    sealed: bool
+    read_since_open: bool = False
+
+
+@dataclass(slots=True)
+class Namespace:
+    """One namespace. `segments` is guarded by the catalog's lock, the rest by the write lock.
+
+    Attributes:
+        digest: 32 bytes.
+        folder: where its segments lie.
+        slot_bytes: bytes of a record, as asked when it was opened; 0 until then.
+        num_slots: records of a new segment; 0 until opened.
+        segments: by id.
+    """
+
+    digest: bytes
+    folder: Path
+    slot_bytes: int = 0
+    num_slots: int = 0
+    segments: dict[int, Segment] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether pages of this namespace may be read and written."""
+        return self.slot_bytes > 0
+
+
+class Catalog:
+    """Namespaces and segments. Thread-safe: one lock, held only for look-ups and small changes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._namespaces: dict[bytes, Namespace] = {}  # guarded by _lock
+        self._used_bytes = 0  # guarded by _lock
+        self._clock = 0  # guarded by _lock
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all segment files."""
+        with self._lock:
+            return self._used_bytes
+
+    def namespaces(self) -> list[Namespace]:
+        """Returns all namespaces, open or not."""
+        with self._lock:
+            return list(self._namespaces.values())
+
+    def namespace(self, digest: bytes) -> Namespace | None:
+        """Returns the namespace of this digest."""
+        with self._lock:
+            return self._namespaces.get(digest)
+
+    def add_namespace(self, namespace: Namespace) -> None:
+        """Adds a namespace that is not there yet."""
+        with self._lock:
+            self._namespaces[namespace.digest] = namespace
+
+    def add(self, segment: Segment) -> None:
+        """Adds a segment of a known namespace and counts its bytes."""
+        with self._lock:
+            self._namespaces[segment.namespace].segments[segment.segment_id] = segment
+            self._used_bytes += segment.file_bytes
+
+    def remove(self, segment: Segment) -> None:
+        """Removes a segment: reads of it are misses from now on."""
+        with self._lock:
+            del self._namespaces[segment.namespace].segments[segment.segment_id]
+            self._used_bytes -= segment.file_bytes
+
+    def keep_counting(self, num_bytes: int) -> None:
+        """Counts bytes of a file that could not be removed."""
+        with self._lock:
+            self._used_bytes += num_bytes
+
+    def segments(self, digest: bytes | None = None) -> list[Segment]:
+        """Returns the segments of one namespace or of all."""
+        with self._lock:
+            return [
+                segment
+                for namespace in self._namespaces.values()
+                if digest is None or namespace.digest == digest
+                for segment in namespace.segments.values()
+            ]
+
+    def oldest_sealed(self) -> list[Segment]:
+        """Returns the sealed segments of every namespace, least recently used first."""
+        sealed = [segment for segment in self.segments() if segment.sealed]
+        return sorted(sealed, key=lambda segment: (segment.last_used, segment.segment_id))
+
+    def find(self, digest: bytes, segment_ids: Iterable[int]) -> dict[int, Segment]:
+        """Returns the segments that may be read and marks them as used now."""
+        with self._lock:
+            namespace = self._namespaces.get(digest)
+            if namespace is None or not namespace.is_open:
+                return {}
+            known = namespace.segments
+            found = {
+                index: known[index]
+                for index in segment_ids
+                if index in known and known[index].num_records
+            }
+            for segment in found.values():
+                segment.last_used = self._now()
+                segment.read_since_open = True
+            return found
+
+    def grow(self, segment: Segment, num_records: int) -> None:
+        """Makes the first `num_records` slots of an active segment readable."""
+        with self._lock:
+            segment.num_records = num_records
+            segment.last_used = self._now()
+
+    def mark_sealed(self, segment: Segment, file_bytes: int) -> None:
+        """Notes that a segment is sealed and how long its file is now."""
+        with self._lock:
+            self._used_bytes += file_bytes - segment.file_bytes
+            segment.file_bytes = file_bytes
+            segment.sealed = True
+
+    def now(self) -> int:
+        """Returns a time for `Segment.last_used`, later than every one before."""
+        with self._lock:
+            return self._now()
+
+    def _now(self) -> int:
+        self._clock = max(self._clock + 1, time.time_ns())
+        return self._clock

@@ -1,0 +1,233 @@
+"""The tier's folder: who owns it, which segment ids are spent, which namespaces lie in it.
+
+::
+
+    LOCK                          flock; JSON of the owner's pid and host, for the error message
+    folder.msgpack                {"version": 1, "next_segment": n}; every id below n is spent
+    <16 hex of digest>/ns.msgpack {"version": 1, "digest", "slot_bytes", "label"}
+    <16 hex of digest>/seg-%08d.hkv
+
+A name that ends in ".tmp" and starts as one of ours is a leftover of a killed process and is
+removed. Other files are not ours: never read, never removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from sglang_ext.tiers.base import NO_SEGMENT
+from sglang_ext.tiers.disk.fileio import FileIO, read_small, write_file
+from sglang_ext.tiers.errors import TierConfigError
+
+FOLDER_VERSION = 1  # stored on disk; a change of files or names needs a new number
+_ID_STEP = 64
+_MAX_STATE_BYTES = 1 << 20
+_NAMESPACE_NAME = re.compile(r"[0-9a-f]{16}")
+_SEGMENT_NAME = re.compile(r"seg-(\d{8,10})\.hkv")
+_TEMP_NAME = re.compile(r"(seg-\d{8,10}\.hkv|ns\.msgpack|folder\.msgpack|direct-io-probe)\.tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFile:
+    """What `ns.msgpack` says."""
+
+    digest: bytes
+    slot_bytes: int
+    label: dict[str, Any]
+
+
+class FolderLock:
+    """Owns a folder until `release()` or the end of the process, however it ends."""
+
+    def __init__(self, io: FileIO, folder: Path) -> None:
+        """Takes the lock, making the folder if it is absent.
+
+        Raises:
+            TierConfigError: the folder cannot be used, or another process owns it.
+        """
+        self._io = io
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._fd = io.open(folder / "LOCK", os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise TierConfigError(_cannot_use(folder, error)) from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = _read_owner(self._fd)
+            io.close(self._fd)
+            raise TierConfigError(
+                f"the disk folder {folder} is in use by {owner}; give each server a folder of its"
+                " own"
+            ) from error
+        try:
+            os.ftruncate(self._fd, 0)
+            text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+            io.pwritev(self._fd, [memoryview(text.encode())], 0)
+        except OSError as error:
+            io.close(self._fd)
+            raise TierConfigError(_cannot_use(folder, error)) from error
+
+    def release(self) -> None:
+        """Gives the folder back. The file stays: removing it could let two owners in."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, 0)
+        self._io.close(self._fd)
+
+
+class SegmentIds:
+    """Hands out segment ids, none of them twice in the folder's life. Guarded by the write lock.
+
+    Ids are spent in steps ahead of use, so that a file is written once in 64 segments.
+    """
+
+    def __init__(self, io: FileIO, folder: Path, highest_seen: int, *, sync: bool) -> None:
+        """Continues behind what `folder.msgpack` and the files in the folder have spent.
+
+        Raises:
+            TierConfigError: the folder is of a later release, or cannot be written.
+        """
+        self._io = io
+        self._path = folder / "folder.msgpack"
+        self._sync = sync
+        state = _read_state(io, self._path)
+        version = state.get("version", FOLDER_VERSION)
+        if isinstance(version, int) and version > FOLDER_VERSION:
+            raise TierConfigError(
+                f"the disk folder {folder} has format version {version}, this release reads up to"
+                f" {FOLDER_VERSION}; use the newer release or another folder"
+            )
+        spent = state.get("next_segment", 1)
+        spent = spent if isinstance(spent, int) and 0 < spent < NO_SEGMENT else 1
+        self._next = max(spent, highest_seen + 1)
+        self._limit = self._next
+        try:
+            self._reserve()
+        except OSError as error:
+            raise TierConfigError(_cannot_use(folder, error)) from error
+
+    def take(self) -> int:
+        """Returns a fresh id.
+
+        Raises:
+            OSError: the folder cannot be written, or 2^32 - 1 ids are spent.
+        """
+        if self._next >= self._limit:
+            self._reserve()
+        self._next += 1
+        return self._next - 1
+
+    def _reserve(self) -> None:
+        limit = self._next + _ID_STEP
+        if limit >= NO_SEGMENT:
+            raise OSError(errno.EOVERFLOW, "every segment id of this folder is spent")
+        data = msgpack.packb({"version": FOLDER_VERSION, "next_segment": limit})
+        write_file(self._io, self._path, data, sync=self._sync)
+        self._limit = limit
+
+
+def namespace_folders(folder: Path) -> list[Path]:
+    """Returns the subfolders that are named as namespaces are, sorted."""
+    return sorted(
+        path for path in folder.iterdir() if _NAMESPACE_NAME.fullmatch(path.name) and path.is_dir()
+    )
+
+
+def segment_files(folder: Path) -> list[tuple[int, Path]]:
+    """Returns (segment id, path) of the files named as segments are, sorted by id."""
+    found = []
+    for path in folder.iterdir():
+        match = _SEGMENT_NAME.fullmatch(path.name)
+        if match and path.is_file() and segment_path(folder, int(match[1])) == path:
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def segment_path(folder: Path, segment_id: int) -> Path:
+    """Returns where the segment lies."""
+    return folder / f"seg-{segment_id:08d}.hkv"
+
+
+def remove_temp_files(io: FileIO, folder: Path) -> None:
+    """Removes what a killed process left half made in `folder`."""
+    for path in folder.iterdir():
+        if _TEMP_NAME.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                io.unlink(path)
+
+
+def read_namespace_file(io: FileIO, folder: Path) -> NamespaceFile | None:
+    """Returns what `ns.msgpack` in `folder` says; None when it is absent or damaged.
+
+    Raises:
+        TierConfigError: it was written by a later release.
+    """
+    state = _read_state(io, folder / "ns.msgpack")
+    version = state.get("version")
+    if isinstance(version, int) and version > FOLDER_VERSION:
+        raise TierConfigError(
+            f"the namespace folder {folder} has format version {version}, this release reads up"
+            f" to {FOLDER_VERSION}; use the newer release or another folder"
+        )
+    digest, slot_bytes, label = (state.get(key) for key in ("digest", "slot_bytes", "label"))
+    if version != FOLDER_VERSION or not isinstance(digest, bytes) or len(digest) != 32:
+        return None
+    if digest.hex()[:16] != folder.name or not isinstance(slot_bytes, int):
+        return None
+    return NamespaceFile(digest, slot_bytes, label if isinstance(label, dict) else {})
+
+
+def write_namespace_file(io: FileIO, folder: Path, entry: NamespaceFile, *, sync: bool) -> None:
+    """Makes the namespace's folder, if absent, and replaces its `ns.msgpack`.
+
+    Raises:
+        TierConfigError: the folder cannot be written.
+    """
+    data = msgpack.packb(
+        {
+            "version": FOLDER_VERSION,
+            "digest": entry.digest,
+            "slot_bytes": entry.slot_bytes,
+            "label": entry.label,
+        }
+    )
+    try:
+        folder.mkdir(exist_ok=True)
+        write_file(io, folder / "ns.msgpack", data, sync=sync)
+    except OSError as error:
+        raise TierConfigError(_cannot_use(folder, error)) from error
+
+
+def _read_state(io: FileIO, path: Path) -> dict[str, Any]:
+    try:
+        state = msgpack.unpackb(read_small(io, path, 0, _MAX_STATE_BYTES))
+    except Exception:  # absent or damaged: both mean starting over
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _read_owner(fd: int) -> str:
+    try:
+        owner = json.loads(os.pread(fd, 4096, 0))
+        return f"process {int(owner['pid'])} on host {owner['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _cannot_use(folder: Path, error: OSError) -> str:
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return f"the disk folder {folder} must be a folder, but it or a parent is a file"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"the disk folder {folder} must be writable for this user: {error.strerror}"
+    return f"the disk folder {folder} cannot be used: {error.strerror or error}"

@@ -1,0 +1,210 @@
+"""Keeping the tier under its size bound: whole old segments go, their hot pages move.
+
+The victim is the sealed segment, of any namespace, whose last read or write is longest ago. Hot
+pages, as the owner says, move to their namespace's active segment first: at most a quarter of the
+victim, and no more than that segment still has room for. Everything here runs on the writing
+thread under the write lock; readers are never waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages
+from sglang_ext.tiers.disk.active import ActiveSegment
+from sglang_ext.tiers.disk.catalog import Segment
+from sglang_ext.tiers.disk.context import DiskContext, Owner
+from sglang_ext.tiers.disk.fileio import aligned_array
+from sglang_ext.tiers.disk.layout import FutureVersionError
+from sglang_ext.tiers.disk.recovery import read_footer
+from sglang_ext.tiers.record import ByteArray, RecordError, RecordMeta, VerifyResult, read_meta
+from sglang_ext.tiers.record import verify as verify_record
+
+SALVAGE_SHARE = 4
+"""At most one in this many slots of a victim is salvaged."""
+
+_SALVAGE_BYTES = 8 << 20
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+
+
+class Reclaimer:
+    """Drops segments to make room. Used under the write lock only."""
+
+    def __init__(
+        self, context: DiskContext, owner: Owner, actives: dict[bytes, ActiveSegment]
+    ) -> None:
+        self._context = context
+        self._owner = owner
+        self._actives = actives
+
+    def make_room(self, num_bytes: int, digest: bytes) -> bool:
+        """Makes room for a new segment of `num_bytes` of namespace `digest`.
+
+        Drops nothing unless what can be dropped suffices. Other namespaces' active segments are
+        sealed, which gives back what they preallocated, if they are older than every sealed one
+        or if there is no room without that.
+
+        Returns:
+            Whether there is room under both bounds now.
+        """
+        if self._shortfall(num_bytes) <= 0:
+            return True
+        self._seal_idle(digest)
+        if self._droppable() < self._shortfall(num_bytes):
+            self._seal([key for key in self._actives if key != digest])
+        shortfall = self._shortfall(num_bytes)
+        if self._droppable() < shortfall:
+            return False
+        for victim in self._context.catalog.oldest_sealed():
+            if shortfall <= 0:
+                break
+            shortfall -= self.reclaim(victim)
+        return shortfall <= 0
+
+    def reclaim_oldest(self) -> bool:
+        """Drops the oldest sealed segment; returns whether there was one."""
+        victims = self._context.catalog.oldest_sealed()
+        if victims:
+            self.reclaim(victims[0])
+        return bool(victims)
+
+    def reclaim(self, victim: Segment) -> int:
+        """Salvages the victim's hot pages, then drops it; returns the bytes given back."""
+        self._context.reach("reclaim:before_salvage")
+        try:
+            self._salvage(victim)
+        except (OSError, FutureVersionError):
+            self._context.counters.error("io_read")
+        self._context.reach("reclaim:before_drop")
+        given_back = self.drop(victim)
+        self._context.counters.add("segments_dropped")
+        return given_back
+
+    def drop(self, segment: Segment) -> int:
+        """Tells the owner, then removes the segment; returns the bytes given back."""
+        context = self._context
+        self._call(lambda: self._owner.on_drop(segment.namespace, segment.segment_id), None)
+        context.catalog.remove(segment)
+        context.reach("reclaim:before_unlink")
+        try:
+            context.io.unlink(segment.path)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            context.counters.error("io_unlink")
+            context.catalog.keep_counting(segment.file_bytes)
+            return 0
+        finally:
+            context.fds.forget(segment.segment_id)
+        return segment.file_bytes
+
+    def _shortfall(self, num_bytes: int) -> int:
+        """Returns the bytes to give back before `num_bytes` fit under both bounds."""
+        config, context = self._context.config, self._context
+        over_size = context.catalog.used_bytes + num_bytes - config.max_bytes
+        try:
+            free = context.io.free_bytes(config.path)
+        except OSError:
+            return over_size
+        return max(over_size, config.min_free_bytes + num_bytes - free)
+
+    def _droppable(self) -> int:
+        return sum(segment.file_bytes for segment in self._context.catalog.oldest_sealed())
+
+    def _seal_idle(self, digest: bytes) -> None:
+        """Makes victims of active segments that have been idle for longest."""
+        sealed = self._context.catalog.oldest_sealed()
+        if sealed:
+            oldest = sealed[0].last_used
+            idle = [
+                key
+                for key, active in self._actives.items()
+                if key != digest and active.segment.last_used < oldest
+            ]
+            self._seal(idle)
+
+    def _seal(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            self._actives.pop(digest).seal()
+
+    def _salvage(self, victim: Segment) -> None:
+        """Copies hot pages of the victim to the active segment and tells the owner.
+
+        Raises:
+            OSError: the victim cannot be read.
+            FutureVersionError: another release sealed the victim meanwhile.
+        """
+        active = self._actives.get(victim.namespace)
+        limit = victim.num_records // SALVAGE_SHARE
+        if active is None or min(limit, active.num_free) == 0:
+            return
+        _, pages = read_footer(self._context.io, victim.path, victim.path.stat().st_size)
+        if pages is None or not len(pages):
+            return
+        hot = self._call(lambda: self._owner.is_hot(victim.namespace, pages.hashes), None)
+        if hot is None or len(hot) != len(pages):
+            return
+        rows = np.flatnonzero(hot)[: min(limit, active.num_free)]
+        at_once = max(1, _SALVAGE_BYTES // victim.slot_bytes)
+        buffer = aligned_array(min(at_once, len(rows)) * victim.slot_bytes)
+        slots = list(buffer.reshape(-1, victim.slot_bytes))
+        for first in range(0, len(rows), at_once):
+            self._move(victim, active, pages, rows[first : first + at_once].tolist(), slots)
+
+    def _move(
+        self,
+        victim: Segment,
+        active: ActiveSegment,
+        pages: RecoveredPages,
+        rows: list[int],
+        slots: list[ByteArray],
+    ) -> None:
+        """Copies the records `rows` of `pages`; each is verified on the way."""
+        context = self._context
+        kept: list[int] = []
+        metas: list[RecordMeta] = []
+        with context.fds.reading(victim.segment_id, victim.path) as fd:
+            for row in rows:
+                slot = slots[len(kept)]
+                if context.read_slots(fd, [slot], int(pages.block[row]) * BLOCK_BYTES) != 1:
+                    continue
+                meta = _verified(slot, pages.hashes[row].tobytes(), victim.namespace)
+                if meta is not None:
+                    kept.append(row)
+                    metas.append(meta)
+        locations = active.append(slots[: len(kept)], metas, salvage=True)
+        if not locations:
+            return
+        kept = kept[: len(locations)]
+        context.counters.add("records_salvaged", len(kept))
+        moved = RecoveredPages(
+            hashes=pages.hashes[kept],
+            lora=pages.lora[kept],
+            segment=np.array([location.segment for location in locations], np.uint32),
+            block=np.array([location.block for location in locations], np.uint32),
+            quality=pages.quality[kept],
+        )
+        self._call(lambda: self._owner.on_moved(victim.namespace, victim.segment_id, moved), None)
+
+    def _call(self, callback: Callable[[], _T], fallback: _T | None) -> _T | None:
+        """Calls the owner; an error there must not stop the disk, so it is logged and counted."""
+        try:
+            return callback()
+        except Exception:
+            _logger.exception("a callback of the disk tier's owner failed")
+            self._context.counters.error("callback")
+            return fallback
+
+
+def _verified(slot: ByteArray, page_hash: bytes, namespace: bytes) -> RecordMeta | None:
+    try:
+        meta = read_meta(slot)
+    except RecordError:
+        return None
+    good = verify_record(slot, page_hash, namespace, meta.lora) is VerifyResult.OK
+    return meta if good else None

@@ -1,0 +1,59 @@
+"""Sealing: the step that turns an append-only file into one that is found by its end.
+
+Order matters, for a process killed between any two steps:
+
+1. footer and trailer are written behind the last record, inside the preallocated space; the
+   file's end is still zeros, so the segment still counts as never sealed;
+2. (fsync, if asked)
+3. the file is cut right behind the trailer: one atomic step that makes it sealed.
+
+Where the footer ends exactly at the file's end there is nothing to cut, and a half-written footer
+fails its checksum, which also means never sealed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sglang_ext.tiers.disk.fileio import FileIO, aligned_array, write_all
+from sglang_ext.tiers.disk.layout import SegmentTable, encode_footer, record_offset
+
+
+def write_footer(
+    io: FileIO,
+    fd: int,
+    table: SegmentTable,
+    segment_id: int,
+    slot_bytes: int,
+    namespace: bytes,
+    *,
+    sync: bool,
+    failpoint: Callable[[str], None] | None = None,
+) -> int:
+    """Seals the segment open at `fd`, whose records `table` lists.
+
+    Returns:
+        The file's size from now on.
+
+    Raises:
+        OSError: the disk failed; the segment counts as never sealed and loses nothing.
+    """
+    footer = encode_footer(table, segment_id, slot_bytes, namespace)
+    block = aligned_array(len(footer))
+    block[:] = np.frombuffer(footer, np.uint8)
+    offset = record_offset(len(table), slot_bytes)
+    if failpoint:
+        failpoint("seal:before_footer")
+    write_all(io, fd, [block], offset)
+    if sync:
+        io.sync(fd)
+    if failpoint:
+        failpoint("seal:before_truncate")
+    io.truncate(fd, offset + len(footer))
+    if sync:
+        io.sync(fd)
+    if failpoint:
+        failpoint("seal:done")
+    return offset + len(footer)

@@ -1,0 +1,319 @@
+"""The disk tier: records in segment files under one folder. Start here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.tiers.base import (
+    BLOCK_BYTES,
+    Location,
+    ReadRequest,
+    RecoveredPages,
+    Tier,
+)
+from sglang_ext.tiers.disk import recovery
+from sglang_ext.tiers.disk.catalog import Catalog, Namespace, Segment
+from sglang_ext.tiers.disk.config import DiskConfig
+from sglang_ext.tiers.disk.context import DiskContext
+from sglang_ext.tiers.disk.counters import Counters, DiskStats
+from sglang_ext.tiers.disk.fds import FdCache
+from sglang_ext.tiers.disk.fileio import FileIO, direct_io_works, sync_folder
+from sglang_ext.tiers.disk.folder import (
+    FolderLock,
+    NamespaceFile,
+    SegmentIds,
+    namespace_folders,
+    read_namespace_file,
+    remove_temp_files,
+    segment_files,
+    write_namespace_file,
+)
+from sglang_ext.tiers.disk.reading import read_records
+from sglang_ext.tiers.disk.recovery import Recovered, SegmentState
+from sglang_ext.tiers.disk.workers import Workers
+from sglang_ext.tiers.disk.writing import Writer
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.record import ByteArray, VerifyResult
+
+_READABLE = (SegmentState.SEALED, SegmentState.RESEALED, SegmentState.DAMAGED_FOOTER)
+_QUIET = (SegmentState.SEALED, SegmentState.RESEALED, SegmentState.EMPTY)
+
+
+class DiskTier(Tier):
+    """Keeps records of many namespaces in one folder, within a bound on size.
+
+    Threads: any number may `read`; `write`, `clear`, `open_namespace` and `close` take the write
+    lock, so they run one at a time and never make a read wait. The callbacks are called by the
+    thread in `write` or `clear`, under the write lock: they may take the owner's own lock, so the
+    owner must not hold that lock when it calls those methods. Reads may be made from callbacks.
+
+    Attributes:
+        on_drop: called with (namespace digest, segment id) before that segment is removed: every
+            location in it is about to become a miss.
+        on_moved: called with (namespace digest, old segment id, pages) after hot pages were
+            copied out of a segment and before its `on_drop`; `pages` says where they lie now.
+        is_hot: called with (namespace digest, hashes u8 [N, 32]); returns bool [N], the pages
+            worth salvaging from a segment about to be dropped.
+    """
+
+    on_drop: Callable[[bytes, int], None]
+    on_moved: Callable[[bytes, int, RecoveredPages], None]
+    is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.bool_]]]
+
+    def __init__(
+        self,
+        config: DiskConfig,
+        *,
+        io: FileIO | None = None,
+        failpoints: Callable[[str], None] | None = None,
+    ) -> None:
+        """Opens the folder, makes it if absent, and locks it.
+
+        Args:
+            config: the settings.
+            io: system calls; tests put a failing disk here.
+            failpoints: called with the name of each critical step; for tests only.
+
+        Raises:
+            TierConfigError: the folder or a setting cannot work; one sentence.
+        """
+        config.check()
+        self.on_drop = lambda digest, segment_id: None
+        self.on_moved = lambda digest, segment_id, pages: None
+        self.is_hot = lambda digest, hashes: np.zeros(len(hashes), np.bool_)
+        self._config = config
+        self._io = io or FileIO()
+        self._lock = FolderLock(self._io, config.path)
+        try:
+            direct = self._choose_mode()
+            self._catalog = Catalog()
+            highest = self._find_segments()
+            ids = SegmentIds(self._io, config.path, highest, sync=config.fsync != "none")
+        except BaseException:
+            self._lock.release()
+            raise
+        flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+        self._context = DiskContext(
+            config=config,
+            io=self._io,
+            direct=direct,
+            workers=Workers(config.helper_threads, "hier-kv-disk"),
+            counters=Counters(),
+            catalog=self._catalog,
+            fds=FdCache(self._io, flags),
+            failpoint=failpoints,
+        )
+        self._writer = Writer(self._context, self, ids)
+        self._closing = threading.Condition()
+        self._is_closed = False  # changed under _closing and the write lock; read under either
+        self._num_reading = 0  # guarded by _closing
+
+    def open_namespace(
+        self, digest: bytes, slot_bytes: int, label: dict[str, Any]
+    ) -> RecoveredPages:
+        """See `Tier.open_namespace`. Reads the footers of the namespace's segments."""
+        if len(digest) != 32:
+            raise TierConfigError(f"a namespace digest must be 32 bytes, got {len(digest)}")
+        if slot_bytes <= 0 or slot_bytes % BLOCK_BYTES:
+            raise TierConfigError(
+                f"slot_bytes must be a positive multiple of {BLOCK_BYTES}, got {slot_bytes}"
+            )
+        num_slots = self._config.slots_per_segment(slot_bytes)
+        with self._writer.lock:
+            if self._is_closed:
+                raise TierConfigError("the disk tier is closed; open a new one")
+            folder = self._config.path / digest.hex()[:16]
+            self._claim_folder(folder, NamespaceFile(digest, slot_bytes, label))
+            self._writer.seal(digest)
+            namespace = self._catalog.namespace(digest)
+            if namespace is None:
+                namespace = Namespace(digest, folder)
+                self._catalog.add_namespace(namespace)
+            namespace.slot_bytes, namespace.num_slots = slot_bytes, num_slots
+            parts = [
+                self._recover(namespace, segment_id, path)
+                for segment_id, path in segment_files(folder)
+            ]
+        pages = RecoveredPages.concatenate(parts)
+        self._context.counters.add("records_recovered", len(pages))
+        return pages
+
+    def write(self, digest: bytes, slots: Sequence[ByteArray]) -> list[Location | None]:
+        """See `Tier.write`. Slots must not change until it returns."""
+        with self._writer.lock:
+            namespace = self._catalog.namespace(digest)
+            if self._is_closed or namespace is None or not namespace.is_open:
+                reason = "closed" if self._is_closed else "namespace"
+                self._context.counters.drop(reason, len(slots))
+                return [None] * len(slots)
+            return self._writer.write(namespace, slots)
+
+    def read(self, digest: bytes, requests: Sequence[ReadRequest]) -> list[VerifyResult]:
+        """See `Tier.read`."""
+        with self._closing:
+            if self._is_closed:
+                return [VerifyResult.MISSING] * len(requests)
+            self._num_reading += 1
+        try:
+            return read_records(self._context, digest, requests)
+        finally:
+            with self._closing:
+                self._num_reading -= 1
+                self._closing.notify_all()
+
+    def clear(self, digest: bytes | None) -> None:
+        """See `Tier.clear`. Calls `on_drop` for every segment."""
+        with self._writer.lock:
+            if self._is_closed:
+                return
+            for namespace in self._catalog.namespaces():
+                if digest is None or namespace.digest == digest:
+                    self._writer.clear(namespace.digest)
+                    with contextlib.suppress(OSError):
+                        sync_folder(self._io, namespace.folder)
+
+    def close(self) -> None:
+        """Seals the active segments, ends the threads and gives the folder back."""
+        with self._writer.lock:
+            with self._closing:
+                if self._is_closed:
+                    return
+                self._is_closed = True
+                self._closing.wait_for(lambda: self._num_reading == 0)
+            for digest in list(self._writer.actives):
+                self._writer.seal(digest)
+            self._context.workers.stop()
+            self._context.fds.close()
+            self._keep_ages()
+            self._lock.release()
+
+    def stats(self) -> DiskStats:
+        """Returns what was counted since the tier was opened."""
+        totals, errors, dropped = self._context.counters.snapshot()
+        return DiskStats(
+            mode="direct" if self._context.direct else "buffered",
+            bytes_written=totals.get("bytes_written", 0),
+            bytes_read=totals.get("bytes_read", 0),
+            useful_bytes=totals.get("useful_bytes", 0),
+            records_written=totals.get("records_written", 0),
+            records_read=totals.get("records_read", 0),
+            records_salvaged=totals.get("records_salvaged", 0),
+            records_recovered=totals.get("records_recovered", 0),
+            segments=len(self._catalog.segments()),
+            segments_sealed=totals.get("segments_sealed", 0),
+            segments_dropped=totals.get("segments_dropped", 0),
+            used_bytes=self._catalog.used_bytes,
+            max_bytes=self._config.max_bytes,
+            open_fds=self._context.fds.num_open,
+            errors=errors,
+            dropped=dropped,
+        )
+
+    def _choose_mode(self) -> bool:
+        if self._config.direct_io == "off":
+            return False
+        works = direct_io_works(self._io, self._config.path)
+        if not works and self._config.direct_io == "on":
+            raise TierConfigError(
+                f"direct_io is 'on' but {self._config.path} does not support O_DIRECT; use 'auto'"
+            )
+        return works
+
+    def _find_segments(self) -> int:
+        """Adds the segments of every namespace to the catalog; returns the highest id seen."""
+        highest = 0
+        root = self._config.path
+        try:
+            remove_temp_files(self._io, root)
+            for folder in namespace_folders(root):
+                remove_temp_files(self._io, folder)
+                for segment_id, path in segment_files(folder):
+                    highest = max(highest, segment_id)
+                    self._add_found(folder, segment_id, path)
+        except OSError as error:
+            raise TierConfigError(f"the disk folder {root} cannot be read: {error}") from error
+        return highest
+
+    def _add_found(self, folder: Path, segment_id: int, path: Path) -> None:
+        digest = recovery.identify(self._io, path, segment_id)
+        if digest is None or digest.hex()[:16] != folder.name:
+            return
+        if self._catalog.namespace(digest) is None:
+            self._catalog.add_namespace(Namespace(digest, folder))
+        self._add_segment(digest, segment_id, path, slot_bytes=0)
+
+    def _add_segment(self, digest: bytes, segment_id: int, path: Path, slot_bytes: int) -> Segment:
+        status = path.stat()
+        segment = Segment(
+            segment_id=segment_id,
+            namespace=digest,
+            path=path,
+            slot_bytes=slot_bytes,
+            num_records=0,
+            file_bytes=status.st_size,
+            last_used=status.st_mtime_ns,
+            sealed=True,
+        )
+        self._catalog.add(segment)
+        return segment
+
+    def _claim_folder(self, folder: Path, wanted: NamespaceFile) -> None:
+        """Writes `ns.msgpack` unless it says the same.
+
+        Raises:
+            TierConfigError: a later release or another namespace owns the folder.
+        """
+        found = read_namespace_file(self._io, folder)
+        if found is not None and found.digest != wanted.digest:
+            raise TierConfigError(
+                f"{folder} belongs to namespace {found.digest.hex()}, not {wanted.digest.hex()};"
+                " use another disk folder"
+            )
+        if found != wanted:
+            sync = self._config.fsync != "none"
+            write_namespace_file(self._io, folder, wanted, sync=sync)
+
+    def _recover(self, namespace: Namespace, segment_id: int, path: Path) -> RecoveredPages:
+        """Recovers one segment and brings the catalog up to date with what was found."""
+        result = recovery.recover_segment(
+            self._io,
+            path,
+            segment_id,
+            namespace.digest,
+            namespace.slot_bytes,
+            sync=self._config.fsync != "none",
+        )
+        counters = self._context.counters
+        counters.add("bytes_written", result.bytes_written)
+        if result.state not in _QUIET:
+            counters.error(result.state.value)
+        segment = namespace.segments.get(segment_id)
+        if segment is None:
+            if result.state not in _READABLE:
+                return result.pages
+            segment = self._add_segment(namespace.digest, segment_id, path, namespace.slot_bytes)
+        if result.state is SegmentState.EMPTY:
+            self._writer.reclaimer.drop(segment)
+            return result.pages
+        self._note_recovered(namespace, segment, result)
+        return result.pages
+
+    def _note_recovered(self, namespace: Namespace, segment: Segment, result: Recovered) -> None:
+        if result.state in _READABLE:
+            segment.slot_bytes = namespace.slot_bytes
+            self._catalog.mark_sealed(segment, result.file_bytes)
+            segment.num_records = result.num_records
+
+    def _keep_ages(self) -> None:
+        """Stores the time of each segment's last read as its file's time, for the next process."""
+        for segment in self._catalog.segments():
+            if segment.read_since_open:
+                with contextlib.suppress(OSError):
+                    os.utime(segment.path, ns=(segment.last_used, segment.last_used))

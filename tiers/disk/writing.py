@@ -1,0 +1,147 @@
+"""Writing records: the thread-safe front of active segments and reclaim."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Sequence
+
+from sglang_ext.tiers.base import Location
+from sglang_ext.tiers.disk.active import ActiveSegment
+from sglang_ext.tiers.disk.catalog import Namespace
+from sglang_ext.tiers.disk.context import DiskContext, Owner, usable_slot
+from sglang_ext.tiers.disk.folder import SegmentIds
+from sglang_ext.tiers.disk.layout import segment_file_bytes
+from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE, Reclaimer
+from sglang_ext.tiers.record import ByteArray, RecordError, RecordMeta, parse_header
+
+
+class Writer:
+    """Stores records. `lock` (the write lock) guards all its state and every method needs it."""
+
+    def __init__(self, context: DiskContext, owner: Owner, ids: SegmentIds) -> None:
+        self.lock = threading.RLock()
+        self.actives: dict[bytes, ActiveSegment] = {}
+        self.reclaimer = Reclaimer(context, owner, self.actives)
+        self._context = context
+        self._ids = ids
+        self._is_full_for_good = False
+
+    def write(self, namespace: Namespace, slots: Sequence[ByteArray]) -> list[Location | None]:
+        """Stores one record per slot; the contract is `Tier.write`'s."""
+        locations: list[Location | None] = [None] * len(slots)
+        rows, metas, payload = self._storable(namespace, slots)
+        done = 0
+        while done < len(rows):
+            active = self._active(namespace, len(rows) - done)
+            if active is None:
+                self._context.counters.drop("full", len(rows) - done)
+                break
+            batch = rows[done : done + active.num_free]
+            stored = active.append([slots[row] for row in batch], metas[done : done + len(batch)])
+            for row, location in zip(batch, stored, strict=False):
+                locations[row] = location
+            self._context.counters.add("records_written", len(stored))
+            useful = sum(payload[done : done + len(stored)])
+            self._context.counters.add("useful_bytes", useful)
+            done += len(stored)
+            if len(stored) < len(batch):
+                self._context.counters.drop("io", len(rows) - done)
+                break
+            self._reclaim_early(namespace, active)
+        self._withdraw_reclaimed(namespace, locations)
+        return locations
+
+    def seal(self, digest: bytes) -> None:
+        """Seals the namespace's active segment, or removes it if it is empty."""
+        active = self.actives.pop(digest, None)
+        if active is None:
+            return
+        if active.segment.num_records:
+            active.seal()
+        else:
+            active.close()
+            self.reclaimer.drop(active.segment)
+
+    def clear(self, digest: bytes) -> None:
+        """Removes every segment of the namespace."""
+        active = self.actives.pop(digest, None)
+        if active is not None:
+            active.close()
+        for segment in self._context.catalog.segments(digest):
+            self.reclaimer.drop(segment)
+
+    def _storable(
+        self, namespace: Namespace, slots: Sequence[ByteArray]
+    ) -> tuple[list[int], list[RecordMeta], list[int]]:
+        """Returns rows of `slots` that hold a record of this namespace, their metas and sizes."""
+        rows, metas, sizes = [], [], []
+        for row, slot in enumerate(slots):
+            try:
+                if not usable_slot(slot, namespace.slot_bytes, writable=True):
+                    raise ValueError("not a slot of this namespace")
+                meta, payload_bytes = parse_header(slot)
+            except (RecordError, ValueError):
+                self._context.counters.drop("malformed")
+                continue
+            if meta.namespace != namespace.digest:
+                self._context.counters.drop("foreign")
+                continue
+            rows.append(row)
+            metas.append(meta)
+            sizes.append(payload_bytes)
+        return rows, metas, sizes
+
+    def _withdraw_reclaimed(self, namespace: Namespace, locations: list[Location | None]) -> None:
+        """Hands out no location whose segment went to make room for the rest of its own batch."""
+        for row, location in enumerate(locations):
+            if location is not None and location.segment not in namespace.segments:
+                locations[row] = None
+                self._context.counters.drop("full")
+
+    def _active(self, namespace: Namespace, wanted: int) -> ActiveSegment | None:
+        """Returns an active segment with room; None when there is none to be had.
+
+        A batch that would be split but fits in a fresh segment gets one, if little is lost by
+        sealing early: a sealed file is cut, so nothing but its length.
+        """
+        active = self.actives.get(namespace.digest)
+        if active is not None:
+            nearly_full = active.num_free <= active.num_slots // SALVAGE_SHARE
+            split = active.num_free < wanted <= active.num_slots
+            if active.num_free and not (nearly_full and split):
+                return active
+            self.seal(namespace.digest)
+        needed = segment_file_bytes(namespace.num_slots, namespace.slot_bytes)
+        if not self.reclaimer.make_room(needed, namespace.digest):
+            return None
+        active = self._create(namespace)
+        if active is not None:
+            self.actives[namespace.digest] = active
+        return active
+
+    def _create(self, namespace: Namespace) -> ActiveSegment | None:
+        """Makes a segment; on a full disk drops an old one and tries once more.
+
+        A disk that stays full all the same is not our doing: no more is dropped for it until a
+        segment could be made again.
+        """
+        for is_last in (self._is_full_for_good, True):
+            try:
+                active = ActiveSegment.create(self._context, namespace, self._ids.take())
+            except OSError as error:
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                if not full:
+                    self._context.counters.error("io_write")
+                self._is_full_for_good = full and is_last
+                if is_last or not full or not self.reclaimer.reclaim_oldest():
+                    return None
+            else:
+                self._is_full_for_good = False
+                return active
+        return None
+
+    def _reclaim_early(self, namespace: Namespace, active: ActiveSegment) -> None:
+        """Reclaims while the active segment still has room for what is worth keeping."""
+        if 0 < active.num_free <= active.num_slots // SALVAGE_SHARE:
+            self.reclaimer.make_room(active.segment.file_bytes, namespace.digest)

@@ -1,0 +1,310 @@
+"""The record: one page of KV with a self-describing, checksummed header.
+
+A record fills one slot, the same bytes in DRAM and on disk, little-endian::
+
+    offset  bytes  field
+    0       4      magic "HKVR"
+    4       2      format version, 1
+    6       2      header length, 512
+    8       8      payload_bytes
+    16      8      checksum: xxh3_64 (seed 0) of bytes [24, 512 + payload_bytes)
+    24      4      map length m, at most 484
+    28      m      msgpack map (keys below, in this order)
+    28 + m  ...    zeros up to 512
+    512     ...    payload, then padding that is neither checked nor read
+
+    map: k page hash (32 B), n namespace digest (32 B), l LoRA weight digest (32 B or empty),
+    p position of the first token, c codec id, v level, r rope state, q quality (0 = exact),
+    t number of tokens, h profile hash (0 to 64 B)
+
+The fields in front of the checksum need no cover: magic, version and header length have one legal
+value each, and another `payload_bytes` means another hash input. See docs/formats.md, which also
+says why xxh3_64 was chosen. Every function here is thread-safe as long as no two threads write to
+one slot; hashing releases the GIL.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from sglang_ext.tiers.errors import TierError
+
+ByteArray: TypeAlias = npt.NDArray[np.uint8]
+
+MAGIC = b"HKVR"  # stored on disk; never change
+FORMAT_VERSION = 1  # stored on disk; a change of encoded bytes needs a new number
+HEADER_BYTES = 512
+DIGEST_BYTES = 32
+ROPE_STATES = ("pre", "bound", "delta")  # stored on disk as text; never rename
+MAX_CODEC_BYTES = 32
+MAX_PROFILE_BYTES = 64
+MAX_SMALL_INT = 255
+
+_FIXED = struct.Struct("<4sHHQQI")
+_CHECKSUM_OFFSET = 16
+_CHECKED_FROM = 24
+_MAP_OFFSET = _FIXED.size
+_MAX_MAP_BYTES = HEADER_BYTES - _MAP_OFFSET
+_MAP_KEYS = ("k", "n", "l", "p", "c", "v", "r", "q", "t", "h")  # stored on disk; never rename
+_U64 = struct.Struct("<Q")
+_MAX_POSITION = 2**63
+
+
+class VerifyResult(enum.Enum):
+    """What a check of one record found. Anything but `OK` is a miss."""
+
+    OK = "ok"
+    BAD_MAGIC = "bad_magic"
+    BAD_VERSION = "bad_version"
+    BAD_HEADER = "bad_header"
+    BAD_CHECKSUM = "bad_checksum"
+    FOREIGN = "foreign"  # an intact record of another page, namespace or LoRA adapter
+    MISSING = "missing"  # no bytes to check: unknown segment, short read, I/O error
+
+
+class RecordError(TierError):
+    """A slot does not hold a well-formed record.
+
+    Attributes:
+        kind: what is wrong, in the terms of `VerifyResult`.
+    """
+
+    def __init__(self, kind: VerifyResult, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class RecordMeta:
+    """What a record says about its page.
+
+    Attributes:
+        page_hash: 32 bytes, SGLang's chained page hash.
+        namespace: 32 bytes, digest of all that makes KV incompatible.
+        lora: 32 bytes (digest of the adapter's weights), or empty for the base model.
+        position: saved position of the page's first token.
+        num_tokens: tokens in the page.
+        rope: one of `ROPE_STATES`.
+        codec: id of the payload's codec, ASCII, at most 32 bytes.
+        level: quality setting of the codec, 0 to 255.
+        quality: 0 = exact; 1 to 255 = how lossy the worst ancestor is.
+        profile: hash of the codec's profile, at most 64 bytes; empty without one.
+    """
+
+    page_hash: bytes
+    namespace: bytes
+    lora: bytes
+    position: int
+    num_tokens: int
+    rope: str
+    codec: str = "raw"
+    level: int = 0
+    quality: int = 0
+    profile: bytes = b""
+
+
+def write_meta(slot: ByteArray, meta: RecordMeta, payload_bytes: int) -> None:
+    """Writes the header of `slot` with the checksum left 0; `seal` fills it in.
+
+    Args:
+        slot: u8 [slot_bytes], writable; bytes from 512 on are not touched.
+        meta: what the header says.
+        payload_bytes: length of the payload, which starts at byte 512.
+
+    Raises:
+        ValueError: a field of `meta` is out of range, or the payload does not fit in the slot.
+    """
+    if not 0 <= payload_bytes <= slot.size - HEADER_BYTES:
+        raise ValueError(
+            f"payload_bytes must be in [0, {slot.size - HEADER_BYTES}] for a slot of"
+            f" {slot.size} bytes, got {payload_bytes}"
+        )
+    problem = _meta_problem(meta)
+    if problem:
+        raise ValueError(problem)
+    packed: bytes = msgpack.packb(dict(zip(_MAP_KEYS, _values(meta), strict=True)))
+    fixed = _FIXED.pack(MAGIC, FORMAT_VERSION, HEADER_BYTES, payload_bytes, 0, len(packed))
+    header = (fixed + packed).ljust(HEADER_BYTES, b"\0")
+    slot[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
+
+
+def seal(slot: ByteArray) -> int:
+    """Computes the checksum of `slot` and stores it in the header.
+
+    Args:
+        slot: u8 [slot_bytes] with a header from `write_meta` and its payload in place.
+
+    Returns:
+        The checksum, xxh3_64.
+
+    Raises:
+        RecordError: the slot has no header of this version, or a length that does not fit.
+    """
+    payload_bytes, _ = _read_fixed(slot)
+    checksum = _digest(slot, payload_bytes)
+    slot[_CHECKSUM_OFFSET:_CHECKED_FROM] = np.frombuffer(_U64.pack(checksum), np.uint8)
+    return checksum
+
+
+def read_meta(slot: ByteArray) -> RecordMeta:
+    """Parses the header of `slot`; does not look at the checksum or the payload.
+
+    Args:
+        slot: u8 [at least 512]. Lengths in it are checked before use.
+
+    Raises:
+        RecordError: `kind` is BAD_MAGIC, BAD_VERSION or BAD_HEADER.
+    """
+    return parse_header(slot)[0]
+
+
+def parse_header(slot: ByteArray) -> tuple[RecordMeta, int]:
+    """Like `read_meta`, and also returns payload_bytes."""
+    payload_bytes, header = _read_fixed(slot)
+    (map_bytes,) = struct.unpack_from("<I", header, _CHECKED_FROM)
+    if map_bytes > _MAX_MAP_BYTES:
+        raise _bad_header(f"map length must be at most {_MAX_MAP_BYTES}, got {map_bytes}")
+    end = _MAP_OFFSET + map_bytes
+    if header.count(0, end) != HEADER_BYTES - end:
+        raise _bad_header("bytes between the map and the payload must be zero")
+    try:
+        fields = msgpack.unpackb(
+            header[_MAP_OFFSET:end], max_map_len=len(_MAP_KEYS), max_array_len=0, max_ext_len=0
+        )
+    except Exception as error:  # msgpack raises many types on malformed input
+        raise _bad_header(f"the map is not msgpack: {error!r}") from error
+    return _meta_of(fields), payload_bytes
+
+
+def verify(slot: ByteArray, page_hash: bytes, namespace: bytes, lora: bytes) -> VerifyResult:
+    """Checks that `slot` holds an intact record of exactly this page. Never raises.
+
+    Args:
+        slot: u8 [slot_bytes].
+        page_hash: the 32 bytes asked for.
+        namespace: the 32 bytes of the namespace asked for.
+        lora: the 32 bytes of the adapter's digest, or empty.
+
+    Returns:
+        OK only when the whole key matches and the checksum over header and payload is right.
+    """
+    try:
+        meta, payload_bytes = parse_header(slot)
+        if not checksum_matches(slot, payload_bytes):
+            return VerifyResult.BAD_CHECKSUM
+    except RecordError as error:
+        return error.kind
+    except Exception:  # e.g. not a one-dimensional u8 array: whatever it is, it is no record
+        return VerifyResult.BAD_HEADER
+    if (meta.page_hash, meta.namespace, meta.lora) != (page_hash, namespace, lora):
+        return VerifyResult.FOREIGN
+    return VerifyResult.OK
+
+
+def checksum_matches(slot: ByteArray, payload_bytes: int) -> bool:
+    """Says whether the stored checksum is that of the bytes; `payload_bytes` must fit."""
+    stored = slot[_CHECKSUM_OFFSET:_CHECKED_FROM].tobytes()
+    return _U64.pack(_digest(slot, payload_bytes)) == stored
+
+
+def _digest(slot: ByteArray, payload_bytes: int) -> int:
+    checked = slot[_CHECKED_FROM : HEADER_BYTES + payload_bytes]
+    return int(xxhash.xxh3_64_intdigest(checked.data))
+
+
+def _read_fixed(slot: ByteArray) -> tuple[int, bytes]:
+    header = slot[:HEADER_BYTES].tobytes()
+    if len(header) < HEADER_BYTES:
+        raise _bad_header(f"a record needs {HEADER_BYTES} bytes of header, got {len(header)}")
+    magic, version, header_bytes, payload_bytes, _, _ = _FIXED.unpack_from(header)
+    if magic != MAGIC:
+        raise RecordError(VerifyResult.BAD_MAGIC, f"magic must be {MAGIC!r}, got {magic!r}")
+    if version != FORMAT_VERSION:
+        raise RecordError(
+            VerifyResult.BAD_VERSION,
+            f"this release reads record version {FORMAT_VERSION}, got {version}",
+        )
+    if header_bytes != HEADER_BYTES:
+        raise _bad_header(f"header length must be {HEADER_BYTES}, got {header_bytes}")
+    if payload_bytes > slot.size - HEADER_BYTES:
+        raise _bad_header(f"a payload of {payload_bytes} bytes exceeds the slot of {slot.size}")
+    return payload_bytes, header
+
+
+def _bad_header(message: str) -> RecordError:
+    return RecordError(VerifyResult.BAD_HEADER, message)
+
+
+def _values(meta: RecordMeta) -> tuple[object, ...]:
+    return (
+        meta.page_hash,
+        meta.namespace,
+        meta.lora,
+        meta.position,
+        meta.codec,
+        meta.level,
+        meta.rope,
+        meta.quality,
+        meta.num_tokens,
+        meta.profile,
+    )
+
+
+def _meta_of(fields: Any) -> RecordMeta:
+    if not isinstance(fields, dict) or tuple(fields) != _MAP_KEYS:
+        raise _bad_header(f"the map must have the keys {_MAP_KEYS} in this order")
+    meta = RecordMeta(
+        page_hash=fields["k"],
+        namespace=fields["n"],
+        lora=fields["l"],
+        position=fields["p"],
+        num_tokens=fields["t"],
+        rope=fields["r"],
+        codec=fields["c"],
+        level=fields["v"],
+        quality=fields["q"],
+        profile=fields["h"],
+    )
+    problem = _meta_problem(meta)
+    if problem:
+        raise _bad_header(problem)
+    return meta
+
+
+def _meta_problem(meta: RecordMeta) -> str:
+    """Returns what is wrong with the fields of `meta`, or "" when all are in range."""
+    if not _is_bytes(meta.page_hash, (DIGEST_BYTES,)):
+        return "page_hash must be 32 bytes"
+    if not _is_bytes(meta.namespace, (DIGEST_BYTES,)):
+        return "namespace must be 32 bytes"
+    if not _is_bytes(meta.lora, (0, DIGEST_BYTES)):
+        return "lora must be 32 bytes or empty"
+    if not _is_bytes(meta.profile, range(MAX_PROFILE_BYTES + 1)):
+        return f"profile must be at most {MAX_PROFILE_BYTES} bytes"
+    if meta.rope not in ROPE_STATES:
+        return f"rope must be one of {ROPE_STATES}"
+    codec: object = meta.codec
+    codec_bytes = len(codec) if isinstance(codec, str) and codec.isascii() else 0
+    if not 0 < codec_bytes <= MAX_CODEC_BYTES:
+        return f"codec must be 1 to {MAX_CODEC_BYTES} ASCII characters"
+    for name, value, limit in (
+        ("position", meta.position, _MAX_POSITION),
+        ("num_tokens", meta.num_tokens, 2**32),
+        ("level", meta.level, MAX_SMALL_INT + 1),
+        ("quality", meta.quality, MAX_SMALL_INT + 1),
+    ):
+        if type(value) is not int or not 0 <= value < limit:
+            return f"{name} must be an int in [0, {limit})"
+    return ""
+
+
+def _is_bytes(value: object, lengths: tuple[int, ...] | range) -> bool:
+    return isinstance(value, bytes) and len(value) in lengths

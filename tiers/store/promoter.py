@@ -1,0 +1,117 @@
+"""Threads that bring pages from disk to DRAM for requests that wait in the queue."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+
+import numpy as np
+
+from sglang_ext.tiers.base import Location, ReadRequest, Tier
+from sglang_ext.tiers.record import VerifyResult
+from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan, Rows, Slots
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES = 8 << 20
+_NUM_THREADS = 2
+
+
+class _Read:
+    """One piece of a plan's reads; `last` ends the plan's part in what is in flight."""
+
+    def __init__(self, plan: Plan, space: KeySpace, rows: Rows, slots: Slots, left: list[int]):
+        self.plan = plan
+        self.space = space
+        self.rows = rows
+        self.slots = slots
+        self.left = left  # pieces of the plan that are not done, shared; guarded by the promoter
+
+
+class Promoter:
+    """Reads plans' pages, page order first, and verifies every byte before it is published.
+
+    The queue is bounded by the arena: a piece in it owns slots.
+    """
+
+    def __init__(self, directory: Directory, disk: Tier) -> None:
+        self._directory = directory
+        self._disk = disk
+        self._queue: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
+        self._piece_pages = max(1, _READ_BYTES // directory.arena.slot_bytes)
+        self._left_lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"hier-kv-promote-{index}", daemon=True)
+            for index in range(_NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, space: KeySpace, hashes: Hashes, max_pins: int) -> Plan | None:
+        """Begins to bring the leading stored pages of a prefix to DRAM.
+
+        Args:
+            space: where the pages belong.
+            hashes: u8 `[N, 32]`.
+            max_pins: pages that the plan may hold at most.
+
+        Returns:
+            A plan to poll, or None when nothing has to move. Does not block.
+        """
+        plan, rows, slots = self._directory.begin_plan(space, hashes, max_pins)
+        if plan is None or not len(rows):
+            return plan
+        starts = range(0, len(rows), self._piece_pages)
+        left = [len(starts)]
+        for start in starts:
+            end = start + self._piece_pages
+            self._queue.put(_Read(plan, space, rows[start:end], slots[start:end], left))
+        return plan
+
+    def close(self) -> None:
+        """Ends the threads; pieces still queued are read as failed."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        while not self._queue.empty():
+            read = self._queue.get()
+            if read is not None:
+                self._finish(read, np.zeros(len(read.rows), np.bool_))
+
+    def _run(self) -> None:
+        while True:
+            read = self._queue.get()
+            if read is None:
+                return
+            ok = np.zeros(len(read.rows), np.bool_)
+            try:
+                ok = self._read(read)
+            except Exception:
+                self._directory.counters.add("promotion_failures")
+                logger.exception("hier-kv: pages could not be read from disk; they are recomputed")
+            self._finish(read, ok)
+
+    def _read(self, read: _Read) -> np.ndarray:
+        hashes, locations = self._directory.locations(read.rows)
+        slots = self._directory.arena.slots
+        requests = [
+            ReadRequest(Location(*location), row.tobytes(), read.space.lora, slots[slot])
+            for location, row, slot in zip(locations, hashes, read.slots, strict=True)
+        ]
+        results = self._disk.read(read.space.digest, requests)
+        for result, row in zip(results, hashes, strict=True):
+            if result is not VerifyResult.OK:
+                self._directory.counters.add(f"rejected_{result.value}")
+                self._directory.events.pages("rejected", row[None], kind=result.value)
+        return np.array([result is VerifyResult.OK for result in results], np.bool_)
+
+    def _finish(self, read: _Read, ok: np.ndarray) -> None:
+        self._directory.finish_promotion(read.plan, read.rows, read.slots, ok)
+        with self._left_lock:
+            read.left[0] -= 1
+            last = read.left[0] == 0
+        if last:
+            self._directory.end_promotion()

@@ -1,0 +1,113 @@
+"""The one thread that writes pages to disk: lazily, in large batches, in the order of saving."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from sglang_ext.tiers.base import NO_SEGMENT, Location, Tier
+from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.types import KeySpace, SpillEntry
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 32 << 20
+_CLEANING_POLL_S = 0.02
+
+
+class Spiller:
+    """Drains the directory's spill queue into the disk tier.
+
+    With the write-back policy it also cleans the coldest pages whenever the pages that could leave
+    DRAM at once fall below the low-water mark, so that room is made before it is needed.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        disk: Tier,
+        space_of: Callable[[int], KeySpace],
+        *,
+        low_water_pages: int,
+    ) -> None:
+        self._directory = directory
+        self._disk = disk
+        self._space_of = space_of
+        self._low_water_pages = low_water_pages
+        self._batch_pages = max(1, _BATCH_BYTES // directory.arena.slot_bytes)
+        self._stop = False  # guarded by directory.lock
+        self._writing = threading.Lock()  # held during a write; `paused` takes it
+        self._thread = threading.Thread(target=self._run, name="hier-kv-spill", daemon=True)
+        self._thread.start()
+
+    def paused(self) -> threading.Lock:
+        """A lock under which no write is in progress and none starts."""
+        return self._writing
+
+    def flush(self, deadline_s: float) -> int:
+        """Writes everything that is not on disk yet until a deadline; returns pages left over.
+
+        Args:
+            deadline_s: monotonic time at which to give up.
+        """
+        directory = self._directory
+        while time.monotonic() < deadline_s:
+            if not directory.spill_queue:
+                directory.queue_coldest(self._space_of, self._batch_pages)
+            if not self._write_batch():
+                return 0
+        with directory.lock:
+            return sum(len(entry.rows) for entry in directory.spill_queue)
+
+    def close(self) -> None:
+        """Ends the thread after the batch it is writing."""
+        with self._directory.lock:
+            self._stop = True
+            self._directory.spill_ready.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        directory = self._directory
+        cleans = directory.write_policy == "write_back"
+        while True:
+            with directory.lock:
+                directory.spill_ready.wait_for(
+                    lambda: self._stop or bool(directory.spill_queue),
+                    _CLEANING_POLL_S if cleans else None,
+                )
+                if self._stop:
+                    return
+            try:
+                if cleans and directory.needs_cleaning(self._low_water_pages):
+                    directory.queue_coldest(self._space_of, self._batch_pages)
+                self._write_batch()
+            except Exception:
+                # Kept alive: a dead spiller would let DRAM fill with pages that can never leave.
+                directory.counters.add("spill_failures")
+                logger.exception("hier-kv: a batch of pages could not be written to disk")
+
+    def _write_batch(self) -> bool:
+        with self._writing:
+            entry = self._directory.take_spills(self._batch_pages)
+            if entry is None:
+                return False
+            locations: list[Location | None] = [None] * len(entry.rows)
+            try:
+                slots = self._directory.arena.slots
+                locations = self._disk.write(
+                    entry.space.digest, [slots[slot] for slot in entry.slots]
+                )
+            finally:
+                self._finish(entry, locations)
+            return True
+
+    def _finish(self, entry: SpillEntry, locations: list[Location | None]) -> None:
+        stored = np.array([location is not None for location in locations], np.bool_)
+        placed = [location or Location(NO_SEGMENT, 0) for location in locations]
+        segments = np.array([location.segment for location in placed], np.uint32)
+        blocks = np.array([location.block for location in placed], np.uint32)
+        self._directory.finish_spill(entry, stored, segments, blocks)

@@ -1,0 +1,141 @@
+"""Words that the parts of the page store share: states of a page, tickets, plans, counters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes = npt.NDArray[np.uint8]
+Rows = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.int32]
+
+# Bits of `PageIndex.flags`.
+READY = 1  # the host slot holds the whole page, verified; it may be loaded
+ON_DISK = 2  # `segment` and `block` name a record
+FILLING = 4  # the host slot is being written, by a save or a promotion
+QUEUED = 8  # waits for the spiller
+SPILLING = 16  # the spiller is writing it; its slot is pinned
+WRITE_DROPPED = 32  # the disk did not take it (full, failing); it may leave DRAM all the same
+
+
+class KeySpace(NamedTuple):
+    """A namespace and a LoRA adapter, with the number the index knows the pair by.
+
+    Attributes:
+        number: u32, the index's namespace number.
+        digest: 32 bytes, namespace digest.
+        lora: 32 bytes, digest of the adapter's weights, or empty.
+    """
+
+    number: int
+    digest: bytes
+    lora: bytes
+
+
+class TierCounts(NamedTuple):
+    """How many leading pages of a prefix are stored, and where.
+
+    Attributes:
+        host: pages among them that are ready in DRAM.
+        disk: pages among them that are on disk only.
+        pending: pages among them that are on their way into DRAM.
+    """
+
+    host: int
+    disk: int
+    pending: int
+
+
+@dataclass(frozen=True)
+class SaveTicket:
+    """Slots to fill with new pages; ends with `PageStore.finish_save`.
+
+    Attributes:
+        space: where the pages belong.
+        pages: i64 `[n]`, which of the offered pages are new, ascending.
+        rows: i64 `[n]`, their rows.
+        slots: i32 `[n]`, their slots, pinned.
+        dropped: number of offered pages for which there was no room.
+        path: i64 `[m]`, rows of the whole path in order, these pages among them.
+    """
+
+    space: KeySpace
+    pages: Rows
+    rows: Rows
+    slots: Slots
+    dropped: int
+    path: Rows
+
+
+@dataclass(frozen=True)
+class LoadTicket:
+    """Pages pinned for a load; ends with `PageStore.release`.
+
+    Attributes:
+        rows: i64 `[n]`.
+        slots: i32 `[n]`, pinned.
+    """
+
+    rows: Rows
+    slots: Slots
+
+
+class Plan:
+    """A request's pages on their way to DRAM, and the pins that keep them there.
+
+    Made by `PageStore.plan`; `remaining` is an int that only falls, so polling it is O(1) and
+    needs no lock. `cancel` (through the store) gives the pins back.
+
+    Attributes:
+        rows: the leading pages that will be ready when the plan is done, unless some fail.
+        remaining: pages not ready yet.
+        failed: a page could not be read; the pages from it on are not promised.
+        started_s: monotonic time at which it was made.
+    """
+
+    def __init__(self, rows: Rows, remaining: int) -> None:
+        self.rows = rows
+        self.remaining = remaining
+        self.failed = False
+        self.started_s = time.monotonic()
+        self.slots: Slots = np.empty(0, np.int32)  # pinned by this plan; guarded by the store
+        self.cancelled = False
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will arrive."""
+        return self.remaining <= 0 or self.failed
+
+
+class SpillEntry(NamedTuple):
+    """Pages queued for the disk; a page whose slot changed hands since is skipped."""
+
+    space: KeySpace
+    rows: Rows
+    slots: Slots
+    generations: npt.NDArray[np.uint32]
+
+
+@dataclass
+class StoreCounters:
+    """Counts since start. Guarded by its own lock; read with `snapshot`."""
+
+    _counts: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Adds to one count."""
+        if amount:
+            with self._lock:
+                self._counts[name] += amount
+
+    def snapshot(self) -> dict[str, int]:
+        """All counts so far."""
+        with self._lock:
+            return dict(self._counts)
