@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -16,7 +17,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_ext.config import HierKVConfig
-from sglang_ext.linker import HierKVLinker, hashes_from_hex
+from sglang_ext.linker import Hashes, HierKVLinker, hashes_from_hex
 from sglang_ext.metrics import MetricsReporter
 from sglang_ext.model_identity import ModelIdentity
 from sglang_ext.request_state import Tier, state_of
@@ -26,10 +27,21 @@ from sglang_ext.wrapper import HierKVLinkerWrapper
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class _Waiting:
+    """A waiting request's plan, and what to plan again with."""
+
+    plan: Plan
+    space: KeySpace
+    hashes: Hashes
+    since_s: float = field(default_factory=time.monotonic)
+
+
 class HierKVRadixCache(UnifiedRadixCache):
     """A radix tree whose evicted nodes live on in DRAM and on disk."""
 
     linker: HierKVLinkerWrapper
+    matching_request: Any = None
 
     def attach(
         self,
@@ -44,8 +56,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.tree_core_name = config.tree_core
         self.checkpoint_space: KeySpace | None = None
         self.metrics_reporter_hier = metrics
-        self._plans: dict[Any, Plan] = {}
-        self._prefetched_spans: dict[Any, tuple[int, int]] = {}
+        self._plans: dict[Any, _Waiting] = {}
         self.linker = HierKVLinkerWrapper(self, linker)
 
     @property
@@ -60,6 +71,8 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def space_of(self, req: Any) -> KeySpace | None:
         """Key space of a request; None while nothing may be reused or saved for it."""
+        if not _depends_on_tokens_alone(req):
+            return None
         return self.identity.space_of(req, self.store)
 
     # ---- saves ----
@@ -67,7 +80,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Inserts a request's tokens in the tree; new nodes are queued for saving."""
         self.release_plan(req.cache_request_handle)
-        self.checkpoint_space = self.space_of(req) if _may_save(req) else None
+        self.checkpoint_space = self.space_of(req)
         try:
             super().checkpoint(req, up_to=up_to, **kwargs)
         finally:
@@ -120,18 +133,10 @@ class HierKVRadixCache(UnifiedRadixCache):
                 (Tier.DISK, found.disk),
             ],
         )
-        if self.hier_config.prefetch_policy != "best_effort" or found.disk:
-            self._start_plan(handle, space, hashes)
-
-    def _start_plan(self, handle: Any, space: KeySpace, hashes: Any) -> None:
-        plan = self.store.plan(space, hashes)
-        if plan is None:
-            return
-        if self.hier_config.prefetch_policy == "best_effort":
-            self.store.cancel_plan(plan)  # the pages still come, for whoever asks next
-            return
         self.release_plan(handle)
-        self._plans[handle] = plan
+        plan = self.store.plan(space, hashes)
+        if plan is not None:
+            self._plans[handle] = _Waiting(plan, space, hashes)
 
     def _enqueued_request(self, handle: Any) -> Any:
         req = self.matching_request
@@ -142,14 +147,21 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.matching_request = params.req
         return super()._finalize_match_result(params, result)
 
-    matching_request: Any = None
-
     def check_prefetch_progress(self, handle: Any) -> bool:
         """False while a request should wait for pages that are on their way. O(1)."""
-        plan = self._plans.get(handle)
-        if plan is None or plan.done:
+        waiting = self._plans.get(handle)
+        if waiting is None or self.hier_config.prefetch_policy == "best_effort":
             return True
-        waited_ms = 1e3 * (time.monotonic() - plan.started_s)
+        if waiting.plan.starved and self.store.has_plan_room():
+            self.store.cancel_plan(waiting.plan)
+            plan = self.store.plan(waiting.space, waiting.hashes)
+            if plan is None:
+                del self._plans[handle]
+                return True
+            waiting.plan = plan
+        if waiting.plan.done and not waiting.plan.starved:
+            return True
+        waited_ms = 1e3 * (time.monotonic() - waiting.since_s)
         config = self.hier_config
         if config.prefetch_policy == "wait_complete" or waited_ms < config.prefetch_timeout_ms:
             return False
@@ -161,11 +173,16 @@ class HierKVRadixCache(UnifiedRadixCache):
         """SGLang's own storage attribution is not used; see `RequestState`."""
         return 0, None
 
+    def prefix_device_indices(self, req: Any) -> Any:
+        """Rows of an admitted request's prefix; its pages need no plan any more."""
+        self.release_plan(req.cache_request_handle)
+        return super().prefix_device_indices(req)
+
     def release_plan(self, handle: Any) -> None:
         """Gives back the pins that kept a waiting request's pages in DRAM."""
-        plan = self._plans.pop(handle, None)
-        if plan is not None:
-            self.store.cancel_plan(plan)
+        waiting = self._plans.pop(handle, None)
+        if waiting is not None:
+            self.store.cancel_plan(waiting.plan)
 
     def release_aborted_request(self, handle: Any) -> None:
         """The request will not run: its plan and its queued load are cancelled."""
@@ -182,7 +199,7 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def has_pending_cache_operations(self) -> bool:
         """Whether something of ours is in flight; SGLang is not idle then."""
-        return bool(self._plans or self.linker.pending_offloads or self.linker.inflight_load_rids)
+        return bool(self.linker.pending_offloads or self.linker.inflight_load_rids)
 
     def quiesce(self) -> None:
         """Waits for pending saves and takes their results, so that SGLang may flush or update."""
@@ -214,8 +231,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         super().release_host_resources()
 
 
-def _may_save(req: Any) -> bool:
-    """Whether a request's KV is a function of its tokens alone and may be kept."""
+def _depends_on_tokens_alone(req: Any) -> bool:
+    """Whether a request's KV is a function of its token ids; images and embeddings are not."""
     return getattr(req, "multimodal_inputs", None) is None and not getattr(
         req, "input_embeds", None
     )

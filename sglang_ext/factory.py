@@ -18,6 +18,7 @@ from sglang_ext.layout import LAYOUT_VERSION, PageLayout
 from sglang_ext.linker import HierKVLinker
 from sglang_ext.metrics import MetricsReporter
 from sglang_ext.model_identity import ModelIdentity
+from sglang_ext.pinning import pin_memory
 from sglang_ext.pools import DevicePool, describe_pool
 from sglang_ext.rope_discovery import LayerRope, discover_ropes, rope_digest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
@@ -54,6 +55,8 @@ def build_cache(ctx: Any) -> Any:
     layout = pool.layout(ctx.params.page_size)
     ropes = discover_ropes(runner.model, pool)
     store, disk = _build_store(config, layout)
+    if pool.device.type == "cuda":
+        pin_memory(store.arena)
     copier = PageCopier(
         pool,
         layout,

@@ -9,6 +9,7 @@ order too, as SGLang pairs them with its own list.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -34,6 +35,8 @@ Hashes = npt.NDArray[np.uint8]
 
 MAX_QUEUED_SAVES = 1024
 _QUIESCE_TIMEOUT_S = 30.0
+# SGLang leaves 15 s at shutdown; the page store needs most of it for the disk.
+_CLOSE_SAVES_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,6 @@ class HierKVLinker(UnifiedCacheLinker):
     Attributes:
         store: DRAM and disk.
         place: see `Place`.
-        saving: False while what the device holds must not be saved (weights have changed).
     """
 
     def __init__(
@@ -96,7 +98,6 @@ class HierKVLinker(UnifiedCacheLinker):
         self.forward_stream = forward_stream
         self.layer_done_counter = LoadCounter(num_layers)
         self.place: Place | None = None
-        self.saving = True
         self.copier = copier
         self._num_layers = num_layers
         self._page_size = page_size
@@ -108,6 +109,7 @@ class HierKVLinker(UnifiedCacheLinker):
         self._num_saves = 0  # queued or running; guarded by _saves_done
         self._saves_done = threading.Condition()
         self._closed = False
+        self._save_deadline_s = math.inf
         self._save_thread = threading.Thread(
             target=self._run_saves, name="hier-kv-save", daemon=True
         )
@@ -171,7 +173,7 @@ class HierKVLinker(UnifiedCacheLinker):
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Queues a node's pages for saving; False when they may not or cannot be saved now."""
         place, transfer = self.place, transfers[0]
-        if place is None or not self.saving or self._closed:
+        if place is None or self._closed:
             return False
         with self._saves_done:
             if self._num_saves >= MAX_QUEUED_SAVES:
@@ -218,6 +220,7 @@ class HierKVLinker(UnifiedCacheLinker):
         self._closed = True
         for rid in list(self._pending_loads):
             self.cancel_queued_load(rid)
+        self._save_deadline_s = time.monotonic() + _CLOSE_SAVES_S
         self._saves.put(None)
         self._loads.put(None)
         self._save_thread.join()
@@ -233,7 +236,10 @@ class HierKVLinker(UnifiedCacheLinker):
                 return
             stored = False
             try:
-                stored = self._save(job)
+                if time.monotonic() < self._save_deadline_s:
+                    stored = self._save(job)
+                else:
+                    self.store.counters.add("shutdown_lost_pages", len(job.hashes))
             except Exception:
                 self.store.counters.add("save_failures")
                 logger.exception("hier-kv: a node could not be saved; it stays on the device")
@@ -318,7 +324,7 @@ class HierKVLinker(UnifiedCacheLinker):
 
 
 class _Streams:
-    """CUDA streams and events of the copies; does nothing on a CPU, where forwards are synchronous."""
+    """CUDA streams and events of the copies; nothing on a CPU, where forwards are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

@@ -10,7 +10,6 @@ off until the next flush: KV computed on an old prefix must never be kept as new
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,8 @@ from sglang_ext.namespace import digest_lora_adapter, digest_model, namespace_di
 from sglang_ext.tiers.store import KeySpace, PageStore
 
 logger = logging.getLogger(__name__)
+
+_MIXED = b"mixed"  # the device holds KV of more than one set of weights
 
 
 class ModelIdentity:
@@ -46,30 +47,49 @@ class ModelIdentity:
         # weights is off until the next flush.
         self._lora_on_device: dict[str, bytes] = {}
         self._updating = 0
-        self._digest: bytes | None = None
-        self._needs_reset = False
-        self._thread = threading.get_ident()
+        self._digest: bytes | None = None  # of the live weights; None when they may have changed
+        # Of the weights that computed what the device holds; None when it holds nothing.
+        self._device_digest: bytes | None = None
 
     def space_of(self, req: Any, store: PageStore) -> KeySpace | None:
-        """Key space of a request, or None while nothing may be saved or loaded for it."""
-        if self._updating or self._needs_reset:
+        """Key space of a request, or None while nothing may be saved or loaded for it.
+
+        Called before a request's KV is computed, so every KV on the device since the last reset
+        belongs to weights that were seen here.
+        """
+        if self._updating:
+            self._device_digest = _MIXED
             return None
-        if self._digest is None:
-            self._open(store)
-        assert self._digest is not None
+        digest = self.open(store)
+        if self._device_digest is None:
+            self._device_digest = digest
+        elif self._device_digest != digest:
+            if self._device_digest != _MIXED:
+                logger.warning(
+                    "hier-kv: weights changed without a flush of the device cache; nothing is "
+                    "saved or loaded until /flush_cache"
+                )
+            self._device_digest = _MIXED
+            return None
         lora_id = getattr(req, "lora_id", None)
         if lora_id is None:
-            return store.space(self._digest)
+            return store.space(digest)
         lora = self._lora_digest(lora_id)
-        return None if lora is None else store.space(self._digest, lora)
+        return None if lora is None else store.space(digest, lora)
 
-    def _open(self, store: PageStore) -> None:
-        weights = digest_model(self._model)
-        self._digest = namespace_digest({**self._fixed, "weights": weights})
-        found = store.open_namespace(self._digest, {**self._label, "weights": weights.hex()[:16]})
-        logger.info(
-            "hier-kv: namespace %s opened, %d pages found on disk", self._digest.hex()[:16], found
-        )
+    def open(self, store: PageStore) -> bytes:
+        """Opens the namespace of the live weights, if it is not open, and returns its digest."""
+        if self._digest is None:
+            weights = digest_model(self._model)
+            self._digest = namespace_digest({**self._fixed, "weights": weights})
+            label = {**self._label, "weights": weights.hex()[:16]}
+            found = store.open_namespace(self._digest, label)
+            logger.info(
+                "hier-kv: namespace %s opened, %d pages found on disk",
+                self._digest.hex()[:16],
+                found,
+            )
+        return self._digest
 
     # ---- weights ----
 
@@ -78,23 +98,19 @@ class ModelIdentity:
         self._updating += 1
 
     def end_update(self, *, device_is_empty: bool) -> None:
-        """The weights may have changed.
+        """The weights may have changed; their digest is taken when it is next needed.
 
         Args:
             device_is_empty: the device holds no KV and no request runs.
         """
         self._updating -= 1
         self._digest = None
-        self._needs_reset = not device_is_empty
-        if self._needs_reset:
-            logger.warning(
-                "hier-kv: weights changed without a flush of the device cache; nothing is saved "
-                "or loaded until /flush_cache"
-            )
+        if device_is_empty:
+            self._device_digest = None
 
     def device_was_reset(self) -> None:
         """The device holds no KV any more."""
-        self._needs_reset = False
+        self._device_digest = None
         self._lora_on_device.clear()
 
     # ---- adapters ----

@@ -35,8 +35,8 @@ def _check_memory(config: HierKVConfig) -> None:
     available = _available_memory_bytes()
     if config.host_bytes > available:
         raise HierKVConfigError(
-            f"--hier-kv-host-size {config.host_size:g} is more than the {available / GIB:.1f} GB of "
-            "memory that are free; give a smaller size."
+            f"--hier-kv-host-size {config.host_size:g} is more than the {available / GIB:.1f} GB "
+            "of memory that are free; give a smaller size."
         )
 
 

@@ -47,6 +47,7 @@ def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     self.enable_unified_cache_external_linker = True
     self.enable_lmcache = True
     run_self_check(self, cache)
+    cache.identity.open(cache.store)
 
 
 def _after_details(result: Any, self: Any, req: Any) -> Any:

@@ -80,5 +80,9 @@ def _cache_of(scheduler: Any) -> HierKVRadixCache | None:
 
 
 def _device_is_empty(scheduler: Any, cache: HierKVRadixCache) -> bool:
-    num_nodes_tokens = cache.evictable_size() + cache.protected_size()
-    return num_nodes_tokens == 0 and bool(scheduler.is_fully_idle(ignore_waiting=True))
+    """No KV anywhere on the device: not in the tree, and not in a session's rows either."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    whole = allocator.size // cache.page_size * cache.page_size
+    return allocator.available_size() == whole and bool(
+        scheduler.is_fully_idle(ignore_waiting=True)
+    )

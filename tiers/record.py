@@ -46,7 +46,6 @@ DIGEST_BYTES = 32
 ROPE_STATES = ("pre", "bound", "delta")  # stored on disk as text; never rename
 MAX_CODEC_BYTES = 32
 MAX_PROFILE_BYTES = 64
-MAX_SMALL_INT = 255
 
 _FIXED = struct.Struct("<4sHHQQI")
 _CHECKSUM_OFFSET = 16
@@ -54,8 +53,20 @@ _CHECKED_FROM = 24
 _MAP_OFFSET = _FIXED.size
 _MAX_MAP_BYTES = HEADER_BYTES - _MAP_OFFSET
 _MAP_KEYS = ("k", "n", "l", "p", "c", "v", "r", "q", "t", "h")  # stored on disk; never rename
+_U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
-_MAX_POSITION = 2**63
+_BYTE_FIELDS = (
+    ("k", "page_hash", (DIGEST_BYTES,)),
+    ("n", "namespace", (DIGEST_BYTES,)),
+    ("l", "lora", (0, DIGEST_BYTES)),
+    ("h", "profile", range(MAX_PROFILE_BYTES + 1)),
+)
+_INT_FIELDS = (
+    ("p", "position", 2**63),
+    ("t", "num_tokens", 2**32),
+    ("v", "level", 256),
+    ("q", "quality", 256),
+)
 
 
 class VerifyResult(enum.Enum):
@@ -127,10 +138,11 @@ def write_meta(slot: ByteArray, meta: RecordMeta, payload_bytes: int) -> None:
             f"payload_bytes must be in [0, {slot.size - HEADER_BYTES}] for a slot of"
             f" {slot.size} bytes, got {payload_bytes}"
         )
-    problem = _meta_problem(meta)
+    fields = dict(zip(_MAP_KEYS, _values(meta), strict=True))
+    problem = _problem(fields)
     if problem:
         raise ValueError(problem)
-    packed: bytes = msgpack.packb(dict(zip(_MAP_KEYS, _values(meta), strict=True)))
+    packed: bytes = msgpack.packb(fields)
     fixed = _FIXED.pack(MAGIC, FORMAT_VERSION, HEADER_BYTES, payload_bytes, 0, len(packed))
     header = (fixed + packed).ljust(HEADER_BYTES, b"\0")
     slot[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
@@ -168,19 +180,7 @@ def read_meta(slot: ByteArray) -> RecordMeta:
 
 def parse_header(slot: ByteArray) -> tuple[RecordMeta, int]:
     """Like `read_meta`, and also returns payload_bytes."""
-    payload_bytes, header = _read_fixed(slot)
-    (map_bytes,) = struct.unpack_from("<I", header, _CHECKED_FROM)
-    if map_bytes > _MAX_MAP_BYTES:
-        raise _bad_header(f"map length must be at most {_MAX_MAP_BYTES}, got {map_bytes}")
-    end = _MAP_OFFSET + map_bytes
-    if header.count(0, end) != HEADER_BYTES - end:
-        raise _bad_header("bytes between the map and the payload must be zero")
-    try:
-        fields = msgpack.unpackb(
-            header[_MAP_OFFSET:end], max_map_len=len(_MAP_KEYS), max_array_len=0, max_ext_len=0
-        )
-    except Exception as error:  # msgpack raises many types on malformed input
-        raise _bad_header(f"the map is not msgpack: {error!r}") from error
+    fields, payload_bytes = _parse(slot)
     return _meta_of(fields), payload_bytes
 
 
@@ -197,14 +197,14 @@ def verify(slot: ByteArray, page_hash: bytes, namespace: bytes, lora: bytes) -> 
         OK only when the whole key matches and the checksum over header and payload is right.
     """
     try:
-        meta, payload_bytes = parse_header(slot)
+        fields, payload_bytes = _parse(slot)
         if not checksum_matches(slot, payload_bytes):
             return VerifyResult.BAD_CHECKSUM
     except RecordError as error:
         return error.kind
     except Exception:  # e.g. not a one-dimensional u8 array: whatever it is, it is no record
         return VerifyResult.BAD_HEADER
-    if (meta.page_hash, meta.namespace, meta.lora) != (page_hash, namespace, lora):
+    if (fields["k"], fields["n"], fields["l"]) != (page_hash, namespace, lora):
         return VerifyResult.FOREIGN
     return VerifyResult.OK
 
@@ -258,10 +258,35 @@ def _values(meta: RecordMeta) -> tuple[object, ...]:
     )
 
 
-def _meta_of(fields: Any) -> RecordMeta:
+def _parse(slot: ByteArray) -> tuple[dict[str, Any], int]:
+    """Returns the checked fields of the map, by their stored keys, and payload_bytes.
+
+    Raises:
+        RecordError: as `read_meta` does.
+    """
+    payload_bytes, header = _read_fixed(slot)
+    (map_bytes,) = _U32.unpack_from(header, _CHECKED_FROM)
+    if map_bytes > _MAX_MAP_BYTES:
+        raise _bad_header(f"map length must be at most {_MAX_MAP_BYTES}, got {map_bytes}")
+    end = _MAP_OFFSET + map_bytes
+    if header.count(0, end) != HEADER_BYTES - end:
+        raise _bad_header("bytes between the map and the payload must be zero")
+    try:
+        fields = msgpack.unpackb(
+            header[_MAP_OFFSET:end], max_map_len=len(_MAP_KEYS), max_array_len=0, max_ext_len=0
+        )
+    except Exception as error:  # msgpack raises many types on malformed input
+        raise _bad_header(f"the map is not msgpack: {error!r}") from error
     if not isinstance(fields, dict) or tuple(fields) != _MAP_KEYS:
         raise _bad_header(f"the map must have the keys {_MAP_KEYS} in this order")
-    meta = RecordMeta(
+    problem = _problem(fields)
+    if problem:
+        raise _bad_header(problem)
+    return fields, payload_bytes
+
+
+def _meta_of(fields: dict[str, Any]) -> RecordMeta:
+    return RecordMeta(
         page_hash=fields["k"],
         namespace=fields["n"],
         lora=fields["l"],
@@ -273,38 +298,21 @@ def _meta_of(fields: Any) -> RecordMeta:
         quality=fields["q"],
         profile=fields["h"],
     )
-    problem = _meta_problem(meta)
-    if problem:
-        raise _bad_header(problem)
-    return meta
 
 
-def _meta_problem(meta: RecordMeta) -> str:
-    """Returns what is wrong with the fields of `meta`, or "" when all are in range."""
-    if not _is_bytes(meta.page_hash, (DIGEST_BYTES,)):
-        return "page_hash must be 32 bytes"
-    if not _is_bytes(meta.namespace, (DIGEST_BYTES,)):
-        return "namespace must be 32 bytes"
-    if not _is_bytes(meta.lora, (0, DIGEST_BYTES)):
-        return "lora must be 32 bytes or empty"
-    if not _is_bytes(meta.profile, range(MAX_PROFILE_BYTES + 1)):
-        return f"profile must be at most {MAX_PROFILE_BYTES} bytes"
-    if meta.rope not in ROPE_STATES:
-        return f"rope must be one of {ROPE_STATES}"
-    codec: object = meta.codec
-    codec_bytes = len(codec) if isinstance(codec, str) and codec.isascii() else 0
-    if not 0 < codec_bytes <= MAX_CODEC_BYTES:
-        return f"codec must be 1 to {MAX_CODEC_BYTES} ASCII characters"
-    for name, value, limit in (
-        ("position", meta.position, _MAX_POSITION),
-        ("num_tokens", meta.num_tokens, 2**32),
-        ("level", meta.level, MAX_SMALL_INT + 1),
-        ("quality", meta.quality, MAX_SMALL_INT + 1),
-    ):
+def _problem(fields: dict[str, Any]) -> str:
+    """Returns what is wrong with the fields of a map, or "" when all are in range."""
+    for key, name, lengths in _BYTE_FIELDS:
+        value = fields[key]
+        if type(value) is not bytes or len(value) not in lengths:
+            return f"{name} must be bytes, of a length in {lengths}"
+    for key, name, limit in _INT_FIELDS:
+        value = fields[key]
         if type(value) is not int or not 0 <= value < limit:
             return f"{name} must be an int in [0, {limit})"
+    if fields["r"] not in ROPE_STATES:
+        return f"rope must be one of {ROPE_STATES}"
+    codec = fields["c"]
+    if type(codec) is not str or not codec.isascii() or not 0 < len(codec) <= MAX_CODEC_BYTES:
+        return f"codec must be 1 to {MAX_CODEC_BYTES} ASCII characters"
     return ""
-
-
-def _is_bytes(value: object, lengths: tuple[int, ...] | range) -> bool:
-    return isinstance(value, bytes) and len(value) in lengths

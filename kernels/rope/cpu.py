@@ -10,18 +10,28 @@ from typing import Any
 
 import numpy as np
 
-from .rotate import rotate
+from .rotate import rotate, rotated
 from .search import (
     newton,
     reciprocal,
     solve_pair,
     try_neighbours,
     unrotate,
-    unrotate_exactly,
+    unrotate_words,
 )
-from .words import encode, jit, mark_bits, trailing_zeros, use_wide_vectors
+from .words import (
+    decode,
+    encode,
+    jit,
+    mark_bits,
+    nearest,
+    pack,
+    same,
+    trailing_zeros,
+    use_wide_vectors,
+)
 
-_CHUNK = 256  # listed pairs searched at a time; their scratch stays in the L1 cache
+_CHUNK = 512  # listed pairs searched at a time; their scratch stays in the L1 cache
 _U = np.uint64
 _ONE, _TWO, _SHIFT32, _MASK32 = _U(1), _U(2), _U(32), _U(0xFFFFFFFF)
 
@@ -34,34 +44,63 @@ def _copy(source: Any, a: Any, out: Any, b: Any, num: Any) -> None:
 
 
 @jit(forceinline=True)
-def _unrotate_run(rule: Any, pool: Any, a: Any, b: Any, cos: Any, sin: Any, k: Any, out: Any,
-                  d: Any, e: Any, stride: Any, half: Any, norm: Any, bad: Any) -> None:
+def _unrotate_run(
+    rule: Any,
+    pool: Any,
+    a: Any,
+    b: Any,
+    cos: Any,
+    sin: Any,
+    k: Any,
+    out: Any,
+    d: Any,
+    e: Any,
+    stride: Any,
+    half: Any,
+    norm: Any,
+    bad: Any,
+) -> None:
     use_wide_vectors()
     for j in range(half):
         i = j * stride
-        y1, y2 = pool[a + i], pool[b + i]
-        c, s = cos[k + j], sin[k + j]
-        scale = reciprocal(c, s, norm, y1)
-        v1, v2 = unrotate(y1, y2, c, s, scale)
-        x1, x2 = encode(np.float32(v1), y1), encode(np.float32(v2), y1)
-        o1, o2 = rotate(rule, x1, x2, c, s)
-        good = (o1 == y1) & (o2 == y2)
+        w1, w2 = pool[a + i], pool[b + i]
+        y1, y2, c, s = decode(w1), decode(w2), cos[k + j], sin[k + j]
+        scale = reciprocal(c, s, norm, w1)
+        v1, v2 = unrotate(y1, y2, c, s, scale, w1)
+        x1, x2 = nearest(np.float32(v1), w1), nearest(np.float32(v2), w1)
+        o1, o2 = rotated(rule, x1, x2, c, s, w1)
+        o1, o2 = nearest(o1, w1), nearest(o2, w1)
+        good = same(o1, y1) & same(o2, y2)
         if rule == 0:
             # One damped Newton step on the residual finds two thirds of the pairs that the many
             # roundings of this rule make miss, for less than listing them would cost.
-            u1, u2 = newton(y1, y2, o1, o2, x1, x2, c, s, scale)
-            o1, o2 = rotate(rule, u1, u2, c, s)
+            u1, u2 = newton(y1 - o1, y2 - o2, x1, x2, c, s, scale, w1)
+            o1, o2 = rotated(rule, u1, u2, c, s, w1)
+            o1, o2 = nearest(o1, w1), nearest(o2, w1)
             x1 = x1 if good else u1
             x2 = x2 if good else u2
-            good = good | ((o1 == y1) & (o2 == y2))
-        out[d + i] = x1
-        out[e + i] = x2
-        bad[j] = not good
+            good = good | (same(o1, y1) & same(o2, y2))
+        out[d + i] = pack(x1, w1)
+        out[e + i] = pack(x2, w1)
+        # A NaN makes v1 one; it is always listed, for `load` writes the one quiet NaN.
+        bad[j] = not (good & (v1 == v1))
 
 
 @jit(forceinline=True)
-def _rotate_run(rule: Any, pages: Any, a: Any, b: Any, cos: Any, sin: Any, k: Any, out: Any,
-                d: Any, e: Any, stride: Any, half: Any) -> None:
+def _rotate_run(
+    rule: Any,
+    pages: Any,
+    a: Any,
+    b: Any,
+    cos: Any,
+    sin: Any,
+    k: Any,
+    out: Any,
+    d: Any,
+    e: Any,
+    stride: Any,
+    half: Any,
+) -> None:
     use_wide_vectors()
     for j in range(half):
         i = j * stride
@@ -71,31 +110,63 @@ def _rotate_run(rule: Any, pages: Any, a: Any, b: Any, cos: Any, sin: Any, k: An
 
 
 @jit(forceinline=True)
-def _move_run(pages: Any, a: Any, b: Any, cos: Any, sin: Any, k0: Any, k1: Any, out: Any,
-              d: Any, e: Any, stride: Any, half: Any) -> None:
+def _move_run(
+    pages: Any,
+    a: Any,
+    b: Any,
+    cos: Any,
+    sin: Any,
+    k0: Any,
+    k1: Any,
+    out: Any,
+    d: Any,
+    e: Any,
+    stride: Any,
+    half: Any,
+) -> None:
     use_wide_vectors()
     for j in range(half):
         i = j * stride
-        y1 = pages[a + i]
-        v1, v2 = unrotate_exactly(y1, pages[b + i], cos[k0 + j], sin[k0 + j])
+        w = pages[a + i]
+        v1, v2 = unrotate_words(w, pages[b + i], cos[k0 + j], sin[k0 + j])
         c, s = cos[k1 + j], sin[k1 + j]
-        out[d + i] = encode(np.float32(v1 * c - v2 * s), y1)
-        out[e + i] = encode(np.float32(v2 * c + v1 * s), y1)
+        out[d + i] = encode(np.float32(v1 * c - v2 * s), w)
+        out[e + i] = encode(np.float32(v2 * c + v1 * s), w)
 
 
 @jit(forceinline=True)
-def _unrotate_head(rule: Any, pool: Any, a: Any, cos: Any, sin: Any, k: Any, out: Any, b: Any,
-                   half: Any, interleaved: Any, norm: Any, bad: Any) -> None:
+def _unrotate_head(
+    rule: Any,
+    pool: Any,
+    a: Any,
+    cos: Any,
+    sin: Any,
+    k: Any,
+    out: Any,
+    b: Any,
+    half: Any,
+    interleaved: Any,
+    norm: Any,
+    bad: Any,
+) -> None:
     # Eight loops, each with its rule and stride as constants.
     if interleaved:
         if rule == 0:
-            _unrotate_run(0, pool, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half, norm, bad)
+            _unrotate_run(
+                0, pool, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half, norm, bad
+            )
         elif rule == 1:
-            _unrotate_run(1, pool, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half, norm, bad)
+            _unrotate_run(
+                1, pool, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half, norm, bad
+            )
         elif rule == 2:
-            _unrotate_run(2, pool, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half, norm, bad)
+            _unrotate_run(
+                2, pool, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half, norm, bad
+            )
         else:
-            _unrotate_run(3, pool, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half, norm, bad)
+            _unrotate_run(
+                3, pool, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half, norm, bad
+            )
     elif rule == 0:
         _unrotate_run(0, pool, a, a + half, cos, sin, k, out, b, b + half, _ONE, half, norm, bad)
     elif rule == 1:
@@ -107,8 +178,18 @@ def _unrotate_head(rule: Any, pool: Any, a: Any, cos: Any, sin: Any, k: Any, out
 
 
 @jit(forceinline=True)
-def _rotate_head(rule: Any, pages: Any, a: Any, cos: Any, sin: Any, k: Any, out: Any, b: Any,
-                 half: Any, interleaved: Any) -> None:
+def _rotate_head(
+    rule: Any,
+    pages: Any,
+    a: Any,
+    cos: Any,
+    sin: Any,
+    k: Any,
+    out: Any,
+    b: Any,
+    half: Any,
+    interleaved: Any,
+) -> None:
     if interleaved:
         if rule == 0:
             _rotate_run(0, pages, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half)
@@ -129,8 +210,20 @@ def _rotate_head(rule: Any, pages: Any, a: Any, cos: Any, sin: Any, k: Any, out:
 
 
 @jit(forceinline=True)
-def _list_misses(pool: Any, a: Any, gap: Any, stride: Any, cos: Any, sin: Any, k: Any, tag: Any,
-                 half: Any, bad: Any, misses: Any, num: Any) -> Any:
+def _list_misses(
+    pool: Any,
+    a: Any,
+    gap: Any,
+    stride: Any,
+    cos: Any,
+    sin: Any,
+    k: Any,
+    tag: Any,
+    half: Any,
+    bad: Any,
+    misses: Any,
+    num: Any,
+) -> Any:
     """Append the pairs of one head that `bad` marks to the list of misses."""
     tags, y1, y2, c, s = misses
     for start in range(_U(0), half, _U(64)):
@@ -149,13 +242,43 @@ def _list_misses(pool: Any, a: Any, gap: Any, stride: Any, cos: Any, sin: Any, k
 
 
 @jit()
-def _search_misses(rule: Any, misses: Any, num: Any, gap: Any, pages: Any, bases: Any,
-                   slack: Any, found: Any, fixes: Any, num_fixes: Any) -> Any:
+def _search_further(rule: Any, misses: Any, num: Any, found: Any, further: Any) -> None:
+    """Look two grid points around for the pairs that are still not found, listed once more."""
+    tags, y1, y2, c, s = misses
+    x1, x2, ok = found
+    index, z1, z2, cz, sz, xz1, xz2, okz = further
+    count = _U(0)
+    for i in range(num):
+        if not ok[i]:
+            index[count] = i
+            z1[count], z2[count], cz[count], sz[count] = y1[i], y2[i], c[i], s[i]
+            count += _ONE
+    try_neighbours(rule, 2, z1, z2, cz, sz, xz1, xz2, okz, count)
+    for k in range(count):
+        i = index[k]
+        x1[i], x2[i], ok[i] = xz1[k], xz2[k], okz[k]
+
+
+@jit()
+def _search_misses(
+    rule: Any,
+    misses: Any,
+    num: Any,
+    gap: Any,
+    pages: Any,
+    bases: Any,
+    slack: Any,
+    found: Any,
+    further: Any,
+    fixes: Any,
+    num_fixes: Any,
+) -> Any:
     """Search for the listed pairs and write them; what is not found goes to `fixes`."""
     tags, y1, y2, c, s = misses
     x1, x2, ok = found
     fix_page, fix_element, fix_bits = fixes
-    try_neighbours(rule, y1, y2, c, s, x1, x2, ok, num)
+    try_neighbours(rule, 1, y1, y2, c, s, x1, x2, ok, num)
+    _search_further(rule, misses, num, found, further)
     for i in range(num):
         page, element = tags[i] >> _SHIFT32, tags[i] & _MASK32
         a, b = x1[i], x2[i]
@@ -178,8 +301,20 @@ def _search_misses(rule: Any, misses: Any, num: Any, gap: Any, pages: Any, bases
 
 
 @jit()
-def save(rule: Any, pool: Any, rows: Any, cos: Any, sin: Any, angles: Any, pages: Any,
-         bases: Any, page_size: Any, layout: Any, slack: Any, fixes: Any) -> Any:
+def save(
+    rule: Any,
+    pool: Any,
+    rows: Any,
+    cos: Any,
+    sin: Any,
+    angles: Any,
+    pages: Any,
+    bases: Any,
+    page_size: Any,
+    layout: Any,
+    slack: Any,
+    fixes: Any,
+) -> Any:
     """Gather rows, un-rotate them and search; all arrays flat, offsets in words.
 
     Args:
@@ -209,10 +344,18 @@ def save(rule: Any, pool: Any, rows: Any, cos: Any, sin: Any, angles: Any, pages
     room = _U(_CHUNK) + half
     y1 = np.empty(room, pool.dtype)
     angle = np.empty(room, np.float32)
-    misses = (
-        np.empty(room, np.uint64), y1, np.empty_like(y1), angle, np.empty_like(angle)
-    )
+    misses = (np.empty(room, np.uint64), y1, np.empty_like(y1), angle, np.empty_like(angle))
     found = (np.empty_like(y1), np.empty_like(y1), np.empty(room, np.uint8))
+    further = (
+        np.empty(room, np.uint64),
+        np.empty_like(y1),
+        np.empty_like(y1),
+        np.empty_like(angle),
+        np.empty_like(angle),
+        np.empty_like(y1),
+        np.empty_like(y1),
+        np.empty(room, np.uint8),
+    )
     num, num_fixes = _U(0), 0
     # c^2 + s^2 of any one angle: nearly the same for all (see `reciprocal`).
     norm = np.float32(cos[angles[0]] ** 2 + sin[angles[0]] ** 2) if angles.size else np.float32(1)
@@ -224,8 +367,18 @@ def save(rule: Any, pool: Any, rows: Any, cos: Any, sin: Any, angles: Any, pages
                 b = bases[page] + element
                 _copy(pool, a, pages, b, first)
                 _unrotate_head(
-                    rule, pool, a + first, cos, sin, k, pages, b + first, half, interleaved,
-                    norm, bad,
+                    rule,
+                    pool,
+                    a + first,
+                    cos,
+                    sin,
+                    k,
+                    pages,
+                    b + first,
+                    half,
+                    interleaved,
+                    norm,
+                    bad,
                 )
                 _copy(pool, a + end, pages, b + end, dim - end)
                 tag = (page << _SHIFT32) + element + first
@@ -234,17 +387,38 @@ def save(rule: Any, pool: Any, rows: Any, cos: Any, sin: Any, angles: Any, pages
                 )
                 if num >= _U(_CHUNK):
                     num_fixes = _search_misses(
-                        rule, misses, num, gap, pages, bases, slack, found, fixes, num_fixes
+                        rule,
+                        misses,
+                        num,
+                        gap,
+                        pages,
+                        bases,
+                        slack,
+                        found,
+                        further,
+                        fixes,
+                        num_fixes,
                     )
                     num = _U(0)
                 a += dim
                 element += dim
-    return _search_misses(rule, misses, num, gap, pages, bases, slack, found, fixes, num_fixes)
+    return _search_misses(
+        rule, misses, num, gap, pages, bases, slack, found, further, fixes, num_fixes
+    )
 
 
 @jit()
-def load(rule: Any, pages: Any, bases: Any, cos: Any, sin: Any, angles: Any, pool: Any,
-         rows: Any, layout: Any) -> None:
+def load(
+    rule: Any,
+    pages: Any,
+    bases: Any,
+    cos: Any,
+    sin: Any,
+    angles: Any,
+    pool: Any,
+    rows: Any,
+    layout: Any,
+) -> None:
     """Gather rows of pages (`bases`: their offsets), rotate them, scatter them to `pool`."""
     use_wide_vectors()
     heads, dim, first, half = layout[0], layout[1], layout[2], layout[3]
@@ -254,17 +428,24 @@ def load(rule: Any, pages: Any, bases: Any, cos: Any, sin: Any, angles: Any, poo
         a, b, k = bases[t], rows[t], angles[t]
         for _ in range(heads):
             _copy(pages, a, pool, b, first)
-            _rotate_head(
-                rule, pages, a + first, cos, sin, k, pool, b + first, half, interleaved
-            )
+            _rotate_head(rule, pages, a + first, cos, sin, k, pool, b + first, half, interleaved)
             _copy(pages, a + end, pool, b + end, dim - end)
             a += dim
             b += dim
 
 
 @jit()
-def move(pages: Any, bases: Any, cos: Any, sin: Any, saved: Any, angles: Any, pool: Any,
-         rows: Any, layout: Any) -> None:
+def move(
+    pages: Any,
+    bases: Any,
+    cos: Any,
+    sin: Any,
+    saved: Any,
+    angles: Any,
+    pool: Any,
+    rows: Any,
+    layout: Any,
+) -> None:
     """As `load`, for pages with K as the engine had it at the angles `saved`."""
     use_wide_vectors()
     heads, dim, first, half = layout[0], layout[1], layout[2], layout[3]
@@ -289,8 +470,16 @@ def move(pages: Any, bases: Any, cos: Any, sin: Any, saved: Any, angles: Any, po
 
 
 @jit()
-def correct(page: Any, element: Any, bits: Any, first_row: Any, page_size: Any, width: Any,
-            pool: Any, rows: Any) -> None:
+def correct(
+    page: Any,
+    element: Any,
+    bits: Any,
+    first_row: Any,
+    page_size: Any,
+    width: Any,
+    pool: Any,
+    rows: Any,
+) -> None:
     """Write corrected words to the pool rows; those of other rows are left out."""
     for i in range(page.size):
         e = np.int64(element[i])

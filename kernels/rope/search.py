@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .rotate import rotate
-from .words import decode, encode, jit, step, use_wide_vectors, wide
+from .rotate import rotate, rotated
+from .words import decode, encode, jit, nearest, pack, same, step, use_wide_vectors, wide
 
 # Candidates of the outer component lie within REACH grid points of the rounded one; POINTS values
 # of the inner one are tried in each candidate's interval.
@@ -21,7 +21,7 @@ REACH = 6
 POINTS = 12
 # Measured on random pairs: a full step overshoots the half of the residual that is rounding noise.
 _GAIN = np.float32(0.75)
-_UP, _DOWN = np.int32(1), np.int32(-1)
+_ONE, _TWO, _DOWN = np.int32(1), np.int32(2), np.int32(-1)
 
 
 @jit(forceinline=True)
@@ -38,108 +38,158 @@ def reciprocal(c: Any, s: Any, norm: Any, like: Any) -> Any:
 
 
 @jit(forceinline=True)
-def unrotate(w1: Any, w2: Any, c: Any, s: Any, scale: Any) -> Any:
-    """The position-free pair of the words `(w1, w2)`, not rounded to the grid.
+def unrotate(y1: Any, y2: Any, c: Any, s: Any, scale: Any, like: Any) -> Any:
+    """The position-free pair of fp32 values `(y1, y2)`, not rounded to the grid.
 
     Computed in fp32 for 16-bit words and in fp64 for fp32 words.  `scale`, `1 / (c^2 + s^2)`,
     undoes a table rounded to bf16 and YaRN's scale alike.
     """
-    y1 = wide(decode(w1), w1)
-    y2 = wide(decode(w2), w1)
-    c = wide(c, w1)
-    s = wide(s, w1)
-    return (y1 * c + y2 * s) * scale, (y2 * c - y1 * s) * scale
+    z1, z2, c, s = wide(y1, like), wide(y2, like), wide(c, like), wide(s, like)
+    return (z1 * c + z2 * s) * scale, (z2 * c - z1 * s) * scale
 
 
 @jit(forceinline=True)
-def unrotate_exactly(w1: Any, w2: Any, c: Any, s: Any) -> Any:
-    """As `unrotate`, with the division done."""
+def unrotate_words(w1: Any, w2: Any, c: Any, s: Any) -> Any:
+    """As `unrotate`, for words, with the division done."""
     one = wide(np.float32(1.0), w1)
     c1, s1 = wide(c, w1), wide(s, w1)
-    return unrotate(w1, w2, c, s, one / (c1 * c1 + s1 * s1))
+    return unrotate(decode(w1), decode(w2), c, s, one / (c1 * c1 + s1 * s1), w1)
 
 
 @jit(forceinline=True)
-def newton(y1: Any, y2: Any, o1: Any, o2: Any, x1: Any, x2: Any, c: Any, s: Any,
-           scale: Any) -> Any:
-    """Move the words `(x1, x2)`, which rotate to `(o1, o2)`, towards those that give `(y1, y2)`."""
-    e1 = wide(decode(y1), y1) - wide(decode(o1), y1)
-    e2 = wide(decode(y2), y1) - wide(decode(o2), y1)
-    c = wide(c, y1)
-    s = wide(s, y1)
-    gain = wide(_GAIN, y1) * scale
-    v1 = wide(decode(x1), y1) + (e1 * c + e2 * s) * gain
-    v2 = wide(decode(x2), y1) + (e2 * c - e1 * s) * gain
-    return encode(np.float32(v1), y1), encode(np.float32(v2), y1)
+def newton(e1: Any, e2: Any, x1: Any, x2: Any, c: Any, s: Any, scale: Any, like: Any) -> Any:
+    """Move fp32 `(x1, x2)` so as to lessen the residual `(e1, e2)`; on the grid of `like`."""
+    v1, v2 = unrotate(e1, e2, c, s, scale, like)
+    gain = wide(_GAIN, like)
+    u1 = wide(x1, like) + v1 * gain
+    u2 = wide(x2, like) + v2 * gain
+    return nearest(np.float32(u1), like), nearest(np.float32(u2), like)
 
 
 @jit(forceinline=True)
-def _neighbours(rule: Any, y1: Any, y2: Any, cos: Any, sin: Any, x1: Any, x2: Any, ok: Any,
-                num: Any) -> None:
+def _attempt(
+    rule: Any, x1: Any, x2: Any, y1: Any, y2: Any, c: Any, s: Any, like: Any, best: Any
+) -> Any:
+    o1, o2 = rotated(rule, x1, x2, c, s, like)
+    hit = same(nearest(o1, like), y1) & same(nearest(o2, like), y2)
+    return x1 if hit else best[0], x2 if hit else best[1], hit | best[2]
+
+
+@jit(forceinline=True)
+def _steps(value: Any, near: Any, places: Any, like: Any) -> Any:
+    """The grid values `places` beside `near`: that on the side of `value`, and the other."""
+    word = pack(near, like)
+    up = decode(step(word, places))
+    down = decode(step(word, np.int32(-places)))
+    above = value > wide(near, like)
+    return up if above else down, down if above else up
+
+
+@jit(forceinline=True)
+def _neighbours(
+    rule: Any,
+    ring: Any,
+    words1: Any,
+    words2: Any,
+    cos: Any,
+    sin: Any,
+    x1: Any,
+    x2: Any,
+    ok: Any,
+    num: Any,
+) -> None:
     use_wide_vectors()
     for i in range(num):
-        c, s = cos[i], sin[i]
-        z1, z2 = y1[i], y2[i]
-        v1, v2 = unrotate_exactly(z1, z2, c, s)
-        a = encode(np.float32(v1), z1)
-        b = encode(np.float32(v2), z1)
-        # Forward is the side on which the unrounded value lies, so near pairs come first.
-        side1 = v1 > wide(decode(a), z1)
-        side2 = v2 > wide(decode(b), z1)
-        a_up, a_down = step(a, _UP), step(a, _DOWN)
-        b_up, b_down = step(b, _UP), step(b, _DOWN)
-        af = a_up if side1 else a_down
-        ab = a_down if side1 else a_up
-        bf = b_up if side2 else b_down
-        bb = b_down if side2 else b_up
+        c, s, w = cos[i], sin[i], words1[i]
+        z1, z2 = decode(w), decode(words2[i])
+        v1, v2 = unrotate_words(w, words2[i], c, s)
+        a, b = nearest(np.float32(v1), w), nearest(np.float32(v2), w)
+        # f: one grid point towards the unrounded value, where near pairs are; b: one away.
+        af, ab = _steps(v1, a, _ONE, w)
+        bf, bb = _steps(v2, b, _ONE, w)
         # Tried from the last choice to the first: an earlier choice overwrites a later one.
-        best1, best2, found = a, b, False
-        for_1 = (ab, af, ab, a, ab, af, a, af)
-        for_2 = (bb, bb, bf, bb, b, bf, bf, b)
-        for k in _EIGHT:
-            o1, o2 = rotate(rule, for_1[k], for_2[k], c, s)
-            hit = (o1 == z1) & (o2 == z2)
-            best1 = for_1[k] if hit else best1
-            best2 = for_2[k] if hit else best2
-            found = found | hit
-        x1[i] = best1
-        x2[i] = best2
-        ok[i] = found
-
-
-_EIGHT = (0, 1, 2, 3, 4, 5, 6, 7)
+        best = (a, b, False)
+        if ring == 1:
+            best = _attempt(rule, ab, bb, z1, z2, c, s, w, best)
+            best = _attempt(rule, af, bb, z1, z2, c, s, w, best)
+            best = _attempt(rule, ab, bf, z1, z2, c, s, w, best)
+            best = _attempt(rule, a, bb, z1, z2, c, s, w, best)
+            best = _attempt(rule, ab, b, z1, z2, c, s, w, best)
+            best = _attempt(rule, af, bf, z1, z2, c, s, w, best)
+            best = _attempt(rule, a, bf, z1, z2, c, s, w, best)
+            best = _attempt(rule, af, b, z1, z2, c, s, w, best)
+        else:
+            aff, abb = _steps(v1, a, _TWO, w)
+            bff, bbb = _steps(v2, b, _TWO, w)
+            best = _attempt(rule, abb, bbb, z1, z2, c, s, w, best)
+            best = _attempt(rule, aff, bbb, z1, z2, c, s, w, best)
+            best = _attempt(rule, abb, bff, z1, z2, c, s, w, best)
+            best = _attempt(rule, aff, bff, z1, z2, c, s, w, best)
+            best = _attempt(rule, abb, bb, z1, z2, c, s, w, best)
+            best = _attempt(rule, abb, bf, z1, z2, c, s, w, best)
+            best = _attempt(rule, ab, bbb, z1, z2, c, s, w, best)
+            best = _attempt(rule, af, bbb, z1, z2, c, s, w, best)
+            best = _attempt(rule, ab, bff, z1, z2, c, s, w, best)
+            best = _attempt(rule, aff, bb, z1, z2, c, s, w, best)
+            best = _attempt(rule, a, bbb, z1, z2, c, s, w, best)
+            best = _attempt(rule, abb, b, z1, z2, c, s, w, best)
+            best = _attempt(rule, af, bff, z1, z2, c, s, w, best)
+            best = _attempt(rule, aff, bf, z1, z2, c, s, w, best)
+            best = _attempt(rule, a, bff, z1, z2, c, s, w, best)
+            best = _attempt(rule, aff, b, z1, z2, c, s, w, best)
+        x1[i], x2[i] = pack(best[0], w), pack(best[1], w)
+        ok[i] = best[2] & (v1 == v1)  # with a NaN nothing is found (see cpu.py)
 
 
 @jit()
-def try_neighbours(rule: Any, y1: Any, y2: Any, cos: Any, sin: Any, x1: Any, x2: Any, ok: Any,
-                   num: Any) -> None:
-    """Look one grid point around, for `num` listed pairs of words `(y1, y2)`.
+def try_neighbours(
+    rule: Any, ring: Any, y1: Any, y2: Any, cos: Any, sin: Any, x1: Any, x2: Any, ok: Any, num: Any
+) -> None:
+    """Look `ring` (1 or 2) grid points around, for `num` listed pairs of words `(y1, y2)`.
 
     Writes to `x1`, `x2` the first pair of words that rotates to `(y1, y2)`, else the rounded
     un-rotated pair; `ok` (uint8) tells which.
     """
     use_wide_vectors()
-    if rule == 0:
-        _neighbours(0, y1, y2, cos, sin, x1, x2, ok, num)
+    if ring == 1:
+        if rule == 0:
+            _neighbours(0, 1, y1, y2, cos, sin, x1, x2, ok, num)
+        elif rule == 1:
+            _neighbours(1, 1, y1, y2, cos, sin, x1, x2, ok, num)
+        elif rule == 2:
+            _neighbours(2, 1, y1, y2, cos, sin, x1, x2, ok, num)
+        else:
+            _neighbours(3, 1, y1, y2, cos, sin, x1, x2, ok, num)
+    elif rule == 0:
+        _neighbours(0, 2, y1, y2, cos, sin, x1, x2, ok, num)
     elif rule == 1:
-        _neighbours(1, y1, y2, cos, sin, x1, x2, ok, num)
+        _neighbours(1, 2, y1, y2, cos, sin, x1, x2, ok, num)
     elif rule == 2:
-        _neighbours(2, y1, y2, cos, sin, x1, x2, ok, num)
+        _neighbours(2, 2, y1, y2, cos, sin, x1, x2, ok, num)
     else:
-        _neighbours(3, y1, y2, cos, sin, x1, x2, ok, num)
+        _neighbours(3, 2, y1, y2, cos, sin, x1, x2, ok, num)
 
 
 @jit()
 def _half_gap(word: Any) -> Any:
     value = np.float64(decode(word))
-    above = np.float64(decode(step(word, _UP))) - value
+    above = np.float64(decode(step(word, _ONE))) - value
     below = value - np.float64(decode(step(word, _DOWN)))
     return 0.5 * max(above, below)
 
 
 @jit()
-def _solve_inner(rule: Any, y1: Any, y2: Any, c: Any, s: Any, outer: Any, inner_guess: Any,
-                 slack: Any, first_is_outer: Any) -> Any:
+def _solve_inner(
+    rule: Any,
+    y1: Any,
+    y2: Any,
+    c: Any,
+    s: Any,
+    outer: Any,
+    inner_guess: Any,
+    slack: Any,
+    first_is_outer: Any,
+) -> Any:
     """Words of the inner component that rotate, with `outer`, to `(y1, y2)`: `(found, word)`.
 
     Both outputs are monotone in the inner component, so each bounds it to an interval; `slack`
@@ -188,7 +238,7 @@ def solve_pair(rule: Any, y1: Any, y2: Any, c: Any, s: Any, slack: Any) -> Any:
     Returns:
         `(found, x1, x2)`; the rounded un-rotated pair where none was found.
     """
-    v1, v2 = unrotate_exactly(y1, y2, c, s)
+    v1, v2 = unrotate_words(y1, y2, c, s)
     a = encode(np.float32(v1), y1)
     b = encode(np.float32(v2), y1)
     if not (np.isfinite(v1) and np.isfinite(v2)):

@@ -44,7 +44,7 @@ class RopeSpec:
         sin: the same for the sine.
         rotary_dim: number of rotated columns in a head, even.
         first: first rotated column inside a head (MLA: `kv_lora_rank`, else 0).
-        interleaved: True pairs columns (2j, 2j+1) (gpt-j), False pairs (j, j + rotary_dim/2) (neox).
+        interleaved: True pairs columns (2j, 2j + 1) (gpt-j), False (j, j + rotary_dim/2) (neox).
         rule: a name in `RULES`.
 
     Raises:
@@ -128,6 +128,4 @@ class Corrections:
     @staticmethod
     def none() -> Corrections:
         """The empty list."""
-        return Corrections(
-            np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.uint32)
-        )
+        return Corrections(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.uint32))

@@ -99,6 +99,33 @@ def encode(typingctx: Any, value: Any, like: Any) -> Any:
 
 
 @_intrinsic
+def pack(typingctx: Any, value: Any, like: Any) -> Any:
+    """The word of an fp32 value that lies on the grid already."""
+    if value != types.float32 or not _is_word(like):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if like != _BF16:
+            return _encode(builder, like, args[0])
+        return builder.trunc(builder.lshr(builder.bitcast(args[0], _I32), _I32(16)), _I16)
+
+    return like(value, like), codegen
+
+
+@_intrinsic
+def same(typingctx: Any, a: Any, b: Any) -> Any:
+    """Whether two fp32 values have the same bits."""
+    if (a, b) != (types.float32, types.float32):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first, second = (builder.bitcast(value, _I32) for value in args)
+        return builder.icmp_unsigned("==", first, second)
+
+    return types.boolean(a, b), codegen
+
+
+@_intrinsic
 def step(typingctx: Any, word: Any, places: Any) -> Any:
     """The word `places` (int32) grid points further along the number line; -0 lies below +0."""
     if not _is_word(word) or places != types.int32:

@@ -26,7 +26,13 @@ from sglang_ext.tiers.disk.workers import Workers
 from sglang_ext.tiers.record import ByteArray
 
 MAX_RUN_BYTES = 4 << 20
+"""Longest run of neighbours in one call with O_DIRECT."""
+
 MIN_RUN_BYTES = 1 << 20
+"""Shortest run that a call is split into; the longest through the page cache.
+
+There the run is still in the core's cache when its checksums are taken (docs/formats.md).
+"""
 
 
 class Owner(Protocol):
@@ -81,7 +87,8 @@ class DiskContext:
         """
         threads = self.config.helper_threads + 1
         share = num_slots * slot_bytes // (2 * threads)
-        run_bytes = min(MAX_RUN_BYTES, max(MIN_RUN_BYTES, share))
+        longest = MAX_RUN_BYTES if self.direct else MIN_RUN_BYTES
+        run_bytes = min(longest, max(MIN_RUN_BYTES, share))
         return max(1, min(IOV_MAX, run_bytes // slot_bytes))
 
     def write_slots(self, fd: int, slots: Sequence[ByteArray], offset: int) -> None:

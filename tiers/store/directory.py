@@ -41,6 +41,8 @@ from sglang_ext.tiers.store.types import (
 
 # Rows of the LRU tail that one eviction looks at, so that it stays short when none can leave.
 _MAX_EVICTION_SCAN = 4096
+# Share of DRAM that may be pinned for waiting requests; the rest stays free to move.
+_PLAN_SHARE = 0.5
 
 
 class Directory:
@@ -67,6 +69,8 @@ class Directory:
         self.spill_queue: deque[SpillEntry] = deque()  # guarded by lock
         self.num_in_flight = 0  # saves and promotions that own FILLING rows; guarded by lock
         self.idle = threading.Condition(self.lock)
+        self.max_planned_pages = max(1, int(arena.num_slots * _PLAN_SHARE))
+        self.num_planned_pages = 0  # pins of all plans; guarded by lock
         self._waiters: dict[int, list[Plan]] = {}  # row -> plans that wait for it
         self._clock = 0
 
@@ -166,25 +170,23 @@ class Directory:
 
     # ---- promotions ----
 
-    def begin_plan(
-        self, space: KeySpace, hashes: Hashes, max_pins: int
-    ) -> tuple[Plan | None, Rows, Slots]:
+    def begin_plan(self, space: KeySpace, hashes: Hashes) -> tuple[Plan | None, Rows, Slots]:
         """Pins the leading stored pages for a waiting request and takes slots for those on disk.
+
+        All plans together pin at most `max_planned_pages`, so that saves and loads can go on.
 
         Args:
             space: where the pages belong.
             hashes: u8 `[N, 32]`.
-            max_pins: pages that the plan may hold at most.
 
         Returns:
-            The plan (None when nothing has to move), and the rows and slots to read from disk.
+            The plan (None when no page is stored), and the rows and slots to read from disk. The
+            plan is `starved` when there was no room to begin.
         """
-        none = (None, np.empty(0, np.int64), np.empty(0, np.int32))
         with self.lock:
-            rows = self._known_prefix(space, hashes)[:max_pins]
+            known = self._known_prefix(space, hashes)
+            rows = known[: max(0, self.max_planned_pages - self.num_planned_pages)]
             flags = self.index.flags[rows]
-            if bool((flags & READY).all()):
-                return none
             # Pins first: making room for what comes must not push out what is there.
             held = rows[(flags & (READY | FILLING)) != 0]
             held_slots = self.index.host_slot[held].copy()
@@ -192,24 +194,21 @@ class Directory:
             missing = np.flatnonzero((flags & (READY | FILLING)) == 0)
             slots = self._alloc(len(missing))
             if len(slots) < len(missing):
-                rows = rows[: missing[len(slots)]]
-                missing = missing[: len(slots)]
-                self.counters.add("promotion_no_room")
+                rows, missing = rows[: missing[len(slots)]], missing[: len(slots)]
             to_read = rows[missing]
             self._begin_filling(to_read, slots)
             self.arena.pin(slots)  # the plan's own pin beside the reader's
             pending = rows[(self.index.flags[rows] & READY) == 0]
-            plan = Plan(rows, remaining=len(pending))
+            plan = Plan(rows, remaining=len(pending), starved=len(known) > 0 and len(rows) == 0)
             plan.slots = np.concatenate([held_slots, slots])
+            self.num_planned_pages += len(plan.slots)
             for row in pending.tolist():
                 self._waiters.setdefault(row, []).append(plan)
             if len(to_read):
                 self.num_in_flight += 1
             self._touch(rows)
-            if not len(pending):
-                self.arena.unpin(plan.slots)
-                return none
-            return plan, to_read, slots
+        self.counters.add("plans_short", int(len(rows) < len(known)))
+        return (plan if len(known) else None), to_read, slots
 
     def finish_promotion(
         self, plan: Plan, rows: Rows, slots: Slots, ok: npt.NDArray[np.bool_]
@@ -248,6 +247,7 @@ class Directory:
         with self.lock:
             if not plan.cancelled:
                 plan.cancelled = True
+                self.num_planned_pages -= len(plan.slots)
                 self.arena.unpin(plan.slots)
 
     def locations(self, rows: Rows) -> tuple[Hashes, list[tuple[int, int]]]:

@@ -4,8 +4,10 @@ A line is written with one unbuffered `write`, after the fact it states, so a li
 file is true even when the process was killed right after it.
 
     {"t": seconds, "e": "saved", "pages": [hex, ...]}       in DRAM, ready
-    {"t": ..., "e": "written", "pages": [...]}               acknowledged: on disk and in the index
-    {"t": ..., "e": "promoted" | "loaded" | "evicted", ...}  disk to DRAM | to the device | left DRAM
+    {"t": ..., "e": "written", "pages": [...]}   acknowledged: on disk and in the index
+    {"t": ..., "e": "promoted", ...}             disk to DRAM
+    {"t": ..., "e": "loaded", ...}               pinned for a load to the device
+    {"t": ..., "e": "evicted", ...}              left DRAM
     {"t": ..., "e": "lost", ...}                             left the last tier that held them
     {"t": ..., "e": "rejected", "kind": "bad_checksum", ...} read from disk and refused
 """

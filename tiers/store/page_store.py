@@ -30,8 +30,6 @@ from sglang_ext.tiers.store.types import (
 )
 
 NO_LORA = b""
-# Share of DRAM that may be pinned for waiting requests; the rest stays free to move.
-_PLAN_SHARE = 0.5
 # Share of DRAM that write-back keeps free or clean.
 _LOW_WATER_SHARE = 0.125
 
@@ -161,11 +159,18 @@ class PageStore:
         self._directory.release(slots)
 
     def plan(self, space: KeySpace, hashes: Hashes) -> Plan | None:
-        """Begins to bring a waiting request's pages to DRAM; None when nothing has to move."""
+        """Keeps a waiting request's pages in DRAM and begins to bring those on disk.
+
+        Returns:
+            A plan to poll and, in the end, to cancel; None when no page is stored.
+        """
         if self._promoter is None:
-            return None
-        max_pins = int(self.arena.num_slots * _PLAN_SHARE)
-        return self._promoter.start(space, hashes, max_pins)
+            return self._directory.begin_plan(space, hashes)[0]
+        return self._promoter.start(space, hashes)
+
+    def has_plan_room(self) -> bool:
+        """Whether a starved plan is worth trying again."""
+        return self._directory.num_planned_pages < self._directory.max_planned_pages
 
     def cancel_plan(self, plan: Plan) -> None:
         """Gives a plan's pins back; safe to call twice."""

@@ -49,18 +49,17 @@ class Promoter:
         for thread in self._threads:
             thread.start()
 
-    def start(self, space: KeySpace, hashes: Hashes, max_pins: int) -> Plan | None:
+    def start(self, space: KeySpace, hashes: Hashes) -> Plan | None:
         """Begins to bring the leading stored pages of a prefix to DRAM.
 
         Args:
             space: where the pages belong.
             hashes: u8 `[N, 32]`.
-            max_pins: pages that the plan may hold at most.
 
         Returns:
-            A plan to poll, or None when nothing has to move. Does not block.
+            A plan to poll, or None when no page is stored. Does not block.
         """
-        plan, rows, slots = self._directory.begin_plan(space, hashes, max_pins)
+        plan, rows, slots = self._directory.begin_plan(space, hashes)
         if plan is None or not len(rows):
             return plan
         starts = range(0, len(rows), self._piece_pages)

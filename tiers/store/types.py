@@ -96,11 +96,13 @@ class Plan:
         rows: the leading pages that will be ready when the plan is done, unless some fail.
         remaining: pages not ready yet.
         failed: a page could not be read; the pages from it on are not promised.
+        starved: pages are stored, but there was no room in DRAM to begin with; plan again later.
         started_s: monotonic time at which it was made.
     """
 
-    def __init__(self, rows: Rows, remaining: int) -> None:
+    def __init__(self, rows: Rows, remaining: int, *, starved: bool = False) -> None:
         self.rows = rows
+        self.starved = starved
         self.remaining = remaining
         self.failed = False
         self.started_s = time.monotonic()

@@ -1,0 +1,28 @@
+"""What every test run shares: marks that follow from the machine, and hypothesis's profile."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Deadlines and "too slow" checks measure a shared machine, not the code. In CI the examples are the
+# same on each run, so that a red build can be repeated.
+settings.register_profile(
+    "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests marked ``gpu`` on a machine without CUDA."""
+    if not any("gpu" in item.keywords for item in items):
+        return
+    import torch  # here only: a run without such tests need not wait for it
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
