@@ -133,6 +133,14 @@ class HierKVRadixCache(UnifiedRadixCache):
                 (Tier.DISK, found.disk),
             ],
         )
+        num_stored = found.host + found.pending + found.disk
+        self.store.events.pages(
+            "enqueued",
+            hashes[:num_stored],
+            rid=handle.rid,
+            device=device_pages,
+            host=found.host + found.pending,
+        )
         self.release_plan(handle)
         plan = self.store.plan(space, hashes)
         if plan is not None:

@@ -133,10 +133,12 @@ class HierKVLinker(UnifiedCacheLinker):
         place, transfer = self.place, transfers[0]
         if place is None:
             return False
-        ticket = self.store.pin_ready(place.space, hashes_from_hex(transfer.keys))
+        hashes = hashes_from_hex(transfer.keys)
+        ticket = self.store.pin_ready(place.space, hashes)
         if ticket is None:
             self.store.counters.add("load_vanished")
             return False
+        self.store.events.pages("admitted", hashes, rid=rid, position=place.position)
         self._pending_loads[rid] = _LoadJob(ticket, transfer.device_indices, place.position)
         return True
 
@@ -328,8 +330,8 @@ class _Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._save = torch.cuda.Stream(device) if self._cuda else None
-        self._load = torch.cuda.Stream(device) if self._cuda else None
+        self._save: Any = _new_stream(device) if self._cuda else None
+        self._load: Any = _new_stream(device) if self._cuda else None
 
     def save_events(self, linker: UnifiedCacheLinker) -> list[Any]:
         """Events after which the pages of a node are complete on the device."""
@@ -358,7 +360,7 @@ class _Streams:
         """An event behind the copies queued so far; None on a CPU."""
         if self._load is None:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._load)
         return event
 
@@ -366,6 +368,10 @@ class _Streams:
         """Waits until the load stream is empty, so that slots may be given back."""
         if self._load is not None:
             self._load.synchronize()
+
+
+def _new_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _Null:

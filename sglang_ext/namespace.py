@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 _CHUNK_VALUES = 1 << 22
-# Multipliers of the second sum repeat with this prime period, so that a swap of two values in
-# one chunk changes the digest.
-_PERIOD = 65521
+# Attributes of attention layers that scale stored K and V; plain floats on some paths.
+_SCALES = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
 
 
 def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     """Digest of the bits of all named tensors, in name order.
 
-    Two 64-bit sums over every value (plain, and weighted by place) of each chunk go into SHA-256
-    together with names, shapes and dtypes: a change of any single value changes the digest. It
+    Two sums modulo 2^64 over every value of each chunk (plain, and weighted by place) go into
+    SHA-256 with names, shapes and dtypes: a change of any one value changes the digest, and so does
+    a swap of any two. It
     guards against mistakes, not against forgery. Runs on the tensors' own device; a 1 GB model
     takes about a second on one CPU core.
 
@@ -47,10 +47,10 @@ def _chunk_sums(tensor: torch.Tensor) -> Iterable[tuple[int, int]]:
         return
     flat = tensor.contiguous().reshape(-1)
     words = flat.view(_word_dtype(flat))
-    place = torch.arange(1, _CHUNK_VALUES + 1, device=words.device, dtype=torch.int64) % _PERIOD
+    place = torch.arange(1, _CHUNK_VALUES + 1, device=words.device, dtype=torch.int64)
     for start in range(0, words.numel(), _CHUNK_VALUES):
         chunk = words[start : start + _CHUNK_VALUES].to(torch.int64)
-        weighted = (chunk * (place[: chunk.numel()] + 1)).sum()
+        weighted = (chunk * place[: chunk.numel()]).sum()  # overflow wraps, as it should
         yield int(chunk.sum()), int(weighted)
 
 
@@ -61,13 +61,20 @@ def _word_dtype(flat: torch.Tensor) -> torch.dtype:
 
 
 def digest_model(model: torch.nn.Module) -> bytes:
-    """Digest of a model's live parameters and buffers, 32 bytes.
+    """Digest of a model's live parameters, buffers and KV scales, 32 bytes.
 
     Rotary tables are left out: they may grow while serving, and the rope digest covers them.
     """
     named: dict[str, torch.Tensor] = {}
     named.update(model.named_parameters())
     named.update((n, b) for n, b in model.named_buffers() if "cos_sin_cache" not in n)
+    for name, module in model.named_modules():
+        for attribute in _SCALES:
+            value = getattr(module, attribute, None)
+            if isinstance(value, (int, float)):
+                value = torch.tensor(float(value), dtype=torch.float64)
+            if isinstance(value, torch.Tensor):
+                named[f"{name}.{attribute}"] = value
     return digest_tensors(named.items())
 
 

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 def pin_memory(arena: HostArena) -> None:
     """Registers the arena with CUDA; where that fails, copies are slower but right."""
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(arena.address, arena.nbytes, 0)
     if int(error) != 0:
         logger.warning(

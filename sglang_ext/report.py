@@ -14,7 +14,7 @@ DETAILS_KEY = "hier_kv"
 
 def pack_details(details: dict[str, Any] | None, by_tier: dict[str, int]) -> dict[str, Any]:
     """Adds the plugin's report to SGLang's own; in the scheduler process."""
-    packed = dict(details) if details is not None else {"device": 0, "host": 0}
+    packed: dict[str, Any] = dict(details) if details is not None else {"device": 0, "host": 0}
     packed[DETAILS_KEY] = json.dumps(by_tier)
     return packed
 

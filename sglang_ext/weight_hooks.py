@@ -38,6 +38,7 @@ def register_weight_hooks() -> None:
             _around_adapter_change,
             HookType.AROUND,
         )
+    HookRegistry.register(f"{_UPDATER}.check_weights", _around_check, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.flush_cache", _before_flush, HookType.BEFORE
     )
@@ -53,7 +54,18 @@ def _around_weight_change(original: Any, self: Any, *args: Any, **kwargs: Any) -
     try:
         return original(self, *args, **kwargs)
     finally:
-        cache.identity.end_update(device_is_empty=_device_is_empty(self.scheduler, cache))
+        cache.identity.end_update(
+            device_is_empty=_device_is_empty(self.scheduler, cache),
+            # Within a session a peer may write weights (P2P, RDMA) that no call announces.
+            incomplete=self._session is not None or bool(self.offload_tags),
+        )
+
+
+def _around_check(original: Any, self: Any, recv_req: Any) -> Any:
+    """SGLang's weight checker overwrites the weights when it is asked to reset them."""
+    if recv_req.action == "reset_tensors":
+        return _around_weight_change(original, self, recv_req)
+    return original(self, recv_req)
 
 
 def _around_adapter_change(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,9 +92,12 @@ def _cache_of(scheduler: Any) -> HierKVRadixCache | None:
 
 
 def _device_is_empty(scheduler: Any, cache: HierKVRadixCache) -> bool:
-    """No KV anywhere on the device: not in the tree, and not in a session's rows either."""
+    """Whether no KV is left that later requests could build on, in the tree or outside it.
+
+    Streaming sessions keep rows of the pool beside the tree, so the allocator is asked too.
+    """
+    num_nodes_tokens = cache.evictable_size() + cache.protected_size()
     allocator = scheduler.token_to_kv_pool_allocator
-    whole = allocator.size // cache.page_size * cache.page_size
-    return allocator.available_size() == whole and bool(
-        scheduler.is_fully_idle(ignore_waiting=True)
-    )
+    page_size = cache.page_size
+    all_free = allocator.available_size() >= allocator.size // page_size * page_size
+    return num_nodes_tokens == 0 and all_free and scheduler.is_fully_idle(ignore_waiting=True)

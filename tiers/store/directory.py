@@ -297,12 +297,15 @@ class Directory:
             rows = self.index.rows_of_segment(segment)
             self.index.flags[rows] &= np.uint8(0xFF ^ ON_DISK)
             self.index.segment[rows] = NO_SEGMENT
-            gone = rows[(self.index.flags[rows] & (READY | FILLING)) == 0]
-            lost = self._log_keys(gone)
-            self.index.remove(gone)
+            in_dram = (self.index.flags[rows] & (READY | FILLING)) != 0
+            # Not written a second time, which could go round for ever, so they may leave DRAM.
+            self.index.flags[rows[in_dram]] |= WRITE_DROPPED
+            lost, kept = self._log_keys(rows[~in_dram]), self._log_keys(rows[in_dram])
+            self.index.remove(rows[~in_dram])
         self.counters.add("disk_reclaimed_pages", len(rows))
-        if lost is not None:
+        if lost is not None and kept is not None:
             self.events.pages("lost", lost)
+            self.events.pages("reclaimed", kept)
 
     def used_since(self, space: KeySpace, hashes: Hashes, clock: int) -> npt.NDArray[np.bool_]:
         """Which pages were loaded after a point of the logical clock."""

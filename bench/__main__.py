@@ -1,0 +1,112 @@
+"""``python -m bench CASE``: runs a benchmark, prints tables, writes one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.case import (
+    ALLOW_DIRTY,
+    CASES,
+    OUT_DIR,
+    CaseFailed,
+    DirtyTreeError,
+    Options,
+    Report,
+    commit_header,
+    run_case,
+)
+from bench.machine import describe_machine
+from bench.output import Progress
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 0, 1 (check failed) or 2 (usage)."""
+    args = _parser().parse_args(argv)
+    names = list(CASES) if args.case == "all" else [args.case]
+    objects: dict[str, dict[str, Any]] = {}
+    try:
+        commit_header()  # before minutes of work, not after
+        with Progress() as progress:
+            for name in names:
+                progress.stage(f"{name}: {CASES[name].summary}")
+                objects[name], report = run_case(name, Options(args.quick, progress))
+                progress.done()
+                _print(name, report)
+    except DirtyTreeError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    except CaseFailed as error:
+        print(f"bench: no report, the case's own check failed: {error}", file=sys.stderr)
+        return 1
+    result = objects[args.case] if args.case != "all" else _merged(objects)
+    path = args.json or OUT_DIR / f"{args.case}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{path}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    cases = "\n".join(_case_help(name) for name in CASES)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Measures the plugin on this machine. Servers run on the CPU runtime.",
+        epilog=f"cases, and the keys of `results` in their JSON:\n{cases}\n\n"
+        "The JSON holds case, commit, machine, n, samples (the raw values behind every ratio) and\n"
+        "results. Plots go to build/bench/. A tree with uncommitted changes is refused, unless\n"
+        f"{ALLOW_DIRTY}=1 is set; the JSON then has \"dirty\": true. A case whose own correctness\n"
+        "check fails reports nothing and exits with 1. Run it on an otherwise idle machine:\n"
+        "the server and the load share its cores.\n\n"
+        "examples:\n"
+        "  python -m bench tiers --quick\n"
+        "  python -m bench serve --json build/serve.json",
+    )
+    parser.add_argument("case", choices=[*CASES, "all"], help="what to measure")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer repetitions, at most 4 minutes, the same keys"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="default: build/bench/CASE.json"
+    )
+    return parser
+
+
+def _case_help(name: str) -> str:
+    case = CASES[name]
+    keys = textwrap.fill(
+        case.keys, 92, initial_indent=" " * 10, subsequent_indent=" " * 10, break_long_words=False
+    )
+    return f"  {name:7} {case.summary}\n{keys}"
+
+
+def _print(name: str, report: Report) -> None:
+    for table in report.tables:
+        print(f"\n{table.render()}")
+    for note in report.notes:
+        print(textwrap.fill(note, 100, initial_indent="\n", break_on_hyphens=False))
+    if not report.tables:
+        print(f"\n{name}\n{json.dumps(report.results, indent=1)}")
+    sys.stdout.flush()
+
+
+def _merged(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "case": "all",
+        **commit_header(),
+        "machine": describe_machine(),
+        **{
+            part: {name: each[part] for name, each in objects.items()}
+            for part in ("n", "samples", "results")
+        },
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

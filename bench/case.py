@@ -1,0 +1,164 @@
+"""What a benchmark case is, and the JSON object that it leaves.
+
+A case is a function from `Options` to `Report`, found by name in `CASES` and imported only when it
+runs. It raises `CaseFailed` when its own correctness check fails; nothing is reported then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.machine import describe_machine
+from bench.output import Progress, Table
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT_DIR = ROOT / "build" / "bench"
+ALLOW_DIRTY = "BENCH_ALLOW_DIRTY"
+
+
+class CaseFailed(RuntimeError):
+    """A case's own correctness check failed, so its figures would mean nothing."""
+
+
+class DirtyTreeError(RuntimeError):
+    """The working tree differs from its commit, so figures could not be traced to code."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a case is run.
+
+    Attributes:
+        quick: end within 4 minutes, with fewer repetitions and the same keys.
+        progress: where long work says how far it is.
+        out_dir: folder for plots; it exists.
+    """
+
+    quick: bool
+    progress: Progress
+    out_dir: Path = OUT_DIR
+
+
+@dataclass
+class Report:
+    """What a case found.
+
+    Attributes:
+        results: the figures, by the keys that `python -m bench --help` lists.
+        samples: the raw values behind every ratio.
+        n: number of samples behind each figure or group of figures.
+        tables: what a person reads.
+        notes: sentences under the tables.
+    """
+
+    results: dict[str, Any]
+    samples: dict[str, Any] = field(default_factory=dict)
+    n: dict[str, int] = field(default_factory=dict)
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An entry of the registry.
+
+    Attributes:
+        module: where the function `run` is.
+        summary: one line for `--help`.
+        keys: the keys of `results`, for `--help`.
+    """
+
+    module: str
+    summary: str
+    keys: str
+
+    def load(self) -> Callable[[Options], Report]:
+        """Imports the case and returns its function."""
+        run: Callable[[Options], Report] = importlib.import_module(self.module).run
+        return run
+
+
+CASES: dict[str, Case] = {
+    "serve": Case(
+        "bench.serve",
+        "time to first token by tier, equality with plain SGLang, cost where nothing is reused",
+        "device|host|disk|remote|recompute: {ttft_p50_ms, ttft_p95_ms, hit_tokens}, "
+        "visible_load_host, visible_load_disk, greedy_match, logprob_match, cpu_ratio_no_reuse, "
+        "throughput_ratio_no_reuse",
+    ),
+    "tiers": Case(
+        "bench.tiers",
+        "copies with rotation against memcpy, disk tier against raw I/O, page index",
+        "memcpy_gb_s, host_save_gb_s, host_load_gb_s, disk_write_gb_s, disk_read_gb_s, "
+        "raw_disk_write_gb_s, raw_disk_read_gb_s, index: [{pages, lookups_per_s, bytes_per_page}]",
+    ),
+    "faults": Case(
+        "bench.faults_case",
+        "damage and kills: wrong tokens, failed requests, lost pages",
+        "by_kind: {name: {injected, wrong_tokens, failed_requests, lost_acknowledged_pages}}",
+    ),
+}
+
+
+def run_case(name: str, options: Options) -> tuple[dict[str, Any], Report]:
+    """Runs one case; returns its JSON object and its report.
+
+    Raises:
+        DirtyTreeError: the tree is dirty and `BENCH_ALLOW_DIRTY` is not set.
+        CaseFailed: the case's correctness check failed.
+    """
+    header = commit_header()
+    options.out_dir.mkdir(parents=True, exist_ok=True)
+    report = CASES[name].load()(options)
+    return {
+        "case": name,
+        **header,
+        "quick": options.quick,
+        "machine": describe_machine(),
+        "n": report.n,
+        "samples": report.samples,
+        "results": report.results,
+    }, report
+
+
+def commit_header() -> dict[str, Any]:
+    """The commit that runs; `"dirty": true` beside it where a dirty tree is allowed.
+
+    Raises:
+        DirtyTreeError: the tree is dirty and that is not allowed, or it is no git tree.
+    """
+    commit = _git("rev-parse", "HEAD").strip()
+    if not _git("status", "--porcelain").strip():
+        return {"commit": commit}
+    if os.environ.get(ALLOW_DIRTY) == "1":
+        return {"commit": commit, "dirty": True}
+    raise DirtyTreeError(
+        "the working tree has changes that are in no commit, so figures could not be traced; "
+        f"commit them, or set {ALLOW_DIRTY}=1 to have the report marked as dirty"
+    )
+
+
+def with_samples(results: Mapping[str, Any]) -> Report:
+    """A report from a plain dict: `samples` and `n` are split off where they are there."""
+    values = dict(results)
+    return Report(
+        samples=dict(values.pop("samples", {})), n=dict(values.pop("n", {})), results=values
+    )
+
+
+def _git(*args: str) -> str:
+    done = subprocess.run(
+        ["git", *args], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise DirtyTreeError(
+            f"git {' '.join(args)} failed ({done.stderr.strip()}); a report names the commit that "
+            "it is about, so run it in a git checkout"
+        )
+    return done.stdout
