@@ -57,10 +57,11 @@ def save_k(
 
         return gpu.save_k(pool, token_slots, positions, spec, out)
     words, rows = _pool_rows(pool, token_slots)
-    pages, bases = _page_bases(out, words.dtype)
+    width = pool.shape[1] * pool.shape[2]
+    pages, bases = _page_bases(out, words.dtype, width)
     if rows.size != bases.size * out.page_size:
         raise ValueError(f"{rows.size} tokens do not fill {bases.size} pages of {out.page_size}")
-    num_values = rows.size * pool.shape[1] * pool.shape[2]
+    num_values = rows.size * width
     # Room for the worst case; pages of it that are not written are never made real.
     fixes = (
         np.empty(num_values, np.int32),
@@ -82,8 +83,9 @@ def save_k(
         fixes,
     )
     mask = np.uint32(0xFFFF if words.itemsize == 2 else 0xFFFFFFFF)
-    page, element, bits = (buffer[:num_fixes].copy() for buffer in fixes)
-    return Corrections(page, element, bits & mask)
+    return Corrections(
+        fixes[0][:num_fixes].copy(), fixes[1][:num_fixes].copy(), fixes[2][:num_fixes] & mask
+    )
 
 
 def load_k(
@@ -308,7 +310,7 @@ def _pool_rows(pool: torch.Tensor, token_slots: I64) -> tuple[Words, U64]:
     return words, (slots * pool.stride(0)).view(np.uint64)
 
 
-def _page_bases(view: PagedView, kind: np.dtype[Any]) -> tuple[Words, U64]:
+def _page_bases(view: PagedView, kind: np.dtype[Any], width: int) -> tuple[Words, U64]:
     arena = view.arena
     if arena.dtype != np.uint8 or arena.ndim != 2 or not arena.flags.c_contiguous:
         raise ValueError(f"arena must be C-contiguous uint8 [slots, bytes], got {arena.shape}")
@@ -316,6 +318,12 @@ def _page_bases(view: PagedView, kind: np.dtype[Any]) -> tuple[Words, U64]:
         raise ValueError(
             f"slot bytes {arena.shape[1]} and offset {view.byte_offset} must be multiples of "
             f"{kind.itemsize}, and page_size {view.page_size} positive"
+        )
+    block_bytes = view.page_size * width * kind.itemsize
+    if not 0 <= view.byte_offset <= view.arena.shape[1] - block_bytes:
+        raise ValueError(
+            f"a block of {block_bytes} bytes at {view.byte_offset} does not lie in a slot of "
+            f"{view.arena.shape[1]} bytes"
         )
     slots = np.ascontiguousarray(view.page_slots, np.int64)
     if slots.size and not (slots.min() >= 0 and slots.max() < arena.shape[0]):
@@ -327,13 +335,7 @@ def _page_bases(view: PagedView, kind: np.dtype[Any]) -> tuple[Words, U64]:
 def _page_row_bases(
     view: PagedView, kind: np.dtype[Any], width: int, num_tokens: int, first_row: int
 ) -> tuple[Words, U64]:
-    pages, bases = _page_bases(view, kind)
-    block_bytes = view.page_size * width * kind.itemsize
-    if not 0 <= view.byte_offset <= view.arena.shape[1] - block_bytes:
-        raise ValueError(
-            f"a block of {block_bytes} bytes at {view.byte_offset} does not lie in a slot of "
-            f"{view.arena.shape[1]} bytes"
-        )
+    pages, bases = _page_bases(view, kind, width)
     if first_row < 0 or first_row + num_tokens > bases.size * view.page_size:
         raise ValueError(
             f"rows [{first_row}, {first_row + num_tokens}) do not lie in {bases.size} pages of "

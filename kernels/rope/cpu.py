@@ -244,7 +244,7 @@ def _list_misses(
 @jit()
 def _search_further(rule: Any, misses: Any, num: Any, found: Any, further: Any) -> None:
     """Look two grid points around for the pairs that are still not found, listed once more."""
-    tags, y1, y2, c, s = misses
+    _, y1, y2, c, s = misses
     x1, x2, ok = found
     index, z1, z2, cz, sz, xz1, xz2, okz = further
     count = _U(0)

@@ -26,6 +26,8 @@ def detect_rule(
 ) -> str | None:
     """Find the rule that reproduces the model's rotation bit by bit.
 
+    Rules that no sample tells apart count as the first of them.
+
     Args:
         rotate_fn: the model's own rotation: rows `[T, 1, head_dim]` of `dtype` on the CPU and
             int64 positions `[T]` to rotated rows of the same shape.
@@ -42,10 +44,14 @@ def detect_rule(
     count = min(num_positions, spec.max_pos)
     positions = np.unique(np.linspace(0, spec.max_pos - 1, count).astype(np.int64))
     left = list(RULES)
-    for magnitude in _MAGNITUDES:
-        rows = torch.randn(positions.size, 1, head_dim, generator=generator) * magnitude
-        # Outlier channels, in which cancellation shows a different order of rounding.
-        rows[..., :: max(1, head_dim // 4)] *= 50.0
+    for trial in range(2 * len(_MAGNITUDES)):
+        rows = torch.randn(positions.size, 1, head_dim, generator=generator)
+        # Every other trial cancels: rotated, the even columns vanish but for rounding, and that
+        # is where rules that differ in the last bit of a product come apart.
+        rows[..., ::2] *= 0.0 if trial % 2 else 20.0
+        rows *= _MAGNITUDES[trial // 2]
+        if trial % 2:
+            rows = naive.unrotate(rows, positions, spec)
         x = rows.to(dtype)
         expected = naive.bits(rotate_fn(x.clone(), positions).contiguous())
         left = [

@@ -5,7 +5,6 @@ Rows are gathered tensors `[T, H, D]`; nothing here knows of pages, strides or s
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from .spec import I64, RopeSpec
@@ -43,9 +42,9 @@ def unrotate(y: torch.Tensor, positions: I64, spec: RopeSpec) -> torch.Tensor:
     wide = torch.float64 if y.dtype == torch.float32 else torch.float32
     c, s = _angles(positions, spec, wide)
     y1, y2 = (part.to(wide) for part in _pairs(y, spec))
-    scale = c * c + s * s
-    x1 = ((y1 * c + y2 * s) / scale).float()
-    x2 = ((y2 * c - y1 * s) / scale).float()
+    scale = 1.0 / (c * c + s * s)
+    x1 = ((y1 * c + y2 * s) * scale).float()
+    x2 = ((y2 * c - y1 * s) * scale).float()
     return _with_pairs(y, _rounded(x1, y.dtype), _rounded(x2, y.dtype), spec)
 
 
@@ -54,8 +53,8 @@ def move(y: torch.Tensor, saved: I64, wanted: I64, spec: RopeSpec) -> torch.Tens
     wide = torch.float64 if y.dtype == torch.float32 else torch.float32
     c, s = _angles(saved, spec, wide)
     y1, y2 = (part.to(wide) for part in _pairs(y, spec))
-    scale = c * c + s * s
-    x1, x2 = (y1 * c + y2 * s) / scale, (y2 * c - y1 * s) / scale
+    scale = 1.0 / (c * c + s * s)
+    x1, x2 = (y1 * c + y2 * s) * scale, (y2 * c - y1 * s) * scale
     c, s = _angles(wanted, spec, wide)
     o1, o2 = (x1 * c - x2 * s).float(), (x2 * c + x1 * s).float()
     moved = _with_pairs(y, _rounded(o1, y.dtype), _rounded(o2, y.dtype), spec)
@@ -121,9 +120,3 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     inexact = (error != 0) & torch.isfinite(total)
     toward = torch.where((error > 0) == (total > 0), words + 1, words - 1)
     return torch.where(inexact & even, toward, words).view(torch.float64).float()
-
-
-def table(base: float, rotary_dim: int, max_pos: int) -> np.ndarray:
-    """Angles `[max_pos, rotary_dim / 2]` in fp64 of the plain rotary embedding."""
-    inverse = base ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
-    return np.arange(max_pos)[:, None] * inverse[None, :]

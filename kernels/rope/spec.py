@@ -33,7 +33,7 @@ F32 = npt.NDArray[np.float32]
 RULES: dict[str, int] = {"eager": 0, "fp32": 1, "fma_a": 2, "fma_b": 3}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RopeSpec:
     """One layer's rotary embedding as the model applies it.
 
@@ -86,7 +86,7 @@ class RopeSpec:
         return int(self.cos.shape[0])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PagedView:
     """Where one K or V block of a run of pages lies inside a host arena.
 
@@ -106,7 +106,7 @@ class PagedView:
     page_size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corrections:
     """Values whose bits the stored position-free K does not give back at the saved position.
 
@@ -114,7 +114,7 @@ class Corrections:
 
     Attributes:
         page: int32 `[n]`, index into `PagedView.page_slots`, ascending.
-        element: uint32 `[n]`, `row_in_page * H * D + column`, ascending within a page.
+        element: uint32 `[n]`, `row_in_page * H * D + column`, in no particular but a fixed order.
         bits: uint32 `[n]`, the pool's bits, zero-extended.
     """
 

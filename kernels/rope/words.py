@@ -30,8 +30,9 @@ def jit(**options: Any) -> Callable[[_F], _F]:
     return cast("Callable[[_F], _F]", numba.njit(**options))
 
 
-def _intrinsic(function: _F) -> _F:
-    return cast("_F", intrinsic(function))
+def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    # What numba makes of it is called without the typing context.
+    return cast("Callable[..., Any]", intrinsic(function))
 
 
 def _is_word(kind: Any) -> bool:
