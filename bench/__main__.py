@@ -14,7 +14,7 @@ from bench.case import (
     ALLOW_DIRTY,
     CASES,
     OUT_DIR,
-    CaseFailed,
+    CaseFailedError,
     DirtyTreeError,
     Options,
     Report,
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DirtyTreeError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    except CaseFailed as error:
+    except CaseFailedError as error:
         print(f"bench: no report, the case's own check failed: {error}", file=sys.stderr)
         return 1
     result = objects[args.case] if args.case != "all" else _merged(objects)
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"cases, and the keys of `results` in their JSON:\n{cases}\n\n"
         "The JSON holds case, commit, machine, n, samples (the raw values behind every ratio) and\n"
         "results. Plots go to build/bench/. A tree with uncommitted changes is refused, unless\n"
-        f"{ALLOW_DIRTY}=1 is set; the JSON then has \"dirty\": true. A case whose own correctness\n"
+        f'{ALLOW_DIRTY}=1 is set; the JSON then has "dirty": true. A case whose own correctness\n'
         "check fails reports nothing and exits with 1. Run it on an otherwise idle machine:\n"
         "the server and the load share its cores.\n\n"
         "examples:\n"
@@ -72,9 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="fewer repetitions, at most 4 minutes, the same keys"
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="default: build/bench/CASE.json"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default: build/bench/CASE.json")
     return parser
 
 

@@ -1,7 +1,7 @@
 """What a benchmark case is, and the JSON object that it leaves.
 
 A case is a function from `Options` to `Report`, found by name in `CASES` and imported only when it
-runs. It raises `CaseFailed` when its own correctness check fails; nothing is reported then.
+runs. It raises `CaseFailedError` when its own correctness check fails; nothing is reported then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUT_DIR = ROOT / "build" / "bench"
 ALLOW_DIRTY = "BENCH_ALLOW_DIRTY"
 
 
-class CaseFailed(RuntimeError):
+class CaseFailedError(RuntimeError):
     """A case's own correctness check failed, so its figures would mean nothing."""
 
 
@@ -111,7 +111,7 @@ def run_case(name: str, options: Options) -> tuple[dict[str, Any], Report]:
 
     Raises:
         DirtyTreeError: the tree is dirty and `BENCH_ALLOW_DIRTY` is not set.
-        CaseFailed: the case's correctness check failed.
+        CaseFailedError: the case's correctness check failed.
     """
     header = commit_header()
     options.out_dir.mkdir(parents=True, exist_ok=True)
@@ -153,9 +153,7 @@ def with_samples(results: Mapping[str, Any]) -> Report:
 
 
 def _git(*args: str) -> str:
-    done = subprocess.run(
-        ["git", *args], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise DirtyTreeError(
             f"git {' '.join(args)} failed ({done.stderr.strip()}); a report names the commit that "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 
-from bench.case import CaseFailed, Options, Report, with_samples
+from bench.case import CaseFailedError, Options, Report, with_samples
 from bench.output import Table
 
 _COLUMNS = ("injected", "wrong_tokens", "failed_requests", "lost_acknowledged_pages")
@@ -15,7 +15,7 @@ def run(options: Options) -> Report:
     """Runs the injections; refuses to report when any led to wrong tokens.
 
     Raises:
-        CaseFailed: a fault led to wrong tokens, or to pages that were acknowledged and lost.
+        CaseFailedError: a fault led to wrong tokens, or to pages that were acknowledged and lost.
     """
     found: Mapping[str, object] = importlib.import_module("bench.faults").run(options.quick)
     report = with_samples(found.get("results", found))  # type: ignore[arg-type]
@@ -28,5 +28,5 @@ def run(options: Options) -> Report:
     wrong = [kind for kind, counts in by_kind.items() if counts["wrong_tokens"]]
     if wrong:
         print(table.render())
-        raise CaseFailed(f"wrong tokens were served after {', '.join(wrong)}")
+        raise CaseFailedError(f"wrong tokens were served after {', '.join(wrong)}")
     return report

@@ -71,9 +71,9 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def space_of(self, req: Any) -> KeySpace | None:
         """Key space of a request; None while nothing may be reused or saved for it."""
-        if not _depends_on_tokens_alone(req):
-            return None
-        return self.identity.space_of(req, self.store)
+        # Asked for every request: it also notes which weights and adapters the device holds KV of.
+        space = self.identity.space_of(req, self.store)
+        return space if _depends_on_tokens_alone(req) else None
 
     # ---- saves ----
 
@@ -81,10 +81,30 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Inserts a request's tokens in the tree; new nodes are queued for saving."""
         self.release_plan(req.cache_request_handle)
         self.checkpoint_space = self.space_of(req)
+        if self.checkpoint_space is not None:
+            self._restore_last_page(req, self.checkpoint_space, up_to)
         try:
             super().checkpoint(req, up_to=up_to, **kwargs)
         finally:
             self.checkpoint_space = None
+
+    def _restore_last_page(self, req: Any, space: KeySpace, up_to: int) -> None:
+        """Puts the stored KV of a prompt's last page in place of what was just recomputed.
+
+        The last token of a prompt is always computed, so a prompt of whole pages computes its last
+        page again, with other rounding. Where the tree holds that page, SGLang's insert drops what
+        was recomputed and decodes on the older KV; this does the same where a tier below holds it,
+        so that a page has one value everywhere and answers are those of a device hit.
+        """
+        start = up_to - self.page_size
+        if up_to % self.page_size or req.prefix_len != start or req.kv.cache_protected_len > start:
+            return
+        key = RadixKey(
+            req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt
+        )
+        last = hashes_from_hex(get_storage_hash_str(key, None, page_size=self.page_size))[-1:]
+        rows = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:up_to]
+        self.hier_linker.restore_pages(space, last, rows, start)
 
     # ---- promotion of waiting requests ----
 
@@ -113,6 +133,9 @@ class HierKVRadixCache(UnifiedRadixCache):
         req = self._enqueued_request(handle)
         space = self.space_of(req) if req is not None else None
         tokens = matched_prefix_tokens + new_input_tokens
+        if req is not None and (len(tokens) + 1) % self.page_size == 0:
+            # SGLang leaves the last token out; see `_restore_last_page` for why it is asked for.
+            tokens = req.full_untruncated_fill_ids[: len(tokens) + 1]
         num_pages = len(tokens) // self.page_size
         if space is None or req is None or num_pages == 0:
             return
@@ -133,14 +156,14 @@ class HierKVRadixCache(UnifiedRadixCache):
                 (Tier.DISK, found.disk),
             ],
         )
-        num_stored = found.host + found.pending + found.disk
-        self.store.events.pages(
-            "enqueued",
-            hashes[:num_stored],
-            rid=handle.rid,
-            device=device_pages,
-            host=found.host + found.pending,
-        )
+        if self.store.events.on:
+            self.store.events.note(
+                "enqueued",
+                rid=handle.rid,
+                device=device_pages,
+                host=found.host + found.pending,
+                pages=[row.tobytes().hex() for row in hashes[: sum(found)]],
+            )
         self.release_plan(handle)
         plan = self.store.plan(space, hashes)
         if plan is not None:

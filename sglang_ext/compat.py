@@ -73,6 +73,8 @@ def check_arguments(server_args: Any, config: HierKVConfig) -> None:
         "use_ray": "SGLang's own process launcher",
         "enable_hisparse": "a plain KV pool",
         "enable_unified_memory": "a plain KV pool",
+        "enable_kv_cache_sharding": "a KV cache in one piece",
+        "prefill_only_disable_kv_cache": "a KV cache",
     }
     for name, expected in switches.items():
         if getattr(server_args, name, False):
@@ -95,12 +97,13 @@ def check_model(ctx: Any) -> None:
     Args:
         ctx: SGLang's ``TreeCacheBuildContext``.
     """
+    advice = "start this model without --enable-hier-kv"
     if ctx.disable_radix_cache:
-        _refuse("SGLang's radix cache", "it disabled for this model", "leave the plugin out")
+        _refuse("SGLang's radix cache", "a model for which SGLang disables it", advice)
     if ctx.is_hybrid_swa:
-        _refuse("full attention in every layer", "sliding-window layers", "leave the plugin out")
+        _refuse("full attention in every layer", "a model with sliding-window layers", advice)
     if ctx.is_hybrid_ssm:
-        _refuse("attention in every layer", "a hybrid with state-space layers", "leave it out")
+        _refuse("attention in every layer", "a hybrid model with state-space layers", advice)
 
 
 def _refuse(expected: str, found: str, advice: str) -> None:

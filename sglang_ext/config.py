@@ -7,6 +7,7 @@ options; the parsed settings travel to SGLang's other processes as a plain dict.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -108,6 +109,13 @@ class HierKVConfig:
 
     def validate(self) -> None:
         """Checks every bound that needs neither the model nor the file system."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise HierKVConfigError(
+                    f"{flag_name(item.name)} must be a finite number, got {value:g}; give a number "
+                    "or leave the flag out."
+                )
         for name in ("host_size", "disk_segment_size", "prefetch_timeout_ms"):
             if not getattr(self, name) > 0:
                 raise HierKVConfigError(

@@ -86,6 +86,7 @@ def build_cache(ctx: Any) -> Any:
         slot_bytes=layout.slot_bytes,
         kv_bytes_per_page=layout.kv_bytes,
         rope=config.rope,
+        kernels="triton" if _uses_triton(config, pool) else "numba",
     )
     cache.attach(linker, _identity(ctx, config, pool, ropes), config, metrics)
     kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
@@ -150,14 +151,17 @@ def _disk_config(config: HierKVConfig) -> DiskConfig:
     )
 
 
+def _uses_triton(config: HierKVConfig, pool: DevicePool) -> bool:
+    return config.kernels == "triton" or pool.device.type == "cuda"
+
+
 def _kernels(config: HierKVConfig, pool: DevicePool, ropes: list[LayerRope]) -> ModuleType | Any:
-    on_cuda = pool.device.type == "cuda"
-    if config.kernels == "numba" and on_cuda:
+    if config.kernels == "numba" and pool.device.type == "cuda":
         raise HierKVConfigError(
             "--hier-kv-kernels numba needs a KV pool on the CPU, got one on "
             f"{pool.device}; use auto or triton."
         )
-    if config.kernels == "triton" or on_cuda:
+    if _uses_triton(config, pool):
         from sglang_ext.kernels.rope import gpu
 
         return gpu

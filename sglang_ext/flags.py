@@ -27,7 +27,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for item in fields(HierKVConfig):
         options: dict[str, Any] = {
             "type": type(item.default),
-            "default": item.default,
+            # Absent unless given: a flag without --enable-hier-kv is refused, whatever its value.
+            "default": argparse.SUPPRESS,
             "help": f"{item.metadata['help']} Default: {item.default!r}.".replace("%", "%%"),
         }
         if item.metadata["choices"]:
@@ -51,15 +52,10 @@ def config_from_namespace(namespace: argparse.Namespace) -> HierKVConfig | None:
     }
     if getattr(namespace, "enable_hier_kv", False):
         return HierKVConfig.from_dict(values)
-    changed = [
-        flag_name(item.name)
-        for item in fields(HierKVConfig)
-        if item.name in values and values[item.name] != item.default
-    ]
-    if changed:
+    if values:
         raise HierKVConfigError(
-            f"{changed[0]} was given without --enable-hier-kv and would have no effect; add "
-            "--enable-hier-kv or remove it."
+            f"{flag_name(next(iter(values)))} was given without --enable-hier-kv and would have no "
+            "effect; add --enable-hier-kv or remove it."
         )
     return config_from_environment()
 

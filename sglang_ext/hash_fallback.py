@@ -54,7 +54,7 @@ def get_page_hash(
     if page_size is None:
         return _hash(units, prior_digest).hex()
     digest, out = prior_digest, []
-    for start in range(0, logical_len - logical_len % page_size, page_size):
+    for start in range(0, logical_len, page_size):  # a last page cut short has a hash too
         digest = _hash(units[start : start + page_size], digest)
         out.append(digest.hex())
     return out

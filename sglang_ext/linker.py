@@ -1,9 +1,9 @@
 """The transport behind SGLang's radix tree: saves and loads pages on threads of its own.
 
 SGLang calls every public method from the scheduler's thread; none of them copies KV or waits for a
-copy, but `finish_layer_wise_loading` (which SGLang calls after the forward that used the load) and
-the quiescing ones. Jobs run in the order they were queued. Completed saves are reported in that
-order too, as SGLang pairs them with its own list.
+copy, but `finish_layer_wise_loading` (which SGLang calls after the forward that used the load),
+`restore_pages` and the quiescing ones. Jobs run in the order they were queued. Completed saves are
+reported in that order too, as SGLang pairs them with its own list.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from sglang_ext.copier import LoadPages, PageCopier
+from sglang_ext.copier import CopyError, LoadPages, PageCopier
 from sglang_ext.layout import ROPE_NAMES
 from sglang_ext.load_counter import LoadCounter
 from sglang_ext.tiers.record import RecordMeta, write_meta
@@ -60,6 +60,7 @@ class _SaveJob:
     hashes: Hashes
     token_slots: torch.Tensor
     ready_events: list[Any]
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ class HierKVLinker(UnifiedCacheLinker):
         self._num_saves = 0  # queued or running; guarded by _saves_done
         self._saves_done = threading.Condition()
         self._closed = False
+        # Device resets so far. A save that one overtook read rows that may have changed hands.
+        self._epoch = 0  # guarded by _saves_done
         self._save_deadline_s = math.inf
         self._save_thread = threading.Thread(
             target=self._run_saves, name="hier-kv-save", daemon=True
@@ -162,6 +165,40 @@ class HierKVLinker(UnifiedCacheLinker):
             )
         return landed
 
+    def restore_pages(
+        self, space: KeySpace, hashes: Hashes, token_slots: torch.Tensor, position: int
+    ) -> bool:
+        """Overwrites pages on the device with what DRAM has of them; waits for the copy.
+
+        Args:
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`.
+            token_slots: `[N * P]`, rows of the device pool.
+            position: index of the first token.
+
+        Returns:
+            False, with nothing changed, unless all of them are ready in DRAM.
+        """
+        ticket = self.store.pin_ready(space, hashes)
+        if ticket is None:
+            return False
+        try:
+            rows = token_slots.to(torch.int64).cpu().numpy()
+            self._streams.fence_loads(self.forward_stream)
+            with self._streams.loading():
+                pages = self.copier.prepare_load(ticket.slots.astype(np.int64), rows, position)
+                for layer in range(self._num_layers):
+                    self.copier.load_layer(pages, layer)
+            self._streams.synchronize()
+        except CopyError:
+            logger.exception("hier-kv: a stored page does not fit; the recomputed one is kept")
+            return False
+        finally:
+            self.store.release(ticket.slots)
+        self.store.counters.add("restored_pages", len(hashes))
+        self.store.events.pages("restored", hashes)
+        return True
+
     def cancel_queued_load(self, rid: str) -> bool:
         """Cancels a load that has not started."""
         job = self._pending_loads.pop(rid, None)
@@ -188,6 +225,7 @@ class HierKVLinker(UnifiedCacheLinker):
             hashes_from_hex(transfer.keys),
             transfer.device_indices,
             self._streams.save_events(self),
+            self._epoch,
         )
         self._saves.put(job)
         return True
@@ -211,8 +249,12 @@ class HierKVLinker(UnifiedCacheLinker):
         """The device tier was dropped; the tiers below stay."""
         for rid in list(self._pending_loads):
             self.cancel_queued_load(rid)
-        self.quiesce()
-        self._completed.clear()
+        if not self.quiesce():
+            self.store.counters.add("reset_overtook_saves")
+            logger.warning("hier-kv: the device cache is reset under a save; its pages are dropped")
+        with self._saves_done:
+            self._epoch += 1
+            self._completed.clear()
         self.layer_done_counter.reset()
 
     def close(self) -> None:
@@ -245,8 +287,9 @@ class HierKVLinker(UnifiedCacheLinker):
             except Exception:
                 self.store.counters.add("save_failures")
                 logger.exception("hier-kv: a node could not be saved; it stays on the device")
-            self._completed.append(stored)
             with self._saves_done:
+                if job.epoch == self._epoch:
+                    self._completed.append(stored)
                 self._num_saves -= 1
                 self._saves_done.notify_all()
 
@@ -260,10 +303,10 @@ class HierKVLinker(UnifiedCacheLinker):
         try:
             with self._streams.saving(job.ready_events):
                 self._copy_out(job, ticket)
-            ok = True
+            ok = job.epoch == self._epoch
         finally:
             self.store.finish_save(ticket, ok=ok)
-        return ticket.dropped == 0
+        return ok and ticket.dropped == 0
 
     def _copy_out(self, job: _SaveJob, ticket: SaveTicket) -> None:
         """Copies runs of neighbouring new pages; usually there is one run."""
@@ -304,6 +347,8 @@ class HierKVLinker(UnifiedCacheLinker):
             except BaseException as error:
                 self.store.counters.add("load_failures")
                 logger.exception("hier-kv: a load failed; its requests are aborted")
+                # What was queued still writes to rows that are given back as soon as this is known.
+                self._streams.synchronize()
                 self.layer_done_counter.fail(index, error)
             finally:
                 for job in jobs:

@@ -47,6 +47,8 @@ class ModelIdentity:
         # weights is off until the next flush.
         self._lora_on_device: dict[str, bytes] = {}
         self._updating = 0
+        self._incomplete = False  # an update session is open, or the weights are released
+        self._unusable = False  # the live weights could not be digested
         self._digest: bytes | None = None  # of the live weights; None when they may have changed
         # Of the weights that computed what the device holds; None when it holds nothing.
         self._device_digest: bytes | None = None
@@ -54,13 +56,12 @@ class ModelIdentity:
     def space_of(self, req: Any, store: PageStore) -> KeySpace | None:
         """Key space of a request, or None while nothing may be saved or loaded for it.
 
-        Called before a request's KV is computed, so every KV on the device since the last reset
-        belongs to weights that were seen here.
+        Never raises.
         """
-        if self._updating:
+        digest = None if self._updating or self._incomplete else self._try_open(store)
+        if digest is None:
             self._device_digest = _MIXED
             return None
-        digest = self.open(store)
         if self._device_digest is None:
             self._device_digest = digest
         elif self._device_digest != digest:
@@ -76,6 +77,19 @@ class ModelIdentity:
             return store.space(digest)
         lora = self._lora_digest(lora_id)
         return None if lora is None else store.space(digest, lora)
+
+    def _try_open(self, store: PageStore) -> bytes | None:
+        if self._unusable:
+            return None
+        try:
+            return self.open(store)
+        except Exception:
+            self._unusable = True
+            logger.exception(
+                "hier-kv: the namespace of the live weights could not be opened; nothing is saved "
+                "or loaded until they change"
+            )
+            return None
 
     def open(self, store: PageStore) -> bytes:
         """Opens the namespace of the live weights, if it is not open, and returns its digest."""
@@ -93,17 +107,34 @@ class ModelIdentity:
 
     # ---- weights ----
 
-    def begin_update(self) -> None:
-        """The weights are about to change; pending saves must be drained before."""
-        self._updating += 1
+    def begin_update(self, *, device_is_empty: bool) -> None:
+        """The weights are about to change; pending saves must be drained before.
 
-    def end_update(self, *, device_is_empty: bool) -> None:
-        """The weights may have changed; their digest is taken when it is next needed.
+        All KV since the last call belongs to the weights of now. Their digest is known when any
+        request asked for its key space since; otherwise what the device holds counts as mixed.
 
         Args:
             device_is_empty: the device holds no KV and no request runs.
         """
+        self._updating += 1
+        if device_is_empty:
+            self._device_digest = None
+        elif self._digest is None or self._device_digest not in (None, self._digest):
+            self._device_digest = _MIXED
+        else:
+            self._device_digest = self._digest
+
+    def end_update(self, *, device_is_empty: bool, incomplete: bool = False) -> None:
+        """The weights may have changed; their digest is taken when it is next needed.
+
+        Args:
+            device_is_empty: the device holds no KV and no request runs.
+            incomplete: the weights may go on changing without a further call (an open session into
+                which a peer writes, released memory); nothing is kept until a call ends that.
+        """
         self._updating -= 1
+        self._incomplete = incomplete
+        self._unusable = False
         self._digest = None
         if device_is_empty:
             self._device_digest = None
@@ -124,6 +155,7 @@ class ModelIdentity:
         if digest is None:
             adapter = self._lora_adapters().get(lora_id)
             if adapter is None:
+                self._lora_on_device.setdefault(lora_id, _MIXED)
                 return None
             digest = self._lora_digests[lora_id] = digest_lora_adapter(adapter)
         return digest if self._lora_on_device.setdefault(lora_id, digest) == digest else None

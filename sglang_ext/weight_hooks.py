@@ -50,7 +50,7 @@ def _around_weight_change(original: Any, self: Any, *args: Any, **kwargs: Any) -
         return original(self, *args, **kwargs)
     # Pending saves still hold KV of the present weights, and would make SGLang refuse its flush.
     cache.quiesce()
-    cache.identity.begin_update()
+    cache.identity.begin_update(device_is_empty=_device_is_empty(self.scheduler, cache))
     try:
         return original(self, *args, **kwargs)
     finally:
@@ -92,12 +92,9 @@ def _cache_of(scheduler: Any) -> HierKVRadixCache | None:
 
 
 def _device_is_empty(scheduler: Any, cache: HierKVRadixCache) -> bool:
-    """Whether no KV is left that later requests could build on, in the tree or outside it.
-
-    Streaming sessions keep rows of the pool beside the tree, so the allocator is asked too.
-    """
-    num_nodes_tokens = cache.evictable_size() + cache.protected_size()
+    """No KV anywhere on the device: not in the tree, and not in a session's rows either."""
     allocator = scheduler.token_to_kv_pool_allocator
-    page_size = cache.page_size
-    all_free = allocator.available_size() >= allocator.size // page_size * page_size
-    return num_nodes_tokens == 0 and all_free and scheduler.is_fully_idle(ignore_waiting=True)
+    whole = allocator.size // cache.page_size * cache.page_size
+    return allocator.available_size() == whole and bool(
+        scheduler.is_fully_idle(ignore_waiting=True)
+    )

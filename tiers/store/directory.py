@@ -113,6 +113,7 @@ class Directory:
             path = np.concatenate([self.index.lookup(ancestors, space.number), rows])
             pages = np.flatnonzero(created)
             new_rows = rows[pages]
+            self._touch(path)  # before room is made: the path must not be pushed out by its child
             slots = self._alloc(len(pages))
             num = len(slots)
             self.index.remove(new_rows[num:])
@@ -334,8 +335,9 @@ class Directory:
                     entry, rest = _split(entry, max_pages - num)
                     self.spill_queue.appendleft(rest)
                 entry = self._still_valid(entry)
-                taken.append(entry)
-                num += len(entry.rows)
+                if len(entry.rows):
+                    taken.append(entry)
+                    num += len(entry.rows)
             if not num:
                 return None
             rows = np.concatenate([entry.rows for entry in taken])

@@ -8,14 +8,16 @@ file is true even when the process was killed right after it.
     {"t": ..., "e": "promoted", ...}             disk to DRAM
     {"t": ..., "e": "loaded", ...}               pinned for a load to the device
     {"t": ..., "e": "evicted", ...}              left DRAM
-    {"t": ..., "e": "reclaimed", ...}                        left the disk with their segment, are in DRAM
+    {"t": ..., "e": "reclaimed", ...}            left the disk with their segment, stay in DRAM
     {"t": ..., "e": "lost", ...}                             left the last tier that held them
     {"t": ..., "e": "rejected", "kind": "bad_checksum", ...} read from disk and refused
     {"t": ..., "e": "enqueued", "rid": r, "device": n, "host": m, "pages": [...]}
         A request entered the queue: n of its pages were on the device, the next m (of `pages`) in
-        DRAM or on their way there, the others on disk. Absent when none was stored.
+        DRAM or on their way there, the others on disk.
     {"t": ..., "e": "admitted", "rid": r, "position": p, "pages": [...]}
         Its pages from token p on are loaded from DRAM.
+    {"t": ..., "e": "restored", "pages": [...]}
+        The last page of a prompt, computed again, was overwritten with what DRAM has of it.
 """
 
 from __future__ import annotations

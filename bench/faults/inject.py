@@ -1,0 +1,199 @@
+"""Faults inside the server's own process, without a line of the product knowing of them.
+
+SGLang loads every plugin of its entry point group. `environment` puts a second one, `load` below,
+on the server's import path; it gives the disk tier a `FaultyDisk` for its system calls and a hook
+for its failpoints. Both obey a control file (JSON), read anew whenever it changes:
+
+    gate           path: the disk tier is not opened before this file exists
+    kill           {"step": s, "count": n}: SIGKILL to all processes of the server at the n-th time
+    read_errno     every read of a record fails with this number
+    write_errno    every write to a segment, and every preallocation, fails with this number
+    read_raises    reads raise what no disk raises; write_raises likewise
+    bytes_per_s    how fast the disk is
+
+A step is a failpoint of the disk tier, or "record" or "footer": half of that was written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime_cpu import launch
+from sglang_ext.tiers.disk.fileio import FileIO
+
+CONTROL_VARIABLE = "BENCH_FAULTS_CONTROL"
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_BLOCK_BYTES = 4096
+_TORN_STEPS = {b"HKVR": "record", b"HKVF": "footer"}
+_POLL_S = 0.01
+
+
+class InjectedError(RuntimeError):
+    """An error that nobody expects of a disk."""
+
+
+class Control:
+    """The tester's side of a control file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.set()
+
+    def set(self, **faults: Any) -> None:
+        """Replaces what is in force; without arguments nothing is."""
+        temp = self.path.with_name(self.path.name + ".new")
+        temp.write_text(json.dumps(faults))
+        temp.replace(self.path)
+
+    def step_killed_at(self) -> str:
+        """The step at which the server killed itself; empty when it did not."""
+        marker = _marker(self.path)
+        return marker.read_text() if marker.exists() else ""
+
+
+def environment(folder: Path, control: Control) -> dict[str, str]:
+    """Variables for a server that obeys `control`.
+
+    Args:
+        folder: where the plugin's metadata is written.
+        control: its control file.
+    """
+    info = folder / "bench_faults-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-faults\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nbench_faults = bench.faults.inject:load\n"
+    )
+    path = [str(folder), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    base = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    return {
+        "PYTHONPATH": launch.environment(base)["PYTHONPATH"],
+        CONTROL_VARIABLE: str(control.path),
+    }
+
+
+class Plan:
+    """The server's side of a control file. Thread-safe: one lock guards all state."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._stamp = 0
+        self._faults: Mapping[str, Any] = {}
+        self._left = 0  # times that the step of "kill" has still to come
+
+    def faults(self) -> Mapping[str, Any]:
+        """What is in force now."""
+        with self._lock:
+            stamp = os.stat(self._path).st_mtime_ns
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self._faults = json.loads(self._path.read_text())
+                self._left = int(self._faults.get("kill", {}).get("count", 0))
+            return self._faults
+
+    def is_due(self, step: str) -> bool:
+        """Whether the server dies at this step, this time."""
+        if self.faults().get("kill", {}).get("step") != step:
+            return False
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+    def die(self, step: str) -> None:
+        """Leaves a note of where, and ends every process of the server at once."""
+        _marker(self._path).write_text(step)
+        os.killpg(os.getsid(0), signal.SIGKILL)  # the server was started in a session of its own
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def reach(self, step: str) -> None:
+        """The disk tier's failpoint hook."""
+        if self.is_due(step):
+            self.die(step)
+
+    def wait_for_gate(self) -> None:
+        """Waits until the disk tier may open its folder."""
+        while (gate := self.faults().get("gate")) and not os.path.exists(gate):
+            time.sleep(_POLL_S)
+
+
+class FaultyDisk(FileIO):
+    """System calls that fail, drag and stop half-way, as a plan says."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        faults = self._plan.faults()
+        if faults.get("read_raises"):
+            raise InjectedError("injected into a read")
+        if "read_errno" in faults:
+            raise OSError(faults["read_errno"], "injected into a read")
+        done = super().preadv(fd, buffers, offset)
+        _drag(faults, done)
+        return done
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        faults = self._plan.faults()
+        if faults.get("write_raises"):
+            raise InjectedError("injected into a write")
+        if "write_errno" in faults:
+            raise OSError(faults["write_errno"], "injected into a write")
+        step = _TORN_STEPS.get(bytes(buffers[0][:4]), "")
+        if step and self._plan.is_due(step):
+            super().pwritev(fd, _first_half(buffers), offset)
+            self._plan.die(step)
+        done = super().pwritev(fd, buffers, offset)
+        _drag(faults, done)
+        return done
+
+    def allocate(self, fd: int, num_bytes: int) -> None:
+        faults = self._plan.faults()
+        if "write_errno" in faults:
+            raise OSError(faults["write_errno"], "injected into an allocation")
+        super().allocate(fd, num_bytes)
+
+
+def load() -> None:
+    """The plugin's entry point: called by SGLang in each of its processes."""
+    path = os.environ.get(CONTROL_VARIABLE)
+    if not path or "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    from sglang_ext.tiers.disk import DiskTier
+
+    plan = Plan(Path(path))
+    original = DiskTier.__init__
+
+    def opened_late_on_a_faulty_disk(self: DiskTier, config: Any, **_: Any) -> None:
+        plan.wait_for_gate()
+        original(self, config, io=FaultyDisk(plan), failpoints=plan.reach)
+
+    DiskTier.__init__ = opened_late_on_a_faulty_disk  # type: ignore[assignment, method-assign]
+
+
+def _marker(control: Path) -> Path:
+    return control.with_name(control.name + ".killed")
+
+
+def _first_half(buffers: Sequence[memoryview]) -> list[memoryview]:
+    left = sum(len(view) for view in buffers) // 2 // _BLOCK_BYTES * _BLOCK_BYTES
+    half: list[memoryview] = []
+    for view in buffers:
+        if left <= 0:
+            break
+        half.append(view[:left])
+        left -= len(view)
+    return half
+
+
+def _drag(faults: Mapping[str, Any], num_bytes: int) -> None:
+    if "bytes_per_s" in faults:
+        time.sleep(num_bytes / faults["bytes_per_s"])

@@ -1,0 +1,161 @@
+"""The disk tier against raw I/O in the same mode, for the `tiers` case."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.case import ROOT, CaseFailedError
+from bench.output import Progress
+from bench.speed import RawFile, drop_page_cache
+from sglang_ext.tiers.base import Location, ReadRequest
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.disk.fileio import aligned_array
+from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, RecordMeta, VerifyResult, write_meta
+
+# A page of 64 tokens: the bundled model's, and one of Llama-3.2-1B's shape.
+SLOT_SIZES = {"260 KiB": 266_240, "2 MiB": 2_101_248}
+HELPER_THREADS = 1  # the plugin's default, so two threads with the caller
+_BATCH_BYTES = 32 << 20  # what the spiller writes at a time
+_NAMESPACE = hashlib.sha256(b"bench").digest()
+
+
+def measure_disk(repeats: int, num_bytes: int, progress: Progress) -> dict[str, Any]:
+    """Measures writes and reads of `num_bytes`, raw and through the tier, in turns.
+
+    Args:
+        repeats: rounds; in every second round the tier comes before the raw file.
+        num_bytes: bytes written and read in each.
+        progress: where to say how far it is.
+
+    Returns:
+        `mode`, and `by_slot`: for each size of `SLOT_SIZES` lists `raw_write`, `raw_read`,
+        `write` and `read` in GB/s, one value a round.
+
+    Raises:
+        CaseFailedError: a page was not stored, or came back other than it was.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bench-disk-", dir=_disk_root()))
+    try:
+        by_slot, mode = {}, ""
+        for name, slot_bytes in SLOT_SIZES.items():
+            bench = _DiskBench(folder, slot_bytes, num_bytes)
+            mode = bench.mode
+            try:
+                by_slot[name] = _rounds(bench, repeats, progress.update, name)
+            finally:
+                bench.close()
+        return {"mode": mode, "by_slot": by_slot}
+    finally:
+        shutil.rmtree(folder)
+
+
+def _disk_root() -> Path:
+    root = ROOT / "build"  # a disk, where the system's temporary folder may be memory
+    root.mkdir(exist_ok=True)
+    return root
+
+
+def _rounds(bench: _DiskBench, repeats: int, say: Any, name: str) -> dict[str, list[float]]:
+    rates: dict[str, list[float]] = {"raw_write": [], "raw_read": [], "write": [], "read": []}
+    for index in range(repeats + 1):
+        say(f"pages of {name}, round {index} of {repeats}")
+        raw_first = index % 2 == 0
+        raw = bench.raw() if raw_first else None
+        tier = bench.tier()
+        measured = (*(raw or bench.raw()), *tier)
+        if index:  # the first round warms up
+            for key, rate in zip(rates, measured, strict=True):
+                rates[key].append(rate)
+    return rates
+
+
+class _DiskBench:
+    """Pages in aligned memory, and where they go."""
+
+    def __init__(self, folder: Path, slot_bytes: int, num_bytes: int) -> None:
+        num = num_bytes // slot_bytes
+        rng = np.random.default_rng(5)
+        self._num_bytes = num * slot_bytes
+        self._slots = list(aligned_array(num * slot_bytes).reshape(num, slot_bytes))
+        self._back = list(aligned_array(num * slot_bytes).reshape(num, slot_bytes))
+        self._hashes = [
+            hashlib.sha256(index.to_bytes(8, "little")).digest() for index in range(num)
+        ]
+        for slot, page_hash in zip(self._slots, self._hashes, strict=True):
+            slot[:] = rng.integers(0, 256, slot_bytes, np.uint8)
+            meta = RecordMeta(page_hash, _NAMESPACE, b"", 0, 64, "pre")
+            write_meta(slot, meta, slot_bytes - HEADER_BYTES)
+        self._disk = DiskTier(
+            DiskConfig(
+                folder / f"tier-{slot_bytes}",
+                max_bytes=8 * num_bytes + (4 << 30),
+                min_free_bytes=0,
+                helper_threads=HELPER_THREADS,
+            )
+        )
+        self._disk.open_namespace(_NAMESPACE, slot_bytes, {"model": "bench"})
+        self.mode = self._disk.stats().mode
+        self._raw = RawFile(
+            folder / f"raw-{slot_bytes}",
+            self._slots,
+            direct=self.mode == "direct",
+            num_threads=HELPER_THREADS + 1,
+        )
+
+    def raw(self) -> tuple[float, float]:
+        """Raw write and read, GB/s."""
+        write = self._raw.write()
+        return write, self._raw.read()
+
+    def tier(self) -> tuple[float, float]:
+        """Write and read through the tier, GB/s; every byte is compared."""
+        per_batch = max(1, _BATCH_BYTES // self._slots[0].size)
+        locations: list[Location | None] = []
+        start_s = time.perf_counter()
+        for first in range(0, len(self._slots), per_batch):
+            locations += self._disk.write(_NAMESPACE, self._slots[first : first + per_batch])
+        write = self._rate(start_s)
+        if None in locations:
+            raise CaseFailedError(f"the disk tier did not store every page: {self._disk.stats()}")
+        for slot in self._back:
+            slot[:] = 0
+        if self.mode != "direct":
+            drop_page_cache([])
+        read = self._read([location for location in locations if location is not None])
+        self._disk.clear(None)
+        return write, read
+
+    def _read(self, locations: list[Location]) -> float:
+        requests = [
+            ReadRequest(location, page_hash, b"", out)
+            for location, page_hash, out in zip(locations, self._hashes, self._back, strict=True)
+        ]
+        per_batch = max(1, _BATCH_BYTES // self._slots[0].size)
+        results: list[VerifyResult] = []
+        start_s = time.perf_counter()
+        for first in range(0, len(requests), per_batch):
+            results += self._disk.read(_NAMESPACE, requests[first : first + per_batch])
+        rate = self._rate(start_s)
+        if any(result is not VerifyResult.OK for result in results) or not self._same():
+            raise CaseFailedError("a page came back from disk other than it was written")
+        return rate
+
+    def _same(self) -> bool:
+        def equal(a: ByteArray, b: ByteArray) -> bool:
+            return bool((a == b).all())
+
+        return all(equal(a, b) for a, b in zip(self._slots, self._back, strict=True))
+
+    def _rate(self, start_s: float) -> float:
+        return self._num_bytes / (time.perf_counter() - start_s) / 1e9
+
+    def close(self) -> None:
+        self._disk.close()
+        self._raw.close()

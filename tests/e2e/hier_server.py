@@ -1,0 +1,109 @@
+"""What the end-to-end tests share: server arguments, the event log, prompts of real text."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.server import Server
+from bench.workload import Reply, load_texts, load_tokenizer, reply_of
+
+PAGE = 64
+# A page of tinylm in DRAM or on disk: 8 layers, K and V, 2 heads of 64 in bfloat16, and a header.
+SLOT_BYTES = 266_240
+GIB = 1 << 30
+
+
+def host_gb(num_pages: int) -> str:
+    """Value of --hier-kv-host-size for a number of pages of tinylm."""
+    return f"{(num_pages + 0.5) * SLOT_BYTES / GIB:.9f}"
+
+
+def hier_args(folder: Path, *, host_pages: int = 400, disk_gb: float = 2.0) -> list[str]:
+    """Arguments of a server with DRAM, disk and the event log under `folder`."""
+    args = ["--enable-hier-kv", "--hier-kv-host-size", host_gb(host_pages)]
+    args += ["--hier-kv-event-log", str(folder / "events.jsonl")]
+    if disk_gb:
+        args += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", str(disk_gb)]
+        args += ["--hier-kv-disk-segment-size", "0.03"]
+    return args
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """The event log, oldest first."""
+    text = (folder / "events.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def state(server: Server) -> dict[str, Any]:
+    """The plugin's counters, from /server_info."""
+    found = server.get("/server_info")["internal_states"][0]["hier_kv"]
+    assert isinstance(found, dict)
+    return found
+
+
+def by_tier(answer: dict[str, Any]) -> dict[str, int]:
+    """Reused prompt tokens by tier, as the answer reports them."""
+    return reply_of(answer).by_tier
+
+
+def ask(
+    server: Server, prompt: Sequence[int], num_tokens: int = 8, **fields: Any
+) -> dict[str, Any]:
+    """One greedy request of a fixed answer length, with the log-probabilities of the answer."""
+    return server.generate(
+        input_ids=prompt,
+        sampling_params={"max_new_tokens": num_tokens, "ignore_eos": True},
+        return_logprob=True,
+        **fields,
+    )
+
+
+def tokens_and_logprobs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """What must be bit-equal."""
+    logprobs = answer["meta_info"]["output_token_logprobs"]
+    return answer["output_ids"], [entry[0] for entry in logprobs]
+
+
+def send_to(server: Server, rid_prefix: str) -> Any:
+    """A `Send` for `bench.workload.drive`."""
+
+    def send(name: str, prompt: list[int], num_tokens: int) -> Reply:
+        started_s = time.monotonic()
+        answer = server.generate(
+            input_ids=prompt,
+            sampling_params={"max_new_tokens": num_tokens, "ignore_eos": True},
+            rid=f"{rid_prefix}-{name}",
+        )
+        return reply_of(answer, time.monotonic() - started_s)
+
+    return send
+
+
+def real_prompts(lengths: Sequence[int], seed: int = 0) -> Iterator[list[int]]:
+    """Excerpts of the bundled texts with these lengths, each from a place of its own."""
+    rng = random.Random(seed)
+    texts = load_texts(load_tokenizer())
+    for length in lengths:
+        text = rng.choice(texts)
+        at = rng.randrange(len(text) - length)
+        yield text[at : at + length]
+
+
+def settled(server: Server, timeout_s: float = 20.0) -> dict[str, Any]:
+    """Waits until everything saved has been offered to the disk; returns the state then."""
+    deadline = time.monotonic() + timeout_s
+    last: dict[str, Any] = {}
+    while time.monotonic() < deadline:
+        found = state(server)
+        host, disk = found["host"], found["disk"]
+        if not host["spill_queue_pages"] and found == last:
+            return found
+        assert disk is not None
+        last = found
+        time.sleep(0.2)
+    raise AssertionError(f"the store did not settle in {timeout_s:.0f} s: {last}")

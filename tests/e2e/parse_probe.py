@@ -1,0 +1,59 @@
+"""Parses many command lines in one process, as SGLang's main process does, plugins loaded.
+
+Reads a JSON list of {"argv", "version"} from stdin; writes for each either {"exit", "stderr"} or
+{"args": SGLang's arguments, "hier_kv": the plugin's settings}. Importing SGLang takes seconds, so
+the tests run this once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import traceback
+from importlib import metadata
+from typing import Any
+
+
+def main() -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    names = sorted({action.dest for action in parser._actions} - {"help"})
+    load_plugins()
+    true_version = metadata.version
+    out = []
+    for case in json.load(sys.stdin):
+        version = case.get("version")
+
+        def found(name: str, version: str | None = version) -> str:
+            return version if version and name == "sglang" else true_version(name)
+
+        metadata.version = found
+        out.append(_parse(prepare_server_args, names, case["argv"]))
+    print("\n" + json.dumps(out))
+
+
+def _parse(prepare: Any, names: list[str], argv: list[str]) -> dict[str, Any]:
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stderr):
+            args = prepare(argv)
+    except SystemExit as end:
+        # The interpreter prints a text, and then ends with 1.
+        text = end.code if isinstance(end.code, str) else ""
+        return {"exit": 1 if text else end.code, "stderr": stderr.getvalue() + text}
+    except Exception:
+        return {"exit": "raised", "stderr": traceback.format_exc()}
+    return {
+        "args": {name: repr(getattr(args, name, None)) for name in names},
+        "hier_kv": getattr(args, "_hier_kv", None),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Greedy tokens and log-probabilities, bit for bit those of plain SGLang.
+
+The reference is a plain server whose pool holds everything: its answer to the repeat of a prompt,
+which hits on the device. A cached prefix changes the rounding against no cache at all even there,
+so a repeat is compared with a repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations, product
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import pytest
+
+from bench.server import Server
+from tests.e2e.hier_server import (
+    PAGE,
+    ask,
+    by_tier,
+    hier_args,
+    real_prompts,
+    settled,
+    state,
+    tokens_and_logprobs,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+AT_BOUNDARIES = [pages * PAGE + step for pages in range(1, 13) for step in (-1, 0, 1)]
+BETWEEN = [3, 100, 290, 333, 500, 777, 900, 1000, 1111, 1357, 1500, 1600, 1727, 1800]
+LENGTHS = [*AT_BOUNDARIES, *BETWEEN]
+SHORT_LENGTHS = [65, 129, 193]
+
+NUM_CONCURRENT = 32
+IN_FLIGHT = 8
+NUM_RUNS = 3
+POOL = ["--max-total-tokens", "65536", "--page-size", str(PAGE)]
+
+Answer = tuple[list[int], list[float]]
+
+
+class Reference(NamedTuple):
+    """Answers of the plain server.
+
+    Attributes:
+        first: to each prompt the first time, with nothing cached.
+        repeat: to its repeat, which hits on the device.
+        cached_tokens: what the repeat reused.
+        concurrent: to other prompts, repeated several at a time; one list a run.
+    """
+
+    first: list[Answer]
+    repeat: list[Answer]
+    cached_tokens: list[int]
+    concurrent: list[list[Answer]]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return list(real_prompts(LENGTHS))
+
+
+@pytest.fixture(scope="module")
+def concurrent_prompts() -> list[list[int]]:
+    return list(real_prompts([300 + 40 * (n % 20) for n in range(NUM_CONCURRENT)], seed=1))
+
+
+@pytest.fixture(scope="module")
+def reference(
+    tmp_path_factory: pytest.TempPathFactory,
+    prompts: list[list[int]],
+    concurrent_prompts: list[list[int]],
+) -> Reference:
+    log = tmp_path_factory.mktemp("reference") / "server.log"
+    with Server(POOL, log_path=log, stop="kill") as server:
+        first = [tokens_and_logprobs(ask(server, prompt)) for prompt in prompts]
+        answers = [ask(server, prompt) for prompt in prompts]
+        # Filled one at a time: the prefix is then the same KV in every server.
+        for prompt in concurrent_prompts:
+            ask(server, prompt)
+        runs = [ask_all(server, concurrent_prompts) for _ in range(NUM_RUNS)]
+    cached = [int(answer["meta_info"]["cached_tokens"]) for answer in answers]
+    assert cached == [(len(prompt) - 1) // PAGE * PAGE for prompt in prompts]
+    return Reference(first, [tokens_and_logprobs(answer) for answer in answers], cached, runs)
+
+
+@pytest.fixture(scope="module", params=["pre", "delta"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp(request.param)
+    # DRAM for about a quarter of the prompts' pages: the others come back from disk.
+    args = [*hier_args(folder, host_pages=100), *POOL, "--hier-kv-rope", request.param]
+    with Server(args, log_path=folder / "server.log", stop="kill") as running:
+        yield running
+
+
+def ask_all(server: Server, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    """Sends prompts, several at a time, and returns their answers in order."""
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        answers = pool.map(lambda prompt: ask(server, prompt, 16), prompts)
+        return [tokens_and_logprobs(answer) for answer in answers]
+
+
+def test_one_at_a_time_all_answers_are_bit_equal(
+    server: Server, reference: Reference, prompts: list[list[int]]
+) -> None:
+    firsts, from_host = [], []
+    for prompt in prompts:
+        firsts.append(tokens_and_logprobs(ask(server, prompt)))
+        server.post("/flush_cache")
+        from_host.append(ask(server, prompt))
+    settled(server)
+    server.post("/flush_cache")
+    from_disk = [ask(server, prompt) for prompt in prompts]
+
+    assert firsts == reference.first
+    for answers, tier in ((from_host, "host"), (from_disk, "disk")):
+        cached = [int(answer["meta_info"]["cached_tokens"]) for answer in answers]
+        assert cached == reference.cached_tokens
+        from_tier = [by_tier(answer).get(tier, 0) for answer in answers]
+        assert sum(from_tier) > 0.9 * sum(cached), (tier, from_tier)
+        assert _differences([tokens_and_logprobs(a) for a in answers], reference.repeat) == []
+    found = state(server)
+    assert found["host"]["corrections" if found["rope"] == "pre" else "saved_delta_pages"] > 0
+
+
+def test_with_concurrency_no_more_differs_than_between_plain_runs(
+    server: Server,
+    reference: Reference,
+    concurrent_prompts: list[list[int]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for prompt in concurrent_prompts:
+        ask(server, prompt)
+    runs = []
+    for _ in range(NUM_RUNS):
+        server.post("/flush_cache")
+        loaded = state(server)["host"].get("loaded_pages", 0)
+        runs.append(ask_all(server, concurrent_prompts))
+        assert state(server)["host"]["loaded_pages"] - loaded > NUM_CONCURRENT
+    plain = [len(_differences(a, b)) for a, b in combinations(reference.concurrent, 2)]
+    ours = [len(_differences(a, b)) for a, b in product(runs, reference.concurrent)]
+    plain_tokens = [_token_differences(a, b) for a, b in combinations(reference.concurrent, 2)]
+    our_tokens = [_token_differences(a, b) for a, b in product(runs, reference.concurrent)]
+    with capsys.disabled():
+        print(
+            f"\nof {NUM_CONCURRENT} answers differ, {IN_FLIGHT} in flight, between plain runs"
+            f" {plain} (tokens {plain_tokens}), against plain runs {ours} (tokens {our_tokens})"
+        )
+    # How requests fall into batches is chance, so both numbers scatter; wrong KV differs in all.
+    assert mean(ours) <= mean(plain) + 3 * max(1.0, mean(plain)) ** 0.5
+    assert mean(our_tokens) <= mean(plain_tokens) + 3 * max(1.0, mean(plain_tokens)) ** 0.5
+
+
+def _differences(ours: list[Answer], theirs: list[Answer]) -> list[int]:
+    """Which answers are not bit-equal, in tokens or log-probabilities."""
+    return [n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
+
+
+def _token_differences(ours: list[Answer], theirs: list[Answer]) -> int:
+    """How many answers have other tokens."""
+    return sum(a[0] != b[0] for a, b in zip(ours, theirs, strict=True))
+
+
+def test_triton_kernels_in_the_real_linker_are_bit_equal(
+    tmp_path: Path, reference: Reference, prompts: list[list[int]]
+) -> None:
+    args = [*hier_args(tmp_path), *POOL, "--hier-kv-kernels", "triton"]
+    env = {"TRITON_INTERPRET": "1"}
+    log = tmp_path / "server.log"
+    with Server(args, log_path=log, env=env, stop="kill") as server:
+        for length in SHORT_LENGTHS:
+            which = LENGTHS.index(length)
+            prompt = prompts[which]
+            assert tokens_and_logprobs(ask(server, prompt)) == reference.first[which]
+            server.post("/flush_cache")
+            again = ask(server, prompt)
+            assert by_tier(again)["host"] == reference.cached_tokens[which] > 0
+            assert tokens_and_logprobs(again) == reference.repeat[which]
+        found: dict[str, Any] = state(server)
+    assert found["kernels"] == "triton"
+    assert found["host"]["saved_pre_pages"] > 0
+    assert found["host"]["loaded_pages"] > 0

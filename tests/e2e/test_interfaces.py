@@ -1,0 +1,313 @@
+"""The plugin's ways in and out: flags, YAML, Engine, `sglang serve`, endpoints, metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bench.server import ROOT, TINYLM, Leftovers, Server
+from runtime_cpu import launch
+from sglang_ext.config import HierKVConfig, flag_name
+from tests.e2e.hier_server import (
+    PAGE,
+    ask,
+    by_tier,
+    events,
+    hier_args,
+    host_gb,
+    real_prompts,
+    settled,
+    state,
+    tokens_and_logprobs,
+)
+
+pytestmark = pytest.mark.e2e
+
+LENGTHS = [65, 200, 500, 700, 1100, 1600]
+
+
+def test_help_names_every_flag() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--help"],
+        capture_output=True,
+        text=True,
+        env=launch.environment(),
+        timeout=180,
+        check=True,
+    )
+    assert "--enable-hier-kv" in done.stdout
+    for name in HierKVConfig.__dataclass_fields__:
+        assert flag_name(name) in done.stdout
+
+
+# ---- one folder through three servers: YAML, restart, clear, `sglang serve` ----------------------
+
+
+@dataclass
+class Life:
+    """What three servers in a row, over one disk folder, left to look at."""
+
+    prompts: list[list[int]]
+    repeats: list[dict[str, Any]] = field(default_factory=list)
+    chat: list[dict[str, Any]] = field(default_factory=list)
+    log: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    first_state: dict[str, Any] = field(default_factory=dict)
+    metrics: str = ""
+    flushed: list[dict[str, Any]] = field(default_factory=list)
+    first_end: tuple[Leftovers, list[str], list[str]] | None = None
+    restarted: list[dict[str, Any]] = field(default_factory=list)
+    restarted_state: dict[str, Any] = field(default_factory=dict)
+    cleared: list[int] = field(default_factory=list)
+    clear_answer: Any = None
+    pages_after_clear: int = -1
+    segments_after_clear: list[Path] = field(default_factory=list)
+    served_command: list[str] = field(default_factory=list)
+    after_clear_and_restart: list[int] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
+    folder = tmp_path_factory.mktemp("life")
+    life = Life(list(real_prompts(LENGTHS, seed=5)))
+    first_server(folder, life)
+    second_server(folder, life)
+    with pytest.MonkeyPatch.context() as patch:
+        third_server(folder, life, patch)
+    life.events = events(folder)
+    return life
+
+
+def first_server(folder: Path, life: Life) -> None:
+    """Configured by YAML; fills the tiers, and is ended by SIGTERM right after a request."""
+    config = folder / "server.yaml"
+    config.write_text(
+        f"model-path: {TINYLM}\nenable-hier-kv: true\nhier-kv-host-size: {host_gb(200)}\n"
+        f"hier-kv-disk-dir: {folder / 'disk'}\nhier-kv-disk-size: 1.0\n"
+        f"hier-kv-disk-segment-size: 0.03\nhier-kv-event-log: {folder / 'events.jsonl'}\n"
+        "max-total-tokens: 16384\nenable-metrics: true\nenable-cache-report: true\n"
+    )
+    log = folder / "first.log"
+    with Server(["--config", str(config)], model=None, log_path=log) as server:
+        for prompt in life.prompts:
+            ask(server, prompt)
+            life.repeats.append(ask(server, prompt))
+        server.post("/flush_cache")
+        life.flushed = [ask(server, prompt) for prompt in life.prompts]
+        for _ in range(2):
+            life.chat.append(chat(server))
+            server.post("/flush_cache")
+        life.info = server.get("/server_info")
+        life.first_state = settled(server)
+        time.sleep(1.1)  # metrics are published once a second, from a scheduler's step
+        ask(server, [9] * 70)
+        life.metrics = str(server.get("/metrics"))
+        life.log = server.log()
+        tree = server.tree()
+        left = server.terminate()
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+        life.first_end = left, [str(p.pid) for p in tree if psutil.pid_exists(p.pid)], files
+
+
+def second_server(folder: Path, life: Life) -> None:
+    """Finds the pages of the first; then all tiers are cleared."""
+    args = [*hier_args(folder, host_pages=200), "--max-total-tokens", "16384"]
+    with Server(args, log_path=folder / "second.log") as server:
+        life.restarted = [ask(server, prompt) for prompt in life.prompts]
+        life.restarted_state = state(server)
+        life.clear_answer = server.post("/hicache/storage-backend/clear")
+        life.pages_after_clear = state(server)["host"]["host_pages"]
+        server.post("/flush_cache")
+        life.segments_after_clear = list((folder / "disk").rglob("seg-*"))
+        life.cleared = [cached(ask(server, prompt)) for prompt in life.prompts[:2]]
+        server.post("/hicache/storage-backend/clear")
+        server.terminate()
+
+
+def third_server(folder: Path, life: Life, patch: pytest.MonkeyPatch) -> None:
+    """Started by `sglang serve`; must find nothing of what was cleared."""
+
+    def serve(given: list[str]) -> list[str]:
+        command = [str(Path(sys.executable).with_name("sglang")), "serve"]
+        return [*command, *launch.arguments(given)]
+
+    patch.setattr(launch, "command", serve)
+    args = [*hier_args(folder, host_pages=200), "--max-total-tokens", "16384"]
+    with Server(args, log_path=folder / "third.log", stop="kill") as server:
+        life.served_command = psutil.Process(server.pid).cmdline()
+        life.after_clear_and_restart = [cached(ask(server, prompt)) for prompt in life.prompts]
+        assert "hier_kv" in server.get("/server_info")["internal_states"][0]
+
+
+def chat(server: Server) -> dict[str, Any]:
+    """One chat completion with a long system prompt."""
+    words = " ".join(f"register r{n}: {100 + n}" for n in range(40))
+    messages = [{"role": "system", "content": words}, {"role": "user", "content": "What is r7?"}]
+    body = {"model": "tinylm", "messages": messages, "temperature": 0, "max_tokens": 4}
+    answer = server.post("/v1/chat/completions", body)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["meta_info"]["cached_tokens"])
+
+
+def test_yaml_turns_it_on_with_its_settings(life: Life) -> None:
+    assert "hier-kv: 200 pages of 64 tokens" in life.log
+    assert "Failed to load plugin" not in life.log
+    assert life.info["page_size"] == PAGE  # nobody set one
+    assert life.first_state["host"]["host_capacity_pages"] == 200
+    assert life.first_state["disk"]["max_bytes"] == 1 << 30
+
+
+def test_flush_cache_drops_the_device_tier_alone(life: Life) -> None:
+    for prompt, flushed, repeat in zip(life.prompts, life.flushed, life.repeats, strict=True):
+        num_whole = (len(prompt) - 1) // PAGE * PAGE
+        assert by_tier(repeat) == {"device": num_whole, "host": 0, "disk": 0, "remote": 0}
+        assert by_tier(flushed) == {"device": 0, "host": num_whole, "disk": 0, "remote": 0}
+        assert tokens_and_logprobs(flushed) == tokens_and_logprobs(repeat)
+
+
+def test_chat_completions_report_cached_tokens(life: Life) -> None:
+    first, again = life.chat
+    assert first["choices"][0]["message"]["content"] == again["choices"][0]["message"]["content"]
+    usage = again["usage"]
+    num_whole = (usage["prompt_tokens"] - 1) // PAGE * PAGE
+    assert usage["prompt_tokens_details"]["cached_tokens"] == num_whole > 0
+
+
+def test_metrics_show_events_and_pages(life: Life) -> None:
+    values = {}
+    for line in life.metrics.splitlines():
+        if line.startswith("sglang:hier_kv"):
+            name, _, value = line.rpartition(" ")
+            values[name] = float(value)
+    written = life.first_state["host"]["written_pages"]
+
+    def of(series: str, label: str) -> float:
+        found = [v for name, v in values.items() if name.startswith(series) and label in name]
+        assert len(found) == 1, (series, label, sorted(values))
+        return found[0]
+
+    assert of("sglang:hier_kv_events_total", 'event="written_pages"') == written > 0
+    assert of("sglang:hier_kv_events_total", 'event="loaded_pages"') > 0
+    assert of("sglang:hier_kv_pages", 'of="host_capacity_pages"') == 200
+    assert 0 < of("sglang:hier_kv_pages", 'of="host_pages"') <= 200
+    assert of("sglang:hier_kv_events_total", 'event="disk_bytes_written"') >= written * 262_144
+
+
+def test_sigterm_leaves_nothing_behind(life: Life) -> None:
+    assert life.first_end is not None
+    left, processes, files = life.first_end
+    assert left.exit_code == 0
+    assert left.clean, left
+    assert processes == []
+    assert not [name for name in files if name.endswith(".tmp")]
+    assert [name for name in files if "/seg-" in name]
+    closed = [event for event in life.events if event["e"] == "closed"]
+    assert [event["counters"].get("shutdown_lost_pages", 0) for event in closed] == [0, 0]
+
+
+def test_everything_saved_was_on_disk_when_it_ended(life: Life) -> None:
+    log = life.events
+    end = next(place for place, event in enumerate(log) if event["e"] == "closed")
+    saved = {page for event in log[:end] if event["e"] == "saved" for page in event["pages"]}
+    written = {page for event in log[:end] if event["e"] == "written" for page in event["pages"]}
+    assert saved
+    assert saved == written
+    assert life.restarted_state["disk"]["records_recovered"] == len(written)
+
+
+def test_a_restart_finds_its_pages_on_disk_bit_for_bit(life: Life) -> None:
+    for prompt, found, repeat in zip(life.prompts, life.restarted, life.repeats, strict=True):
+        num_whole = (len(prompt) - 1) // PAGE * PAGE
+        assert by_tier(found) == {"device": 0, "host": 0, "disk": num_whole, "remote": 0}
+        assert tokens_and_logprobs(found) == tokens_and_logprobs(repeat)
+
+
+def test_clear_empties_dram_and_disk_for_good(life: Life) -> None:
+    assert life.pages_after_clear == 0
+    assert life.segments_after_clear == []
+    assert life.cleared == [0, 0]
+    assert life.after_clear_and_restart == [0] * len(life.prompts)
+
+
+def test_sglang_serve_takes_the_flags(life: Life) -> None:
+    command = " ".join(life.served_command)
+    assert "sglang serve" in command
+    assert "--enable-hier-kv" in command
+
+
+# ---- sglang.Engine -------------------------------------------------------------------------------
+
+ENGINE = """
+import json, sys
+import sglang
+
+
+def cached(engine, ids):
+    answer = engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 4, "temperature": 0})
+    meta = answer["meta_info"]
+    return meta["cached_tokens"], meta.get("cached_tokens_details"), answer["output_ids"]
+
+if __name__ == "__main__":  # SGLang's child processes import this file
+    folder, model = sys.argv[1:]
+    prompts = json.load(sys.stdin)
+    plain = dict(model_path=model, device="cpu", attention_backend="torch_native", dtype="bfloat16",
+                 sampling_backend="pytorch", max_total_tokens=2048, log_level="warning")
+    errors = []
+    for bad in (dict(hier_kv_host_size=1.0), dict(enable_hier_kv=True, hier_kv_nonsense=1),
+                dict(enable_hier_kv=True, hier_kv_rope="post")):
+        try:
+            sglang.Engine(**plain, **bad)
+        except ValueError as error:
+            errors.append(str(error))
+    engine = sglang.Engine(**plain, page_size=32, enable_hier_kv=True, hier_kv_host_size=0.1,
+                           hier_kv_event_log=folder + "/events.jsonl")
+    runs = [[cached(engine, ids) for ids in prompts] for _ in range(2)]
+    page_size = engine.server_args.page_size
+    engine.shutdown()
+    print("\\n" + json.dumps({"errors": errors, "runs": runs, "page_size": page_size}))
+"""
+
+
+def test_engine_reuses_what_its_pool_evicted(tmp_path: Path) -> None:
+    prompts = list(real_prompts([900] * 5, seed=7))  # two fit into the pool
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), str(TINYLM)],
+        input=json.dumps(prompts),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=launch.environment({**os.environ, "PYTHONUNBUFFERED": "1"}),
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    alone, unknown, bad = found["errors"]
+    assert "hier_kv_host_size was given without enable_hier_kv=True" in alone
+    assert "unknown setting hier_kv_nonsense" in unknown
+    assert "--hier-kv-rope must be one of pre, delta, got 'post'" in bad
+    assert found["page_size"] == 32  # the user's own
+    first, again = found["runs"]
+    assert [run[0] for run in first] == [0] * 5
+    for (num_cached, details, output), (_, _, output_before) in zip(again, first, strict=True):
+        assert num_cached == 896
+        assert details["hier_kv"]["host"] == 896
+        assert output == output_before
+    evicted = {event["e"] for event in events(tmp_path)}
+    assert "loaded" in evicted

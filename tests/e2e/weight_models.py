@@ -1,0 +1,68 @@
+"""Variants of the bundled model and of LoRA adapters for it, made in a temp folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.server import TINYLM
+
+Weights = dict[str, torch.Tensor]
+
+
+def weights_of(model: Path) -> Weights:
+    """All tensors of a model folder."""
+    loaded: Weights = load_file(str(model / "model.safetensors"))
+    return loaded
+
+
+def variant(folder: Path, change: Callable[[Weights], None]) -> Path:
+    """Copies the bundled model to `folder` and changes its weights."""
+    shutil.copytree(TINYLM, folder)
+    weights = weights_of(folder)
+    change(weights)
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
+def noisy(seed: int) -> Callable[[Weights], None]:
+    """A change of every projection by some per cent: other tokens, still finite."""
+
+    def change(weights: Weights) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for name in sorted(weights):
+            if "proj" in name:
+                factor = 1 + 0.05 * torch.randn(weights[name].shape, generator=generator)
+                weights[name] = (weights[name].float() * factor).to(weights[name].dtype)
+
+    return change
+
+
+def one_value(weights: Weights) -> None:
+    """The least change there is: one value of one tensor, by one bit."""
+    weights["model.layers.5.mlp.down_proj.weight"].view(torch.int16)[17, 23] ^= 1
+
+
+def adapter(folder: Path, seed: int) -> Path:
+    """Writes a PEFT adapter of rank 4 for the bundled model, over what is in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tinylm", "r": 4,
+        "lora_alpha": 16, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": ["q_proj", "k_proj", "v_proj"],
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    tensors: Weights = {}
+    for layer in range(8):
+        for module, width in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(4, 256, generator=generator) * 0.2
+            tensors[f"{name}.lora_B.weight"] = torch.randn(width, 4, generator=generator) * 0.2
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    return folder

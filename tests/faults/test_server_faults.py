@@ -1,0 +1,103 @@
+"""The running server under kill -9, damaged records, failing and slow disks, and aborts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.faults import Prompts, damage_running_server, learn, run_kills
+from bench.faults.kills import FULL
+from bench.faults.prompts import PromptSource, References
+from bench.faults.running import READ_FAULTS, WRITE_FAULTS, RunningFaults
+from bench.faults.tally import Tallies
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def source() -> PromptSource:
+    return PromptSource(1)
+
+
+@pytest.fixture(scope="module")
+def prompts(source: PromptSource) -> Prompts:
+    return Prompts.take(source, len(FULL), quick=False)
+
+
+@pytest.fixture(scope="module")
+def references(
+    prompts: Prompts, source: PromptSource, tmp_path_factory: pytest.TempPathFactory
+) -> References:
+    return learn(prompts, source, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def faults(
+    source: PromptSource, references: References, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningFaults]:
+    running = RunningFaults(tmp_path_factory.mktemp("running"), source, references, Tallies())
+    with running.start():
+        yield running
+
+
+def assert_harmless(tallies: Tallies) -> None:
+    harmful = {kind: tally for kind, tally in tallies.by_kind.items() if not tally.harmless}
+    assert harmful == {}
+
+
+def test_100_damaged_records_are_misses_and_counted(
+    faults: RunningFaults, prompts: Prompts
+) -> None:
+    damage_running_server(faults, prompts)
+    injected = {
+        kind: tally.injected
+        for kind, tally in faults.tallies.by_kind.items()
+        if kind.startswith("server_")
+    }
+    assert sum(injected.values()) >= 100
+    assert min(injected.values()) >= 10
+    assert len(injected) == 7
+    assert_harmless(faults.tallies)
+
+
+@pytest.mark.parametrize("kind", READ_FAULTS)
+def test_a_disk_that_fails_to_read(faults: RunningFaults, prompts: Prompts, kind: str) -> None:
+    faults.failing_reads(faults.put_on_disk(prompts.reads[kind]), kind, **READ_FAULTS[kind])
+    assert_harmless(faults.tallies)
+
+
+@pytest.mark.parametrize("kind", WRITE_FAULTS)
+def test_a_disk_that_fails_to_write(faults: RunningFaults, prompts: Prompts, kind: str) -> None:
+    faults.failing_writes(prompts.writes[kind], kind, **WRITE_FAULTS[kind])
+    assert_harmless(faults.tallies)
+
+
+def test_aborts_leave_nothing_wrong_and_nothing_held(
+    faults: RunningFaults, prompts: Prompts
+) -> None:
+    faults.aborts(faults.put_on_disk(prompts.aborted_loads), prompts.aborted_saves)
+    assert_harmless(faults.tallies)
+
+
+def test_a_slow_disk_drops_saves_and_stalls_nothing(faults: RunningFaults) -> None:
+    found = faults.slow_disk(num_prompts=40, repeats=3)
+    assert found["dropped_pages"] > 0
+    # Bounded by the disk it would be less than half; the rest is for a machine that others use.
+    assert found["throughput_ratio"] > 0.7, faults.samples
+    assert_harmless(faults.tallies)
+
+
+def test_20_kills_lose_no_acknowledged_page(
+    source: PromptSource, prompts: Prompts, references: References, tmp_path: Path
+) -> None:
+    tallies = Tallies()
+    found = run_kills(tmp_path, source, prompts, references, tallies, FULL)
+    injected = {kind: tally.injected for kind, tally in tallies.by_kind.items()}
+    assert sum(injected.values()) == 20
+    assert injected["kill_writing_unsealed_segment"] >= 10
+    assert injected["kill_sealing"] >= 1
+    assert injected["kill_reclaiming"] >= 1
+    assert found["answers_checked_after_restart"] >= 20
+    assert_harmless(tallies)

@@ -1,0 +1,86 @@
+"""Faults under the page store, without a server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.faults.open_time import measure_open
+from bench.faults.store_damage import damage_store
+from bench.faults.tally import Tallies
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.host import HostArena
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.record import RecordMeta, write_meta
+from sglang_ext.tiers.store import PageStore, StoreConfig
+
+SLOT_BYTES = 65536
+NAMESPACE = hashlib.sha256(b"tests.faults").digest()
+MIN_FREE_GB = 31
+
+
+def test_500_damaged_records_are_misses_and_counted(tmp_path: Path) -> None:
+    tallies = Tallies()
+    damage_store(tmp_path / "disk", 12, tallies)
+    injected = {k: t.injected for k, t in tallies.by_kind.items() if "undamaged" not in k}
+    assert sum(injected.values()) >= 500
+    assert min(injected.values()) >= 30
+    assert len(injected) == 7
+    assert {k: t for k, t in tallies.by_kind.items() if not t.harmless} == {}
+
+
+@pytest.mark.slow
+def test_10_gb_of_segments_add_under_two_seconds_to_the_start(tmp_path: Path) -> None:
+    if shutil.disk_usage(tmp_path).free < MIN_FREE_GB << 30:
+        pytest.skip(f"needs {MIN_FREE_GB} GB free, most of it left alone")
+    found = measure_open(tmp_path / "open", 10.0, 5)
+    assert found["gb"] >= 10.0
+    assert found["pages"] > 40_000
+    assert found["added_s"] < 2.0
+    assert found["added_after_kill_s"] < 2.0 + 1.0, "one segment is read as a whole"
+
+
+def save(store: PageStore, page: bytes) -> int:
+    """Saves one page; returns how many found room."""
+    ticket = store.begin_save(
+        store.space(NAMESPACE),
+        np.frombuffer(page, np.uint8).reshape(1, 32),
+        np.empty((0, 32), np.uint8),
+    )
+    for slot in ticket.slots.tolist():
+        write_meta(store.arena.slots[slot], RecordMeta(page, NAMESPACE, b"", 0, 64, "pre"), 40_000)
+    store.finish_save(ticket, ok=True)
+    return len(ticket.slots)
+
+
+def test_pages_whose_segment_was_reclaimed_can_leave_dram(tmp_path: Path) -> None:
+    """A disk smaller than DRAM: what it let go must not fill DRAM for good."""
+    log = tmp_path / "events"
+    disk = DiskTier(DiskConfig(tmp_path / "disk", max_bytes=2 << 20, min_free_bytes=0))
+    store = PageStore(
+        HostArena(64, SLOT_BYTES), PageIndex(1024), disk, StoreConfig(event_log=str(log))
+    )
+    store.connect(disk)
+    store.open_namespace(NAMESPACE, {})
+    for number in range(400):
+        assert save(store, hashlib.sha256(b"%d" % number).digest()) == 1, f"no room for {number}"
+        assert store.flush(10.0) == 0
+    store.check()
+    store.close()
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    gone: set[str] = set()
+    written: set[str] = set()
+    for event in events:
+        if event["e"] == "written":
+            written.update(event["pages"])
+        elif event["e"] in ("reclaimed", "lost"):
+            gone.update(event["pages"])
+    assert any(event["e"] == "reclaimed" for event in events)
+    with DiskTier(DiskConfig(tmp_path / "disk", max_bytes=2 << 20, min_free_bytes=0)) as again:
+        pages = again.open_namespace(NAMESPACE, SLOT_BYTES, {})
+    assert {row.tobytes().hex() for row in pages.hashes} == written - gone

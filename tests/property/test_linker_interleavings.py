@@ -1,0 +1,153 @@
+"""Random interleavings of everything the scheduler may ask of the linker, with traps everywhere."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.property.linker_world import PAGES_PER_DOCUMENT, Node, World, linker_module
+
+STEPS = 2_500  # in each of nine worlds: 22,500 operations
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "write_through-pre": {"policy": "write_through", "mode": "pre", "disk": True},
+    "write_through-delta": {"policy": "write_through", "mode": "delta", "disk": True},
+    "selective-pre": {"policy": "selective", "mode": "pre", "disk": True},
+    "write_back-pre": {"policy": "write_back", "mode": "pre", "disk": True},
+    "no-disk-pre": {"policy": "write_through", "mode": "pre", "disk": False},
+}
+CASES = [(name, seed) for name, world in WORLDS.items() for seed in (1, 2)[: 1 + world["disk"]]]
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES, ids=[f"{n}-{s}" for n, s in CASES])
+def test_no_page_is_read_before_it_is_written_or_written_after_it_is_freed(
+    name: str, seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)  # thousands of injected failures
+    world = World(tmp_path, 1000 * seed, **WORLDS[name])
+    try:
+        for step in range(STEPS):
+            world.step()
+            if step % 500 == 499:
+                world.settle()
+        stats = world.store.stats()
+        print(name, seed, world.counts, stats)
+        for operation in ("save", "load", "abort", "forward", "finish", "flush", "clear"):
+            assert world.counts.get(operation, 0) > 3, f"{operation} hardly ran"
+        if "pre" in name:
+            assert stats["saved_pre_pages"] > 20
+            assert stats["saved_bound_pages"] > 20
+        moved = ["saved_pages", "loaded_pages", "evicted_pages"]
+        if world.disk is not None:
+            moved += ["written_pages", "promoted_pages"]
+            assert world.counts["plan"] > 20
+        for counter in moved:
+            assert stats.get(counter, 0) > 10, (counter, stats)
+    finally:
+        world.close()
+
+
+def test_the_traps_catch(tmp_path: Path) -> None:
+    """A copy into freed rows, a write to a free slot and a wrong page all fail the test."""
+    world = World(tmp_path, 7, policy="write_through", mode="pre")
+    try:
+        world.save()
+        world.linker.quiesce()
+        world.collect()
+        node = world.nodes[0]
+        page = node.pages[0]
+        world.expect(node.chain, node.start, page, [0])
+        with pytest.raises(AssertionError, match="is not page"):
+            world.expect(node.chain, (node.start + 1) % PAGES_PER_DOCUMENT, page, [0])
+        world.evict(node)
+        world.check_poison()
+        world.write(node.chain, node.start, page)
+        with pytest.raises(AssertionError, match="written after it was freed"):
+            world.check_poison()
+        world._poison(page)
+        free = int(world.arena._stack[0])
+        world.arena.slots[free, 4000] ^= 1
+        with pytest.raises(AssertionError, match="written while it was free"):
+            world.check_poison()
+        world.arena.slots[free, 4000] ^= 1
+        world.settle()
+    finally:
+        world.close()
+
+
+def test_a_reset_that_overtakes_a_save_drops_its_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows change hands while the save copies them: it must not be published or reported."""
+    monkeypatch.setattr(linker_module, "_QUIESCE_TIMEOUT_S", 0.05)
+    world = World(tmp_path, 8, policy="write_through", mode="pre", disk=False)
+    try:
+        chain = world.chains[0]
+        pages = world.take(2)
+        assert pages is not None
+        for offset, page in enumerate(pages):
+            world.write(chain, offset, page)
+        world.kernels.gate.clear()  # the copy hangs
+        world.insert(Node(chain, 0, pages))
+        flush(world)
+        world.kernels.gate.set()
+        assert world.linker.quiesce()
+        assert world.linker.num_completed_offloads() == 0
+        assert world.store.ready_prefix(chain.space, chain.hashes) == 0
+        assert world.store.counters.snapshot()["reset_overtook_saves"] >= 1
+        world.save()
+        world.settle()
+        assert not world.saving
+    finally:
+        world.close()
+
+
+def flush(world: World) -> None:
+    """Flushes; `World.flush` leaves it to chance."""
+    while world.flush() is False:
+        pass
+
+
+def test_a_failed_load_is_reported_and_its_slots_come_back(tmp_path: Path) -> None:
+    world = World(tmp_path, 9, policy="write_through", mode="pre", disk=False)
+    try:
+        while not world.queued:
+            world.save()
+            world.linker.quiesce()
+            world.collect()
+            world.load()
+        world.kernels.failure = 1.0
+        world.kernels.delay = 0.0
+        index = world.linker.start_layer_wise_loading()
+        counter = world.linker.layer_done_counter
+        counter.set_consumer(index)
+        counter.wait_until(2)  # a failure must not hang the forward
+        assert world.linker.finish_layer_wise_loading(index) is False
+        for request in world.queued:
+            world.give_back(request.pages)
+        world.queued = []
+        world.settle()
+    finally:
+        world.close()
+
+
+def test_close_with_everything_in_flight(tmp_path: Path) -> None:
+    """Shutdown in the middle of saves, queued loads, plans and spills ends every thread."""
+    world = World(tmp_path, 10, policy="write_back", mode="pre")
+    for _ in range(300):
+        world.step()
+    started_s = time.monotonic()
+    while world.batches:
+        world.finish()
+    world.save()
+    world.load()
+    world.plan()
+    world.close()
+    assert time.monotonic() - started_s < 15
+    assert not [t for t in threading.enumerate() if t.name.startswith("hier-kv")]
+    world.check_poison()

@@ -1,0 +1,617 @@
+"""The page store: what leaves DRAM when, what is written, and what plans hold."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.disk.fileio import FileIO
+from sglang_ext.tiers.host import HostArena
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.record import RecordMeta, write_meta
+from sglang_ext.tiers.store import KeySpace, PageStore, Plan, StoreConfig
+from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.types import READY, WRITE_DROPPED
+
+SLOT = 8192
+DIGEST = hashlib.sha256(b"namespace").digest()
+OTHER = hashlib.sha256(b"other").digest()
+NONE = np.empty((0, 32), np.uint8)
+
+
+class Gate(FileIO):
+    """A disk whose reads and writes wait at a gate, or fail."""
+
+    def __init__(self) -> None:
+        self.open_gate = threading.Event()
+        self.open_gate.set()
+        self.fail_reads = self.fail_writes = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.open_gate.wait(20)
+        if self.fail_writes:
+            raise OSError(errno.EIO, "injected")
+        return super().pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.open_gate.wait(20)
+        if self.fail_reads:
+            raise OSError(errno.EIO, "injected")
+        return super().preadv(fd, buffers, offset)
+
+
+class Rig:
+    """A store over a small arena and a disk, and the ways to use it."""
+
+    def __init__(
+        self, folder: Path, *, slots: int = 8, policy: str = "write_through", disk: bool = True,
+        index: int = 256, max_bytes: int = 64 << 20, segment_bytes: int = 256 << 10,
+    ) -> None:  # fmt: skip
+        self.io = Gate()
+        self.arena = HostArena(slots, SLOT)
+        self.disk = None
+        self.log = folder / "events.jsonl"
+        if disk:
+            config = DiskConfig(
+                folder / "disk", max_bytes, 0, segment_bytes=segment_bytes, direct_io="off"
+            )
+            self.disk = DiskTier(config, io=self.io)
+        self.store = PageStore(
+            self.arena, PageIndex(index), self.disk, StoreConfig(policy, str(self.log))
+        )
+        if self.disk is not None:
+            self.store.connect(self.disk)
+        self.found = self.store.open_namespace(DIGEST, {})
+        self.space = self.store.space(DIGEST)
+
+    @property
+    def directory(self) -> Directory:
+        return self.store._directory
+
+    def save(
+        self, hashes: np.ndarray, ancestors: np.ndarray = NONE, space: KeySpace | None = None,
+        *, ok: bool = True,
+    ) -> int:  # fmt: skip
+        """Saves pages; returns how many were new."""
+        space = space or self.space
+        ticket = self.store.begin_save(space, hashes, ancestors)
+        for page, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True):
+            fill(self.arena.slots[slot], hashes[page].tobytes(), space)
+        self.store.finish_save(ticket, ok=ok)
+        return len(ticket.pages)
+
+    def ready(self, hashes: np.ndarray, space: KeySpace | None = None) -> int:
+        return self.store.ready_prefix(space or self.space, hashes)
+
+    def on_disk(self, hashes: np.ndarray) -> int:
+        """How many of the pages have an acknowledged copy on disk."""
+        rows = self.directory.index.lookup(hashes, self.space.number)
+        return int((self.directory.index.flags[rows[rows >= 0]] & 2 != 0).sum())
+
+    def count(self, name: str) -> int:
+        return self.store.counters.snapshot().get(name, 0)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 15
+        while not condition():
+            assert time.monotonic() < deadline_s, self.store.stats()
+            time.sleep(0.002)
+
+    def wait(self, plan: Plan) -> None:
+        self.until(lambda: plan.done)
+
+    def settle(self) -> None:
+        assert self.store.wait_idle(15)
+        self.until(lambda: not self.directory.spill_queue and not self.arena._pins.any())
+        self.store.check()
+
+    def events(self, name: str) -> set[str]:
+        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
+        return {page for line in lines if line["e"] == name for page in line["pages"]}
+
+
+def fill(slot: np.ndarray, page_hash: bytes, space: KeySpace) -> None:
+    num_bytes = SLOT - 512
+    write_meta(slot, RecordMeta(page_hash, space.digest, space.lora, 0, 64, "pre"), num_bytes)
+    content = hashlib.shake_128(page_hash + space.digest + space.lora).digest(num_bytes)
+    slot[512:] = np.frombuffer(content, np.uint8)
+
+
+def check_content(rig: Rig, hashes: np.ndarray, space: KeySpace | None = None) -> None:
+    space = space or rig.space
+    ticket = rig.store.pin_ready(space, hashes)
+    assert ticket is not None
+    for row, slot in zip(hashes, ticket.slots.tolist(), strict=True):
+        wanted = hashlib.shake_128(row.tobytes() + space.digest + space.lora).digest(SLOT - 512)
+        assert rig.arena.slots[slot][512:].tobytes() == wanted
+    rig.store.release(ticket.slots)
+
+
+def pages(name: str, count: int) -> np.ndarray:
+    rows = [hashlib.sha256(f"{name}{n}".encode()).digest() for n in range(count)]
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 32)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def build(**settings: Any) -> Rig:
+        made.append(Rig(tmp_path, **settings))
+        return made[-1]
+
+    yield build
+    for rig in made:
+        rig.io.open_gate.set()
+        rig.store.close(5)
+
+
+Make = Callable[..., Rig]
+
+
+# ---- saves and policies --------------------------------------------------------------------------
+
+
+def test_a_duplicate_costs_nothing(make: Make) -> None:
+    rig = make()
+    a = pages("a", 4)
+    assert rig.save(a) == 4
+    assert rig.save(a) == 0
+    assert rig.save(np.concatenate([a, pages("b", 1)])) == 1
+    assert rig.count("duplicate_pages") == 8
+    rig.settle()
+    assert rig.disk is not None
+    assert rig.count("written_pages") == 5
+
+
+def test_a_failed_save_leaves_nothing(make: Make) -> None:
+    rig = make()
+    rig.save(pages("a", 3), ok=False)
+    assert rig.ready(pages("a", 3)) == 0
+    assert rig.count("save_failed_pages") == 3
+    rig.settle()
+    assert rig.arena.num_free == 8
+    assert rig.save(pages("a", 3)) == 3
+
+
+def test_a_page_is_not_ready_while_it_is_being_written(make: Make) -> None:
+    rig = make()
+    ticket = rig.store.begin_save(rig.space, pages("a", 2), NONE)
+    assert rig.ready(pages("a", 2)) == 0
+    assert rig.store.pin_ready(rig.space, pages("a", 2)) is None
+    assert rig.store.locate_prefix(rig.space, pages("a", 2)).pending == 2
+    rig.store.finish_save(ticket, ok=True)
+    assert rig.ready(pages("a", 2)) == 2
+
+
+def test_write_through_writes_everything(make: Make) -> None:
+    rig = make()
+    rig.save(pages("a", 4))
+    rig.settle()
+    assert rig.on_disk(pages("a", 4)) == 4
+    assert rig.events("written") == {row.tobytes().hex() for row in pages("a", 4)}
+
+
+def test_selective_writes_what_was_used_again(make: Make) -> None:
+    rig = make(policy="selective")
+    rig.save(pages("a", 2))
+    rig.save(pages("b", 2))
+    ticket = rig.store.pin_ready(rig.space, pages("a", 2))
+    assert ticket is not None
+    rig.store.release(ticket.slots)
+    rig.until(lambda: rig.count("written_pages") == 2)
+    rig.settle()
+    assert (rig.on_disk(pages("a", 2)), rig.on_disk(pages("b", 2))) == (2, 0)
+    rig.save(pages("c", 8))  # what was never used again may be lost
+    assert rig.count("lost_pages") == 2
+    assert rig.store.locate_prefix(rig.space, pages("a", 2)).disk == 2
+
+
+def test_write_back_cleans_the_coldest_below_its_low_water_mark(make: Make) -> None:
+    rig = make(policy="write_back", slots=16)  # low water: 2 pages free or clean
+    rig.save(pages("a", 13))
+    time.sleep(0.1)
+    assert rig.count("written_pages") == 0
+    rig.save(pages("b", 2))
+    rig.until(lambda: rig.count("written_pages") > 0)
+    rig.settle()
+    # The last pages of the oldest path are the coldest: children go before their parents.
+    assert rig.on_disk(pages("a", 13)[-1:]) == 1
+    rig.save(pages("c", 2))
+    assert rig.count("lost_pages") == 0
+    assert rig.ready(pages("a", 13)) >= 11
+
+
+def test_nothing_leaves_dram_before_it_is_on_disk(make: Make) -> None:
+    rig = make(slots=4)
+    rig.io.open_gate.clear()
+    rig.save(pages("a", 4))
+    assert rig.save(pages("b", 2)) == 0
+    assert rig.count("save_dropped_pages") == 2
+    assert rig.ready(pages("a", 4)) == 4
+    rig.io.open_gate.set()
+    rig.settle()
+    assert rig.save(pages("b", 2)) == 2
+    assert rig.count("lost_pages") == 0
+
+
+def test_what_the_disk_refused_may_leave_dram_all_the_same(make: Make) -> None:
+    rig = make(slots=4)
+    rig.io.fail_writes = True
+    rig.save(pages("a", 4))
+    rig.until(lambda: rig.count("write_dropped_pages") == 4)
+    rig.settle()
+    flags = rig.directory.index.flags[rig.directory.index.lookup(pages("a", 4), 0)]
+    assert (flags == READY | WRITE_DROPPED).all()
+    assert rig.save(pages("b", 2)) == 2
+    assert rig.count("lost_pages") == 2
+    assert rig.ready(pages("a", 4)) == 2
+
+
+# ---- eviction ----------------------------------------------------------------------------------
+
+
+def test_children_leave_before_their_parents(make: Make) -> None:
+    rig = make(disk=False)
+    a = pages("a", 6)
+    rig.save(a[:3])
+    rig.save(a[3:], a[:3])
+    rig.save(pages("b", 4))  # room for 2, so 2 of `a` leave
+    assert rig.ready(a) == 4
+    rig.save(pages("c", 1))
+    assert rig.ready(a) == 3
+
+
+def test_saving_children_keeps_the_path_to_them(make: Make) -> None:
+    """The oldest pages are the very parents of what is saved: others must leave."""
+    rig = make(disk=False)
+    a = pages("a", 6)
+    rig.save(a[:3])
+    rig.save(pages("b", 5))
+    assert rig.save(a[3:], a[:3]) == 3
+    assert rig.ready(a) == 6
+    assert rig.ready(pages("b", 5)) == 2
+
+
+def test_a_use_keeps_a_page_young(make: Make) -> None:
+    rig = make(disk=False)
+    rig.save(pages("a", 4))
+    rig.save(pages("b", 4))
+    check_content(rig, pages("a", 4))
+    rig.save(pages("c", 4))
+    assert (rig.ready(pages("a", 4)), rig.ready(pages("b", 4))) == (4, 0)
+
+
+def test_pinned_pages_stay(make: Make) -> None:
+    rig = make(disk=False)
+    rig.save(pages("a", 4))
+    ticket = rig.store.pin_ready(rig.space, pages("a", 4))
+    assert ticket is not None
+    rig.save(pages("b", 4))
+    assert rig.save(pages("c", 6)) == 4
+    assert rig.ready(pages("a", 4)) == 4
+    check_content(rig, pages("a", 4))
+    rig.store.release(ticket.slots)
+    rig.save(pages("d", 8))
+    assert rig.ready(pages("a", 4)) == 0
+    rig.settle()
+
+
+def test_an_index_without_room_drops_saves(make: Make) -> None:
+    rig = make(index=6, disk=False)
+    assert rig.save(pages("a", 8)) == 6
+    assert rig.count("save_dropped_pages") == 2
+    assert rig.ready(pages("a", 8)) == 6
+    rig.settle()
+    check_content(rig, pages("a", 6))
+
+
+# ---- key spaces ----------------------------------------------------------------------------------
+
+
+def test_the_same_hashes_in_other_namespaces_and_adapters_are_other_pages(make: Make) -> None:
+    rig = make(slots=12)
+    rig.store.open_namespace(OTHER, {})
+    lora = hashlib.sha256(b"lora").digest()
+    spaces = [rig.space, rig.store.space(OTHER), rig.store.space(DIGEST, lora)]
+    a = pages("a", 4)
+    for space in spaces:
+        assert rig.ready(a, space) == 0
+        assert rig.save(a, space=space) == 4
+    rig.settle()
+    for space in spaces:
+        check_content(rig, a, space)
+    # The same from disk.
+    rig.save(pages("z", 12))
+    rig.settle()
+    for space in spaces:
+        plan = rig.store.plan(space, a)
+        assert plan is not None
+        rig.wait(plan)
+        check_content(rig, a, space)
+        rig.store.cancel_plan(plan)
+
+
+def test_a_restart_finds_the_pages_of_each_adapter(make: Make) -> None:
+    rig = make()
+    lora = hashlib.sha256(b"lora").digest()
+    rig.save(pages("a", 3))
+    rig.save(pages("a", 2), space=rig.store.space(DIGEST, lora))
+    rig.settle()
+    rig.store.close()
+    again = make()
+    assert again.found == 5
+    with_lora = again.store.space(DIGEST, lora)
+    assert again.store.locate_prefix(again.space, pages("a", 3)).disk == 3
+    assert again.store.locate_prefix(with_lora, pages("a", 3)).disk == 2
+
+
+# ---- plans -----------------------------------------------------------------------------------
+
+
+def on_disk_only(rig: Rig, hashes: np.ndarray) -> None:
+    rig.save(hashes)
+    rig.settle()
+    rig.save(pages("filler", rig.arena.num_slots))
+    rig.settle()
+    assert rig.ready(hashes) == 0
+
+
+def test_a_plan_brings_pages_back_and_keeps_them(make: Make) -> None:
+    rig = make()
+    on_disk_only(rig, pages("a", 4))
+    plan = rig.store.plan(rig.space, pages("a", 4))
+    assert plan is not None
+    rig.wait(plan)
+    assert not plan.failed
+    rig.save(pages("b", 8))
+    assert rig.ready(pages("a", 4)) == 4
+    check_content(rig, pages("a", 4))
+    rig.store.cancel_plan(plan)
+    rig.settle()
+    rig.save(pages("c", 8))
+    assert rig.ready(pages("a", 4)) == 0
+    rig.settle()
+
+
+def test_two_requests_share_one_read(make: Make) -> None:
+    rig = make(slots=16)
+    on_disk_only(rig, pages("a", 4))
+    rig.io.open_gate.clear()
+    first = rig.store.plan(rig.space, pages("a", 2))
+    second = rig.store.plan(rig.space, pages("a", 4))
+    assert first is not None
+    assert second is not None
+    assert (first.remaining, second.remaining) == (2, 4)
+    assert not first.done
+    rig.io.open_gate.set()
+    rig.wait(first)
+    rig.wait(second)
+    assert rig.count("promoted_pages") == 4
+    rig.store.cancel_plan(first)
+    rig.save(pages("b", 16))
+    assert rig.ready(pages("a", 4)) == 4  # the second still holds them
+    rig.store.cancel_plan(second)
+    rig.settle()
+
+
+def test_a_plan_waits_for_a_save_under_way(make: Make) -> None:
+    rig = make()
+    ticket = rig.store.begin_save(rig.space, pages("a", 2), NONE)
+    plan = rig.store.plan(rig.space, pages("a", 2))
+    assert plan is not None
+    assert plan.remaining == 2
+    rig.store.finish_save(ticket, ok=False)
+    assert plan.done
+    assert plan.failed
+    rig.store.cancel_plan(plan)
+    rig.settle()
+
+
+def test_cancelling_during_the_read_leaks_nothing(make: Make) -> None:
+    rig = make()
+    on_disk_only(rig, pages("a", 4))
+    rig.io.open_gate.clear()
+    plan = rig.store.plan(rig.space, pages("a", 4))
+    assert plan is not None
+    rig.store.cancel_plan(plan)
+    rig.store.cancel_plan(plan)
+    rig.io.open_gate.set()
+    rig.settle()
+    assert rig.ready(pages("a", 4)) == 4  # useful to whoever comes next
+    assert rig.directory.num_planned_pages == 0
+
+
+def test_a_failed_read_is_a_miss(make: Make) -> None:
+    rig = make()
+    on_disk_only(rig, pages("a", 4))
+    rig.io.fail_reads = True
+    plan = rig.store.plan(rig.space, pages("a", 4))
+    assert plan is not None
+    rig.wait(plan)
+    assert plan.failed
+    rig.store.cancel_plan(plan)
+    rig.settle()
+    assert rig.ready(pages("a", 4)) == 0
+    rig.io.fail_reads = False
+    assert rig.save(pages("a", 4)) == 4  # recomputed, and stored again
+    check_content(rig, pages("a", 4))
+
+
+def test_plans_leave_room_for_others(make: Make) -> None:
+    rig = make(slots=8)
+    on_disk_only(rig, pages("a", 8))
+    plan = rig.store.plan(rig.space, pages("a", 8))
+    assert plan is not None
+    rig.wait(plan)
+    assert rig.ready(pages("a", 8)) == 4  # half of DRAM
+    assert not rig.store.has_plan_room()
+    starved = rig.store.plan(rig.space, pages("a", 8)[4:])
+    assert starved is not None
+    assert starved.starved
+    assert rig.save(pages("b", 4)) == 4
+    rig.store.cancel_plan(starved)
+    rig.store.cancel_plan(plan)
+    assert rig.store.has_plan_room()
+    rig.settle()
+
+
+def test_nothing_stored_is_no_plan(make: Make) -> None:
+    assert make().store.plan(make_space(), pages("a", 4)) is None
+
+
+def make_space() -> KeySpace:
+    return KeySpace(0, DIGEST, b"")
+
+
+# ---- clear, segments, shutdown -------------------------------------------------------------------
+
+
+def test_clear_during_a_save(make: Make) -> None:
+    rig = make()
+    ticket = rig.store.begin_save(rig.space, pages("a", 3), NONE)
+    assert rig.store.clear() == 3
+    assert rig.save(pages("a", 3)) == 3  # again, into other slots
+    for slot in ticket.slots:
+        rig.arena.slots[slot] = 0xFF  # the first save is still copying
+    rig.store.finish_save(ticket, ok=True)
+    check_content(rig, pages("a", 3))
+    rig.settle()
+
+
+def test_clear_during_a_promotion(make: Make) -> None:
+    rig = make()
+    on_disk_only(rig, pages("a", 4))
+    rig.io.open_gate.clear()
+    plan = rig.store.plan(rig.space, pages("a", 4))
+    assert plan is not None
+    clearing = threading.Thread(target=rig.store.clear)
+    clearing.start()
+    time.sleep(0.05)
+    rig.io.open_gate.set()
+    clearing.join(15)
+    assert not clearing.is_alive()
+    rig.wait(plan)
+    rig.store.cancel_plan(plan)
+    rig.settle()
+    assert rig.store.locate_prefix(rig.space, pages("a", 4)) == (0, 0, 0)
+    assert rig.arena.num_free == 8
+
+
+def test_clear_during_a_write(make: Make) -> None:
+    rig = make()
+    rig.io.open_gate.clear()
+    rig.save(pages("a", 4))
+    rig.until(lambda: bool(rig.arena.pinned(np.arange(8)).any()))
+    clearing = threading.Thread(target=rig.store.clear)
+    clearing.start()
+    time.sleep(0.02)
+    rig.io.open_gate.set()
+    clearing.join(15)
+    rig.settle()
+    assert rig.ready(pages("a", 4)) == 0
+    rig.store.close()
+    assert make().found == 0
+
+
+def test_a_dropped_segment_takes_its_pages_along_unless_dram_has_them(make: Make) -> None:
+    rig = make(slots=4, max_bytes=256 << 10, segment_bytes=64 << 10)
+    for number in range(20):
+        rig.save(pages(f"n{number}", 4))
+        rig.settle()
+    assert rig.count("disk_reclaimed_pages") > 0
+    located = [rig.store.locate_prefix(rig.space, pages(f"n{n}", 4)) for n in range(20)]
+    assert located[0] == (0, 0, 0)
+    assert located[19].host == 4
+    for number in range(20):
+        plan = rig.store.plan(rig.space, pages(f"n{number}", 4))
+        if plan is not None:
+            rig.wait(plan)
+            ready = rig.ready(pages(f"n{number}", 4))
+            check_content(rig, pages(f"n{number}", 4)[:ready])
+            rig.store.cancel_plan(plan)
+    rig.settle()
+
+
+def test_pages_in_use_are_carried_over_when_their_segment_is_reclaimed(make: Make) -> None:
+    rig = make(slots=4, max_bytes=256 << 10, segment_bytes=64 << 10)
+    hot = pages("hot", 1)
+    rig.save(hot)
+    rig.settle()
+    for number in range(24):
+        rig.save(pages(f"n{number}", 3))
+        rig.settle()
+        plan = rig.store.plan(rig.space, hot)
+        if plan is None:
+            continue
+        rig.wait(plan)
+        check_content(rig, hot)
+        rig.store.cancel_plan(plan)
+    assert rig.count("disk_reclaimed_pages") > 8
+    assert sum(rig.store.locate_prefix(rig.space, hot)) == 1
+    plan = rig.store.plan(rig.space, hot)
+    assert plan is not None
+    rig.wait(plan)
+    check_content(rig, hot)
+    rig.store.cancel_plan(plan)
+
+
+def test_shutdown_writes_what_is_only_in_dram(make: Make) -> None:
+    rig = make(policy="write_back", slots=16)
+    rig.save(pages("a", 6))
+    assert rig.count("written_pages") == 0
+    rig.store.close()
+    assert rig.count("shutdown_lost_pages") == 0
+    again = make(slots=16)
+    assert again.found == 6
+    plan = again.store.plan(again.space, pages("a", 6))
+    assert plan is not None
+    again.wait(plan)
+    check_content(again, pages("a", 6))
+    again.store.cancel_plan(plan)
+
+
+def test_shutdown_gives_up_in_time_and_counts_what_is_lost(make: Make) -> None:
+    rig = make(policy="write_back", slots=16)
+    rig.save(pages("a", 6))
+    started_s = time.monotonic()
+    rig.store.close(timeout_s=0.0)
+    assert time.monotonic() - started_s < 5
+    assert rig.count("written_pages") == 0
+
+
+def test_stale_entries_of_one_key_space_do_not_end_a_flush(make: Make) -> None:
+    """Pages that were queued and forgotten, then a live page of another key space."""
+    rig = make(policy="write_back", slots=16)
+    rig.store.open_namespace(OTHER, {})
+    other = rig.store.space(OTHER)
+    assert rig.store._spiller is not None
+    with rig.store._spiller.paused():
+        rig.save(pages("a", 3))
+        rig.directory.queue_coldest(rig.store._space_of, 16)
+        rows = rig.directory.index.lookup(pages("a", 3), 0)
+        queued = list(rig.directory.spill_queue)
+        with rig.directory.lock:
+            rig.arena.free(rig.directory.index.host_slot[rows])
+            rig.directory.index.remove(rows)
+        rig.save(pages("b", 2), space=other)
+        rig.directory.queue_coldest(rig.store._space_of, 16)
+        assert len(queued) == 1
+        entry = rig.directory.take_spills(16)
+    assert entry is not None
+    assert entry.space == other
+    assert len(entry.rows) == 2
+    rig.directory.finish_spill(
+        entry, np.zeros(2, np.bool_), np.zeros(2, np.uint32), np.zeros(2, np.uint32)
+    )
+    rig.settle()
