@@ -129,7 +129,7 @@ def make_material(
 # ---- the programs ------------------------------------------------------------------------------
 
 
-@sgl.function
+@sgl.function  # type: ignore[untyped-decorator]
 def chat(s: Any, turns: Sequence[str], rounds: Rounds, who: int) -> None:
     """A conversation; it pauses after each turn until all the others had theirs."""
     for number, said in enumerate(turns):
@@ -140,7 +140,7 @@ def chat(s: Any, turns: Sequence[str], rounds: Rounds, who: int) -> None:
         rounds.arrive()
 
 
-@sgl.function
+@sgl.function  # type: ignore[untyped-decorator]
 def ask(s: Any, document: str, question: str) -> None:
     """One question on a document."""
     s += sgl.system(document)
@@ -208,7 +208,7 @@ class _Log:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class TimedEndpoint(sgl.RuntimeEndpoint):
+class TimedEndpoint(sgl.RuntimeEndpoint):  # type: ignore[misc]
     """The frontend's own backend; streams every answer to see when its first token comes.
 
     Args:

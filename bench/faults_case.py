@@ -15,7 +15,7 @@ def run(options: Options) -> Report:
     """Runs the injections; refuses to report when any led to wrong tokens.
 
     Raises:
-        CaseFailedError: a fault led to wrong tokens, or to pages that were acknowledged and lost.
+        CaseFailedError: a fault led to wrong tokens.
     """
     found: Mapping[str, object] = importlib.import_module("bench.faults").run(options.quick)
     report = with_samples(found.get("results", found))  # type: ignore[arg-type]

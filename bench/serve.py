@@ -30,15 +30,21 @@ def run(options: Options) -> Report:
     with tempfile.TemporaryDirectory(prefix="bench-serve-", dir=_disk_root()) as name:
         folder = Path(name)
         progress.stage("serve: equality with plain SGLang")
-        exact = measure_exact(folder / "exact", 6 if quick else 18, progress)
+        exact = measure_exact(folder / "exact", 8 if quick else 18, progress)
         progress.stage("serve: time to first token by tier")
         (folder / "ttft").mkdir()
-        ttft = measure_ttft(folder / "ttft", 4 if quick else 24, progress)
+        ttft = measure_ttft(
+            folder / "ttft", 4 if quick else 24, progress, 60.0 if quick else float("inf")
+        )
         shutil.rmtree(folder / "ttft")
         progress.stage("serve: cost without reuse")
         (folder / "overhead").mkdir()
         overhead = measure_overhead(
-            folder / "overhead", 3 if quick else 12, 8 if quick else 16, progress
+            folder / "overhead",
+            3 if quick else 12,
+            8 if quick else 16,
+            progress,
+            60.0 if quick else float("inf"),
         )
     report = _report(exact, ttft, overhead)
     longest = max(ttft["prefixes"], key=int)
@@ -131,7 +137,8 @@ def _load_table(prefixes: dict[str, Any]) -> Table:
         ):
             load = p[f"visible_load_{tier}"]
             low, high = p[f"visible_load_{tier}_ci95"]
-            ok = load * limit <= _VISIBLE_TARGET * limit + extra
+            most = _VISIBLE_TARGET + extra / limit
+            verdict = _verdict(load, (low, high), most, at_most=True)
             allowed = f"<= {_VISIBLE_TARGET}" + (f" + {extra:g} ms" if extra else "")
             table.rows.append(
                 (
@@ -141,10 +148,18 @@ def _load_table(prefixes: dict[str, Any]) -> Table:
                     load * limit,
                     load,
                     f"{low:.2f} to {high:.2f}",
-                    f"{allowed} {'ok' if ok else 'missed'}",
+                    f"{allowed} {verdict}",
                 )
             )
     return table
+
+
+def _verdict(value: float, interval: tuple[float, float], target: float, *, at_most: bool) -> str:
+    """What a median and its interval say; an interval around the target decides nothing."""
+    low, high = interval
+    if low <= target <= high:
+        return "inconclusive"
+    return "ok" if (value <= target) == at_most else "missed"
 
 
 def _cost_table(results: dict[str, Any]) -> Table:
@@ -160,8 +175,7 @@ def _cost_table(results: dict[str, Any]) -> Table:
     for name, values, key, target, sign in rows:
         low, high = results[f"{key}_ci95"]
         ratio = results[key]
-        # "Within its interval": a ratio whose interval holds the target has not missed it.
-        reached = low <= target if sign == "<=" else high >= target
+        verdict = _verdict(ratio, (low, high), target, at_most=sign == "<=")
         table.rows.append(
             (
                 name,
@@ -169,7 +183,7 @@ def _cost_table(results: dict[str, Any]) -> Table:
                 values["without"],
                 f"{ratio:.3f}",
                 f"{low:.3f} to {high:.3f}",
-                f"{sign} {target} {'ok' if reached else 'missed'}",
+                f"{sign} {target} {verdict}",
             )
         )
     return table
@@ -198,9 +212,9 @@ def _notes(results: dict[str, Any]) -> list[str]:
     if outside:
         notes.insert(
             1,
-            f"The factor is not between {low} and {high} everywhere: attention alone takes n/2 "
-            "operations per byte of KV for a prefix of n tokens, and this processor's bf16 "
-            "attention is too slow for fewer. SGLang's CPU attention also repeats it in full for "
-            "a device hit, so all sides have it and it cancels in the differences.",
+            f"The factor is not between {low} and {high} everywhere. SGLang's torch_native backend "
+            "also repeats the prefix's whole attention for a device hit. That cancels in the "
+            "differences, but gives each layer's load more work to hide under than an attention "
+            "that computes the new tokens only: the visible load is flattered by it.",
         )
     return notes

@@ -41,16 +41,11 @@ def measure_exact(folder: Path, num_prompts: int, progress: Progress) -> dict[st
         CaseFailedError: an answer differs, or a tier was not used.
     """
     prompts = _prompts(num_prompts)
-    common = ["--page-size", _PAGE, "--max-total-tokens", 65_536]
+    common: list[Any] = ["--page-size", _PAGE, "--max-total-tokens", 65_536]
     plain = Server([*common, "--sleep-on-idle"], stop="kill").start()
-    ours = Server(
-        [
-            *common,
-            *("--enable-hier-kv", "--hier-kv-host-size", _HOST_PAGES * _PAGE_BYTES / 2**30),
-            *("--hier-kv-disk-dir", folder, "--hier-kv-disk-size", 1),
-        ],
-        stop="kill",
-    ).start()
+    tiers: list[Any] = ["--enable-hier-kv", "--hier-kv-disk-dir", folder, "--hier-kv-disk-size", 1]
+    tiers += ["--hier-kv-host-size", _HOST_PAGES * _PAGE_BYTES / 2**30]
+    ours = Server([*common, *tiers], stop="kill").start()
     try:
         plain.wait_ready()
         ours.wait_ready()

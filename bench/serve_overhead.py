@@ -57,7 +57,9 @@ class Request:
     num_new: int
 
 
-def measure_overhead(folder: Path, pairs: int, block: int, progress: Progress) -> dict[str, Any]:
+def measure_overhead(
+    folder: Path, pairs: int, block: int, progress: Progress, budget_s: float = float("inf")
+) -> dict[str, Any]:
     """Runs `pairs` pairs of blocks, the sides taking turns at going first.
 
     Args:
@@ -65,6 +67,7 @@ def measure_overhead(folder: Path, pairs: int, block: int, progress: Progress) -
         pairs: pairs that count; one more comes before them.
         block: requests in a block.
         progress: where to say how far it is.
+        budget_s: no pair begins after this time, but for the first two that count.
 
     Returns:
         Medians of the paired ratios with intervals, and `samples`.
@@ -73,12 +76,12 @@ def measure_overhead(folder: Path, pairs: int, block: int, progress: Progress) -
         CaseFailedError: something was reused, or the plugin saved nothing.
     """
     model = MODEL.write(folder)
-    common = [
+    common: list[Any] = [
         *dummy_model.ARGS,
         *("--page-size", _PAGE, "--max-total-tokens", 24_576, "--mem-fraction-static", 0.5),
         "--sleep-on-idle",
     ]
-    tiers = ["--enable-hier-kv", "--hier-kv-host-size", 0.5, "--hier-kv-disk-size", 16]
+    tiers: list[Any] = ["--enable-hier-kv", "--hier-kv-host-size", 0.5, "--hier-kv-disk-size", 16]
     tiers += ["--hier-kv-disk-dir", folder / "tier"]
     servers = {
         "without": Server(common, model=model, stop="kill").start(),
@@ -87,7 +90,7 @@ def measure_overhead(folder: Path, pairs: int, block: int, progress: Progress) -
     try:
         for server in servers.values():
             server.wait_ready()
-        samples = _run_pairs(servers, pairs, block, progress)
+        samples = _run_pairs(servers, pairs, block, progress, budget_s)
         settle(servers["with"])
         counters = tier_state(servers["with"])["host"]
     finally:
@@ -99,11 +102,14 @@ def measure_overhead(folder: Path, pairs: int, block: int, progress: Progress) -
 
 
 def _run_pairs(
-    servers: dict[str, Server], pairs: int, block: int, progress: Progress
+    servers: dict[str, Server], pairs: int, block: int, progress: Progress, budget_s: float
 ) -> OverheadSamples:
     rng = np.random.default_rng(33)
     samples = OverheadSamples()
+    end_s = time.monotonic() + budget_s
     for at in range(pairs + 1):
+        if at > 2 and time.monotonic() > end_s:
+            break
         requests = _requests(rng, block)
         order = ("without", "with") if at % 2 else ("with", "without")
         found: dict[str, tuple[float, float]] = {}

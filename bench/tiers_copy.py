@@ -55,8 +55,9 @@ class Shape:
         return 2 * 2 * self.layers * self.heads * self.head_dim * self.tokens
 
 
-# Llama-3.2-1B's KV, which the keys without a shape are about, and a larger head. `fp32` is the rule
-# of SGLang's CPU path for bf16, `eager` that of models which round after every operation.
+# Llama-3.2-1B's KV and a larger head. `eager` is the rule that `detect_rule` finds for SGLang's
+# rotary embedding in bf16 on the CPU runtime, so the keys without a shape are about it; `fp32` (one
+# rounding at the end) takes less searching and is there for comparison.
 SHAPES: dict[str, Shape] = {
     "16x8x64 fp32": Shape(16, 8, 64, 8192, "fp32"),
     "16x8x64 eager": Shape(16, 8, 64, 8192, "eager"),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.kernels.rope import Corrections, PagedView
+from sglang_ext.kernels.rope import Corrections, PagedView, RopeSpec
 from sglang_ext.layout import (
     ROPE_BOUND,
     ROPE_DELTA,
@@ -80,7 +80,7 @@ class PageCopier:
         ropes: one a layer.
         slots: u8 `[num_slots, slot_bytes]`, the arena.
         mode: `pre` or `delta`.
-        kernels: module with `save_k`, `load_k`, `move_k`, `save_v` and `load_v`.
+        kernels: module with `save_k`, `load_k`, `copy_rows_to_pages` and `copy_pages_to_rows`.
     """
 
     def __init__(
@@ -138,11 +138,9 @@ class PageCopier:
         for layer in range(self.pool.num_layers):
             spec = refresh_spec(self.ropes[layer]) if state == ROPE_PRE else None
             view = self._k_view(page_slots, layer)
-            found.append(
-                self._kernels.save_k(self.pool.k[layer], token_slots, positions, spec, view)
-            )
+            found.append(self._save_k(layer, token_slots, positions, spec, view))
             if self.pool.v:
-                self._kernels.save_v(
+                self._kernels.copy_rows_to_pages(
                     self.pool.v[layer], token_slots, self._v_view(page_slots, layer)
                 )
         return self._write_tails(token_slots, position, page_slots, found, state)
@@ -184,7 +182,9 @@ class PageCopier:
     def _keep_bound(self, token_slots: I64, page_slots: I64) -> None:
         """Stores K as the engine has it: a page with more corrections than it has room for."""
         for layer in range(self.pool.num_layers):
-            self._kernels.save_v(self.pool.k[layer], token_slots, self._k_view(page_slots, layer))
+            self._kernels.copy_rows_to_pages(
+                self.pool.k[layer], token_slots, self._k_view(page_slots, layer)
+            )
 
     # ---- load ----
 
@@ -226,20 +226,16 @@ class PageCopier:
         """Copies one layer of a request's pages into the device pool."""
         k, kernels = self.pool.k[layer], self._kernels
         if not job.kept.any():
-            kernels.load_k(
-                self._k_view(job.page_slots, layer),
-                job.positions,
-                refresh_spec(self.ropes[layer]),
-                k,
-                job.token_slots,
-                job.corrections[layer],
-            )
+            view = self._k_view(job.page_slots, layer)
+            self._load_k(layer, view, job.positions, job.token_slots, job.corrections[layer])
         elif job.kept.all():
-            kernels.load_v(self._k_view(job.page_slots, layer), k, job.token_slots)
+            kernels.copy_pages_to_rows(self._k_view(job.page_slots, layer), k, job.token_slots)
         else:
             self._load_mixed(job, layer)
         if self.pool.v:
-            kernels.load_v(self._v_view(job.page_slots, layer), self.pool.v[layer], job.token_slots)
+            kernels.copy_pages_to_rows(
+                self._v_view(job.page_slots, layer), self.pool.v[layer], job.token_slots
+            )
 
     def _load_mixed(self, job: LoadPages, layer: int) -> None:
         size = self._layout.page_size
@@ -249,20 +245,43 @@ class PageCopier:
             view = self._k_view(job.page_slots[which], layer)
             token_slots = job.token_slots[tokens]
             if kept:
-                self._kernels.load_v(view, self.pool.k[layer], token_slots)
+                self._kernels.copy_pages_to_rows(view, self.pool.k[layer], token_slots)
                 continue
             corrections = job.corrections[layer]
             if corrections is not None:
                 place = np.searchsorted(which, corrections.page).astype(np.int32)
                 corrections = Corrections(place, corrections.element, corrections.bits)
-            self._kernels.load_k(
-                view,
-                job.positions[tokens],
-                refresh_spec(self.ropes[layer]),
-                self.pool.k[layer],
-                token_slots,
-                corrections,
-            )
+            self._load_k(layer, view, job.positions[tokens], token_slots, corrections)
+
+    # ---- one layer's K: the kernels rotate, and a layer without rotation is copied ----
+
+    def _save_k(
+        self,
+        layer: int,
+        token_slots: I64,
+        positions: I64,
+        spec: RopeSpec | None,
+        view: PagedView,
+    ) -> Corrections:
+        if spec is not None:
+            return self._kernels.save_k(self.pool.k[layer], token_slots, positions, spec, view)
+        self._kernels.copy_rows_to_pages(self.pool.k[layer], token_slots, view)
+        return Corrections(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.uint32))
+
+    def _load_k(
+        self,
+        layer: int,
+        view: PagedView,
+        positions: I64,
+        token_slots: I64,
+        corrections: Corrections | None,
+    ) -> None:
+        spec = refresh_spec(self.ropes[layer])
+        k = self.pool.k[layer]
+        if spec is None:
+            self._kernels.copy_pages_to_rows(view, k, token_slots)
+        else:
+            self._kernels.load_k(view, positions, spec, k, token_slots, corrections)
 
     def _k_view(self, page_slots: I64, layer: int) -> PagedView:
         return PagedView(

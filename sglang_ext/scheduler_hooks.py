@@ -6,10 +6,12 @@ import logging
 from typing import Any
 
 from sglang_ext.cache import HierKVRadixCache
+from sglang_ext.config import HierKVConfigError
 from sglang_ext.factory import build_cache
 from sglang_ext.report import DETAILS_KEY, pack_details
 from sglang_ext.request_state import find_state
 from sglang_ext.self_check import run_self_check
+from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.weight_hooks import register_weight_hooks
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,10 @@ def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     self.enable_unified_cache_external_linker = True
     self.enable_lmcache = True
     run_self_check(self, cache)
-    cache.identity.open(cache.store)
+    try:
+        cache.identity.open(cache.store)
+    except TierConfigError as error:
+        raise HierKVConfigError(f"{error}.") from error
 
 
 def _after_details(result: Any, self: Any, req: Any) -> Any:

@@ -38,13 +38,21 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
         cache: its cache.
     """
     copier = cache.hier_linker.copier
+    runner = scheduler.tp_worker.model_runner
+
+    def release() -> None:
+        """Frees what the prefill took, at whatever point it ended."""
+        runner.req_to_token_pool.clear()
+        runner.token_to_kv_pool_allocator.clear()
+
     try:
-        slots, release = _prefill_identical(scheduler)
+        slots = _prefill_identical(scheduler)
     except Exception as error:
         logger.warning(
             "hier-kv: the self-check could not run (%s); K is stored position-bound", error
         )
         copier.bind_all(f"the self-check could not run: {error}")
+        release()
         return
     try:
         failed = check_layers(copier.pool, copier.ropes, slots)
@@ -104,8 +112,8 @@ def _unrotate(rows: torch.Tensor, rope: LayerRope) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _prefill_identical(scheduler: Any) -> tuple[np.ndarray[Any, np.dtype[np.int64]], Any]:
-    """Prefills `_NUM_TOKENS` equal tokens; returns their pool rows and a function to free them."""
+def _prefill_identical(scheduler: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Prefills `_NUM_TOKENS` equal tokens and returns their pool rows, i64 `[T]`."""
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -140,13 +148,8 @@ def _prefill_identical(scheduler: Any) -> tuple[np.ndarray[Any, np.dtype[np.int6
     if runner.device != "cpu":
         torch.get_device_module(runner.device).synchronize()
     rows = runner.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
-    slots = rows.to(torch.int64).cpu().numpy()
-
-    def release() -> None:
-        runner.req_to_token_pool.clear()
-        runner.token_to_kv_pool_allocator.clear()
-
-    return slots, release
+    slots: np.ndarray[Any, np.dtype[np.int64]] = rows.to(torch.int64).cpu().numpy()
+    return slots
 
 
 def _no_cache(runner: Any, page_size: int) -> Any:

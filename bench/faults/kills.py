@@ -70,7 +70,12 @@ FULL = (
     Kill("reclaim:before_unlink", 2),
     Kill("record", 11),
 )
-QUICK = (Kill("record", 9), Kill("seal:before_truncate"), Kill("reclaim:before_drop", 2))
+QUICK = (
+    Kill("record", 9),
+    Kill("seal:before_truncate"),
+    Kill("reclaim:before_drop", 2),
+    Kill(RANDOM),
+)
 NUM_PROMPTS = len(FULL)
 
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 
 from bench.faults.tally import check
-from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.fileio import FileIO, aligned_array
 from sglang_ext.tiers.host import HostArena
@@ -29,9 +28,9 @@ _SEGMENT_BYTES = 256 << 20
 
 
 class SparseDisk(FileIO):
-    """Writes headers and footers; of a record only its first block. The rest are holes.
+    """Writes headers and footers and leaves holes where records would be.
 
-    Opening reads no payload of a sealed segment, so it cannot tell.
+    Opening reads no record of a sealed segment, so it cannot tell.
     """
 
     def __init__(self) -> None:
@@ -44,13 +43,9 @@ class SparseDisk(FileIO):
             super().allocate(fd, num_bytes)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if not self.is_sparse or bytes(buffers[0][:4]) != b"HKVR":
-            return super().pwritev(fd, buffers, offset)
-        done = 0
-        for view in buffers:
-            super().pwritev(fd, [view[:BLOCK_BYTES]], offset + done)
-            done += len(view)
-        return done
+        if self.is_sparse and bytes(buffers[0][:4]) == b"HKVR":
+            return sum(len(view) for view in buffers)
+        return super().pwritev(fd, buffers, offset)
 
 
 def measure_open(folder: Path, num_gb: float, repeats: int) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def _ask_for_all(
     for page in _PAGES:
         kind = damaged.get(page.hex())
         tally = tallies[f"store_{kind or 'undamaged_neighbour'}"]
-        tally.injected += 1
+        tally.injected += kind is not None
         try:
             plan = store.plan(space, _hashes(page))
             deadline = time.monotonic() + 10.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from .spec import I64, RULES, Corrections, PagedView, RopeSpec
 
 U64 = npt.NDArray[np.uint64]
 Words = npt.NDArray[Any]
+_U = np.uint64
 
 # The integer type of a word tells numba the dtype (see words.py).
 _WORDS: dict[torch.dtype, type] = {
@@ -80,6 +83,7 @@ def save_k(
         out.page_size,
         _layout(pool, spec),
         _SLACK[pool.dtype],
+        np.empty(spec.rotary_dim, np.float64 if words.itemsize == 4 else np.float32),
         fixes,
     )
     mask = np.uint32(0xFFFF if words.itemsize == 2 else 0xFFFFFFFF)
@@ -287,49 +291,66 @@ def _flat_words(pool: torch.Tensor) -> Words:
     if pool.ndim != 3:
         raise ValueError(f"pool must be [S, H, D], got shape {tuple(pool.shape)}")
     num_rows, heads, dim = pool.shape
-    dense = pool.stride(2) == 1 or dim == 1
-    if not dense or (heads > 1 and pool.stride(1) != dim):
+    row_stride, head_stride, stride = pool.stride()
+    if (stride != 1 and dim > 1) or (heads > 1 and head_stride != dim):
         raise ValueError(f"rows of the pool must be dense, got strides {pool.stride()}")
-    span = (num_rows - 1) * pool.stride(0) + heads * dim if num_rows else 0
-    flat = torch.as_strided(pool.detach(), (span,), (1,))
+    span = (num_rows - 1) * row_stride + heads * dim if num_rows else 0
     kind = _WORDS.get(pool.dtype)
     if kind is None:
         kind = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[pool.element_size()]
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[kind(0).itemsize]
-    words: Words = flat.view(integer).numpy().view(kind)
-    return words
+    return _words_at(pool.data_ptr(), span, kind)
+
+
+@lru_cache(maxsize=1024)
+def _words_at(address: int, num_words: int, kind: type) -> Words:
+    # Making the array costs as much as a page's copy. It owns nothing, so that keeping it is safe:
+    # it is asked for only by the address and span of a tensor that lives.
+    if not num_words:
+        return np.empty(0, kind)
+    raw = (ctypes.c_uint8 * (num_words * np.dtype(kind).itemsize)).from_address(address)
+    return np.frombuffer(raw, kind)
+
+
+def _offsets(indices: I64, limit: int, factor: int, start: int, what: str) -> U64:
+    """`start + index * factor`, for 1-D int64 indices that must lie in `[0, limit)`."""
+    wanted = np.ascontiguousarray(indices, np.int64)
+    if not wanted.flags.writeable:  # another type to numba, which would compile for it
+        wanted = wanted.copy()
+    offsets = np.empty(wanted.size, np.uint64)
+    if not cpu.scale_indices(wanted, _U(limit), _U(factor), _U(start), offsets):
+        raise IndexError(f"{what} must lie in [0, {limit})")
+    return offsets
 
 
 def _pool_rows(pool: torch.Tensor, token_slots: I64) -> tuple[Words, U64]:
     words = _flat_words(pool)
-    slots = np.ascontiguousarray(token_slots, np.int64)
-    if slots.ndim != 1:
-        raise ValueError(f"token_slots must be [T], got shape {slots.shape}")
-    if slots.size and not (slots.min() >= 0 and slots.max() < pool.shape[0]):
-        raise IndexError(f"token slots must lie in [0, {pool.shape[0]})")
-    return words, (slots * pool.stride(0)).view(np.uint64)
+    if token_slots.ndim != 1:
+        raise ValueError(f"token_slots must be [T], got shape {token_slots.shape}")
+    return words, _offsets(token_slots, pool.shape[0], pool.stride(0), 0, "token slots")
 
 
 def _page_bases(view: PagedView, kind: np.dtype[Any], width: int) -> tuple[Words, U64]:
-    arena = view.arena
+    arena, item = view.arena, kind.itemsize
     if arena.dtype != np.uint8 or arena.ndim != 2 or not arena.flags.c_contiguous:
         raise ValueError(f"arena must be C-contiguous uint8 [slots, bytes], got {arena.shape}")
-    if arena.shape[1] % kind.itemsize or view.byte_offset % kind.itemsize or view.page_size < 1:
+    num_slots, slot_bytes = arena.shape
+    if slot_bytes % item or view.byte_offset % item or view.page_size < 1:
         raise ValueError(
-            f"slot bytes {arena.shape[1]} and offset {view.byte_offset} must be multiples of "
-            f"{kind.itemsize}, and page_size {view.page_size} positive"
+            f"slot bytes {slot_bytes} and offset {view.byte_offset} must be multiples of "
+            f"{item}, and page_size {view.page_size} positive"
         )
-    block_bytes = view.page_size * width * kind.itemsize
-    if not 0 <= view.byte_offset <= view.arena.shape[1] - block_bytes:
+    block_bytes = view.page_size * width * item
+    if not 0 <= view.byte_offset <= slot_bytes - block_bytes:
         raise ValueError(
             f"a block of {block_bytes} bytes at {view.byte_offset} does not lie in a slot of "
-            f"{view.arena.shape[1]} bytes"
+            f"{slot_bytes} bytes"
         )
-    slots = np.ascontiguousarray(view.page_slots, np.int64)
-    if slots.size and not (slots.min() >= 0 and slots.max() < arena.shape[0]):
-        raise IndexError(f"page slots must lie in [0, {arena.shape[0]})")
-    bases = (slots * arena.shape[1] + view.byte_offset) // kind.itemsize
-    return arena.reshape(-1).view(kind), bases.view(np.uint64)
+    if view.page_slots.ndim != 1:
+        raise ValueError(f"page_slots must be [n_pages], got shape {view.page_slots.shape}")
+    bases = _offsets(
+        view.page_slots, num_slots, slot_bytes // item, view.byte_offset // item, "page slots"
+    )
+    return arena.reshape(-1).view(kind), bases
 
 
 def _page_row_bases(
@@ -341,21 +362,22 @@ def _page_row_bases(
             f"rows [{first_row}, {first_row + num_tokens}) do not lie in {bases.size} pages of "
             f"{view.page_size}"
         )
-    in_page = np.arange(view.page_size, dtype=np.uint64) * np.uint64(width)
-    rows = (bases[:, None] + in_page).reshape(-1)[first_row : first_row + num_tokens]
+    rows = np.empty(num_tokens, np.uint64)
+    cpu.row_offsets(bases, _U(view.page_size), _U(width), _U(first_row), rows)
     return pages, rows
 
 
 def _angles(positions: I64, num_tokens: int, spec: RopeSpec) -> U64:
-    wanted = np.ascontiguousarray(positions, np.int64)
-    if wanted.shape != (num_tokens,):
-        raise ValueError(f"positions must be [{num_tokens}], got shape {wanted.shape}")
-    if wanted.size and not (wanted.min() >= 0 and wanted.max() < spec.max_pos):
-        raise IndexError(f"positions must lie in [0, {spec.max_pos})")
-    return (wanted * (spec.rotary_dim // 2)).view(np.uint64)
+    if positions.shape != (num_tokens,):
+        raise ValueError(f"positions must be [{num_tokens}], got shape {positions.shape}")
+    return _offsets(positions, spec.max_pos, spec.rotary_dim // 2, 0, "positions")
 
 
 def _layout(pool: torch.Tensor, spec: RopeSpec) -> U64:
-    heads, dim = pool.shape[1:]
-    values = [heads, dim, spec.first, spec.rotary_dim // 2, int(spec.interleaved)]
+    _, heads, dim = pool.shape
+    return _packed(heads, dim, spec.first, spec.rotary_dim // 2, int(spec.interleaved))
+
+
+@lru_cache(maxsize=64)
+def _packed(*values: int) -> U64:
     return np.array(values, np.uint64)

@@ -11,22 +11,18 @@ from typing import Any
 import numpy as np
 
 from .rotate import rotate, rotated
-from .search import (
-    newton,
-    reciprocal,
-    solve_pair,
-    try_neighbours,
-    unrotate,
-    unrotate_words,
-)
+from .search import inverse, rotates_to, solve_pair, try_neighbours, unrotate, unrotate_words
 from .words import (
+    beside,
     decode,
     encode,
     jit,
+    load_pair,
     mark_bits,
-    nearest,
+    near,
     pack,
-    same,
+    rounds_to,
+    store_pair,
     trailing_zeros,
     use_wide_vectors,
 )
@@ -34,6 +30,7 @@ from .words import (
 _CHUNK = 512  # listed pairs searched at a time; their scratch stays in the L1 cache
 _U = np.uint64
 _ONE, _TWO, _SHIFT32, _MASK32 = _U(1), _U(2), _U(32), _U(0xFFFFFFFF)
+_LANES = _U(16)  # lists are searched in whole vectors; what lies beyond their end is ignored
 
 
 @jit(forceinline=True)
@@ -46,140 +43,140 @@ def _copy(source: Any, a: Any, out: Any, b: Any, num: Any) -> None:
 @jit(forceinline=True)
 def _unrotate_run(
     rule: Any,
+    paired: Any,
     pool: Any,
     a: Any,
-    b: Any,
-    cos: Any,
-    sin: Any,
+    tables: Any,
     k: Any,
     out: Any,
-    d: Any,
-    e: Any,
-    stride: Any,
+    b: Any,
     half: Any,
-    norm: Any,
     bad: Any,
 ) -> None:
     use_wide_vectors()
+    cos, sin, inverse_cos, inverse_sin = tables
     for j in range(half):
-        i = j * stride
-        w1, w2 = pool[a + i], pool[b + i]
+        if paired:
+            w1, w2 = load_pair(pool, a + _TWO * j)
+        else:
+            w1, w2 = pool[a + j], pool[a + half + j]
         y1, y2, c, s = decode(w1), decode(w2), cos[k + j], sin[k + j]
-        scale = reciprocal(c, s, norm, w1)
-        v1, v2 = unrotate(y1, y2, c, s, scale, w1)
-        x1, x2 = nearest(np.float32(v1), w1), nearest(np.float32(v2), w1)
+        ci, si = inverse_cos[j], inverse_sin[j]
+        v1, v2 = unrotate(y1, y2, ci, si, w1)
+        x1, x2 = near(np.float32(v1), w1), near(np.float32(v2), w1)
         o1, o2 = rotated(rule, x1, x2, c, s, w1)
-        o1, o2 = nearest(o1, w1), nearest(o2, w1)
-        good = same(o1, y1) & same(o2, y2)
-        if rule == 0:
-            # One damped Newton step on the residual finds two thirds of the pairs that the many
-            # roundings of this rule make miss, for less than listing them would cost.
-            u1, u2 = newton(y1 - o1, y2 - o2, x1, x2, c, s, scale, w1)
-            o1, o2 = rotated(rule, u1, u2, c, s, w1)
-            o1, o2 = nearest(o1, w1), nearest(o2, w1)
-            x1 = x1 if good else u1
-            x2 = x2 if good else u2
-            good = good | (same(o1, y1) & same(o2, y2))
-        out[d + i] = pack(x1, w1)
-        out[e + i] = pack(x2, w1)
+        # Where the residual points lies the exact pair, if the rounded one is not it.
+        e1, e2 = y1 - o1, y2 - o2
+        u1 = beside(x1, e1 * c + e2 * s, w1)
+        u2 = beside(x2, e2 * c - e1 * s, w1)
+        hit00 = rounds_to(o1, y1, w1) & rounds_to(o2, y2, w1)
+        hit10 = rotates_to(rule, u1, x2, y1, y2, c, s, w1)
+        hit01 = rotates_to(rule, x1, u2, y1, y2, c, s, w1)
+        hit11 = rotates_to(rule, u1, u2, y1, y2, c, s, w1)
+        x1 = x1 if hit00 | hit01 else u1
+        x2 = x2 if hit00 | (hit10 & (not hit01)) else u2
+        found = hit00 | hit10 | hit01 | hit11
+        if paired:
+            store_pair(out, b + _TWO * j, pack(x1, w1), pack(x2, w1))
+        else:
+            out[b + j] = pack(x1, w1)
+            out[b + half + j] = pack(x2, w1)
         # A NaN makes v1 one; it is always listed, for `load` writes the one quiet NaN.
-        bad[j] = not (good & (v1 == v1))
+        bad[j] = not (found & (v1 == v1))
 
 
 @jit(forceinline=True)
 def _rotate_run(
     rule: Any,
+    paired: Any,
     pages: Any,
     a: Any,
-    b: Any,
     cos: Any,
     sin: Any,
     k: Any,
     out: Any,
-    d: Any,
-    e: Any,
-    stride: Any,
+    b: Any,
     half: Any,
 ) -> None:
     use_wide_vectors()
     for j in range(half):
-        i = j * stride
-        o1, o2 = rotate(rule, pages[a + i], pages[b + i], cos[k + j], sin[k + j])
-        out[d + i] = o1
-        out[e + i] = o2
+        if paired:
+            w1, w2 = load_pair(pages, a + _TWO * j)
+            o1, o2 = rotate(rule, w1, w2, cos[k + j], sin[k + j])
+            store_pair(out, b + _TWO * j, o1, o2)
+        else:
+            o1, o2 = rotate(rule, pages[a + j], pages[a + half + j], cos[k + j], sin[k + j])
+            out[b + j] = o1
+            out[b + half + j] = o2
 
 
 @jit(forceinline=True)
 def _move_run(
+    paired: Any,
     pages: Any,
     a: Any,
-    b: Any,
     cos: Any,
     sin: Any,
     k0: Any,
     k1: Any,
     out: Any,
-    d: Any,
-    e: Any,
-    stride: Any,
+    b: Any,
     half: Any,
 ) -> None:
     use_wide_vectors()
     for j in range(half):
-        i = j * stride
-        w = pages[a + i]
-        v1, v2 = unrotate_words(w, pages[b + i], cos[k0 + j], sin[k0 + j])
+        if paired:
+            w1, w2 = load_pair(pages, a + _TWO * j)
+        else:
+            w1, w2 = pages[a + j], pages[a + half + j]
+        v1, v2 = unrotate_words(w1, w2, cos[k0 + j], sin[k0 + j])
         c, s = cos[k1 + j], sin[k1 + j]
-        out[d + i] = encode(np.float32(v1 * c - v2 * s), w)
-        out[e + i] = encode(np.float32(v2 * c + v1 * s), w)
+        o1 = encode(np.float32(v1 * c - v2 * s), w1)
+        o2 = encode(np.float32(v2 * c + v1 * s), w1)
+        if paired:
+            store_pair(out, b + _TWO * j, o1, o2)
+        else:
+            out[b + j] = o1
+            out[b + half + j] = o2
 
 
 @jit(forceinline=True)
 def _unrotate_head(
     rule: Any,
+    paired: Any,
     pool: Any,
     a: Any,
-    cos: Any,
-    sin: Any,
+    tables: Any,
     k: Any,
     out: Any,
     b: Any,
     half: Any,
-    interleaved: Any,
-    norm: Any,
     bad: Any,
 ) -> None:
-    # Eight loops, each with its rule and stride as constants.
-    if interleaved:
+    # Eight loops, each with its rule and pairing as constants.
+    if paired:
         if rule == 0:
-            _unrotate_run(
-                0, pool, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half, norm, bad
-            )
+            _unrotate_run(0, True, pool, a, tables, k, out, b, half, bad)
         elif rule == 1:
-            _unrotate_run(
-                1, pool, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half, norm, bad
-            )
+            _unrotate_run(1, True, pool, a, tables, k, out, b, half, bad)
         elif rule == 2:
-            _unrotate_run(
-                2, pool, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half, norm, bad
-            )
+            _unrotate_run(2, True, pool, a, tables, k, out, b, half, bad)
         else:
-            _unrotate_run(
-                3, pool, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half, norm, bad
-            )
+            _unrotate_run(3, True, pool, a, tables, k, out, b, half, bad)
     elif rule == 0:
-        _unrotate_run(0, pool, a, a + half, cos, sin, k, out, b, b + half, _ONE, half, norm, bad)
+        _unrotate_run(0, False, pool, a, tables, k, out, b, half, bad)
     elif rule == 1:
-        _unrotate_run(1, pool, a, a + half, cos, sin, k, out, b, b + half, _ONE, half, norm, bad)
+        _unrotate_run(1, False, pool, a, tables, k, out, b, half, bad)
     elif rule == 2:
-        _unrotate_run(2, pool, a, a + half, cos, sin, k, out, b, b + half, _ONE, half, norm, bad)
+        _unrotate_run(2, False, pool, a, tables, k, out, b, half, bad)
     else:
-        _unrotate_run(3, pool, a, a + half, cos, sin, k, out, b, b + half, _ONE, half, norm, bad)
+        _unrotate_run(3, False, pool, a, tables, k, out, b, half, bad)
 
 
 @jit(forceinline=True)
 def _rotate_head(
     rule: Any,
+    paired: Any,
     pages: Any,
     a: Any,
     cos: Any,
@@ -188,25 +185,33 @@ def _rotate_head(
     out: Any,
     b: Any,
     half: Any,
-    interleaved: Any,
 ) -> None:
-    if interleaved:
+    if paired:
         if rule == 0:
-            _rotate_run(0, pages, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half)
+            _rotate_run(0, True, pages, a, cos, sin, k, out, b, half)
         elif rule == 1:
-            _rotate_run(1, pages, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half)
+            _rotate_run(1, True, pages, a, cos, sin, k, out, b, half)
         elif rule == 2:
-            _rotate_run(2, pages, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half)
+            _rotate_run(2, True, pages, a, cos, sin, k, out, b, half)
         else:
-            _rotate_run(3, pages, a, a + _ONE, cos, sin, k, out, b, b + _ONE, _TWO, half)
+            _rotate_run(3, True, pages, a, cos, sin, k, out, b, half)
     elif rule == 0:
-        _rotate_run(0, pages, a, a + half, cos, sin, k, out, b, b + half, _ONE, half)
+        _rotate_run(0, False, pages, a, cos, sin, k, out, b, half)
     elif rule == 1:
-        _rotate_run(1, pages, a, a + half, cos, sin, k, out, b, b + half, _ONE, half)
+        _rotate_run(1, False, pages, a, cos, sin, k, out, b, half)
     elif rule == 2:
-        _rotate_run(2, pages, a, a + half, cos, sin, k, out, b, b + half, _ONE, half)
+        _rotate_run(2, False, pages, a, cos, sin, k, out, b, half)
     else:
-        _rotate_run(3, pages, a, a + half, cos, sin, k, out, b, b + half, _ONE, half)
+        _rotate_run(3, False, pages, a, cos, sin, k, out, b, half)
+
+
+@jit(forceinline=True)
+def _invert(
+    cos: Any, sin: Any, k: Any, like: Any, inverse_cos: Any, inverse_sin: Any, half: Any
+) -> None:
+    use_wide_vectors()
+    for j in range(half):
+        inverse_cos[j], inverse_sin[j] = inverse(cos[k + j], sin[k + j], like)
 
 
 @jit(forceinline=True)
@@ -241,9 +246,14 @@ def _list_misses(
     return num
 
 
+@jit(forceinline=True)
+def _whole(num: Any) -> Any:
+    return (num + _LANES - _ONE) // _LANES * _LANES
+
+
 @jit()
 def _search_further(rule: Any, misses: Any, num: Any, found: Any, further: Any) -> None:
-    """Look two grid points around for the pairs that are still not found, listed once more."""
+    """Look further for the pairs that are still not found, listed once more."""
     _, y1, y2, c, s = misses
     x1, x2, ok = found
     index, z1, z2, cz, sz, xz1, xz2, okz = further
@@ -253,7 +263,7 @@ def _search_further(rule: Any, misses: Any, num: Any, found: Any, further: Any) 
             index[count] = i
             z1[count], z2[count], cz[count], sz[count] = y1[i], y2[i], c[i], s[i]
             count += _ONE
-    try_neighbours(rule, 2, z1, z2, cz, sz, xz1, xz2, okz, count)
+    try_neighbours(rule, 2, z1, z2, cz, sz, xz1, xz2, okz, _whole(count))
     for k in range(count):
         i = index[k]
         x1[i], x2[i], ok[i] = xz1[k], xz2[k], okz[k]
@@ -277,7 +287,7 @@ def _search_misses(
     tags, y1, y2, c, s = misses
     x1, x2, ok = found
     fix_page, fix_element, fix_bits = fixes
-    try_neighbours(rule, 1, y1, y2, c, s, x1, x2, ok, num)
+    try_neighbours(rule, 1, y1, y2, c, s, x1, x2, ok, _whole(num))
     _search_further(rule, misses, num, found, further)
     for i in range(num):
         page, element = tags[i] >> _SHIFT32, tags[i] & _MASK32
@@ -313,6 +323,7 @@ def save(
     page_size: Any,
     layout: Any,
     slack: Any,
+    scratch: Any,
     fixes: Any,
 ) -> Any:
     """Gather rows, un-rotate them and search; all arrays flat, offsets in words.
@@ -329,6 +340,7 @@ def save(
         page_size: tokens per page.
         layout: uint64 heads, head dim, first rotated column, pairs per head, interleaved.
         slack: relative error of one rounding to the KV dtype in the rule, 0 for fp32 rules.
+        scratch: room for `2 * pairs per head` values, fp64 if words are fp32, else fp32.
         fixes: buffers for `T * heads * dim` corrections: page, element, bits.
 
     Returns:
@@ -341,7 +353,7 @@ def save(
     width, page_rows = heads * dim, _U(page_size)
     stride, gap = (_TWO, _ONE) if interleaved else (_ONE, half)
     bad = np.zeros(half + _U(64), np.uint8)  # read 64 at a time; beyond `half` never set
-    room = _U(_CHUNK) + half
+    room = _U(_CHUNK) + half + _LANES
     y1 = np.empty(room, pool.dtype)
     angle = np.empty(room, np.float32)
     misses = (np.empty(room, np.uint64), y1, np.empty_like(y1), angle, np.empty_like(angle))
@@ -357,28 +369,18 @@ def save(
         np.empty(room, np.uint8),
     )
     num, num_fixes = _U(0), 0
-    # c^2 + s^2 of any one angle: nearly the same for all (see `reciprocal`).
-    norm = np.float32(cos[angles[0]] ** 2 + sin[angles[0]] ** 2) if angles.size else np.float32(1)
+    inverse_cos, inverse_sin = scratch[:half], scratch[half:]
+    tables = (cos, sin, inverse_cos, inverse_sin)
     for page in range(_U(bases.size)):
         for row in range(page_rows):
             t = page * page_rows + row
             a, k, element = rows[t], angles[t], row * width
+            _invert(cos, sin, k, pool[a], inverse_cos, inverse_sin, half)
             for _ in range(heads):
                 b = bases[page] + element
                 _copy(pool, a, pages, b, first)
                 _unrotate_head(
-                    rule,
-                    pool,
-                    a + first,
-                    cos,
-                    sin,
-                    k,
-                    pages,
-                    b + first,
-                    half,
-                    interleaved,
-                    norm,
-                    bad,
+                    rule, interleaved, pool, a + first, tables, k, pages, b + first, half, bad
                 )
                 _copy(pool, a + end, pages, b + end, dim - end)
                 tag = (page << _SHIFT32) + element + first
@@ -428,7 +430,7 @@ def load(
         a, b, k = bases[t], rows[t], angles[t]
         for _ in range(heads):
             _copy(pages, a, pool, b, first)
-            _rotate_head(rule, pages, a + first, cos, sin, k, pool, b + first, half, interleaved)
+            _rotate_head(rule, interleaved, pages, a + first, cos, sin, k, pool, b + first, half)
             _copy(pages, a + end, pool, b + end, dim - end)
             a += dim
             b += dim
@@ -461,9 +463,9 @@ def move(
             p, q = a + first, b + first
             _copy(pages, a, pool, b, first)
             if interleaved:
-                _move_run(pages, p, p + _ONE, cos, sin, k0, k1, pool, q, q + _ONE, _TWO, half)
+                _move_run(True, pages, p, cos, sin, k0, k1, pool, q, half)
             else:
-                _move_run(pages, p, p + half, cos, sin, k0, k1, pool, q, q + half, _ONE, half)
+                _move_run(False, pages, p, cos, sin, k0, k1, pool, q, half)
             _copy(pages, a + end, pool, b + end, dim - end)
             a += dim
             b += dim
@@ -493,3 +495,25 @@ def copy_rows(source: Any, a: Any, out: Any, b: Any, width: Any) -> None:
     """Copy `width` words from each offset of `a` in `source` to that of `b` in `out`."""
     for t in range(_U(a.size)):
         _copy(source, a[t], out, b[t], width)
+
+
+@jit()
+def scale_indices(indices: Any, limit: Any, factor: Any, start: Any, out: Any) -> Any:
+    """`start + index * factor` of each int64 index; returns whether all lie in `[0, limit)`."""
+    good = True
+    for i in range(_U(indices.size)):
+        index = _U(indices[i])
+        good = good & (index < limit)
+        out[i] = start + index * factor
+    return good
+
+
+@jit()
+def row_offsets(bases: Any, page_size: Any, width: Any, first_row: Any, out: Any) -> None:
+    """Offsets of `out.size` rows of pages that begin at `bases`, from row `first_row` on."""
+    page, row = first_row // page_size, first_row % page_size
+    for t in range(_U(out.size)):
+        out[t] = bases[page] + row * width
+        row += _ONE
+        if row == page_size:
+            row, page = _U(0), page + _ONE

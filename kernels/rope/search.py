@@ -13,66 +13,65 @@ from typing import Any
 import numpy as np
 
 from .rotate import rotate, rotated
-from .words import decode, encode, jit, nearest, pack, same, step, use_wide_vectors, wide
+from .words import decode, encode, jit, nearest, pack, rounds_to, step, use_wide_vectors, wide
 
 # Candidates of the outer component lie within REACH grid points of the rounded one; POINTS values
 # of the inner one are tried in each candidate's interval.
 REACH = 6
 POINTS = 12
-# Measured on random pairs: a full step overshoots the half of the residual that is rounding noise.
-_GAIN = np.float32(0.75)
 _ONE, _TWO, _DOWN = np.int32(1), np.int32(2), np.int32(-1)
 
 
 @jit(forceinline=True)
-def reciprocal(c: Any, s: Any, norm: Any, like: Any) -> Any:
-    """`1 / (c^2 + s^2)`, to first order around `norm`, which spares the row loops a division.
+def inverse(c: Any, s: Any, like: Any) -> Any:
+    """`(c, s)` over `c^2 + s^2`, which undoes a table rounded to bf16 and YaRN's scale alike.
 
-    Tables differ from a constant norm by their rounding only, so the error is the square of that.
-    Where a table is not so, the guess is poor and the search, which divides, has more to do.
+    fp32 for 16-bit words and fp64 for fp32 words, as all un-rotation.
     """
-    c = wide(c, like)
-    s = wide(s, like)
-    inverse = wide(np.float32(1.0), like) / wide(norm, like)
-    return inverse * (wide(np.float32(2.0), like) - (c * c + s * s) * inverse)
+    c, s, one = wide(c, like), wide(s, like), wide(np.float32(1.0), like)
+    scale = one / (c * c + s * s)
+    return c * scale, s * scale
 
 
 @jit(forceinline=True)
-def unrotate(y1: Any, y2: Any, c: Any, s: Any, scale: Any, like: Any) -> Any:
-    """The position-free pair of fp32 values `(y1, y2)`, not rounded to the grid.
-
-    Computed in fp32 for 16-bit words and in fp64 for fp32 words.  `scale`, `1 / (c^2 + s^2)`,
-    undoes a table rounded to bf16 and YaRN's scale alike.
-    """
-    z1, z2, c, s = wide(y1, like), wide(y2, like), wide(c, like), wide(s, like)
-    return (z1 * c + z2 * s) * scale, (z2 * c - z1 * s) * scale
+def unrotate(y1: Any, y2: Any, c: Any, s: Any, like: Any) -> Any:
+    """The position-free pair of fp32 values `(y1, y2)`, not rounded; `c, s` are of `inverse`."""
+    z1, z2 = wide(y1, like), wide(y2, like)
+    return z1 * c + z2 * s, z2 * c - z1 * s
 
 
 @jit(forceinline=True)
 def unrotate_words(w1: Any, w2: Any, c: Any, s: Any) -> Any:
-    """As `unrotate`, for words, with the division done."""
-    one = wide(np.float32(1.0), w1)
-    c1, s1 = wide(c, w1), wide(s, w1)
-    return unrotate(decode(w1), decode(w2), c, s, one / (c1 * c1 + s1 * s1), w1)
+    """The position-free pair of two words, not rounded, as `naive.move` has it."""
+    z1, z2 = wide(decode(w1), w1), wide(decode(w2), w1)
+    c, s, one = wide(c, w1), wide(s, w1), wide(np.float32(1.0), w1)
+    scale = one / (c * c + s * s)
+    return (z1 * c + z2 * s) * scale, (z2 * c - z1 * s) * scale
 
 
 @jit(forceinline=True)
-def newton(e1: Any, e2: Any, x1: Any, x2: Any, c: Any, s: Any, scale: Any, like: Any) -> Any:
-    """Move fp32 `(x1, x2)` so as to lessen the residual `(e1, e2)`; on the grid of `like`."""
-    v1, v2 = unrotate(e1, e2, c, s, scale, like)
-    gain = wide(_GAIN, like)
-    u1 = wide(x1, like) + v1 * gain
-    u2 = wide(x2, like) + v2 * gain
-    return nearest(np.float32(u1), like), nearest(np.float32(u2), like)
+def rotates_to(rule: Any, x1: Any, x2: Any, y1: Any, y2: Any, c: Any, s: Any, like: Any) -> Any:
+    """Whether the model rotates fp32 `(x1, x2)` to `(y1, y2)`, all on the grid of `like`."""
+    o1, o2 = rotated(rule, x1, x2, c, s, like)
+    return rounds_to(o1, y1, like) & rounds_to(o2, y2, like)
 
 
 @jit(forceinline=True)
 def _attempt(
     rule: Any, x1: Any, x2: Any, y1: Any, y2: Any, c: Any, s: Any, like: Any, best: Any
 ) -> Any:
-    o1, o2 = rotated(rule, x1, x2, c, s, like)
-    hit = same(nearest(o1, like), y1) & same(nearest(o2, like), y2)
+    hit = rotates_to(rule, x1, x2, y1, y2, c, s, like)
     return x1 if hit else best[0], x2 if hit else best[1], hit | best[2]
+
+
+@jit(forceinline=True)
+def _newton(
+    rule: Any, x1: Any, x2: Any, y1: Any, y2: Any, c: Any, s: Any, ci: Any, si: Any, like: Any
+) -> Any:
+    """`(x1, x2)` less the un-rotated error of what it rotates to."""
+    o1, o2 = rotated(rule, x1, x2, c, s, like)
+    d1, d2 = unrotate(y1 - o1, y2 - o2, ci, si, like)
+    return wide(x1, like) + d1, wide(x2, like) + d2
 
 
 @jit(forceinline=True)
@@ -102,23 +101,20 @@ def _neighbours(
     for i in range(num):
         c, s, w = cos[i], sin[i], words1[i]
         z1, z2 = decode(w), decode(words2[i])
-        v1, v2 = unrotate_words(w, words2[i], c, s)
+        ci, si = inverse(c, s, w)
+        v1, v2 = unrotate(z1, z2, ci, si, w)
+        r1, r2 = nearest(np.float32(v1), w), nearest(np.float32(v2), w)
+        v1, v2 = _newton(rule, r1, r2, z1, z2, c, s, ci, si, w)
         a, b = nearest(np.float32(v1), w), nearest(np.float32(v2), w)
+        if ring == 2:
+            v1, v2 = _newton(rule, a, b, z1, z2, c, s, ci, si, w)
+            a, b = nearest(np.float32(v1), w), nearest(np.float32(v2), w)
         # f: one grid point towards the unrounded value, where near pairs are; b: one away.
         af, ab = _steps(v1, a, _ONE, w)
         bf, bb = _steps(v2, b, _ONE, w)
         # Tried from the last choice to the first: an earlier choice overwrites a later one.
-        best = (a, b, False)
-        if ring == 1:
-            best = _attempt(rule, ab, bb, z1, z2, c, s, w, best)
-            best = _attempt(rule, af, bb, z1, z2, c, s, w, best)
-            best = _attempt(rule, ab, bf, z1, z2, c, s, w, best)
-            best = _attempt(rule, a, bb, z1, z2, c, s, w, best)
-            best = _attempt(rule, ab, b, z1, z2, c, s, w, best)
-            best = _attempt(rule, af, bf, z1, z2, c, s, w, best)
-            best = _attempt(rule, a, bf, z1, z2, c, s, w, best)
-            best = _attempt(rule, af, b, z1, z2, c, s, w, best)
-        else:
+        best = (r1, r2, False)
+        if ring == 2:
             aff, abb = _steps(v1, a, _TWO, w)
             bff, bbb = _steps(v2, b, _TWO, w)
             best = _attempt(rule, abb, bbb, z1, z2, c, s, w, best)
@@ -137,6 +133,15 @@ def _neighbours(
             best = _attempt(rule, aff, bf, z1, z2, c, s, w, best)
             best = _attempt(rule, a, bff, z1, z2, c, s, w, best)
             best = _attempt(rule, aff, b, z1, z2, c, s, w, best)
+        best = _attempt(rule, ab, bb, z1, z2, c, s, w, best)
+        best = _attempt(rule, af, bb, z1, z2, c, s, w, best)
+        best = _attempt(rule, ab, bf, z1, z2, c, s, w, best)
+        best = _attempt(rule, a, bb, z1, z2, c, s, w, best)
+        best = _attempt(rule, ab, b, z1, z2, c, s, w, best)
+        best = _attempt(rule, af, bf, z1, z2, c, s, w, best)
+        best = _attempt(rule, a, bf, z1, z2, c, s, w, best)
+        best = _attempt(rule, af, b, z1, z2, c, s, w, best)
+        best = _attempt(rule, a, b, z1, z2, c, s, w, best)
         x1[i], x2[i] = pack(best[0], w), pack(best[1], w)
         ok[i] = best[2] & (v1 == v1)  # with a NaN nothing is found (see cpu.py)
 
@@ -145,10 +150,10 @@ def _neighbours(
 def try_neighbours(
     rule: Any, ring: Any, y1: Any, y2: Any, cos: Any, sin: Any, x1: Any, x2: Any, ok: Any, num: Any
 ) -> None:
-    """Look `ring` (1 or 2) grid points around, for `num` listed pairs of words `(y1, y2)`.
+    """Look around where `ring` (1 or 2) Newton steps lead, for `num` listed pairs `(y1, y2)`.
 
-    Writes to `x1`, `x2` the first pair of words that rotates to `(y1, y2)`, else the rounded
-    un-rotated pair; `ok` (uint8) tells which.
+    Tries the pairs up to `ring` grid points away.  Writes to `x1`, `x2` one that rotates to
+    `(y1, y2)`, the nearest first, else the rounded un-rotated pair; `ok` (uint8) tells which.
     """
     use_wide_vectors()
     if ring == 1:
@@ -238,7 +243,8 @@ def solve_pair(rule: Any, y1: Any, y2: Any, c: Any, s: Any, slack: Any) -> Any:
     Returns:
         `(found, x1, x2)`; the rounded un-rotated pair where none was found.
     """
-    v1, v2 = unrotate_words(y1, y2, c, s)
+    ci, si = inverse(c, s, y1)
+    v1, v2 = unrotate(decode(y1), decode(y2), ci, si, y1)
     a = encode(np.float32(v1), y1)
     b = encode(np.float32(v2), y1)
     if not (np.isfinite(v1) and np.isfinite(v2)):

@@ -35,6 +35,11 @@ def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     return cast("Callable[..., Any]", intrinsic(function))
 
 
+def _widths(kind: Any) -> tuple[ir.IntType, ir.IntType]:
+    """The integer types of a word and of two."""
+    return (_I32, _I64) if kind == _FP32 else (_I16, _I32)
+
+
 def _is_word(kind: Any) -> bool:
     return kind in _CANONICAL_NAN
 
@@ -47,12 +52,16 @@ def _decode(builder: Any, kind: Any, word: Any) -> Any:
     return builder.bitcast(word, _F32)
 
 
+def _round_bf16(builder: Any, value: Any) -> Any:
+    """The fp32 bits of `value` rounded to bf16: half a step up, and back to even from a tie."""
+    up = builder.add(builder.bitcast(value, _I32), _I32(0x8000))
+    tie = builder.icmp_unsigned("==", builder.and_(up, _I32(0xFFFF)), _I32(0))
+    return builder.and_(up, builder.select(tie, _I32(0xFFFE0000), _I32(0xFFFF0000)))
+
+
 def _encode(builder: Any, kind: Any, value: Any) -> Any:
     if kind == _BF16:
-        bits = builder.bitcast(value, _I32)
-        odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
-        up = builder.add(builder.add(bits, _I32(0x7FFF)), odd)
-        return builder.trunc(builder.lshr(up, _I32(16)), _I16)
+        return builder.trunc(builder.lshr(_round_bf16(builder, value), _I32(16)), _I16)
     if kind == _FP16:
         return builder.bitcast(builder.fptrunc(value, ir.HalfType()), _I16)
     return builder.bitcast(value, _I32)
@@ -80,9 +89,74 @@ def nearest(typingctx: Any, value: Any, like: Any) -> Any:
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if like == _BF16:
+            return builder.bitcast(_round_bf16(builder, args[0]), _F32)
         return _decode(builder, like, _encode(builder, like, args[0]))
 
     return types.float32(value, like), codegen
+
+
+@_intrinsic
+def near(typingctx: Any, value: Any, like: Any) -> Any:
+    """As `nearest`, but for bf16 ties go away from zero, which costs half as much."""
+    if value != types.float32 or not _is_word(like):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if like == _BF16:
+            up = builder.add(builder.bitcast(args[0], _I32), _I32(0x8000))
+            return builder.bitcast(builder.and_(up, _I32(0xFFFF0000)), _F32)
+        return _decode(builder, like, _encode(builder, like, args[0]))
+
+    return types.float32(value, like), codegen
+
+
+@_intrinsic
+def rounds_to(typingctx: Any, value: Any, target: Any, like: Any) -> Any:
+    """Whether `value` rounds to `target`, both fp32, the latter on the grid and not NaN.
+
+    For bf16 without rounding: the values that do are an interval around `target`, also counted in
+    bits, and open at both ends, half a grid step away, where the word is odd.
+    """
+    if (value, target) != (types.float32, types.float32) or not _is_word(like):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if like == _BF16:
+            bits, wanted = (builder.bitcast(arg, _I32) for arg in args[:2])
+            odd = builder.and_(builder.lshr(wanted, _I32(16)), _I32(1))
+            reach = builder.sub(_I32(0x8000), odd)
+            low = builder.sub(wanted, reach)
+            return builder.icmp_unsigned("<=", builder.sub(bits, low), builder.add(reach, reach))
+        word = _encode(builder, like, args[0])
+        return builder.icmp_unsigned("==", word, _encode(builder, like, args[1]))
+
+    return types.boolean(value, target, like), codegen
+
+
+@_intrinsic
+def beside(typingctx: Any, value: Any, towards: Any, like: Any) -> Any:
+    """The grid point next to `value` in the direction of the sign of `towards`, all fp32.
+
+    From a zero, inwards, there is none: what comes then is a NaN.  (`step` knows better and costs
+    twice as much.)
+    """
+    if (value, towards) != (types.float32, types.float32) or not _is_word(like):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits, sign = (builder.bitcast(arg, _I32) for arg in args[:2])
+        opposed = builder.and_(builder.xor(bits, sign), _I32(0x80000000))
+        if like == _FP16:
+            word = builder.zext(_encode(builder, like, args[0]), _I32)
+            back = builder.lshr(opposed, _I32(30))
+            moved = builder.sub(builder.add(word, _I32(1)), back)
+            return _decode(builder, like, builder.trunc(moved, _I16))
+        one, shift = (0x10000, 14) if like == _BF16 else (1, 30)
+        back = builder.lshr(opposed, _I32(shift))
+        return builder.bitcast(builder.sub(builder.add(bits, _I32(one)), back), _F32)
+
+    return types.float32(value, towards, like), codegen
 
 
 @_intrinsic
@@ -170,6 +244,46 @@ def wide(typingctx: Any, value: Any, like: Any) -> Any:
         return builder.fpext(args[0], ir.DoubleType()) if to_double else args[0]
 
     return (types.float64 if to_double else types.float32)(value, like), codegen
+
+
+@_intrinsic
+def load_pair(typingctx: Any, words: Any, index: Any) -> Any:
+    """Words `index` and `index + 1`, in one load, which vectorises where two strided ones do not."""
+    kind = getattr(words, "dtype", None)
+    if words != types.Array(kind, 1, "C") or not _is_word(kind) or index != types.uint64:
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(words)(context, builder, args[0])
+        narrow, wide = _widths(kind)
+        pointer = builder.bitcast(builder.gep(array.data, [args[1]]), wide.as_pointer())
+        both = builder.load(pointer, align=narrow.width // 8)
+        first = builder.trunc(both, narrow)
+        second = builder.trunc(builder.lshr(both, wide(narrow.width)), narrow)
+        return context.make_tuple(builder, signature.return_type, (first, second))
+
+    return types.UniTuple(kind, 2)(words, index), codegen
+
+
+@_intrinsic
+def store_pair(typingctx: Any, words: Any, index: Any, first: Any, second: Any) -> Any:
+    """Set words `index` and `index + 1` in one store."""
+    kind = getattr(words, "dtype", None)
+    if words != types.Array(kind, 1, "C") or not _is_word(kind) or index != types.uint64:
+        return None
+    if (first, second) != (kind, kind):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(words)(context, builder, args[0])
+        narrow, wide = _widths(kind)
+        pointer = builder.bitcast(builder.gep(array.data, [args[1]]), wide.as_pointer())
+        low, high = (builder.zext(arg, wide) for arg in args[2:])
+        both = builder.or_(low, builder.shl(high, wide(narrow.width)))
+        builder.store(both, pointer, align=narrow.width // 8)
+        return context.get_dummy_value()
+
+    return types.none(words, index, first, second), codegen
 
 
 @_intrinsic

@@ -7,6 +7,7 @@ so a repeat is compared with a repeat.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations, product
@@ -167,6 +168,14 @@ def _token_differences(ours: list[Answer], theirs: list[Answer]) -> int:
     return sum(a[0] != b[0] for a, b in zip(ours, theirs, strict=True))
 
 
+def wait_for_saves(server: Server, num_pages: int, timeout_s: float = 240.0) -> None:
+    """Waits for slow saves: SGLang's flush refuses while one is pending for too long."""
+    deadline = time.monotonic() + timeout_s
+    while state(server)["host"].get("saved_pages", 0) < num_pages:
+        assert time.monotonic() < deadline, state(server)["host"]
+        time.sleep(0.2)
+
+
 def test_triton_kernels_in_the_real_linker_are_bit_equal(
     tmp_path: Path, reference: Reference, prompts: list[list[int]]
 ) -> None:
@@ -177,7 +186,9 @@ def test_triton_kernels_in_the_real_linker_are_bit_equal(
         for length in SHORT_LENGTHS:
             which = LENGTHS.index(length)
             prompt = prompts[which]
+            num_saved = state(server)["host"].get("saved_pages", 0)
             assert tokens_and_logprobs(ask(server, prompt)) == reference.first[which]
+            wait_for_saves(server, num_saved + (length + 7) // PAGE)
             server.post("/flush_cache")
             again = ask(server, prompt)
             assert by_tier(again)["host"] == reference.cached_tokens[which] > 0

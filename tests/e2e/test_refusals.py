@@ -239,16 +239,10 @@ def make_model(folder: Path, **changes: Any) -> Path:
 def test_a_sliding_window_model_is_refused(tmp_path: Path) -> None:
     model = make_model(
         tmp_path / "model",
-        architectures=["Gemma3ForCausalLM"],
-        model_type="gemma3_text",
+        architectures=["GraniteSWAForCausalLM"],
+        model_type="granite_swa",
         sliding_window=128,
         layer_types=["sliding_attention", "full_attention"] * 4,
-        query_pre_attn_scalar=64,
-        rope_parameters={
-            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-        hidden_activation="gelu_pytorch_tanh",
     )
     args = ["--enable-hier-kv", *SMALL, "--load-format", "dummy", "--max-total-tokens", "4096"]
     log, code, _ = start_fails(args, tmp_path / "server.log", model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -45,13 +46,18 @@ def test_10_gb_of_segments_add_under_two_seconds_to_the_start(tmp_path: Path) ->
     assert found["added_after_kill_s"] < 2.0 + 1.0, "one segment is read as a whole"
 
 
-def save(store: PageStore, page: bytes) -> int:
+def page_hash(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def row_of(number: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    return np.frombuffer(page_hash(number), np.uint8).reshape(1, 32)
+
+
+def save(store: PageStore, number: int) -> int:
     """Saves one page; returns how many found room."""
-    ticket = store.begin_save(
-        store.space(NAMESPACE),
-        np.frombuffer(page, np.uint8).reshape(1, 32),
-        np.empty((0, 32), np.uint8),
-    )
+    page = page_hash(number)
+    ticket = store.begin_save(store.space(NAMESPACE), row_of(number), np.empty((0, 32), np.uint8))
     for slot in ticket.slots.tolist():
         write_meta(store.arena.slots[slot], RecordMeta(page, NAMESPACE, b"", 0, 64, "pre"), 40_000)
     store.finish_save(ticket, ok=True)
@@ -68,8 +74,14 @@ def test_pages_whose_segment_was_reclaimed_can_leave_dram(tmp_path: Path) -> Non
     store.connect(disk)
     store.open_namespace(NAMESPACE, {})
     for number in range(400):
-        assert save(store, hashlib.sha256(b"%d" % number).digest()) == 1, f"no room for {number}"
-        assert store.flush(10.0) == 0
+        assert save(store, number) == 1, f"no room for {number}"
+        deadline = time.monotonic() + 10.0
+        while store.stats().get("written_pages", 0) <= number:
+            assert time.monotonic() < deadline, f"page {number} was not written"
+            time.sleep(0.001)
+    space = store.space(NAMESPACE)
+    in_dram = [number for number in range(400) if store.ready_prefix(space, row_of(number))]
+    assert in_dram == list(range(400 - 64, 400)), "DRAM holds other pages than the youngest"
     store.check()
     store.close()
     events = [json.loads(line) for line in log.read_text().splitlines()]

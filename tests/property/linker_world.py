@@ -31,7 +31,7 @@ inprocess.prepare()
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: E402
 
-from sglang_ext import linker as linker_module  # noqa: E402, F401
+from sglang_ext import linker  # noqa: E402
 from sglang_ext.copier import PageCopier  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.kernels.rope import RopeSpec  # noqa: E402
@@ -43,6 +43,8 @@ from sglang_ext.tiers.disk.fileio import FileIO  # noqa: E402
 from sglang_ext.tiers.host import HostArena, Slots  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, Plan, StoreConfig  # noqa: E402
+
+linker_module = linker
 
 LAYERS, PAGE, HEADS, DIM = 3, 4, 2, 8
 DEVICE_PAGES, ARENA_SLOTS = 64, 28
@@ -532,7 +534,7 @@ class World:
 
 _WEIGHTS = {
     "save": 16, "collect": 14, "evict_device": 8, "load": 18, "abort": 4, "forward": 12,
-    "finish": 12, "plan": 7, "cancel_plan": 6, "flush": 1.5, "clear": 1, "trouble": 1.5,
+    "finish": 12, "plan": 7, "cancel_plan": 6, "flush": 1.5, "clear": 2, "trouble": 1.5,
     "look": 2, "breathe": 4,
 }  # fmt: skip
 

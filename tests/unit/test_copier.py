@@ -208,31 +208,19 @@ def test_a_slot_that_holds_no_page_of_this_layout() -> None:
 
 
 def test_a_table_that_grew_is_read_again() -> None:
-    rig = Rig()
+    rig, whole = Rig(), spec()
 
     class Module:
-        cos_sin_cache = torch.from_numpy(
-            np.concatenate([RIG_SPECS[0].cos, RIG_SPECS[0].sin], axis=1)  # type: ignore[union-attr]
-        )
+        cos_sin_cache = torch.from_numpy(np.concatenate([whole.cos, whole.sin], axis=1))
         rotary_dim, is_neox_style = DIM, True
 
-    short = RopeSpec(
-        RIG_SPECS[0].cos[:100].copy(),
-        RIG_SPECS[0].sin[:100].copy(),
-        DIM,
-        0,
-        False,
-        "eager",  # type: ignore[union-attr]
-    )
-    rig.ropes[0] = rig.copier.ropes[0] = LayerRope(short, movable=True, module=Module())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "RIG_SPECS", [spec(), RIG_SPECS[1], None])
-        rig.ropes[0].spec, grown = spec(), rig.ropes[0].spec
-        rig.fill(ROWS, 2000)
-        rig.ropes[0].spec = grown
+    rig.fill(ROWS, 2000)
+    short = RopeSpec(whole.cos[:100].copy(), whole.sin[:100].copy(), DIM, 0, False, "eager")
+    rig.copier.ropes[0] = LayerRope(short, movable=True, module=Module())
     rig.copier.save(ROWS, 2000, np.array([0, 1, 2]))
     before = rig.read(ROWS)
     rig.load([0, 1, 2], OTHER, 2000)
     assert same(rig.read(OTHER), before)
-    assert rig.copier.ropes[0].spec is not None
-    assert rig.copier.ropes[0].spec.max_pos == MAX_POSITION
+    grown = rig.copier.ropes[0].spec
+    assert grown is not None
+    assert grown.max_pos == MAX_POSITION

@@ -52,6 +52,8 @@ class Rotary(torch.nn.Module):
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Any:
         return self._rotate(positions, q), self._rotate(positions, k)
 
+    cos_sin_cache: torch.Tensor
+
     def _rotate(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         cos, sin = self.cos_sin_cache[positions].to(x.dtype).chunk(2, dim=-1)
         heads = x.reshape(x.shape[0], -1, self.head_size).clone()
@@ -147,6 +149,39 @@ def test_layers_without_rotation_and_layers_without_attention() -> None:
     assert ropes[1].spec is None
     assert "no attention module" in ropes[2].reason
     assert ropes[0].spec is ropes[3].spec  # one table, one spec
+
+
+def test_a_model_without_any_rotation_has_its_positions_elsewhere() -> None:
+    ropes = discover_ropes(model(Attention(0, None), Attention(1, None)), make_pool(2))
+    assert [rope.movable for rope in ropes] == [False, False]
+    assert "no layer of the model has a rotary embedding" in ropes[0].reason
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_the_rotary_part_of_an_mla_row(interleaved: bool) -> None:
+    """DeepSeek calls its module with `[T, H, rope]` tensors; only the last columns are rotated."""
+    latent, width = 48, 16
+
+    class Latent(Rotary):
+        def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Any:
+            assert q.shape == k.shape == (len(positions), 1, width)
+            return super().forward(positions, q, k)
+
+    module = Latent(width, neox=not interleaved)
+    module.head_size = width
+    rows = torch.zeros(128, 1, latent + width, dtype=torch.bfloat16)
+    pool = DevicePool("mla", torch.bfloat16, (rows,), (), latent, 128)
+    (rope,) = discover_ropes(model(Attention(0, module)), pool)
+    assert rope.movable
+    assert rope.spec is not None
+    assert (rope.spec.first, rope.spec.rotary_dim) == (latent, width)
+    assert rope.spec.interleaved == interleaved
+    # And the self-check on what such a layer writes.
+    plain = torch.randn(1, 1, latent + width).to(torch.bfloat16).expand(TOKENS, -1, -1)
+    rows[:TOKENS] = naive.rotate(plain.contiguous(), np.arange(TOKENS), rope.spec)
+    assert check_layers(pool, [rope], np.arange(TOKENS)) == {}
+    wrong = RopeSpec(rope.spec.cos, rope.spec.sin, width, 0, interleaved, rope.spec.rule)
+    assert list(check_layers(pool, [LayerRope(wrong, movable=True)], np.arange(TOKENS))) == [0]
 
 
 def test_an_fp8_pool_is_not_on_a_free_grid() -> None:

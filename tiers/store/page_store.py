@@ -116,7 +116,10 @@ class PageStore:
             return 0
         found = self._disk.open_namespace(digest, self.arena.slot_bytes, label)
         total = 0
-        adapters, which = np.unique(found.lora, axis=0, return_inverse=True)
+        # Sorting digests takes most of a start with a full disk; without adapters there is no need.
+        adapters, which = found.lora[:1], np.zeros(len(found), np.intp)
+        if found.lora.any():
+            adapters, which = np.unique(found.lora, axis=0, return_inverse=True)
         for number, adapter in enumerate(adapters):
             mine = which.reshape(-1) == number
             lora = adapter.tobytes() if adapter.any() else NO_LORA
