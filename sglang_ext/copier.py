@@ -8,7 +8,7 @@ object per server; `save` runs on the save thread, `load_layer` on the load thre
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,8 @@ from sglang_ext.layout import (
     ROPE_DELTA,
     ROPE_PRE,
     PageLayout,
-    read_tail,
+    PageTails,
+    read_tails,
     write_tail,
 )
 from sglang_ext.pools import DevicePool
@@ -31,6 +32,12 @@ logger = logging.getLogger(__name__)
 
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
+
+
+# What a load does with a page's K.
+EMBED = 0  # position-free: embed it at its position
+COPY = 1  # as the engine had it, and at that position again
+MOVE = 2  # as the engine had it: rotate it by the difference
 
 
 class CopyError(RuntimeError):
@@ -60,15 +67,17 @@ class LoadPages:
         page_slots: i64 `[n]`, the pages' slots.
         token_slots: i64 `[n * P]`, rows of the device pool to write.
         positions: i64 `[n * P]`, positions to embed K at.
+        how: u8 `[n]`, what is done with each page's K: `EMBED`, `COPY` or `MOVE`.
+        saved_positions: i64 `[n * P]`, positions that K is stored at.
         corrections: those that apply, by layer; None for a layer without.
-        kept: bool `[n]`, pages whose K is stored as the engine had it.
     """
 
     page_slots: I64
     token_slots: I64
     positions: I64
-    corrections: list[Corrections | None] = field(default_factory=list)
-    kept: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    how: U8
+    saved_positions: I64
+    corrections: list[Corrections | None]
 
 
 class PageCopier:
@@ -145,6 +154,19 @@ class PageCopier:
                 )
         return self._write_tails(token_slots, position, page_slots, found, state)
 
+    def _save_k(
+        self,
+        layer: int,
+        token_slots: I64,
+        positions: I64,
+        spec: RopeSpec | None,
+        view: PagedView,
+    ) -> Corrections:
+        if spec is not None:
+            return self._kernels.save_k(self.pool.k[layer], token_slots, positions, spec, view)
+        self._kernels.copy_rows_to_pages(self.pool.k[layer], token_slots, view)
+        return Corrections.none()
+
     def _write_tails(
         self,
         token_slots: I64,
@@ -199,89 +221,83 @@ class PageCopier:
         Raises:
             CopyError: a page is not of this layout, or is bound to another position.
         """
-        size, layers = self._layout.page_size, self._layout.num_layers
-        kept = np.zeros(len(page_slots), np.bool_)
-        pages: list[int] = []
-        parts: list[tuple[I64, Any, Any]] = []
-        for index, slot in enumerate(page_slots.tolist()):
-            tail = read_tail(self._slots[slot], self._layout)
-            if tail is None:
-                raise CopyError(f"slot {slot} does not hold a page of this layout")
-            moved = tail.position != position + index * size
-            if moved and tail.rope_state != ROPE_PRE:
-                raise CopyError(
-                    f"a page saved at position {tail.position} cannot be moved to "
-                    f"{position + index * size}"
-                )
-            kept[index] = tail.rope_state != ROPE_PRE
-            if len(tail.element) and not moved:
-                pages.append(index)
-                parts.append((tail.layer, tail.element, tail.bits))
-        positions = position + np.arange(len(token_slots), dtype=np.int64)
+        tails = read_tails(self._slots, page_slots, self._layout)
+        if tails is None:
+            raise CopyError(f"one of slots {page_slots.tolist()} holds no page of this layout")
+        size = self._layout.page_size
+        moved = tails.position != position + size * np.arange(len(page_slots))
+        if (moved & (tails.rope_state == ROPE_BOUND)).any():
+            raise CopyError(
+                f"a page bound to position {tails.position[moved][0]} cannot be loaded elsewhere"
+            )
+        how = np.where(tails.rope_state == ROPE_PRE, EMBED, np.where(moved, MOVE, COPY))
+        saved = tails.position[:, None] + np.arange(size)
         return LoadPages(
-            page_slots, token_slots, positions, _corrections_by_layer(pages, parts, layers), kept
+            page_slots,
+            token_slots,
+            position + np.arange(len(token_slots), dtype=np.int64),
+            how.astype(np.uint8),
+            saved.reshape(-1),
+            self._corrections_by_layer(tails, moved),
         )
+
+    def _corrections_by_layer(
+        self, tails: PageTails, moved: npt.NDArray[np.bool_]
+    ) -> list[Corrections | None]:
+        """Corrections of the pages that stay at their position."""
+        num_layers = self._layout.num_layers
+        applies = np.flatnonzero(~moved[tails.page])
+        order = applies[np.argsort(tails.layer[applies], kind="stable")]
+        ends = np.searchsorted(tails.layer[order], np.arange(num_layers + 1))
+        parts = [order[ends[layer] : ends[layer + 1]] for layer in range(num_layers)]
+        return [
+            Corrections(tails.page[part], tails.element[part], tails.bits[part])
+            if len(part)
+            else None
+            for part in parts
+        ]
 
     def load_layer(self, job: LoadPages, layer: int) -> None:
         """Copies one layer of a request's pages into the device pool."""
-        k, kernels = self.pool.k[layer], self._kernels
-        if not job.kept.any():
-            view = self._k_view(job.page_slots, layer)
-            self._load_k(layer, view, job.positions, job.token_slots, job.corrections[layer])
-        elif job.kept.all():
-            kernels.copy_pages_to_rows(self._k_view(job.page_slots, layer), k, job.token_slots)
-        else:
-            self._load_mixed(job, layer)
+        kinds = np.unique(job.how).tolist()
+        for how in kinds:
+            part = job if len(kinds) == 1 else self._part(job, how)
+            self._load_k(how, part, layer)
         if self.pool.v:
-            kernels.copy_pages_to_rows(
+            self._kernels.copy_pages_to_rows(
                 self._v_view(job.page_slots, layer), self.pool.v[layer], job.token_slots
             )
 
-    def _load_mixed(self, job: LoadPages, layer: int) -> None:
-        size = self._layout.page_size
-        for kept in (False, True):
-            which = np.flatnonzero(job.kept == kept)
-            tokens = (which[:, None] * size + np.arange(size)).reshape(-1)
-            view = self._k_view(job.page_slots[which], layer)
-            token_slots = job.token_slots[tokens]
-            if kept:
-                self._kernels.copy_pages_to_rows(view, self.pool.k[layer], token_slots)
-                continue
-            corrections = job.corrections[layer]
-            if corrections is not None:
-                place = np.searchsorted(which, corrections.page).astype(np.int32)
-                corrections = Corrections(place, corrections.element, corrections.bits)
-            self._load_k(layer, view, job.positions[tokens], token_slots, corrections)
-
-    # ---- one layer's K: the kernels rotate, and a layer without rotation is copied ----
-
-    def _save_k(
-        self,
-        layer: int,
-        token_slots: I64,
-        positions: I64,
-        spec: RopeSpec | None,
-        view: PagedView,
-    ) -> Corrections:
-        if spec is not None:
-            return self._kernels.save_k(self.pool.k[layer], token_slots, positions, spec, view)
-        self._kernels.copy_rows_to_pages(self.pool.k[layer], token_slots, view)
-        return Corrections(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.uint32))
-
-    def _load_k(
-        self,
-        layer: int,
-        view: PagedView,
-        positions: I64,
-        token_slots: I64,
-        corrections: Corrections | None,
-    ) -> None:
-        spec = refresh_spec(self.ropes[layer])
-        k = self.pool.k[layer]
+    def _load_k(self, how: int, job: LoadPages, layer: int) -> None:
+        view, k, kernels = self._k_view(job.page_slots, layer), self.pool.k[layer], self._kernels
+        spec = None if how == COPY else refresh_spec(self.ropes[layer])
         if spec is None:
-            self._kernels.copy_pages_to_rows(view, k, token_slots)
+            kernels.copy_pages_to_rows(view, k, job.token_slots)
+        elif how == EMBED:
+            corrections = job.corrections[layer]
+            kernels.load_k(view, job.positions, spec, k, job.token_slots, corrections)
         else:
-            self._kernels.load_k(view, positions, spec, k, token_slots, corrections)
+            kernels.move_k(view, job.saved_positions, job.positions, spec, k, job.token_slots)
+
+    def _part(self, job: LoadPages, how: int) -> LoadPages:
+        """The pages of a job that are treated alike."""
+        which = np.flatnonzero(job.how == how)
+        size = self._layout.page_size
+        tokens = (which[:, None] * size + np.arange(size)).reshape(-1)
+        corrections: list[Corrections | None] = []
+        for found in job.corrections:
+            if found is not None:  # only position-free pages have any
+                place = np.searchsorted(which, found.page).astype(np.int32)
+                found = Corrections(place, found.element, found.bits)
+            corrections.append(found)
+        return LoadPages(
+            job.page_slots[which],
+            job.token_slots[tokens],
+            job.positions[tokens],
+            job.how[which],
+            job.saved_positions[tokens],
+            corrections,
+        )
 
     def _k_view(self, page_slots: I64, layer: int) -> PagedView:
         return PagedView(
@@ -304,21 +320,3 @@ def _entries_by_page(
     pairs[:, 0] = np.concatenate([corrections.element for corrections in found])[order]
     pairs[:, 1] = np.concatenate([corrections.bits for corrections in found])[order]
     return np.split(pairs, np.cumsum(totals)[:-1])
-
-
-def _corrections_by_layer(
-    pages: list[int], parts: list[tuple[I64, Any, Any]], num_layers: int
-) -> list[Corrections | None]:
-    if not parts:
-        return [None] * num_layers
-    layer = np.concatenate([part[0] for part in parts])
-    page = np.repeat(np.array(pages, np.int32), [len(part[0]) for part in parts])
-    element = np.concatenate([part[1] for part in parts])
-    bits = np.concatenate([part[2] for part in parts])
-    order = np.argsort(layer, kind="stable")
-    ends = np.searchsorted(layer[order], np.arange(num_layers + 1))
-    result: list[Corrections | None] = []
-    for index in range(num_layers):
-        which = order[ends[index] : ends[index + 1]]
-        result.append(Corrections(page[which], element[which], bits[which]) if len(which) else None)
-    return result

@@ -104,19 +104,21 @@ class PageLayout:
 
 
 @dataclass(frozen=True)
-class PageTail:
-    """The decoded tail of one page.
+class PageTails:
+    """The decoded tails of some pages.
 
     Attributes:
-        rope_state: ``ROPE_PRE``, ``ROPE_BOUND`` or ``ROPE_DELTA``.
-        position: saved position of the page's first token.
-        layer: layer of each correction, ``[n]``, ascending.
-        element: value index inside the layer's K block, ``[n]``.
-        bits: the engine's bits of that value, ``[n]``.
+        rope_state: u32 `[n]`, `ROPE_PRE`, `ROPE_BOUND` or `ROPE_DELTA`.
+        position: i64 `[n]`, saved position of each page's first token.
+        page: i32 `[m]`, page of each correction, an index into the pages asked for, ascending.
+        layer: i64 `[m]`, layer of each correction, ascending within a page.
+        element: u32 `[m]`, value index inside the layer's K block.
+        bits: u32 `[m]`, the engine's bits of that value.
     """
 
-    rope_state: int
-    position: int
+    rope_state: U32
+    position: I64
+    page: npt.NDArray[np.int32]
     layer: I64
     element: U32
     bits: U32
@@ -159,35 +161,36 @@ def write_tail(
     return layout.payload_bytes(num)
 
 
-def read_tail(slot: U8, layout: PageLayout) -> PageTail | None:
-    """Decodes the tail of a page; None when it is not one of this layout.
+def read_tails(slots: U8, page_slots: I64, layout: PageLayout) -> PageTails | None:
+    """Decodes the tails of some pages; None when one of them is not of this layout.
 
-    Nothing in the tail is trusted: a length or count that does not fit is answered with None.
+    Nothing in a tail is trusted: a length or count that does not fit is answered with None.
+
+    Args:
+        slots: u8 `[num_slots, slot_bytes]`, C-contiguous.
+        page_slots: i64 `[n]`, the pages' slots.
+        layout: the pages' layout.
     """
-    start = layout.tail_offset
-    words = slot[start:].view(np.uint32)
-    num = int(words[4])
-    if words[0] != LAYOUT_VERSION or int(words[1]) not in ROPE_NAMES or words[5] != 0:
+    words = slots.reshape(-1).view(np.uint32)
+    num_fixed = _TAIL_FIXED_BYTES // 4
+    first = page_slots * (layout.slot_bytes // 4) + layout.tail_offset // 4
+    head = words[first[:, None] + np.arange(num_fixed + layout.num_layers)]
+    state, num, counts = head[:, 1], head[:, 4], head[:, num_fixed:]
+    fits = (head[:, 0] == LAYOUT_VERSION) & (head[:, 5] == 0) & (state <= max(ROPE_NAMES))
+    fits &= (num <= layout.max_corrections) & (counts.sum(axis=1, dtype=np.uint64) == num)
+    if not fits.all():
         return None
-    if num > layout.max_corrections:
+    page = np.repeat(np.arange(len(page_slots), dtype=np.int32), num)
+    layer = np.repeat(np.tile(np.arange(layout.num_layers), len(page_slots)), counts.reshape(-1))
+    # The i-th correction of a page lies 2 * i words behind the page's first.
+    place = np.arange(len(page)) - np.repeat((np.cumsum(num) - num).astype(np.int64), num)
+    at = (first + num_fixed + layout.num_layers)[page] + 2 * place
+    element, bits = words[at], words[at + 1]
+    limits = np.asarray(layout.k_row_bytes)[layer] * layout.page_size // layout.item_bytes
+    if bool((element >= limits).any()):
         return None
-    first_count = _TAIL_FIXED_BYTES // 4
-    first_entry = first_count + layout.num_layers
-    counts = words[first_count:first_entry]
-    if int(counts.sum(dtype=np.uint64)) != num:
-        return None
-    entries = words[first_entry : first_entry + 2 * num].reshape(num, 2)
-    layer = np.repeat(np.arange(layout.num_layers), counts)
-    limits = np.asarray(layout.k_row_bytes, np.uint64)[layer] * layout.page_size
-    if num and bool((entries[:, 0] >= limits // layout.item_bytes).any()):
-        return None
-    return PageTail(
-        rope_state=int(words[1]),
-        position=int(words[2]) | int(words[3]) << 32,
-        layer=layer,
-        element=entries[:, 0].copy(),
-        bits=entries[:, 1].copy(),
-    )
+    position = head[:, 2].astype(np.int64) | head[:, 3].astype(np.int64) << 32
+    return PageTails(state, position, page, layer, element, bits)
 
 
 def _align(value: int, to: int) -> int:

@@ -17,7 +17,8 @@ from sglang_ext.layout import (
     ROPE_PRE,
     SLOT_ALIGN_BYTES,
     PageLayout,
-    read_tail,
+    PageTails,
+    read_tails,
     write_tail,
 )
 
@@ -27,6 +28,14 @@ K_VALUES = 32 // 2 * 4
 
 def slot(layout: PageLayout = LAYOUT) -> np.ndarray:
     return np.zeros(layout.slot_bytes, np.uint8)
+
+
+def read_tail(page: np.ndarray, layout: PageLayout) -> PageTails | None:
+    """Reads it beside a page that must not be touched."""
+    slots = np.stack([np.full_like(page, 0xAB), page])
+    tails = read_tails(slots, np.array([1]), layout)
+    slots[:] = 0xFF  # what was decoded does not look into the slots any more
+    return tails
 
 
 def entries(counts: list[int], seed: int = 0) -> np.ndarray:
@@ -72,7 +81,7 @@ def test_a_tail_comes_back(counts: list[int], state: int, position: int) -> None
     assert num_bytes == LAYOUT.payload_bytes(len(pairs))
     tail = read_tail(page, LAYOUT)
     assert tail is not None
-    assert (tail.rope_state, tail.position) == (state, position)
+    assert (tail.rope_state.tolist(), tail.position.tolist()) == ([state], [position])
     assert tail.layer.tolist() == np.repeat([0, 1, 2], counts).tolist()
     assert (tail.element == pairs[:, 0]).all()
     assert (tail.bits == pairs[:, 1]).all()
@@ -87,18 +96,31 @@ def test_an_earlier_page_in_the_slot_leaves_no_corrections() -> None:
     tail = read_tail(page, LAYOUT)
     assert tail is not None
     assert len(tail.element) == 0
-    assert (tail.rope_state, tail.position) == (ROPE_BOUND, 64)
+    assert (tail.rope_state.tolist(), tail.position.tolist()) == ([ROPE_BOUND], [64])
 
 
-def test_a_decoded_tail_does_not_look_into_the_slot_any_more() -> None:
-    page = slot()
-    write_tail(page, LAYOUT, rope_state=0, position=0, counts=[2, 0, 0], entries=entries([2, 0, 0]))
-    tail = read_tail(page, LAYOUT)
-    assert tail is not None
-    before = tail.element.copy(), tail.bits.copy()
-    page[:] = 0xFF
-    assert (tail.element == before[0]).all()
-    assert (tail.bits == before[1]).all()
+def test_tails_of_many_pages_keep_to_their_page() -> None:
+    slots = np.zeros((5, LAYOUT.slot_bytes), np.uint8)
+    counts = {3: [1, 0, 2], 0: [0, 0, 0], 4: [0, 7, 0]}
+    for number, each in counts.items():
+        write_tail(
+            slots[number],
+            LAYOUT,
+            rope_state=number % 3,
+            position=64 * number,
+            counts=each,
+            entries=entries(each, number),
+        )
+    tails = read_tails(slots, np.array([3, 0, 4]), LAYOUT)
+    assert tails is not None
+    assert tails.position.tolist() == [192, 0, 256]
+    assert tails.rope_state.tolist() == [0, 0, 1]
+    assert tails.page.tolist() == [0] * 3 + [2] * 7
+    assert tails.layer.tolist() == [0, 2, 2] + [1] * 7
+    pairs = np.concatenate([entries(counts[3], 3), entries(counts[4], 4)])
+    assert (tails.element == pairs[:, 0]).all()
+    assert (tails.bits == pairs[:, 1]).all()
+    assert read_tails(slots, np.array([3, 1]), LAYOUT) is None
 
 
 @pytest.mark.parametrize(
