@@ -163,7 +163,10 @@ class PageCopier:
         view: PagedView,
     ) -> Corrections:
         if spec is not None:
-            return self._kernels.save_k(self.pool.k[layer], token_slots, positions, spec, view)
+            found: Corrections = self._kernels.save_k(
+                self.pool.k[layer], token_slots, positions, spec, view
+            )
+            return found
         self._kernels.copy_rows_to_pages(self.pool.k[layer], token_slots, view)
         return Corrections.none()
 
