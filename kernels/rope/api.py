@@ -308,7 +308,8 @@ def _words_at(address: int, num_words: int, kind: type) -> Words:
     if not num_words:
         return np.empty(0, kind)
     raw = (ctypes.c_uint8 * (num_words * np.dtype(kind).itemsize)).from_address(address)
-    return np.frombuffer(raw, kind)
+    words: Words = np.ctypeslib.as_array(raw).view(kind)
+    return words
 
 
 def _offsets(indices: I64, limit: int, factor: int, start: int, what: str) -> U64:

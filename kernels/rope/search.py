@@ -1,9 +1,9 @@
 """Finding position-free words that rotate back to the pool's bits (README, "The grid search").
 
-Phase 1, in `cpu.py`, rounds the un-rotated pair and finds it right nine times in ten.  What it
-leaves comes here: `try_neighbours` looks at the eight pairs one grid point around, vectorised over
-a list of pairs; `solve_pair` then takes each candidate of the larger component and solves for the
-smaller one, which also reaches outlier channels, where the smaller grid is much finer.
+Phase 1, in `cpu.py`, tries four pairs for all.  What it leaves comes here: `try_neighbours` looks
+around where Newton's method leads, vectorised over a list of pairs; `solve_pair` then takes each
+candidate of the larger component and solves for the smaller one, which also reaches outlier
+channels, where the smaller grid is much finer.
 """
 
 from __future__ import annotations

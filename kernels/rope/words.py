@@ -248,7 +248,7 @@ def wide(typingctx: Any, value: Any, like: Any) -> Any:
 
 @_intrinsic
 def load_pair(typingctx: Any, words: Any, index: Any) -> Any:
-    """Words `index` and `index + 1`, in one load, which vectorises where two strided ones do not."""
+    """Words `index` and `index + 1` in one load, which vectorises; two strided ones do not."""
     kind = getattr(words, "dtype", None)
     if words != types.Array(kind, 1, "C") or not _is_word(kind) or index != types.uint64:
         return None
