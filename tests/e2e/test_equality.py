@@ -34,7 +34,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 AT_BOUNDARIES = [pages * PAGE + step for pages in range(1, 13) for step in (-1, 0, 1)]
 BETWEEN = [3, 100, 290, 333, 500, 777, 900, 1000, 1111, 1357, 1500, 1600, 1727, 1800]
 LENGTHS = [*AT_BOUNDARIES, *BETWEEN]
-SHORT_LENGTHS = [65, 129, 193]
 
 NUM_CONCURRENT = 32
 IN_FLIGHT = 8
@@ -176,24 +175,30 @@ def wait_for_saves(server: Server, num_pages: int, timeout_s: float = 240.0) -> 
         time.sleep(0.2)
 
 
-def test_triton_kernels_in_the_real_linker_are_bit_equal(
-    tmp_path: Path, reference: Reference, prompts: list[list[int]]
-) -> None:
-    args = [*hier_args(tmp_path), *POOL, "--hier-kv-kernels", "triton"]
+def test_triton_kernels_in_the_real_linker_are_bit_equal(tmp_path: Path) -> None:
+    """The interpreter takes a fraction of a second a row, so pages and prompts are tiny.
+
+    The reference is this server's own device hit, which the tests above hold equal to plain's.
+    """
+    page = 4
+    args = [*hier_args(tmp_path, host_pages=2000), "--max-total-tokens", "4096"]
+    args += ["--page-size", str(page), "--hier-kv-kernels", "triton"]
     env = {"TRITON_INTERPRET": "1"}
-    log = tmp_path / "server.log"
-    with Server(args, log_path=log, env=env, stop="kill") as server:
-        for length in SHORT_LENGTHS:
-            which = LENGTHS.index(length)
-            prompt = prompts[which]
-            num_saved = state(server)["host"].get("saved_pages", 0)
-            assert tokens_and_logprobs(ask(server, prompt)) == reference.first[which]
-            wait_for_saves(server, num_saved + (length + 7) // PAGE)
+    with Server(args, log_path=tmp_path / "server.log", env=env, stop="kill") as server:
+        for num_pages, prompt in ((1, real_prompt(6)), (2, real_prompt(9))):
+            ask(server, prompt, 2)
+            on_device = ask(server, prompt, 2)
+            assert by_tier(on_device)["device"] == num_pages * page
+            loaded = state(server)["host"].get("loaded_pages", 0)
+            wait_for_saves(server, loaded + num_pages)
             server.post("/flush_cache")
-            again = ask(server, prompt)
-            assert by_tier(again)["host"] == reference.cached_tokens[which] > 0
-            assert tokens_and_logprobs(again) == reference.repeat[which]
+            from_host = ask(server, prompt, 2)
+            assert by_tier(from_host)["host"] == num_pages * page
+            assert tokens_and_logprobs(from_host) == tokens_and_logprobs(on_device)
         found: dict[str, Any] = state(server)
     assert found["kernels"] == "triton"
-    assert found["host"]["saved_pre_pages"] > 0
-    assert found["host"]["loaded_pages"] > 0
+    assert found["host"]["saved_pre_pages"] == found["host"]["loaded_pages"] == 3
+
+
+def real_prompt(length: int) -> list[int]:
+    return next(real_prompts([length], seed=length))
