@@ -130,6 +130,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         `last_hash` belongs to the device end of the match while `new_input_tokens` begin behind
         what is in DRAM, so the chain is hashed from the start of the prompt.
         """
+        self.release_plan(handle)
         req = self._enqueued_request(handle)
         space = self.space_of(req) if req is not None else None
         tokens = matched_prefix_tokens + new_input_tokens
@@ -164,7 +165,6 @@ class HierKVRadixCache(UnifiedRadixCache):
                 host=found.host + found.pending,
                 pages=[row.tobytes().hex() for row in hashes[: sum(found)]],
             )
-        self.release_plan(handle)
         plan = self.store.plan(space, hashes)
         if plan is not None:
             self._plans[handle] = _Waiting(plan, space, hashes)
@@ -208,6 +208,15 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Rows of an admitted request's prefix; its pages need no plan any more."""
         self.release_plan(req.cache_request_handle)
         return super().prefix_device_indices(req)
+
+    def claim_kv_row(self, req: Any) -> bool:
+        """A request that held KV ends or is retracted: its plan ends at the latest now.
+
+        One that reused nothing and is barred from the tree, or whose session keeps its rows, comes
+        past none of the other places.
+        """
+        self.release_plan(req.cache_request_handle)
+        return bool(super().claim_kv_row(req))
 
     def release_plan(self, handle: Any) -> None:
         """Gives back the pins that kept a waiting request's pages in DRAM."""
@@ -263,7 +272,12 @@ class HierKVRadixCache(UnifiedRadixCache):
 
 
 def _depends_on_tokens_alone(req: Any) -> bool:
-    """Whether a request's KV is a function of its token ids; images and embeddings are not."""
-    return getattr(req, "multimodal_inputs", None) is None and not getattr(
-        req, "input_embeds", None
+    """Whether a request's KV is a function of its token ids; images and embeddings are not.
+
+    SGLang bars requests with override embeddings from its tree, and those whose load failed.
+    """
+    return (
+        getattr(req, "multimodal_inputs", None) is None
+        and not getattr(req, "input_embeds", None)
+        and not getattr(req, "skip_radix_cache_insert", False)
     )

@@ -52,6 +52,13 @@ def check_arguments(server_args: Any, config: HierKVConfig) -> None:
             f"--speculative-algorithm {server_args.speculative_algorithm}",
             "leave it out",
         )
+    if getattr(server_args, "dllm_algorithm", None):
+        # KV of a token depends on the tokens after it in its block, which no page hash covers.
+        _refuse(
+            "a model that generates from left to right",
+            f"--dllm-algorithm {server_args.dllm_algorithm}",
+            "leave one of the two out",
+        )
     if "fp4" in str(getattr(server_args, "kv_cache_dtype", "auto")):
         _refuse(
             "a KV cache of 8 bits or more",

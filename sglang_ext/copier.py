@@ -222,11 +222,15 @@ class PageCopier:
             position: position that the first token will have.
 
         Raises:
-            CopyError: a page is not of this layout, or is bound to another position.
+            CopyError: a page is not of this layout, is bound to another position, or is
+                position-free where a layer has no known rotation.
         """
         tails = read_tails(self._slots, page_slots, self._layout)
         if tails is None:
             raise CopyError(f"one of slots {page_slots.tolist()} holds no page of this layout")
+        if (tails.rope_state == ROPE_PRE).any() and self._saved_state == ROPE_BOUND:
+            # The namespace tells the two apart; here it would be K without its rotation.
+            raise CopyError("a page has position-free K and a layer's rotation is not known")
         size = self._layout.page_size
         moved = tails.position != position + size * np.arange(len(page_slots))
         if (moved & (tails.rope_state == ROPE_BOUND)).any():

@@ -20,7 +20,7 @@ from sglang_ext.metrics import MetricsReporter
 from sglang_ext.model_identity import ModelIdentity
 from sglang_ext.pinning import pin_memory
 from sglang_ext.pools import DevicePool, describe_pool
-from sglang_ext.rope_discovery import LayerRope, discover_ropes, rope_digest
+from sglang_ext.rope_discovery import LayerRope, discover_ropes
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.host import HostArena
@@ -88,7 +88,7 @@ def build_cache(ctx: Any) -> Any:
         rope=config.rope,
         kernels="triton" if _uses_triton(config, pool) else "numba",
     )
-    cache.attach(linker, _identity(ctx, config, pool, ropes), config, metrics)
+    cache.attach(linker, _identity(ctx, config, pool), config, metrics)
     kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
     ctx.tp_worker.register_hicache_layer_transfer_counter(linker.layer_done_counter)
     logger.info(
@@ -170,9 +170,7 @@ def _kernels(config: HierKVConfig, pool: DevicePool, ropes: list[LayerRope]) -> 
     return rope_kernels
 
 
-def _identity(
-    ctx: Any, config: HierKVConfig, pool: DevicePool, ropes: list[LayerRope]
-) -> ModelIdentity:
+def _identity(ctx: Any, config: HierKVConfig, pool: DevicePool) -> ModelIdentity:
     model_config, server_args = ctx.model_config, ctx.server_args
     runner = ctx.tp_worker.model_runner
     fixed = {
@@ -183,7 +181,6 @@ def _identity(
         "pool": pool.kind,
         "layers": [list(k.shape[1:]) for k in pool.k] + [list(v.shape[1:]) for v in pool.v],
         "page_size": ctx.params.page_size,
-        "rope": rope_digest(ropes, config.rope),
         "tp": [ctx.tp_rank, ctx.tp_size],
     }
     # Where the files lie and how they are cached says nothing of the KV.

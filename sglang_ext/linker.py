@@ -23,7 +23,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from sglang_ext.copier import CopyError, LoadPages, PageCopier
+from sglang_ext.copier import LoadPages, PageCopier
 from sglang_ext.layout import ROPE_NAMES
 from sglang_ext.load_counter import LoadCounter
 from sglang_ext.tiers.record import RecordMeta, write_meta
@@ -134,7 +134,7 @@ class HierKVLinker(UnifiedCacheLinker):
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Queues a load; False when a page left DRAM since the match (then it is recomputed)."""
         place, transfer = self.place, transfers[0]
-        if place is None:
+        if place is None or self._closed:
             return False
         hashes = hashes_from_hex(transfer.keys)
         ticket = self.store.pin_ready(place.space, hashes)
@@ -177,7 +177,8 @@ class HierKVLinker(UnifiedCacheLinker):
             position: index of the first token.
 
         Returns:
-            False, with nothing changed, unless all of them are ready in DRAM.
+            Whether all of them were ready in DRAM and copied. On an error some layers may hold
+            the stored KV and others the recomputed one; each is KV of the same tokens.
         """
         ticket = self.store.pin_ready(space, hashes)
         if ticket is None:
@@ -190,8 +191,9 @@ class HierKVLinker(UnifiedCacheLinker):
                 for layer in range(self._num_layers):
                     self.copier.load_layer(pages, layer)
             self._streams.synchronize()
-        except CopyError:
-            logger.exception("hier-kv: a stored page does not fit; the recomputed one is kept")
+        except Exception:
+            self.store.counters.add("load_failures")
+            logger.exception("hier-kv: stored pages could not be put in place of recomputed ones")
             return False
         finally:
             self.store.release(ticket.slots)
@@ -214,12 +216,10 @@ class HierKVLinker(UnifiedCacheLinker):
         place, transfer = self.place, transfers[0]
         if place is None or self._closed:
             return False
-        with self._saves_done:
-            if self._num_saves >= MAX_QUEUED_SAVES:
-                self.store.counters.add("save_dropped_pages", len(transfer.keys))
-                self.store.counters.add("save_queue_full")
-                return False
-            self._num_saves += 1
+        if self._num_saves >= MAX_QUEUED_SAVES:  # only this thread adds to it
+            self.store.counters.add("save_dropped_pages", len(transfer.keys))
+            self.store.counters.add("save_queue_full")
+            return False
         job = _SaveJob(
             place,
             hashes_from_hex(transfer.keys),
@@ -227,6 +227,8 @@ class HierKVLinker(UnifiedCacheLinker):
             self._streams.save_events(self),
             self._epoch,
         )
+        with self._saves_done:
+            self._num_saves += 1
         self._saves.put(job)
         return True
 
@@ -347,9 +349,12 @@ class HierKVLinker(UnifiedCacheLinker):
             except BaseException as error:
                 self.store.counters.add("load_failures")
                 logger.exception("hier-kv: a load failed; its requests are aborted")
-                # What was queued still writes to rows that are given back as soon as this is known.
-                self._streams.synchronize()
-                self.layer_done_counter.fail(index, error)
+                try:
+                    # What was queued still writes to rows that are given back once this is known.
+                    self._streams.synchronize()
+                except Exception:
+                    logger.exception("hier-kv: the device failed")
+                self.layer_done_counter.fail(index, error)  # without it the scheduler waits on
             finally:
                 for job in jobs:
                     self.store.release(job.ticket.slots)

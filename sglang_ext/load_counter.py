@@ -40,14 +40,19 @@ class LoadCounter:
         self._changed = threading.Condition()
 
     def update_producer(self) -> int:
-        """Opens a batch and returns its index."""
+        """Opens a batch, which the next forward reads, and returns its index.
+
+        SGLang 0.5.23 names the consumer before it generates, not before an embedding forward;
+        both run the batch whose loads were started last.
+        """
         with self._changed:
             self._producer_index += 1
             self._batches[self._producer_index] = _Batch()
+            self.consumer_index = self._producer_index
             return self._producer_index
 
     def set_consumer(self, index: int) -> None:
-        """Names the batch that the next forward reads; SGLang calls it before each forward."""
+        """Names the batch that the next forward reads; SGLang calls it before it generates."""
         self.consumer_index = index
 
     def complete(self, index: int, event: Any = None) -> None:

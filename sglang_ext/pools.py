@@ -13,7 +13,7 @@ import torch
 from sglang_ext.config import HierKVConfigError
 from sglang_ext.layout import PageLayout
 
-# Values of these dtypes lie on a free grid that un-rotation can round to (DESIGN 13.7).
+# Values of these dtypes lie on a free grid that un-rotation can round to.
 ROTATABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

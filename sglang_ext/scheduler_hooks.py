@@ -10,6 +10,7 @@ from sglang_ext.config import HierKVConfigError
 from sglang_ext.factory import build_cache
 from sglang_ext.report import DETAILS_KEY, pack_details
 from sglang_ext.request_state import find_state
+from sglang_ext.rope_discovery import rope_digest
 from sglang_ext.self_check import run_self_check
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.weight_hooks import register_weight_hooks
@@ -49,6 +50,8 @@ def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     self.enable_unified_cache_external_linker = True
     self.enable_lmcache = True
     run_self_check(self, cache)
+    ropes = cache.hier_linker.copier.ropes
+    cache.identity.add_rope(rope_digest(ropes, cache.hier_config.rope))
     try:
         cache.identity.open(cache.store)
     except TierConfigError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.compat import check_model, check_sglang_version
+from sglang_ext.compat import check_arguments, check_model, check_sglang_version
 from sglang_ext.config import HierKVConfig, HierKVConfigError
 
 
@@ -36,6 +36,11 @@ def test_a_model_of_another_kind_is_refused(fact: str, words: str) -> None:
     assert sentence.startswith("--enable-hier-kv needs ")
     assert words in sentence
     assert sentence.endswith("; start this model without --enable-hier-kv.")
+
+
+def test_diffusion_models_are_refused() -> None:
+    with pytest.raises(HierKVConfigError, match="--dllm-algorithm LowConfidence; leave one"):
+        check_arguments(SimpleNamespace(dllm_algorithm="LowConfidence"), HierKVConfig())
 
 
 def test_an_untested_release_runs_only_when_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,15 @@ def test_one_bound_layer_binds_the_page_and_bind_all_every_layer() -> None:
     assert all(not rope.movable for rope in rig.copier.ropes)
 
 
+def test_position_free_pages_are_refused_where_a_layer_has_no_known_rotation() -> None:
+    rig = Rig()
+    rig.fill(ROWS, 0)
+    rig.copier.save(ROWS, 0, np.array([0, 1, 2]))
+    rig.copier.bind(0, "a test")
+    with pytest.raises(CopyError, match="rotation is not known"):
+        rig.copier.prepare_load(np.array([0, 1, 2]), OTHER, 0)
+
+
 def test_a_page_with_too_many_corrections_is_kept_bound_and_the_others_are_not() -> None:
     rig = Rig()
     rig.fill(ROWS, 64)

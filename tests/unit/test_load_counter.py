@@ -41,6 +41,20 @@ def test_waits_for_its_layer_only() -> None:
     assert overlap_s > 0.03  # layer 0 was released long before the last layer
 
 
+def test_the_next_forward_waits_without_being_told_which_batch_it_reads() -> None:
+    """SGLang runs embedding forwards without naming the consumer."""
+    counter = LoadCounter(1)
+    index = counter.update_producer()
+    waiting = in_thread(lambda: counter.wait_until(0))
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    counter.complete(index)
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert counter.finish(index)[0]
+    counter.wait_until(0)  # later forwards do not
+
+
 def test_no_overlap_where_the_forward_came_late() -> None:
     counter = LoadCounter(2)
     index = counter.update_producer()

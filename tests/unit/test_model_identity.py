@@ -29,8 +29,9 @@ class Fixture:
         self.store = PageStore(HostArena(2, 4096), PageIndex(16), None, StoreConfig())
         self.identity = ModelIdentity(self.model, {"page_size": 64}, {}, lambda: self.adapters)
 
-    def space(self, lora_id: str | None = None) -> KeySpace | None:
-        return self.identity.space_of(SimpleNamespace(lora_id=lora_id), self.store)
+    def space(self, lora_id: str | None = None, extra_key: str | None = None) -> KeySpace | None:
+        request = SimpleNamespace(lora_id=lora_id, extra_key=extra_key)
+        return self.identity.space_of(request, self.store)
 
     def set_weights(self, value: float) -> None:
         with torch.no_grad():
@@ -187,3 +188,28 @@ def test_an_adapter_sglang_does_not_know(world: Fixture) -> None:
 
 def test_the_label_and_folder_are_the_disks_business(world: Fixture, tmp_path: Path) -> None:
     assert world.identity.open(world.store) == world.identity.open(world.store)
+
+
+def test_how_k_is_stored_opens_another_namespace_and_is_known_before_any() -> None:
+    spaces = []
+    for digest in (b"a", b"b"):
+        world = Fixture()
+        world.set_weights(1.0)
+        world.identity.add_rope(digest)
+        spaces.append(world.space())
+        with pytest.raises(RuntimeError, match="before a namespace"):
+            world.identity.add_rope(digest)
+    assert spaces[0] is not None
+    assert spaces[1] is not None
+    assert spaces[0].digest != spaces[1].digest
+
+
+def test_an_extra_key_that_looks_like_an_adapter_keeps_nothing_for_either(world: Fixture) -> None:
+    world.adapters["adapter-1"] = adapter(1.0)
+    assert world.space("adapter-1", "tenant-adapter-1") is not None
+    assert world.space(extra_key="tenant") is not None
+    assert world.space(extra_key="tenant-adapter-1") is None
+    assert world.space("adapter-1", "tenant-adapter-1") is None
+    assert world.space(extra_key="tenant") is not None
+    world.identity.device_was_reset()
+    assert world.space("adapter-1", "tenant-adapter-1") is not None

@@ -588,6 +588,24 @@ def test_shutdown_gives_up_in_time_and_counts_what_is_lost(make: Make) -> None:
     rig.store.close(timeout_s=0.0)
     assert time.monotonic() - started_s < 5
     assert rig.count("written_pages") == 0
+    assert rig.count("shutdown_lost_pages") == 6
+
+
+def test_shutdown_does_not_wait_for_reads_that_have_not_begun(make: Make) -> None:
+    rig = make()
+    on_disk_only(rig, pages("a", 3))
+    rig.io.open_gate.clear()
+    plans = [rig.store.plan(rig.space, pages("a", 3)[[page]]) for page in range(3)]
+    promoter = rig.store._promoter
+    assert promoter is not None
+    rig.until(lambda: promoter._queue.qsize() == 1)  # the two threads hold one each
+    closing = threading.Thread(target=rig.store.close)
+    closing.start()
+    assert promoter._closing.wait(15)
+    rig.io.open_gate.set()
+    closing.join(15)
+    assert not closing.is_alive()
+    assert [plan is not None and plan.failed for plan in plans] == [False, False, True]
 
 
 def test_stale_entries_of_one_key_space_do_not_end_a_flush(make: Make) -> None:

@@ -383,6 +383,11 @@ class Directory:
                 self._queue_spill(spaces(number), rows[numbers == number])
             return len(rows)
 
+    def num_unwritten(self) -> int:
+        """Pages in DRAM that the disk neither has nor refused (linear)."""
+        with self.lock:
+            return len(self.index.lru_tail(self.arena.num_slots, ON_DISK | WRITE_DROPPED))
+
     def needs_cleaning(self, low_water_pages: int) -> bool:
         """Whether the DRAM pages that could leave at once fell below the low-water mark."""
         with self.lock:

@@ -114,7 +114,12 @@ class PageStore:
             self._opened.add(digest)
         if self._disk is None:
             return 0
-        found = self._disk.open_namespace(digest, self.arena.slot_bytes, label)
+        try:
+            found = self._disk.open_namespace(digest, self.arena.slot_bytes, label)
+        except BaseException:
+            with self._spaces_lock:
+                self._opened.discard(digest)
+            raise
         total = 0
         # Sorting digests takes most of a start with a full disk; without adapters there is no need.
         adapters, which = found.lora[:1], np.zeros(len(found), np.intp)

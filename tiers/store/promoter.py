@@ -42,6 +42,7 @@ class Promoter:
         self._queue: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._piece_pages = max(1, _READ_BYTES // directory.arena.slot_bytes)
         self._left_lock = threading.Lock()
+        self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, name=f"hier-kv-promote-{index}", daemon=True)
             for index in range(_NUM_THREADS)
@@ -70,7 +71,8 @@ class Promoter:
         return plan
 
     def close(self) -> None:
-        """Ends the threads; pieces still queued are read as failed."""
+        """Ends the threads after the pieces in their hands; those still queued count as failed."""
+        self._closing.set()
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -87,7 +89,8 @@ class Promoter:
                 return
             ok = np.zeros(len(read.rows), np.bool_)
             try:
-                ok = self._read(read)
+                if not self._closing.is_set():
+                    ok = self._read(read)
             except Exception:
                 self._directory.counters.add("promotion_failures")
                 logger.exception("hier-kv: pages could not be read from disk; they are recomputed")

@@ -49,7 +49,7 @@ class Spiller:
         return self._writing
 
     def flush(self, deadline_s: float) -> int:
-        """Writes everything that is not on disk yet until a deadline; returns pages left over.
+        """Writes everything that is not on disk yet until a deadline; returns pages left in DRAM.
 
         Args:
             deadline_s: monotonic time at which to give up.
@@ -60,8 +60,7 @@ class Spiller:
                 directory.queue_coldest(self._space_of, self._batch_pages)
             if not self._write_batch():
                 return 0
-        with directory.lock:
-            return sum(len(entry.rows) for entry in directory.spill_queue)
+        return directory.num_unwritten()
 
     def close(self) -> None:
         """Ends the thread after the batch it is writing."""
