@@ -23,6 +23,8 @@ _WORDS: dict[torch.dtype, type] = {
     torch.float16: np.int16,
     torch.float32: np.uint32,
 }
+# What a load writes is read by the next forward: from this size on it would not stay cached.
+_STREAMED_BYTES = 1 << 20
 # Half a grid step, relative: what one rounding in between may add.
 _SLACK = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
@@ -138,6 +140,7 @@ def load_k(
         words,
         rows,
         _layout(pool, spec),
+        rows.size * width * words.itemsize >= _STREAMED_BYTES,
     )
     if corrections is not None and len(corrections):
         cpu.correct(
@@ -221,7 +224,7 @@ def copy_rows_to_pages(
     words, rows = _pool_rows(pool, token_slots)
     width = pool.shape[1] * pool.shape[2]
     pages, bases = _page_row_bases(out, words.dtype, width, rows.size, first_row)
-    cpu.copy_rows(words, rows, pages, bases, np.uint64(width))
+    cpu.copy_rows(words, rows, pages, bases, np.uint64(width), True)
 
 
 def copy_pages_to_rows(
@@ -241,7 +244,8 @@ def copy_pages_to_rows(
     words, rows = _pool_rows(pool, token_slots)
     width = pool.shape[1] * pool.shape[2]
     pages, bases = _page_row_bases(src, words.dtype, width, rows.size, first_row)
-    cpu.copy_rows(pages, bases, words, rows, np.uint64(width))
+    streamed = rows.size * width * words.itemsize >= _STREAMED_BYTES
+    cpu.copy_rows(pages, bases, words, rows, np.uint64(width), streamed)
 
 
 save_v = copy_rows_to_pages

@@ -16,13 +16,16 @@ from .words import (
     beside,
     decode,
     encode,
+    fence,
     jit,
     load_pair,
     mark_bits,
     near,
+    on_a_line,
     pack,
     rounds_to,
     store_pair,
+    stream_line,
     trailing_zeros,
     use_wide_vectors,
 )
@@ -38,6 +41,16 @@ def _copy(source: Any, a: Any, out: Any, b: Any, num: Any) -> None:
     use_wide_vectors()
     for j in range(num):
         out[b + j] = source[a + j]
+
+
+@jit(forceinline=True)
+def _stream(source: Any, a: Any, out: Any, b: Any, num: Any) -> None:
+    per_line = _U(64 // out.itemsize)
+    if num % per_line == _U(0) and on_a_line(out, b):
+        for j in range(_U(0), num, per_line):
+            stream_line(source, a + j, out, b + j)
+    else:
+        _copy(source, a, out, b, num)
 
 
 @jit(forceinline=True)
@@ -420,20 +433,28 @@ def load(
     pool: Any,
     rows: Any,
     layout: Any,
+    streamed: Any,
 ) -> None:
     """Gather rows of pages (`bases`: their offsets), rotate them, scatter them to `pool`."""
     use_wide_vectors()
     heads, dim, first, half = layout[0], layout[1], layout[2], layout[3]
     interleaved = layout[4] == _ONE
     end = first + half + half
+    width = heads * dim
+    row = np.empty(width if streamed else _U(0), pool.dtype)  # stays in the L1 cache
     for t in range(_U(rows.size)):
-        a, b, k = bases[t], rows[t], angles[t]
+        a, k = bases[t], angles[t]
+        out, b = (row, _U(0)) if streamed else (pool, rows[t])
         for _ in range(heads):
-            _copy(pages, a, pool, b, first)
-            _rotate_head(rule, interleaved, pages, a + first, cos, sin, k, pool, b + first, half)
-            _copy(pages, a + end, pool, b + end, dim - end)
+            _copy(pages, a, out, b, first)
+            _rotate_head(rule, interleaved, pages, a + first, cos, sin, k, out, b + first, half)
+            _copy(pages, a + end, out, b + end, dim - end)
             a += dim
             b += dim
+        if streamed:
+            _stream(row, _U(0), pool, rows[t], width)
+    if streamed:
+        fence()
 
 
 @jit()
@@ -491,10 +512,15 @@ def correct(
 
 
 @jit()
-def copy_rows(source: Any, a: Any, out: Any, b: Any, width: Any) -> None:
+def copy_rows(source: Any, a: Any, out: Any, b: Any, width: Any, streamed: Any) -> None:
     """Copy `width` words from each offset of `a` in `source` to that of `b` in `out`."""
     for t in range(_U(a.size)):
-        _copy(source, a[t], out, b[t], width)
+        if streamed:
+            _stream(source, a[t], out, b[t], width)
+        else:
+            _copy(source, a[t], out, b[t], width)
+    if streamed:
+        fence()
 
 
 @jit()

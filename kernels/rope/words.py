@@ -316,6 +316,55 @@ def trailing_zeros(typingctx: Any, value: Any) -> Any:
 
 
 @_intrinsic
+def on_a_line(typingctx: Any, words: Any, index: Any) -> Any:
+    """Whether word `index` of an array lies at the start of a cache line of 64 bytes."""
+    if not isinstance(words, types.Array) or words.ndim != 1 or index != types.uint64:
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(words)(context, builder, args[0])
+        address = builder.ptrtoint(builder.gep(array.data, [args[1]]), _I64)
+        return builder.icmp_unsigned("==", builder.and_(address, _I64(63)), _I64(0))
+
+    return types.boolean(words, index), codegen
+
+
+@_intrinsic
+def stream_line(typingctx: Any, source: Any, a: Any, out: Any, b: Any) -> Any:
+    """Copy 64 bytes to the line that word `b` of `out` begins, past the caches.
+
+    A line that is written whole and not read soon need not be fetched first. Ends with `fence`.
+    """
+    if getattr(source, "dtype", 0) != getattr(out, "dtype", 1) or (a, b) != (types.uint64,) * 2:
+        return None
+    itemsize = out.dtype.bitwidth // 8
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = ir.VectorType(_I64, 8)
+        pointers = []
+        for kind, array, index in ((source, args[0], args[1]), (out, args[2], args[3])):
+            data = context.make_array(kind)(context, builder, array).data
+            pointers.append(builder.bitcast(builder.gep(data, [index]), line.as_pointer()))
+        store = builder.store(builder.load(pointers[0], align=itemsize), pointers[1], align=64)
+        hint = builder.module.add_metadata([ir.Constant(_I32, 1)])
+        store.set_metadata("nontemporal", hint)
+        return context.get_dummy_value()
+
+    return types.none(source, a, out, b), codegen
+
+
+@_intrinsic
+def fence(typingctx: Any) -> Any:
+    """Make streamed lines visible before anything this thread writes later."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.none(), codegen
+
+
+@_intrinsic
 def use_wide_vectors(typingctx: Any) -> Any:
     """Let the calling function use 512-bit vectors; without them it makes no difference.
 

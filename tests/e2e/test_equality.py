@@ -7,6 +7,7 @@ so a repeat is compared with a repeat.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,8 @@ LENGTHS = [*AT_BOUNDARIES, *BETWEEN]
 
 NUM_CONCURRENT = 32
 IN_FLIGHT = 8
-NUM_RUNS = 3
+NUM_RUNS = 4
+MAX_DELAY_S = 0.1
 POOL = ["--max-total-tokens", "65536", "--page-size", str(PAGE)]
 
 Answer = tuple[list[int], list[float]]
@@ -82,7 +84,7 @@ def reference(
         # Filled one at a time: the prefix is then the same KV in every server.
         for prompt in concurrent_prompts:
             ask(server, prompt)
-        runs = [ask_all(server, concurrent_prompts) for _ in range(NUM_RUNS)]
+        runs = [ask_all(server, concurrent_prompts, seed) for seed in range(NUM_RUNS)]
     cached = [int(answer["meta_info"]["cached_tokens"]) for answer in answers]
     assert cached == [(len(prompt) - 1) // PAGE * PAGE for prompt in prompts]
     return Reference(first, [tokens_and_logprobs(answer) for answer in answers], cached, runs)
@@ -99,11 +101,21 @@ def server(
         yield running
 
 
-def ask_all(server: Server, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-    """Sends prompts, several at a time, and returns their answers in order."""
+def ask_all(server: Server, prompts: Sequence[Sequence[int]], seed: int) -> list[Answer]:
+    """Sends prompts, several at a time, and returns their answers in order.
+
+    Each waits a little first, another time in each run: which requests share a batch decides the
+    rounding, and without it two runs of one server would fall into nearly the same batches.
+    """
+    rng = random.Random(seed)
+    delays_s = [rng.uniform(0.0, MAX_DELAY_S) for _ in prompts]
+
+    def send(delay_s: float, prompt: Sequence[int]) -> dict[str, Any]:
+        time.sleep(delay_s)
+        return ask(server, prompt, 16)
+
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        answers = pool.map(lambda prompt: ask(server, prompt, 16), prompts)
-        return [tokens_and_logprobs(answer) for answer in answers]
+        return [tokens_and_logprobs(a) for a in pool.map(send, delays_s, prompts)]
 
 
 def test_one_at_a_time_all_answers_are_bit_equal(
@@ -138,10 +150,10 @@ def test_with_concurrency_no_more_differs_than_between_plain_runs(
     for prompt in concurrent_prompts:
         ask(server, prompt)
     runs = []
-    for _ in range(NUM_RUNS):
+    for seed in range(NUM_RUNS, 2 * NUM_RUNS):
         server.post("/flush_cache")
         loaded = state(server)["host"].get("loaded_pages", 0)
-        runs.append(ask_all(server, concurrent_prompts))
+        runs.append(ask_all(server, concurrent_prompts, seed))
         assert state(server)["host"]["loaded_pages"] - loaded > NUM_CONCURRENT
     plain = [len(_differences(a, b)) for a, b in combinations(reference.concurrent, 2)]
     ours = [len(_differences(a, b)) for a, b in product(runs, reference.concurrent)]
