@@ -77,7 +77,6 @@ def build_cache(ctx: Any) -> Any:
     metrics = MetricsReporter(
         store,
         disk,
-        slot_bytes=layout.slot_bytes,
         enabled=bool(ctx.params.enable_metrics),
         labels={"model_name": str(ctx.server_args.served_model_name)},
     )

@@ -13,6 +13,8 @@ from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.store import PageStore
 
 _INTERVAL_S = 1.0
+# What the disk tier reports that can fall, and so is no count of events.
+_DISK_SIZES = ("segments", "used_bytes", "max_bytes", "open_fds")
 
 
 class MetricsReporter:
@@ -21,7 +23,6 @@ class MetricsReporter:
     Args:
         store: the page store.
         disk: its disk tier, or None.
-        slot_bytes: size of a page in DRAM and on disk.
         enabled: whether SGLang runs with `--enable-metrics`.
         labels: label values common to all series.
     """
@@ -31,13 +32,11 @@ class MetricsReporter:
         store: PageStore,
         disk: DiskTier | None,
         *,
-        slot_bytes: int,
         enabled: bool,
         labels: dict[str, str],
     ) -> None:
         self._store = store
         self._disk = disk
-        self._slot_bytes = slot_bytes
         self._labels = labels
         self._published: dict[str, float] = {}
         self._next_s = 0.0
@@ -91,7 +90,7 @@ class MetricsReporter:
         for name, value in self._disk_stats().items():
             if isinstance(value, dict):
                 counts.update({f"disk_{name}_{kind}": n for kind, n in value.items()})
-            elif isinstance(value, int) and name not in ("bytes_on_disk", "segments", "records"):
+            elif isinstance(value, int) and name not in _DISK_SIZES:
                 counts[f"disk_{name}"] = value
         return counts
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -97,7 +96,6 @@ class Plan:
         remaining: pages not ready yet.
         failed: a page could not be read; the pages from it on are not promised.
         starved: pages are stored, but there was no room in DRAM to begin with; plan again later.
-        started_s: monotonic time at which it was made.
     """
 
     def __init__(self, rows: Rows, remaining: int, *, starved: bool = False) -> None:
@@ -105,7 +103,6 @@ class Plan:
         self.starved = starved
         self.remaining = remaining
         self.failed = False
-        self.started_s = time.monotonic()
         self.slots: Slots = np.empty(0, np.int32)  # pinned by this plan; guarded by the store
         self.cancelled = False
 
