@@ -20,11 +20,18 @@ from sglang_ext.config import HierKVConfig
 from sglang_ext.linker import Hashes, HierKVLinker, hashes_from_hex
 from sglang_ext.metrics import MetricsReporter
 from sglang_ext.model_identity import ModelIdentity
-from sglang_ext.request_state import Tier, state_of
+from sglang_ext.request_state import Tier, find_state, max_quality_of, state_of
+from sglang_ext.taint import TaintKeeper
+from sglang_ext.tiers.quality import Quality
 from sglang_ext.tiers.store import KeySpace, PageStore, Plan
 from sglang_ext.wrapper import HierKVLinkerWrapper
 
 logger = logging.getLogger(__name__)
+
+
+# Between two attempts to begin a plan for which DRAM has no free slot: the scheduler polls all the
+# time, and an attempt looks up the whole prefix.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.032
 
 
 @dataclass
@@ -34,7 +41,18 @@ class _Waiting:
     plan: Plan
     space: KeySpace
     hashes: Hashes
+    max_quality: int
     since_s: float = field(default_factory=time.monotonic)
+    pause_s: float = _FIRST_PAUSE_S
+    next_plan_s: float = 0.0
+
+    def may_plan_again(self, now_s: float) -> bool:
+        """Whether a starved plan's turn has come; the pauses between its turns grow."""
+        if now_s < self.next_plan_s:
+            return False
+        self.next_plan_s = now_s + self.pause_s
+        self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
+        return True
 
 
 class HierKVRadixCache(UnifiedRadixCache):
@@ -57,6 +75,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.checkpoint_space: KeySpace | None = None
         self.metrics_reporter_hier = metrics
         self._plans: dict[Any, _Waiting] = {}
+        self.taint = TaintKeeper(self)
         self.linker = HierKVLinkerWrapper(self, linker)
 
     @property
@@ -88,13 +107,22 @@ class HierKVRadixCache(UnifiedRadixCache):
         finally:
             self.checkpoint_space = None
 
+    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """SGLang's insert, with what the pages are worth."""
+
+        def insert() -> None:
+            super(HierKVRadixCache, self).checkpoint_into_tree(req, up_to=up_to, **kwargs)
+
+        self.taint.insert(req, up_to, insert)
+
     def _restore_last_page(self, req: Any, space: KeySpace, up_to: int) -> None:
         """Puts the stored KV of a prompt's last page in place of what was just recomputed.
 
         The last token of a prompt is always computed, so a prompt of whole pages computes its last
         page again, with other rounding. Where the tree holds that page, SGLang's insert drops what
         was recomputed and decodes on the older KV; this does the same where a tier below holds it,
-        so that a page has one value everywhere and answers are those of a device hit.
+        so that a page has one value everywhere and answers are those of a device hit. Unless what
+        the tiers have is worse.
         """
         start = up_to - self.page_size
         if up_to % self.page_size or req.prefix_len != start or req.kv.cache_protected_len > start:
@@ -104,7 +132,9 @@ class HierKVRadixCache(UnifiedRadixCache):
         )
         last = hashes_from_hex(get_storage_hash_str(key, None, page_size=self.page_size))[-1:]
         rows = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:up_to]
-        self.hier_linker.restore_pages(space, last, rows, start)
+        state = find_state(req)
+        limit = int(Quality.EXACT) if state is None else state.taint
+        self.hier_linker.restore_pages(space, last, rows, start, max_quality=limit)
 
     # ---- promotion of waiting requests ----
 
@@ -148,7 +178,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         device_len = marker.device_hit_len if marker else len(matched_prefix_tokens)
         device_pages = device_len // self.page_size
         hashes = hashes_from_hex(keys)[device_pages:]
-        found = self.store.locate_prefix(space, hashes)
+        limit = max_quality_of(req)
+        found = self.store.locate_prefix(space, hashes, limit)
         state_of(req).note_enqueued(
             self.page_size,
             [
@@ -165,34 +196,42 @@ class HierKVRadixCache(UnifiedRadixCache):
                 host=found.host + found.pending,
                 pages=[row.tobytes().hex() for row in hashes[: sum(found)]],
             )
-        plan = self.store.plan(space, hashes)
+        plan = self.store.plan(space, hashes, limit)
         if plan is not None:
-            self._plans[handle] = _Waiting(plan, space, hashes)
+            self._plans[handle] = _Waiting(plan, space, hashes, limit)
 
     def _enqueued_request(self, handle: Any) -> Any:
         req = self.matching_request
         return req if req is not None and req.rid == handle.rid else None
 
+    def match_prefix(self, params: Any) -> Any:
+        """SGLang's match; a turn of a session may first have to give up its session's KV."""
+        if params.req is not None and params.req.session is not None:
+            self.taint.meet_session(params.req)
+        return super().match_prefix(params)
+
     def _finalize_match_result(self, params: Any, result: Any) -> Any:
         # The request is not among the arguments of the prefetch call that follows its match.
         self.matching_request = params.req
-        return super()._finalize_match_result(params, result)
+        return super()._finalize_match_result(params, self.taint.begin_match(params, result))
 
     def check_prefetch_progress(self, handle: Any) -> bool:
         """False while a request should wait for pages that are on their way. O(1)."""
         waiting = self._plans.get(handle)
         if waiting is None or self.hier_config.prefetch_policy == "best_effort":
             return True
-        if waiting.plan.starved and self.store.has_plan_room():
+        now_s = time.monotonic()
+        starved = waiting.plan.starved and self.store.has_plan_room()
+        if starved and waiting.may_plan_again(now_s):
             self.store.cancel_plan(waiting.plan)
-            plan = self.store.plan(waiting.space, waiting.hashes)
+            plan = self.store.plan(waiting.space, waiting.hashes, waiting.max_quality)
             if plan is None:
                 del self._plans[handle]
                 return True
             waiting.plan = plan
         if waiting.plan.done and not waiting.plan.starved:
             return True
-        waited_ms = 1e3 * (time.monotonic() - waiting.since_s)
+        waited_ms = 1e3 * (now_s - waiting.since_s)
         config = self.hier_config
         if config.prefetch_policy == "wait_complete" or waited_ms < config.prefetch_timeout_ms:
             return False
@@ -207,6 +246,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     def prefix_device_indices(self, req: Any) -> Any:
         """Rows of an admitted request's prefix; its pages need no plan any more."""
         self.release_plan(req.cache_request_handle)
+        self.taint.admit(req)
         return super().prefix_device_indices(req)
 
     def claim_kv_row(self, req: Any) -> bool:
@@ -216,6 +256,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         past none of the other places.
         """
         self.release_plan(req.cache_request_handle)
+        self.taint.leave_session(req)
         return bool(super().claim_kv_row(req))
 
     def release_plan(self, handle: Any) -> None:
@@ -254,6 +295,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         identity = getattr(self, "identity", None)
         if identity is not None:
             identity.device_was_reset()
+            self.taint.clear()
 
     def clear_storage_backend(self) -> bool:
         """Drops the tiers below the device (`/hicache/storage-backend/clear`)."""

@@ -8,6 +8,7 @@ object per server; `save` runs on the save thread, `load_layer` on the load thre
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -90,6 +91,8 @@ class PageCopier:
         slots: u8 `[num_slots, slot_bytes]`, the arena.
         mode: `pre` or `delta`.
         kernels: module with `save_k`, `load_k`, `copy_rows_to_pages` and `copy_pages_to_rows`.
+        parallel_loads: copies V of a layer on a thread of its own while K is embedded; ended by
+            `close`.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class PageCopier:
         *,
         mode: str,
         kernels: ModuleType | Any,
+        parallel_loads: bool = False,
     ) -> None:
         self.pool = pool
         self.ropes = ropes
@@ -108,6 +112,15 @@ class PageCopier:
         self._slots = slots
         self._kernels = kernels
         self._pre = mode == "pre"
+        # A load of K is bound by arithmetic, one of V by memory; on a CPU pool they share no limit.
+        self._v_thread: ThreadPoolExecutor | None = None
+        if parallel_loads and pool.v:
+            self._v_thread = ThreadPoolExecutor(1, "hier-kv-load-v")
+
+    def close(self) -> None:
+        """Ends the copier's own thread; nothing may be loaded any more."""
+        if self._v_thread is not None:
+            self._v_thread.shutdown()
 
     def bind(self, layer: int, reason: str) -> None:
         """Stores a layer's K as the engine has it from now on. Before the first save only."""
@@ -225,6 +238,45 @@ class PageCopier:
             CopyError: a page is not of this layout, is bound to another position, or is
                 position-free where a layer has no known rotation.
         """
+        tails, moved = self._tails(page_slots, position)
+        size = self._layout.page_size
+        how = np.where(tails.rope_state == ROPE_PRE, EMBED, np.where(moved, MOVE, COPY))
+        saved = tails.position[:, None] + np.arange(size)
+        return LoadPages(
+            page_slots,
+            token_slots,
+            position + np.arange(len(token_slots), dtype=np.int64),
+            how.astype(np.uint8),
+            saved.reshape(-1),
+            self._corrections_by_layer(tails, moved),
+        )
+
+    def unusable(self, page_slots: I64, position: int) -> I64:
+        """Finds the pages that `prepare_load` would refuse, as indices into `page_slots`.
+
+        A page is verified when it comes to DRAM, so these are pages that memory corrupted since.
+        """
+        try:
+            self._tails(page_slots, position)
+        except CopyError:
+            return np.array(
+                [at for at in range(len(page_slots)) if not self._usable(page_slots, position, at)]
+            )
+        return np.empty(0, np.int64)
+
+    def _usable(self, page_slots: I64, position: int, at: int) -> bool:
+        try:
+            self._tails(page_slots[at : at + 1], position + at * self._layout.page_size)
+        except CopyError:
+            return False
+        return True
+
+    def _tails(self, page_slots: I64, position: int) -> tuple[PageTails, npt.NDArray[np.bool_]]:
+        """Decodes the pages' tails, and says which pages were saved at another position.
+
+        Raises:
+            CopyError: as `prepare_load` says.
+        """
         tails = read_tails(self._slots, page_slots, self._layout)
         if tails is None:
             raise CopyError(f"one of slots {page_slots.tolist()} holds no page of this layout")
@@ -237,16 +289,7 @@ class PageCopier:
             raise CopyError(
                 f"a page bound to position {tails.position[moved][0]} cannot be loaded elsewhere"
             )
-        how = np.where(tails.rope_state == ROPE_PRE, EMBED, np.where(moved, MOVE, COPY))
-        saved = tails.position[:, None] + np.arange(size)
-        return LoadPages(
-            page_slots,
-            token_slots,
-            position + np.arange(len(token_slots), dtype=np.int64),
-            how.astype(np.uint8),
-            saved.reshape(-1),
-            self._corrections_by_layer(tails, moved),
-        )
+        return tails, moved
 
     def _corrections_by_layer(
         self, tails: PageTails, moved: npt.NDArray[np.bool_]
@@ -266,14 +309,24 @@ class PageCopier:
 
     def load_layer(self, job: LoadPages, layer: int) -> None:
         """Copies one layer of a request's pages into the device pool."""
-        kinds = np.unique(job.how).tolist()
-        for how in kinds:
-            part = job if len(kinds) == 1 else self._part(job, how)
-            self._load_k(how, part, layer)
-        if self.pool.v:
-            self._kernels.copy_pages_to_rows(
-                self._v_view(job.page_slots, layer), self.pool.v[layer], job.token_slots
-            )
+        v_copy: Future[None] | None = None
+        if self._v_thread is not None:
+            v_copy = self._v_thread.submit(self._load_v, job, layer)
+        elif self.pool.v:
+            self._load_v(job, layer)
+        try:
+            kinds = np.unique(job.how).tolist()
+            for how in kinds:
+                part = job if len(kinds) == 1 else self._part(job, how)
+                self._load_k(how, part, layer)
+        finally:
+            if v_copy is not None:
+                v_copy.result()
+
+    def _load_v(self, job: LoadPages, layer: int) -> None:
+        self._kernels.copy_pages_to_rows(
+            self._v_view(job.page_slots, layer), self.pool.v[layer], job.token_slots
+        )
 
     def _load_k(self, how: int, job: LoadPages, layer: int) -> None:
         view, k, kernels = self._k_view(job.page_slots, layer), self.pool.k[layer], self._kernels

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang_ext.copier import LoadPages, PageCopier
 from sglang_ext.layout import ROPE_NAMES
 from sglang_ext.load_counter import LoadCounter
+from sglang_ext.tiers.quality import ANY, Qualities
 from sglang_ext.tiers.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, SaveTicket
 
@@ -47,11 +48,15 @@ class Place:
         space: namespace and adapter.
         position: index of the first token.
         ancestors: hashes of the pages before, u8 `[M, 32]`.
+        quality: of the pages of a save, u8 `[N]`; None when all are exact.
+        max_quality: the worst that may be loaded.
     """
 
     space: KeySpace
     position: int
     ancestors: Hashes
+    quality: Qualities | None = None
+    max_quality: int = ANY
 
 
 @dataclass(frozen=True)
@@ -128,22 +133,35 @@ class HierKVLinker(UnifiedCacheLinker):
         """Every restorable prefix length of the tail, in pages: those ready in DRAM."""
         if self.place is None:
             return []
-        hashes = hashes_from_hex(transfers[0].keys)
-        return list(range(1, self.store.ready_prefix(self.place.space, hashes) + 1))
+        place, hashes = self.place, hashes_from_hex(transfers[0].keys)
+        return list(range(1, self.store.ready_prefix(place.space, hashes, place.max_quality) + 1))
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Queues a load; False when a page left DRAM since the match (then it is recomputed)."""
+        """Queues a load; False when a page left DRAM since the match, or proves to be damaged.
+
+        The request is recomputed then; of a damaged page nothing is kept.
+        """
         place, transfer = self.place, transfers[0]
         if place is None or self._closed:
             return False
         hashes = hashes_from_hex(transfer.keys)
-        ticket = self.store.pin_ready(place.space, hashes)
+        ticket = self.store.pin_ready(place.space, hashes, place.max_quality)
         if ticket is None:
             self.store.counters.add("load_vanished")
+            return False
+        damaged = self.copier.unusable(ticket.slots.astype(np.int64), place.position)
+        if len(damaged):
+            logger.warning("hier-kv: %d pages in DRAM are damaged and dropped", len(damaged))
+            self.store.drop_damaged(ticket, damaged)
+            self.store.release(ticket.slots)
             return False
         self.store.events.pages("admitted", hashes, rid=rid, position=place.position)
         self._pending_loads[rid] = _LoadJob(ticket, transfer.device_indices, place.position)
         return True
+
+    def queued_quality(self, rid: str) -> Qualities:
+        """Quality of the pages of a request's queued load, u8 `[N]`."""
+        return self._pending_loads[rid].ticket.quality
 
     def start_layer_wise_loading(self) -> int:
         """Starts all queued loads as one batch; returns its index, -1 when there are none."""
@@ -166,7 +184,13 @@ class HierKVLinker(UnifiedCacheLinker):
         return landed
 
     def restore_pages(
-        self, space: KeySpace, hashes: Hashes, token_slots: torch.Tensor, position: int
+        self,
+        space: KeySpace,
+        hashes: Hashes,
+        token_slots: torch.Tensor,
+        position: int,
+        *,
+        max_quality: int,
     ) -> bool:
         """Overwrites pages on the device with what DRAM has of them; waits for the copy.
 
@@ -175,12 +199,13 @@ class HierKVLinker(UnifiedCacheLinker):
             hashes: u8 `[N, 32]`.
             token_slots: `[N * P]`, rows of the device pool.
             position: index of the first token.
+            max_quality: the worst that may be put there.
 
         Returns:
             Whether all of them were ready in DRAM and copied. On an error some layers may hold
             the stored KV and others the recomputed one; each is KV of the same tokens.
         """
-        ticket = self.store.pin_ready(space, hashes)
+        ticket = self.store.pin_ready(space, hashes, max_quality)
         if ticket is None:
             return False
         try:
@@ -200,6 +225,21 @@ class HierKVLinker(UnifiedCacheLinker):
         self.store.counters.add("restored_pages", len(hashes))
         self.store.events.pages("restored", hashes)
         return True
+
+    def overwrite_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies rows of the device pool over others, between the forwards.
+
+        Ordered behind the forward that is running, which may write the source and read the target,
+        and before the next one and any save that is offered from now on.
+
+        Args:
+            target: i64 `[N]`, rows.
+            source: `[N]`, rows, none of them in `target`.
+        """
+        with self._streams.in_forward_order(self.forward_stream, target, source):
+            rows = source.to(torch.int64)
+            for buffer in (*self.copier.pool.k, *self.copier.pool.v):
+                buffer[target] = buffer[rows]
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Cancels a load that has not started."""
@@ -271,6 +311,7 @@ class HierKVLinker(UnifiedCacheLinker):
         self._loads.put(None)
         self._save_thread.join()
         self._load_thread.join()
+        self.copier.close()
         self.store.close()
 
     # ---- threads ----
@@ -297,7 +338,7 @@ class HierKVLinker(UnifiedCacheLinker):
 
     def _save(self, job: _SaveJob) -> bool:
         place = job.place
-        ticket = self.store.begin_save(place.space, job.hashes, place.ancestors)
+        ticket = self.store.begin_save(place.space, job.hashes, place.ancestors, place.quality)
         if not len(ticket.rows):
             self.store.finish_save(ticket, ok=True)
             return ticket.dropped == 0
@@ -331,6 +372,7 @@ class HierKVLinker(UnifiedCacheLinker):
                     position=place.position + page * size,
                     num_tokens=size,
                     rope=ROPE_NAMES[page_info.rope_state],
+                    quality=0 if place.quality is None else int(place.quality[page]),
                 )
                 write_meta(self.store.arena.slots[slot], meta, page_info.payload_bytes)
                 self.store.counters.add("corrections", page_info.num_corrections)
@@ -393,6 +435,16 @@ class _Streams:
             self._load.wait_stream(torch.cuda.current_stream())
             if forward_stream is not None:
                 self._load.wait_stream(forward_stream)
+
+    def in_forward_order(self, forward_stream: Any, *inputs: torch.Tensor) -> Any:
+        """Context whose work runs where the forwards do, behind the current stream's so far."""
+        if not self._cuda:
+            return _NULL
+        stream = forward_stream or torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        for tensor in inputs:
+            tensor.record_stream(stream)
+        return torch.cuda.stream(stream)
 
     def saving(self, events: list[Any]) -> Any:
         """Context in which a save's copies run."""

@@ -12,10 +12,16 @@ from typing import Any
 DETAILS_KEY = "hier_kv"
 
 
-def pack_details(details: dict[str, Any] | None, by_tier: dict[str, int]) -> dict[str, Any]:
-    """Adds the plugin's report to SGLang's own; in the scheduler process."""
+def pack_details(details: dict[str, Any] | None, report: dict[str, Any]) -> dict[str, Any]:
+    """Adds the plugin's report to SGLang's own; in the scheduler process.
+
+    Args:
+        details: SGLang's.
+        report: reused tokens by tier, and `quality`, `exact` or `lossy`: the worst of them, when
+            any was not exact or the request asked for exact ones only.
+    """
     packed: dict[str, Any] = dict(details) if details is not None else {"device": 0, "host": 0}
-    packed[DETAILS_KEY] = json.dumps(by_tier)
+    packed[DETAILS_KEY] = json.dumps(report)
     return packed
 
 

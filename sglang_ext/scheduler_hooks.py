@@ -9,10 +9,11 @@ from sglang_ext.cache import HierKVRadixCache
 from sglang_ext.config import HierKVConfigError
 from sglang_ext.factory import build_cache
 from sglang_ext.report import DETAILS_KEY, pack_details
-from sglang_ext.request_state import find_state
+from sglang_ext.request_state import find_state, wants_exact
 from sglang_ext.rope_discovery import rope_digest
 from sglang_ext.self_check import run_self_check
 from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.quality import Quality, name_of
 from sglang_ext.weight_hooks import register_weight_hooks
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,10 @@ def _after_details(result: Any, self: Any, req: Any) -> Any:
     state = find_state(req)
     if state is None or req.cached_tokens <= 0:
         return result
-    return pack_details(result, state.by_tier(int(req.cached_tokens)))
+    details: dict[str, Any] = {**state.by_tier(int(req.cached_tokens))}
+    if state.reused > Quality.EXACT or wants_exact(req):
+        details["quality"] = name_of(state.reused)
+    return pack_details(result, details)
 
 
 def _after_internal_state(result: Any, self: Any, recv_req: Any) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     ExternalCacheHitMarker,
     UnifiedCacheLinkerWrapper,
+    _PendingOffload,
 )
 
 from sglang_ext.linker import Hashes, HierKVLinker, Place, hashes_from_hex
-from sglang_ext.request_state import Tier, state_of
+from sglang_ext.request_state import Tier, max_quality_of, state_of
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang_ext.cache import HierKVRadixCache
 
 _NO_HASHES = np.empty((0, 32), np.uint8)
@@ -24,6 +28,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
 
     cache: HierKVRadixCache
     cache_linker: HierKVLinker
+    pending_offloads: list[Any]
 
     def match(self, key: Any, req: Any, result: Any) -> Any:
         """Extends a device match by the pages that are ready in DRAM now.
@@ -38,7 +43,9 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         tail_hashes = self._tail_hashes(key, result, device_len)
         num_pages = 0
         if tail_hashes:
-            num_pages = self.cache_linker.store.ready_prefix(space, hashes_from_hex(tail_hashes))
+            num_pages = self.cache_linker.store.ready_prefix(
+                space, hashes_from_hex(tail_hashes), max_quality_of(req)
+            )
         if num_pages == 0:
             return result
         self.hit_markers[req.rid] = ExternalCacheHitMarker(
@@ -56,13 +63,17 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         if marker is None or space is None:
             self.hit_markers.pop(req.rid, None)
             return 0, req.last_node
-        self.cache_linker.place = Place(space, marker.device_hit_len, _NO_HASHES)
+        start = marker.device_hit_len
+        self.cache_linker.place = Place(space, start, _NO_HASHES, max_quality=max_quality_of(req))
         try:
             loaded, node = super().load_back(req)
         finally:
             self.cache_linker.place = None
         if loaded:
-            state_of(req).note_loaded(marker.device_hit_len, loaded, Tier.HOST)
+            state = state_of(req)
+            state.note_loaded(start, loaded, Tier.HOST)
+            quality = self.cache_linker.queued_quality(req.rid)
+            state.note_loaded_quality(start // self.cache.page_size, quality)
         self.cache.release_plan(req.cache_request_handle)
         return loaded, node
 
@@ -71,11 +82,59 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         if space is None:
             return
         position, ancestors = self._path_before(node_id, len(transfers[0].device_indices))
-        self.cache_linker.place = Place(space, position, ancestors)
+        pages = self.cache.taint.pages
+        quality = pages.of(transfers[0].keys) if pages else None
+        self.cache_linker.place = Place(space, position, ancestors, quality)
         try:
             super()._offload_node(node_id, transfers)
         finally:
             self.cache_linker.place = None
+
+    def save_again(
+        self,
+        node_id: Any,
+        keys: list[str],
+        rows: torch.Tensor,
+        *,
+        position: int,
+        ancestors: list[str],
+    ) -> None:
+        """Queues pages of the tree that are exact now for saving, stored as they may be already.
+
+        Args:
+            node_id: node at or below the pages, locked until they are saved.
+            keys: the pages' hashes.
+            rows: `[N * P]`, rows of the device pool.
+            position: index of the first token.
+            ancestors: hashes of the pages before.
+        """
+        space = self.cache.checkpoint_space
+        if space is None:
+            return
+        lock = self.cache.inc_lock_ref(node_id).to_dec_params()
+        self.cache_linker.place = Place(space, position, hashes_from_hex(ancestors))
+        try:
+            transfer = PoolTransfer(name=PoolName.KV, device_indices=rows, keys=keys)
+            queued = self.cache_linker.offload([transfer])
+        finally:
+            self.cache_linker.place = None
+        if queued:
+            # No node: what SGLang notes of nodes is of the save that came before.
+            self.pending_offloads.append(_PendingOffload(node_id, lock, []))
+        else:
+            self.cache.dec_lock_ref(node_id, lock)
+
+    def replace_pending_offload_node(
+        self, ack_id: Any, old_node_id: Any, new_node_ids: list[Any]
+    ) -> None:
+        """A node whose save is under way was split; saves of `save_again` are not meant."""
+        everything = self.pending_offloads
+        self.pending_offloads = [entry for entry in everything if entry.publish_node_ids]
+        super().replace_pending_offload_node(ack_id, old_node_id, new_node_ids)
+        ordinary = iter(self.pending_offloads)
+        self.pending_offloads = [
+            next(ordinary) if entry.publish_node_ids else entry for entry in everything
+        ]
 
     def _path_before(self, node_id: Any, num_tokens: int) -> tuple[int, Hashes]:
         """Index of a node's first token, and the hashes of the pages before it."""

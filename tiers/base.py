@@ -15,13 +15,22 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.record import ByteArray, VerifyResult
+from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, VerifyResult
 
 BLOCK_BYTES = 4096
 """Unit of `Location.block`, and the alignment of slots in memory and in segments."""
 
 NO_SEGMENT = 0xFFFFFFFF
 """Never a segment id; free for callers to mean "not on disk"."""
+
+
+MAX_RECORD_BLOCKS = 0xFFFF
+"""Longest record, in blocks: lengths are kept in 16 bits, in segments and in the index."""
+
+
+def record_blocks(payload_bytes: int) -> int:
+    """Returns how many blocks a record with this payload fills."""
+    return -(-(HEADER_BYTES + payload_bytes) // BLOCK_BYTES)
 
 
 class Location(NamedTuple):
@@ -40,13 +49,17 @@ class ReadRequest:
         page_hash: 32 bytes, compared in full with the record's.
         lora: 32 bytes or empty, compared too.
         out: u8 [slot_bytes], C-contiguous and writable; aligned to 4096 bytes for zero copy. Its
-            content means nothing unless the result is `VerifyResult.OK`.
+            content means nothing unless the result is `VerifyResult.OK`, and then only up to the
+            record's length.
+        num_blocks: length of the record, as written or as in `RecoveredPages`; 0 when it is not
+            known, which reads as much as a slot holds.
     """
 
     location: Location
     page_hash: bytes
     lora: bytes
     out: ByteArray
+    num_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,7 @@ class RecoveredPages:
         lora: u8 [N, 32], adapter digests; all zero where there is none.
         segment: u32 [N].
         block: u32 [N].
+        num_blocks: u16 [N], lengths of the records, in blocks of 4096 bytes.
         quality: u8 [N], 0 = exact.
     """
 
@@ -65,10 +79,22 @@ class RecoveredPages:
     lora: ByteArray
     segment: npt.NDArray[np.uint32]
     block: npt.NDArray[np.uint32]
+    num_blocks: npt.NDArray[np.uint16]
     quality: ByteArray
 
     def __len__(self) -> int:
         return len(self.segment)
+
+    def take(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> RecoveredPages:
+        """Returns some of the pages: a mask, or positions in any order."""
+        return RecoveredPages(
+            hashes=np.ascontiguousarray(self.hashes[rows]),
+            lora=self.lora[rows],
+            segment=self.segment[rows],
+            block=self.block[rows],
+            num_blocks=self.num_blocks[rows],
+            quality=self.quality[rows],
+        )
 
     @classmethod
     def empty(cls) -> RecoveredPages:
@@ -78,6 +104,7 @@ class RecoveredPages:
             lora=np.zeros((0, 32), np.uint8),
             segment=np.zeros(0, np.uint32),
             block=np.zeros(0, np.uint32),
+            num_blocks=np.zeros(0, np.uint16),
             quality=np.zeros(0, np.uint8),
         )
 
@@ -91,6 +118,7 @@ class RecoveredPages:
             lora=np.concatenate([part.lora for part in parts]),
             segment=np.concatenate([part.segment for part in parts]),
             block=np.concatenate([part.block for part in parts]),
+            num_blocks=np.concatenate([part.num_blocks for part in parts]),
             quality=np.concatenate([part.quality for part in parts]),
         )
 
@@ -100,14 +128,16 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def open_namespace(
-        self, digest: bytes, slot_bytes: int, label: dict[str, Any]
+        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False
     ) -> RecoveredPages:
         """Makes a namespace usable and returns the pages that already lie in it.
 
         Args:
             digest: 32 bytes.
-            slot_bytes: size of every record of the namespace, a multiple of 4096.
+            slot_bytes: size of a slot of the namespace, a multiple of 4096; no record is longer.
             label: what the namespace is, for people; plain msgpack types.
+            packed: what is written from now on are records of any length in whole blocks, not
+                whole slots. What was written before is found in either case.
 
         Raises:
             TierConfigError: the namespace cannot be served as asked.
@@ -119,6 +149,11 @@ class Tier(abc.ABC):
 
         The checksum is computed here and stored in the slot. A location is handed out only after
         the record's bytes were written.
+
+        Args:
+            digest: the namespace.
+            slots: u8 [slot_bytes] each; in a packed namespace u8 [n * 4096] with n blocks that
+                hold the record whole, and n is the length to read it with.
         """
 
     @abc.abstractmethod

@@ -9,8 +9,8 @@ columns indexed by row, so that callers read and write many pages at once:
 
 The full key is stored and compared, never a fingerprint: a wrong match would be wrong KV.
 
-Memory: 64 bytes a row in columns that are committed as rows come into use, and 4 bytes a bucket,
-at most 0.7 of which are filled at capacity: 70 to 76 bytes a page when full, 81 to 97 at 35 % full.
+Memory: 67 bytes a row in columns that are committed as rows come into use, and 4 bytes a bucket,
+at most 0.7 of which are filled at capacity: 73 to 79 bytes a page when full, 84 to 100 at 35 %.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class PageIndex:
         host_slot: i32 per row, slot in the host arena, -1 for none.
         segment: u32 per row, disk segment, 0xFFFFFFFF for none.
         block: u32 per row, offset in the segment in blocks of 4096 bytes.
+        num_blocks: u16 per row, length of the record there, in blocks of 4096 bytes.
+        disk_quality: u8 per row, quality of the copy on disk; 0 for exact.
         flags: u8 per row, the owner's bits.
         quality: u8 per row, 0 for exact.
         hits: u16 per row, saturating (see `note_hits`).
@@ -89,6 +91,8 @@ class PageIndex:
         self.host_slot: npt.NDArray[np.int32] = lazy_zeros((capacity,), np.int32)
         self.segment: npt.NDArray[np.uint32] = lazy_zeros((capacity,), np.uint32)
         self.block: npt.NDArray[np.uint32] = lazy_zeros((capacity,), np.uint32)
+        self.num_blocks: npt.NDArray[np.uint16] = lazy_zeros((capacity,), np.uint16)
+        self.disk_quality: npt.NDArray[np.uint8] = lazy_zeros((capacity,), np.uint8)
         self.flags: npt.NDArray[np.uint8] = lazy_zeros((capacity,), np.uint8)
         self.quality: npt.NDArray[np.uint8] = lazy_zeros((capacity,), np.uint8)
         self.hits: npt.NDArray[np.uint16] = lazy_zeros((capacity,), np.uint16)
@@ -148,7 +152,8 @@ class PageIndex:
         created = np.empty(len(words), np.bool_)
         kernels.insert(
             *self._table, words, _u32(namespace), rows, created, *self._links, self.host_slot,
-            self.segment, self.block, self.flags, self.quality, self.hits, self.stamp,
+            self.segment, self.block, self.num_blocks, self.disk_quality, self.flags, self.quality,
+            self.hits, self.stamp,
         )  # fmt: skip
         return Inserted(rows, created)
 
@@ -253,7 +258,8 @@ class PageIndex:
     def _columns(self) -> list[npt.NDArray[Any]]:
         return [
             self._keys, self._namespaces, self._prev, self._next, self.host_slot, self.segment,
-            self.block, self.flags, self.quality, self.hits, self.stamp,
+            self.block, self.num_blocks, self.disk_quality, self.flags, self.quality, self.hits,
+            self.stamp,
         ]  # fmt: skip
 
     def check(self) -> None:

@@ -267,7 +267,7 @@ def _take_row(state: Any, next_row: Any, capacity: int) -> Any:
 @_compiled(
     _I64(
         _KEYS, _U32S, _U32S, _U64, _U64, _IN_KEYS, _U64, _I64S, types.boolean[::1],
-        _I64S, _U32S, _U32S, _I32S, _U32S, _U32S, _U8S, _U8S, _U16S, _U32S,
+        _I64S, _U32S, _U32S, _I32S, _U32S, _U32S, _U16S, _U8S, _U8S, _U8S, _U16S, _U32S,
     )
 )  # fmt: skip
 def insert(
@@ -286,6 +286,8 @@ def insert(
     host_slot: Any,
     segment: Any,
     block: Any,
+    num_blocks: Any,
+    disk_quality: Any,
     flags: Any,
     quality: Any,
     hits: Any,
@@ -317,6 +319,8 @@ def insert(
                 host_slot[row] = NO_SLOT
                 segment[row] = NO_SEGMENT
                 block[row] = 0
+                num_blocks[row] = 0
+                disk_quality[row] = 0
                 flags[row] = 0
                 quality[row] = 0
                 hits[row] = 0

@@ -1,6 +1,7 @@
 """The record: one page of KV with a self-describing, checksummed header.
 
-A record fills one slot, the same bytes in DRAM and on disk, little-endian::
+A raw record is the same bytes in DRAM, where it fills one slot, and on disk. A coded one
+(`sglang_ext.tiers.transcoder`) is on disk only, and shorter. Little-endian::
 
     offset  bytes  field
     0       4      magic "HKVR"
@@ -44,6 +45,7 @@ FORMAT_VERSION = 1  # stored on disk; a change of encoded bytes needs a new numb
 HEADER_BYTES = 512
 DIGEST_BYTES = 32
 ROPE_STATES = ("pre", "bound", "delta")  # stored on disk as text; never rename
+RAW_CODEC = "raw"  # stored on disk as text; never rename
 MAX_CODEC_BYTES = 32
 MAX_PROFILE_BYTES = 64
 
@@ -116,7 +118,7 @@ class RecordMeta:
     position: int
     num_tokens: int
     rope: str
-    codec: str = "raw"
+    codec: str = RAW_CODEC
     level: int = 0
     quality: int = 0
     profile: bytes = b""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_ext.tiers.base import BLOCK_BYTES
-from sglang_ext.tiers.disk.layout import decode_header, record_offset
+from sglang_ext.tiers.base import BLOCK_BYTES, record_blocks
+from sglang_ext.tiers.disk.layout import decode_header
 from sglang_ext.tiers.record import (
     HEADER_BYTES,
     ByteArray,
@@ -28,30 +28,30 @@ class Spot:
 
     path: Path
     offset: int
-    slot_bytes: int
+    num_bytes: int
 
     def load(self) -> bytes:
-        """The record's slot."""
+        """The record with its padding: a whole slot, or the blocks that it fills."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            return file.read(self.slot_bytes)
+            return file.read(self.num_bytes)
 
     def store(self, data: bytes) -> None:
-        """Overwrites the slot in place."""
+        """Overwrites the record in place; what is too long for it is cut."""
         with self.path.open("r+b") as file:
             file.seek(self.offset)
-            file.write(data)
+            file.write(data[: self.num_bytes])
 
     def cut(self) -> None:
         """Ends the file in the middle of the record."""
         with self.path.open("r+b") as file:
-            file.truncate(self.offset + self.slot_bytes // 2)
+            file.truncate(self.offset + self.num_bytes // 2)
 
 
 def find_records(folder: Path) -> dict[str, Spot]:
     """Every record in the segments below `folder`, by page hash; the youngest of a page wins.
 
-    A segment is read up to its first slot that holds none, so damage is done after this.
+    A segment is read up to the first place that holds none, so damage is done after this.
     """
     return {
         page: spot
@@ -65,13 +65,16 @@ def _records_of(path: Path) -> Iterator[tuple[str, Spot]]:
         header = decode_header(file.read(BLOCK_BYTES))
     if header is None:
         return
-    for index in range(header.num_slots):
-        spot = Spot(path, record_offset(index, header.slot_bytes), header.slot_bytes)
+    spot = Spot(path, BLOCK_BYTES, header.slot_bytes)
+    while True:
         try:
-            meta, _ = parse_header(np.frombuffer(spot.load(), np.uint8))
+            meta, payload_bytes = parse_header(np.frombuffer(spot.load(), np.uint8))
         except RecordError:
-            return  # the footer, or slots not written yet
+            return  # the footer, or what is not written yet
+        if header.packed:
+            spot = replace(spot, num_bytes=record_blocks(payload_bytes) * BLOCK_BYTES)
         yield meta.page_hash.hex(), spot
+        spot = Spot(path, spot.offset + spot.num_bytes, header.slot_bytes)
 
 
 # ---- damage --------------------------------------------------------------------------------------
@@ -93,7 +96,7 @@ def flip_payload_bit(slot: bytes, other: bytes, rng: random.Random) -> bytes:
 
 def tear(slot: bytes, other: bytes, rng: random.Random) -> bytes:
     """Leaves the start, of any length, and zeros or another record's end behind it."""
-    kept = rng.randrange(HEADER_BYTES, len(slot) - 2 * BLOCK_BYTES)
+    kept = rng.randrange(HEADER_BYTES, max(HEADER_BYTES + 1, len(slot) - 2 * BLOCK_BYTES))
     rest = other if rng.random() < 0.5 else bytes(len(slot))
     return slot[:kept] + rest[kept:]
 

@@ -184,7 +184,7 @@ class RunningFaults:
         for victim in victims:
             gone = [number for number, page in enumerate(victim.pages) if _behind(spots[page], cut)]
             if gone and self.references.knows(victim.prompt, gone[0]):
-                if cut.path.stat().st_size > cut.offset + cut.slot_bytes:
+                if cut.path.stat().st_size > cut.offset + cut.num_bytes:
                     cut.cut()
                 self._expect_misses(victim, len(gone), gone[0], tally)
 

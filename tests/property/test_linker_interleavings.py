@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.property import linker_world
-from tests.property.linker_world import PAGES_PER_DOCUMENT, Node, World
+from tests.property.linker_world import PAGE, PAGES_PER_DOCUMENT, Node, World
 
 STEPS = 2_500  # in each of nine worlds: 22,500 operations
 
@@ -132,6 +133,38 @@ def test_a_failed_load_is_reported_and_its_slots_come_back(tmp_path: Path) -> No
         for request in world.queued:
             world.give_back(request.pages)
         world.queued = []
+        world.settle()
+    finally:
+        world.close()
+
+
+def test_a_page_that_went_bad_in_dram_is_recomputed_and_dropped(tmp_path: Path) -> None:
+    """Nothing is aborted: the load is refused, once, and the page before it stays."""
+    world = World(tmp_path, 10, policy="write_through", mode="pre", disk=False)
+    try:
+        chain = world.chains[0]
+        pages = world.take(3)
+        assert pages is not None
+        for offset, page in enumerate(pages):
+            world.write(chain, offset, page)
+        world.insert(Node(chain, 0, pages))
+        assert world.linker.quiesce()
+        ticket = world.store.pin_ready(chain.space, chain.hashes[:3])
+        assert ticket is not None
+        world.store.release(ticket.slots)
+        slot, at = int(ticket.slots[1]), world.linker.copier._layout.tail_offset
+        world.arena.slots[slot, at : at + 4] ^= 0xFF
+
+        world.linker.place = linker_world.linker_module.Place(chain.space, 0, chain.hashes[:0])
+        rows = world.slots_of(pages)
+        transfer = SimpleNamespace(device_indices=rows, keys=chain.keys(0, 3))
+        assert world.linker.load("r", [transfer]) is False
+        assert world.store.stats()["damaged_pages"] == 1
+        assert "load_failures" not in world.store.stats()
+        assert world.linker.lookup("r", [transfer]) == [1]
+        transfer = SimpleNamespace(device_indices=rows[:PAGE], keys=chain.keys(0, 1))
+        assert world.linker.load("r", [transfer]) is True
+        assert world.linker.cancel_queued_load("r")
         world.settle()
     finally:
         world.close()

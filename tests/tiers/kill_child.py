@@ -1,8 +1,9 @@
 """Writes pages as fast as it can until it is killed, logging each page that was acknowledged.
 
-Arguments: folder, log file, first page number, direct_io, step, count. `step` is where the process
-kills itself at the `count`-th time: a failpoint of the tier, "record" (half-way through writing
-records) or "footer" (half-way through a footer); "none" leaves it to the parent.
+Arguments: folder, log file, first page number, direct_io, layout ("slots" or "packed"), step,
+count. `step` is where the process kills itself at the `count`-th time: a failpoint of the tier,
+"record" (half-way through writing records) or "footer" (half-way through a footer); "none" leaves
+it to the parent.
 """
 
 from __future__ import annotations
@@ -75,14 +76,18 @@ class TearingDisk(FileIO):
 
 
 def main() -> None:
-    folder, log_path, first, direct_io, step, count = sys.argv[1:]
+    folder, log_path, first, direct_io, layout, step, count = sys.argv[1:]
     pages = load_pages()
-    context.MIN_RUN_BYTES = 2 * pages.SLOT_BYTES  # several runs in each write, on two threads
+    packed = layout == "packed"
+    make = pages.make_record if packed else pages.make_slot
+    context.MIN_RUN_BYTES = (
+        2 * pages.PACKED_SLOT_BYTES
+    )  # several runs in each write, on two threads
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     countdown = Countdown(step, int(count))
     config = DiskConfig(
         Path(folder),
-        max_bytes=2 << 20,
+        max_bytes=8 << 20,
         min_free_bytes=0,
         direct_io=direct_io,  # type: ignore[arg-type]
     )
@@ -104,13 +109,15 @@ def main() -> None:
     tier.on_drop = on_drop
     tier.on_moved = on_moved
     tier.is_hot = lambda digest, hashes: hashes[:, 0] % 2 == 0
-    tier.open_namespace(pages.NAMESPACE, pages.SLOT_BYTES, {})
+    tier.open_namespace(pages.NAMESPACE, pages.PACKED_SLOT_BYTES, {}, packed=packed)
     rng = np.random.default_rng(int(first))
     number = int(first)
     while True:
         batch = range(number, number + int(rng.integers(1, 13)))
         number = batch.stop
-        locations = tier.write(pages.NAMESPACE, [pages.make_slot(n) for n in batch])
+        locations = tier.write(
+            pages.NAMESPACE, [make(n, slot_bytes=pages.PACKED_SLOT_BYTES) for n in batch]
+        )
         lines = [
             f"page {pages.key(n).hex()} {at.segment} {at.block}\n"
             for n, at in zip(batch, locations, strict=True)

@@ -14,6 +14,7 @@ from sglang_ext.tiers.base import Location, ReadRequest
 from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.disk.fileio import aligned_array
 from sglang_ext.tiers.disk.layout import (
+    LATEST_VERSION,
     FutureVersionError,
     SegmentHeader,
     SegmentTable,
@@ -25,6 +26,7 @@ from sglang_ext.tiers.disk.layout import (
     footer_bytes_bound,
     record_offset,
     segment_file_bytes,
+    table_pages,
 )
 from sglang_ext.tiers.record import VerifyResult, read_meta, verify
 from tests.tiers import disk_golden as golden
@@ -53,15 +55,22 @@ def test_the_golden_segment_is_reproduced() -> None:
     assert golden.SEGMENT.read_bytes() == golden.segment()
 
 
-def test_the_golden_segment_is_served(open_tier: Callable[..., DiskTier]) -> None:
+def test_the_golden_packed_segment_is_reproduced() -> None:
+    assert golden.PACKED.read_bytes() == golden.packed_segment()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_golden_segment_is_served(open_tier: Callable[..., DiskTier], packed: bool) -> None:
+    """Whether new segments of the namespace are packed or not."""
     tier = open_tier()
-    tier.open_namespace(golden.NAMESPACE, golden.SLOT_BYTES, {})
+    tier.open_namespace(golden.NAMESPACE, golden.SLOT_BYTES, {}, packed=packed)
     folder = tier._config.path / golden.NAMESPACE.hex()[:16]
     tier.close()
     shutil.copy(golden.SEGMENT, folder / f"seg-{golden.SEGMENT_ID:08d}.hkv")
     tier = open_tier()
-    pages = tier.open_namespace(golden.NAMESPACE, golden.SLOT_BYTES, {})
+    pages = tier.open_namespace(golden.NAMESPACE, golden.SLOT_BYTES, {}, packed=packed)
     assert pages.block.tolist() == [1, 2, 4]
+    assert pages.num_blocks.tolist() == [1, 1, 1]
     assert pages.quality.tolist() == [0, 0, 200]
     for row, meta in enumerate(golden.METAS):
         out = aligned_array(golden.SLOT_BYTES)
@@ -69,6 +78,53 @@ def test_the_golden_segment_is_served(open_tier: Callable[..., DiskTier]) -> Non
         request = ReadRequest(location, meta.page_hash, meta.lora, out)
         assert tier.read(golden.NAMESPACE, [request]) == [VerifyResult.OK]
         assert out.tobytes() == golden.record(row).tobytes()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_golden_packed_segment_is_served(
+    open_tier: Callable[..., DiskTier], packed: bool
+) -> None:
+    tier = open_tier()
+    tier.open_namespace(golden.NAMESPACE, golden.PACKED_SLOT_BYTES, {}, packed=packed)
+    folder = tier._config.path / golden.NAMESPACE.hex()[:16]
+    tier.close()
+    shutil.copy(golden.PACKED, folder / f"seg-{golden.SEGMENT_ID:08d}.hkv")
+    tier = open_tier()
+    pages = tier.open_namespace(golden.NAMESPACE, golden.PACKED_SLOT_BYTES, {}, packed=packed)
+    assert pages.block.tolist() == [1, 2, 7]
+    assert pages.num_blocks.tolist() == [1, 3, 2]
+    assert pages.quality.tolist() == [0, 0, 200]
+    for row, meta in enumerate(golden.METAS):
+        location = Location(golden.SEGMENT_ID, int(pages.block[row]))
+        for num_blocks in (int(pages.num_blocks[row]), 0):
+            out = aligned_array(golden.PACKED_SLOT_BYTES)
+            request = ReadRequest(location, meta.page_hash, meta.lora, out, num_blocks)
+            assert tier.read(golden.NAMESPACE, [request]) == [VerifyResult.OK]
+            data = golden.packed_record(row).tobytes()
+            assert out[: len(data)].tobytes() == data
+
+
+def test_what_the_tier_packs_is_the_golden_layout(open_tier: Callable[..., DiskTier]) -> None:
+    tier = open_tier(segment_bytes=4096)
+    tier.open_namespace(golden.NAMESPACE, golden.PACKED_SLOT_BYTES, {}, packed=True)
+    records = [golden.packed_record(index) for index in range(3)]
+    for data in records:
+        data[16:24] = 0
+    locations = tier.write(golden.NAMESPACE, records)
+    assert [location and location.block for location in locations] == [1, 2, 5]
+    folder = tier._config.path / golden.NAMESPACE.hex()[:16]
+    tier.close()
+    table = SegmentTable(4, packed=True)
+    for meta, data in zip(golden.METAS, records, strict=True):
+        table.add(meta.page_hash, meta.lora, meta.quality, data.size // 4096)
+    file_bytes = segment_file_bytes(8, golden.PACKED_SLOT_BYTES)
+    header = SegmentHeader(1, 8, golden.PACKED_SLOT_BYTES, file_bytes, golden.NAMESPACE, True)
+    expected = (
+        encode_header(header)
+        + b"".join(golden.packed_record(index).tobytes() for index in range(3))
+        + encode_footer(table, 1, golden.NAMESPACE)
+    )
+    assert (folder / "seg-00000001.hkv").read_bytes() == expected
 
 
 def test_what_the_tier_writes_is_the_golden_layout(open_tier: Callable[..., DiskTier]) -> None:
@@ -82,7 +138,7 @@ def test_what_the_tier_writes_is_the_golden_layout(open_tier: Callable[..., Disk
     assert None not in tier.write(golden.NAMESPACE, slots)
     folder = tier._config.path / golden.NAMESPACE.hex()[:16]
     tier.close()
-    table = SegmentTable()
+    table = SegmentTable(1)
     for meta in golden.METAS:
         table.add(meta.page_hash, meta.lora, meta.quality)
     file_bytes = segment_file_bytes(8, golden.SLOT_BYTES)
@@ -90,7 +146,7 @@ def test_what_the_tier_writes_is_the_golden_layout(open_tier: Callable[..., Disk
     expected = (
         encode_header(header)
         + b"".join(golden.record(index).tobytes() for index in range(3))
-        + encode_footer(table, 1, golden.SLOT_BYTES, golden.NAMESPACE)
+        + encode_footer(table, 1, golden.NAMESPACE)
     )
     assert (folder / "seg-00000001.hkv").read_bytes() == expected
 
@@ -99,14 +155,14 @@ def test_what_the_tier_writes_is_the_golden_layout(open_tier: Callable[..., Disk
 def test_a_footer_decodes_to_its_table(
     rows: list[tuple[bytes, bytes, int, bool]], segment_id: int, blocks: int
 ) -> None:
-    table = SegmentTable()
+    table = SegmentTable(blocks)
     for page_hash, lora, quality, present in rows:
         if present:
             table.add(page_hash, lora, quality)
         else:
             table.add_hole()
     slot_bytes = blocks * 4096
-    footer = encode_footer(table, segment_id, slot_bytes, b"n" * 32)
+    footer = encode_footer(table, segment_id, b"n" * 32)
     assert len(footer) % 4096 == 0
     assert len(footer) <= footer_bytes_bound(len(rows))
     trailer = decode_trailer(footer, record_offset(len(rows), slot_bytes) + len(footer))
@@ -126,12 +182,70 @@ def test_a_footer_decodes_to_its_table(
     assert found == expected
 
 
+@given(
+    rows=rows,
+    lengths=st.lists(st.integers(1, 16), min_size=200, max_size=200),
+    segment_id=st.integers(1, 2**32 - 2),
+)
+def test_a_packed_footer_decodes_to_its_table(
+    rows: list[tuple[bytes, bytes, int, bool]], lengths: list[int], segment_id: int
+) -> None:
+    table = SegmentTable(16, packed=True)
+    expected = []
+    for (page_hash, lora, quality, present), num_blocks in zip(rows, lengths, strict=False):
+        if present:
+            expected.append((page_hash, lora or bytes(32), quality, table.end_block, num_blocks))
+            table.add(page_hash, lora, quality, num_blocks)
+        else:
+            for _ in range(num_blocks):
+                table.add_hole()
+    footer = encode_footer(table, segment_id, b"n" * 32)
+    assert len(footer) <= footer_bytes_bound(len(rows))
+    trailer = decode_trailer(footer, table.end_block * 4096 + len(footer))
+    assert trailer is not None
+    assert (trailer.packed, trailer.end_block) == (True, table.end_block)
+    pages = decode_footer(footer, trailer)
+    assert pages is not None
+    columns = (pages.quality, pages.block, pages.num_blocks)
+    found = [
+        (pages.hashes[i].tobytes(), pages.lora[i].tobytes(), *(int(c[i]) for c in columns))
+        for i in range(len(pages))
+    ]
+    assert found == expected
+
+
+def test_a_long_hole_takes_several_entries() -> None:
+    table = SegmentTable(4, packed=True)
+    table.add(b"a" * 32, b"", 0, 3)
+    for _ in range(70_000):
+        table.add_hole()
+    table.add(b"b" * 32, b"", 0, 2)
+    assert len(table) == 4
+    assert table_pages(table, 1).block.tolist() == [1, 70_004]
+    for _ in range(5):
+        table.add_hole()
+    table.strip_holes()
+    assert (len(table), table.end_block) == (4, 70_006)
+
+
+@pytest.mark.parametrize("lengths", [(0, 6), (5, 1), (3, 2)])
+def test_a_footer_with_impossible_lengths_is_damaged(lengths: tuple[int, int]) -> None:
+    table = SegmentTable(4, packed=True)
+    for name in (b"a", b"b"):
+        table.add(name * 32, b"", 0, 3)
+    table.num_blocks[:] = lengths
+    footer = encode_footer(table, 1, b"n" * 32)
+    trailer = decode_trailer(footer, table.end_block * 4096 + len(footer))
+    assert trailer is not None
+    assert decode_footer(footer, trailer) is None
+
+
 @given(where=st.integers(0, 4095), bit=st.integers(0, 7))
 def test_a_flipped_bit_in_a_footer_is_found(where: int, bit: int) -> None:
-    table = SegmentTable()
+    table = SegmentTable(1)
     for index in range(20):
         table.add(bytes([index]) * 32, b"", 0)
-    good = encode_footer(table, 5, 4096, b"n" * 32)
+    good = encode_footer(table, 5, b"n" * 32)
     footer = bytearray(good)
     footer[where % len(good)] ^= 1 << bit
     file_bytes = record_offset(20, 4096) + len(good)
@@ -156,7 +270,7 @@ def test_a_later_header_is_told_from_damage() -> None:
     import xxhash
 
     block = bytearray(encode_header(SegmentHeader(1, 8, 4096, 65536, b"n" * 32)))
-    block[4] = 2
+    block[4] = LATEST_VERSION + 1
     block[64:72] = xxhash.xxh3_64_digest(bytes(block[:64]))[::-1]
     with pytest.raises(FutureVersionError):
         decode_header(bytes(block))

@@ -9,11 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from sglang_ext.tiers.base import Location, ReadRequest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.fileio import aligned_array
 from sglang_ext.tiers.record import VerifyResult, read_meta
-from tests.tiers.tier_pages import NAMESPACE, SLOT_BYTES, is_right
+from tests.tiers.tier_pages import NAMESPACE, PACKED_SLOT_BYTES, is_right
 
 CHILD = Path(__file__).with_name("kill_child.py")
 Page = tuple[bytes, Location]
@@ -36,11 +38,13 @@ FORCED = [
 ]
 
 
-def run_child(folder: Path, log: Path, index: int, step: str, count: int) -> None:
+def run_child(folder: Path, log: Path, index: int, step: str, count: int, *, packed: bool) -> None:
     """Runs the child until it is dead; the parent kills it where `step` is "none"."""
     mode = "auto" if index % 2 else "off"
+    layout = "packed" if packed else "slots"
     command = [sys.executable, str(CHILD), str(folder), str(log), str((index + 1) * 1_000_000)]
-    with subprocess.Popen([*command, mode, step, str(count)], stderr=subprocess.PIPE) as child:
+    command += [mode, layout, step, str(count)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as child:
         if step == "none":
             while not log.exists() or log.stat().st_size < 1000:
                 assert child.poll() is None
@@ -75,25 +79,28 @@ def found_after_restart(folder: Path) -> set[Page]:
 
     Every page found must be right: nothing was damaged here, only cut short.
     """
-    with DiskTier(DiskConfig(folder, max_bytes=2 << 20, min_free_bytes=0)) as tier:
-        pages = tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+    with DiskTier(DiskConfig(folder, max_bytes=8 << 20, min_free_bytes=0)) as tier:
+        pages = tier.open_namespace(NAMESPACE, PACKED_SLOT_BYTES, {})
         assert not list(folder.rglob("*.tmp"))
         found = set()
-        out = aligned_array(SLOT_BYTES)
+        out = aligned_array(PACKED_SLOT_BYTES)
         for row in range(len(pages)):
             page_hash = pages.hashes[row].tobytes()
             location = Location(int(pages.segment[row]), int(pages.block[row]))
-            (result,) = tier.read(NAMESPACE, [ReadRequest(location, page_hash, b"", out)])
+            request = ReadRequest(location, page_hash, b"", out, int(pages.num_blocks[row]))
+            (result,) = tier.read(NAMESPACE, [request])
             assert result is VerifyResult.OK
             assert is_right(out, page_hash, NAMESPACE)
             assert read_meta(out).page_hash == page_hash
             found.add((page_hash, location))
         assert tier.stats().errors == {}
-        assert tier.stats().used_bytes <= 2 << 20
+        assert tier.stats().used_bytes <= 8 << 20
     return found
 
 
-def test_acknowledged_pages_survive_33_kills_in_one_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["slots", "both"])
+def test_acknowledged_pages_survive_33_kills_in_one_folder(tmp_path: Path, layout: str) -> None:
+    """With `both` the processes take turns, as when a codec is switched on and off."""
     folder, log = tmp_path / "disk", tmp_path / "log"
     points = FORCED + [("none", 0)] * 8
     random.Random(0).shuffle(points)
@@ -101,7 +108,8 @@ def test_acknowledged_pages_survive_33_kills_in_one_folder(tmp_path: Path) -> No
     num_acknowledged = 0
     for index, (step, count) in enumerate(points):
         log.unlink(missing_ok=True)
-        run_child(folder, log, index, step, count)
+        packed = layout == "both" and index % 4 > 0
+        run_child(folder, log, index, step, count, packed=packed)
         pages = replay(pages, log)
         num_acknowledged += log.read_text().count("page ")
         found = found_after_restart(folder)
@@ -109,4 +117,4 @@ def test_acknowledged_pages_survive_33_kills_in_one_folder(tmp_path: Path) -> No
         pages = found
     assert num_acknowledged > 3000
     files = sum(file.stat().st_size for file in folder.rglob("*.hkv"))
-    assert files <= 2 << 20
+    assert files <= 8 << 20

@@ -15,6 +15,7 @@ from sglang_ext.tiers.base import Location, RecoveredPages
 from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.disk.fileio import FileIO
 from sglang_ext.tiers.disk.layout import (
+    LATEST_VERSION,
     SegmentHeader,
     SegmentTable,
     encode_footer,
@@ -211,7 +212,7 @@ def test_a_segment_of_a_later_format_is_left_alone(open_tier: OpenTier) -> None:
     data = bytearray(path.read_bytes())
     import xxhash
 
-    data[-124:-122] = (2).to_bytes(2, "little")
+    data[-124:-122] = (LATEST_VERSION + 1).to_bytes(2, "little")
     data[-8:] = xxhash.xxh3_64_digest(bytes(data[-128:-8]))[::-1]
     path.write_bytes(data)
     tier = open_tier()
@@ -250,7 +251,7 @@ def test_ten_gigabytes_are_found_in_well_under_a_second(
     slot_bytes, num_records, num_segments = 256 << 10, 1000, 40
     rng = np.random.default_rng(0)
     for segment_id in range(1, num_segments + 1):
-        table = SegmentTable()
+        table = SegmentTable(slot_bytes // 4096)
         for page_hash in rng.integers(0, 256, (num_records, 32), np.uint8):
             table.add(page_hash.tobytes(), b"", 0)
         end = record_offset(num_records, slot_bytes)
@@ -258,7 +259,7 @@ def test_ten_gigabytes_are_found_in_well_under_a_second(
         with (folder / f"seg-{segment_id:08d}.hkv").open("wb") as file:
             file.write(encode_header(header))
             file.seek(end)
-            file.write(encode_footer(table, segment_id, slot_bytes, NAMESPACE))
+            file.write(encode_footer(table, segment_id, NAMESPACE))
     started = time.perf_counter()
     tier = open_tier(max_bytes=20 << 30, segment_bytes=256 << 20)
     pages = tier.open_namespace(NAMESPACE, slot_bytes, {})

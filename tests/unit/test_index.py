@@ -120,7 +120,8 @@ def test_reused_row_starts_clean_and_is_not_listed() -> None:
     index = PageIndex(1)
     row = index.insert(random_hashes(1, seed=1), NS).rows
     zeros: list[npt.NDArray[Any]] = [
-        index.block, index.flags, index.quality, index.hits, index.stamp,
+        index.block, index.num_blocks, index.disk_quality, index.flags, index.quality, index.hits,
+        index.stamp,
     ]  # fmt: skip
     for column in [*zeros, index.host_slot, index.segment]:
         column[row] = 9

@@ -21,7 +21,7 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import KeySpace, PageStore, Plan, StoreConfig
 from sglang_ext.tiers.store.directory import Directory
-from sglang_ext.tiers.store.types import READY, WRITE_DROPPED
+from sglang_ext.tiers.store.types import READY, WRITE_DROPPED, DiskCopies
 
 SLOT = 8192
 DIGEST = hashlib.sha256(b"namespace").digest()
@@ -629,7 +629,7 @@ def test_stale_entries_of_one_key_space_do_not_end_a_flush(make: Make) -> None:
     assert entry is not None
     assert entry.space == other
     assert len(entry.rows) == 2
-    rig.directory.finish_spill(
-        entry, np.zeros(2, np.bool_), np.zeros(2, np.uint32), np.zeros(2, np.uint32)
-    )
+    nowhere = np.zeros(2, np.uint32)
+    copies = DiskCopies(nowhere, nowhere, np.zeros(2, np.uint16), np.zeros(2, np.uint8))
+    rig.directory.finish_spill(entry, np.zeros(2, np.bool_), copies)
     rig.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -16,10 +17,11 @@ from sglang_ext.tiers.disk.context import DiskContext
 from sglang_ext.tiers.disk.fileio import aligned_array, sync_folder, write_all
 from sglang_ext.tiers.disk.folder import segment_path
 from sglang_ext.tiers.disk.layout import (
+    MAX_SLOTS,
     SegmentHeader,
     SegmentTable,
     encode_header,
-    record_offset,
+    footer_bytes_bound,
     segment_file_bytes,
     table_pages,
 )
@@ -28,14 +30,22 @@ from sglang_ext.tiers.record import ByteArray, RecordError, RecordMeta, seal
 
 
 class ActiveSegment:
-    """A segment open for appending. Used under the write lock only."""
+    """A segment open for appending. Used under the write lock only.
+
+    Attributes:
+        segment: the segment.
+        slot_blocks: blocks of a slot.
+        room_blocks: blocks of records that it had room for when it was empty.
+    """
 
     def __init__(self, context: DiskContext, segment: Segment, fd: int, num_slots: int) -> None:
         self.segment = segment
-        self.num_slots = num_slots
+        self.slot_blocks = segment.slot_bytes // BLOCK_BYTES
+        self.room_blocks = num_slots * self.slot_blocks
+        self._num_slots = num_slots
         self._context = context
         self._fd = fd
-        self._table = SegmentTable()
+        self._table = SegmentTable(self.slot_blocks, segment.packed)
 
     @classmethod
     def create(cls, context: DiskContext, namespace: Namespace, segment_id: int) -> ActiveSegment:
@@ -60,6 +70,7 @@ class ActiveSegment:
                         namespace.slot_bytes,
                         file_bytes,
                         namespace.digest,
+                        namespace.packed,
                     )
                 ),
                 np.uint8,
@@ -78,34 +89,66 @@ class ActiveSegment:
             namespace=namespace.digest,
             path=path,
             slot_bytes=namespace.slot_bytes,
-            num_records=0,
+            end_block=1,
             file_bytes=file_bytes,
             last_used=context.catalog.now(),
             sealed=False,
+            packed=namespace.packed,
         )
         context.catalog.add(segment)
         return cls(context, segment, fd, namespace.num_slots)
 
     @property
-    def num_free(self) -> int:
-        """Slots not yet written."""
-        return self.num_slots - len(self._table)
+    def free_blocks(self) -> int:
+        """Blocks not yet written that records may take."""
+        if not self.segment.packed:
+            return (self._num_slots - len(self._table)) * self.slot_blocks
+        footer_blocks = footer_bytes_bound(len(self._table) + 1) // BLOCK_BYTES
+        free = self.segment.file_bytes // BLOCK_BYTES - self._table.end_block - footer_blocks
+        return max(0, free)
+
+    def count_fitting(self, blocks: Sequence[int]) -> int:
+        """Returns how many of the next records, of these lengths, still fit behind the last."""
+        table = self._table
+        if not self.segment.packed:
+            return min(len(blocks), self._num_slots - len(table))
+        end, num = table.end_block, len(table)
+        for count, num_blocks in enumerate(blocks):
+            end, num = end + num_blocks, num + 1
+            if num > MAX_SLOTS or end * BLOCK_BYTES + footer_bytes_bound(num) > (
+                self.segment.file_bytes
+            ):
+                return count
+        return len(blocks)
 
     def append(
-        self, slots: Sequence[ByteArray], metas: Sequence[RecordMeta], *, salvage: bool = False
+        self, records: Sequence[ByteArray], metas: Sequence[RecordMeta], *, salvage: bool = False
     ) -> list[Location]:
         """Writes records behind the last one; checksums are computed unless it is a salvage.
+
+        Args:
+            records: u8 [n * 4096] each, whole slots unless the segment is packed; they fit.
+            metas: what is in their headers.
+            salvage: they are sealed already.
 
         Returns:
             Locations of the records that are stored: all of them, or, when the disk failed, those
             before the first failed write. Later writes start where those end.
         """
-        context, slot_bytes, first = self._context, self.segment.slot_bytes, len(self._table)
-        per_run = context.slots_per_run(len(slots), slot_bytes)
+        context, first_block = self._context, self._table.end_block
+        sizes = [record.size for record in records]
+        starts = [0, *itertools.accumulate(sizes)]
         failed: list[int] = []
         tasks = [
-            partial(self._write_run, slots[at : at + per_run], at, not salvage, failed)
-            for at in range(0, len(slots), per_run)
+            partial(
+                self._write_run,
+                [records[index] for index in run],
+                first_block * BLOCK_BYTES + starts[run.start],
+                run.start,
+                not salvage,
+                failed,
+            )
+            for run in context.split_runs(sizes)
         ]
         context.workers.run(tasks)
         if context.config.fsync == "always" and not failed:
@@ -114,20 +157,19 @@ class ActiveSegment:
             except OSError:
                 context.counters.error("io_write")
                 failed.append(0)
-        stored = min(failed, default=len(slots))
-        for meta in metas[:stored]:
-            self._table.add(meta.page_hash, meta.lora, meta.quality)
-        context.catalog.grow(self.segment, len(self._table))
-        context.counters.add("bytes_written", stored * slot_bytes)
-        blocks = slot_bytes // BLOCK_BYTES
+        stored = min(failed, default=len(records))
+        for meta, size in zip(metas[:stored], sizes, strict=False):
+            self._table.add(meta.page_hash, meta.lora, meta.quality, size // BLOCK_BYTES)
+        context.catalog.grow(self.segment, self._table.end_block)
+        context.counters.add("bytes_written", starts[stored])
         return [
-            Location(self.segment.segment_id, 1 + index * blocks)
-            for index in range(first, first + stored)
+            Location(self.segment.segment_id, first_block + start // BLOCK_BYTES)
+            for start in starts[:stored]
         ]
 
     def pages(self) -> RecoveredPages:
         """Returns the records written so far."""
-        return table_pages(self._table, self.segment.segment_id, self.segment.slot_bytes)
+        return table_pages(self._table, self.segment.segment_id)
 
     def seal(self) -> None:
         """Writes the footer, cuts the preallocated rest off and closes the file.
@@ -143,12 +185,11 @@ class ActiveSegment:
                 self._fd,
                 self._table,
                 segment.segment_id,
-                segment.slot_bytes,
                 segment.namespace,
                 sync=context.config.fsync != "none",
                 failpoint=context.failpoint,
             )
-            footer_bytes = end - record_offset(len(self._table), segment.slot_bytes)
+            footer_bytes = end - self._table.end_block * BLOCK_BYTES
             context.counters.add("bytes_written", footer_bytes)
         except OSError:
             context.counters.error("io_seal")
@@ -163,17 +204,22 @@ class ActiveSegment:
             self._context.io.close(self._fd)
 
     def _write_run(
-        self, slots: Sequence[ByteArray], at: int, with_checksum: bool, failed: list[int]
+        self,
+        records: Sequence[ByteArray],
+        offset: int,
+        first: int,
+        with_checksum: bool,
+        failed: list[int],
     ) -> None:
-        offset = record_offset(len(self._table) + at, self.segment.slot_bytes)
+        """Writes one run at `offset`; adds `first`, its first record's index, when that fails."""
         try:
             if with_checksum:
-                for slot in slots:
-                    seal(slot)
-            self._context.write_slots(self._fd, slots, offset)
+                for record in records:
+                    seal(record)
+            self._context.write_records(self._fd, records, offset)
         except (OSError, RecordError):  # the latter if a header changed during the call
             self._context.counters.error("io_write")
-            failed.append(at)
+            failed.append(first)
 
 
 def _publish(context: DiskContext, fd: int, temp: Path, path: Path) -> None:

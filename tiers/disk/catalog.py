@@ -17,11 +17,12 @@ class Segment:
         segment_id: u32, unique in the folder's life.
         namespace: 32 bytes.
         path: the file.
-        slot_bytes: bytes of a record.
-        num_records: slots [0, num_records) may be read. 0 in a namespace that is not open.
+        slot_bytes: bytes of a slot; no record is longer.
+        end_block: records in blocks [1, end_block) may be read. 1 in a namespace that is not open.
         file_bytes: what counts against the bound.
         last_used: time of the last read or write, nanoseconds since the epoch.
         sealed: whether the file has its footer, or will get none.
+        packed: whether records take the blocks they fill, and not whole slots.
         read_since_open: whether `last_used` is newer than the file's own time.
     """
 
@@ -29,10 +30,11 @@ class Segment:
     namespace: bytes
     path: Path
     slot_bytes: int
-    num_records: int
+    end_block: int
     file_bytes: int
     last_used: int
     sealed: bool
+    packed: bool = False
     read_since_open: bool = False
 
 
@@ -43,8 +45,9 @@ class Namespace:
     Attributes:
         digest: 32 bytes.
         folder: where its segments lie.
-        slot_bytes: bytes of a record, as asked when it was opened; 0 until then.
-        num_slots: records of a new segment; 0 until opened.
+        slot_bytes: bytes of a slot, as asked when it was opened; 0 until then.
+        num_slots: slots that a new segment has room for; 0 until opened.
+        packed: whether new segments are.
         segments: by id.
     """
 
@@ -52,6 +55,7 @@ class Namespace:
     folder: Path
     slot_bytes: int = 0
     num_slots: int = 0
+    packed: bool = False
     segments: dict[int, Segment] = field(default_factory=dict)
 
     @property
@@ -132,17 +136,17 @@ class Catalog:
             found = {
                 index: known[index]
                 for index in segment_ids
-                if index in known and known[index].num_records
+                if index in known and known[index].end_block > 1
             }
             for segment in found.values():
                 segment.last_used = self._now()
                 segment.read_since_open = True
             return found
 
-    def grow(self, segment: Segment, num_records: int) -> None:
-        """Makes the first `num_records` slots of an active segment readable."""
+    def grow(self, segment: Segment, end_block: int) -> None:
+        """Makes an active segment readable up to `end_block`."""
         with self._lock:
-            segment.num_records = num_records
+            segment.end_block = end_block
             segment.last_used = self._now()
 
     def mark_sealed(self, segment: Segment, file_bytes: int) -> None:

@@ -32,7 +32,8 @@ class DiskConfig:
         direct_io: "auto" uses O_DIRECT where a trial write and read succeed; "on" insists.
         fsync: "none" survives a killed process, not a power cut; "seal" syncs a segment when it
             is sealed; "always" syncs before a write returns.
-        helper_threads: threads that share the I/O and checksums of a call with its caller.
+        helper_threads: threads that share the I/O and checksums of a call with its caller. With
+            two of them two reads are under way while a third thread takes checksums.
     """
 
     path: Path
@@ -41,7 +42,7 @@ class DiskConfig:
     segment_bytes: int = 256 << 20
     direct_io: Literal["auto", "on", "off"] = "auto"
     fsync: Literal["none", "seal", "always"] = "none"
-    helper_threads: int = 1
+    helper_threads: int = 2
 
     def check(self) -> None:
         """Refuses settings that cannot work.

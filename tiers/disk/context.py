@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sglang_ext.tiers.base import RecoveredPages
+from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages
 from sglang_ext.tiers.disk.catalog import Catalog
 from sglang_ext.tiers.disk.config import DiskConfig
 from sglang_ext.tiers.disk.counters import Counters
@@ -79,56 +81,74 @@ class DiskContext:
         if self.failpoint is not None:
             self.failpoint(step)
 
-    def slots_per_run(self, num_slots: int, slot_bytes: int) -> int:
-        """Returns how many of `num_slots` neighbours go into one system call.
+    def run_bytes(self, num_bytes: int) -> int:
+        """Returns how much of `num_bytes` of neighbours goes into one system call.
 
         Small enough that every thread has several runs, so that one verifies while another waits
         for the disk; large enough for the disk's full speed.
         """
         threads = self.config.helper_threads + 1
-        share = num_slots * slot_bytes // (2 * threads)
         longest = MAX_RUN_BYTES if self.direct else MIN_RUN_BYTES
-        run_bytes = min(longest, max(MIN_RUN_BYTES, share))
-        return max(1, min(IOV_MAX, run_bytes // slot_bytes))
+        return min(longest, max(MIN_RUN_BYTES, num_bytes // (2 * threads)))
 
-    def write_slots(self, fd: int, slots: Sequence[ByteArray], offset: int) -> None:
-        """Writes neighbouring slots; copies them first if O_DIRECT refuses their memory.
+    def split_runs(self, sizes: Sequence[int]) -> list[range]:
+        """Splits neighbours of `sizes` bytes into runs of indices, one system call each."""
+        longest = self.run_bytes(sum(sizes))
+        runs: list[range] = []
+        first = run_bytes = 0
+        for index, size in enumerate(sizes):
+            if index > first and (run_bytes + size > longest or index - first == IOV_MAX):
+                runs.append(range(first, index))
+                first, run_bytes = index, 0
+            run_bytes += size
+        return [*runs, range(first, len(sizes))] if sizes else []
+
+    def write_records(self, fd: int, records: Sequence[ByteArray], offset: int) -> None:
+        """Writes neighbouring records; copies them first if O_DIRECT refuses their memory.
 
         Raises:
             OSError: the disk failed or filled up.
         """
-        if not self._needs_bounce(slots):
-            write_all(self.io, fd, slots, offset)
+        if not self._needs_bounce(records):
+            write_all(self.io, fd, records, offset)
             return
-        buffer = self.bounce.get(len(slots) * slots[0].size)
-        for row, slot in zip(buffer.reshape(len(slots), -1), slots, strict=True):
-            row[:] = slot
+        buffer = self.bounce.get(sum(record.size for record in records))
+        np.concatenate(records, out=buffer)
         write_all(self.io, fd, [buffer], offset)
 
-    def read_slots(self, fd: int, slots: Sequence[ByteArray], offset: int) -> int:
-        """Reads neighbouring slots; returns how many of them arrived whole.
+    def read_records(self, fd: int, outs: Sequence[ByteArray], offset: int) -> int:
+        """Reads neighbouring records; returns how many of them arrived whole.
 
         Raises:
             OSError: the disk failed.
         """
-        if not self._needs_bounce(slots):
-            return read_all(self.io, fd, slots, offset) // slots[0].size
-        buffer = self.bounce.get(len(slots) * slots[0].size)
-        arrived = read_all(self.io, fd, [buffer], offset) // slots[0].size
-        for row, slot in zip(buffer.reshape(len(slots), -1)[:arrived], slots, strict=False):
-            slot[:] = row
+        ends = list(itertools.accumulate(out.size for out in outs))
+        if not self._needs_bounce(outs):
+            return bisect.bisect_right(ends, read_all(self.io, fd, outs, offset))
+        buffer = self.bounce.get(ends[-1])
+        arrived = bisect.bisect_right(ends, read_all(self.io, fd, [buffer], offset))
+        for end, out in zip(ends[:arrived], outs, strict=False):
+            out[:] = buffer[end - out.size : end]
         return arrived
 
-    def _needs_bounce(self, slots: Sequence[ByteArray]) -> bool:
-        return self.direct and not all(is_aligned(slot) for slot in slots)
+    def _needs_bounce(self, arrays: Sequence[ByteArray]) -> bool:
+        return self.direct and not all(is_aligned(array) for array in arrays)
 
 
-def usable_slot(slot: object, slot_bytes: int, *, writable: bool) -> bool:
-    """Says whether `slot` is memory that the tier can move: u8 [slot_bytes], contiguous."""
+def usable_slot(slot: object, slot_bytes: int, *, writable: bool, packed: bool = False) -> bool:
+    """Says whether `slot` is memory that the tier can move.
+
+    That is u8 [slot_bytes], contiguous; with `packed` also fewer whole blocks.
+    """
     return (
         isinstance(slot, np.ndarray)
         and slot.dtype == np.uint8
-        and slot.shape == (slot_bytes,)
+        and slot.ndim == 1
+        and (slot.size == slot_bytes or (packed and _is_part(slot.size, slot_bytes)))
         and slot.flags.c_contiguous
         and (slot.flags.writeable or not writable)
     )
+
+
+def _is_part(num_bytes: int, slot_bytes: int) -> bool:
+    return 0 < num_bytes < slot_bytes and num_bytes % BLOCK_BYTES == 0

@@ -1,18 +1,20 @@
 """Bytes of a segment file: header, footer and trailer.
 
-A segment is an append-only file of equal slots, all integers little-endian::
+A segment is an append-only file of records, all integers little-endian::
 
-    0                       header, one block of 4096 bytes
-    4096 + i * slot_bytes   record i (sglang_ext.tiers.record)
-    4096 + n * slot_bytes   footer: a table of the n records; only once sealed
-    end - 128               trailer; only once sealed
+    0           header, one block of 4096 bytes
+    4096        records (sglang_ext.tiers.record), one behind the other
+                    version 1: each in a slot of slot_bytes
+                    version 2: each in as many blocks of 4096 bytes as it fills ("packed")
+    behind them footer: a table of the n records; only once sealed
+    end - 128   trailer; only once sealed
 
     header                          trailer, the last 128 bytes
     0   4  magic "HKVS"             0   4  magic "HKVT"
-    4   2  format version, 1        4   2  format version, 1
+    4   2  format version, 1 or 2   4   2  format version
     6   2  header length, 4096      6   2  trailer length, 128
     8   4  segment id               8   4  segment id
-    12  4  slots                    12  4  records n
+    12  4  whole slots it has room  12  4  records n
     16  8  slot_bytes               16  8  slot_bytes
     24  8  file size preallocated   24  8  footer offset
     32  32 namespace digest         32  8  footer length, up to the file's end
@@ -21,14 +23,15 @@ A segment is an append-only file of equal slots, all integers little-endian::
                                     80  .. zeros
     footer                          120 8  xxh3_64 of [0, 120)
     0   4  magic "HKVF"
-    4   2  format version, 1
+    4   2  format version
     6   2  entry length, 40
     8   4  records n
     12  4  adapters a
     16  .. a digests of 32 bytes, then n entries, then zeros up to the trailer
 
     entry: 0 32 page hash | 32 4 adapter, 0 = none, else 1 + row | 36 1 quality |
-           37 1 flags (1: the slot holds a record) | 38 2 zeros
+           37 1 flags (1: a record lies here) |
+           38 2 version 1: zeros; version 2: blocks, of the record or of the hole
 
 docs/formats.md has a worked example and the reasoning about crashes.
 """
@@ -42,9 +45,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages
+from sglang_ext.tiers.base import BLOCK_BYTES, MAX_RECORD_BLOCKS, RecoveredPages
 
-SEGMENT_VERSION = 1  # stored on disk; a change of encoded bytes needs a new number
+SLOTTED_VERSION = 1  # stored on disk; never renumber
+PACKED_VERSION = 2  # stored on disk; never renumber
+LATEST_VERSION = PACKED_VERSION  # a change of encoded bytes needs a new number
 HEADER_MAGIC = b"HKVS"  # stored on disk; never change
 FOOTER_MAGIC = b"HKVF"  # stored on disk; never change
 TRAILER_MAGIC = b"HKVT"  # stored on disk; never change
@@ -52,6 +57,7 @@ TRAILER_BYTES = 128
 ENTRY_BYTES = 40
 FLAG_PRESENT = 1  # stored on disk; never renumber
 MAX_SLOTS = 1 << 20
+"""Most records in a segment."""
 
 _HEADER = struct.Struct("<4sHHIIQQ32s")
 _FOOTER = struct.Struct("<4sHHII")
@@ -63,7 +69,7 @@ _ENTRY = np.dtype(
         ("lora", "<u4"),
         ("quality", np.uint8),
         ("flags", np.uint8),
-        ("reserved", "<u2"),
+        ("num_blocks", "<u2"),
     ]
 )
 
@@ -81,6 +87,7 @@ class SegmentHeader:
     slot_bytes: int
     file_bytes: int
     namespace: bytes
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,48 +101,79 @@ class Trailer:
     footer_bytes: int
     namespace: bytes
     footer_checksum: int
+    packed: bool
+
+    @property
+    def end_block(self) -> int:
+        """Records lie in blocks [1, end_block)."""
+        return self.footer_offset // BLOCK_BYTES
 
 
 @dataclass(slots=True)
 class SegmentTable:
-    """The records of one segment, slot by slot; what a footer stores. Not thread-safe.
+    """The records of one segment, one after another; what a footer stores. Not thread-safe.
 
     Attributes:
-        hashes: page hash per slot; 32 zero bytes where the slot holds no record.
-        lora: adapter digest per slot, empty for none.
-        quality: quality per slot, 0 = exact.
-        present: whether the slot holds a record.
+        slot_blocks: blocks of a slot.
+        packed: whether a record takes as many blocks as it fills, and not a slot.
+        hashes: page hash per entry; 32 zero bytes where it is a hole and holds no record.
+        lora: adapter digest per entry, empty for none.
+        quality: quality per entry, 0 = exact.
+        present: whether the entry is a record.
+        num_blocks: length per entry.
+        end_block: the entries fill blocks [1, end_block).
     """
 
+    slot_blocks: int
+    packed: bool = False
     hashes: list[bytes] = field(default_factory=list)
     lora: list[bytes] = field(default_factory=list)
     quality: list[int] = field(default_factory=list)
     present: list[bool] = field(default_factory=list)
+    num_blocks: list[int] = field(default_factory=list)
+    end_block: int = 1
 
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def add(self, page_hash: bytes, lora: bytes, quality: int) -> None:
-        """Appends a slot that holds a record."""
+    def add(self, page_hash: bytes, lora: bytes, quality: int, num_blocks: int = 0) -> None:
+        """Appends a record; `num_blocks` counts where records are packed."""
+        self._append(page_hash, lora, quality, num_blocks, True)
+
+    def add_hole(self) -> None:
+        """Appends a slot, or where records are packed a block, whose bytes are no record."""
+        if (
+            self.packed
+            and self.present
+            and not self.present[-1]
+            and self.num_blocks[-1] < MAX_RECORD_BLOCKS
+        ):
+            self.num_blocks[-1] += 1
+            self.end_block += 1
+        else:
+            self._append(bytes(32), b"", 0, 1, False)
+
+    def strip_holes(self) -> None:
+        """Removes the holes after the last record."""
+        while self.present and not self.present[-1]:
+            self.end_block -= self.num_blocks[-1]
+            for column in (self.hashes, self.lora, self.quality, self.present, self.num_blocks):
+                column.pop()
+
+    def _append(
+        self, page_hash: bytes, lora: bytes, quality: int, num_blocks: int, present: bool
+    ) -> None:
+        num_blocks = num_blocks if self.packed else self.slot_blocks
         self.hashes.append(page_hash)
         self.lora.append(lora)
         self.quality.append(quality)
-        self.present.append(True)
-
-    def add_hole(self) -> None:
-        """Appends a slot whose bytes are no record."""
-        self.add(bytes(32), b"", 0)
-        self.present[-1] = False
-
-    def strip_holes(self) -> None:
-        """Removes the slots after the last record."""
-        while self.present and not self.present[-1]:
-            for column in (self.hashes, self.lora, self.quality, self.present):
-                column.pop()
+        self.present.append(present)
+        self.num_blocks.append(num_blocks)
+        self.end_block += num_blocks
 
 
 def record_offset(index: int, slot_bytes: int) -> int:
-    """Returns the byte offset of record `index`."""
+    """Returns the byte offset of record `index` of a segment of slots."""
     return BLOCK_BYTES + index * slot_bytes
 
 
@@ -145,7 +183,7 @@ def footer_bytes_bound(num_slots: int) -> int:
 
 
 def segment_file_bytes(num_slots: int, slot_bytes: int) -> int:
-    """Returns the size at which a segment of `num_slots` records is preallocated."""
+    """Returns the size at which a segment with room for `num_slots` slots is preallocated."""
     return record_offset(num_slots, slot_bytes) + footer_bytes_bound(num_slots)
 
 
@@ -153,7 +191,7 @@ def encode_header(header: SegmentHeader) -> bytes:
     """Returns the first block of a segment."""
     fixed = _HEADER.pack(
         HEADER_MAGIC,
-        SEGMENT_VERSION,
+        _version(header.packed),
         BLOCK_BYTES,
         header.segment_id,
         header.num_slots,
@@ -178,16 +216,17 @@ def decode_header(block: bytes) -> SegmentHeader | None:
     _, version, length, segment_id, num_slots, slot_bytes, file_bytes, namespace = _HEADER.unpack(
         fixed
     )
-    if version > SEGMENT_VERSION:
+    if version > LATEST_VERSION:
         raise FutureVersionError
-    if version != SEGMENT_VERSION or length != BLOCK_BYTES:
+    if version < SLOTTED_VERSION or length != BLOCK_BYTES:
         return None
     if slot_bytes == 0 or slot_bytes % BLOCK_BYTES or num_slots > MAX_SLOTS:
         return None
-    return SegmentHeader(segment_id, num_slots, slot_bytes, file_bytes, namespace)
+    packed = version == PACKED_VERSION
+    return SegmentHeader(segment_id, num_slots, slot_bytes, file_bytes, namespace, packed)
 
 
-def encode_footer(table: SegmentTable, segment_id: int, slot_bytes: int, namespace: bytes) -> bytes:
+def encode_footer(table: SegmentTable, segment_id: int, namespace: bytes) -> bytes:
     """Returns footer and trailer of a sealed segment, a multiple of 4096 bytes."""
     adapters = sorted({lora for lora in table.lora if lora})
     rows = {lora: row + 1 for row, lora in enumerate(adapters)} | {b"": 0}
@@ -197,18 +236,20 @@ def encode_footer(table: SegmentTable, segment_id: int, slot_bytes: int, namespa
         entries["lora"] = [rows[lora] for lora in table.lora]
         entries["quality"] = table.quality
         entries["flags"] = np.asarray(table.present, np.uint8) * FLAG_PRESENT
-    fixed = _FOOTER.pack(FOOTER_MAGIC, SEGMENT_VERSION, ENTRY_BYTES, len(table), len(adapters))
+        entries["num_blocks"] = table.num_blocks if table.packed else 0
+    version = _version(table.packed)
+    fixed = _FOOTER.pack(FOOTER_MAGIC, version, ENTRY_BYTES, len(table), len(adapters))
     body = fixed + b"".join(adapters) + entries.tobytes()
     total = _round_up(len(body) + TRAILER_BYTES)
     body = body.ljust(total - TRAILER_BYTES, b"\0")
     trailer = _TRAILER.pack(
         TRAILER_MAGIC,
-        SEGMENT_VERSION,
+        version,
         TRAILER_BYTES,
         segment_id,
         len(table),
-        slot_bytes,
-        record_offset(len(table), slot_bytes),
+        table.slot_blocks * BLOCK_BYTES,
+        table.end_block * BLOCK_BYTES,
         total,
         namespace,
         xxhash.xxh3_64_intdigest(body),
@@ -229,15 +270,20 @@ def decode_trailer(tail: bytes, file_bytes: int) -> Trailer | None:
         return None
     (_, version, length, segment_id, num_records, slot_bytes, offset, footer_bytes, namespace,
      checksum) = _TRAILER.unpack_from(raw)  # fmt: skip
-    if version > SEGMENT_VERSION:
+    if version > LATEST_VERSION:
         raise FutureVersionError
-    if version != SEGMENT_VERSION or length != TRAILER_BYTES:
+    if version < SLOTTED_VERSION or length != TRAILER_BYTES:
         return None
     if slot_bytes == 0 or slot_bytes % BLOCK_BYTES or num_records > MAX_SLOTS:
         return None
-    if offset != record_offset(num_records, slot_bytes) or offset + footer_bytes != file_bytes:
+    packed = version == PACKED_VERSION
+    if not packed and offset != record_offset(num_records, slot_bytes):
         return None
-    return Trailer(segment_id, num_records, slot_bytes, offset, footer_bytes, namespace, checksum)
+    if offset < BLOCK_BYTES or offset % BLOCK_BYTES or offset + footer_bytes != file_bytes:
+        return None
+    return Trailer(
+        segment_id, num_records, slot_bytes, offset, footer_bytes, namespace, checksum, packed
+    )
 
 
 def decode_footer(footer: bytes, trailer: Trailer) -> RecoveredPages | None:
@@ -248,7 +294,7 @@ def decode_footer(footer: bytes, trailer: Trailer) -> RecoveredPages | None:
     if xxhash.xxh3_64_intdigest(body) != trailer.footer_checksum:
         return None
     magic, version, entry_bytes, num_records, num_adapters = _FOOTER.unpack_from(body)
-    if (magic, version, entry_bytes) != (FOOTER_MAGIC, SEGMENT_VERSION, ENTRY_BYTES):
+    if (magic, version, entry_bytes) != (FOOTER_MAGIC, _version(trailer.packed), ENTRY_BYTES):
         return None
     entries_at = _FOOTER.size + 32 * num_adapters
     if num_records != trailer.num_records or entries_at + num_records * ENTRY_BYTES > len(body):
@@ -257,13 +303,22 @@ def decode_footer(footer: bytes, trailer: Trailer) -> RecoveredPages | None:
     entries = np.frombuffer(body, _ENTRY, num_records, entries_at)
     if num_records and int(entries["lora"].max()) > num_adapters:
         return None
-    return _pages(entries, adapters, trailer.segment_id, trailer.slot_bytes)
+    slot_blocks = trailer.slot_bytes // BLOCK_BYTES
+    lengths = np.full(num_records, slot_blocks, np.int64)
+    if trailer.packed:
+        lengths[:] = entries["num_blocks"]
+        # The footer's checksum is right, so this is no damage; but no length is believed unseen.
+        present = (entries["flags"] & FLAG_PRESENT) != 0
+        right = (lengths[present] > 0) & (lengths[present] <= slot_blocks)
+        if 1 + int(lengths.sum()) != trailer.end_block or not right.all():
+            return None
+    return _pages(entries, adapters, trailer.segment_id, lengths)
 
 
-def table_pages(table: SegmentTable, segment_id: int, slot_bytes: int) -> RecoveredPages:
+def table_pages(table: SegmentTable, segment_id: int) -> RecoveredPages:
     """Returns the records of `table` with their locations."""
-    footer = encode_footer(table, segment_id, slot_bytes, bytes(32))
-    trailer = decode_trailer(footer, record_offset(len(table), slot_bytes) + len(footer))
+    footer = encode_footer(table, segment_id, bytes(32))
+    trailer = decode_trailer(footer, table.end_block * BLOCK_BYTES + len(footer))
     pages = decode_footer(footer, trailer) if trailer is not None else None
     if pages is None:
         raise AssertionError("a footer just encoded must decode")
@@ -274,18 +329,23 @@ def _pages(
     entries: npt.NDArray[np.void],
     adapters: npt.NDArray[np.uint8],
     segment_id: int,
-    slot_bytes: int,
+    lengths: npt.NDArray[np.int64],
 ) -> RecoveredPages:
     rows = np.flatnonzero(entries["flags"] & FLAG_PRESENT)
     lora = np.concatenate([np.zeros((1, 32), np.uint8), adapters])[entries["lora"][rows]]
-    blocks = 1 + rows.astype(np.uint64) * (slot_bytes // BLOCK_BYTES)
+    blocks = 1 + np.cumsum(lengths) - lengths
     return RecoveredPages(
         hashes=np.ascontiguousarray(entries["hash"][rows]),
         lora=np.ascontiguousarray(lora),
         segment=np.full(len(rows), segment_id, np.uint32),
-        block=blocks.astype(np.uint32),
+        block=blocks[rows].astype(np.uint32),
+        num_blocks=lengths[rows].astype(np.uint16),
         quality=np.ascontiguousarray(entries["quality"][rows]),
     )
+
+
+def _version(packed: bool) -> int:
+    return PACKED_VERSION if packed else SLOTTED_VERSION
 
 
 def _round_up(num_bytes: int) -> int:

@@ -8,6 +8,7 @@ from functools import partial
 from sglang_ext.tiers.base import BLOCK_BYTES, ReadRequest
 from sglang_ext.tiers.disk.catalog import Segment
 from sglang_ext.tiers.disk.context import DiskContext, usable_slot
+from sglang_ext.tiers.disk.fileio import IOV_MAX
 from sglang_ext.tiers.record import VerifyResult, verify
 
 
@@ -17,11 +18,20 @@ def read_records(
     """Reads and verifies `requests`; the contract is `Tier.read`'s."""
     results = [VerifyResult.MISSING] * len(requests)
     segments = context.catalog.find(digest, {request.location[0] for request in requests})
-    wanted = [index for index, request in enumerate(requests) if _in_segment(segments, request)]
+    lengths = [_num_blocks(segments.get(request.location[0]), request) for request in requests]
+    wanted = [index for index, num_blocks in enumerate(lengths) if num_blocks]
     wanted.sort(key=lambda index: requests[index].location)
     tasks = [
-        partial(_read_run, context, segments[requests[run[0]].location[0]], requests, run, results)
-        for run in _runs(context, segments, requests, wanted)
+        partial(
+            _read_run,
+            context,
+            segments[requests[run[0]].location[0]],
+            [requests[index] for index in run],
+            [lengths[index] for index in run],
+            run,
+            results,
+        )
+        for run in _runs(context, requests, lengths, wanted)
     ]
     context.workers.run(tasks)
     num_right = 0
@@ -34,37 +44,45 @@ def read_records(
     return results
 
 
-def _in_segment(segments: dict[int, Segment], request: ReadRequest) -> bool:
-    """Says whether the location is that of a slot that was handed out, and `out` can take it."""
-    segment = segments.get(request.location[0])
-    if segment is None:
-        return False
-    index, rest = divmod((request.location[1] - 1) * BLOCK_BYTES, segment.slot_bytes)
-    return (
-        rest == 0
-        and 0 <= index < segment.num_records
-        and usable_slot(request.out, segment.slot_bytes, writable=True)
-    )
+def _num_blocks(segment: Segment | None, request: ReadRequest) -> int:
+    """Returns how many blocks to read; 0 where no record may lie or `out` cannot take it.
+
+    In a segment of slots a record may lie in every slot that was handed out; where records are
+    packed, in any block in front of the last record's end: what is no record fails its checks.
+    """
+    if segment is None or not usable_slot(request.out, segment.slot_bytes, writable=True):
+        return 0
+    block, slot_blocks = request.location[1], segment.slot_bytes // BLOCK_BYTES
+    if not 1 <= block < segment.end_block:
+        return 0
+    if not segment.packed:
+        return slot_blocks if (block - 1) % slot_blocks == 0 else 0
+    most = min(slot_blocks, segment.end_block - block)
+    return (request.num_blocks or most) if 0 <= request.num_blocks <= most else 0
 
 
 def _runs(
     context: DiskContext,
-    segments: dict[int, Segment],
     requests: Sequence[ReadRequest],
+    lengths: Sequence[int],
     wanted: Sequence[int],
 ) -> list[list[int]]:
     """Splits sorted request indices into runs of neighbours, none too long."""
+    total = sum(lengths[index] for index in wanted)
+    longest = context.run_bytes(total * BLOCK_BYTES) // BLOCK_BYTES
     runs: list[list[int]] = []
     expected = (-1, -1)
-    longest = 0
+    run_blocks = 0
     for index in wanted:
         segment_id, block = requests[index].location
-        slot_bytes = segments[segment_id].slot_bytes
-        if (segment_id, block) != expected or len(runs[-1]) >= longest:
-            longest = context.slots_per_run(len(wanted), slot_bytes)
+        num_blocks = lengths[index]
+        is_next = (segment_id, block) == expected and len(runs[-1]) < IOV_MAX
+        if not is_next or run_blocks + num_blocks > longest:
             runs.append([])
+            run_blocks = 0
         runs[-1].append(index)
-        expected = (segment_id, block + slot_bytes // BLOCK_BYTES)
+        run_blocks += num_blocks
+        expected = (segment_id, block + num_blocks)
     return runs
 
 
@@ -72,20 +90,24 @@ def _read_run(
     context: DiskContext,
     segment: Segment,
     requests: Sequence[ReadRequest],
-    run: Sequence[int],
+    lengths: Sequence[int],
+    indices: Sequence[int],
     results: list[VerifyResult],
 ) -> None:
-    """Reads one run and sets its results; they stay MISSING where no bytes arrived."""
-    offset = requests[run[0]].location[1] * BLOCK_BYTES
+    """Reads neighbours and sets their `results`, which stay MISSING where no bytes arrived."""
+    offset = requests[0].location[1] * BLOCK_BYTES
+    outs = [
+        request.out[: num_blocks * BLOCK_BYTES]
+        for request, num_blocks in zip(requests, lengths, strict=True)
+    ]
     try:
         with context.fds.reading(segment.segment_id, segment.path) as fd:
-            arrived = context.read_slots(fd, [requests[index].out for index in run], offset)
+            arrived = context.read_records(fd, outs, offset)
     except FileNotFoundError:
         return  # reclaimed between look-up and read
     except OSError:
         context.counters.error("io_read")
         return
-    context.counters.add("bytes_read", arrived * segment.slot_bytes)
-    for index in run[:arrived]:
-        request = requests[index]
-        results[index] = verify(request.out, request.page_hash, segment.namespace, request.lora)
+    context.counters.add("bytes_read", sum(lengths[:arrived]) * BLOCK_BYTES)
+    for index, request, out in zip(indices[:arrived], requests, outs, strict=False):
+        results[index] = verify(out, request.page_hash, segment.namespace, request.lora)

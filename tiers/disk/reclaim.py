@@ -2,17 +2,19 @@
 
 The victim is the sealed segment, of any namespace, whose last read or write is longest ago. Hot
 pages, as the owner says, move to their namespace's active segment first: at most a quarter of the
-victim, and no more than that segment still has room for. Everything here runs on the writing
-thread under the write lock; readers are never waited for.
+victim, by size, and no more than that segment still has room for. Everything here runs on the
+writing thread under the write lock; readers are never waited for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages
 from sglang_ext.tiers.disk.active import ActiveSegment
@@ -25,7 +27,7 @@ from sglang_ext.tiers.record import ByteArray, RecordError, RecordMeta, VerifyRe
 from sglang_ext.tiers.record import verify as verify_record
 
 SALVAGE_SHARE = 4
-"""At most one in this many slots of a victim is salvaged."""
+"""At most one in this many blocks of a victim is salvaged."""
 
 _SALVAGE_BYTES = 8 << 20
 _T = TypeVar("_T")
@@ -140,8 +142,8 @@ class Reclaimer:
             FutureVersionError: another release sealed the victim meanwhile.
         """
         active = self._actives.get(victim.namespace)
-        limit = victim.num_records // SALVAGE_SHARE
-        if active is None or min(limit, active.num_free) == 0:
+        limit = (victim.end_block - 1) // SALVAGE_SHARE
+        if active is None or not limit or not active.free_blocks:
             return
         _, pages = read_footer(self._context.io, victim.path, victim.path.stat().st_size)
         if pages is None or not len(pages):
@@ -149,7 +151,7 @@ class Reclaimer:
         hot = self._call(lambda: self._owner.is_hot(victim.namespace, pages.hashes), None)
         if hot is None or len(hot) != len(pages):
             return
-        rows = np.flatnonzero(hot)[: min(limit, active.num_free)]
+        rows = _that_fit(np.flatnonzero(hot), pages, active, limit)
         at_once = max(1, _SALVAGE_BYTES // victim.slot_bytes)
         buffer = aligned_array(min(at_once, len(rows)) * victim.slot_bytes)
         slots = list(buffer.reshape(-1, victim.slot_bytes))
@@ -171,23 +173,30 @@ class Reclaimer:
         with context.fds.reading(victim.segment_id, victim.path) as fd:
             for row in rows:
                 slot = slots[len(kept)]
-                if context.read_slots(fd, [slot], int(pages.block[row]) * BLOCK_BYTES) != 1:
+                record = slot[: int(pages.num_blocks[row]) * BLOCK_BYTES]
+                if context.read_records(fd, [record], int(pages.block[row]) * BLOCK_BYTES) != 1:
                     continue
-                meta = _verified(slot, pages.hashes[row].tobytes(), victim.namespace)
+                meta = _verified(record, pages.hashes[row].tobytes(), victim.namespace)
                 if meta is not None:
                     kept.append(row)
                     metas.append(meta)
-        locations = active.append(slots[: len(kept)], metas, salvage=True)
+                    slot[record.size :] = 0  # goes to disk too where a record takes a whole slot
+        records = [
+            slot[: _blocks_in(active, pages, row) * BLOCK_BYTES]
+            for slot, row in zip(slots, kept, strict=False)
+        ]
+        locations = active.append(records, metas, salvage=True)
         if not locations:
             return
         kept = kept[: len(locations)]
         context.counters.add("records_salvaged", len(kept))
-        moved = RecoveredPages(
-            hashes=pages.hashes[kept],
-            lora=pages.lora[kept],
+        moved = dataclasses.replace(
+            pages.take(np.array(kept)),
             segment=np.array([location.segment for location in locations], np.uint32),
             block=np.array([location.block for location in locations], np.uint32),
-            quality=pages.quality[kept],
+            num_blocks=np.array(
+                [record.size // BLOCK_BYTES for record in records[: len(kept)]], np.uint16
+            ),
         )
         self._call(lambda: self._owner.on_moved(victim.namespace, victim.segment_id, moved), None)
 
@@ -199,6 +208,20 @@ class Reclaimer:
             _logger.exception("a callback of the disk tier's owner failed")
             self._context.counters.error("callback")
             return fallback
+
+
+def _blocks_in(active: ActiveSegment, pages: RecoveredPages, row: int) -> int:
+    """Returns how many blocks of the active segment a record takes."""
+    return int(pages.num_blocks[row]) if active.segment.packed else active.slot_blocks
+
+
+def _that_fit(
+    rows: npt.NDArray[np.intp], pages: RecoveredPages, active: ActiveSegment, limit: int
+) -> npt.NDArray[np.intp]:
+    """Returns the first of `rows`, at most `limit` blocks, for which the segment has room."""
+    blocks = [_blocks_in(active, pages, row) for row in rows.tolist()]
+    within = int(np.searchsorted(np.cumsum(blocks), limit, side="right")) if blocks else 0
+    return rows[: active.count_fitting(blocks[:within])]
 
 
 def _verified(slot: ByteArray, page_hash: bytes, namespace: bytes) -> RecordMeta | None:

@@ -1,9 +1,12 @@
 """Finding the records of segments that an earlier process wrote.
 
 A sealed segment costs one read of its end. One that was never sealed (its process was killed) is
-read record by record, every checksum verified, up to the first slot that is no record: everything
-acknowledged lies before it, because slots are filled in order and acknowledged in order. A sealed
-one whose footer is damaged is read in the same way, to its end. Either is then sealed.
+read record by record, every checksum verified, up to the first place that holds none: everything
+acknowledged lies before it, because records are written and acknowledged in order. A sealed one
+whose footer is damaged is read in the same way, to its end. Either is then sealed.
+
+Where records are packed, the length in one record's header leads to the next, and behind damage
+the search goes on block by block.
 """
 
 from __future__ import annotations
@@ -14,20 +17,26 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages
+from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages, record_blocks
 from sglang_ext.tiers.disk.fileio import FileIO, aligned_array, read_all, read_small
 from sglang_ext.tiers.disk.layout import (
+    MAX_SLOTS,
     FutureVersionError,
     SegmentTable,
     Trailer,
     decode_footer,
     decode_header,
     decode_trailer,
-    record_offset,
     table_pages,
 )
 from sglang_ext.tiers.disk.sealing import write_footer
-from sglang_ext.tiers.record import ByteArray, RecordError, checksum_matches, parse_header
+from sglang_ext.tiers.record import (
+    MAGIC,
+    ByteArray,
+    RecordError,
+    checksum_matches,
+    parse_header,
+)
 
 _TAIL_BYTES = 64 << 10
 _SCAN_BYTES = 8 << 20
@@ -53,15 +62,17 @@ class Recovered:
     Attributes:
         state: what was found.
         pages: its records; empty unless the state allows reading.
-        num_records: slots [0, num_records) that may be read.
+        end_block: records in blocks [1, end_block) may be read.
         file_bytes: the file's size now.
+        packed: whether records take the blocks they fill, and not whole slots.
         bytes_written: what sealing wrote.
     """
 
     state: SegmentState
     pages: RecoveredPages
-    num_records: int
+    end_block: int
     file_bytes: int
+    packed: bool = False
     bytes_written: int = 0
 
 
@@ -75,7 +86,7 @@ def recover_segment(
         path: the file.
         segment_id: the id in its name.
         namespace: digest of the namespace that the folder belongs to.
-        slot_bytes: size of the namespace's records.
+        slot_bytes: size of the namespace's slots.
         sync: wait for the device when sealing.
     """
     try:
@@ -104,7 +115,9 @@ def _recover(
         if trailer.slot_bytes != slot_bytes:
             return _nothing(SegmentState.STALE_LAYOUT, file_bytes)
         if pages is not None:
-            return Recovered(SegmentState.SEALED, pages, trailer.num_records, file_bytes)
+            return Recovered(
+                SegmentState.SEALED, pages, trailer.end_block, file_bytes, trailer.packed
+            )
     header = decode_header(read_small(io, path, 0, BLOCK_BYTES))
     if header is not None:
         if (header.segment_id, header.namespace) != (segment_id, namespace):
@@ -113,21 +126,24 @@ def _recover(
             return _nothing(SegmentState.STALE_LAYOUT, file_bytes)
     # Only a segment that was never sealed still has the size it was preallocated at.
     never_sealed = header is not None and file_bytes == header.file_bytes and trailer is None
-    table = _scan(io, path, namespace, slot_bytes, file_bytes, stop_at_hole=never_sealed)
+    # With neither header nor trailer the version is not known; a walk finds slots as well.
+    source = header or trailer
+    table = SegmentTable(slot_bytes // BLOCK_BYTES, packed=source is None or source.packed)
+    _scan(io, path, namespace, table, stop_at_hole=never_sealed)
     if not len(table):
         ours = header is not None or trailer is not None
         return _nothing(SegmentState.EMPTY if ours else SegmentState.FOREIGN, file_bytes)
     state = SegmentState.RESEALED if never_sealed else SegmentState.DAMAGED_FOOTER
     fd = io.open(path, os.O_RDWR)
     try:
-        end = write_footer(io, fd, table, segment_id, slot_bytes, namespace, sync=sync)
+        end = write_footer(io, fd, table, segment_id, namespace, sync=sync)
     except OSError:
         end = file_bytes  # a full or failing disk: the records are there all the same
     finally:
         io.close(fd)
-    pages = table_pages(table, segment_id, slot_bytes)
-    footer_bytes = max(0, end - record_offset(len(table), slot_bytes))
-    return Recovered(state, pages, len(table), end, footer_bytes)
+    pages = table_pages(table, segment_id)
+    footer_bytes = max(0, end - table.end_block * BLOCK_BYTES)
+    return Recovered(state, pages, table.end_block, end, table.packed, footer_bytes)
 
 
 def read_footer(
@@ -150,48 +166,53 @@ def read_footer(
 
 
 def _scan(
-    io: FileIO,
-    path: Path,
-    namespace: bytes,
-    slot_bytes: int,
-    file_bytes: int,
-    *,
-    stop_at_hole: bool,
-) -> SegmentTable:
-    """Reads and verifies the records in slot order."""
-    table = SegmentTable()
-    num_slots = max(0, file_bytes - BLOCK_BYTES) // slot_bytes
-    at_once = max(1, _SCAN_BYTES // slot_bytes)
-    buffer = aligned_array(at_once * slot_bytes).reshape(at_once, slot_bytes)
+    io: FileIO, path: Path, namespace: bytes, table: SegmentTable, *, stop_at_hole: bool
+) -> None:
+    """Reads and verifies the records in order and enters them into an empty table.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    slot_blocks = table.slot_blocks
+    buffer = aligned_array(
+        max(2, _SCAN_BYTES // (slot_blocks * BLOCK_BYTES)) * slot_blocks * BLOCK_BYTES
+    )
     fd = io.open(path, os.O_RDONLY)
     try:
-        for first in range(0, num_slots, at_once):
-            wanted = min(at_once, num_slots - first)
-            got = read_all(io, fd, [buffer[:wanted].reshape(-1)], record_offset(first, slot_bytes))
-            for slot in buffer[: got // slot_bytes]:
-                if not _add_if_record(table, slot, namespace) and stop_at_hole:
-                    table.strip_holes()
-                    return table
-            if got < wanted * slot_bytes:
-                break
+        while True:
+            first = table.end_block
+            num_blocks = read_all(io, fd, [buffer], first * BLOCK_BYTES) // BLOCK_BYTES
+            is_end = num_blocks * BLOCK_BYTES < buffer.size
+            # What may reach beyond the buffer waits for the next one, which begins with it.
+            stop = first + num_blocks - (1 if is_end and table.packed else slot_blocks)
+            while table.end_block <= stop and len(table) < MAX_SLOTS:
+                at = (table.end_block - first) * BLOCK_BYTES
+                rest = buffer[at : num_blocks * BLOCK_BYTES][: slot_blocks * BLOCK_BYTES]
+                if not _add_if_record(table, rest, namespace) and stop_at_hole:
+                    return
+            if is_end or len(table) >= MAX_SLOTS:
+                return
     finally:
         io.close(fd)
-    table.strip_holes()
-    return table
+        table.strip_holes()
 
 
 def _add_if_record(table: SegmentTable, slot: ByteArray, namespace: bytes) -> bool:
-    with contextlib.suppress(RecordError):
-        meta, payload_bytes = parse_header(slot)
-        if meta.namespace == namespace and checksum_matches(slot, payload_bytes):
-            table.add(meta.page_hash, meta.lora, meta.quality)
-            return True
+    """Enters what lies at the start of `slot`: a record, or a hole where there is none."""
+    if bytes(slot[: len(MAGIC)]) == MAGIC:  # most blocks behind damage are no record's first
+        with contextlib.suppress(RecordError):
+            meta, payload_bytes = parse_header(slot)
+            num_blocks = record_blocks(payload_bytes)
+            fits = num_blocks * BLOCK_BYTES <= slot.size
+            if fits and meta.namespace == namespace and checksum_matches(slot, payload_bytes):
+                table.add(meta.page_hash, meta.lora, meta.quality, num_blocks)
+                return True
     table.add_hole()
     return False
 
 
 def _nothing(state: SegmentState, file_bytes: int) -> Recovered:
-    return Recovered(state, RecoveredPages.empty(), 0, file_bytes)
+    return Recovered(state, RecoveredPages.empty(), 1, file_bytes)
 
 
 def identify(io: FileIO, path: Path, segment_id: int) -> bytes | None:

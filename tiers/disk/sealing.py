@@ -17,8 +17,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk.fileio import FileIO, aligned_array, write_all
-from sglang_ext.tiers.disk.layout import SegmentTable, encode_footer, record_offset
+from sglang_ext.tiers.disk.layout import SegmentTable, encode_footer
 
 
 def write_footer(
@@ -26,7 +27,6 @@ def write_footer(
     fd: int,
     table: SegmentTable,
     segment_id: int,
-    slot_bytes: int,
     namespace: bytes,
     *,
     sync: bool,
@@ -40,10 +40,10 @@ def write_footer(
     Raises:
         OSError: the disk failed; the segment counts as never sealed and loses nothing.
     """
-    footer = encode_footer(table, segment_id, slot_bytes, namespace)
+    footer = encode_footer(table, segment_id, namespace)
     block = aligned_array(len(footer))
     block[:] = np.frombuffer(footer, np.uint8)
-    offset = record_offset(len(table), slot_bytes)
+    offset = table.end_block * BLOCK_BYTES
     if failpoint:
         failpoint("seal:before_footer")
     write_all(io, fd, [block], offset)

@@ -13,6 +13,7 @@ import numpy as np
 
 from sglang_ext.tiers.base import (
     BLOCK_BYTES,
+    MAX_RECORD_BLOCKS,
     Location,
     ReadRequest,
     RecoveredPages,
@@ -116,7 +117,7 @@ class DiskTier(Tier):
         self._num_reading = 0  # guarded by _closing
 
     def open_namespace(
-        self, digest: bytes, slot_bytes: int, label: dict[str, Any]
+        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False
     ) -> RecoveredPages:
         """See `Tier.open_namespace`. Reads the footers of the namespace's segments."""
         if len(digest) != 32:
@@ -124,6 +125,11 @@ class DiskTier(Tier):
         if slot_bytes <= 0 or slot_bytes % BLOCK_BYTES:
             raise TierConfigError(
                 f"slot_bytes must be a positive multiple of {BLOCK_BYTES}, got {slot_bytes}"
+            )
+        if slot_bytes > MAX_RECORD_BLOCKS * BLOCK_BYTES:
+            raise TierConfigError(
+                f"a page takes {slot_bytes} bytes and the disk tier's longest record is"
+                f" {MAX_RECORD_BLOCKS * BLOCK_BYTES}; use a smaller page size"
             )
         num_slots = self._config.slots_per_segment(slot_bytes)
         with self._writer.lock:
@@ -137,6 +143,7 @@ class DiskTier(Tier):
                 namespace = Namespace(digest, folder)
                 self._catalog.add_namespace(namespace)
             namespace.slot_bytes, namespace.num_slots = slot_bytes, num_slots
+            namespace.packed = packed
             parts = [
                 self._recover(namespace, segment_id, path)
                 for segment_id, path in segment_files(folder)
@@ -256,7 +263,7 @@ class DiskTier(Tier):
             namespace=digest,
             path=path,
             slot_bytes=slot_bytes,
-            num_records=0,
+            end_block=1,
             file_bytes=status.st_size,
             last_used=status.st_mtime_ns,
             sealed=True,
@@ -309,7 +316,8 @@ class DiskTier(Tier):
         if result.state in _READABLE:
             segment.slot_bytes = namespace.slot_bytes
             self._catalog.mark_sealed(segment, result.file_bytes)
-            segment.num_records = result.num_records
+            segment.packed = result.packed
+            segment.end_block = result.end_block
 
     def _keep_ages(self) -> None:
         """Stores the time of each segment's last read as its file's time, for the next process."""

@@ -1,6 +1,6 @@
 """Threads that share the tasks of a call with the thread that made it.
 
-A record's checksum takes CPU while a neighbour's bytes are on their way, so two threads that each
+A record's checksum takes CPU while a neighbour's bytes are on their way, so a few threads that each
 read and then verify keep the disk busy. The caller works too: with no helper free it does all.
 """
 

@@ -6,7 +6,7 @@ import errno
 import threading
 from collections.abc import Sequence
 
-from sglang_ext.tiers.base import Location
+from sglang_ext.tiers.base import BLOCK_BYTES, Location
 from sglang_ext.tiers.disk.active import ActiveSegment
 from sglang_ext.tiers.disk.catalog import Namespace
 from sglang_ext.tiers.disk.context import DiskContext, Owner, usable_slot
@@ -31,13 +31,14 @@ class Writer:
         """Stores one record per slot; the contract is `Tier.write`'s."""
         locations: list[Location | None] = [None] * len(slots)
         rows, metas, payload = self._storable(namespace, slots)
+        blocks = [slots[row].size // BLOCK_BYTES for row in rows]
         done = 0
         while done < len(rows):
-            active = self._active(namespace, len(rows) - done)
+            active = self._active(namespace, blocks[done:])
             if active is None:
                 self._context.counters.drop("full", len(rows) - done)
                 break
-            batch = rows[done : done + active.num_free]
+            batch = rows[done : done + active.count_fitting(blocks[done:])]
             stored = active.append([slots[row] for row in batch], metas[done : done + len(batch)])
             for row, location in zip(batch, stored, strict=False):
                 locations[row] = location
@@ -57,7 +58,7 @@ class Writer:
         active = self.actives.pop(digest, None)
         if active is None:
             return
-        if active.segment.num_records:
+        if active.segment.end_block > 1:
             active.seal()
         else:
             active.close()
@@ -78,7 +79,9 @@ class Writer:
         rows, metas, sizes = [], [], []
         for row, slot in enumerate(slots):
             try:
-                if not usable_slot(slot, namespace.slot_bytes, writable=True):
+                if not usable_slot(
+                    slot, namespace.slot_bytes, writable=True, packed=namespace.packed
+                ):
                     raise ValueError("not a slot of this namespace")
                 meta, payload_bytes = parse_header(slot)
             except (RecordError, ValueError):
@@ -99,17 +102,19 @@ class Writer:
                 locations[row] = None
                 self._context.counters.drop("full")
 
-    def _active(self, namespace: Namespace, wanted: int) -> ActiveSegment | None:
-        """Returns an active segment with room; None when there is none to be had.
+    def _active(self, namespace: Namespace, blocks: Sequence[int]) -> ActiveSegment | None:
+        """Returns an active segment with room for the first of some records, of these lengths.
+
+        None when there is none to be had.
 
         A batch that would be split but fits in a fresh segment gets one, if little is lost by
         sealing early: a sealed file is cut, so nothing but its length.
         """
         active = self.actives.get(namespace.digest)
         if active is not None:
-            nearly_full = active.num_free <= active.num_slots // SALVAGE_SHARE
-            split = active.num_free < wanted <= active.num_slots
-            if active.num_free and not (nearly_full and split):
+            nearly_full = active.free_blocks <= active.room_blocks // SALVAGE_SHARE
+            split = active.free_blocks < sum(blocks) <= active.room_blocks
+            if active.count_fitting(blocks[:1]) and not (nearly_full and split):
                 return active
             self.seal(namespace.digest)
         needed = segment_file_bytes(namespace.num_slots, namespace.slot_bytes)
@@ -143,5 +148,5 @@ class Writer:
 
     def _reclaim_early(self, namespace: Namespace, active: ActiveSegment) -> None:
         """Reclaims while the active segment still has room for what is worth keeping."""
-        if 0 < active.num_free <= active.num_slots // SALVAGE_SHARE:
+        if 0 < active.free_blocks <= active.room_blocks // SALVAGE_SHARE:
             self.reclaimer.make_room(active.segment.file_bytes, namespace.digest)

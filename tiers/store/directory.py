@@ -2,24 +2,16 @@
 
 All state is guarded by `Directory.lock`; methods take it themselves unless their name starts with
 an underscore. Nothing here blocks on I/O, so the scheduler's thread may call it.
-
-A page in DRAM is evicted only when it is ready, unpinned, not being written to disk, and either on
-disk already or not meant for it. The LRU list is touched child before parent, so a page never
-outlives, in DRAM, the pages that lead to it.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.host import HostArena
-from sglang_ext.tiers.index import NO_SEGMENT, NO_SLOT, PageIndex
-from sglang_ext.tiers.store.events import EventLog
+from sglang_ext.tiers.index import NO_SEGMENT, NO_SLOT
+from sglang_ext.tiers.quality import ANY, Qualities, Quality
+from sglang_ext.tiers.store.disk_book import DiskBook
 from sglang_ext.tiers.store.types import (
     FILLING,
     ON_DISK,
@@ -27,6 +19,7 @@ from sglang_ext.tiers.store.types import (
     READY,
     SPILLING,
     WRITE_DROPPED,
+    DiskCopies,
     Hashes,
     KeySpace,
     LoadTicket,
@@ -34,57 +27,25 @@ from sglang_ext.tiers.store.types import (
     Rows,
     SaveTicket,
     Slots,
-    SpillEntry,
-    StoreCounters,
     TierCounts,
 )
 
-# Rows of the LRU tail that one eviction looks at, so that it stays short when none can leave.
-_MAX_EVICTION_SCAN = 4096
-# Share of DRAM that may be pinned for waiting requests; the rest stays free to move.
-_PLAN_SHARE = 0.5
 
-
-class Directory:
-    """Index, arena and spill queue under one lock."""
-
-    def __init__(
-        self,
-        arena: HostArena,
-        index: PageIndex,
-        *,
-        has_disk: bool,
-        write_policy: str,
-        counters: StoreCounters,
-        events: EventLog,
-    ) -> None:
-        self.lock = threading.Lock()
-        self.spill_ready = threading.Condition(self.lock)
-        self.arena = arena
-        self.index = index
-        self.has_disk = has_disk
-        self.write_policy = write_policy
-        self.counters = counters
-        self.events = events
-        self.spill_queue: deque[SpillEntry] = deque()  # guarded by lock
-        self.num_in_flight = 0  # saves and promotions that own FILLING rows; guarded by lock
-        self.idle = threading.Condition(self.lock)
-        self.max_planned_pages = max(1, int(arena.num_slots * _PLAN_SHARE))
-        self.num_planned_pages = 0  # pins of all plans; guarded by lock
-        self._waiters: dict[int, list[Plan]] = {}  # row -> plans that wait for it
-        self._clock = 0
+class Directory(DiskBook):
+    """Look-ups, saves, loads and promotions."""
 
     # ---- look-up ----
 
-    def ready_prefix(self, space: KeySpace, hashes: Hashes) -> int:
-        """Number of leading pages that are ready in DRAM."""
+    def ready_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> int:
+        """Number of leading pages that are ready in DRAM and no worse than a quality."""
         with self.lock:
-            return self.index.prefix_len(hashes, space.number, READY)
+            rows = self.index.prefix_rows(hashes, space.number, READY)
+            return len(self._good_prefix(rows, max_quality))
 
-    def locate_prefix(self, space: KeySpace, hashes: Hashes) -> TierCounts:
-        """Where the leading pages that are stored anywhere lie."""
+    def locate_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> TierCounts:
+        """Where the leading pages that are stored anywhere, and no worse than a quality, lie."""
         with self.lock:
-            flags = self.index.flags[self._known_prefix(space, hashes)]
+            flags = self.index.flags[self._known_prefix(space, hashes, max_quality)]
         ready = (flags & READY) != 0
         pending = ~ready & ((flags & FILLING) != 0)
         return TierCounts(
@@ -93,66 +54,128 @@ class Directory:
             pending=int(pending.sum()),
         )
 
-    def _known_prefix(self, space: KeySpace, hashes: Hashes) -> Rows:
+    def _known_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int) -> Rows:
         rows = self.index.prefix_rows(hashes, space.number)
         usable = (self.index.flags[rows] & (READY | ON_DISK | FILLING)) != 0
-        return rows if usable.all() else rows[: int(np.argmin(usable))]
+        return self._good_prefix(leading(rows, usable), max_quality)
+
+    def _good_prefix(self, rows: Rows, max_quality: int) -> Rows:
+        if max_quality == ANY or not self.has_inexact:
+            return rows
+        return leading(rows, self.index.quality[rows] <= max_quality)
 
     # ---- saves ----
 
-    def begin_save(self, space: KeySpace, hashes: Hashes, ancestors: Hashes) -> SaveTicket:
-        """Takes slots for those of the offered pages that are stored nowhere yet.
+    def begin_save(
+        self,
+        space: KeySpace,
+        hashes: Hashes,
+        ancestors: Hashes,
+        quality: Qualities | None = None,
+    ) -> SaveTicket:
+        """Takes slots for those of the offered pages that are not stored as well yet.
+
+        A page that is stored worse stays as it is until the new one is published in its place.
 
         Args:
             space: where the pages belong.
             hashes: u8 `[N, 32]`, in path order.
             ancestors: u8 `[M, 32]`, the pages before them on the path; kept young with them.
+            quality: u8 `[N]`; None when all are exact.
         """
+        quality = np.zeros(len(hashes), np.uint8) if quality is None else quality
         with self.lock:
             rows, created = self.index.insert(hashes, space.number)
             path = np.concatenate([self.index.lookup(ancestors, space.number), rows])
-            pages = np.flatnonzero(created)
-            new_rows = rows[pages]
+            wanted = created | self._worse(rows, quality) if self.has_inexact else created
+            pages = np.flatnonzero(wanted)
             self._touch(path)  # before room is made: the path must not be pushed out by its child
             slots = self._alloc(len(pages))
             num = len(slots)
-            self.index.remove(new_rows[num:])
-            dropped = int((rows < 0).sum()) + len(pages) - num
-            pages, new_rows = pages[:num], new_rows[:num]
-            self._begin_filling(new_rows, slots)
+            refused = pages[num:]
+            self.index.remove(rows[refused][created[refused]])
+            dropped = int((rows < 0).sum()) + len(refused)
+            pages = pages[:num]
+            ticket = SaveTicket(
+                space, pages, rows[pages], slots, dropped, path, quality[pages], ~created[pages],
+                hashes[pages],
+            )  # fmt: skip
+            self._begin_save(ticket)
             self._touch(path)
             self.num_in_flight += 1
         self.counters.add("duplicate_pages", len(hashes) - num - dropped)
         self.counters.add("save_dropped_pages", dropped)
-        return SaveTicket(space, pages, new_rows, slots, dropped, path)
+        return ticket
 
     def finish_save(self, ticket: SaveTicket, *, ok: bool) -> None:
         """Publishes the pages of a save, or forgets them when it failed."""
+        new = ~ticket.replaces
         with self.lock:
-            rows = ticket.rows[self._still_filling(ticket.rows, ticket.slots)]
+            rows = ticket.rows[new]
+            rows = rows[self._still_filling(rows, ticket.slots[new])]
+            replaced = self._replace(ticket, ok=ok)
             self.arena.unpin(ticket.slots)
             if ok:
                 self._publish(rows)
+                rows = np.concatenate([rows, replaced])
                 self._touch(ticket.path)
                 if self.has_disk and self.write_policy == "write_through":
                     self._queue_spill(ticket.space, rows)
             else:
                 self._forget(rows)
-            self._settle(ticket.rows, failed=not ok)
+            self._settle(ticket.rows[new], failed=not ok)
             self._end_in_flight()
+            inexact = int((self.index.quality[rows] > Quality.EXACT).sum()) if ok else 0
             hashes = self._log_keys(rows) if ok else None
         self.counters.add("saved_pages" if ok else "save_failed_pages", len(rows))
+        self.counters.add("saved_lossy_pages", inexact)
+        self.counters.add("replaced_pages", len(replaced))
         if hashes is not None:
             self.events.pages("saved", hashes)
 
+    def _begin_save(self, ticket: SaveTicket) -> None:
+        new = ~ticket.replaces
+        self._begin_filling(ticket.rows[new], ticket.slots[new])
+        self.index.quality[ticket.rows[new]] = ticket.quality[new]
+        self.arena.pin(ticket.slots[ticket.replaces])
+        self.has_inexact |= bool(ticket.quality.any())
+
+    def _replace(self, ticket: SaveTicket, *, ok: bool) -> Rows:
+        """Puts better copies in the place of what is stored; returns the rows where it did.
+
+        Looked up again: the page may have left, or come back, since the save began.
+        """
+        which = ticket.replaces
+        slots, quality = ticket.slots[which], ticket.quality[which]
+        rows = self.index.lookup(ticket.hashes[which], ticket.space.number)
+        fits = self._worse(rows, quality) & ok
+        self.arena.free(slots[~fits])
+        rows, slots, quality = rows[fits], slots[fits], quality[fits]
+        old = self.index.host_slot[rows]
+        self.arena.free(old[old != NO_SLOT])
+        self.index.host_slot[rows] = slots
+        self.index.quality[rows] = quality
+        # The old copy may be on its way in or out: whoever moves it finds another slot here.
+        gone = QUEUED | SPILLING | WRITE_DROPPED
+        # A record on disk that this page would improve is forgotten, so that this one is written.
+        stale = self.index.disk_quality[rows] > np.maximum(quality, self.disk_floor)
+        self.index.segment[rows[stale]] = NO_SEGMENT
+        self.index.flags[rows[stale]] &= np.uint8(0xFF ^ ON_DISK)
+        self.index.flags[rows] &= np.uint8(0xFF ^ gone)
+        self._publish(rows)
+        return rows
+
     # ---- loads ----
 
-    def pin_ready(self, space: KeySpace, hashes: Hashes) -> LoadTicket | None:
-        """Pins pages for a load; None unless every one of them is ready in DRAM."""
+    def pin_ready(
+        self, space: KeySpace, hashes: Hashes, max_quality: int = ANY
+    ) -> LoadTicket | None:
+        """Pins pages for a load; None unless all are ready in DRAM and no worse than a quality."""
         with self.lock:
             rows = self.index.prefix_rows(hashes, space.number, READY)
-            if len(rows) < len(hashes):
+            if len(self._good_prefix(rows, max_quality)) < len(hashes):
                 return None
+            quality = self.index.quality[rows]
             slots = self.index.host_slot[rows].copy()
             self.arena.pin(slots)
             self._touch(rows)
@@ -161,8 +184,25 @@ class Directory:
             if self.has_disk and self.write_policy == "selective":
                 self._queue_spill(space, rows)
         self.counters.add("loaded_pages", len(rows))
+        self.counters.add("loaded_lossy_pages", int((quality > Quality.EXACT).sum()))
         self.events.pages("loaded", hashes)
-        return LoadTicket(rows, slots)
+        return LoadTicket(rows, slots, quality)
+
+    def drop_damaged(self, rows: Rows, slots: Slots) -> None:
+        """Forgets pages whose bytes in DRAM went bad, and their copies on disk, made of the same.
+
+        Args:
+            rows: i64 `[n]`, pinned.
+            slots: i32 `[n]`, where the bad bytes lie; a page that lies elsewhere by now stays.
+        """
+        with self.lock:
+            same = self.index.is_live(rows) & (self.index.host_slot[rows] == slots)
+            rows = rows[same & ((self.index.flags[rows] & READY) != 0)]
+            hashes = self._log_keys(rows)
+            self._forget(rows)
+        self.counters.add("damaged_pages", len(rows))
+        if hashes is not None:
+            self.events.pages("lost", hashes)
 
     def release(self, slots: Slots) -> None:
         """Gives pins back."""
@@ -171,7 +211,9 @@ class Directory:
 
     # ---- promotions ----
 
-    def begin_plan(self, space: KeySpace, hashes: Hashes) -> tuple[Plan | None, Rows, Slots]:
+    def begin_plan(
+        self, space: KeySpace, hashes: Hashes, max_quality: int = ANY
+    ) -> tuple[Plan | None, Rows, Slots]:
         """Pins the leading stored pages for a waiting request and takes slots for those on disk.
 
         All plans together pin at most `max_planned_pages`, so that saves and loads can go on.
@@ -179,13 +221,14 @@ class Directory:
         Args:
             space: where the pages belong.
             hashes: u8 `[N, 32]`.
+            max_quality: no page from the first worse one on.
 
         Returns:
             The plan (None when no page is stored), and the rows and slots to read from disk. The
             plan is `starved` when there was no room to begin.
         """
         with self.lock:
-            known = self._known_prefix(space, hashes)
+            known = self._known_prefix(space, hashes, max_quality)
             rows = known[: max(0, self.max_planned_pages - self.num_planned_pages)]
             flags = self.index.flags[rows]
             # Pins first: making room for what comes must not push out what is there.
@@ -212,7 +255,12 @@ class Directory:
         return (plan if len(known) else None), to_read, slots
 
     def finish_promotion(
-        self, plan: Plan, rows: Rows, slots: Slots, ok: npt.NDArray[np.bool_]
+        self,
+        plan: Plan,
+        rows: Rows,
+        slots: Slots,
+        ok: npt.NDArray[np.bool_],
+        quality: npt.NDArray[np.uint8],
     ) -> None:
         """Publishes pages that were read and verified; forgets the others.
 
@@ -221,11 +269,14 @@ class Directory:
             rows: i64 `[n]`.
             slots: i32 `[n]`, as `begin_plan` gave them.
             ok: bool `[n]`, which of them were read and are right.
+            quality: u8 `[n]`, what the records said of those.
         """
         with self.lock:
             filling = self._still_filling(rows, slots)
             self.arena.unpin(slots)
             good, bad = rows[ok & filling], rows[~ok & filling]
+            self.index.quality[good] = self.index.disk_quality[good] = quality[ok & filling]
+            self.has_inexact |= bool(quality[ok].any())
             self._publish(good)
             self._touch(plan.rows)
             hashes, lost = self._log_keys(good), self._log_keys(bad)
@@ -251,151 +302,17 @@ class Directory:
                 self.num_planned_pages -= len(plan.slots)
                 self.arena.unpin(plan.slots)
 
-    def locations(self, rows: Rows) -> tuple[Hashes, list[tuple[int, int]]]:
-        """Page hashes and disk locations of rows that are being promoted."""
+    def locations(self, rows: Rows) -> tuple[Hashes, DiskCopies]:
+        """Page hashes of rows that are being promoted, and where their records lie."""
         with self.lock:
-            hashes, _ = self.index.keys(rows)
-            segments, blocks = self.index.segment[rows], self.index.block[rows]
-        return hashes, list(zip(segments.tolist(), blocks.tolist(), strict=True))
-
-    # ---- disk ----
-
-    def add_recovered(
-        self,
-        space: KeySpace,
-        hashes: Hashes,
-        segments: npt.NDArray[np.uint32],
-        blocks: npt.NDArray[np.uint32],
-    ) -> int:
-        """Enters pages that a former run left on disk; returns how many found room."""
-        with self.lock:
-            rows, _ = self.index.insert(hashes, space.number)
-            known = rows >= 0
-            rows = rows[known]
-            self.index.segment[rows] = segments[known]
-            self.index.block[rows] = blocks[known]
-            self.index.flags[rows] |= ON_DISK
-            return int(known.sum())
-
-    def move_on_disk(
-        self,
-        space: KeySpace,
-        hashes: Hashes,
-        old_segment: int,
-        segments: npt.NDArray[np.uint32],
-        blocks: npt.NDArray[np.uint32],
-    ) -> None:
-        """Notes that reclaiming a segment copied some of its pages elsewhere."""
-        with self.lock:
-            rows = self.index.lookup(hashes, space.number)
-            moved = (rows >= 0) & (self.index.segment[np.maximum(rows, 0)] == old_segment)
-            self.index.segment[rows[moved]] = segments[moved]
-            self.index.block[rows[moved]] = blocks[moved]
-
-    def drop_segment(self, segment: int) -> None:
-        """Forgets the disk copies in a segment that is about to be deleted."""
-        with self.lock:
-            rows = self.index.rows_of_segment(segment)
-            self.index.flags[rows] &= np.uint8(0xFF ^ ON_DISK)
-            self.index.segment[rows] = NO_SEGMENT
-            in_dram = (self.index.flags[rows] & (READY | FILLING)) != 0
-            # Not written a second time, which could go round for ever, so they may leave DRAM.
-            self.index.flags[rows[in_dram]] |= WRITE_DROPPED
-            lost, kept = self._log_keys(rows[~in_dram]), self._log_keys(rows[in_dram])
-            self.index.remove(rows[~in_dram])
-        self.counters.add("disk_reclaimed_pages", len(rows))
-        if lost is not None and kept is not None:
-            self.events.pages("lost", lost)
-            self.events.pages("reclaimed", kept)
-
-    def used_since(self, space: KeySpace, hashes: Hashes, clock: int) -> npt.NDArray[np.bool_]:
-        """Which pages were loaded after a point of the logical clock."""
-        with self.lock:
-            rows = self.index.lookup(hashes, space.number)
-            known = rows >= 0
-            known[known] = self.index.stamp[rows[known]] > max(clock, 0)
-            return known
-
-    @property
-    def clock(self) -> int:
-        """Logical time: number of loads so far."""
-        return self._clock
-
-    def take_spills(self, max_pages: int) -> SpillEntry | None:
-        """Takes queued pages of one key space for the spiller, pinned; None when there are none."""
-        with self.lock:
-            taken: list[SpillEntry] = []
-            num = 0
-            while self.spill_queue and num < max_pages:
-                entry = self.spill_queue[0]
-                if taken and entry.space != taken[0].space:
-                    break
-                self.spill_queue.popleft()
-                if len(entry.rows) > max_pages - num:
-                    entry, rest = _split(entry, max_pages - num)
-                    self.spill_queue.appendleft(rest)
-                entry = self._still_valid(entry)
-                if len(entry.rows):
-                    taken.append(entry)
-                    num += len(entry.rows)
-            if not num:
-                return None
-            rows = np.concatenate([entry.rows for entry in taken])
-            slots = np.concatenate([entry.slots for entry in taken])
-            self.index.flags[rows] |= SPILLING
-            self.arena.pin(slots)
-            return SpillEntry(taken[0].space, rows, slots, np.empty(0, np.uint32))
-
-    def finish_spill(
-        self,
-        entry: SpillEntry,
-        stored: npt.NDArray[np.bool_],
-        segments: npt.NDArray[np.uint32],
-        blocks: npt.NDArray[np.uint32],
-    ) -> None:
-        """Enters the disk locations of written pages; only now are they acknowledged."""
-        with self.lock:
-            rows = entry.rows
-            same = self.index.is_live(rows) & (self.index.host_slot[rows] == entry.slots)
-            same &= (self.index.flags[rows] & SPILLING) != 0
-            self.index.flags[rows[same]] &= np.uint8(0xFF ^ (QUEUED | SPILLING))
-            stored = stored & same
-            done = rows[stored]
-            self.index.segment[done] = segments[stored]
-            self.index.block[done] = blocks[stored]
-            self.index.flags[done] |= ON_DISK
-            self.index.flags[rows[same & ~stored]] |= WRITE_DROPPED
-            self.arena.unpin(entry.slots)
-            hashes = self._log_keys(done)
-        self.counters.add("written_pages", int(stored.sum()))
-        self.counters.add("write_dropped_pages", int((~stored).sum()))
-        if hashes is not None:
-            self.events.pages("written", hashes)
-
-    def queue_coldest(self, spaces: Callable[[int], KeySpace], max_pages: int) -> int:
-        """Queues the least recent pages that are not on disk; for write-back and shutdown."""
-        with self.lock:
-            rows = self.index.lru_tail(
-                max_pages, ON_DISK | QUEUED | SPILLING | FILLING | WRITE_DROPPED
+            index = self.index
+            hashes, _ = index.keys(rows)
+            return hashes, DiskCopies(
+                index.segment[rows],
+                index.block[rows],
+                index.num_blocks[rows],
+                index.disk_quality[rows],
             )
-            _, numbers = self.index.keys(rows)
-            for number in np.unique(numbers).tolist():
-                self._queue_spill(spaces(number), rows[numbers == number])
-            return len(rows)
-
-    def num_unwritten(self) -> int:
-        """Pages in DRAM that the disk neither has nor refused (linear)."""
-        with self.lock:
-            return len(self.index.lru_tail(self.arena.num_slots, ON_DISK | WRITE_DROPPED))
-
-    def needs_cleaning(self, low_water_pages: int) -> bool:
-        """Whether the DRAM pages that could leave at once fell below the low-water mark."""
-        with self.lock:
-            if self.arena.num_free >= low_water_pages:
-                return False
-            tail = self.index.lru_tail(low_water_pages, FILLING)
-            clean = (self.index.flags[tail] & ON_DISK) != 0
-            return self.arena.num_free + int(clean.sum()) < low_water_pages
 
     # ---- everything ----
 
@@ -416,111 +333,7 @@ class Directory:
         with self.lock:
             return self.idle.wait_for(lambda: self.num_in_flight == 0, timeout_s)
 
-    def check(self) -> None:
-        """Verifies index and arena against each other (linear; for tests).
 
-        Raises:
-            TierInvariantError, AssertionError: they disagree.
-        """
-        with self.lock:
-            self.index.check()
-            self.arena.check()
-            rows = self.index.rows()
-            slots = self.index.host_slot[rows]
-            held = slots[slots != NO_SLOT]
-            assert len(np.unique(held)) == len(held), "two pages share a slot"
-            assert len(held) == self.arena.num_used, (len(held), self.arena.num_used)
-            in_dram = (self.index.flags[rows] & (READY | FILLING)) != 0
-            assert bool((in_dram == (slots != NO_SLOT)).all()), "flags and slots disagree"
-
-    # ---- private; the caller holds the lock ----
-
-    def _alloc(self, count: int) -> Slots:
-        slots = self.arena.alloc(count)
-        if len(slots) < count:
-            self._evict(count - len(slots))
-            slots = np.concatenate([slots, self.arena.alloc(count - len(slots))])
-        return slots
-
-    def _evict(self, count: int) -> None:
-        scan = min(max(4 * count, 64), _MAX_EVICTION_SCAN)
-        rows = self.index.lru_tail(scan, FILLING | SPILLING | QUEUED)
-        if self.has_disk and self.write_policy != "selective":
-            rows = rows[(self.index.flags[rows] & (ON_DISK | WRITE_DROPPED)) != 0]
-        rows = rows[~self.arena.pinned(self.index.host_slot[rows])][:count]
-        on_disk = (self.index.flags[rows] & ON_DISK) != 0
-        evicted, lost = self._log_keys(rows), self._log_keys(rows[~on_disk])
-        self.arena.free(self.index.host_slot[rows])
-        kept = rows[on_disk]
-        self.index.lru_remove(kept)
-        self.index.host_slot[kept] = NO_SLOT
-        self.index.flags[kept] &= np.uint8(0xFF ^ READY)
-        self.index.remove(rows[~on_disk])
-        self.counters.add("evicted_pages", len(rows))
-        self.counters.add("lost_pages", int((~on_disk).sum()))
-        if evicted is not None and lost is not None:
-            self.events.pages("evicted", evicted)
-            self.events.pages("lost", lost)
-
-    def _begin_filling(self, rows: Rows, slots: Slots) -> None:
-        self.index.host_slot[rows] = slots
-        self.index.flags[rows] |= FILLING
-        self.arena.pin(slots)
-
-    def _still_filling(self, rows: Rows, slots: Slots) -> npt.NDArray[np.bool_]:
-        """Which rows are still the pages that began to fill these slots (not cleared since)."""
-        same = self.index.is_live(rows) & (self.index.host_slot[rows] == slots)
-        filling: npt.NDArray[np.bool_] = same & ((self.index.flags[rows] & FILLING) != 0)
-        return filling
-
-    def _publish(self, rows: Rows) -> None:
-        self.index.flags[rows] &= np.uint8(0xFF ^ FILLING)
-        self.index.flags[rows] |= READY
-        self.index.lru_add(rows[::-1])
-
-    def _forget(self, rows: Rows) -> None:
-        """Removes pages whose slot never became ready; a copy on disk proved unreadable."""
-        self.arena.free(self.index.host_slot[rows])
-        self.index.remove(rows)
-
-    def _settle(self, rows: Rows, *, failed: bool) -> None:
-        for row in rows.tolist():
-            for plan in self._waiters.pop(row, ()):
-                plan.remaining -= 1
-                plan.failed |= failed
-
-    def _touch(self, rows: Rows) -> None:
-        self.index.lru_touch(rows[::-1])
-
-    def _queue_spill(self, space: KeySpace, rows: Rows) -> None:
-        flags = self.index.flags[rows]
-        rows = rows[(flags & (ON_DISK | QUEUED | SPILLING)) == 0]
-        if len(rows):
-            self.index.flags[rows] |= QUEUED
-            slots = self.index.host_slot[rows].copy()
-            generations = self.arena.generation[slots].copy()
-            self.spill_queue.append(SpillEntry(space, rows, slots, generations))
-            self.spill_ready.notify()
-
-    def _still_valid(self, entry: SpillEntry) -> SpillEntry:
-        same = (
-            self.index.is_live(entry.rows)
-            & (self.index.host_slot[entry.rows] == entry.slots)
-            & (self.arena.generation[entry.slots] == entry.generations)
-            & ((self.index.flags[entry.rows] & QUEUED) != 0)
-        )
-        return SpillEntry(entry.space, entry.rows[same], entry.slots[same], entry.generations[same])
-
-    def _end_in_flight(self) -> None:
-        self.num_in_flight -= 1
-        if self.num_in_flight == 0:
-            self.idle.notify_all()
-
-    def _log_keys(self, rows: Rows) -> Hashes | None:
-        return self.index.keys(rows)[0] if self.events.on else None
-
-
-def _split(entry: SpillEntry, at: int) -> tuple[SpillEntry, SpillEntry]:
-    head = SpillEntry(entry.space, entry.rows[:at], entry.slots[:at], entry.generations[:at])
-    tail = SpillEntry(entry.space, entry.rows[at:], entry.slots[at:], entry.generations[at:])
-    return head, tail
+def leading(rows: Rows, usable: npt.NDArray[np.bool_]) -> Rows:
+    """The rows before the first that is not usable."""
+    return rows if usable.all() else rows[: int(np.argmin(usable))]

@@ -14,6 +14,7 @@ from sglang_ext.tiers.base import RecoveredPages, Tier
 from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.quality import ANY, Qualities
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.promoter import Promoter
@@ -23,11 +24,13 @@ from sglang_ext.tiers.store.types import (
     KeySpace,
     LoadTicket,
     Plan,
+    Rows,
     SaveTicket,
     Slots,
     StoreCounters,
     TierCounts,
 )
+from sglang_ext.tiers.transcoder import PageTranscoder
 
 NO_LORA = b""
 # Share of DRAM that write-back keeps free or clean.
@@ -59,16 +62,34 @@ class PageStore:
     """
 
     def __init__(
-        self, arena: HostArena, index: PageIndex, disk: Tier | None, config: StoreConfig
+        self,
+        arena: HostArena,
+        index: PageIndex,
+        disk: Tier | None,
+        config: StoreConfig,
+        transcoder: PageTranscoder | None = None,
     ) -> None:
+        """Starts the store's threads.
+
+        Args:
+            arena: the slots.
+            index: empty; with room for what DRAM and the disk hold. Coded pages are smaller, so
+                there may be many more of them than the disk has room for slots.
+            disk: the disk tier; None for DRAM only.
+            config: the settings.
+            transcoder: codes pages for the disk; None stores them as they are, and treats records
+                that are coded as misses.
+        """
         self.arena = arena
         self.counters = StoreCounters()
         self.events = EventLog(config.event_log)
         self._disk = disk
         self._spaces: list[KeySpace] = []  # by number; guarded by _spaces_lock
+        self._numbers: dict[tuple[bytes, bytes], KeySpace] = {}  # guarded by _spaces_lock
         self._opened: set[bytes] = set()  # digests; guarded by _spaces_lock
         self._spaces_lock = threading.Lock()
         self._closed = False
+        self._packed = transcoder is not None and transcoder.encodes
         self._directory = Directory(
             arena,
             index,
@@ -77,25 +98,31 @@ class PageStore:
             counters=self.counters,
             events=self.events,
         )
+        if transcoder is not None and transcoder.encodes:
+            self._directory.disk_floor = transcoder.quality
         self._spiller: Spiller | None = None
         self._promoter: Promoter | None = None
         if disk is not None:
             low_water = max(1, int(arena.num_slots * _LOW_WATER_SHARE))
             self._spiller = Spiller(
-                self._directory, disk, self._space_of, low_water_pages=low_water
+                self._directory,
+                disk,
+                self._space_of,
+                low_water_pages=low_water,
+                transcoder=transcoder,
             )
-            self._promoter = Promoter(self._directory, disk)
+            self._promoter = Promoter(self._directory, disk, transcoder)
 
     # ---- key spaces ----
 
     def space(self, digest: bytes, lora: bytes = NO_LORA) -> KeySpace:
         """The key space of an opened namespace and a LoRA adapter. Cheap after the first call."""
         with self._spaces_lock:
-            for space in self._spaces:
-                if space.digest == digest and space.lora == lora:
-                    return space
-            space = KeySpace(len(self._spaces), digest, lora)
-            self._spaces.append(space)
+            space = self._numbers.get((digest, lora))
+            if space is None:
+                space = KeySpace(len(self._spaces), digest, lora)
+                self._spaces.append(space)
+                self._numbers[digest, lora] = space
             return space
 
     def open_namespace(self, digest: bytes, label: dict[str, Any]) -> int:
@@ -115,7 +142,9 @@ class PageStore:
         if self._disk is None:
             return 0
         try:
-            found = self._disk.open_namespace(digest, self.arena.slot_bytes, label)
+            found = self._disk.open_namespace(
+                digest, self.arena.slot_bytes, label, packed=self._packed
+            )
         except BaseException:
             with self._spaces_lock:
                 self._opened.discard(digest)
@@ -128,12 +157,7 @@ class PageStore:
         for number, adapter in enumerate(adapters):
             mine = which.reshape(-1) == number
             lora = adapter.tobytes() if adapter.any() else NO_LORA
-            total += self._directory.add_recovered(
-                self.space(digest, lora),
-                np.ascontiguousarray(found.hashes[mine]),
-                found.segment[mine],
-                found.block[mine],
-            )
+            total += self._directory.add_recovered(self.space(digest, lora), found.take(mine))
         return total
 
     def _space_of(self, number: int) -> KeySpace:
@@ -142,39 +166,51 @@ class PageStore:
 
     # ---- pages ----
 
-    def ready_prefix(self, space: KeySpace, hashes: Hashes) -> int:
-        """Number of leading pages that are ready in DRAM. O(pages), in memory."""
-        return self._directory.ready_prefix(space, hashes)
+    def ready_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> int:
+        """Number of leading pages that are ready in DRAM and good enough. O(pages), in memory."""
+        return self._directory.ready_prefix(space, hashes, max_quality)
 
-    def locate_prefix(self, space: KeySpace, hashes: Hashes) -> TierCounts:
-        """In which tiers the leading stored pages lie."""
-        return self._directory.locate_prefix(space, hashes)
+    def locate_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> TierCounts:
+        """In which tiers the leading pages that are stored and good enough lie."""
+        return self._directory.locate_prefix(space, hashes, max_quality)
 
-    def begin_save(self, space: KeySpace, hashes: Hashes, ancestors: Hashes) -> SaveTicket:
-        """Slots for those pages that are stored nowhere yet. See `Directory.begin_save`."""
-        return self._directory.begin_save(space, hashes, ancestors)
+    def begin_save(
+        self,
+        space: KeySpace,
+        hashes: Hashes,
+        ancestors: Hashes,
+        quality: Qualities | None = None,
+    ) -> SaveTicket:
+        """Slots for those pages that are not stored as well yet. See `Directory.begin_save`."""
+        return self._directory.begin_save(space, hashes, ancestors, quality)
 
     def finish_save(self, ticket: SaveTicket, *, ok: bool) -> None:
         """Publishes the pages of a ticket, or forgets them when `ok` is false."""
         self._directory.finish_save(ticket, ok=ok)
 
-    def pin_ready(self, space: KeySpace, hashes: Hashes) -> LoadTicket | None:
+    def pin_ready(
+        self, space: KeySpace, hashes: Hashes, max_quality: int = ANY
+    ) -> LoadTicket | None:
         """Pins pages for a load, all of them or none (None)."""
-        return self._directory.pin_ready(space, hashes)
+        return self._directory.pin_ready(space, hashes, max_quality)
+
+    def drop_damaged(self, ticket: LoadTicket, damaged: Rows) -> None:
+        """Forgets pages of a ticket, by index, that are in DRAM but prove to be no pages."""
+        self._directory.drop_damaged(ticket.rows[damaged], ticket.slots[damaged])
 
     def release(self, slots: Slots) -> None:
         """Gives the pins of a load back."""
         self._directory.release(slots)
 
-    def plan(self, space: KeySpace, hashes: Hashes) -> Plan | None:
+    def plan(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> Plan | None:
         """Keeps a waiting request's pages in DRAM and begins to bring those on disk.
 
         Returns:
             A plan to poll and, in the end, to cancel; None when no page is stored.
         """
         if self._promoter is None:
-            return self._directory.begin_plan(space, hashes)[0]
-        return self._promoter.start(space, hashes)
+            return self._directory.begin_plan(space, hashes, max_quality)[0]
+        return self._promoter.start(space, hashes, max_quality)
 
     def has_plan_room(self) -> bool:
         """Whether a starved plan is worth trying again."""
@@ -254,13 +290,7 @@ class PageStore:
             for space in self._spaces_with(digest):
                 lora = np.frombuffer(space.lora or bytes(32), np.uint8)
                 mine = (pages.lora == lora).all(axis=1)
-                directory.move_on_disk(
-                    space,
-                    np.ascontiguousarray(pages.hashes[mine]),
-                    segment,
-                    pages.segment[mine],
-                    pages.block[mine],
-                )
+                directory.move_on_disk(space, segment, pages.take(mine))
 
         def on_drop(digest: bytes, segment: int) -> None:
             since[0] = directory.clock

@@ -9,9 +9,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sglang_ext.tiers.base import NO_SEGMENT, Location, Tier
+from sglang_ext.tiers.base import BLOCK_BYTES, NO_SEGMENT, Location, Tier
+from sglang_ext.tiers.quality import Quality
+from sglang_ext.tiers.store.coding import DiskRecord, PageEncoder
 from sglang_ext.tiers.store.directory import Directory
-from sglang_ext.tiers.store.types import KeySpace, SpillEntry
+from sglang_ext.tiers.store.types import DiskCopies, KeySpace, SpillEntry
+from sglang_ext.tiers.transcoder import PageTranscoder
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,9 @@ class Spiller:
 
     With the write-back policy it also cleans the coldest pages whenever the pages that could leave
     DRAM at once fall below the low-water mark, so that room is made before it is needed.
+
+    With a transcoder pages are coded here, on this thread, between being taken from the queue and
+    being written: pinned, and with no lock held that another thread of the server could want.
     """
 
     def __init__(
@@ -33,12 +39,18 @@ class Spiller:
         space_of: Callable[[int], KeySpace],
         *,
         low_water_pages: int,
+        transcoder: PageTranscoder | None = None,
     ) -> None:
         self._directory = directory
         self._disk = disk
         self._space_of = space_of
         self._low_water_pages = low_water_pages
         self._batch_pages = max(1, _BATCH_BYTES // directory.arena.slot_bytes)
+        self._encoder: PageEncoder | None = None  # guarded by _writing
+        if transcoder is not None and transcoder.encodes:
+            self._encoder = PageEncoder(
+                transcoder, directory.arena.slot_bytes, self._batch_pages, directory.counters
+            )
         self._stop = False  # guarded by directory.lock
         self._writing = threading.Lock()  # held during a write; `paused` takes it
         self._thread = threading.Thread(target=self._run, name="hier-kv-spill", daemon=True)
@@ -94,19 +106,27 @@ class Spiller:
             entry = self._directory.take_spills(self._batch_pages)
             if entry is None:
                 return False
-            locations: list[Location | None] = [None] * len(entry.rows)
+            arena = self._directory.arena.slots
+            slots = [arena[slot] for slot in entry.slots]
+            records = [DiskRecord(slot, Quality.EXACT) for slot in slots]
+            locations: list[Location | None] = [None] * len(records)
             try:
-                slots = self._directory.arena.slots
-                locations = self._disk.write(
-                    entry.space.digest, [slots[slot] for slot in entry.slots]
-                )
+                if self._encoder is not None:
+                    records = self._encoder.encode(slots)
+                locations = self._disk.write(entry.space.digest, [r.data for r in records])
             finally:
-                self._finish(entry, locations)
+                self._finish(entry, records, locations)
             return True
 
-    def _finish(self, entry: SpillEntry, locations: list[Location | None]) -> None:
+    def _finish(
+        self, entry: SpillEntry, records: list[DiskRecord], locations: list[Location | None]
+    ) -> None:
         stored = np.array([location is not None for location in locations], np.bool_)
         placed = [location or Location(NO_SEGMENT, 0) for location in locations]
-        segments = np.array([location.segment for location in placed], np.uint32)
-        blocks = np.array([location.block for location in placed], np.uint32)
-        self._directory.finish_spill(entry, stored, segments, blocks)
+        copies = DiskCopies(
+            segment=np.array([location.segment for location in placed], np.uint32),
+            block=np.array([location.block for location in placed], np.uint32),
+            num_blocks=np.array([r.data.size // BLOCK_BYTES for r in records], np.uint16),
+            quality=np.array([record.quality for record in records], np.uint8),
+        )
+        self._directory.finish_spill(entry, stored, copies)

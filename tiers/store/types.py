@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.tiers.quality import Qualities
+
 Hashes = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]
@@ -62,6 +64,10 @@ class SaveTicket:
         slots: i32 `[n]`, their slots, pinned.
         dropped: number of offered pages for which there was no room.
         path: i64 `[m]`, rows of the whole path in order, these pages among them.
+        quality: u8 `[n]`.
+        replaces: bool `[n]`, pages that are stored, but worse; their rows keep their own slots
+            until these are published.
+        hashes: u8 `[n, 32]`.
     """
 
     space: KeySpace
@@ -70,6 +76,9 @@ class SaveTicket:
     slots: Slots
     dropped: int
     path: Rows
+    quality: Qualities
+    replaces: npt.NDArray[np.bool_]
+    hashes: Hashes
 
 
 @dataclass(frozen=True)
@@ -79,10 +88,12 @@ class LoadTicket:
     Attributes:
         rows: i64 `[n]`.
         slots: i32 `[n]`, pinned.
+        quality: u8 `[n]`.
     """
 
     rows: Rows
     slots: Slots
+    quality: Qualities
 
 
 class Plan:
@@ -110,6 +121,28 @@ class Plan:
     def done(self) -> bool:
         """Whether nothing more will arrive."""
         return self.remaining <= 0 or self.failed
+
+
+class DiskCopies(NamedTuple):
+    """Where pages lie on disk, as columns of one row a page.
+
+    Attributes:
+        segment: u32 `[n]`.
+        block: u32 `[n]`.
+        num_blocks: u16 `[n]`, lengths of the records.
+        quality: u8 `[n]`, of the copies on disk, which may be worse than those in DRAM.
+    """
+
+    segment: npt.NDArray[np.uint32]
+    block: npt.NDArray[np.uint32]
+    num_blocks: npt.NDArray[np.uint16]
+    quality: npt.NDArray[np.uint8]
+
+    def take(self, rows: npt.NDArray[np.bool_]) -> DiskCopies:
+        """The rows for which a mask is true."""
+        return DiskCopies(
+            self.segment[rows], self.block[rows], self.num_blocks[rows], self.quality[rows]
+        )
 
 
 class SpillEntry(NamedTuple):

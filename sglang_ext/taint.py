@@ -1,0 +1,191 @@
+"""Keeps lossy KV apart from exact KV in the device tree: what a match gives, what an insert does.
+
+SGLang's tree keeps one copy of a page. A request that inserts a page which is there already is
+handed the tree's rows and its own are freed. So before an insert, pages of the tree that are worse
+than the request's own are overwritten with those, in place: the tree's shape, its locks and the
+rows that others hold stay as they are, and the request goes on attending to what it computed.
+Others attend to better KV from then on; what they compute stays as lossy as it began.
+
+Every method runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from sglang_ext.provenance import DeviceProvenance
+from sglang_ext.request_state import find_state, state_of, wants_exact
+from sglang_ext.tiers.quality import Quality
+
+if TYPE_CHECKING:
+    from sglang_ext.cache import HierKVRadixCache
+
+_ON_SESSION = "_hier_kv_taint"
+_SPARE_MARKS = 1024
+
+
+class TaintKeeper:
+    """Provenance of what the device holds, for one cache.
+
+    Attributes:
+        pages: quality of the pages in the tree.
+    """
+
+    def __init__(self, cache: HierKVRadixCache) -> None:
+        self._cache = cache
+        num_pages = int(cache.token_to_kv_pool_allocator.size) // cache.page_size
+        live_keys = self._live_keys if cache.tree_core_name == "python" else None
+        self.pages = DeviceProvenance(2 * num_pages + _SPARE_MARKS, live_keys)
+
+    # ---- matches ----
+
+    def begin_match(self, params: Any, result: Any) -> Any:
+        """Cuts the device match of a request that asks for exact KV at the first page that is not.
+
+        Args:
+            params: SGLang's `MatchPrefixParams`.
+            result: the tree's `MatchResult`.
+        """
+        req = params.req
+        if req is None:
+            return result
+        state = find_state(req)
+        if state is not None and not req.kv.holds_kv:
+            state.begin_admission()
+        if not self.pages or not result.device_prefix_len or not wants_exact(req):
+            return result
+        keys = self._path_keys(result.last_device_node)
+        num_exact = self.pages.num_exact(keys)
+        if num_exact == len(keys):
+            return result
+        cache = self._cache
+        shorter = replace(params, key=params.key[: num_exact * cache.page_size])
+        result = cache.tree_core.match_prefix(shorter)
+        cache._apply_cache_actions(result.cache_actions)
+        return result
+
+    def admit(self, req: Any) -> None:
+        """Notes what an admitted request's prefix is worth: on the device, and loaded for it."""
+        state = find_state(req)
+        if not self.pages and state is None:
+            return
+        on_device = int(Quality.EXACT)
+        if self.pages:
+            on_device = self.pages.worst(self._path_keys(req.last_node))
+        state_of(req).note_reused(on_device)
+
+    # ---- inserts ----
+
+    def insert(self, req: Any, up_to: int, insert: Callable[[], None]) -> None:
+        """Inserts a request's pages in the tree, with what they are worth.
+
+        Args:
+            req: SGLang's request.
+            up_to: number of its tokens to insert.
+            insert: SGLang's own insert of them.
+        """
+        state = find_state(req)
+        if not self.pages and (state is None or state.taint == Quality.EXACT):
+            insert()
+            return
+        state, cache = state_of(req), self._cache
+        key = RadixKey(
+            req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt
+        ).page_aligned(cache.page_size)
+        keys = get_storage_hash_str(key, None, page_size=cache.page_size)
+        quality = state.page_quality(len(keys))
+        matched, node_id, _ = cache.tree_core.match_full_device_prefix(key)
+        on_device = min(matched // cache.page_size, len(keys))
+        own = -(-req.kv.cache_protected_len // cache.page_size)  # the tree's are before
+        worse = own + np.flatnonzero(self.pages.of(keys[own:on_device]) > quality[own:on_device])
+        rows = self._overwrite(req, node_id, worse)
+        self.pages.note([keys[page] for page in worse], quality[worse])
+        self.pages.note(keys[on_device:], quality[on_device:])
+        insert()
+        state.taint = max(state.taint, self.pages.worst(keys))
+        if rows is not None:
+            cache.hier_linker.store.counters.add("device_replaced_pages", len(worse))
+            self._save_again(req, keys, worse, rows)
+
+    def _overwrite(
+        self, req: Any, node_id: Any, pages: npt.NDArray[np.int64]
+    ) -> torch.Tensor | None:
+        """Copies a request's own pages over the tree's; returns the tree's rows, `[n, P]`."""
+        if not len(pages):
+            return None
+        cache = self._cache
+        path = cache.tree_core.collect_full_device_indices(
+            node_id, cache.tree_core.root_node_handle()
+        )
+        own = cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        tokens = torch.from_numpy(pages[:, None] * cache.page_size + np.arange(cache.page_size))
+        tokens = tokens.to(path.device)
+        rows: torch.Tensor = path[tokens]
+        cache.hier_linker.overwrite_rows(rows.view(-1), own[tokens.view(-1)])
+        return rows
+
+    def _save_again(
+        self, req: Any, keys: list[str], pages: npt.NDArray[np.int64], rows: torch.Tensor
+    ) -> None:
+        """Offers better pages to the tiers, which the tree takes for stored."""
+        cache = self._cache
+        if cache.checkpoint_space is None:
+            return
+        starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
+        for start, end in zip(starts, np.append(starts[1:], len(pages)), strict=True):
+            first = int(pages[start])
+            cache.linker.save_again(
+                req.last_node,
+                keys[first : first + int(end - start)],
+                rows[start:end].reshape(-1),
+                position=first * cache.page_size,
+                ancestors=keys[:first],
+            )
+
+    # ---- sessions: their KV passes from turn to turn outside the tree ----
+
+    def meet_session(self, req: Any) -> None:
+        """A turn is about to be matched: it will go on with the KV of the turns before it.
+
+        A turn that asks for exact KV where that is not gets none of it: the session's KV is given
+        up, as SGLang does where it cannot be used, and the prompt is computed.
+        """
+        session = self._cache.session
+        if not session.will_lend_record(req):
+            return
+        taint = getattr(session.slots[req.session.session_id], _ON_SESSION, Quality.EXACT)
+        if taint == Quality.EXACT:
+            return
+        if wants_exact(req):
+            session.release_session(req.session.session_id)
+        else:
+            state_of(req).note_reused(int(taint))
+
+    def leave_session(self, req: Any) -> None:
+        """A turn ends or is retracted; its session may keep its KV."""
+        slot = self._cache.session.borrowed_slot(req)
+        state = find_state(req)
+        if slot is not None and state is not None and state.taint > Quality.EXACT:
+            setattr(slot, _ON_SESSION, state.taint)
+
+    def clear(self) -> None:
+        """The device is empty."""
+        self.pages.clear()
+
+    def _path_keys(self, node_id: Any) -> list[str]:
+        core = self._cache.tree_core
+        if core.is_root(node_id):
+            return []
+        return [*core.get_prefix_hash_values(node_id), *core.get_hash_values(node_id)]
+
+    def _live_keys(self) -> Iterable[str]:
+        for node in self._cache.tree_core._node_arena.values():
+            yield from node.hash_value or ()

@@ -1,0 +1,583 @@
+"""A scheduler around the real cache, tree, linker and store, where exactness is in the KV itself.
+
+One element of every K and V row says whether the row is exact. A forward writes it: a new row is
+exact when all rows it attends to are. The disk's codec is lossy and clears it. So whatever the
+plugin says of a page can be compared with what is in the page.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
+from sglang.srt.mem_cache import unified_radix_cache  # noqa: E402
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
+    CacheRequestHandle,
+    EvictParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
+from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
+
+from sglang_ext.cache import HierKVRadixCache  # noqa: E402
+from sglang_ext.config import HierKVConfig  # noqa: E402
+from sglang_ext.copier import PageCopier  # noqa: E402
+from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
+from sglang_ext.layout import PageLayout  # noqa: E402
+from sglang_ext.linker import HierKVLinker  # noqa: E402
+from sglang_ext.metrics import MetricsReporter  # noqa: E402
+from sglang_ext.pools import describe_pool  # noqa: E402
+from sglang_ext.request_state import state_of, wants_exact  # noqa: E402
+from sglang_ext.rope_discovery import LayerRope  # noqa: E402
+from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
+from sglang_ext.tiers.host import HostArena  # noqa: E402
+from sglang_ext.tiers.index import PageIndex  # noqa: E402
+from sglang_ext.tiers.quality import Quality  # noqa: E402
+from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, parse_header, write_meta  # noqa: E402
+from sglang_ext.tiers.store import KeySpace, PageStore, StoreConfig  # noqa: E402
+from sglang_ext.tiers.store.types import READY  # noqa: E402
+from sglang_ext.tiers.transcoder import PageTranscoder, coded_record, raw_header  # noqa: E402
+
+LAYERS, PAGE, HEADS, DIM = 2, 4, 4, 32
+MAX_TOKENS = 64
+DIGEST = b"m" * 32
+EXACT_BIT = 0  # element of a row that is 1.0 when the row is not exact
+IDENTITY = 1  # elements from here on say whose row it is
+
+
+class LossyCodec(PageTranscoder):
+    """Compresses pages and marks every row as not exact; some pages it leaves as they are."""
+
+    quality = int(Quality.LOSSY)
+
+    def __init__(self, layout: PageLayout, raw_share: float, rng: random.Random) -> None:
+        self._layout = layout
+        self._raw_share = raw_share
+        self._rng = rng
+
+    def encode(self, slot: ByteArray) -> ByteArray | None:
+        if self._rng.random() < self._raw_share:
+            return None
+        meta, payload_bytes = parse_header(slot)
+        slot = slot.copy()
+        for rows in page_rows(slot, self._layout):
+            rows[..., EXACT_BIT] = np.float32(1).view(np.uint32) >> 16
+        payload = zlib.compress(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes].tobytes(), 1)
+        return coded_record(
+            meta, np.frombuffer(payload, np.uint8), codec="test", quality=self.quality
+        )
+
+    def decode(self, record: ByteArray, out_slot: ByteArray) -> bool:
+        meta, _ = parse_header(record)
+        payload = np.frombuffer(zlib.decompress(record[HEADER_BYTES:].tobytes()), np.uint8)
+        write_meta(out_slot, raw_header(meta), payload.size)
+        out_slot[HEADER_BYTES : HEADER_BYTES + payload.size] = payload
+        return True
+
+
+def page_rows(slot: ByteArray, layout: PageLayout) -> list[np.ndarray]:
+    """K and V of each layer in a slot, as views u16 `[P, H, D]`."""
+    views = []
+    for offsets, row_bytes in (
+        (layout.k_offsets, layout.k_row_bytes),
+        (layout.v_offsets, layout.v_row_bytes),
+    ):
+        for offset, num in zip(offsets, row_bytes, strict=True):
+            block = slot[offset : offset + PAGE * num].view(np.uint16)
+            views.append(block.reshape(PAGE, HEADS, DIM))
+    return views
+
+
+class Identity:
+    """One key space, always."""
+
+    def __init__(self, space: KeySpace) -> None:
+        self.space = space
+
+    def space_of(self, req: Any, store: PageStore) -> KeySpace:
+        return self.space
+
+    def device_was_reset(self) -> None:
+        pass
+
+
+@dataclass
+class Request:
+    """What of SGLang's `Req` the cache looks at."""
+
+    rid: str
+    tokens: list[int]
+    num_new: int
+    exact: bool
+    kv: ReqKvInfo = field(default_factory=ReqKvInfo)
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    lora_id: None = None
+    priority: int = 0
+    session: None = None
+    session_id: None = None
+    kv_rotation_base: None = None
+    swa_branching_seqlen: None = None
+    lock: Any = None
+    last_node: Any = None
+    prefix_len: int = 0
+    host_hit_length: int = 0
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        custom = {"hier_kv_exact": True} if self.exact else None
+        self.sampling_params = SimpleNamespace(custom_params=custom)
+        self.prompt_len = len(self.tokens)
+        self.cache_request_handle = CacheRequestHandle(self.rid, 0)
+
+    @property
+    def full_untruncated_fill_ids(self) -> array[int]:
+        return array("q", self.tokens)
+
+    @property
+    def origin_input_ids(self) -> array[int]:
+        return array("q", self.tokens[: self.prompt_len])
+
+    def finished(self) -> bool:
+        return self.done
+
+
+class Wrong(AssertionError):
+    """What the plugin says of a page is not what is in it."""
+
+
+class World:
+    """One server's cache; `step` does one random thing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+        seed: int,
+        *,
+        core: str = "python",
+        policy: str = "write_through",
+        raw_share: float = 0.2,
+        device_pages: int = 48,
+        host_pages: int = 24,
+        lossy: bool = True,
+    ) -> None:
+        patch.setattr(
+            unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
+        )
+        self.rng = random.Random(seed)
+        size = device_pages * PAGE
+        self.kv_pool = MHATokenToKVPool(
+            size, PAGE, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False
+        )
+        self.allocator = PagedTokenToKVPoolAllocator(
+            size, PAGE, torch.bfloat16, "cpu", self.kv_pool, False
+        )
+        self.req_pool = ReqToTokenPool(16, MAX_TOKENS, "cpu", False)
+        pool = describe_pool(self.kv_pool)
+        self.layout = pool.layout(PAGE)
+        self.arena = HostArena(host_pages, self.layout.slot_bytes)
+        disk = DiskTier(DiskConfig(folder / "disk", 16 << 20, 0, 256 << 10, direct_io="off"))
+        codec = LossyCodec(self.layout, raw_share, random.Random(seed + 1)) if lossy else None
+        self.store = PageStore(self.arena, PageIndex(4096), disk, StoreConfig(policy), codec)
+        self.store.connect(disk)
+        self.store.open_namespace(DIGEST, {})
+        self.space = self.store.space(DIGEST)
+        ropes = [LayerRope(None, movable=True) for _ in range(LAYERS)]
+        copier = PageCopier(
+            pool, self.layout, ropes, self.arena.slots, mode="pre", kernels=rope_kernels
+        )
+        linker = HierKVLinker(
+            self.store,
+            copier,
+            num_layers=LAYERS,
+            page_size=PAGE,
+            kv_pool=self.kv_pool,
+            device=pool.device,
+            forward_stream=None,
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.req_pool,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=PAGE,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend=core,
+        )
+        self.cache = HierKVRadixCache(params)
+        metrics = MetricsReporter(self.store, disk, enabled=False, labels={})
+        identity: Any = Identity(self.space)
+        self.cache.attach(linker, identity, HierKVConfig(tree_core=core), metrics)
+        self.kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.counts: dict[str, int] = {}
+        self._next = 0
+
+    # ---- the model ----
+
+    def rows_of(self, req: Request, start: int, end: int) -> torch.Tensor:
+        rows: torch.Tensor = self.req_pool.req_to_token[req.kv.req_pool_idx, start:end]
+        return rows.to(torch.int64)
+
+    def inexact(self, rows: torch.Tensor) -> bool:
+        """Whether any of these rows of the device is not exact, in any layer."""
+        buffers = (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer)
+        return any(bool(buffer[:, -1, EXACT_BIT][rows].any()) for buffer in buffers)
+
+    def row_values(self, tokens: list[int], end: int) -> torch.Tensor:
+        """What the rows before `end` say of themselves: a fingerprint of the tokens up to each."""
+        prints, print_ = [], 0
+        for token in tokens[:end]:
+            print_ = zlib.crc32(token.to_bytes(4, "little"), print_)
+            prints.append([print_ >> shift & 127 for shift in (0, 8, 16, 24)])
+        return torch.tensor(prints, dtype=torch.bfloat16)
+
+    def forward(self, req: Request, start: int, end: int) -> None:
+        """Computes tokens [start, end) on what is in the rows before them."""
+        rows = self.rows_of(req, 0, end)
+        self.check_attended(req, start)
+        inexact = float(self.inexact(rows[:start])) if start else 0.0
+        new = torch.zeros(end - start, HEADS, DIM, dtype=torch.bfloat16)
+        new[..., EXACT_BIT] = inexact
+        new[..., IDENTITY : IDENTITY + 4] = self.row_values(req.tokens, end)[start:, None]
+        for buffer in (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer):
+            buffer[rows[start:]] = new
+
+    # ---- checks ----
+
+    def check_attended(self, req: Request, end: int) -> None:
+        """What a request is about to attend to is its own prompt, and as good as it is said."""
+        if not end:
+            return
+        rows = self.rows_of(req, 0, end)
+        expected = self.row_values(req.tokens, end)
+        for buffer in (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer):
+            if not torch.equal(buffer[:, 0, IDENTITY : IDENTITY + 4][rows], expected):
+                raise Wrong(f"rows of {req.rid} are another's")
+        inexact = self.inexact(rows)
+        if inexact and wants_exact(req):
+            raise Wrong(f"{req.rid} asked for exact KV and attends to other")
+        if inexact and state_of(req).taint == Quality.EXACT:
+            raise Wrong(f"{req.rid} attends to lossy KV and does not know")
+
+    def check_tree(self) -> None:
+        """No page of the device tree is worse than it is said to be."""
+        if self.cache.tree_core_name != "python":
+            return
+        exact = [torch.empty(0, PAGE, dtype=torch.int64)]
+        for node in self.cache.tree_core._node_arena.values():
+            if node is not self.cache.tree_core.root_node:
+                rows = node.component_data[ComponentType.FULL].value.view(-1, PAGE)
+                exact.append(rows[self.cache.taint.pages.of(node.hash_value) == Quality.EXACT])
+        if self.inexact(torch.cat(exact).view(-1)):
+            raise Wrong("a page of the tree is taken for exact and is not")
+
+    def check_store(self) -> None:
+        """No page in DRAM is worse than it is said to be, here and in its header."""
+        directory = self.store._directory
+        with directory.lock:
+            rows = directory.index.rows()
+            rows = rows[(directory.index.flags[rows] & READY) != 0]
+            for row in rows.tolist():
+                slot = self.arena.slots[directory.index.host_slot[row]]
+                meta, _ = parse_header(slot)
+                quality = int(directory.index.quality[row])
+                if meta.quality != quality:
+                    raise Wrong(f"a header says {meta.quality} and the index {quality}")
+                if quality == 0 and any(v[..., EXACT_BIT].any() for v in self.slot_rows(slot)):
+                    raise Wrong("a page in DRAM is taken for exact and is not")
+
+    def slot_rows(self, slot: ByteArray) -> list[np.ndarray]:
+        return page_rows(slot, self.layout)
+
+    # ---- requests ----
+
+    def tokens(self) -> list[int]:
+        """A prompt that shares its head with others: documents fork at several depths."""
+        document = self.rng.randrange(4)
+        length = self.rng.randint(5, 36)
+        fork = self.rng.choice((8, 12, 20, 40))
+        branch = self.rng.randrange(2)
+        return [
+            1 + (document * 7 + at * 3 + (branch * 50 if at >= fork else 0)) % 120
+            for at in range(length)
+        ]
+
+    def arrive(
+        self, tokens: list[int] | None = None, *, exact: bool | None = None, num_new: int = 6
+    ) -> Request:
+        """A request enters the queue: it is matched and its pages on disk are planned."""
+        req = Request(
+            f"r{self._next}",
+            self.tokens() if tokens is None else tokens,
+            self.rng.randint(0, num_new),
+            self.rng.random() < 0.35 if exact is None else exact,
+        )
+        self._next += 1
+        self.match(req)
+        matched = req.prefix_len + req.host_hit_length
+        limit = len(req.tokens) - 1
+        self.cache.prefetch_from_storage(
+            req.cache_request_handle,
+            req.last_node,
+            array("q", req.tokens[matched:limit]),
+            matched_prefix_tokens=array("q", req.tokens[:matched]),
+        )
+        self.waiting.append(req)
+        return req
+
+    def match(self, req: Request) -> None:
+        """As `match_kv_cache` does."""
+        key = RadixKey(req.full_untruncated_fill_ids, None, limit=len(req.tokens) - 1)
+        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
+        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
+        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
+
+    def admit(self, req: Request, chunk: int | None = None) -> bool:
+        """As the scheduler does: match, lock, load, allocate, compute, insert."""
+        if not self.cache.check_prefetch_progress(req.cache_request_handle):
+            return False
+        self.match(req)
+        req.lock = self.cache.lock(req.last_node)
+        if self.cache.linker.has_hit(req.rid):
+            loaded, req.last_node = self.cache.linker.load_back(req)
+            req.prefix_len += loaded
+        target = len(req.tokens)
+        if chunk is not None:
+            target = min(target, (req.prefix_len + chunk) // PAGE * PAGE)
+        # A turn of a session goes on in the session's rows, of which the last page is begun.
+        held = -(-req.kv.kv_allocated_len // PAGE) * PAGE if req.kv.holds_kv else req.prefix_len
+        need = max(0, -(-target // PAGE) * PAGE - held)
+        rows = self.allocate(need)
+        if rows is None:
+            self.give_up(req)
+            return False
+        self.waiting.remove(req)
+        if req.prefix_len and not req.kv.holds_kv:
+            prefix = self.cache.prefix_device_indices(req)
+            self.req_pool.alloc([req])
+            self.write(req, 0, prefix)
+        else:
+            self.req_pool.alloc([req])
+        self.write(req, held, rows)
+        req.kv.kv_allocated_len = held + need
+        self.cache.maybe_hand_to_session(req)
+        index = self.cache.ready_to_load_host_cache()
+        self.cache.hier_linker.layer_done_counter.set_consumer(index)
+        assert not self.cache.finish_external_linker_loads([req])
+        self.cache.hier_linker.layer_done_counter.set_consumer(-1)
+        self.check_report(req)
+        self.forward(req, req.prefix_len, target)
+        self.checkpoint(req, target)
+        self.running.append(req)
+        return True
+
+    def check_report(self, req: Request) -> None:
+        """What is said of the reused tokens is what they are."""
+        inexact = bool(req.prefix_len) and self.inexact(self.rows_of(req, 0, req.prefix_len))
+        if inexact and state_of(req).reused == Quality.EXACT:
+            raise Wrong(f"{req.rid} is told that it reuses exact KV only")
+
+    def give_up(self, req: Request) -> None:
+        """No room: what was prepared is taken back, as SGLang does when it aborts a request."""
+        loaded = self.cache.linker.private_load_indices.get(req.rid)
+        self.cache.release_aborted_request(req.cache_request_handle)
+        if loaded is not None:
+            self.allocator.free(loaded)
+        self.cache.unlock(req.lock)
+        self.waiting.remove(req)
+
+    def allocate(self, num: int) -> torch.Tensor | None:
+        if num == 0:
+            return torch.empty(0, dtype=torch.int64)
+        short = num - self.allocator.available_size()
+        if short > 0:
+            self.cache.evict(EvictParams(num_tokens=short))
+        rows: torch.Tensor | None = self.allocator.alloc(num)
+        return rows
+
+    def write(self, req: Request, start: int, rows: torch.Tensor) -> None:
+        span = slice(start, start + len(rows))
+        self.req_pool.write((req.kv.req_pool_idx, span), rows.to(torch.int32))
+
+    def checkpoint(self, req: Request, up_to: int) -> None:
+        self.cache.checkpoint(req, up_to=up_to)
+        req.prefix_len = req.kv.kv_committed_len = up_to
+        self.check_attended(req, up_to)
+        self.check_tree()
+
+    def go_on(self, req: Request) -> bool:
+        """Computes the rest of the prompt, or new tokens one by one, and ends."""
+        start = req.prefix_len
+        if start < req.prompt_len:
+            end = min(req.prompt_len, (start + 8) // PAGE * PAGE or 8)
+            end = max(end, start + 1)
+        elif req.num_new:
+            req.num_new -= 1
+            req.tokens.append(self.rng.randrange(3))
+            end = len(req.tokens)
+        else:
+            self.finish(req)
+            return True
+        if end > req.kv.kv_allocated_len:
+            need = -(-end // PAGE) * PAGE - req.kv.kv_allocated_len
+            rows = self.allocate(need)
+            if rows is None:
+                self.retract(req)
+                return True
+            self.write(req, req.kv.kv_allocated_len, rows)
+            req.kv.kv_allocated_len += need
+        self.forward(req, start, end)
+        if end <= req.prompt_len:
+            self.checkpoint(req, end)
+        else:
+            req.prefix_len = end
+        return True
+
+    def finish(self, req: Request) -> None:
+        """As `release_kv_cache` does."""
+        req.done = True
+        self.running.remove(req)
+        assert not self.cache.claim_kv_row(req)
+        end = req.prefix_len
+        self.cache.checkpoint(req, up_to=end)
+        self.release(req)
+        self.check_tree()
+
+    def retract(self, req: Request) -> None:
+        """Its KV is dropped, and it waits again."""
+        self.running.remove(req)
+        assert not self.cache.claim_kv_row(req)
+        self.release(req)
+        req.kv = ReqKvInfo()
+        req.prompt_len = len(req.tokens)
+        self.waiting.append(req)
+
+    def release(self, req: Request) -> None:
+        span = (req.kv.cache_protected_len, req.kv.kv_allocated_len)
+        if span[0] < span[1]:
+            self.cache.free_kv_row(req.kv, [span])
+        self.cache.unlock(req.lock)
+        req.lock = None
+        self.req_pool.free(req)
+
+    # ---- random steps ----
+
+    def step(self) -> None:
+        kinds = ("arrive", "admit", "go_on", "events", "evict", "flush", "retract", "breathe")
+        kind = self.rng.choices(kinds, (10, 16, 40, 10, 4, 0.3, 1, 3))[0]
+        if getattr(self, f"_do_{kind}")() is not False:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+
+    def _do_arrive(self) -> bool | None:
+        if len(self.waiting) >= 4:
+            return False
+        self.arrive()
+        return None
+
+    def _do_admit(self) -> bool | None:
+        if not self.waiting or len(self.running) >= 6:
+            return False
+        chunk = self.rng.choice((None, 8, 12))
+        return self.admit(self.rng.choice(self.waiting), chunk)
+
+    def _do_go_on(self) -> bool | None:
+        return self.go_on(self.rng.choice(self.running)) if self.running else False
+
+    def _do_events(self) -> None:
+        self.cache.check_hicache_events()
+        self.check_store()
+
+    def _do_evict(self) -> None:
+        self.cache.evict(EvictParams(num_tokens=PAGE * self.rng.randint(1, 12)))
+
+    def _do_flush(self) -> bool | None:
+        if self.running or self.waiting:
+            return False
+        self.cache.reset()
+        self.allocator.clear()
+        return None
+
+    def _do_retract(self) -> bool | None:
+        if not self.running:
+            return False
+        self.retract(self.rng.choice(self.running))
+        return None
+
+    def _do_breathe(self) -> None:
+        time.sleep(self.rng.choice((0.0, 0.001)))
+
+    # ---- the end ----
+
+    def drain(self) -> None:
+        """Every request ends and everything in flight lands."""
+        deadline_s = time.monotonic() + 30
+        while self.running or self.waiting:
+            assert time.monotonic() < deadline_s, "requests do not end"
+            for req in list(self.running):
+                if req in self.running:
+                    self.go_on(req)
+            for req in list(self.waiting):
+                self.admit(req)
+            self.cache.check_hicache_events()
+        self.settle()
+
+    def settle(self) -> None:
+        """Saves, reads and writes in flight land."""
+        assert self.cache.hier_linker.quiesce()
+        self.cache.check_hicache_events()
+        assert self.store.wait_idle(10)
+        deadline_s = time.monotonic() + 10
+        while self.store.stats()["spill_queue_pages"] or self.arena._pins.any():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.002)
+        self.check_store()
+        self.check_tree()
+        self.store.check()
+
+    def run(self, tokens: list[int], *, exact: bool = False) -> Request:
+        """One request from its arrival to its end; saves land."""
+        req = self.arrive(list(tokens), exact=exact, num_new=0)
+        deadline_s = time.monotonic() + 10
+        while not self.admit(req):
+            assert time.monotonic() < deadline_s
+        while req in self.running:
+            self.go_on(req)
+        self.settle()
+        return req
+
+    def keys(self, tokens: list[int]) -> list[str]:
+        key = RadixKey(array("q", tokens), None).page_aligned(PAGE)
+        return list(get_storage_hash_str(key, None, page_size=PAGE))
+
+    def only_on_disk(self) -> None:
+        """Drops the device tier, and fills DRAM with other pages so that all others leave it."""
+        self.cache.reset()
+        self.allocator.clear()
+        directory = self.store._directory
+        with directory.lock:
+            directory._evict(self.arena.num_slots)
+
+    def close(self) -> None:
+        self.cache.release_host_resources()

@@ -1,0 +1,142 @@
+"""Pages between their raw form in DRAM and their coded form on disk.
+
+Both classes do their work with no lock of the store held. A page that cannot be coded is stored
+raw; a record that cannot be decoded is a miss. Neither is ever an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sglang_ext.tiers.base import BLOCK_BYTES, record_blocks
+from sglang_ext.tiers.disk.fileio import aligned_array
+from sglang_ext.tiers.quality import Quality
+from sglang_ext.tiers.record import (
+    HEADER_BYTES,
+    RAW_CODEC,
+    ByteArray,
+    RecordError,
+    parse_header,
+    read_meta,
+)
+from sglang_ext.tiers.store.types import StoreCounters
+from sglang_ext.tiers.transcoder import PageTranscoder, coded_blocks, is_decoded
+
+logger = logging.getLogger(__name__)
+
+
+class DiskRecord(NamedTuple):
+    """What goes to disk for one page.
+
+    Attributes:
+        data: u8 [n * 4096], part of a slot or of the encoder's memory.
+        quality: of the record, as far as its coding goes.
+    """
+
+    data: ByteArray
+    quality: int
+
+
+class PageEncoder:
+    """Codes batches of pages. One thread at a time; a batch is good until the next."""
+
+    def __init__(
+        self,
+        transcoder: PageTranscoder,
+        slot_bytes: int,
+        batch_pages: int,
+        counters: StoreCounters,
+    ) -> None:
+        self._transcoder = transcoder
+        self._counters = counters
+        # Aligned for O_DIRECT; committed as far as it is used.
+        self._room = aligned_array(batch_pages * slot_bytes)
+        self._has_warned = False
+
+    def encode(self, slots: Sequence[ByteArray]) -> list[DiskRecord]:
+        """Returns what to write for at most `batch_pages` slots."""
+        records: list[DiskRecord] = []
+        used = num_coded = 0
+        for slot in slots:
+            record = self._encode_one(slot, self._room[used:])
+            if record is None:
+                records.append(DiskRecord(_without_spare_blocks(slot), Quality.EXACT))
+            else:
+                records.append(record)
+                used += record.data.size
+                num_coded += 1
+        self._counters.add("coded_pages", num_coded)
+        self._counters.add("coded_bytes", used)
+        self._counters.add("uncoded_pages", len(slots) - num_coded)
+        return records
+
+    def _encode_one(self, slot: ByteArray, room: ByteArray) -> DiskRecord | None:
+        try:
+            record = self._transcoder.encode(slot)
+            num_blocks = 0 if record is None else coded_blocks(slot, record)
+            if record is None or num_blocks == 0:
+                return None
+            data = room[: num_blocks * BLOCK_BYTES]
+            data[: record.size] = record
+            data[record.size :] = 0
+            return DiskRecord(data, read_meta(record).quality)
+        except Exception:
+            self._counters.add("encode_failures")
+            if not self._has_warned:
+                self._has_warned = True
+                logger.exception("hier-kv: a page could not be coded; such pages are stored raw")
+            return None
+
+
+class PageDecoder:
+    """Turns what was read from disk into raw pages, in their slots. Thread-safe."""
+
+    def __init__(self, transcoder: PageTranscoder | None, slot_bytes: int) -> None:
+        self._transcoder = transcoder
+        self._slot_bytes = slot_bytes
+        self._local = threading.local()
+        self._has_warned = False
+
+    def decode(self, slot: ByteArray) -> int | None:
+        """Decodes the record that a slot holds, in place.
+
+        Args:
+            slot: u8 [slot_bytes], begins with a record whose checksum and key were verified. Ends
+                as a raw record, or as anything.
+
+        Returns:
+            The page's quality; None when it cannot be had, which is a miss.
+        """
+        try:
+            meta, payload_bytes = parse_header(slot)
+            if meta.codec == RAW_CODEC:
+                return meta.quality
+            if self._transcoder is None:
+                return None
+            num_bytes = HEADER_BYTES + payload_bytes
+            record = self._scratch()[:num_bytes]
+            record[:] = slot[:num_bytes]
+            if self._transcoder.decode(record, slot) and is_decoded(meta, slot):
+                return meta.quality
+        except Exception:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.exception("hier-kv: a page could not be decoded; it is computed again")
+        return None
+
+    def _scratch(self) -> ByteArray:
+        scratch: ByteArray | None = getattr(self._local, "scratch", None)
+        if scratch is None:
+            scratch = self._local.scratch = aligned_array(self._slot_bytes)
+        return scratch
+
+
+def _without_spare_blocks(slot: ByteArray) -> ByteArray:
+    """Returns the blocks of a slot that its record fills."""
+    try:
+        return slot[: record_blocks(parse_header(slot)[1]) * BLOCK_BYTES]
+    except RecordError:
+        return slot  # the disk tier refuses and counts it

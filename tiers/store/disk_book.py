@@ -1,0 +1,180 @@
+"""What lies on disk, and what is to be written there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.base import RecoveredPages
+from sglang_ext.tiers.index import NO_SEGMENT
+from sglang_ext.tiers.store.page_table import PageTable
+from sglang_ext.tiers.store.types import (
+    FILLING,
+    ON_DISK,
+    QUEUED,
+    READY,
+    SPILLING,
+    WRITE_DROPPED,
+    DiskCopies,
+    Hashes,
+    KeySpace,
+    SpillEntry,
+)
+
+
+class DiskBook(PageTable):
+    """The disk's part of the directory; methods take the lock unless they begin with `_`."""
+
+    def add_recovered(self, space: KeySpace, pages: RecoveredPages) -> int:
+        """Enters pages that a former run left on disk; returns how many found room.
+
+        Of a page that is there twice the best copy counts, of equal ones the last.
+        """
+        if pages.quality.any():
+            self.has_inexact = True
+            pages = pages.take(np.argsort(~pages.quality, kind="stable"))
+        with self.lock:
+            rows, _ = self.index.insert(pages.hashes, space.number)
+            known = rows >= 0
+            rows = rows[known]
+            self._place(rows, pages.take(known))
+            self.index.quality[rows] = self.index.disk_quality[rows]
+            self.index.flags[rows] |= ON_DISK
+            return int(known.sum())
+
+    def move_on_disk(self, space: KeySpace, old_segment: int, pages: RecoveredPages) -> None:
+        """Notes that reclaiming a segment copied some of its pages elsewhere."""
+        with self.lock:
+            rows = self.index.lookup(pages.hashes, space.number)
+            held = np.maximum(rows, 0)
+            moved = (rows >= 0) & (self.index.segment[held] == old_segment)
+            # The segment may also hold the worse copy that this one replaced.
+            moved &= self.index.disk_quality[held] == pages.quality
+            self._place(rows[moved], pages.take(moved))
+
+    def drop_segment(self, segment: int) -> None:
+        """Forgets the disk copies in a segment that is about to be deleted."""
+        with self.lock:
+            rows = self.index.rows_of_segment(segment)
+            self.index.flags[rows] &= np.uint8(0xFF ^ ON_DISK)
+            self.index.segment[rows] = NO_SEGMENT
+            in_dram = (self.index.flags[rows] & (READY | FILLING)) != 0
+            # Not written a second time, which could go round for ever, so they may leave DRAM.
+            self.index.flags[rows[in_dram]] |= WRITE_DROPPED
+            lost, kept = self._log_keys(rows[~in_dram]), self._log_keys(rows[in_dram])
+            self.index.remove(rows[~in_dram])
+        self.counters.add("disk_reclaimed_pages", len(rows))
+        if lost is not None and kept is not None:
+            self.events.pages("lost", lost)
+            self.events.pages("reclaimed", kept)
+
+    def used_since(self, space: KeySpace, hashes: Hashes, clock: int) -> npt.NDArray[np.bool_]:
+        """Which pages were loaded after a point of the logical clock."""
+        with self.lock:
+            rows = self.index.lookup(hashes, space.number)
+            known = rows >= 0
+            known[known] = self.index.stamp[rows[known]] > max(clock, 0)
+            return known
+
+    @property
+    def clock(self) -> int:
+        """Logical time: number of loads so far."""
+        return self._clock
+
+    def take_spills(self, max_pages: int) -> SpillEntry | None:
+        """Takes queued pages of one key space for the spiller, pinned; None when there are none."""
+        with self.lock:
+            taken: list[SpillEntry] = []
+            num = 0
+            while self.spill_queue and num < max_pages:
+                entry = self.spill_queue[0]
+                if taken and entry.space != taken[0].space:
+                    break
+                self.spill_queue.popleft()
+                if len(entry.rows) > max_pages - num:
+                    entry, rest = _split(entry, max_pages - num)
+                    self.spill_queue.appendleft(rest)
+                entry = self._still_valid(entry)
+                if len(entry.rows):
+                    taken.append(entry)
+                    num += len(entry.rows)
+            if not num:
+                return None
+            rows = np.concatenate([entry.rows for entry in taken])
+            slots = np.concatenate([entry.slots for entry in taken])
+            self.index.flags[rows] |= SPILLING
+            self.arena.pin(slots)
+            return SpillEntry(taken[0].space, rows, slots, np.empty(0, np.uint32))
+
+    def finish_spill(
+        self,
+        entry: SpillEntry,
+        stored: npt.NDArray[np.bool_],
+        copies: DiskCopies,
+    ) -> None:
+        """Enters the disk locations of written pages; only now are they acknowledged.
+
+        What lies in DRAM keeps its quality, however lossy the copy on disk is.
+        """
+        with self.lock:
+            rows = entry.rows
+            same = self.index.is_live(rows) & (self.index.host_slot[rows] == entry.slots)
+            same &= (self.index.flags[rows] & SPILLING) != 0
+            self.index.flags[rows[same]] &= np.uint8(0xFF ^ (QUEUED | SPILLING))
+            stored = stored & same
+            done = rows[stored]
+            self.has_inexact |= bool(copies.quality[stored].any())
+            copies = copies.take(stored)
+            # A page that is lossy in DRAM is no better on disk, however it is coded there.
+            quality = np.maximum(copies.quality, self.index.quality[done])
+            self._place(done, copies._replace(quality=quality))
+            self.index.flags[done] |= ON_DISK
+            self.index.flags[rows[same & ~stored]] |= WRITE_DROPPED
+            self.arena.unpin(entry.slots)
+            hashes = self._log_keys(done)
+        self.counters.add("written_pages", int(stored.sum()))
+        self.counters.add("write_dropped_pages", int((~stored).sum()))
+        if hashes is not None:
+            self.events.pages("written", hashes)
+
+    def queue_coldest(self, spaces: Callable[[int], KeySpace], max_pages: int) -> int:
+        """Queues the least recent pages that are not on disk; for write-back and shutdown."""
+        with self.lock:
+            rows = self.index.lru_tail(
+                max_pages, ON_DISK | QUEUED | SPILLING | FILLING | WRITE_DROPPED
+            )
+            _, numbers = self.index.keys(rows)
+            for number in np.unique(numbers).tolist():
+                self._queue_spill(spaces(number), rows[numbers == number])
+            return len(rows)
+
+    def num_unwritten(self) -> int:
+        """Pages in DRAM that the disk neither has nor refused (linear)."""
+        with self.lock:
+            return len(self.index.lru_tail(self.arena.num_slots, ON_DISK | WRITE_DROPPED))
+
+    def needs_cleaning(self, low_water_pages: int) -> bool:
+        """Whether the DRAM pages that could leave at once fell below the low-water mark."""
+        with self.lock:
+            if self.arena.num_free >= low_water_pages:
+                return False
+            tail = self.index.lru_tail(low_water_pages, FILLING)
+            clean = (self.index.flags[tail] & ON_DISK) != 0
+            return self.arena.num_free + int(clean.sum()) < low_water_pages
+
+    def _still_valid(self, entry: SpillEntry) -> SpillEntry:
+        same = (
+            self.index.is_live(entry.rows)
+            & (self.index.host_slot[entry.rows] == entry.slots)
+            & (self.arena.generation[entry.slots] == entry.generations)
+            & ((self.index.flags[entry.rows] & QUEUED) != 0)
+        )
+        return SpillEntry(entry.space, entry.rows[same], entry.slots[same], entry.generations[same])
+
+
+def _split(entry: SpillEntry, at: int) -> tuple[SpillEntry, SpillEntry]:
+    head = SpillEntry(entry.space, entry.rows[:at], entry.slots[:at], entry.generations[:at])
+    tail = SpillEntry(entry.space, entry.rows[at:], entry.slots[at:], entry.generations[at:])
+    return head, tail
