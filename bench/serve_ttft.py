@@ -1,18 +1,21 @@
 """Time to first token by tier, for the `serve` case, on a dummy model with a lot of KV.
 
 A round asks a fresh prefix once (recompute) and a prefix of an earlier round, which the later ones
-pushed out of DRAM, four times: from disk, from the device, from DRAM, from the device again. Each
-request has a short new question behind the prefix. Every request's tokens must come from the tier
-that it is counted for, all of them.
+pushed out of DRAM, several times: from disk, from the device, then from DRAM and from the device in
+turns. Each request has a short new question behind the prefix. Every request's tokens must come
+from the tier that it is counted for, all of them.
 
 "Visible load" is what a tier adds to the device hit's time, in units of the time that the machine
-needs to move the same bytes: memcpy by one core, raw reads in the disk tier's mode.
+needs to move the same bytes: memcpy by one core, raw reads in the disk tier's mode. Both are
+measured within the round. The raw file is written with the prefix's pages and read when they are,
+once, as a disk (or a host below it) is faster with bytes that it has just seen.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +31,47 @@ from bench.speed import Memcpy, RawFile, drop_page_cache
 from bench.stats import median, median_interval, percentile
 from sglang_ext.tiers.disk.fileio import aligned_array
 
-# Little but attention, which takes prefix/2 operations per byte of KV whatever the shape. The head
-# size follows attention timed alone (bf16, one core): 256 and 512 came cheapest for their KV. No
-# other whole model was compared on the server; each report states the factor that it measured.
-MODEL = DummyModel("kv-heavy", 8, 128, 2, 2, 256, 128, 16_384)
+# A recompute of 10 to 30 times the memcpy of its KV, which is what a GPU needs for a model of some
+# billion parameters, takes little work a byte of KV. Full attention alone is 60 times memcpy at 8K
+# on one of this engine's cores, so all layers but the last see a window only, as they do in models
+# that mix both kinds; K and V of every layer are kept, saved and loaded whole all the same.
+MODEL = DummyModel("kv-heavy", 8, 64, 2, 2, 256, 64, 16_384)
+WINDOW, FULL_EVERY = 63, 8
 PREFIXES = (2048, 8192)
 INTERCEPT_MS = 5.0
 SIDES = ("device", "host", "disk", "recompute")
+# SGLang's torch_native repeats the prefix's attention behind a cached prefix (runtime_cpu/plugins).
+_ARGS = ("--attention-backend", "cpu_extend")
+# The C library's largest allocations come from the system one by one and are zeroed each time,
+# which would be a good part of a recompute.
+_ENVIRONMENT = {
+    "CPU_EXTEND_WINDOW": f"{WINDOW}:{FULL_EVERY}",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
 _PAGE, _QUESTION = 64, 32
 _RETURN_AFTER = 2  # rounds until a prefix is asked again
-_RAW_BYTES = 128 << 20
-_THREADS = 2  # of the disk tier: the caller and one helper
+_HOST_REPEATS = 3
+_THREADS = 3  # of the disk tier: the caller and two helpers
 
 
 @dataclass
 class TtftSamples:
-    """Milliseconds of one prefix length, one value a round.
+    """Milliseconds of one prefix length.
 
     Attributes:
-        times: by side.
-        host_extra: host minus the mean of the round's device hits.
+        times: by side; several values a round for `device` and `host`.
+        host_extra: one value a round: median of host minus the mean of the device hits around it.
         disk_extra: the same for disk.
+        memcpy: one core's for the KV of the prefix, in the same round.
+        raw_read: raw reads of as many bytes, in the same round.
     """
 
     times: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
     host_extra: list[float] = field(default_factory=list)
     disk_extra: list[float] = field(default_factory=list)
+    memcpy: list[float] = field(default_factory=list)
+    raw_read: list[float] = field(default_factory=list)
 
 
 def measure_ttft(
@@ -73,10 +91,10 @@ def measure_ttft(
     Raises:
         CaseFailedError: a request's tokens came from another tier than the one measured.
     """
-    limits = _Limits(folder)
     samples = {tokens: TtftSamples() for tokens in PREFIXES}
+    memcpy = Memcpy()
     with _server(folder) as server:
-        bench = _Rounds(server)
+        rounds_of = {tokens: _Rounds(server, folder, tokens, memcpy) for tokens in PREFIXES}
         end_s = time.monotonic() + budget_s
         for at in range(rounds + _RETURN_AFTER + 1):
             counted = at - _RETURN_AFTER - 1  # one full round warms up
@@ -84,23 +102,23 @@ def measure_ttft(
                 break
             for tokens in PREFIXES:
                 progress.update(f"prefix of {tokens} tokens, round {counted + 1} of {rounds}")
-                bench.run(at, tokens, samples[tokens] if counted >= 0 else None)
-            limits.measure()
+                rounds_of[tokens].run(at, samples[tokens] if counted >= 0 else None)
         state = tier_state(server)
-    limits.close()
-    memcpy, raw_read = median(limits.memcpy), median(limits.raw_read)
+    num_bytes = {tokens: tokens * MODEL.kv_bytes_per_token for tokens in PREFIXES}
     return {
-        "memcpy_gb_s": memcpy,
-        "raw_read_gb_s": raw_read,
-        "prefixes": {
-            str(tokens): _figures(tokens, samples[tokens], memcpy, raw_read) for tokens in PREFIXES
-        },
+        "memcpy_gb_s": median(
+            [num_bytes[t] / 1e6 / ms for t in PREFIXES for ms in samples[t].memcpy]
+        ),
+        "raw_read_gb_s": median(
+            [num_bytes[t] / 1e6 / ms for t in PREFIXES for ms in samples[t].raw_read]
+        ),
+        "prefixes": {str(tokens): _figures(tokens, samples[tokens]) for tokens in PREFIXES},
         "samples": {
             "ttft_ms": {str(tokens): samples[tokens].times for tokens in PREFIXES},
             "host_extra_ms": {str(tokens): samples[tokens].host_extra for tokens in PREFIXES},
             "disk_extra_ms": {str(tokens): samples[tokens].disk_extra for tokens in PREFIXES},
-            "memcpy_gb_s": limits.memcpy,
-            "raw_read_gb_s": limits.raw_read,
+            "memcpy_ms": {str(tokens): samples[tokens].memcpy for tokens in PREFIXES},
+            "raw_read_ms": {str(tokens): samples[tokens].raw_read for tokens in PREFIXES},
         },
         "disk_mode": state["disk"]["mode"],
         "counters": state["host"],
@@ -121,78 +139,80 @@ def _server(folder: Path) -> Server:
         *("--hier-kv-disk-dir", folder / "tier", "--hier-kv-disk-size", 16),
         *("--hier-kv-prefetch-policy", "wait_complete"),
     ]
-    return Server(args, model=MODEL.write(folder), stop="kill")
+    return Server([*args, *_ARGS], model=MODEL.write(folder), env=_ENVIRONMENT, stop="kill")
 
 
 class _Rounds:
-    """Prefixes of a server's past rounds, and the requests of a round."""
+    """The rounds of one prefix length on a server."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, folder: Path, tokens: int, memcpy: Memcpy) -> None:
         self._server = server
-        self._rng = np.random.default_rng(21)
-        self._past: dict[tuple[int, int], list[int]] = {}
+        self._folder = folder
+        self._tokens = tokens
+        self._memcpy = memcpy
+        self._rng = np.random.default_rng(21 + tokens)
+        self._past: dict[int, tuple[list[int], RawFile]] = {}
+        slot_bytes = MODEL.kv_bytes_per_token * _PAGE
+        num = tokens // _PAGE
+        self._slots = list(aligned_array(num * slot_bytes).reshape(num, slot_bytes))
+        for slot in self._slots:
+            slot[:] = 1
 
-    def run(self, at: int, tokens: int, samples: TtftSamples | None) -> None:
-        """One round for one prefix length; `samples` is None for a round that does not count."""
-        fresh = random_ids(self._rng, tokens)
-        self._past[at, tokens] = fresh
+    def run(self, at: int, samples: TtftSamples | None) -> None:
+        """Round number `at`; `samples` is None for one that does not count."""
+        recompute = self._add_prefix(at)
+        if at < _RETURN_AFTER:
+            return
+        prefix, raw = self._past.pop(at - _RETURN_AFTER)
+        if at % 2:  # the two take turns at going first
+            raw_gb_s = raw.read()
+            disk = self._ask_disk(prefix)
+        else:
+            disk = self._ask_disk(prefix)
+            raw_gb_s = raw.read()
+        raw.close()
+        device, host = [self._ask(prefix, "device")], []
+        memcpy_gb_s = [self._memcpy.run()]
+        for _ in range(_HOST_REPEATS):
+            flush_device(self._server)
+            host.append(self._ask(prefix, "host"))
+            device.append(self._ask(prefix, "device"))
+        memcpy_gb_s.append(self._memcpy.run())
+        if samples is None:
+            return
+        around = [(before + after) / 2 for before, after in pairwise(device)]
+        num_bytes = self._tokens * MODEL.kv_bytes_per_token
+        samples.times["recompute"].append(recompute)
+        samples.times["disk"].append(disk)
+        samples.times["host"] += host
+        samples.times["device"] += device
+        samples.host_extra.append(median([h - d for h, d in zip(host, around, strict=True)]))
+        samples.disk_extra.append(disk - median(device))
+        samples.memcpy.append(num_bytes / 1e6 / median(memcpy_gb_s))
+        samples.raw_read.append(num_bytes / 1e6 / raw_gb_s)
+
+    def _add_prefix(self, at: int) -> float:
+        """Computes a fresh prefix, and writes a raw file of its size when its pages are written."""
+        fresh = random_ids(self._rng, self._tokens)
         flush_device(self._server)
         recompute = self._ask(fresh, "recompute")
         settle(self._server)
-        returning = self._past.pop((at - _RETURN_AFTER, tokens), None)
-        if returning is None:
-            return
-        self._drop_page_cache()
+        raw = _open_raw(self._folder / f"raw-{self._tokens}-{at}", self._slots)
+        raw.write()
+        self._past[at] = (fresh, raw)
+        return recompute
+
+    def _ask_disk(self, prefix: list[int]) -> float:
+        if tier_state(self._server)["disk"]["mode"] != "direct":
+            drop_page_cache([])
         flush_device(self._server)
-        disk = self._ask(returning, "disk")
-        before = self._ask(returning, "device")
-        flush_device(self._server)
-        host = self._ask(returning, "host")
-        after = self._ask(returning, "device")
-        if samples is None:
-            return
-        device = (before + after) / 2
-        samples.times["recompute"].append(recompute)
-        samples.times["disk"].append(disk)
-        samples.times["host"].append(host)
-        samples.times["device"] += [before, after]
-        samples.host_extra.append(host - device)
-        samples.disk_extra.append(disk - device)
+        return self._ask(prefix, "disk")
 
     def _ask(self, prefix: list[int], tier: str) -> float:
         question = random_ids(self._rng, _QUESTION)
         answer: Timed = timed(self._server, [*prefix, *question])
         what = f"prefix of {len(prefix)} tokens"
         return expect_tier(answer, tier, len(prefix), what).ttft_ms
-
-    def _drop_page_cache(self) -> None:
-        if tier_state(self._server)["disk"]["mode"] != "direct":
-            drop_page_cache([])
-
-
-class _Limits:
-    """memcpy and raw reads, measured between the rounds."""
-
-    def __init__(self, folder: Path) -> None:
-        slot_bytes = MODEL.kv_bytes_per_token * _PAGE
-        num = _RAW_BYTES // slot_bytes
-        slots = list(aligned_array(num * slot_bytes).reshape(num, slot_bytes))
-        for slot in slots:
-            slot[:] = 1
-        self.memcpy: list[float] = []
-        self.raw_read: list[float] = []
-        self._memcpy = Memcpy()
-        self._raw = _open_raw(folder / "raw", slots)
-        self._raw.write()
-
-    def measure(self) -> None:
-        """One value of each."""
-        self.memcpy.append(self._memcpy.run())
-        self.raw_read.append(self._raw.read())
-
-    def close(self) -> None:
-        """Removes the file."""
-        self._raw.close()
 
 
 def _open_raw(path: Path, slots: list[Any]) -> RawFile:
@@ -202,20 +222,19 @@ def _open_raw(path: Path, slots: list[Any]) -> RawFile:
         return RawFile(path, slots, direct=False, num_threads=_THREADS)
 
 
-def _figures(
-    tokens: int, samples: TtftSamples, memcpy_gb_s: float, raw_gb_s: float
-) -> dict[str, Any]:
-    num_bytes = tokens * MODEL.kv_bytes_per_token
-    memcpy_ms = num_bytes / memcpy_gb_s / 1e6
-    raw_ms = num_bytes / raw_gb_s / 1e6
+def _figures(tokens: int, samples: TtftSamples) -> dict[str, Any]:
     if not samples.host_extra:
         raise CaseFailedError(f"no round of prefix {tokens} counted")
     times = samples.times
-    factor = [1 / memcpy_ms * value for value in times["recompute"]]
+    memcpy, raw = samples.memcpy, samples.raw_read
+    host = _ratios(samples.host_extra, memcpy)
+    disk = _ratios(samples.disk_extra, raw)
+    less = _ratios([extra - INTERCEPT_MS for extra in samples.disk_extra], raw)
+    factor = _ratios(times["recompute"], memcpy)
     return {
-        "kv_bytes": num_bytes,
-        "memcpy_ms": memcpy_ms,
-        "raw_read_ms": raw_ms,
+        "kv_bytes": tokens * MODEL.kv_bytes_per_token,
+        "memcpy_ms": median(memcpy),
+        "raw_read_ms": median(raw),
         **{
             side: {
                 "ttft_p50_ms": median(times[side]),
@@ -224,23 +243,19 @@ def _figures(
             }
             for side in SIDES
         },
-        "visible_load_host": median(samples.host_extra) / memcpy_ms,
-        "visible_load_host_ci95": _scaled(median_interval(samples.host_extra), memcpy_ms),
-        "visible_load_disk": median(samples.disk_extra) / raw_ms,
-        "visible_load_disk_ci95": _scaled(median_interval(samples.disk_extra), raw_ms),
-        "visible_load_disk_less_intercept": (median(samples.disk_extra) - INTERCEPT_MS) / raw_ms,
+        "visible_load_host": median(host),
+        "visible_load_host_ci95": list(median_interval(host)),
+        "visible_load_disk": median(disk),
+        "visible_load_disk_ci95": list(median_interval(disk)),
+        "visible_load_disk_less_intercept": median(less),
+        "visible_load_disk_less_intercept_ci95": list(median_interval(less)),
         "recompute_over_memcpy": median(factor),
-        "recompute_over_host": _ratio(times, "host"),
-        "recompute_over_disk": _ratio(times, "disk"),
-        "rounds": len(samples.host_extra),
+        "recompute_over_memcpy_ci95": list(median_interval(factor)),
+        "recompute_over_host": median(times["recompute"]) / median(times["host"]),
+        "recompute_over_disk": median(_ratios(times["recompute"], times["disk"])),
+        "rounds": len(host),
     }
 
 
-def _ratio(times: dict[str, list[float]], side: str) -> float:
-
-    pairs = zip(times["recompute"], times[side], strict=True)
-    return median([a / b for a, b in pairs])
-
-
-def _scaled(interval: tuple[float, float], unit: float) -> list[float]:
-    return [interval[0] / unit, interval[1] / unit]
+def _ratios(values: list[float], units: list[float]) -> list[float]:
+    return [value / unit for value, unit in zip(values, units, strict=True)]

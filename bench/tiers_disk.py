@@ -21,7 +21,7 @@ from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, RecordMeta, VerifyR
 
 # A page of 64 tokens: the bundled model's, and one of Llama-3.2-1B's shape.
 SLOT_SIZES = {"260 KiB": 266_240, "2 MiB": 2_101_248}
-HELPER_THREADS = 1  # the plugin's default, so two threads with the caller
+HELPER_THREADS = 2  # the plugin's default, so three threads with the caller
 _BATCH_BYTES = 32 << 20  # what the spiller writes at a time
 _NAMESPACE = hashlib.sha256(b"bench").digest()
 

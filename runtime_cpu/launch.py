@@ -1,8 +1,9 @@
 """Starts SGLang's server on this machine's CPU: ``python runtime_cpu/launch.py --model-path M``.
 
-Sets the environment that SGLang's CPU engine needs, puts the stand-ins of ``stubs/`` on the import
-path, adds the CPU defaults that the caller did not choose, and replaces itself with
-``python -m sglang.launch_server``: the process id stays, so a signal reaches the server itself.
+Sets the environment that SGLang's CPU engine needs, puts the stand-ins of ``stubs/`` and the plugin
+of ``plugins/`` on the import path, adds the CPU defaults that the caller did not choose, and
+replaces itself with ``python -m sglang.launch_server``: the process id stays, so a signal reaches
+the server itself.
 """
 
 import os
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 STUBS = Path(__file__).resolve().parent / "stubs"
+PLUGINS = STUBS.with_name("plugins")
 
 # One thread a process: oversubscribed, a server was measured at 0.4 tokens a second.
 # Nothing is compiled on this path, and without the compiler each process imports faster.
@@ -45,10 +47,9 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     env["SGLANG_USE_CPU_ENGINE"] = "1"
     for name, value in DEFAULT_ENVIRONMENT.items():
         env.setdefault(name, value)
+    own = [str(STUBS), str(PLUGINS)]
     inherited = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    env["PYTHONPATH"] = os.pathsep.join(
-        [str(STUBS), *(entry for entry in inherited if entry != str(STUBS))]
-    )
+    env["PYTHONPATH"] = os.pathsep.join([*own, *(e for e in inherited if e not in own)])
     return env
 
 

@@ -6,25 +6,22 @@ and its answers to the calls are what SGLang says of them.
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
-import pickle
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from bench.server import TINYLM, Server, ServerError, free_port
-from runtime_cpu import inprocess, launch
+from bench.server import TINYLM, Server
+from runtime_cpu import launch
 from tests.e2e import weight_models
+from tests.e2e.weight_ways import IPC_ENVIRONMENT, WAYS, call, from_disk
 
 pytestmark = pytest.mark.e2e
 
@@ -92,112 +89,6 @@ def namespace_of(server: Server) -> str:
     return server.log().rpartition("namespace ")[2].split()[0]
 
 
-def call(server: Server, path: str, body: Any = None) -> tuple[bool, int]:
-    """SGLang's own answer to an administrative call: success, and HTTP status."""
-    try:
-        answer = server.post(path, body or {})
-    except ServerError as error:
-        return False, error.status
-    return (answer.get("success", True) if isinstance(answer, dict) else True), 200
-
-
-# ---- the ways to new weights --------------------------------------------------------------------
-
-Update = Callable[[Server, Path, bool], list[tuple[bool, int]]]
-
-
-def from_disk(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]:
-    body = {"model_path": str(model), "flush_cache": flush}
-    return [call(server, "/update_weights_from_disk", body)]
-
-
-def from_tensor(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]:
-    """Two buckets in one session, as trainers send them."""
-    weights = sorted(weight_models.weights_of(model).items())
-    answers = [call(server, "/begin_weight_update")]
-    for bucket in (weights[: len(weights) // 2], weights[len(weights) // 2 :]):
-        payload = pickle.dumps(bucket)  # SGLang's own wire format
-        body = {
-            "serialized_named_tensors": [base64.b64encode(payload).decode()],
-            "flush_cache": flush,
-        }
-        answers.append(call(server, "/update_weights_from_tensor", body))
-    return [*answers, call(server, "/end_weight_update")]
-
-
-_group_numbers = itertools.count()
-
-
-def from_distributed(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]:
-    """This process is rank 0 of a gloo group, the server rank 1."""
-    inprocess.prepare()
-    from sglang.srt.utils import init_custom_process_group
-
-    weights = weight_models.weights_of(model)
-    name, port = f"update-{next(_group_numbers)}", free_port()
-    with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(
-            init_custom_process_group,
-            backend="gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            world_size=2,
-            rank=0,
-            group_name=name,
-        )
-        body = {
-            "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
-            "world_size": 2, "group_name": name, "backend": "gloo",
-        }  # fmt: skip
-        answers = [call(server, "/init_weights_update_group", body)]
-        group = joined.result(30)
-        answers.append(call(server, "/begin_weight_update"))
-        body = {
-            "names": list(weights),
-            "dtypes": ["bfloat16"] * len(weights),
-            "shapes": [list(tensor.shape) for tensor in weights.values()],
-            "group_name": name,
-            "flush_cache": flush,
-        }
-        sent = pool.submit(
-            lambda: [torch.distributed.broadcast(t, src=0, group=group) for t in weights.values()]
-        )
-        answers.append(call(server, "/update_weights_from_distributed", body))
-        sent.result(30)
-    answers.append(call(server, "/end_weight_update"))
-    leaving = threading.Thread(target=torch.distributed.destroy_process_group, args=(group,))
-    leaving.start()
-    answers.append(call(server, "/destroy_weights_update_group", {"group_name": name}))
-    leaving.join(30)
-    return answers
-
-
-def released_and_reloaded(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]:
-    """How trainers share a machine: memory is given up, taken back, then weights are loaded."""
-    answers = [
-        call(server, "/release_memory_occupation"),
-        call(server, "/resume_memory_occupation"),
-    ]
-    return [*answers, *from_disk(server, model, flush)]
-
-
-def reset_then_disk(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]:
-    """SGLang's weight checker overwrites the weights, and the next load brings them back."""
-    answers = [
-        call(server, "/weights_checker", {"action": "snapshot"}),
-        call(server, "/weights_checker", {"action": "reset_tensors"}),
-    ]
-    return [*answers, *from_disk(server, model, flush)]
-
-
-WAYS: dict[str, Update] = {
-    "disk": from_disk,
-    "tensor": from_tensor,
-    "distributed": from_distributed,
-    "release-resume": released_and_reloaded,
-    "checker-reset": reset_then_disk,
-}
-
-
 # ---- servers -------------------------------------------------------------------------------------
 
 
@@ -212,9 +103,15 @@ def servers(folder: Path) -> Iterator[tuple[Server, Server]]:
     hier = Server(
         [*COMMON, *hier_args(folder / "tiers"), "--sleep-on-idle"],
         log_path=folder / "hier.log",
+        env=IPC_ENVIRONMENT,
         stop="kill",
     )
-    plain = Server([*COMMON, "--sleep-on-idle"], log_path=folder / "plain.log", stop="kill")
+    plain = Server(
+        [*COMMON, "--sleep-on-idle"],
+        log_path=folder / "plain.log",
+        env=IPC_ENVIRONMENT,
+        stop="kill",
+    )
     try:
         hier.start()
         plain.start()
@@ -236,40 +133,6 @@ def back_to_first(servers: tuple[Server, Server]) -> None:
     """Both servers get the bundled model's weights, and an empty device."""
     for server in servers:
         assert all(ok for ok, _ in from_disk(server, TINYLM, True))
-
-
-class Traffic:
-    """Requests from six clients, without a pause, for as long as the block lasts."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(prompt,), daemon=True) for prompt in BURST
-        ]
-        self.answered = 0
-        self.errors: list[Exception] = []
-
-    def _run(self, prompt: list[int]) -> None:
-        while not self._stop.is_set():
-            try:
-                ask(self._server, prompt)
-                self.answered += 1
-            except Exception as error:
-                self.errors.append(error)
-
-    def __enter__(self) -> Traffic:
-        for thread in self._threads:
-            thread.start()
-        while self.answered < 3 and not self.errors:
-            time.sleep(0.01)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
-        assert not self.errors, self.errors
 
 
 # ---- one model after another -------------------------------------------------------------------
@@ -305,7 +168,7 @@ def test_a_flushing_update_serves_nothing_of_the_old_weights(
     assert tier_hits(hier) == old
 
 
-@pytest.mark.parametrize("way", ["disk", "tensor", "distributed"])
+@pytest.mark.parametrize("way", ["disk", "tensor", "distributed", "ipc"])
 def test_an_update_that_keeps_the_device_cache_turns_the_tiers_off_until_a_flush(
     way: str, servers: tuple[Server, Server], folder: Path
 ) -> None:
@@ -330,26 +193,6 @@ def test_an_update_that_keeps_the_device_cache_turns_the_tiers_off_until_a_flush
     hier.post("/flush_cache")
     for prompt in QUIET:
         ask(hier, prompt)
-    assert tier_hits(hier) == device_hits(plain)
-
-
-def test_updates_under_traffic(servers: tuple[Server, Server], folder: Path) -> None:
-    """Two models in turns while six clients go on; then both models' answers are right."""
-    hier, plain = servers
-    back_to_first(servers)
-    model = new_model(folder)
-    with Traffic(hier) as traffic:
-        for target in (model, TINYLM, model, TINYLM, model):
-            before = traffic.answered
-            assert from_disk(hier, target, True) == [(True, 200)]
-            while traffic.answered < before + 4 and not traffic.errors:
-                time.sleep(0.01)
-        assert from_tensor(hier, TINYLM, True)[1:3] == [(True, 200)] * 2
-        assert from_disk(hier, model, True) == [(True, 200)]
-    assert from_disk(plain, model, True) == [(True, 200)]
-    hier.post("/hicache/storage-backend/clear")
-    hier.post("/flush_cache")
-    device_hits(hier)
     assert tier_hits(hier) == device_hits(plain)
 
 
@@ -399,10 +242,10 @@ def test_an_update_in_a_pause_answers_as_plain_sglang_does(
         assert first.answer[0] == expected[0]
 
 
-def test_a_path_that_cannot_run_here_answers_as_plain_sglang_does(
+def test_a_call_that_fails_answers_as_plain_sglang_does_and_changes_nothing(
     servers: tuple[Server, Server],
 ) -> None:
-    """IPC needs the checkpoint-engine package and CUDA handles; its failure changes nothing."""
+    """IPC handles of another device, and tensors outside a session."""
     hier, plain = servers
     back_to_first(servers)
     device_hits(hier)

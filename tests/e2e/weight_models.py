@@ -43,6 +43,20 @@ def noisy(seed: int) -> Callable[[Weights], None]:
     return change
 
 
+def strange(seed: int) -> Callable[[Weights], None]:
+    """A change of every projection as large as its values: KV that no other model can use."""
+
+    def change(weights: Weights) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for name in sorted(weights):
+            if "proj" in name:
+                values = weights[name].float()
+                noise = torch.randn(values.shape, generator=generator) * values.std()
+                weights[name] = (0.7 * (values + noise)).to(weights[name].dtype)
+
+    return change
+
+
 def one_value(weights: Weights) -> None:
     """The least change there is: one value of one tensor, by one bit."""
     weights["model.layers.5.mlp.down_proj.weight"].view(torch.int16)[17, 23] ^= 1

@@ -1,0 +1,33 @@
+"""``--attention-backend cpu_extend``: SGLang's ``torch_native``, computing the new tokens only.
+
+SGLang finds this package through the entry point beside it, in each of its processes.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+NAME = "cpu_extend"
+
+
+def load() -> None:
+    """Offers the backend's name to the command line, and the backend where attention runs."""
+    from sglang.srt.arg_groups.choices import (
+        ATTENTION_BACKEND_CHOICES,
+        add_attention_backend_choices,
+    )
+
+    if NAME not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([NAME])
+    # Importing the attention layers costs seconds, and only a scheduler process has them anyway.
+    if "sglang.srt.managers.scheduler" in sys.modules:
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        register_attention_backend(NAME)(_create)
+
+
+def _create(runner: Any) -> Any:
+    from .backend import CpuExtendAttnBackend
+
+    return CpuExtendAttnBackend(runner)

@@ -1,0 +1,109 @@
+"""Causal attention of a sequence's last tokens, in full or within a sliding window."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+# Query rows computed at a time, which bounds masks and the keys that a window reads in vain.
+_BLOCK_ROWS = 128
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    window: int | None,
+    scale: float | None,
+) -> None:
+    """Computes the attention of a sequence's last tokens over the tokens up to each.
+
+    Args:
+        query: `[N, Hq, D]`, of the last N tokens.
+        keys: `[T, H, D]`, of the last T >= N tokens; Hq is a multiple of H.
+        values: `[T, H, Dv]`.
+        output: `[N, Hq, Dv]`, written.
+        window: how many tokens before itself a token sees; None for all of them.
+        scale: factor of the products; `D ** -0.5` when None.
+    """
+    num_new, before = len(query), len(keys) - len(query)
+    if window is None or window >= len(keys):
+        # Without a prefix SDPA's own causal mask does, and the future costs nothing.
+        rows = _BLOCK_ROWS if before else num_new
+        for start in range(0, num_new, rows):
+            _attend_block(query, keys, values, output, start, min(start + rows, num_new), scale)
+        return
+    start = min(max(0, window - before), num_new)
+    if start:
+        seen = before + start
+        attend(query[:start], keys[:seen], values[:seen], output[:start], window=None, scale=scale)
+    # Rows with a whole window before them: blocks of them are alike, one call computes them all.
+    num_blocks = (num_new - start) // _BLOCK_ROWS
+    whole_end = start + num_blocks * _BLOCK_ROWS
+    if num_blocks:
+        _attend_windows(query, keys, values, output, start, num_blocks, _BLOCK_ROWS, window, scale)
+    if whole_end < num_new:
+        rest = num_new - whole_end
+        _attend_windows(query, keys, values, output, whole_end, 1, rest, window, scale)
+
+
+def _attend_block(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    start: int,
+    end: int,
+    scale: float | None,
+) -> None:
+    """Rows `start` to `end` over everything before them."""
+    before = len(keys) - len(query)
+    seen = before + end
+    mask = None
+    if before + start:
+        mask = torch.arange(seen) <= torch.arange(before + start, seen).unsqueeze(1)
+    q, k, v = (x.movedim(0, 1).unsqueeze(0) for x in (query[start:end], keys[:seen], values[:seen]))
+    output[start:end] = _sdpa(q, k, v, mask, scale).squeeze(0).movedim(0, 1)
+
+
+def _attend_windows(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    start: int,
+    count: int,
+    rows: int,
+    window: int,
+    scale: float | None,
+) -> None:
+    """`count` blocks of `rows` rows from `start` on, each with the `window` keys before it."""
+    end, reach = start + count * rows, window + rows
+    low = len(keys) - len(query) + start - window
+    high = low + window + count * rows
+    q = query[start:end].view(count, rows, *query.shape[1:]).movedim(1, 2)
+    # [count, H, reach, D]: views that overlap.
+    k, v = (x[low:high].unfold(0, reach, rows).movedim(3, 2) for x in (keys, values))
+    row, key = torch.arange(rows).unsqueeze(1), torch.arange(reach)
+    found = _sdpa(q, k, v, (key >= row) & (key <= row + window), scale)
+    output[start:end] = found.movedim(1, 2).flatten(0, 1)
+
+
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    return scaled_dot_product_attention(
+        q,
+        k.to(q.dtype),
+        v.to(q.dtype),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )

@@ -1,0 +1,92 @@
+"""The attention backend: see `CpuExtendAttnBackend`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from .attention import attend
+from .windows import WINDOW_VARIABLE, parse_windows
+
+
+class CpuExtendAttnBackend(TorchNativeAttnBackend):
+    """Causal attention of the new tokens over what is before them.
+
+    ``torch_native`` builds queries for the whole sequence when it extends one, so behind a cached
+    prefix it computes the prefix's attention again, and a layer with a sliding window costs it as
+    much as full attention. This backend computes the rows of the new tokens and reads the keys that
+    they see. Results are equal but for rounding; decoding is ``torch_native``'s own. The benches
+    that time cache hits use it; the tests that compare bits stay on ``torch_native``.
+
+    K and V are read with the pool's ``get_key_buffer`` and ``get_value_buffer``, once a layer.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._window, self._every = parse_windows(os.environ.get(WINDOW_VARIABLE, ""))
+
+    def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """SGLang's interface."""
+        self._give_window(layer)
+        return super().forward_extend(q, k, v, layer, *args, **kwargs)
+
+    def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """SGLang's interface."""
+        self._give_window(layer)
+        return super().forward_decode(q, k, v, layer, *args, **kwargs)
+
+    def _give_window(self, layer: Any) -> None:
+        if self._window and (layer.layer_id + 1) % self._every:
+            layer.sliding_window_size = self._window
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if encoder_lens is not None or not options.get("causal"):
+            raise NotImplementedError(
+                "expected causal self-attention, got cross or bidirectional attention, which "
+                "cpu_extend does not compute; start with --attention-backend torch_native"
+            )
+        window = options.get("sliding_window_size")
+        start = 0
+        for request, prefix, num_new in zip(
+            req_pool_indices.tolist(),
+            extend_prefix_lens.tolist(),
+            extend_seq_lens.tolist(),
+            strict=True,
+        ):
+            first = 0 if window is None else max(0, prefix - window)
+            slots = _run_or_list(req_to_token[request, first : prefix + num_new])
+            rows = slice(start, start + num_new)
+            attend(
+                query[rows],
+                k_cache[slots],
+                v_cache[slots],
+                output[rows],
+                window=window,
+                scale=options.get("scaling"),
+            )
+            start += num_new
+        return output
+
+
+def _run_or_list(slots: torch.Tensor) -> slice | torch.Tensor:
+    """Neighbouring slots as a slice, which is read in place; others as they are, to be gathered."""
+    first, num = int(slots[0]), len(slots)
+    if int(slots[-1]) - first == num - 1 and bool((slots[1:] > slots[:-1]).all()):
+        return slice(first, first + num)
+    return slots
