@@ -1,6 +1,6 @@
 """The plugin's settings: every knob once, with its unit, default, bounds and help text.
 
-This module imports neither torch nor sglang. ``flags.py`` turns the fields into command line
+This module imports neither torch, numba nor sglang. ``flags.py`` turns the fields into command line
 options; the parsed settings travel to SGLang's other processes as a plain dict.
 """
 
@@ -11,6 +11,9 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from sglang_ext.codec.base import codec_ids
+
+CODED_TIERS = ("disk",)
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -65,6 +68,26 @@ class HierKVConfig:
         "When segment files are synced: never (a page survives the server's death but perhaps not "
         "the machine's), when a segment is sealed, or after every write.",
         choices=("none", "seal", "always"),
+    )
+    codec: str = _knob(
+        "none",
+        "How pages are coded on disk: none, zstd and lossless (bit-exact), hier (lossy, for its "
+        "quality the smallest), cachegen-paper and cachegen-released (lossy, for comparison). "
+        "TIER=CODEC,... sets tiers apart.",
+        metavar="CODEC",
+    )
+    level: str = _knob(
+        "",
+        "Quality level of the codec, by number (0 is the coarsest) or name; TIER=LEVEL,... sets "
+        "tiers apart. Empty: the codec's default.",
+        metavar="LEVEL",
+    )
+    profile: str = _knob(
+        "",
+        "File with what the codec knows of the model, from `hier-kv calibrate`. Empty: "
+        "hier-kv.hkp in the model's folder, or the user's cache folder; without one it is learned "
+        "from the first pages.",
+        metavar="FILE",
     )
     rope: str = _knob(
         "pre",
@@ -131,6 +154,7 @@ class HierKVConfig:
                 f"--hier-kv-disk-size must be greater than 0 when --hier-kv-disk-dir is set, got "
                 f"{self.disk_size:g}; give a size in GB or leave --hier-kv-disk-dir out."
             )
+        self._validate_codec()
         for item in fields(self):
             choices = item.metadata["choices"]
             if choices and getattr(self, item.name) not in choices:
@@ -138,6 +162,44 @@ class HierKVConfig:
                     f"{flag_name(item.name)} must be one of {', '.join(choices)}, got "
                     f"{getattr(self, item.name)!r}."
                 )
+
+    def _validate_codec(self) -> None:
+        codec = self.of_tier("codec", "disk")
+        if codec not in codec_ids():
+            raise HierKVConfigError(
+                f"--hier-kv-codec must be one of {', '.join(codec_ids())}, got {codec!r}."
+            )
+        if codec != "none" and not self.disk_dir:
+            raise HierKVConfigError(
+                f"--hier-kv-codec {codec} codes pages on disk and there is no disk tier; add "
+                "--hier-kv-disk-dir or leave it out."
+            )
+        if codec == "none" and (self.profile or self.of_tier("level", "disk")):
+            raise HierKVConfigError(
+                "--hier-kv-level and --hier-kv-profile need a codec; add --hier-kv-codec or leave "
+                "them out."
+            )
+
+    def of_tier(self, name: str, tier: str) -> str:
+        """What ``codec`` or ``level`` says of a tier.
+
+        Raises:
+            HierKVConfigError: the text is neither one value nor a list of TIER=VALUE.
+        """
+        text: str = getattr(self, name)
+        default = {"codec": "none", "level": ""}[name]
+        if "=" not in text:
+            return text or default
+        values: dict[str, str] = {}
+        for part in text.split(","):
+            key, equals, value = part.partition("=")
+            if not equals or key not in CODED_TIERS or key in values or not value:
+                raise HierKVConfigError(
+                    f"{flag_name(name)} must be a value or a list of TIER=VALUE with tiers among "
+                    f"{', '.join(CODED_TIERS)}, each once, got {text!r}."
+                )
+            values[key] = value
+        return values.get(tier, default)
 
     @property
     def host_bytes(self) -> int:

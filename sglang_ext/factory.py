@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from sglang_ext.cache import HierKVRadixCache
+from sglang_ext.codec_setup import build_page_codec
 from sglang_ext.compat import check_model
 from sglang_ext.config import GIB, HierKVConfig, HierKVConfigError
 from sglang_ext.copier import PageCopier
@@ -18,6 +19,7 @@ from sglang_ext.layout import LAYOUT_VERSION, PageLayout
 from sglang_ext.linker import HierKVLinker
 from sglang_ext.metrics import MetricsReporter
 from sglang_ext.model_identity import ModelIdentity
+from sglang_ext.page_codec import PageCodec
 from sglang_ext.pinning import pin_memory
 from sglang_ext.pools import DevicePool, describe_pool
 from sglang_ext.rope_discovery import LayerRope, discover_ropes
@@ -54,7 +56,8 @@ def build_cache(ctx: Any) -> Any:
     pool = describe_pool(kv_pool)
     layout = pool.layout(ctx.params.page_size)
     ropes = discover_ropes(runner.model, pool)
-    store, disk = _build_store(config, layout)
+    page_codec = build_page_codec(config, pool, layout, kv_pool.dtype, runner)
+    store, disk = _build_store(config, layout, page_codec)
     if pool.device.type == "cuda":
         pin_memory(store.arena)
     copier = PageCopier(
@@ -64,6 +67,7 @@ def build_cache(ctx: Any) -> Any:
         store.arena.slots,
         mode=config.rope,
         kernels=_kernels(config, pool, ropes),
+        parallel_loads=not _uses_triton(config, pool),
     )
     linker = HierKVLinker(
         store,
@@ -77,6 +81,7 @@ def build_cache(ctx: Any) -> Any:
     metrics = MetricsReporter(
         store,
         disk,
+        page_codec,
         enabled=bool(ctx.params.enable_metrics),
         labels={"model_name": str(ctx.server_args.served_model_name)},
     )
@@ -85,6 +90,8 @@ def build_cache(ctx: Any) -> Any:
         slot_bytes=layout.slot_bytes,
         kv_bytes_per_page=layout.kv_bytes,
         rope=config.rope,
+        codec=config.of_tier("codec", "disk"),
+        level=config.of_tier("level", "disk"),
         kernels="triton" if _uses_triton(config, pool) else "numba",
     )
     cache.attach(linker, _identity(ctx, config, pool), config, metrics)
@@ -101,7 +108,9 @@ def build_cache(ctx: Any) -> Any:
     return cache
 
 
-def _build_store(config: HierKVConfig, layout: PageLayout) -> tuple[PageStore, DiskTier | None]:
+def _build_store(
+    config: HierKVConfig, layout: PageLayout, page_codec: PageCodec | None
+) -> tuple[PageStore, DiskTier | None]:
     num_slots = config.host_bytes // layout.slot_bytes
     if num_slots < 2:
         raise HierKVConfigError(
@@ -113,9 +122,12 @@ def _build_store(config: HierKVConfig, layout: PageLayout) -> tuple[PageStore, D
         disk = DiskTier(_disk_config(config)) if config.disk_dir else None
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error
-    capacity = num_slots + config.disk_bytes // layout.slot_bytes
+    factor = page_codec.max_pages_a_slot if page_codec is not None else 1
+    capacity = num_slots + factor * (config.disk_bytes // layout.slot_bytes)
     index = PageIndex(max(1024, int(capacity * _INDEX_SLACK)))
-    store = PageStore(arena, index, disk, StoreConfig(config.write_policy, config.event_log))
+    store = PageStore(
+        arena, index, disk, StoreConfig(config.write_policy, config.event_log), page_codec
+    )
     if disk is not None:
         store.connect(disk)
     # The first saves should not pay for page faults; the thread ends by itself.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from sglang_ext.page_codec import PageCodec
 from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.store import PageStore
 
@@ -23,6 +24,7 @@ class MetricsReporter:
     Args:
         store: the page store.
         disk: its disk tier, or None.
+        page_codec: what codes its pages, or None.
         enabled: whether SGLang runs with `--enable-metrics`.
         labels: label values common to all series.
     """
@@ -31,12 +33,14 @@ class MetricsReporter:
         self,
         store: PageStore,
         disk: DiskTier | None,
+        page_codec: PageCodec | None = None,
         *,
         enabled: bool,
         labels: dict[str, str],
     ) -> None:
         self._store = store
         self._disk = disk
+        self._page_codec = page_codec
         self._labels = labels
         self._published: dict[str, float] = {}
         self._next_s = 0.0
@@ -99,4 +103,7 @@ class MetricsReporter:
             return {}
         stats = self._disk.stats()
         values = {name: getattr(stats, name) for name in stats.__slots__}
-        return {n: dict(v) if hasattr(v, "items") else v for n, v in values.items()}
+        stats_by_name = {n: dict(v) if hasattr(v, "items") else v for n, v in values.items()}
+        if self._page_codec is not None:
+            stats_by_name["codec"] = self._page_codec.counts()
+        return stats_by_name

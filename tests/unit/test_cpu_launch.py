@@ -55,7 +55,7 @@ def test_the_environment_keeps_what_the_caller_set() -> None:
     assert env["OMP_NUM_THREADS"] == "2"
     assert env["HOME"] == "/h"
     assert env["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert env["PYTHONPATH"].split(os.pathsep) == [str(launch.STUBS), "/a"]
+    assert env["PYTHONPATH"].split(os.pathsep) == [str(launch.STUBS), str(launch.PLUGINS), "/a"]
     assert launch.environment(env) == env
 
 

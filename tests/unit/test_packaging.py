@@ -18,7 +18,8 @@ LINKED = ("kernels", "tiers")
 # llvmlite is the part of numba that its intrinsics are written with.
 KERNEL_IMPORTS = {"llvmlite", "numba", "numpy", "torch", "triton"}
 TIER_IMPORTS = {"msgpack", "numba", "numpy", "xxhash", "zstandard"}
-PLUGIN_IMPORTS = KERNEL_IMPORTS | TIER_IMPORTS | {"prometheus_client"}
+# SGLang brings prometheus_client, and transformers for calibration.
+PLUGIN_IMPORTS = KERNEL_IMPORTS | TIER_IMPORTS | {"prometheus_client", "transformers"}
 
 # The seam: the only modules of the plugin that may import sglang.
 SGLANG_MODULES = {
@@ -29,6 +30,7 @@ SGLANG_MODULES = {
     "plugin",
     "scheduler_hooks",
     "self_check",
+    "taint",
     "weight_hooks",
     "wrapper",
 }

@@ -1,0 +1,79 @@
+"""The command ``hier-kv``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="hier-kv", description="Tools of the hierarchical KV cache for SGLang."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_calibrate(commands.add_parser("calibrate", help="measure a model's codec profile"))
+    chosen = parser.parse_args(arguments)
+    try:
+        return _calibrate(chosen)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"hier-kv: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs a Hugging Face model on text and writes a profile for the codec hier, beside the "
+        "model or in the cache folder, where a server finds it."
+    )
+    add = parser.add_argument
+    add("model", help="folder or name of a Llama-, Qwen- or Mistral-like model")
+    add("--text", nargs="+", metavar="FILE", help="text to run it on; Python's reference if absent")
+    add("--out", metavar="PATH", help="where to write the profile")
+    add("--device", default="cpu", help="torch device (%(default)s)")
+    add("--windows", type=int, help="pieces of text to run")
+    add("--max-block", type=int, metavar="CHANNELS", help="largest transform")
+    add("--levels", type=int, help="quality levels")
+    add("--default-level", type=int, help="the level whose damage is set")
+    add("--target-kl", type=float, help="that damage: mean KL divergence in nats")
+
+
+def _calibrate(chosen: argparse.Namespace) -> int:
+    from sglang_ext.codec.calibrate import CalibrationOptions, calibrate_model
+    from sglang_ext.codec.default_text import default_texts
+    from sglang_ext.codec.profile_paths import path_to_write
+
+    given = {
+        "num_windows": chosen.windows,
+        "max_block_channels": chosen.max_block,
+        "num_levels": chosen.levels,
+        "default_level": chosen.default_level,
+        "target_kl": chosen.target_kl,
+    }
+    set_ones = {name: value for name, value in given.items() if value is not None}
+    options = replace(CalibrationOptions(), **set_ones)
+    if chosen.text:
+        texts = [Path(name).read_text(encoding="utf-8", errors="replace") for name in chosen.text]
+    else:
+        texts = default_texts()
+    target = Path(chosen.out) if chosen.out else path_to_write(chosen.model)
+    begin = time.monotonic()
+    profile = calibrate_model(
+        chosen.model,
+        texts,
+        options=options,
+        device=chosen.device,
+        progress=lambda line: _tell(time.monotonic() - begin, line),
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    profile.save(target)
+    print(target)  # noqa: T201
+    return 0
+
+
+def _tell(seconds: float, line: str) -> None:
+    print(f"{seconds:7.1f} s  {line}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,152 @@
+"""What codecs learn about a model, kept in files under its digest.
+
+A profile (`hier`) or tables (`cachegen-paper`) name themselves by a digest, records carry that
+digest, and a folder keeps every one that was ever used, so that what was coded under an older one
+can still be decoded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.codec.base import CodecError, PlaneArray
+
+logger = logging.getLogger(__name__)
+
+MAX_DIGEST_BYTES = 64
+
+
+@dataclass(frozen=True)
+class LearnedKind:
+    """How one codec's knowledge is made, named and stored.
+
+    Attributes:
+        suffix: of its files.
+        load: reads a file; raises `CodecError` or `OSError`.
+        digest: bytes that name the content.
+        num_levels: of what `build` makes.
+        build: from chunks `[S, T, C]`, the dtype's name, head dim and a note on their origin.
+    """
+
+    suffix: str
+    load: Callable[[Path], Any]
+    digest: Callable[[Any], bytes]
+    num_levels: int
+    build: Callable[[Sequence[PlaneArray], str, int, str], Any]
+
+
+def kind_of(codec_id: str) -> LearnedKind | None:
+    """What the codec called `codec_id` has to learn; None when it needs nothing."""
+    if codec_id == "hier":
+        from sglang_ext.codec.calibrate import CalibrationOptions, profile_from_planes
+        from sglang_ext.codec.profile import Profile
+
+        return LearnedKind(
+            ".hkp",
+            Profile.load,
+            lambda profile: bytes(profile.digest),
+            CalibrationOptions().num_levels,
+            lambda chunks, dtype, head_dim, source: profile_from_planes(
+                chunks, dtype, head_dim=head_dim, source=source
+            ),
+        )
+    if codec_id == "cachegen-paper":
+        from sglang_ext.codec.cachegen_tables import FACTORS, PaperTables, measure_tables
+
+        return LearnedKind(
+            ".hkct",
+            PaperTables.load,
+            lambda tables: int(tables.digest).to_bytes(8, "little"),
+            len(FACTORS),
+            lambda chunks, dtype, _head_dim, _source: measure_tables(chunks, dtype),
+        )
+    return None
+
+
+class LearnedFolder:
+    """Files of one folder by digest. Thread-safe; a file is read once.
+
+    Args:
+        folder: made when something is stored; None keeps everything in memory.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, bytes], Any] = {}  # guarded by _lock; None: not to be had
+
+    def find(self, codec_id: str, digest: bytes) -> Any | None:
+        """What has this digest, or None. A missing or damaged file is reported once."""
+        key = (codec_id, digest)
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._read(codec_id, digest)
+            return self._known[key]
+
+    def latest(self, codec_id: str, owner: str) -> Any | None:
+        """What `store` kept last for this owner, in any process; None when there is nothing."""
+        if self._folder is None:
+            return None
+        try:
+            digest = bytes.fromhex(self._pointer(codec_id, owner).read_text("ascii"))
+        except (OSError, ValueError):
+            return None
+        return self.find(codec_id, digest)
+
+    def store(self, codec_id: str, learned: Any, owner: str = "") -> Any:
+        """Keeps something and writes its file, atomically; returns it.
+
+        Args:
+            codec_id: whose knowledge it is.
+            learned: the knowledge.
+            owner: a name, usable in a file name, for which `latest` finds it again; "" for none.
+        """
+        kind = kind_of(codec_id)
+        if kind is None:
+            raise ValueError(f"{codec_id} learns nothing")
+        digest = kind.digest(learned)
+        with self._lock:
+            self._known[codec_id, digest] = learned
+        if self._folder is None:
+            return learned
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{digest.hex()}{kind.suffix}"
+        if not path.exists():
+            _publish(path, learned.save)
+        if owner:
+            _publish(self._pointer(codec_id, owner), lambda temp: _write_text(temp, digest.hex()))
+        return learned
+
+    def _pointer(self, codec_id: str, owner: str) -> Path:
+        return Path(self._folder or "") / f"{owner}.{codec_id}"
+
+    def _read(self, codec_id: str, digest: bytes) -> Any | None:
+        kind = kind_of(codec_id)
+        if kind is None or self._folder is None or not 0 < len(digest) <= MAX_DIGEST_BYTES:
+            return None
+        found = self._read_file(kind, self._folder / f"{digest.hex()}{kind.suffix}")
+        return found if found is not None and kind.digest(found) == digest else None
+
+    @staticmethod
+    def _read_file(kind: LearnedKind, path: Path) -> Any | None:
+        try:
+            return kind.load(path)
+        except (CodecError, OSError) as error:
+            logger.warning("hier-kv: %s cannot be used: %s", path, error)
+            return None
+
+
+def _publish(path: Path, write: Callable[[Path], Any]) -> None:
+    temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    write(temp)
+    temp.replace(path)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, "ascii")

@@ -1,0 +1,92 @@
+"""Builds the codec of pages on disk from the settings, the KV pool and the files of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_ext.codec.base import CodecError
+from sglang_ext.codec.learned import kind_of
+from sglang_ext.codec.profile_paths import find_profile
+from sglang_ext.config import HierKVConfig, HierKVConfigError
+from sglang_ext.layout import PageLayout
+from sglang_ext.namespace import digest_model
+from sglang_ext.page_codec import CodedShape, PageCodec, parse_level
+from sglang_ext.pools import DevicePool
+
+PROFILE_FOLDER = "profiles"
+_DTYPE_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+}
+
+
+def build_page_codec(
+    config: HierKVConfig, pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype, runner: Any
+) -> PageCodec | None:
+    """The codec of pages on disk; None without a disk tier, or where codecs cannot see the pool.
+
+    With the codec "none" nothing is coded, and what an earlier run coded is still decoded.
+
+    Args:
+        config: the settings.
+        pool: the device pool.
+        layout: of its pages.
+        kv_dtype: of the pool; fp8 pools hold bytes and are told apart by it.
+        runner: SGLang's model runner: the weights name what is learned about the model, and a
+            calibrated profile may lie in the model's folder or the cache folder.
+
+    Raises:
+        HierKVConfigError: codec, level or profile cannot be had with this model; one sentence.
+    """
+    if not config.disk_dir:
+        return None
+    codec_id = config.of_tier("codec", "disk")
+    try:
+        name = _DTYPE_NAMES.get(kv_dtype)
+        if name is None:
+            raise CodecError(f"codecs know no KV dtype {kv_dtype}")
+        shape = CodedShape.of(layout, name, int(pool.k[0].shape[2]))
+        return PageCodec(
+            shape,
+            codec_id,
+            parse_level(codec_id, config.of_tier("level", "disk")),
+            learned=_learned(config, codec_id, str(runner.server_args.model_path)),
+            folder=Path(config.disk_dir) / PROFILE_FOLDER,
+            owner=digest_model(runner.model).hex()[:16],
+        )
+    except CodecError as error:
+        if codec_id == "none":
+            return None
+        raise HierKVConfigError(f"--hier-kv-codec {codec_id}: {error}.") from error
+
+
+def _learned(config: HierKVConfig, codec_id: str, model_path: str) -> Any | None:
+    """What the settings or the files of the model have for the codec; None to learn it in service.
+
+    Raises:
+        HierKVConfigError: a file was named and cannot be used.
+        CodecError: the file beside the model or in the cache folder cannot be used.
+    """
+    kind = kind_of(codec_id)
+    if config.profile:
+        if kind is None:
+            raise HierKVConfigError(
+                f"--hier-kv-profile has no effect with --hier-kv-codec {codec_id}; leave it out."
+            )
+        try:
+            return kind.load(Path(config.profile))
+        except (OSError, CodecError) as error:
+            raise HierKVConfigError(
+                f"--hier-kv-profile {config.profile} cannot be used: {error}; make one with "
+                "`hier-kv calibrate` or leave it out."
+            ) from error
+    if kind is None:
+        return None
+    found = find_profile(model_path) if codec_id == "hier" else None
+    return kind.load(found) if found is not None else None

@@ -1,0 +1,225 @@
+"""Each codec on the disk tier of the running server: what comes back, and how good it is.
+
+Chats go through a server whose DRAM holds a part of them, so their history comes back from coded
+pages. With a lossless codec every answer is bit-equal to that of plain SGLang. With a lossy one
+the server's own log-probabilities, over prefixes that lie coded on disk, are compared with exact
+ones; the same comparison is made with the codec alone (`sglang_ext.codec.hf_capture`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from bench.server import Server
+from bench.workload import ASSETS
+from sglang_ext.codec.base import create_codec
+from sglang_ext.codec.hf_capture import CausalLm
+from sglang_ext.codec.learned import kind_of
+from tests.e2e.hier_server import (
+    PAGE,
+    ask,
+    by_tier,
+    hier_args,
+    real_prompts,
+    settled,
+    state,
+    tokens_and_logprobs,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+LOSSLESS = ["none", "zstd", "lossless"]
+LOSSY = ["hier", "cachegen-paper", "cachegen-released"]
+# The baselines are slow, and this is not about time.
+WAIT = ["--hier-kv-prefetch-policy", "wait_complete"]
+POOL = ["--max-total-tokens", "4096", "--page-size", str(PAGE)]
+PREFIX, FOLLOWING, NUM_WINDOWS, NUM_TOP = 20 * PAGE, 200, 6, 256
+NUM_CHATS, NUM_TURNS, TURN = 12, 4, 3 * PAGE + 10
+
+
+Answer = tuple[list[int], list[float]]
+Top = list[dict[int, float]]  # for each token of a window, the likeliest and their logarithms
+
+
+class Plain(NamedTuple):
+    """What plain SGLang answers, its pool being large enough to hit everything on the device."""
+
+    chats: list[Answer]
+    reused: list[int]
+    windows: list[Top]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    log = tmp_path_factory.mktemp("plain") / "server.log"
+    with Server(
+        ["--max-total-tokens", "65536", "--page-size", str(PAGE)], log_path=log, stop="kill"
+    ) as server:
+        answers = list(talk(server))
+        for window in windows():
+            ask(server, window[:PREFIX], 1)
+        tops = [top_logprobs(server, window) for window in windows()]
+    chats = [tokens_and_logprobs(answer) for answer in answers]
+    return Plain(chats, [int(a["meta_info"]["cached_tokens"]) for a in answers], tops)
+
+
+def talk(server: Server) -> Iterator[dict[str, Any]]:
+    """Answers to every turn of every chat, all chats between two turns of one, one at a time."""
+    histories = list(real_prompts([4 * PAGE + 7 * n for n in range(NUM_CHATS)], seed=3))
+    messages = real_prompts([TURN] * NUM_TURNS * NUM_CHATS, seed=5)
+    for _ in range(NUM_TURNS):
+        for history in histories:
+            history += next(messages)
+            answer = ask(server, history)
+            history += answer["output_ids"]
+            yield answer
+
+
+def windows() -> list[list[int]]:
+    return list(real_prompts([PREFIX + FOLLOWING] * NUM_WINDOWS, seed=4))
+
+
+def top_logprobs(server: Server, window: list[int], tier: str = "device") -> Top:
+    """The model's own distributions over a window's last tokens, its prefix being cached."""
+    answer = server.generate(
+        input_ids=window,
+        sampling_params={"max_new_tokens": 1, "ignore_eos": True},
+        return_logprob=True,
+        logprob_start_len=PREFIX,
+        top_logprobs_num=NUM_TOP,
+    )
+    meta = answer["meta_info"]
+    assert meta["cached_tokens"] == PREFIX
+    if tier != "device":
+        assert by_tier(answer)[tier] == PREFIX
+    return [{token: log for log, token, *_ in row} for row in meta["input_top_logprobs"] if row]
+
+
+def mean_kl(reference: list[Top], other: list[Top]) -> float:
+    """Mean KL divergence with all tokens but the likeliest of both taken together, in nats."""
+    found = []
+    for rows in zip(reference, other, strict=True):
+        for ours, theirs in zip(*rows, strict=True):
+            both = sorted(ours.keys() & theirs.keys())
+            p, q = (np.exp([row[token] for token in both]) for row in (ours, theirs))
+            p, q = (np.append(share, max(1e-9, 1 - share.sum())) for share in (p, q))
+            found.append(float(np.sum(p * np.log(p / q))))
+    return float(np.mean(found))
+
+
+def push_out(server: Server) -> None:
+    """Fills DRAM with other pages, until no page of a window is left there, and drops the device's.
+
+    What lies on disk is then all that is left of the windows.
+    """
+    for prompt in real_prompts([30 * PAGE] * 3, seed=6):
+        ask(server, prompt, 1)
+        settled(server, 60)
+    server.post("/flush_cache")
+
+
+def codec_args(folder: Path, codec: str, host_pages: int) -> list[str]:
+    return [*hier_args(folder, host_pages=host_pages), *POOL, *WAIT, "--hier-kv-codec", codec]
+
+
+@pytest.mark.parametrize("codec", LOSSLESS)
+def test_lossless_codecs_answer_bit_for_bit_as_plain(
+    codec: str, plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = codec_args(tmp_path, codec, NUM_CHATS * 5)
+    with Server(args, log_path=tmp_path / "server.log", stop="kill") as server:
+        answers = list(talk(server))
+        found = settled(server)
+    tiers = [by_tier(answer) for answer in answers]
+    assert [a["meta_info"]["cached_tokens"] for a in answers] == plain.reused
+    assert sum(tier.get("disk", 0) for tier in tiers) > 0.3 * sum(plain.reused)
+    assert [tokens_and_logprobs(answer) for answer in answers] == plain.chats
+    assert not any(quality(answer) for answer in answers)
+    report(capsys, codec, found)
+    if codec != "none":
+        assert found["disk"]["codec"]["pages_decoded"] > 0
+
+
+def quality(answer: dict[str, Any]) -> str:
+    """What the answer says of the KV that it reused; nothing when all was exact."""
+    details = answer["meta_info"].get("cached_tokens_details") or {}
+    return str(details.get("hier_kv", {}).get("quality", ""))
+
+
+def report(capsys: pytest.CaptureFixture[str], codec: str, found: dict[str, Any]) -> None:
+    host, disk = found["host"], found["disk"]
+    with capsys.disabled():
+        print(
+            f"\n{codec}: {host.get('written_pages', 0)} pages written to disk, "
+            f"{disk['used_bytes'] / 1e6:.1f} MB; {disk.get('codec')}"
+        )
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_quality_through_the_server_is_the_codecs_own(
+    codec: str, plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Server(
+        codec_args(tmp_path, codec, 70), log_path=tmp_path / "server.log", stop="kill"
+    ) as server:
+        learn(server, codec)
+        for window in windows():
+            ask(server, window[:PREFIX], 1)
+            settled(server, 60)
+        push_out(server)
+        lossy = [top_logprobs(server, window, "disk") for window in windows()]
+        found = settled(server)
+    assert found["disk"]["codec"]["pages_decoded"] >= NUM_WINDOWS * PREFIX // PAGE
+    served = mean_kl(plain.windows, lossy)
+    alone = kl_of_codec_alone(codec, tmp_path)
+    report(capsys, codec, found)
+    with capsys.disabled():
+        print(f"{codec}: KL {served:.5f} through the server, {alone:.5f} of the codec alone")
+    assert 0.7 < served / alone < 1.4
+
+
+def learn(server: Server, codec: str) -> None:
+    """Shows the codec enough text to learn from, if it has to, and waits until it has."""
+    if codec == "cachegen-released":
+        return
+    for prompt in real_prompts([28 * PAGE] * 4, seed=7):
+        ask(server, prompt, 1)
+    deadline = time.monotonic() + 120
+    for prompt in real_prompts([2 * PAGE] * 400, seed=8):
+        if state(server)["disk"]["codec"].get("pages_coded"):
+            return
+        assert time.monotonic() < deadline, state(server)
+        ask(server, prompt, 1)
+        settled(server)
+
+
+def kl_of_codec_alone(codec_id: str, folder: Path) -> float:
+    """The same windows without a server: KV of the model in float32, coded page by page."""
+    files = list((folder / "disk" / "profiles").glob("*.hk*"))
+    learned = None
+    if codec_id != "cachegen-released":
+        kind = kind_of(codec_id)
+        assert kind is not None
+        (file,) = (path for path in files if path.suffix == kind.suffix)
+        learned = kind.load(file)
+    codec = create_codec(codec_id, dtype="bf16", profile=learned)
+    model = CausalLm(str(ASSETS / "tinylm"))
+    found = []
+    for window in windows():
+        prefix, following = np.array(window[:PREFIX]), np.array(window[PREFIX:])
+        planes = model.prefill(prefix).planes
+        decoded = np.empty_like(planes)
+        for start in range(0, PREFIX, PAGE):
+            page = np.ascontiguousarray(planes[:, start : start + PAGE])
+            out = np.empty_like(page)
+            codec.decode(codec.encode(page, raw_tokens=None if start == 0 else 0), out)
+            decoded[:, start : start + PAGE] = out
+        p, q = (model.continuation(kv, following)[:-1] for kv in (planes, decoded))
+        found.append(float((np.exp(p) * (p - q)).sum(-1).mean()))
+    return float(np.mean(found))
