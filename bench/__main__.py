@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Progress() as progress:
             for name in names:
                 progress.stage(f"{name}: {CASES[name].summary}")
-                objects[name], report = run_case(name, Options(args.quick, progress))
+                objects[name], report = run_case(name, options(args, progress))
                 progress.done()
                 _print(name, report)
     except DirtyTreeError as error:
@@ -72,8 +72,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="fewer repetitions, at most 4 minutes, the same keys"
     )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="codec: a Hugging Face model instead of tinylm"
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="codec: text; 60 %% calibrates, the rest tests"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: build/bench/CASE.json")
     return parser
+
+
+def options(args: argparse.Namespace, progress: Progress) -> Options:
+    """What the command line says of how to run a case."""
+    return Options(args.quick, progress, model=args.model, text=args.text)
 
 
 def _case_help(name: str) -> str:

@@ -38,11 +38,15 @@ class Options:
         quick: end within 4 minutes, with fewer repetitions and the same keys.
         progress: where long work says how far it is.
         out_dir: folder for plots; it exists.
+        model: a model's folder instead of the bundled one, for cases that take one.
+        text: a text file for that model.
     """
 
     quick: bool
     progress: Progress
     out_dir: Path = OUT_DIR
+    model: Path | None = None
+    text: Path | None = None
 
 
 @dataclass
@@ -97,6 +101,15 @@ CASES: dict[str, Case] = {
         "copies with rotation against memcpy, disk tier against raw I/O, page index",
         "memcpy_gb_s, host_save_gb_s, host_load_gb_s, disk_write_gb_s, disk_read_gb_s, "
         "raw_disk_write_gb_s, raw_disk_read_gb_s, index: [{pages, lookups_per_s, bytes_per_page}]",
+    ),
+    "codec": Case(
+        "bench.codec",
+        "rate against damage of every codec, speed of the product's engines",
+        "product_codec, points: [{codec, level, chunk_tokens, bits_per_value, kl, kl_p99, "
+        "ppl_delta, top1_agreement, recall}], shifted_points, stress_points, ablation_points, "
+        "encode_mb_s, decode_mb_s: {engine: MB/s}, entropy_gap: {1500, 256}, size_ratio, "
+        "kl_against_best_baseline, contribution, layer_sensitivity, entropy_by_grouping, "
+        "storing_all_levels_bits, entropy_stage, compared_speed",
     ),
     "faults": Case(
         "bench.faults_case",

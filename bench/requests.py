@@ -52,7 +52,8 @@ def timed(server: Server, ids: Sequence[int], num_new: int = 1) -> Timed:
 def by_tier(meta: dict[str, Any]) -> dict[str, int]:
     """Reused tokens by tier, from an answer's `meta_info`."""
     details = meta.get("cached_tokens_details") or {}
-    return {tier: int(tokens) for tier, tokens in (details.get("hier_kv") or {}).items()}
+    report = details.get("hier_kv") or {}
+    return {tier: num for tier, num in report.items() if isinstance(num, int)}
 
 
 def expect_tier(answer: Timed, tier: str, tokens: int, what: str) -> Timed:

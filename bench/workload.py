@@ -348,5 +348,6 @@ def reply_of(answer: dict[str, Any], seconds: float = 0.0) -> Reply:
     """Reads an answer of SGLang's ``/generate``."""
     meta = answer["meta_info"]
     details = meta.get("cached_tokens_details") or {}
-    by_tier = details.get("hier_kv") or {}
+    report = details.get("hier_kv") or {}
+    by_tier = {tier: num for tier, num in report.items() if isinstance(num, int)}
     return Reply(tuple(answer["output_ids"]), int(meta["cached_tokens"]), by_tier, seconds)
