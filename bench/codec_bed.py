@@ -23,6 +23,7 @@ from sglang_ext.codec.profile import Profile
 
 BUNDLED_MODEL = ROOT / "tests" / "assets" / "tinylm"
 BUNDLED_PROFILE = ROOT / "tests" / "assets" / "tinylm.hkp"
+_MAX_HELD_BYTES = 2 << 30  # of each of calibration, test and shifted windows
 _OUTLIER_FACTOR = 16.0  # a power of two: the changed model computes the same, bit by bit
 _OUTLIER_PAIRS = 2  # of each KV head's K; as many channels of its V
 
@@ -147,9 +148,12 @@ def _calibrated(path: Path, corpus: Corpus, options: Options) -> Profile:
 def _fill(
     lm: CausalLm, corpus: Corpus, profile: Profile, options: Options, counts: tuple[int, int, int]
 ) -> Bed:
-    num_test, num_side, num_recall = counts
+    # Of a large model fewer windows are held at a time.
+    window_bytes = 8 * PREFIX_TOKENS * lm.num_layers * lm.num_kv_heads * lm.head_dim
+    most = max(2, _MAX_HELD_BYTES // window_bytes)
+    num_test, num_side, num_recall = (min(count, most) for count in counts)
     options.progress.update("KV of calibration and test text")
-    calibration = _spread(corpus.calibration, 10 if options.quick else 40)
+    calibration = _spread(corpus.calibration, min(most, 10 if options.quick else 40))
     return Bed(
         lm=lm,
         dtype=lm.kv_dtype,

@@ -22,7 +22,8 @@ import numpy.typing as npt
 from sglang_ext.codec import design
 from sglang_ext.codec.float_bits import to_float32
 from sglang_ext.codec.moments import NUM_SINKS, MomentSums, num_samples, rows_of, usable
-from sglang_ext.codec.profile import MAX_LEVELS, Profile
+from sglang_ext.codec.profile import Profile
+from sglang_ext.codec.profile_file import MAX_LEVELS
 
 __all__ = [
     "NUM_SINKS",

@@ -1,9 +1,7 @@
 """Profiles: what codec ``hier`` knows of a model, measured once, kept in a ``.hkp`` file.
 
-The file: ``HKVP``, version u16, length of the header u32, the header (msgpack), the arrays (one
-zstandard frame; each little-endian in the narrowest integers that hold it, bytes of equal weight
-together), and xxh3-64 of all that. Nothing in it is trusted: sizes are bounded before memory is
-taken, and :meth:`Profile.validate` checks every invariant that encoders and decoders rely on.
+Nothing in a file is trusted: `profile_file` bounds sizes before memory is taken, and
+:meth:`Profile.validate` checks every invariant that encoders and decoders rely on.
 """
 
 from __future__ import annotations
@@ -16,51 +14,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
-import xxhash
-import zstandard
 
-from sglang_ext.codec.base import MAX_CHANNELS, MAX_PLANES, CodecError
+from sglang_ext.codec.base import CodecError
+from sglang_ext.codec.profile_file import ARRAYS, INTS, MAX_LEVELS, pack, unpack
 from sglang_ext.kernels.kvquant.spec import TransformArrays
-
-# Stored on disk; never renumber.
-_MAGIC, _VERSION = b"HKVP", 1
-_HEAD = struct.Struct("<4sHI")
-_MAX_HEADER_BYTES = 1 << 16
-_MAX_CONTENT_BYTES = 1 << 32
 
 PROB_SUM = 4096
 ALPHABET = 256
 MAX_RADIUS = 126
 NUM_CONTEXTS = 3
-MAX_LEVELS = 16
 MAX_TABLES = 4096
 MAX_RAW_TOKENS = 64
 # Of coefficients that lie outside their table: more would cost as much as a refinement layer does.
 _MAX_ESCAPES = 3e-4
-
-_INTS = (
-    "num_planes", "num_channels", "head_dim", "block_channels", "num_levels", "default_level",
-    "raw_tokens", "num_tables",
-)  # fmt: skip
-# In the order of the file, and of the digest.
-_ARRAYS: dict[str, str] = {
-    "grid_exp": "|i1",
-    "mean": "<i4",
-    "forward": "<i4",
-    "inverse": "<i4",
-    "inv_step": "<f8",
-    "recon_shift": "|u1",
-    "mean_f32": "<f4",
-    "out_scale": "<f4",
-    "num_live": "<i4",
-    "classes": "<u2",
-    "refine_classes": "<u2",
-    "freqs": "<u2",
-    "radius": "|u1",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +124,7 @@ class Profile:
             num_channels=self.num_channels,
             block_channels=self.block_channels,
             num_levels=self.num_levels,
-            **{name: getattr(self, name) for name in _ARRAYS if name != "freqs"},
+            **{name: getattr(self, name) for name in ARRAYS if name != "freqs"},
         )
 
     @cached_property
@@ -177,8 +145,8 @@ class Profile:
     def digest(self) -> bytes:
         """32 bytes that name this profile in streams: of all numbers, not of ``source``."""
         digest = hashlib.blake2b(digest_size=32)
-        digest.update(struct.pack(f"<{len(_INTS)}q", *(self._ints()[name] for name in _INTS)))
-        for name, kind in _ARRAYS.items():
+        digest.update(struct.pack(f"<{len(INTS)}q", *(self._ints()[name] for name in INTS)))
+        for name, kind in ARRAYS.items():
             digest.update(np.ascontiguousarray(getattr(self, name), kind).data)
         return digest.digest()
 
@@ -194,15 +162,7 @@ class Profile:
 
     def to_bytes(self) -> bytes:
         """The content of a file; the same on every machine for the same zstandard release."""
-        stored = {name: _narrow(getattr(self, name), kind) for name, kind in _ARRAYS.items()}
-        header: dict[str, Any] = dict(self._ints())
-        header["widths"] = {name: array.itemsize for name, array in stored.items()}
-        header["source"] = self.source[:4096]
-        packed = msgpack.packb(header)
-        content = b"".join(_shuffled(array) for array in stored.values())
-        frame = zstandard.ZstdCompressor(level=19).compress(content)
-        body = _HEAD.pack(_MAGIC, _VERSION, len(packed)) + packed + frame
-        return bytes(body + xxhash.xxh3_64_digest(body))
+        return pack({name: getattr(self, name) for name in ARRAYS}, self._ints(), self.source)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -224,22 +184,13 @@ class Profile:
         Raises:
             CodecError: it is none, or damaged.
         """
-        if len(data) < _HEAD.size + 8 or data[:4] != _MAGIC:
-            raise CodecError("expected a profile (magic HKVP)")
-        if xxhash.xxh3_64_digest(data[:-8]) != data[-8:]:
-            raise CodecError("the profile is damaged: wrong checksum; calibrate again")
-        _, version, num_header = _HEAD.unpack_from(data)
-        if version != _VERSION:
-            raise CodecError(f"expected profile version {_VERSION}, got {version}")
-        if num_header > min(_MAX_HEADER_BYTES, len(data) - _HEAD.size - 8):
-            raise CodecError(f"profile header of {num_header} bytes is too long")
-        ints, widths, source = _parse_header(data[_HEAD.size : _HEAD.size + num_header])
-        frame = data[_HEAD.size + num_header : -8]
-        fields: dict[str, Any] = _parse_arrays(frame, ints, widths) | _fields(ints)
+        arrays, ints, source = unpack(data)
+        fields: dict[str, Any] = arrays | ints
+        fields.pop("num_tables")
         return cls(**fields, source=source)
 
     def _ints(self) -> dict[str, int]:
-        values = {name: getattr(self, name) for name in _INTS if name != "num_tables"}
+        values = {name: getattr(self, name) for name in INTS if name != "num_tables"}
         return values | {"num_tables": len(self.freqs)}
 
     @cached_property
@@ -249,10 +200,6 @@ class Profile:
         return np.asarray(((self.freqs > 0) == used).all(1))
 
 
-def _fields(ints: dict[str, int]) -> dict[str, Any]:
-    return {name: value for name, value in ints.items() if name != "num_tables"}
-
-
 def _check_tables(freqs: npt.NDArray[Any], radius: npt.NDArray[Any]) -> None:
     if freqs.dtype != np.uint16 or freqs.ndim != 2 or freqs.shape[1] != ALPHABET:
         raise CodecError(f"profile: freqs must be u16 [K, 256], got {freqs.dtype} {freqs.shape}")
@@ -260,90 +207,3 @@ def _check_tables(freqs: npt.NDArray[Any], radius: npt.NDArray[Any]) -> None:
         raise CodecError(f"profile: expected 1 to {MAX_TABLES} tables, each with a radius")
     if (freqs.sum(1, dtype=np.int64) != PROB_SUM).any() or freqs[0, 0] != PROB_SUM:
         raise CodecError("profile: tables must sum to 4096, and the first be the padding's")
-
-
-def _parse_header(data: bytes) -> tuple[dict[str, int], dict[str, int], str]:
-    """Integers, widths of the stored arrays, and source; all of known types and bounded."""
-    try:
-        header = msgpack.unpackb(data, strict_map_key=True, max_map_len=64)
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        raise CodecError(f"profile header: {error}") from error
-    widths = header.get("widths") if isinstance(header, dict) else None
-    source = header.get("source") if isinstance(header, dict) else None
-    if not isinstance(widths, dict) or not isinstance(source, str):
-        raise CodecError("profile header lacks fields")
-    ints = {name: header.get(name) for name in _INTS}
-    limits = {"num_planes": MAX_PLANES, "num_channels": MAX_CHANNELS, "num_levels": MAX_LEVELS}
-    for name, value in ints.items():
-        if type(value) is not int or not 0 <= value <= limits.get(name, 1 << 20):
-            raise CodecError(f"profile header: {name} is {value!r}")
-    for name, kind in _ARRAYS.items():
-        size = np.dtype(kind).itemsize
-        allowed = (1, 2, 4) if np.dtype(kind).kind == "i" else (size,)
-        if widths.get(name) not in allowed or widths[name] > size:
-            raise CodecError(f"profile header: {name} has a width of {widths.get(name)!r} bytes")
-    return ints, widths, source
-
-
-def _parse_arrays(frame: bytes, ints: dict[str, int], widths: dict[str, int]) -> dict[str, Any]:
-    n, levels, tables = ints["block_channels"], ints["num_levels"], ints["num_tables"]
-    total = ints["num_planes"] * ints["num_channels"]
-    if not n or not total or total % n:
-        raise CodecError(f"profile: blocks of {n} channels do not cover {total}")
-    b = total // n
-    shapes = dict.fromkeys(_ARRAYS, (levels, b, n)) | {
-        "grid_exp": (b, n),
-        "mean": (b, n),
-        "mean_f32": (b, n),
-        "forward": (b, n, n),
-        "inverse": (b, n, n),
-        "num_live": (levels, b),
-        "freqs": (tables, ALPHABET),
-        "radius": (tables,),
-    }
-    sizes = {name: int(np.prod(shape, dtype=object)) for name, shape in shapes.items()}
-    expected = sum(sizes[name] * widths[name] for name in _ARRAYS)
-    if expected > _MAX_CONTENT_BYTES:
-        raise CodecError(f"profile of {expected} bytes is too large")
-    content = _decompress(frame, expected)
-    arrays, start = {}, 0
-    for name, kind in _ARRAYS.items():
-        end = start + sizes[name] * widths[name]
-        arrays[name] = _unshuffled(content[start:end], kind, widths[name]).reshape(shapes[name])
-        start = end
-    return arrays
-
-
-def _decompress(frame: bytes, expected: int) -> memoryview:
-    try:
-        if zstandard.frame_content_size(frame) != expected:
-            raise CodecError("profile: the arrays have another size than the header says")
-        content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=expected)
-    except zstandard.ZstdError as error:
-        raise CodecError(f"profile: {error}") from error
-    if len(content) != expected:
-        raise CodecError(f"profile: expected {expected} bytes, got {len(content)}")
-    return memoryview(content)
-
-
-def _narrow(array: npt.NDArray[Any], kind: str) -> npt.NDArray[Any]:
-    """The array in the narrowest signed integers that hold it; others as they are."""
-    if np.dtype(kind).kind == "i" and array.size:
-        low, high = int(array.min()), int(array.max())
-        for width in (1, 2):
-            limit = 1 << (8 * width - 1)
-            if width < np.dtype(kind).itemsize and -limit <= low and high < limit:
-                return np.ascontiguousarray(array, f"<i{width}")
-    return np.ascontiguousarray(array, kind)
-
-
-def _shuffled(array: npt.NDArray[Any]) -> bytes:
-    """Bytes of equal weight together, which compresses better."""
-    return array.reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T.tobytes()
-
-
-def _unshuffled(data: memoryview, kind: str, width: int) -> npt.NDArray[Any]:
-    code = np.dtype(kind)
-    stored = np.dtype(f"<{code.kind}{width}")
-    grouped = np.frombuffer(data, np.uint8).reshape(width, -1)
-    return np.ascontiguousarray(grouped.T).reshape(-1).view(stored).astype(code.newbyteorder("="))

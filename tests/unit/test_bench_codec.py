@@ -274,6 +274,26 @@ def test_speed_at_other_head_dims_uses_the_same_values() -> None:
     assert all(1.0 < speed.bits_per_value < 4.0 for speed in speeds)
 
 
+def test_outlier_channels_change_the_cache_and_nothing_else() -> None:
+    from bench.codec_bed import BUNDLED_MODEL, add_outliers
+    from bench.codec_corpus import make_recall
+    from sglang_ext.codec.hf_capture import CausalLm
+
+    lm = CausalLm(str(BUNDLED_MODEL))
+    prompt = make_recall(lm, 3, num_pairs=8)
+    given = prompt.questions[0].given
+    assert "".join(lm.tokenizer.decode(prompt.prefix)).count("register") == 8
+    before = lm.prefill(prompt.prefix)
+    said = lm.continuation(before.rotated, given, rotated=True)
+    add_outliers(lm)
+    after = lm.prefill(prompt.prefix)
+    again = lm.continuation(after.rotated, given, rotated=True)
+    assert np.abs(said - again).max() < 1e-3
+    old, new = (to_float32(capture.planes, "bf16") for capture in (before, after))
+    changed = np.abs(new).max(axis=1) > 4 * np.abs(old).max(axis=1)
+    assert (changed.sum(axis=1) == [8, 4] * lm.num_layers).all()
+
+
 def test_plots_are_written(tmp_path: Path) -> None:
     from bench.codec_plots import plot_layers, plot_rate_against_damage, plot_speed
 

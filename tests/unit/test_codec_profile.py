@@ -21,7 +21,8 @@ from sglang_ext.codec.entropy_tables import (
     integer_freqs,
     refine_tables,
 )
-from sglang_ext.codec.profile import _HEAD, Profile
+from sglang_ext.codec.profile import Profile
+from sglang_ext.codec.profile_file import _HEAD
 
 TINYLM = Path(__file__).parents[1] / "assets" / "tinylm.hkp"
 
