@@ -60,7 +60,7 @@ def build_page_codec(
             folder=Path(config.disk_dir) / PROFILE_FOLDER,
             owner=digest_model(runner.model).hex()[:16],
         )
-    except CodecError as error:
+    except (CodecError, OSError) as error:
         if codec_id == "none":
             return None
         raise HierKVConfigError(f"--hier-kv-codec {codec_id}: {error}.") from error

@@ -135,6 +135,7 @@ class PageCodec(PageTranscoder):
         self._codecs: dict[tuple[str, bytes], Codec | None] = {}  # guarded by _lock
         self._samples: list[PlaneArray] = []  # guarded by _lock
         self._num_samples = 0  # tokens; guarded by _lock
+        self._closed = False  # guarded by _lock
         self._encoder: tuple[Codec, bytes] | None = None  # set once
         self._learner: threading.Thread | None = None  # guarded by _lock
         if self.encodes:
@@ -143,7 +144,9 @@ class PageCodec(PageTranscoder):
     def _prepare(self, learned: Any) -> None:
         """Makes the encoder from what is known already."""
         if kind_of(self._codec_id) is None:
-            self._encoder = (create_codec(self._codec_id, dtype=self._shape.dtype), b"")
+            codec = create_codec(self._codec_id, dtype=self._shape.dtype)
+            self._try_out(codec)
+            self._encoder = (codec, b"")
             return
         if learned is not None:
             self._use(self._known.store(self._codec_id, learned))
@@ -206,7 +209,13 @@ class PageCodec(PageTranscoder):
         return self._has_sound_tail(out_slot, tail_bytes)
 
     def close(self) -> None:
-        """Waits for a profile that is being learned."""
+        """Begins to learn nothing any more. Contract of `PageTranscoder`."""
+        with self._lock:
+            self._closed = True
+            self._samples.clear()
+
+    def wait_learned(self) -> None:
+        """Waits for a profile that is being made."""
         with self._lock:
             learner = self._learner
         if learner is not None:
@@ -258,7 +267,7 @@ class PageCodec(PageTranscoder):
         per_token = planes.shape[0] * planes.shape[2] * planes.itemsize
         wanted = min(_SAMPLE_TOKENS, max(planes.shape[1], _SAMPLE_BYTES // per_token))
         with self._lock:
-            if self._learner is not None:
+            if self._learner is not None or self._closed:
                 return
             self._samples.append(planes.copy())
             self._num_samples += planes.shape[1]
@@ -294,11 +303,15 @@ class PageCodec(PageTranscoder):
             raise ValueError(f"{self._codec_id} learns nothing")
         shape = self._shape
         codec = create_codec(self._codec_id, dtype=shape.dtype, profile=learned)
-        # Also proves that the profile is of this model, and compiles what is not compiled yet.
-        zeros = np.zeros((shape.num_planes, shape.layout.page_size, shape.num_channels), np.uint16)
-        zeros = zeros.astype(kv_dtype(shape.dtype).storage)
-        codec.decode(codec.encode(zeros, level=self._level), zeros)
+        self._try_out(codec)
         self._encoder = (codec, kind.digest(learned))
+
+    def _try_out(self, codec: Codec) -> None:
+        """Proves that level and profile are of this model, and compiles what is not compiled."""
+        shape = self._shape
+        axes = (shape.num_planes, shape.layout.page_size, shape.num_channels)
+        zeros = np.zeros(axes, kv_dtype(shape.dtype).storage)
+        codec.decode(codec.encode(zeros, level=self._level), zeros)
 
     def _count(self, name: str) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ Every method runs on the scheduler's thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,12 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_ext.provenance import DeviceProvenance
 from sglang_ext.request_state import find_state, state_of, wants_exact
-from sglang_ext.tiers.quality import Quality
+from sglang_ext.tiers.quality import Qualities, Quality
 
 if TYPE_CHECKING:
     from sglang_ext.cache import HierKVRadixCache
+
+logger = logging.getLogger(__name__)
 
 _ON_SESSION = "_hier_kv_taint"
 _SPARE_MARKS = 1024
@@ -106,14 +109,20 @@ class TaintKeeper:
         on_device = min(matched // cache.page_size, len(keys))
         own = -(-req.kv.cache_protected_len // cache.page_size)  # the tree's are before
         worse = own + np.flatnonzero(self.pages.of(keys[own:on_device]) > quality[own:on_device])
-        rows = self._overwrite(req, node_id, worse)
+        try:
+            rows = self._overwrite(req, node_id, worse)
+        except Exception:
+            # The tree keeps what it has, and SGLang's insert binds the request to that.
+            cache.hier_linker.store.counters.add("device_replace_failures")
+            logger.exception("hier-kv: pages on the device could not be replaced by better ones")
+            rows, worse = None, worse[:0]
         self.pages.note([keys[page] for page in worse], quality[worse])
         self.pages.note(keys[on_device:], quality[on_device:])
         insert()
         state.taint = max(state.taint, self.pages.worst(keys))
         if rows is not None:
             cache.hier_linker.store.counters.add("device_replaced_pages", len(worse))
-            self._save_again(req, keys, worse, rows)
+            self._save_again(req, keys, worse, rows, quality[worse])
 
     def _overwrite(
         self, req: Any, node_id: Any, pages: npt.NDArray[np.int64]
@@ -133,9 +142,14 @@ class TaintKeeper:
         return rows
 
     def _save_again(
-        self, req: Any, keys: list[str], pages: npt.NDArray[np.int64], rows: torch.Tensor
+        self,
+        req: Any,
+        keys: list[str],
+        pages: npt.NDArray[np.int64],
+        rows: torch.Tensor,
+        quality: Qualities,
     ) -> None:
-        """Offers better pages to the tiers, which the tree takes for stored."""
+        """Offers better pages `[n]` to the tiers, which the tree takes for stored already."""
         cache = self._cache
         if cache.checkpoint_space is None:
             return
@@ -148,6 +162,7 @@ class TaintKeeper:
                 rows[start:end].reshape(-1),
                 position=first * cache.page_size,
                 ancestors=keys[:first],
+                quality=quality[start:end],
             )
 
     # ---- sessions: their KV passes from turn to turn outside the tree ----

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 
 from sglang_ext.linker import Hashes, HierKVLinker, Place, hashes_from_hex
 from sglang_ext.request_state import Tier, max_quality_of, state_of
+from sglang_ext.tiers.quality import Qualities
 
 if TYPE_CHECKING:
     import torch
@@ -98,8 +99,9 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         *,
         position: int,
         ancestors: list[str],
+        quality: Qualities,
     ) -> None:
-        """Queues pages of the tree that are exact now for saving, stored as they may be already.
+        """Queues pages of the tree that got better for saving, stored as they may be already.
 
         Args:
             node_id: node at or below the pages, locked until they are saved.
@@ -107,12 +109,13 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             rows: `[N * P]`, rows of the device pool.
             position: index of the first token.
             ancestors: hashes of the pages before.
+            quality: of the pages, u8 `[N]`.
         """
         space = self.cache.checkpoint_space
         if space is None:
             return
         lock = self.cache.inc_lock_ref(node_id).to_dec_params()
-        self.cache_linker.place = Place(space, position, hashes_from_hex(ancestors))
+        self.cache_linker.place = Place(space, position, hashes_from_hex(ancestors), quality)
         try:
             transfer = PoolTransfer(name=PoolName.KV, device_indices=rows, keys=keys)
             queued = self.cache_linker.offload([transfer])

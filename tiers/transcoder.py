@@ -53,6 +53,9 @@ class PageTranscoder(abc.ABC):
             None when the page is better stored raw.
         """
 
+    def close(self) -> None:  # noqa: B027
+        """The store is about to close; pages may still be coded and decoded."""
+
     @abc.abstractmethod
     def decode(self, record: ByteArray, out_slot: ByteArray) -> bool:
         """Decodes one page.

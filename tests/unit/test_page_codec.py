@@ -49,7 +49,7 @@ def learned(codec_id: str, folder: Path | None, level: int | None = None) -> Pag
     for number in range(64):
         if codec.encode(page(number)) is not None:
             break
-    codec.close()
+    codec.wait_learned()
     return codec
 
 

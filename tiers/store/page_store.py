@@ -89,6 +89,7 @@ class PageStore:
         self._opened: set[bytes] = set()  # digests; guarded by _spaces_lock
         self._spaces_lock = threading.Lock()
         self._closed = False
+        self._transcoder = transcoder
         self._packed = transcoder is not None and transcoder.encodes
         self._directory = Directory(
             arena,
@@ -251,6 +252,8 @@ class PageStore:
         if self._closed:
             return
         self._closed = True
+        if self._transcoder is not None:
+            self._transcoder.close()
         if self._promoter is not None:
             self._promoter.close()
         if self._spiller is not None:

@@ -68,10 +68,11 @@ class Spiller:
         """
         directory = self._directory
         while time.monotonic() < deadline_s:
-            if not directory.spill_queue:
-                directory.queue_coldest(self._space_of, self._batch_pages)
-            if not self._write_batch():
-                return 0
+            # Asked again when the queue was empty: the thread may have taken the last of it.
+            if not self._write_batch() and not directory.queue_coldest(
+                self._space_of, self._batch_pages
+            ):
+                break
         return directory.num_unwritten()
 
     def close(self) -> None:
