@@ -34,14 +34,13 @@ from sglang_ext.codec.base import (
     CodecError,
     KVDtype,
     PlaneArray,
-    check_out,
     check_planes,
 )
 from sglang_ext.codec.coded_symbols import pack_symbols, unpack_symbols
-from sglang_ext.codec.container import Buffer, Chunk, Section, write_chunk
+from sglang_ext.codec.container import Buffer, Section, write_chunk
 from sglang_ext.codec.lossless_model import ChannelChoices, RowChoices, choose
 from sglang_ext.codec.lossless_tables import NUM_FAMILIES, table_freqs
-from sglang_ext.codec.none import check_only_level
+from sglang_ext.codec.none import check_only_level, copy_values, open_only_level
 from sglang_ext.codec.zstd import decompress_exactly
 from sglang_ext.kernels.rans import api as rans
 from sglang_ext.kernels.rans.tables import LANES, RansError, Tables
@@ -81,15 +80,11 @@ class LosslessCodec(Codec):
 
     def decode(self, data: Buffer, out: PlaneArray, *, level: int | None = None) -> None:
         """See :meth:`Codec.decode`."""
-        shape = check_out(out, self.dtype)
-        chunk = Chunk(data, codec_id=self.codec_id, dtype=self.dtype, shape=shape)
-        chunk.pick_level(level)
+        chunk = open_only_level(data, out, self, level)
         if chunk.header.sections[0].kind == _RAW:
-            values = chunk.section(_RAW, 0)
-            if len(values) != out.nbytes:
-                raise CodecError(f"a chunk of {out.nbytes} bytes was stored as {len(values)}")
-            out.reshape(-1).view(np.uint8)[:] = np.frombuffer(values, np.uint8)
+            copy_values(chunk.section(_RAW, 0), out)
             return
+        shape = ChunkShape(*out.shape)
         channels = _read_channels(chunk.section(_CHANNELS, 0), shape)
         rows = _read_rows(chunk.section(_ROWS, 0), shape)
         references = _references(rows)

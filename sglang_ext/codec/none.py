@@ -22,6 +22,29 @@ def check_only_level(level: int | None, last_level: int | None) -> None:
         raise CodecError(f"a lossless codec has level 0 only, asked for {level} to {last_level}")
 
 
+def open_only_level(data: Buffer, out: PlaneArray, codec: Codec, level: int | None) -> Chunk:
+    """Opens the stream of a codec that has level 0 only, for decoding into `out`.
+
+    Raises:
+        CodecError: as `Codec.decode`.
+    """
+    shape = check_out(out, codec.dtype)
+    chunk = Chunk(data, codec_id=codec.codec_id, dtype=codec.dtype, shape=shape)
+    chunk.pick_level(level)
+    return chunk
+
+
+def copy_values(values: memoryview, out: PlaneArray) -> None:
+    """Fills `out` with values that were stored as they are.
+
+    Raises:
+        CodecError: they are of another length.
+    """
+    if len(values) != out.nbytes:
+        raise CodecError(f"a chunk of {out.nbytes} bytes was stored as {len(values)}")
+    out.reshape(-1).view(np.uint8)[:] = np.frombuffer(values, np.uint8)
+
+
 class NoneCodec(Codec):
     """No compression. `profile` and `engine` are ignored."""
 
@@ -47,10 +70,5 @@ class NoneCodec(Codec):
 
     def decode(self, data: Buffer, out: PlaneArray, *, level: int | None = None) -> None:
         """See :meth:`Codec.decode`."""
-        shape = check_out(out, self.dtype)
-        chunk = Chunk(data, codec_id=self.codec_id, dtype=self.dtype, shape=shape)
-        chunk.pick_level(level)
-        values = chunk.section(_VALUES, 0)
-        if len(values) != out.nbytes:
-            raise CodecError(f"a chunk of {out.nbytes} bytes was stored as {len(values)}")
-        out.reshape(-1).view(np.uint8)[:] = np.frombuffer(values, np.uint8)
+        chunk = open_only_level(data, out, self, level)
+        copy_values(chunk.section(_VALUES, 0), out)

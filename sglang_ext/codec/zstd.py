@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from sglang_ext.codec.base import Codec, CodecError, KVDtype, PlaneArray, check_out, check_planes
-from sglang_ext.codec.container import Buffer, Chunk, Section, write_chunk
-from sglang_ext.codec.none import check_only_level
+from sglang_ext.codec.base import Codec, CodecError, KVDtype, PlaneArray, check_planes
+from sglang_ext.codec.container import Buffer, Section, write_chunk
+from sglang_ext.codec.none import check_only_level, open_only_level
 
 # Section kinds; stored on disk, never renumber. Which byte order the values were in is the kind.
 _RAW = 1
@@ -68,9 +68,7 @@ class ZstdCodec(Codec):
 
     def decode(self, data: Buffer, out: PlaneArray, *, level: int | None = None) -> None:
         """See :meth:`Codec.decode`."""
-        shape = check_out(out, self.dtype)
-        chunk = Chunk(data, codec_id=self.codec_id, dtype=self.dtype, shape=shape)
-        chunk.pick_level(level)
+        chunk = open_only_level(data, out, self, level)
         kind = chunk.header.sections[0].kind
         if kind not in (_RAW, _BYTE_PLANES):
             raise CodecError(f"zstd has no sections of kind {kind}")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,26 +10,19 @@ import torch
 
 from sglang_ext.kernels import kvquant
 from tests.kernels.kvquant_cases import DTYPES, make_planes, make_transform
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(module: str, tmp_path: Path) -> str:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", module]
-    done = subprocess.run(  # noqa: PLW1510
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.kernels.run_module import run_module
 
 
 def test_interpreted(tmp_path: Path) -> None:
-    assert "all checks passed" in run("tests.kernels.interpret_kvquant", tmp_path)
+    assert "all checks passed" in run_module(
+        "tests.kernels.interpret_kvquant", TRITON_CACHE_DIR=str(tmp_path)
+    )
 
 
 def test_compiles_for_gpus_not_at_hand(tmp_path: Path) -> None:
-    assert "all kernels compiled" in run("tests.kernels.compile_kvquant", tmp_path)
+    assert "all kernels compiled" in run_module(
+        "tests.kernels.compile_kvquant", TRITON_CACHE_DIR=str(tmp_path)
+    )
 
 
 @pytest.mark.gpu

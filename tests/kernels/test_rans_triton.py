@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from sglang_ext.kernels import rans
 from tests.kernels.rans_cases import make_case, make_tables, mutated, same_coded
-
-ROOT = Path(__file__).parents[2]
-
-
-def run_module(name: str) -> str:
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", name], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+from tests.kernels.run_module import run_module
 
 
 def test_interpreted() -> None:

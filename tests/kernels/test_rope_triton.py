@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,17 +9,7 @@ import torch
 from sglang_ext.kernels import rope
 from sglang_ext.kernels.rope import naive
 from tests.kernels.rope_cases import DTYPES, RULES, make_bed, make_spec, random_rows, same_bits
-
-ROOT = Path(__file__).parents[2]
-
-
-def run_module(name: str) -> str:
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", name], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+from tests.kernels.run_module import run_module
 
 
 def test_interpreted() -> None:
