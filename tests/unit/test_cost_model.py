@@ -1,0 +1,377 @@
+"""Load or recompute: against brute force over all split points, and in the corners."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ext.tiers.policy.cost_model import (
+    PROBE_BYTES,
+    PROBE_SHARE,
+    Choice,
+    CostModel,
+    DiskQueue,
+    Prefix,
+)
+
+P = 64
+PAGE_BYTES = 1 << 20
+NOTHING = DiskQueue()
+
+
+def model(
+    *,
+    token_s: float | None = 40e-6,
+    pair_s: float = 4e-9,
+    disk_mb_s: float | None = 1000.0,
+    disk_latency_s: float = 1e-4,
+    load_mb_s: float | None = None,
+    decode_mb_s: float | None = None,
+) -> CostModel:
+    """A model that has measured exactly these speeds."""
+    cost = CostModel(unmeasured_wait_s=2.0)
+    for new, before in [(100, 0), (2000, 0), (8000, 0), (64, 8000)] * 3:
+        if token_s is not None:
+            pairs = new * (before + new / 2)
+            cost.note_prefill([(new, before)], 1e-3 + token_s * new + pair_s * pairs)
+    for power in (20, 22, 24, 27) * 3:
+        size = 1 << power
+        if disk_mb_s is not None:
+            decoded = size if decode_mb_s else 0
+            decode_s = decoded / (1e6 * decode_mb_s) if decode_mb_s else 0.0
+            cost.note_read(size, disk_latency_s + size / (1e6 * disk_mb_s), decoded, decode_s)
+        if load_mb_s is not None:
+            cost.note_load(size, size / (1e6 * load_mb_s))
+    return cost
+
+
+def prefix(
+    pages: Sequence[str],
+    *,
+    new_tokens: int = 100,
+    device_pages: int = 0,
+    page_bytes: int = PAGE_BYTES,
+    coded: float = 0.0,
+) -> Prefix:
+    """Pages by where they lie: `h`ost, `d`isk, `c`oming."""
+    kinds = np.array(list(pages))
+    read = np.where(kinds == "d", page_bytes, 0).astype(np.int64)
+    decoded = np.where(kinds == "d", int(coded * page_bytes), 0).astype(np.int64)
+    tokens = (device_pages + len(kinds)) * P + new_tokens
+    return Prefix(tokens, device_pages * P, P, read, decoded, kinds == "c", page_bytes)
+
+
+def brute_force(cost: CostModel, what: Prefix, queue: DiskQueue, turn_in_s: float) -> list[float]:
+    """Seconds until the prefill is done for each split, term by term from the public estimates."""
+    state = cost.state()
+    spb, latency = 1e-6 / state["disk_read_mb_s"], 1e-3 * state["disk_latency_ms"]
+    times = []
+    for pages in range(len(what.read_bytes) + 1):
+        own = int(what.read_bytes[:pages].sum())
+        arrival = 0.0
+        if own or what.is_coming[:pages].any():
+            arrival = latency + spb * (queue.bytes_ahead + own)
+        before = what.device_tokens + pages * what.page_tokens
+        before = min(before, what.prompt_tokens - 1)
+        compute = cost.prefill_s(what.prompt_tokens - before, before)
+        assert compute is not None
+        times.append(max(arrival, turn_in_s) + compute)
+    return times
+
+
+# ---- against brute force -------------------------------------------------------------------------
+
+LAYOUTS = st.text(alphabet="hdc", min_size=1, max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    layout=LAYOUTS,
+    new_tokens=st.integers(1, 4000),
+    device_pages=st.integers(0, 20),
+    disk=st.sampled_from([1.0, 20.0, 300.0, 900.0, 2500.0, 20000.0]),
+    queued=st.sampled_from([0, 1 << 20, 50 << 20, 1 << 30]),
+    turn=st.sampled_from([0.0, 0.003, 0.05, 0.4, 5.0]),
+)
+def test_the_choice_is_the_best_of_all_splits(
+    layout: str, new_tokens: int, device_pages: int, disk: float, queued: int, turn: float
+) -> None:
+    cost = model(disk_mb_s=disk)
+    what = prefix(layout, new_tokens=new_tokens, device_pages=device_pages)
+    queue = DiskQueue(queued)
+    times = brute_force(cost, what, queue, turn)
+    verdict = cost.judge(what, queue, turn)
+    in_dram = next((at for at, kind in enumerate(layout) if kind != "h"), len(layout))
+    if in_dram == len(layout):
+        assert (verdict.choice, verdict.pages) == (Choice.NONE, len(layout))
+        return
+    assert verdict.pages >= in_dram  # what is in DRAM is used in any case
+    # The state dump's figures are rounded, hence the tolerance.
+    assert times[verdict.pages] <= min(times[in_dram:]) * 1.002 + 1e-6
+    assert verdict.expected_s == pytest.approx(times[verdict.pages], rel=2e-3, abs=1e-6)
+    assert verdict.recompute_s == pytest.approx(times[in_dram], rel=2e-3, abs=1e-6)
+    assert verdict.expected_s is not None
+    assert verdict.recompute_s is not None
+    assert verdict.expected_s <= verdict.recompute_s
+    kinds = {
+        Choice.LOAD: verdict.pages == len(layout),
+        Choice.PARTIAL: in_dram < verdict.pages < len(layout),
+        Choice.RECOMPUTE: verdict.pages == in_dram,
+    }
+    assert kinds[verdict.choice]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=LAYOUTS, new_tokens=st.integers(1, 2000), turn=st.sampled_from([0.0, 0.05, 1.0]))
+def test_a_slower_disk_or_a_longer_queue_never_loads_more(
+    layout: str, new_tokens: int, turn: float
+) -> None:
+    what = prefix(layout, new_tokens=new_tokens)
+    by_speed = [
+        model(disk_mb_s=speed).judge(what, NOTHING, turn).pages for speed in (1, 30, 500, 5000)
+    ]
+    assert by_speed == sorted(by_speed)
+    cost = model(disk_mb_s=500)
+    by_queue = [
+        cost.judge(what, DiskQueue(queued), turn).pages for queued in (1 << 31, 1 << 26, 1 << 20, 0)
+    ]
+    assert by_queue == sorted(by_queue)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=LAYOUTS, disk=st.sampled_from([1.0, 30.0, 500.0, 5000.0]))
+def test_a_later_turn_or_a_slower_device_never_loads_less(layout: str, disk: float) -> None:
+    what = prefix(layout)
+    cost = model(disk_mb_s=disk)
+    by_turn = [cost.judge(what, NOTHING, turn).pages for turn in (0.0, 0.01, 0.1, 1.0, 50.0)]
+    assert by_turn == sorted(by_turn)
+    by_device = [
+        model(token_s=token_s, disk_mb_s=disk).judge(what, NOTHING).pages
+        for token_s in (1e-6, 1e-5, 1e-4, 1e-3)
+    ]
+    assert by_device == sorted(by_device)
+
+
+# ---- the kinds of decisions ----------------------------------------------------------------------
+
+
+def test_a_fast_disk_loads_and_a_slow_one_recomputes() -> None:
+    what = prefix("d" * 32)
+    assert model(disk_mb_s=5000).judge(what, NOTHING).choice is Choice.LOAD
+    slow = model(disk_mb_s=10).judge(what, NOTHING)
+    assert (slow.choice, slow.pages) == (Choice.RECOMPUTE, 0)
+
+
+def test_a_queue_gives_time_for_a_part() -> None:
+    verdict = model(disk_mb_s=10).judge(prefix("h" * 4 + "d" * 28), NOTHING, turn_in_s=1.0)
+    assert verdict.choice is Choice.PARTIAL
+    # 10 MB arrive while it waits, behind the 4 pages that are there.
+    assert verdict.pages == pytest.approx(4 + 10e6 / PAGE_BYTES, abs=1)
+
+
+def test_what_others_queued_on_the_disk_counts() -> None:
+    cost, what = model(disk_mb_s=2000), prefix("d" * 32)
+    assert cost.judge(what, NOTHING).choice is Choice.LOAD
+    assert cost.judge(what, DiskQueue(bytes_ahead=10 << 30)).choice is Choice.RECOMPUTE
+
+
+def test_decoding_counts() -> None:
+    what = prefix("d" * 32, coded=3.0)
+    assert model(disk_mb_s=2000, decode_mb_s=5000).judge(what, NOTHING).choice is Choice.LOAD
+    assert model(disk_mb_s=2000, decode_mb_s=100).judge(what, NOTHING).choice is Choice.RECOMPUTE
+
+
+def test_copies_to_the_device_count_where_they_take_longer_than_computing() -> None:
+    what = prefix("d" * 32)
+    free = model(disk_mb_s=5000, load_mb_s=50_000).judge(what, NOTHING)
+    bound = model(disk_mb_s=5000, load_mb_s=400).judge(what, NOTHING)
+    assert free.choice is Choice.LOAD
+    assert bound.pages < free.pages
+
+
+def test_with_nothing_on_disk_there_is_nothing_to_decide() -> None:
+    assert model().judge(prefix("hhh"), NOTHING).choice is Choice.NONE
+    assert model().judge(prefix(""), NOTHING).pages == 0
+
+
+# ---- cold start and probes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unknown", ["token_s", "disk_mb_s"])
+def test_before_it_was_measured_it_loads_and_learns(unknown: str) -> None:
+    verdict = model(**{unknown: None}).judge(prefix("d" * 8), NOTHING)  # type: ignore[arg-type]
+    assert (verdict.choice, verdict.pages, verdict.expected_s) == (Choice.LOAD, 8, None)
+
+
+def test_a_read_that_does_not_return_is_evidence_before_the_first_measurement() -> None:
+    cost = model(disk_mb_s=None)
+    stuck = DiskQueue(bytes_ahead=PAGE_BYTES, stalled_bytes=PAGE_BYTES, stalled_s=5.0)
+    assert cost.judge(prefix("d" * 8), stuck).choice is Choice.RECOMPUTE
+
+
+def test_a_disk_that_is_not_used_is_probed() -> None:
+    cost, what = model(disk_mb_s=10), prefix("d" * 32)
+    verdict = cost.judge(what, NOTHING)
+    assert verdict.recompute_s is not None
+    assert verdict.probe_pages >= 1
+    num_bytes = verdict.probe_pages * PAGE_BYTES
+    assert verdict.probe_pages == 1 or num_bytes / 10e6 <= PROBE_SHARE * verdict.recompute_s * 1.01
+    assert cost.judge(what, DiskQueue(bytes_ahead=1)).probe_pages == 0  # one at a time
+    fast = model(disk_mb_s=5000).judge(what, NOTHING)
+    assert fast.probe_pages == 0
+
+
+def test_a_probe_is_never_large() -> None:
+    what = prefix("d" * 200, page_bytes=4 << 20, new_tokens=100_000)
+    verdict = model(disk_mb_s=90).judge(what, NOTHING)
+    assert verdict.choice is Choice.RECOMPUTE
+    assert 1 <= verdict.probe_pages <= PROBE_BYTES // (4 << 20)
+
+
+def test_follows_the_disk_within_five_requests_when_it_gets_fast_and_slow() -> None:
+    rng = random.Random(4)
+    cost = model(disk_mb_s=3000)
+    for true_mb_s, expected in [
+        (10, Choice.RECOMPUTE),
+        (3000, Choice.LOAD),
+        (10, Choice.RECOMPUTE),
+    ]:
+        choices = []
+        for _ in range(12):
+            verdict = cost.judge(prefix("d" * rng.randint(24, 40)), NOTHING)
+            choices.append(verdict.choice)
+            num_bytes = (verdict.pages + verdict.probe_pages) * PAGE_BYTES
+            if num_bytes:
+                cost.note_read(num_bytes, 1e-4 + num_bytes / (1e6 * true_mb_s))
+        assert set(choices[5:]) == {expected}
+
+
+def test_follows_the_device_within_five_requests() -> None:
+    cost, what = model(disk_mb_s=800), prefix("d" * 32)
+    assert cost.judge(what, NOTHING).choice is Choice.LOAD
+    for _ in range(5):
+        cost.note_prefill([(2000, 0)], 0.05 * (1e-3 + 40e-6 * 2000 + 4e-9 * 2e6))
+    assert cost.judge(what, NOTHING).choice is Choice.RECOMPUTE
+
+
+# ---- measurements of loads that ran beside a prefill ---------------------------------------------
+
+
+def test_a_prefill_with_loads_bounds_the_speed_and_no_more() -> None:
+    cost = model()
+    alone = cost.prefill_s(2000, 0)
+    assert alone is not None
+    for _ in range(10):  # the forward may have waited for the copies, so nothing is learned
+        cost.note_prefill([(2000, 0)], alone + 0.5, load_s=0.6)
+    assert cost.prefill_s(2000, 0) == pytest.approx(alone, rel=0.05)
+    for _ in range(5):  # the whole took less than computing alone was thought to take
+        cost.note_prefill([(2000, 0)], alone / 3, load_s=0.6)
+    assert cost.prefill_s(2000, 0) == pytest.approx(alone / 3, rel=0.1)
+    for _ in range(5):  # the copies cannot explain it
+        cost.note_prefill([(2000, 0)], 4 * alone + 0.01, load_s=0.01)
+    assert cost.prefill_s(2000, 0) == pytest.approx(4 * alone, rel=0.15)
+
+
+def test_before_any_prefill_one_with_loads_says_nothing() -> None:
+    cost = CostModel(2.0)
+    cost.note_prefill([(2000, 0)], 1.0, load_s=0.5)
+    assert cost.prefill_s(2000, 0) is None
+
+
+# ---- waiting -------------------------------------------------------------------------------------
+
+
+def wait(cost: CostModel, **given_values: float | None) -> bool:
+    values: dict[str, float | None] = {
+        "waited_s": 0.0, "budget_s": 0.5, "saving_s": 0.5, "read_s": 0.1, **given_values,
+    }  # fmt: skip
+    return cost.is_worth_waiting(**values)  # type: ignore[arg-type]
+
+
+def test_waits_while_what_comes_saves_more_than_it_takes() -> None:
+    cost = model()
+    assert wait(cost)
+    assert wait(cost, read_s=None)  # never measured: load, and learn
+    assert not wait(cost, read_s=0.6)
+    assert not wait(cost, saving_s=0.05)  # most of it has come meanwhile
+
+
+def test_never_waits_longer_than_its_pages_save() -> None:
+    cost = model()
+    assert wait(cost, waited_s=0.499, read_s=0.0)
+    assert not wait(cost, waited_s=0.5, read_s=0.0)
+
+
+def test_waits_a_fixed_time_while_nothing_is_known_of_prefills() -> None:
+    cost = model(token_s=None)
+    assert wait(cost, budget_s=None, saving_s=None, waited_s=1.99, read_s=9.0)
+    assert not wait(cost, budget_s=None, saving_s=None, waited_s=2.0, read_s=0.0)
+
+
+def test_a_wait_among_decoding_requests_ends_between_their_steps() -> None:
+    cost = model()
+    cost.note_step(0.3)
+    assert cost.is_worth_waiting(waited_s=0, budget_s=0.5, saving_s=0.2, read_s=0.1)
+    assert not cost.is_worth_waiting(
+        waited_s=0, budget_s=0.5, saving_s=0.2, read_s=0.1, decoding=True
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pages=st.integers(1, 60),
+    ready=st.integers(0, 20),
+    new_tokens=st.integers(1, 3000),
+    promised_mb_s=st.sampled_from([20.0, 300.0, 4000.0]),
+    true_mb_s=st.sampled_from([0.1, 20.0, 300.0, 4000.0]),
+    step_s=st.sampled_from([1e-4, 3e-3]),
+)
+def test_no_wait_is_longer_than_recomputing_whatever_the_disk_does(
+    pages: int, ready: int, new_tokens: int, promised_mb_s: float, true_mb_s: float, step_s: float
+) -> None:
+    """Polls a request from its turn on, with a disk that may be slower than the model believes."""
+    cost = model(disk_mb_s=promised_mb_s)
+    tokens = (ready + pages) * P + new_tokens
+    budget = cost.saving_s(tokens, ready * P, pages * P)
+    recompute = cost.prefill_s(tokens - ready * P, ready * P)
+    assert budget is not None
+    assert recompute is not None
+    now = 0.0
+    while True:
+        arrived = min(pages, int(now * true_mb_s * 1e6 / PAGE_BYTES))
+        left = pages - arrived
+        queue = DiskQueue(left * PAGE_BYTES, 0, left * PAGE_BYTES, now)
+        done = not left or not cost.is_worth_waiting(
+            waited_s=now,
+            budget_s=budget,
+            saving_s=cost.saving_s(tokens, (ready + arrived) * P, left * P),
+            read_s=cost.read_s(queue),
+        )
+        if done:
+            break
+        now += step_s
+    assert now <= recompute + step_s
+
+
+def test_a_stalled_disk_is_noticed_before_the_budget_is_spent() -> None:
+    cost = model(disk_mb_s=3000)
+    expected = cost.read_s(DiskQueue(32 << 20, 0, 8 << 20, 0.0))
+    stalled = cost.read_s(DiskQueue(32 << 20, 0, 8 << 20, 0.1))
+    assert expected == pytest.approx((32 << 20) / 3e9, rel=0.05)
+    assert stalled == pytest.approx(0.4, rel=0.05)
+
+
+def test_the_state_dump_says_what_is_known() -> None:
+    state = model(load_mb_s=8000).state()
+    assert state["disk_read_mb_s"] == pytest.approx(1000, rel=0.02)
+    assert state["device_load_mb_s"] == pytest.approx(8000, rel=0.02)
+    assert state["codec_decode_mb_s"] is None
+    assert state["prefill_8192_tokens_ms"] > 8 * state["prefill_1024_tokens_ms"]
+    assert all(
+        value is None for name, value in CostModel(2.0).state().items() if "samples" not in name
+    )

@@ -1,0 +1,72 @@
+"""Every base order: what it promises, and what the eviction lists make of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang_ext.tiers.policy import (
+    PlacementPolicy,
+    PolicyConfig,
+    base_order,
+    order_ids,
+    register_order,
+)
+
+# Pages are used in this order, page 0 once more at the end.
+USES = (0, 1, 2, 3, 0)
+EXPECTED = {"lru": [1, 2, 3, 0], "fifo": [0, 1, 2, 3], "tail_of_queue": [0, 3, 2, 1]}
+
+
+def _used(order_id: str) -> PlacementPolicy:
+    policy = PlacementPolicy(8, PolicyConfig(order=order_id, return_times=False))
+    policy.add_tier(4)
+    for now_s, page in enumerate(USES):
+        row = np.array([page])
+        policy.used(row, float(now_s))
+        policy.tiers[0].enter(row)
+    return policy
+
+
+@pytest.mark.parametrize("order_id", order_ids())
+def test_stamps_agree_with_what_the_order_says_of_itself(order_id: str) -> None:
+    order = base_order(order_id)
+    restamped = order.stamp(1, 5) != order.stamp(1, 9)
+    assert restamped == order.restamps_on_use
+    young, old = order.stamp(7, 9), order.stamp(1, 2)
+    assert (young < old) == order.youngest_first
+
+
+@pytest.mark.parametrize("order_id", order_ids())
+def test_lists_and_victims_leave_in_the_same_order(order_id: str) -> None:
+    policy = _used(order_id)
+    candidates = np.array([1, 2, 3, 0])  # as an LRU list gives them
+    assert policy.victims(candidates, 4, 9.0).tolist() == EXPECTED[order_id]
+    assert policy.tiers[0].evict(4, 9.0).tolist() == EXPECTED[order_id]
+
+
+@pytest.mark.parametrize("order_id", order_ids())
+def test_a_child_leaves_before_its_parent(order_id: str) -> None:
+    policy = PlacementPolicy(16, PolicyConfig(order=order_id, return_times=False))
+    tier = policy.add_tier(16)
+    for now_s, path in enumerate(([0, 1, 2], [0, 1, 3, 4], [5, 6])):
+        policy.used(np.array(path), float(now_s))
+        tier.enter(np.array(path))
+    parents = {1: 0, 2: 1, 3: 1, 4: 3, 6: 5}
+    everything = np.arange(7)
+    for leaving in (
+        policy.victims(everything, 7, 9.0).tolist(),
+        tier.evict(7, 9.0).tolist(),
+    ):
+        assert sorted(leaving) == everything.tolist()
+        for child, parent in parents.items():
+            assert leaving.index(child) < leaving.index(parent)
+
+
+def test_unknown_and_taken_ids_are_refused() -> None:
+    with pytest.raises(ValueError, match="no base order is called 'random'; known are fifo, lru"):
+        PolicyConfig(order="random")
+    with pytest.raises(ValueError, match="already registered"):
+        register_order("lru", "somewhere:Else")
+    with pytest.raises(ValueError, match="module:Class"):
+        register_order("new", "somewhere.Else")

@@ -1,0 +1,38 @@
+"""Settings of a placement policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_ext.tiers.policy.order import base_order
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """How a `PlacementPolicy` decides.
+
+    Attributes:
+        order: id of the base order, for pages that nobody waits for: `lru`, `fifo`,
+            `tail_of_queue`, or one that was registered.
+        lookahead: pages that a waiting request needs stay while others may leave. Off, the base
+            order alone decides: for comparison.
+        return_times: below the window, pages leave by learned return times where those do better
+            than the base order.
+        capacity_pages: pages of the tier for which return times and base order are compared;
+            0 for `num_rows`.
+
+    Raises:
+        ValueError: the order is not known, or the capacity is negative.
+    """
+
+    order: str = "lru"
+    lookahead: bool = True
+    return_times: bool = True
+    capacity_pages: int = 0
+
+    def __post_init__(self) -> None:
+        base_order(self.order)
+        if self.capacity_pages < 0:
+            raise ValueError(
+                f"capacity_pages is a number of pages or 0 for all rows, got {self.capacity_pages}"
+            )

@@ -1,0 +1,384 @@
+"""Load or recompute: what a request does about its pages on disk, from what was measured.
+
+Before its turn a request may have pages brought from disk to DRAM; at its turn it may wait for
+them, while others run; what has not come is computed. `CostModel.judge` chooses how many leading
+pages to ask for, `CostModel.is_worth_waiting` whether to go on waiting. Both weigh the time that
+reading takes against the time that computing takes; neither has a setting. The formulae and why
+they are right: docs/cost-model.md.
+
+Pure: clock, queue and layout are arguments. Thread-safe: one lock guards the estimators, every
+method but `judge` is O(1), and `judge` is linear in the request's own pages.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.policy.speed_estimators import (
+    PrefillEstimator,
+    StepEstimator,
+    TransferEstimator,
+)
+
+PROBE_SHARE = 0.05
+"""A probe may take the disk for this part of the time that recomputing takes."""
+
+PROBE_BYTES = 8 << 20
+"""The largest probe."""
+
+# What is in flight counts as late when it takes this many times the expected.
+_STALL_FACTOR = 2.0
+
+Array = npt.NDArray[np.float64]
+
+
+class Choice(enum.StrEnum):
+    """What a request does about its pages on disk."""
+
+    NONE = "none"  # it has none there: nothing to decide
+    LOAD = "load"  # asks for all of them
+    PARTIAL = "partial"  # asks for a leading part
+    RECOMPUTE = "recompute"  # asks for none
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a request could reuse of the tiers below the device, in page order.
+
+    Attributes:
+        prompt_tokens: tokens of the whole prompt.
+        device_tokens: leading tokens whose KV is on the device.
+        page_tokens: P.
+        read_bytes: i64 `[K]`, bytes to read from disk for each page behind the device's that is
+            stored; 0 for a page in DRAM or on its way there.
+        decode_bytes: i64 `[K]`, raw bytes to be decoded for each; 0 where it is stored raw.
+        is_coming: bool `[K]`, pages on their way for somebody else.
+        load_bytes_per_page: bytes from DRAM to the device for one page.
+    """
+
+    prompt_tokens: int
+    device_tokens: int
+    page_tokens: int
+    read_bytes: npt.NDArray[np.int64]
+    decode_bytes: npt.NDArray[np.int64]
+    is_coming: npt.NDArray[np.bool_]
+    load_bytes_per_page: int
+
+
+@dataclass(frozen=True)
+class DiskQueue:
+    """What the disk has to do before it comes to a request.
+
+    Attributes:
+        bytes_ahead: bytes queued or being read.
+        decode_bytes_ahead: raw bytes to be decoded of them.
+        stalled_bytes: bytes in flight, if nothing has arrived for `stalled_s`.
+        stalled_s: seconds since the last arrival, or since the disk began to work.
+    """
+
+    bytes_ahead: int = 0
+    decode_bytes_ahead: int = 0
+    stalled_bytes: int = 0
+    stalled_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A decision about a request.
+
+    Attributes:
+        choice: what to do.
+        pages: leading stored pages to use, wherever they lie now.
+        probe_pages: pages behind them to read as a measurement, which nobody waits for.
+        expected_s: seconds from now until its prefill is done, if all goes as expected; None where
+            a speed was never measured.
+        recompute_s: the same without reading anything from disk.
+        read_s: seconds until the pages asked for are in DRAM.
+    """
+
+    choice: Choice
+    pages: int
+    probe_pages: int = 0
+    expected_s: float | None = None
+    recompute_s: float | None = None
+    read_s: float | None = None
+
+
+class CostModel:
+    """Speeds of this machine now, and what follows from them.
+
+    Args:
+        unmeasured_wait_s: the longest wait while it is not known how long computing takes.
+    """
+
+    def __init__(self, unmeasured_wait_s: float) -> None:
+        self._unmeasured_wait_s = unmeasured_wait_s
+        self._lock = threading.Lock()
+        # All guarded by _lock.
+        self._prefill = PrefillEstimator()
+        self._read = TransferEstimator()
+        self._decode = TransferEstimator()
+        self._load = TransferEstimator()
+        self._step = StepEstimator()
+
+    # ---- measurements ----
+
+    def note_prefill(
+        self, work: Sequence[tuple[int, int]], seconds: float, load_s: float = 0.0
+    ) -> None:
+        """A prefill's result is there.
+
+        Args:
+            work: (new tokens, tokens before them) of each request of the batch.
+            seconds: from its start, or the end of the one before, until its result.
+            load_s: seconds that the copies from DRAM took which ran beside it, layer by layer. How
+                much of them the forward waited for is not known, so then the measurement only
+                bounds the time that computing takes.
+        """
+        with self._lock:
+            if load_s > 0:
+                expected = self._prefill.batch_seconds(work)
+                if expected is None:
+                    return
+                seconds = min(max(expected, seconds - load_s), seconds)
+            self._prefill.add(work, seconds)
+
+    def note_step(self, seconds: float) -> None:
+        """A decode step took this long."""
+        with self._lock:
+            self._step.add(seconds)
+
+    def note_read(
+        self, num_bytes: int, read_s: float, decode_bytes: int = 0, decode_s: float = 0.0
+    ) -> None:
+        """The disk was busy reading for some time, and decoding for some.
+
+        Args:
+            num_bytes: bytes that arrived.
+            read_s: seconds of reading while at least one read was under way, however many were.
+            decode_bytes: raw bytes that came out of decoding.
+            decode_s: seconds of decoding, in the same sense.
+        """
+        with self._lock:
+            self._read.add(num_bytes, read_s)
+            if decode_bytes:
+                self._decode.add(decode_bytes, decode_s)
+
+    def note_load(self, num_bytes: int, seconds: float) -> None:
+        """A batch of copies from DRAM to the device took this long."""
+        with self._lock:
+            self._load.add(num_bytes, seconds)
+
+    # ---- estimates ----
+
+    def prefill_s(self, new_tokens: int, prefix_tokens: int) -> float | None:
+        """Expected seconds of a prefill; None before the first was measured."""
+        with self._lock:
+            return self._prefill.seconds(new_tokens, prefix_tokens)
+
+    def batch_s(self, work: Sequence[tuple[int, int]]) -> float | None:
+        """Expected seconds of a batch: (new tokens, tokens before them) of each request."""
+        with self._lock:
+            return self._prefill.batch_seconds(work)
+
+    def read_s(self, queue: DiskQueue) -> float | None:
+        """Expected seconds until all that is queued is in DRAM and decoded.
+
+        None while the disk was never measured and shows no sign of being slow.
+        """
+        if not queue.bytes_ahead:
+            return 0.0
+        with self._lock:
+            per_decoded = self._decode.seconds_per_byte or 0.0
+            seconds = self._reading_s(queue, queue.bytes_ahead)
+        return None if seconds is None else float(seconds) + per_decoded * queue.decode_bytes_ahead
+
+    def _reading_s(self, queue: DiskQueue, num_bytes: Any) -> Any:
+        """Seconds until the disk has read bytes, those ahead among them. The lock is held."""
+        latency, per_byte = self._read.latency_s, self._read.seconds_per_byte
+        flying, stalled_s = queue.stalled_bytes, queue.stalled_s
+        if latency is None or per_byte is None:
+            return stalled_s / flying * num_bytes if flying else None
+        expected = latency + per_byte * num_bytes - (stalled_s if flying else 0.0)
+        if flying and stalled_s > _STALL_FACTOR * (latency + per_byte * flying):
+            # What is in flight is late, so the speed that was measured does not hold any more.
+            expected = np.maximum(expected, stalled_s / flying * num_bytes)
+        return np.maximum(expected, 0.0)
+
+    # ---- decisions ----
+
+    def judge(self, prefix: Prefix, queue: DiskQueue, turn_in_s: float = 0.0) -> Verdict:
+        """Chooses how many leading pages to use, so that the prefill is done earliest.
+
+        Args:
+            prefix: the request's pages.
+            queue: what the disk has to do before.
+            turn_in_s: expected seconds until the scheduler would admit it; reading goes on
+                meanwhile and costs nothing.
+        """
+        num = len(prefix.read_bytes)
+        on_disk = np.flatnonzero((prefix.read_bytes > 0) | prefix.is_coming)
+        if not len(on_disk):
+            return Verdict(Choice.NONE, num)
+        first = int(on_disk[0])  # pages before it are in DRAM: used in any case
+        done, arrival = self._times(prefix, queue, turn_in_s)
+        if done is None or arrival is None:
+            return Verdict(Choice.LOAD, num)  # nothing measured yet: load, and learn
+        # Of equal times the longest prefix: it leaves the device more time for others.
+        wanted = num - int(np.argmin(done[::-1][: num - first + 1]))
+        choice = Choice.LOAD if wanted == num else Choice.PARTIAL
+        if not self._reads_any(prefix, wanted):
+            choice = Choice.RECOMPUTE
+        probe = 0
+        if choice is not Choice.LOAD and not queue.bytes_ahead:
+            probe = self._probe_pages(prefix, wanted, float(done[first]) - turn_in_s)
+        return Verdict(
+            choice, wanted, probe, float(done[wanted]), float(done[first]), float(arrival[wanted])
+        )
+
+    def expected_done_s(
+        self, prefix: Prefix, queue: DiskQueue, turn_in_s: float = 0.0
+    ) -> Array | None:
+        """For each number of leading pages that are used, seconds until the prefill is done.
+
+        Returns:
+            f64 `[K + 1]`; None while prefill or disk were never measured.
+        """
+        return self._times(prefix, queue, turn_in_s)[0]
+
+    def is_worth_waiting(
+        self,
+        *,
+        waited_s: float,
+        budget_s: float | None,
+        saving_s: float | None,
+        read_s: float | None,
+        decoding: bool = False,
+    ) -> bool:
+        """Whether a request whose turn has come should go on waiting for its pages.
+
+        Args:
+            waited_s: seconds since its turn came.
+            budget_s: what all of its pages would have saved when its turn came; see `saving_s`.
+            saving_s: what those that have not come yet would save; None if never measured.
+            read_s: expected seconds until they are there; None if never measured.
+            decoding: others decode meanwhile, so it is admitted between two of their steps.
+        """
+        if budget_s is None or saving_s is None:
+            return waited_s < self._unmeasured_wait_s
+        if waited_s >= budget_s:
+            return False
+        with self._lock:
+            step = self._step.seconds if decoding else None
+        return (read_s or 0.0) + (step or 0.0) / 2 < saving_s
+
+    def saving_s(self, prompt_tokens: int, ready_tokens: int, more_tokens: int) -> float | None:
+        """Seconds of prefill that more pages save; None before the first prefill was measured.
+
+        Args:
+            prompt_tokens: tokens of the whole prompt.
+            ready_tokens: leading tokens that are there.
+            more_tokens: tokens behind them.
+        """
+        end = ready_tokens + more_tokens
+        with self._lock:
+            now = self._prefill.seconds(max(1, prompt_tokens - ready_tokens), ready_tokens)
+            then = self._prefill.seconds(max(1, prompt_tokens - end), end)
+        return None if now is None or then is None else max(0.0, now - then)
+
+    def prefers_raw(self, coded_share: float) -> bool:
+        """Whether a page comes back sooner from disk when it is stored as it is than coded.
+
+        A coded page is read faster and has to be decoded: per raw byte `share / B + 1 / D` against
+        `1 / B`. False while the disk or the decoder was never measured.
+
+        Args:
+            coded_share: coded bytes over raw bytes.
+        """
+        with self._lock:
+            read, decode = self._read.seconds_per_byte, self._decode.seconds_per_byte
+        if read is None or not decode:
+            return False
+        return coded_share * read + decode > read
+
+    def state(self) -> dict[str, Any]:
+        """The estimates, as plain values for the state dump."""
+        with self._lock:
+            prefill = {
+                f"prefill_{tokens}_tokens_ms": _scaled(self._prefill.seconds(tokens, 0), 1e3)
+                for tokens in (1024, 8192)
+            }
+            a, b, c = self._prefill.coefficients or (None, None, None)
+            return {
+                **prefill,
+                "prefill_batch_ms": _scaled(a, 1e3),
+                "prefill_token_us": _scaled(b, 1e6),
+                "prefill_pair_ns": _scaled(c, 1e9),
+                "prefill_samples": self._prefill.num_samples,
+                "decode_step_ms": _scaled(self._step.seconds, 1e3),
+                "disk_read_mb_s": _speed(self._read),
+                "disk_latency_ms": _scaled(self._read.latency_s, 1e3),
+                "disk_samples": self._read.num_samples,
+                "codec_decode_mb_s": _speed(self._decode),
+                "device_load_mb_s": _speed(self._load),
+                "device_load_latency_ms": _scaled(self._load.latency_s, 1e3),
+            }
+
+    # ---- parts of a decision ----
+
+    def _times(
+        self, prefix: Prefix, queue: DiskQueue, turn_in_s: float
+    ) -> tuple[Array | None, Array | None]:
+        """When the prefill is done and when the pages are there, by number of pages used."""
+        num = len(prefix.read_bytes)
+        pages = np.arange(num + 1)
+        own = np.concatenate([[0], np.cumsum(prefix.read_bytes)])
+        decoded = np.concatenate([[0], np.cumsum(prefix.decode_bytes)])
+        waits = (own > 0) | np.concatenate([[False], np.logical_or.accumulate(prefix.is_coming)])
+        with self._lock:
+            prefill = self._prefill.coefficients
+            reading = self._reading_s(queue, queue.bytes_ahead + own)
+            per_decoded = self._decode.seconds_per_byte or 0.0
+            load_latency, per_loaded = self._load.latency_s, self._load.seconds_per_byte
+        if prefill is None or reading is None:
+            return None, None
+        before = np.minimum(
+            prefix.device_tokens + pages * prefix.page_tokens, prefix.prompt_tokens - 1
+        )
+        new = prefix.prompt_tokens - before
+        compute = prefill[0] + prefill[1] * new + prefill[2] * new * (before + new / 2)
+        load = (load_latency or 0.0) + (per_loaded or 0.0) * prefix.load_bytes_per_page * pages
+        load[0] = 0.0
+        arrival = waits * (reading + per_decoded * (queue.decode_bytes_ahead + decoded))
+        # Copies to the device run beside the forward, layer by layer.
+        return np.maximum(arrival, turn_in_s) + np.maximum(compute, load), arrival
+
+    @staticmethod
+    def _reads_any(prefix: Prefix, pages: int) -> bool:
+        return bool(prefix.read_bytes[:pages].any() or prefix.is_coming[:pages].any())
+
+    def _probe_pages(self, prefix: Prefix, pages: int, recompute_s: float) -> int:
+        """Pages to read so that a disk that has become fast is noticed."""
+        with self._lock:
+            per_byte = self._read.seconds_per_byte or 0.0
+        budget = PROBE_BYTES
+        if per_byte > 0:
+            budget = min(budget, int(PROBE_SHARE * recompute_s / per_byte))
+        total = np.cumsum(prefix.read_bytes[pages:])
+        return min(len(total), max(1, int(np.searchsorted(total, budget, side="right"))))
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else round(factor * value, 4)
+
+
+def _speed(transfer: TransferEstimator) -> float | None:
+    per_byte = transfer.seconds_per_byte
+    return round(1e-6 / per_byte, 1) if per_byte else None

@@ -1,0 +1,16 @@
+"""Least recently used first."""
+
+from __future__ import annotations
+
+from sglang_ext.tiers.policy.order import BaseOrder
+
+
+class LruOrder(BaseOrder):
+    """The page whose last use is longest ago leaves first."""
+
+    restamps_on_use = True
+    youngest_first = False
+
+    def stamp(self, first_use: int, last_use: int) -> int:
+        """See `BaseOrder.stamp`."""
+        return last_use

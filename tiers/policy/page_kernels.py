@@ -1,0 +1,149 @@
+"""What is known of each page from its uses: its parent, how often and in which lineage it was used.
+
+The class of a page is what its return time is learned by; docs/lookahead.md tells why these.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.policy.compiled import compiled
+
+NONE = -1
+_CAP = 255
+
+# A class is (turn, path length, uses) in four steps each, or "last page of its path" and turn.
+NUM_INNER = 64
+NUM_CLASSES = NUM_INNER + 4
+NUM_TURNS = 4
+
+
+class Pages(NamedTuple):
+    """Columns by row, all owned by `PlacementPolicy`; 28 bytes a row.
+
+    Attributes:
+        known: u8, 1 while the page is one that was used and not forgotten.
+        parent: i32, the page before it in its path, -1 for a root.
+        depth: i32, its place in the path.
+        uses: u8, how often it was used, saturating.
+        turn: u8, turns of its lineage when it was used last, saturating.
+        tail: u8, pages behind it in that path, saturating.
+        kind: u8, class.
+        last_s: f64, time of its last use.
+        first: i64, logical time of its first use.
+        last: i64, logical time of its last use.
+    """
+
+    known: npt.NDArray[np.uint8]
+    parent: npt.NDArray[np.int32]
+    depth: npt.NDArray[np.int32]
+    uses: npt.NDArray[np.uint8]
+    turn: npt.NDArray[np.uint8]
+    tail: npt.NDArray[np.uint8]
+    kind: npt.NDArray[np.uint8]
+    last_s: npt.NDArray[np.float64]
+    first: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+
+
+def new_pages(num_rows: int) -> Pages:
+    """Columns in which no page is known; memory is committed as rows are used."""
+    u8, i32 = np.uint8, np.int32
+    types = (u8, i32, i32, u8, u8, u8, u8, np.float64, np.int64, np.int64)
+    columns: Any = (np.zeros(num_rows, dtype) for dtype in types)
+    return Pages(*columns)
+
+
+@compiled
+def _step(value: int) -> int:
+    """1, 2, 3 to 4, more: as 0 to 3."""
+    return min(value - 1, 2) if value <= 3 else (2 if value == 4 else 3)
+
+
+@compiled
+def _length_step(num_pages: int) -> int:
+    """Up to 3, 15, 63 pages, more: as 0 to 3."""
+    return 0 if num_pages < 4 else 1 if num_pages < 16 else 2 if num_pages < 64 else 3
+
+
+@compiled
+def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> None:
+    """Notes that a request computed or reused `path`, root first.
+
+    Args:
+        pages: The columns.
+        path: i64[N], all rows valid.
+        clock: Logical time.
+        now_s: Time.
+        old_parents: i32[N], out: each page's parent before; -2 where it was not known.
+    """
+    known = 0
+    while known < path.size and pages.known[path[known]]:
+        known += 1
+    # The lineage goes on where the known part ends where an earlier path ended: a shared prefix
+    # ends in the middle of the paths it is shared by. The last page may have been a partial one.
+    turn = 1
+    if known and pages.tail[path[known - 1]] <= 1:
+        turn = min(pages.turn[path[known - 1]] + 1, _CAP)
+    parent = NONE
+    for i in range(path.size):
+        row = path[i]
+        tail = path.size - 1 - i
+        if pages.known[row]:
+            old_parents[i] = pages.parent[row]
+            pages.uses[row] = min(pages.uses[row] + 1, _CAP)
+        else:
+            old_parents[i] = -2
+            pages.known[row] = 1
+            pages.uses[row] = 1
+            pages.first[row] = clock
+        pages.parent[row] = parent
+        pages.depth[row] = i
+        pages.turn[row] = turn
+        pages.tail[row] = min(tail, _CAP)
+        pages.last_s[row] = now_s
+        pages.last[row] = clock
+        if tail == 0:
+            pages.kind[row] = NUM_INNER + _step(turn)
+        else:
+            steps = (_step(turn) * 4 + _length_step(path.size)) * 4
+            pages.kind[row] = steps + _step(pages.uses[row])
+        parent = row
+
+
+@compiled
+def forget(pages: Any, rows: Any) -> None:
+    """These pages are gone."""
+    for i in range(rows.size):
+        row = rows[i]
+        if 0 <= row < pages.known.size:
+            pages.known[row] = 0
+            pages.parent[row] = NONE
+
+
+@compiled
+def children_first(pages: Any, rows: Any, ranks: Any, scratch: Any) -> None:
+    """Raises ranks so that no page ranks below a page of `rows` that descends from it.
+
+    Args:
+        pages: The columns.
+        rows: i64[N], distinct.
+        ranks: i64[N], in and out.
+        scratch: i64 per row, all -1 before and after.
+    """
+    for i in range(rows.size):
+        scratch[rows[i]] = ranks[i]
+    deepest_first = np.argsort(-pages.depth[rows])
+    for k in range(rows.size):
+        row = rows[deepest_first[k]]
+        if not pages.known[row]:
+            continue
+        parent = pages.parent[row]
+        if parent != NONE and scratch[parent] != NONE:
+            scratch[parent] = max(scratch[parent], scratch[row])
+    for i in range(rows.size):
+        ranks[i] = scratch[rows[i]]
+        scratch[rows[i]] = NONE

@@ -1,0 +1,244 @@
+"""The placement policy: what the queue needs, what to fetch ahead and what may leave.
+
+Source: AttentionStore, section 3.3. Pure: clock, queue and pages are arguments. The same code
+decides in the server, where a row is a row of the page index, and in `python -m bench policies`,
+where it is a simulated page.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.policy import page_kernels, return_kernels
+from sglang_ext.tiers.policy.config import PolicyConfig
+from sglang_ext.tiers.policy.order import base_order
+from sglang_ext.tiers.policy.return_times import Names, ReturnTimes
+from sglang_ext.tiers.policy.tier_lists import TierLists
+from sglang_ext.tiers.policy.waiting_queue import WaitingQueue
+
+Rows = npt.NDArray[np.int64]
+_MAX_TIERS = 8
+_DEFAULT = PolicyConfig()
+
+
+class PlacementPolicy:
+    """Decides which pages to fetch ahead and which may leave.
+
+    A path is the rows of a prefix, root first. A request is any hashable id. Rows that do not exist
+    are passed over. Not locked: the owner's lock is held around every call. Each call costs time in
+    proportion to its own arguments; nothing grows with what is stored.
+
+    Memory: some 60 bytes a row, committed as rows come into use, and what waits.
+
+    Args:
+        num_rows: rows are 0 to `num_rows` - 1.
+        config: see `PolicyConfig`.
+        _compile: internal.
+
+    Attributes:
+        config: as given.
+        num_rows: as given.
+        order: the base order.
+        queue: what waits.
+        pages: what is known of pages.
+        tiers: what `add_tier` made.
+        return_times: estimator and guard behind `victims`; learns while no tier was added.
+    """
+
+    def __init__(
+        self, num_rows: int, config: PolicyConfig = _DEFAULT, *, _compile: bool = True
+    ) -> None:
+        if not 0 < num_rows < 1 << 31:
+            raise ValueError(f"a policy is for 1 to 2^31 - 1 rows, got {num_rows:,}")
+        if _compile:
+            _compile_loops()
+        self.config = config
+        self.num_rows = num_rows
+        self.order = base_order(config.order)
+        self.queue = WaitingQueue(num_rows)
+        self.pages = page_kernels.new_pages(num_rows)
+        self.tiers: list[TierLists] = []
+        self.return_times = ReturnTimes(config.capacity_pages or num_rows, self.order)
+        self._generation = np.zeros(num_rows, np.uint32)
+        self._scratch = np.full(num_rows, page_kernels.NONE, np.int64)
+        self._clock = 0
+
+    def add_tier(self, capacity_pages: int) -> TierLists:
+        """Eviction lists over all pages of one tier, for owners without an LRU list of their own.
+
+        Raises:
+            ValueError: there are eight already.
+        """
+        if len(self.tiers) == _MAX_TIERS:
+            raise ValueError(f"a policy keeps lists of up to {_MAX_TIERS} tiers, no more")
+        tier = TierLists(self, 1 << len(self.tiers), capacity_pages)
+        self.tiers.append(tier)
+        return tier
+
+    # ---- what waits ----
+
+    def enqueue(self, request: Hashable, path: Rows, now_s: float) -> None:
+        """A request waits, at the end of the queue, and needs these pages.
+
+        Again with another path: replaces it, and the request keeps its place.
+        """
+        del now_s  # return times are measured when the pages are used
+        self._unneeded(self.queue.enqueue(request, _as_rows(path)))
+
+    def leave(self, request: Hashable) -> None:
+        """A request waits no more: admitted, aborted, whatever. Unknown ones are ignored."""
+        self._unneeded(self.queue.leave(request))
+
+    def set_order(self, requests: Sequence[Hashable]) -> None:
+        """The scheduler's order. Unknown requests are ignored; those not named come last."""
+        self.queue.set_order(requests)
+
+    # ---- what happened ----
+
+    def used(
+        self,
+        path: Rows,
+        now_s: float,
+        *,
+        names: Names | None = None,
+        arrived_s: float | None = None,
+    ) -> None:
+        """A request computed or reused these pages: the whole path, root first.
+
+        Call it once a request, when its pages are complete: a second call counts as a return.
+
+        Args:
+            path: rows, no row twice.
+            now_s: time.
+            names: u64[N], any 64 bits of each page's key. With them a page that left the system is
+                recognised when it comes back, so that return times beyond its stay are learned.
+            arrived_s: when the request arrived, to which return times are measured; `now_s` if
+                not given.
+        """
+        path = _as_rows(path)
+        inside = (path >= 0) & (path < self.num_rows)
+        if not inside.all():
+            path = path[inside]
+            names = None if names is None else names[inside]
+        if not len(path):
+            return
+        self._clock += 1
+        old_parents = np.empty(len(path), np.int32)
+        page_kernels.use(self.pages, path, self._clock, now_s, old_parents)
+        for tier in self.tiers:
+            tier.used(path, old_parents)
+        if self.config.return_times:
+            if names is None:
+                high = self._generation[path].astype(np.uint64) << np.uint64(32)
+                names = path.astype(np.uint64) | high
+            kinds = self.pages.kind[path]
+            since_s = now_s if arrived_s is None else arrived_s
+            for times in [tier.return_times for tier in self.tiers] or [self.return_times]:
+                times.learn(names, kinds, now_s, since_s)
+
+    def forget(self, rows: Rows) -> None:
+        """Pages left the system; their row numbers may be reused."""
+        rows = _as_rows(rows)
+        rows = rows[(rows >= 0) & (rows < self.num_rows)]
+        for tier in self.tiers:
+            tier.exit(rows)
+        self.queue.forget(rows)
+        page_kernels.forget(self.pages, rows)
+        self._generation[rows] += 1
+
+    # ---- decisions ----
+
+    def wanted(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which pages some waiting request needs."""
+        return self.queue.needed_at(_as_rows(rows)) >= 0
+
+    def victims(self, candidates: Rows, count: int, now_s: float) -> Rows:
+        """Which of these pages leave, in the order of leaving.
+
+        First those that nobody waits for, by return times or in base order; then those that are
+        needed latest. A child before its parent, always.
+
+        Args:
+            candidates: pages that may be evicted, distinct; coldest first for `lru`.
+            count: how many to return at most.
+            now_s: time.
+        """
+        rows = _as_rows(candidates)
+        rows = rows[(rows >= 0) & (rows < self.num_rows)]
+        if count <= 0 or not len(rows):
+            return np.zeros(0, np.int64)
+        keys = [np.arange(len(rows)), self._coldness(rows, now_s)]
+        if self.config.lookahead:
+            places = self.queue.needed_at(rows)
+            keys.append(np.where(places < 0, np.iinfo(np.int64).min, -places))
+        leaving = np.lexsort(keys)
+        ranks = np.empty(len(rows), np.int64)
+        ranks[leaving] = np.arange(len(rows))
+        page_kernels.children_first(self.pages, rows, ranks, self._scratch)
+        return rows[np.lexsort((-self.pages.depth[rows], ranks))[:count]]
+
+    def window(self, budget_pages: int) -> list[Hashable]:
+        """The leading requests whose distinct pages fit the budget together; at least the first.
+
+        The prefetch window, and with the room of all tiers the eviction window. AttentionStore
+        divides the room by the mean size of a request; here pages are counted, shared ones once.
+        """
+        return self.queue.window(budget_pages)
+
+    def window_pages(self, request: Hashable) -> int:
+        """Distinct pages that this request adds to those before it in the queue."""
+        return self.queue.window_pages(request)
+
+    # ---- private ----
+
+    def _unneeded(self, rows: Rows) -> None:
+        if len(rows):
+            for tier in self.tiers:
+                tier.settle(rows)
+
+    def _coldness(self, rows: Rows, now_s: float) -> npt.NDArray[np.generic]:
+        """Smaller leaves sooner."""
+        if self.config.return_times and self.return_times.active:
+            scores = np.empty(len(rows))
+            return_kernels.score(
+                self.return_times.scores, self.pages.kind, self.pages.last_s, rows, now_s, scores
+            )
+            return scores
+        if self.config.order == "lru":  # the candidates are in this order
+            return np.zeros(len(rows))
+        first, last = self.pages.first[rows].tolist(), self.pages.last[rows].tolist()
+        return np.array([self.order.stamp(*uses) for uses in zip(first, last, strict=True)])
+
+
+def _as_rows(rows: Rows) -> Rows:
+    return np.ascontiguousarray(rows, np.int64)
+
+
+@functools.cache
+def _compile_loops() -> None:
+    """Calls every loop once, so that nothing compiles while serving."""
+    policy = PlacementPolicy(64, _compile=False)
+    policy.return_times.active = True
+    for turn in range(8):
+        path = np.arange(turn, turn + 16)
+        if turn == 4:
+            tier = policy.add_tier(8)
+        policy.enqueue(turn, path, 0.0)
+        policy.enqueue(turn, path[:8], 0.0)
+        policy.used(path, float(turn), names=path.astype(np.uint64) + np.uint64(turn * 100))
+        if turn >= 4:
+            tier.enter(path)
+            tier.hold(path)
+            tier.release(path)
+    return_kernels.rescore(policy.return_times.directory, 9.0, 1.0)
+    policy.set_order(list(range(7, -1, -1)))
+    policy.victims(np.arange(32), 8, 9.0)
+    policy.wanted(np.arange(4))
+    policy.window(10)
+    tier.evict(20, 9.0)
+    policy.leave(0)
+    policy.forget(np.arange(16))

@@ -1,0 +1,289 @@
+"""Loops of one tier's eviction lists: per class a list in the base order, read from its old end.
+
+A page that may not leave is taken out of its list when it is met there ("parked") and put back at
+the old end when what held it is gone, so that no decision walks over the same page twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.policy.compiled import compiled
+from sglang_ext.tiers.policy.page_kernels import NUM_CLASSES
+from sglang_ext.tiers.policy.return_kernels import age_bin
+
+NONE = -1
+ABSENT, LISTED, PARKED = 0, 1, 2
+COUNT, CLOCK = 0, 1
+
+
+class Lists(NamedTuple):
+    """Columns by row, all owned by `TierLists`; 26 bytes a row.
+
+    Attributes:
+        state: u8, absent, listed or parked.
+        kind: u8, class of the list that the page is in.
+        prev: i32, towards the old end.
+        next: i32.
+        stamp: i64, when it was linked last.
+        children: i32, pages of the tier whose parent it is.
+        holds: i32, how often the owner holds it.
+        ends: i32[2, NUM_CLASSES], the old and the young end of each list.
+        counts: i64[2], pages in the tier, clock of links.
+    """
+
+    state: npt.NDArray[np.uint8]
+    kind: npt.NDArray[np.uint8]
+    prev: npt.NDArray[np.int32]
+    next: npt.NDArray[np.int32]
+    stamp: npt.NDArray[np.int64]
+    children: npt.NDArray[np.int32]
+    holds: npt.NDArray[np.int32]
+    ends: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int64]
+
+
+def new_lists(num_rows: int) -> Lists:
+    """Lists of an empty tier."""
+    u8, i32 = np.uint8, np.int32
+    types = (u8, u8, i32, i32, np.int64, i32, i32)
+    columns: Any = (np.zeros(num_rows, dtype) for dtype in types)
+    make: Any = Lists
+    lists: Lists = make(*columns, np.full((2, NUM_CLASSES), NONE, i32), np.zeros(2, np.int64))
+    return lists
+
+
+@compiled
+def _cut(lists: Any, row: int) -> None:
+    kind = lists.kind[row]
+    before, after = lists.prev[row], lists.next[row]
+    if before == NONE:
+        lists.ends[0, kind] = after
+    else:
+        lists.next[before] = after
+    if after == NONE:
+        lists.ends[1, kind] = before
+    else:
+        lists.prev[after] = before
+
+
+@compiled
+def _link_young(lists: Any, row: int, kind: int) -> None:
+    before = lists.ends[1, kind]
+    lists.kind[row] = kind
+    lists.state[row] = LISTED
+    lists.counts[CLOCK] += 1
+    lists.stamp[row] = lists.counts[CLOCK]
+    lists.prev[row] = before
+    lists.next[row] = NONE
+    if before == NONE:
+        lists.ends[0, kind] = row
+    else:
+        lists.next[before] = row
+    lists.ends[1, kind] = row
+
+
+@compiled
+def _unpark(lists: Any, row: int, young: bool) -> None:
+    """Back to the end from which pages leave, with the stamp that it had."""
+    kind = lists.kind[row]
+    near, far = (1, 0) if young else (0, 1)
+    neighbour = lists.ends[near, kind]
+    lists.state[row] = LISTED
+    if young:
+        lists.prev[row], lists.next[row] = neighbour, NONE
+    else:
+        lists.prev[row], lists.next[row] = NONE, neighbour
+    if neighbour == NONE:
+        lists.ends[far, kind] = row
+    elif young:
+        lists.next[neighbour] = row
+    else:
+        lists.prev[neighbour] = row
+    lists.ends[near, kind] = row
+
+
+@compiled
+def enter(lists: Any, pages: Any, rows: Any) -> None:
+    """Adds pages that are not there yet, at the young end; the deepest of them is the oldest."""
+    for i in range(rows.size - 1, -1, -1):
+        row = rows[i]
+        if row < 0 or row >= lists.state.size or lists.state[row] != ABSENT:
+            continue
+        _link_young(lists, row, pages.kind[row])
+        lists.counts[COUNT] += 1
+        if pages.known[row] and pages.parent[row] != NONE:
+            lists.children[pages.parent[row]] += 1
+
+
+@compiled
+def _settle(lists: Any, row: int, young: bool) -> None:
+    if lists.state[row] == PARKED and lists.children[row] == 0 and lists.holds[row] == 0:
+        _unpark(lists, row, young)
+
+
+@compiled
+def _exit_one(lists: Any, pages: Any, row: int, young: bool) -> None:
+    if lists.state[row] == LISTED:
+        _cut(lists, row)
+    lists.state[row] = ABSENT
+    lists.counts[COUNT] -= 1
+    if pages.known[row] and pages.parent[row] != NONE:
+        parent = pages.parent[row]
+        lists.children[parent] -= 1
+        _settle(lists, parent, young)
+
+
+@compiled
+def leave(lists: Any, pages: Any, rows: Any, young: bool) -> None:
+    """Takes pages out, whatever holds them."""
+    for i in range(rows.size):
+        row = rows[i]
+        if 0 <= row < lists.state.size and lists.state[row] != ABSENT:
+            _exit_one(lists, pages, row, young)
+
+
+@compiled
+def hold(lists: Any, rows: Any, change: int, young: bool) -> None:
+    """Counts up or down how often pages are held."""
+    for i in range(rows.size):
+        row = rows[i]
+        lists.holds[row] += change
+        _settle(lists, row, young)
+
+
+@compiled
+def settle(lists: Any, rows: Any, young: bool) -> None:
+    """Puts parked pages back that nobody waits for any more."""
+    for i in range(rows.size):
+        _settle(lists, rows[i], young)
+
+
+@compiled
+def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, young: bool) -> None:
+    """Moves the pages of a path that lie here; adopts the parents that the use gave them."""
+    for i in range(path.size):
+        row = path[i]
+        if lists.state[row] == ABSENT:
+            continue
+        old, new = max(old_parents[i], NONE), pages.parent[row]
+        if old != new:
+            if old != NONE:
+                lists.children[old] -= 1
+                _settle(lists, old, young)
+            if new != NONE:
+                lists.children[new] += 1
+    if not restamps:
+        return
+    for i in range(path.size - 1, -1, -1):
+        row = path[i]
+        if lists.state[row] == ABSENT:
+            continue
+        if lists.state[row] == LISTED:
+            _cut(lists, row)
+        _link_young(lists, row, pages.kind[row])
+
+
+@compiled
+def _next_of_kind(lists: Any, head: Any, lookahead: bool, kind: int, end: int) -> Any:
+    """The page at the leaving end of a class that may leave; those that may not are parked."""
+    row = lists.ends[end, kind]
+    while row != NONE:
+        wanted = lookahead and head[row] != NONE
+        if lists.children[row] == 0 and lists.holds[row] == 0 and not wanted:
+            return row
+        _cut(lists, row)
+        lists.state[row] = PARKED
+        row = lists.ends[end, kind]
+    return NONE
+
+
+@compiled
+def evict_unwanted(
+    lists: Any, pages: Any, head: Any, scores: Any, by_score: bool, lookahead: bool, young: bool,
+    now_s: float, out: Any,
+) -> Any:  # fmt: skip
+    """Takes out pages that nobody waits for, coldest first, into `out`; returns how many."""
+    end = 1 if young else 0
+    sign = -1 if young else 1
+    # The page that each class would give up next, found anew only where that may have changed.
+    rows = np.full(NUM_CLASSES, NONE, np.int64)
+    stamps = np.zeros(NUM_CLASSES, np.int64)
+    values = np.zeros(NUM_CLASSES)
+    stale = np.ones(NUM_CLASSES, np.bool_)
+    for num in range(out.size):
+        best = NONE
+        for kind in range(NUM_CLASSES):
+            if stale[kind]:
+                stale[kind] = False
+                row = _next_of_kind(lists, head, lookahead, kind, end)
+                rows[kind] = row
+                if row != NONE:
+                    stamps[kind] = sign * lists.stamp[row]
+                    if by_score:
+                        values[kind] = scores[kind, age_bin(now_s - pages.last_s[row])]
+            if rows[kind] == NONE:
+                continue
+            lower = best == NONE or values[kind] < values[best]
+            if lower or (values[kind] == values[best] and stamps[kind] < stamps[best]):
+                best = kind
+        if best == NONE:
+            return num
+        row = rows[best]
+        out[num] = row
+        stale[best] = True
+        _exit_one(lists, pages, row, young)
+        if pages.known[row] and pages.parent[row] != NONE:
+            stale[lists.kind[pages.parent[row]]] = True  # it may be back in its list
+    return out.size
+
+
+@compiled
+def evict_wanted(
+    lists: Any, pages: Any, needs: Any, slots: Any, bit: int, young: bool, out: Any
+) -> Any:
+    """Takes out pages that `slots` need and nobody before them; the last of `slots` first.
+
+    Args:
+        lists: The tier's columns.
+        pages: What is known of pages.
+        needs: The queue's columns.
+        slots: i64[N], requests in order of the queue whose pages may leave.
+        bit: The tier's bit in `needs.dirty`.
+        young: The base order's leaving end is the young one.
+        out: i64, out.
+    """
+    num = 0
+    for i in range(slots.size - 1, -1, -1):
+        slot = slots[i]
+        if not needs.dirty[slot] & bit:
+            continue
+        left = 0
+        entry = needs.first[slot]
+        while entry != NONE and num < out.size:
+            row = needs.row[entry]
+            if row != NONE and needs.head[row] == entry and lists.state[row] != ABSENT:
+                if lists.children[row] == 0 and lists.holds[row] == 0:
+                    out[num] = row
+                    num += 1
+                    _exit_one(lists, pages, row, young)
+                else:
+                    left += 1
+            entry = needs.chain[entry]
+        if num == out.size:
+            return num
+        if left == 0:
+            needs.dirty[slot] &= ~bit
+    return num
+
+
+@compiled
+def mark_dirty(needs: Any, rows: Any, bit: int) -> None:
+    """Notes that pages lie in a tier, for those who need them first."""
+    for i in range(rows.size):
+        row = rows[i]
+        if 0 <= row < needs.head.size and needs.head[row] != NONE:
+            needs.dirty[needs.slot[needs.head[row]]] |= bit

@@ -1,0 +1,105 @@
+"""Eviction from one tier: which page leaves, at a cost that does not grow with what is stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.policy import tier_kernels as kernels
+from sglang_ext.tiers.policy.return_times import ReturnTimes
+
+if TYPE_CHECKING:
+    from sglang_ext.tiers.policy.placement import PlacementPolicy
+
+Rows = npt.NDArray[np.int64]
+
+
+class TierLists:
+    """The pages of a tier in the order in which they leave. Made by `PlacementPolicy.add_tier`.
+
+    The owner says what enters and leaves; uses and the queue come from the policy. `evict` chooses
+    over all pages of the tier, where `PlacementPolicy.victims` chooses among the pages it is shown.
+    A page leaves before its parent, always; a held page never leaves.
+
+    Not locked: the owner's lock guards it. Memory: 26 bytes a row.
+
+    Attributes:
+        return_times: the estimator of this tier and its guard.
+    """
+
+    def __init__(self, policy: PlacementPolicy, bit: int, capacity_pages: int) -> None:
+        self._policy = policy
+        self._bit = bit
+        self._lists = kernels.new_lists(policy.num_rows)
+        self.return_times = ReturnTimes(capacity_pages, policy.order)
+
+    def __len__(self) -> int:
+        """Pages in the tier."""
+        return int(self._lists.counts[kernels.COUNT])
+
+    def has(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which pages lie in the tier."""
+        present: npt.NDArray[np.bool_] = self._lists.state[rows] != kernels.ABSENT
+        return present
+
+    def enter(self, rows: Rows) -> None:
+        """Pages are in the tier now; root first, and after `used` where they are new."""
+        kernels.enter(self._lists, self._policy.pages, rows)
+        kernels.mark_dirty(self._policy.queue.needs, rows, self._bit)
+
+    def exit(self, rows: Rows) -> None:
+        """Pages left the tier otherwise than through `evict`."""
+        kernels.leave(self._lists, self._policy.pages, rows, self._young)
+
+    def hold(self, rows: Rows) -> None:
+        """Pages must not leave until as many calls of `release`."""
+        kernels.hold(self._lists, rows, 1, self._young)
+
+    def release(self, rows: Rows) -> None:
+        """Undoes one `hold`."""
+        kernels.hold(self._lists, rows, -1, self._young)
+
+    def evict(self, count: int, now_s: float, *, spare: int | None = 0) -> Rows:
+        """Takes out up to `count` pages and returns them in the order of leaving.
+
+        First those that nobody waits for, then those that are needed latest.
+
+        Args:
+            count: pages asked for.
+            now_s: time.
+            spare: waiting requests, from the front of the queue, whose pages stay whatever
+                happens; `None` spares all of them.
+        """
+        policy = self._policy
+        out = np.empty(max(count, 0), np.int64)
+        times = self.return_times
+        num = kernels.evict_unwanted(
+            self._lists, policy.pages, policy.queue.needs.head, times.scores,
+            policy.config.return_times and times.active, policy.config.lookahead, self._young,
+            now_s, out,
+        )  # fmt: skip
+        if num < count and policy.config.lookahead and spare is not None:
+            num += kernels.evict_wanted(
+                self._lists, policy.pages, policy.queue.needs, policy.queue.slots()[spare:],
+                self._bit, self._young, out[num:],
+            )  # fmt: skip
+        return out[:num]
+
+    # ---- called by the policy ----
+
+    def used(self, path: Rows, old_parents: npt.NDArray[np.int32]) -> None:
+        """Notes a use; see `PlacementPolicy.used`."""
+        restamps = self._policy.order.restamps_on_use
+        kernels.used(self._lists, self._policy.pages, path, old_parents, restamps, self._young)
+
+    def settle(self, rows: Rows) -> None:
+        """Nobody waits for these pages any more."""
+        kernels.settle(self._lists, rows, self._young)
+
+    # ---- private ----
+
+    @property
+    def _young(self) -> bool:
+        return self._policy.order.youngest_first
