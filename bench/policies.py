@@ -1,0 +1,197 @@
+"""The case `policies`: what the queue's look-ahead is worth, simulated in virtual time.
+
+The policy is the server's own code (tiers/policy); the machine, its clock and its users are
+simulated (bench/policies_engine.py). docs/policies.md tells the workloads and reads the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench import policies_sections as sections
+from bench.case import Options, Report
+from bench.output import Table
+from bench.policies_checks import check_against_order, check_all, order_bound
+from bench.policies_flags import TraceFlags
+from bench.policies_jobs import POLICIES, VARIANTS, Job, Result, simulate_all
+from bench.policies_overlap import measure_ratios, measure_read_buffer
+from bench.policies_plan import (
+    DISKS_GB,
+    FULL,
+    LOADS,
+    QUICK,
+    Sizes,
+    chat_jobs,
+    document_jobs,
+    session_jobs,
+    trace_jobs,
+)
+from bench.policies_plots import plot_comparisons, plot_models, plot_sweep
+from bench.policies_setups import (
+    trace_at,
+    trace_factor,
+    trace_footprint,
+    trace_system,
+)
+from bench.policies_speed import decisions_per_s
+from bench.policies_trace import BUNDLED, Line, read_trace
+
+_HEADLINE_JOB = "LLaMA-13B 128G/10T"
+_COMPARED = {
+    "trace": "published production trace",
+    "agents": "agents",
+    "documents": "documents (RAG)",
+}
+
+
+def run(options: Options) -> Report:
+    """Simulates the paper's set-up and other workloads, or the trace that the options name.
+
+    Raises:
+        CaseFailedError: a simulation broke a law that holds for all of them.
+        TraceError: the trace cannot be read.
+    """
+    if options.trace is not None:
+        return _run_trace(options, options.trace)
+    sizes = QUICK if options.quick else FULL
+    jobs = [*chat_jobs(sizes), *trace_jobs(sizes), *session_jobs(sizes), *document_jobs()]
+    options.progress.stage("policies: simulations")
+    results = simulate_all(jobs, options.progress)
+    check_all(jobs, results)
+    _check_trace_jobs(read_trace(BUNDLED, limit=sizes.trace_requests), jobs, results)
+    report = _report(sizes, results)
+    _add_speed(report, options)
+    _plot(report, options.out_dir)
+    return report
+
+
+def _report(sizes: Sizes, results: Mapping[str, Result]) -> Report:
+    buffer, buffer_table = measure_read_buffer()
+    ratios, ratios_table = measure_ratios()
+    parts = {
+        "models": sections.models_section(results),
+        "overflow": sections.overflow_section(results),
+        "tiers": sections.tiers_section(results),
+        "capacity": sections.capacity_section(results, sizes.capacity_ratios),
+        "think_time": sections.think_section(results, sizes.thinks_s),
+        "ratios": (ratios, [ratios_table]),
+        "read_buffer": (buffer, [buffer_table]),
+        "long_documents": sections.documents_section(results),
+        **{
+            name: sections.comparison_section(results, name, title)
+            for name, title in _COMPARED.items()
+        },
+    }
+    report = Report(
+        sections.headline(results[_HEADLINE_JOB].figures),
+        *_raw(results),
+        [table for _, tables in parts.values() for table in tables],
+    )
+    report.results |= {name: values for name, (values, _) in parts.items()}
+    report.results["sizes"] = {"scale": sizes.scale, "agents": sizes.agents,
+                               "documents": sizes.documents}  # fmt: skip
+    if sizes.scale < 1:
+        report.notes.append(
+            f"Quick: {sizes.scale:.0%} of the conversations with {sizes.scale:.0%} of DRAM and SSD,"
+            " and the first part of the trace. Only the full run is comparable with the paper."
+        )
+    return report
+
+
+def _raw(results: Mapping[str, Result]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Every simulation's own numbers, and the turns behind each."""
+    samples = {name: result.figures for name, result in results.items()}
+    turns = {name: next(iter(each.values()))["num_turns"] for name, each in samples.items()}
+    return {"simulations": samples}, turns
+
+
+def _add_speed(report: Report, options: Options) -> None:
+    options.progress.stage("policies: speed of a decision")
+    speed = decisions_per_s()
+    report.results["decisions_per_s"] = speed["decisions_per_s"]
+    report.samples["decision_speed"] = speed
+    report.tables.append(
+        Table(
+            "policy decisions, 1,000 waiting requests and 1 million pages",
+            ("figure", "value"),
+            [(name, value) for name, value in speed.items() if isinstance(value, (int, float))],
+        )
+    )
+
+
+def _plot(report: Report, out_dir: Path) -> None:
+    values = report.results
+    plots = [
+        plot_models(out_dir / "policies.png", values["models"], list(DISKS_GB)),
+        plot_sweep(
+            out_dir / "policies-capacity.png", "LLaMA-13B by capacity (4.3.5)",
+            "capacity / CCpUT", values["capacity"], "ratio",
+        ),
+        plot_sweep(
+            out_dir / "policies-think.png", "LLaMA-13B, 128G/10T, by think time",
+            "mean think time, s", values["think_time"], "think_s",
+        ),
+        plot_comparisons(
+            out_dir / "policies-workloads.png", {name: values[name] for name in _COMPARED}
+        ),
+    ]  # fmt: skip
+    report.notes.append(f"plots: {', '.join(str(path) for path in plots)}")
+
+
+def _check_trace_jobs(
+    lines: Sequence[Line], jobs: Sequence[Job], results: Mapping[str, Result]
+) -> None:
+    for job in jobs:
+        if job.name.startswith("trace "):
+            _check_trace(lines, job, results[job.name])
+
+
+def _check_trace(lines: Sequence[Line], job: Job, result: Result) -> None:
+    capacity = job.system.dram_bytes + job.system.disk_bytes
+    reusable = result.figures["lru"]["reusable_tokens"]
+    bound = order_bound(lines, capacity, job.system.kv_bytes_per_token, reusable)
+    check_against_order(job.name, result.figures, bound)
+
+
+def _run_trace(options: Options, flags: TraceFlags) -> Report:
+    limit = QUICK.trace_requests if options.quick else None
+    lines = read_trace(flags.path, limit=limit)
+    system = trace_system(
+        lines, flags.host_gb * 1e9, flags.disk_gb * 1e9,
+        kv_bytes_per_token=flags.kv_bytes_per_token,
+        prefill_tokens_per_s=flags.prefill_tokens_per_s,
+    )  # fmt: skip
+    factors = {"own times": 1.0}
+    factors |= {f"load {load:g}": trace_factor(lines, system, load) for load in LOADS}
+    jobs = [
+        Job(name, partial(trace_at, flags.path, limit, factor), system, (*POLICIES, *VARIANTS))
+        for name, factor in factors.items()
+    ]
+    options.progress.stage("policies: simulations")
+    results = simulate_all(jobs, options.progress)
+    check_all(jobs, results)
+    for job in jobs:
+        _check_trace(lines, job, results[job.name])
+    report = _trace_report(lines, flags, results)
+    _add_speed(report, options)
+    return report
+
+
+def _trace_report(lines: list[Line], flags: TraceFlags, results: Mapping[str, Result]) -> Report:
+    footprint_gb = trace_footprint(lines, flags.kv_bytes_per_token) / 1e9
+    share = 100 * (flags.host_gb + flags.disk_gb) / footprint_gb
+    table = Table(
+        f"{flags.path.name}: {len(lines):,} requests, footprint {footprint_gb:,.0f} GB, DRAM and "
+        f"SSD {share:.1f} % of it: hit rate %",
+        ("times", "offered load", "look-ahead", "queue only", "returns only", "LRU", "FIFO",
+         "Belady", "gap closed %", "DRAM %", "queue"),
+        [(name, each.offered_load, *sections.comparison_cells(each.figures))
+         for name, each in results.items()],
+    )  # fmt: skip
+    values: dict[str, Any] = sections.headline(results["own times"].figures)
+    values["by_load"] = {name: sections.point(result) for name, result in results.items()}
+    values["footprint_gb"] = footprint_gb
+    return Report(values, *_raw(results), [table])

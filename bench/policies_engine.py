@@ -1,0 +1,169 @@
+"""Simulates serving in virtual time, with the placement policy that the server uses.
+
+    outcome = run(conversations, system, "lookahead", warmup_turns=10_000)
+
+The workload and the system are the dataclasses of `bench.policies_types`, which this module gives
+out too. `docs/lookahead.md` tells what is modelled and what is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.policies_engine_loop import Simulator
+from bench.policies_engine_source import ConversationSource, ReplaySource, Source, TraceSource
+from bench.policies_engine_tally import Tally
+from bench.policies_engine_tiers import Future
+from bench.policies_types import (
+    Conversation,
+    Outcome,
+    Recorded,
+    Request,
+    System,
+    TraceRequest,
+    Turn,
+    Workload,
+)
+from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
+
+__all__ = [
+    "POLICIES",
+    "Conversation",
+    "Outcome",
+    "Recorded",
+    "Request",
+    "System",
+    "TraceRequest",
+    "Turn",
+    "Workload",
+    "footprint_bytes",
+    "offered_load",
+    "run",
+]
+
+POLICIES: dict[str, PolicyConfig] = {
+    "lookahead": PolicyConfig(),
+    "lru": PolicyConfig(lookahead=False, return_times=False),
+    "fifo": PolicyConfig(order="fifo", lookahead=False, return_times=False),
+    "belady": PolicyConfig(return_times=False),
+    "recompute": PolicyConfig(lookahead=False, return_times=False),
+}
+"""`lru` and `fifo` fetch at arrival only (HiCache's rule); `recompute` stores nothing."""
+
+
+def run(
+    workload: Workload,
+    system: System,
+    policy: str,
+    *,
+    warmup_turns: int = 0,
+    measured_turns: int | None = None,
+    config: PolicyConfig | None = None,
+    recorded: Recorded | None = None,
+) -> Outcome:
+    """Runs a workload under one policy.
+
+    `belady` needs the future. A trace has it. For conversations the arrivals of a `lookahead` run
+    are replayed at the times at which they came there, and each page's next use is read from that
+    order: the optimum for the same sequence of requests.
+
+    Args:
+        workload: conversations or a trace.
+        system: the machine.
+        policy: one of `POLICIES`.
+        warmup_turns: turns, in order of admission, that are not measured.
+        measured_turns: turns that are, `None` for all others.
+        config: instead of the policy's own.
+        recorded: `Outcome.recorded` of a run of the same workload: replayed instead of it. Spares
+            `belady` the run that fixes the order; other policies take it too.
+
+    Raises:
+        ValueError: no such policy, an empty workload, or no turn to measure.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"no policy is called {policy!r}; known are {', '.join(POLICIES)}")
+    if not workload:
+        raise ValueError("the workload is empty; give conversations or trace requests")
+    conversations = isinstance(workload[0], Conversation)
+    if policy == "recompute":
+        system = dataclasses.replace(system, dram_bytes=0, disk_bytes=0, hbm_bytes=0)
+    if policy == "belady" and recorded is None:
+        first = run(workload, system, "lookahead" if conversations else "recompute")
+        recorded = first.recorded
+    source: Source
+    if recorded is not None:
+        source = ReplaySource(recorded, stores_answers=conversations)
+    else:
+        source = _source(workload, system)
+    return _run(source, system, policy, config or POLICIES[policy], warmup_turns, measured_turns,
+                Future(recorded) if policy == "belady" and recorded else None)  # fmt: skip
+
+
+def _run(
+    source: Source, system: System, policy: str, config: PolicyConfig, warmup_turns: int,
+    measured_turns: int | None, future: Future | None,
+) -> Outcome:  # fmt: skip
+    placement = PlacementPolicy(max(source.num_pages, 1), config)
+    tally = Tally(system, warmup_turns, measured_turns, source.num_requests)
+    ahead = config.lookahead and not system.prefetch_at_enqueue_only
+    simulator = Simulator(source, system, placement, future, lookahead=ahead, tally=tally)
+    simulator.run()
+    counters: dict[str, float] = dict(simulator.store.counters)
+    if placement.tiers:
+        counters |= placement.tiers[0].return_times.counters()
+    done = Recorded(simulator.requests, placement.num_rows)
+    return tally.outcome(policy, done, counters)
+
+
+def _source(workload: Sequence[Any], system: System) -> Source:
+    if isinstance(workload[0], Conversation):
+        return ConversationSource(workload, system)
+    return TraceSource(workload)
+
+
+def offered_load(workload: Workload, system: System, *, reuse: bool) -> float:
+    """Work that a workload asks for, per second of the time in which it arrives.
+
+    The larger of two: one prefill at a time, and places in the batch, which are taken from the
+    start of the prefill to the end of the answer.
+
+    Args:
+        workload: conversations (arrival of a turn: as if answers took no time) or a trace.
+        system: the machine; speeds, batch and context window count.
+        reuse: with an unbounded store, instead of computing every prompt.
+    """
+    source = _source(workload, system)
+    pending = source.starts()
+    seen = np.zeros(max(source.num_pages, 1), np.bool_)
+    first_s, last_s, prefill_s, decode_s = np.inf, 0.0, 0.0, 0.0
+    number = 0
+    while pending:
+        pending.sort(reverse=True)
+        following = []
+        while pending:
+            time_s, key = pending.pop()
+            request = source.arrive(key, number, time_s)
+            number += 1
+            first_s, last_s = min(first_s, time_s), max(last_s, time_s)
+            reused = 0
+            if reuse:
+                known = seen[request.prompt_ids]
+                pages = len(known) if known.all() else int(np.argmin(known))
+                reused = min(pages * system.page_tokens, request.prompt_tokens - 1)
+                seen[request.stored_ids] = True
+            prefill_s += (request.prompt_tokens - reused) / system.prefill_tokens_per_s
+            decode_s += request.output_tokens / system.decode_tokens_per_s
+            if (then := source.done(request, time_s)) is not None:
+                following.append(then)
+        pending = following
+    span_s = max(last_s - float(first_s), 1e-9)
+    return max(prefill_s, (prefill_s + decode_s) / system.batch) / span_s
+
+
+def footprint_bytes(workload: Sequence[TraceRequest], system: System) -> float:
+    """KV of all distinct pages of a trace."""
+    return TraceSource(workload).num_pages * system.page_bytes

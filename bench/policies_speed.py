@@ -1,0 +1,83 @@
+"""Speed of the placement policy, for the `policies` case: what one scheduler step asks of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.tiers.policy import PlacementPolicy
+
+_PATH_PAGES = 64
+_EVICTED = 64
+
+
+def decisions_per_s(
+    num_waiting: int = 1000, num_pages: int = 1_000_000, steps: int = 2000
+) -> dict[str, Any]:
+    """Measures whole steps: all decisions that the scheduler may ask for in one.
+
+    A step is: the head of the queue is admitted and its pages are used, one request of 64 pages
+    arrives, the order is handed over (every eighth step a request moved within it), the prefetch
+    window is asked for, 64 pages are evicted from the tier and 64 victims are chosen among 1,024
+    candidates.
+
+    Returns:
+        `decisions_per_s`: calls of the policy per second; `step_ms`: median, `step_p99_ms`; the
+        same of the thread's own processor time as `step_cpu_ms`, `step_cpu_p99_ms`; `n`;
+        `num_waiting`, `num_pages`.
+    """
+    rng = np.random.default_rng(5)
+    policy = PlacementPolicy(num_pages)
+    tier = policy.add_tier(num_pages)
+    num_paths = num_pages // _PATH_PAGES
+    paths = np.arange(num_paths * _PATH_PAGES).reshape(num_paths, _PATH_PAGES)
+    for i in range(num_paths):
+        policy.used(paths[i], i * 0.01)
+        tier.enter(paths[i])
+    queue = list(range(num_waiting))
+    waiting = {request: paths[rng.integers(num_paths)] for request in queue}
+    for request in queue:
+        policy.enqueue(request, waiting[request], 0.0)
+    now_s, calls = num_paths * 0.01, 0
+    took_s: list[float] = []
+    cpu_s: list[float] = []
+    for step in range(steps):
+        now_s += 0.01
+        head, new = queue.pop(0), num_waiting + step
+        queue.append(new)
+        if step % 8 == 0:
+            queue.insert(num_waiting // 2, queue.pop(int(rng.integers(num_waiting))))
+        waiting[new] = paths[rng.integers(num_paths)]
+        path = waiting.pop(head)
+        candidates = paths[rng.integers(num_paths, size=1024 // _PATH_PAGES)][:, ::-1].ravel()
+        candidates = np.unique(candidates)[::-1].copy()
+        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
+        policy.leave(head)
+        policy.used(path, now_s)
+        policy.enqueue(new, waiting[new], now_s)
+        policy.set_order(queue)
+        policy.window(num_pages // 20)
+        policy.wanted(path)
+        policy.victims(candidates, _EVICTED, now_s)
+        gone = tier.evict(_EVICTED, now_s)
+        took_s.append(time.perf_counter() - start_s)
+        cpu_s.append(time.thread_time() - start_cpu_s)
+        calls += 8
+        tier.enter(np.sort(gone))
+    return {
+        "decisions_per_s": calls / sum(took_s),
+        "step_ms": 1e3 * float(np.median(took_s)),
+        "step_p99_ms": 1e3 * float(np.percentile(took_s, 99)),
+        "step_cpu_ms": 1e3 * float(np.median(cpu_s)),
+        "step_cpu_p99_ms": 1e3 * float(np.percentile(cpu_s, 99)),
+        "n": steps,
+        "num_waiting": num_waiting,
+        "num_pages": num_pages,
+    }
+
+
+if __name__ == "__main__":
+    for num_pages in (10_000, 100_000, 1_000_000):
+        print(decisions_per_s(num_pages=num_pages))

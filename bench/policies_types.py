@@ -1,0 +1,234 @@
+"""What the simulator takes and gives: workloads, the system, the outcome of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a conversation.
+
+    Attributes:
+        new_tokens: tokens that the user adds.
+        output_tokens: length of the answer.
+        think_s: after the answer, before the next turn arrives.
+    """
+
+    new_tokens: int
+    output_tokens: int
+    think_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A closed loop: each turn arrives its think time after the answer before it.
+
+    Attributes:
+        start_s: arrival of the first turn.
+        turns: the turns.
+        prefix_id: conversations with the same id, from 0 on, begin with the same tokens; -1: none.
+        prefix_tokens: length of that prefix, in front of the first turn's new tokens. On overflow
+            it stays.
+    """
+
+    start_s: float
+    turns: tuple[Turn, ...]
+    prefix_id: int = -1
+    prefix_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """An open-loop request whose pages are known.
+
+    Attributes:
+        arrival_s: when it arrives, whatever happened to others.
+        page_ids: i64[N], one id for each page of its prompt; equal id: equal page with an equal
+            prefix.
+        input_tokens: length of the prompt; the last page may be partial.
+        output_tokens: length of the answer; its pages are not in the trace and are not stored.
+    """
+
+    arrival_s: float
+    page_ids: Ids
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """The machine and the model. Bytes are bytes, GB/s are 10^9 bytes a second.
+
+    Attributes:
+        page_tokens: tokens of a page.
+        kv_bytes_per_token: KV of one token.
+        hbm_bytes: room for KV on the device: that of running requests, and in what is left finished
+            ones stay as a cache. 0: neither a cache nor a bound.
+        dram_bytes: host tier.
+        disk_bytes: disk tier; 0 for none.
+        prefill_tokens_per_s: one prefill runs at a time and holds up decoding.
+        decode_tokens_per_s: of each running request, while no prefill runs.
+        dram_gb_s: from DRAM to the device.
+        disk_gb_s: from disk to DRAM.
+        disk_write_gb_s: from DRAM to disk; every new page is written once.
+        batch: requests that run together, the one in prefill included.
+        context_window: tokens of prompt and answer; conversations only.
+        truncation: on overflow the kept tail is reused (position-free KV); otherwise everything
+            behind the cut is computed anew.
+        truncation_ratio: share of the window that an overflow drops, oldest first.
+        dram_low_water: share of DRAM that is kept free, so that a promotion never waits for a
+            write.
+        prefetch_at_enqueue_only: each request's pages are fetched once, when it arrives (HiCache's
+            rule; `lru` and `fifo` always do so).
+        overlap_load: a load from DRAM runs beside the prefill, layer by layer; otherwise before it.
+    """
+
+    page_tokens: int
+    kv_bytes_per_token: float
+    hbm_bytes: float
+    dram_bytes: float
+    disk_bytes: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    dram_gb_s: float = 26.0
+    disk_gb_s: float = 5.0
+    disk_write_gb_s: float = 5.0
+    batch: int = 24
+    context_window: int = 4096
+    truncation: bool = True
+    truncation_ratio: float = 0.5
+    dram_low_water: float = 0.05
+    prefetch_at_enqueue_only: bool = False
+    overlap_load: bool = True
+
+    def __post_init__(self) -> None:
+        for name in (
+            "page_tokens", "kv_bytes_per_token", "prefill_tokens_per_s", "decode_tokens_per_s",
+            "dram_gb_s", "disk_gb_s", "disk_write_gb_s", "batch", "context_window",
+        ):  # fmt: skip
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("hbm_bytes", "dram_bytes", "disk_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is 0 or more bytes, got {getattr(self, name)}")
+        if not 0 < self.truncation_ratio < 1 or not 0 <= self.dram_low_water < 1:
+            raise ValueError(
+                "truncation_ratio lies above 0 and below 1, dram_low_water from 0 to below 1; got "
+                f"{self.truncation_ratio} and {self.dram_low_water}"
+            )
+
+    @property
+    def page_bytes(self) -> float:
+        """KV of one page."""
+        return self.page_tokens * self.kv_bytes_per_token
+
+    def pages(self, num_bytes: float) -> int:
+        """Whole pages that fit."""
+        return int(num_bytes / self.page_bytes)
+
+
+@dataclass(slots=True)
+class Request:
+    """One turn, as the simulator runs it.
+
+    Attributes:
+        number: order of arrival.
+        arrival_s: when it arrived.
+        prompt_ids: i64[N], pages of the prompt that may be stored already, root first.
+        stored_ids: i64[M], pages that are stored when it is done (trace: when it is prefilled).
+        prompt_tokens: length of the prompt.
+        output_tokens: length of the answer.
+        history_tokens: part of the prompt that is history.
+        history_pages: pages of it that an unbounded store of position-free KV holds.
+        source: index of its conversation, -1 for a trace.
+    """
+
+    number: int
+    arrival_s: float
+    prompt_ids: Ids
+    stored_ids: Ids
+    prompt_tokens: int
+    output_tokens: int
+    history_tokens: int = 0
+    history_pages: int = 0
+    source: int = -1
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Every request of a run in its order of arrival, to be replayed open-loop.
+
+    Attributes:
+        requests: the requests.
+        num_pages: page ids are below this.
+    """
+
+    requests: list[Request]
+    num_pages: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave, over the measured turns unless said. Tokens, seconds, shares of 1.
+
+    Attributes:
+        policy: its name.
+        num_turns: measured turns.
+        hit_rate: reused / reusable prompt tokens; reusable: what an unbounded store would have
+            given, in whole pages.
+        turn_hit_rate: mean over all turns of reused / reusable, 0 where nothing is reusable.
+        turn_hit_cap: share of turns with anything reusable.
+        host_share: share of the reused tokens that lay in DRAM or on the device at admission.
+        device_tokens, host_tokens, disk_tokens: reused tokens by where they lay then.
+        gpu_s: the GPU was busy: prefill, or decoding without one.
+        prefill_gpu_s: part of it.
+        wait_load_s: a prefill waited for KV to come from disk.
+        makespan_s: from the first measured arrival to the last measured answer.
+        prefill_tokens_per_s: prompt tokens / (`prefill_gpu_s` + `wait_load_s`).
+        ttft_s: f64[N], arrival to first token, in order of admission.
+        queue_mean, queue_max: requests waiting, at admissions.
+        load: (`prefill_gpu_s` + `wait_load_s`) / `makespan_s`.
+        counters: pages evicted, demoted, promoted, written; the estimator's state.
+        recorded: all requests of the run.
+    """
+
+    policy: str
+    num_turns: int
+    hit_rate: float
+    turn_hit_rate: float
+    turn_hit_cap: float
+    host_share: float
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    reused_tokens: int
+    reusable_tokens: int
+    prompt_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    history_tokens: int
+    gpu_s: float
+    prefill_gpu_s: float
+    wait_load_s: float
+    makespan_s: float
+    prefill_tokens_per_s: float
+    ttft_s: npt.NDArray[np.float64]
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    ttft_p99_s: float
+    queue_mean: float
+    queue_max: int
+    load: float
+    counters: dict[str, float]
+    recorded: Recorded = field(repr=False)
+
+
+Workload = Sequence[Conversation] | Sequence[TraceRequest]
