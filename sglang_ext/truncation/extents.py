@@ -1,0 +1,232 @@
+"""Where the tokens of a truncated prompt lie: in pages that are stored under other prompts.
+
+What is kept of a conversation was stored, page by page, under the prompts it was computed for: the
+whole conversation, and each of its earlier truncations. In the prompt after a cut the same tokens
+stand elsewhere, in general not at a page's begin. So a page of the truncated prompt is made of
+extents: (stored page, token offset, number of tokens). An extent names a page by its hash, never by
+where it lies; it is worked out from the prompt each time, so nothing has to be kept of it and
+nothing can be stale.
+
+Pure: numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes = npt.NDArray[np.uint8]
+Qualities = npt.NDArray[np.uint8]
+Bools = npt.NDArray[np.bool_]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass
+class Source:
+    """A chain of pages that may hold tokens of the prompt.
+
+    Attributes:
+        shift: the token at position t of the prompt is token t + shift of the chain.
+        begin: first position that it may give.
+        end: end of the positions that it may give.
+        hashes: u8 `[N, 32]`, the chain's page hashes.
+        usable_of: asks which of the pages can be had; called at most once, when it matters.
+    """
+
+    shift: int
+    begin: int
+    end: int
+    hashes: Hashes
+    usable_of: Callable[[Hashes], Bools]
+    _usable: Bools | None = field(default=None, init=False)
+
+    @property
+    def usable(self) -> Bools:
+        """Which pages can be had, bool `[N]`."""
+        if self._usable is None:
+            self._usable = self.usable_of(self.hashes)
+        return self._usable
+
+    def stop_from(self, position: int, page_size: int) -> int:
+        """End of the tokens that it gives from a position on without a gap."""
+        if not self.begin <= position < self.end:
+            return position
+        page = (position + self.shift) // page_size
+        rest = self.usable[page:]
+        if not rest.size or not rest[0]:
+            return position
+        num = rest.size if rest.all() else int(np.argmin(rest))
+        return min(self.end, (page + num) * page_size - self.shift)
+
+    def next_from(self, position: int, page_size: int) -> int:
+        """The first position from this one on that it gives; its end if there is none."""
+        position = max(position, self.begin)
+        if position >= self.end:
+            return self.end
+        page = (position + self.shift) // page_size
+        rest = self.usable[page:]
+        if not rest.size or not rest.any():
+            return self.end
+        at = (page + int(np.argmax(rest))) * page_size - self.shift
+        return min(self.end, max(position, at))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens that follow one another in the prompt and in a chain.
+
+    Attributes:
+        pages: i64 `[n]`, their pages, as indices into `Composition.hashes`.
+        first_row: row of the first page with which they begin.
+        num_tokens: how many they are.
+        shift: as in `Source`; 0 where they keep their positions.
+    """
+
+    pages: I64
+    first_row: int
+    num_tokens: int
+    shift: int
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Whole pages of a prompt, made of stored ones.
+
+    Attributes:
+        start: position of the first token.
+        page_size: tokens in a page.
+        hashes: u8 `[m, 32]`, the stored pages, each once, in the order of their first use.
+        runs: in the order of the prompt; together `num_pages * page_size` tokens.
+        stored: bool `[num_pages]`, pages that are stored as they are, under their own hash.
+    """
+
+    start: int
+    page_size: int
+    hashes: Hashes
+    runs: tuple[Run, ...]
+    stored: Bools
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the prompt."""
+        return len(self.stored)
+
+    @property
+    def num_moved(self) -> int:
+        """Tokens that stand elsewhere than where they were computed."""
+        return sum(run.num_tokens for run in self.runs if run.shift)
+
+    def worst_of(self, values: npt.NDArray[np.uint8], moved: int = 0) -> npt.NDArray[np.uint8]:
+        """For each page of the prompt, the greatest value of the stored pages that it is made of.
+
+        Args:
+            values: u8 `[m]`, of the stored pages.
+            moved: what a page with moved tokens is worth at least.
+        """
+        out = np.zeros(self.num_pages, np.uint8)
+        position = 0
+        for run in self.runs:
+            rows = run.first_row + np.arange(run.num_tokens)
+            of_token = np.maximum(
+                values[run.pages[rows // self.page_size]], moved * bool(run.shift)
+            )
+            pages = (position + np.arange(run.num_tokens)) // self.page_size
+            np.maximum.at(out, pages, of_token.astype(np.uint8))
+            position += run.num_tokens
+        return out
+
+    def sources_of(self, first: int, num: int) -> Hashes:
+        """Hashes of the stored pages that pages [first, first + num) of the prompt are made of.
+
+        Args:
+            first: counted from the beginning of the prompt.
+            num: number of pages.
+        """
+        begin = first * self.page_size - self.start
+        end = begin + num * self.page_size
+        used: list[I64] = []
+        position = 0
+        for run in self.runs:
+            low, high = (
+                max(begin, position) - position,
+                min(end, position + run.num_tokens) - position,
+            )
+            if low < high:
+                rows = slice(
+                    (run.first_row + low) // self.page_size,
+                    -(-(run.first_row + high) // self.page_size),
+                )
+                used.append(run.pages[rows])
+            position += run.num_tokens
+        return self.hashes[np.unique(np.concatenate(used))] if used else self.hashes[:0]
+
+
+def compose(
+    start: int, end: int, page_size: int, own: Source, others: Sequence[Source]
+) -> Composition | None:
+    """Makes the pages of [start, end) of stored ones, as far as that goes without a gap.
+
+    Args:
+        start: a multiple of the page size.
+        end: of the prompt; a page that it cuts short is not made.
+        page_size: tokens in a page, P.
+        own: the prompt's own chain; its hashes are those of the pages from position 0 on.
+        others: other chains, the best first. A page stored under its own hash is always preferred.
+
+    Returns:
+        None when not one page can be made.
+    """
+    sources = (own, *others)
+    pieces: list[tuple[Source, int, int]] = []
+    position = start
+    while position < end:
+        for at, source in enumerate(sources):
+            stop = source.stop_from(position, page_size)
+            if stop > position:
+                better = (one.next_from(position, page_size) for one in sources[:at])
+                stop = min([stop, end, *(place for place in better if place > position)])
+                pieces.append((source, position, stop))
+                position = stop
+                break
+        else:
+            break
+    num_pages = (position - start) // page_size
+    if num_pages == 0:
+        return None
+    return _gather(start, num_pages, page_size, own, pieces)
+
+
+def _gather(
+    start: int,
+    num_pages: int,
+    page_size: int,
+    own: Source,
+    pieces: Sequence[tuple[Source, int, int]],
+) -> Composition:
+    end = start + num_pages * page_size
+    rows: list[bytes] = []
+    known: dict[bytes, int] = {}
+    runs: list[Run] = []
+    stored = np.zeros(num_pages, np.bool_)
+    for source, begin, stop in pieces:
+        stop = min(stop, end)
+        if begin >= stop:
+            continue
+        first = (begin + source.shift) // page_size
+        last = -(-(stop + source.shift) // page_size)
+        pages = np.empty(last - first, np.int64)
+        for at, digest in enumerate(source.hashes[first:last]):
+            key = digest.tobytes()
+            if key not in known:
+                known[key] = len(rows)
+                rows.append(key)
+            pages[at] = known[key]
+        runs.append(Run(pages, (begin + source.shift) % page_size, stop - begin, source.shift))
+        if source is own:
+            whole = slice(-(-(begin - start) // page_size), (stop - start) // page_size)
+            stored[whole] = True
+    hashes = np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 32)
+    return Composition(start, page_size, hashes, tuple(runs), stored)

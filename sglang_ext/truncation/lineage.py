@@ -1,0 +1,235 @@
+"""What a truncated request remembers of the prompt it was cut from, and whose KV it may share.
+
+KV of a kept token had attended to the tokens that were dropped since. So the requests that may
+share it are those whose whole prompt began with the same tokens, up to where the tail begins, and
+was cut at the same places: a lineage. Its name is a keyed digest of all that; it goes in front of
+the request's `extra_key`, and the key is a secret of the server, so that no client can name one.
+
+Pure: stdlib and numpy only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sglang_ext.truncation.cut import Cut
+from sglang_ext.truncation.extents import Bools, Composition, Hashes, Source
+from sglang_ext.truncation.quotes import StoredRun
+
+_ATTRIBUTE = "_hier_kv_lineage"
+_MARK = "hier-kv-truncated:"
+# Lineages before the last one that are searched, newest first, beside the whole prompt.
+MAX_ANCESTORS = 8
+
+if TYPE_CHECKING:
+    UsableOf = Callable[[Hashes], Bools]
+    ChainHash = Callable[[array[int], str | None, str | None], Hashes]
+
+
+def names_of(
+    secret: bytes,
+    tokens: array[int],
+    cut: Cut,
+    *,
+    extra_key: str | None,
+    salt: str | None,
+) -> dict[int, str]:
+    """Names of the lineages that a prompt passed through, by where their tail begins.
+
+    Args:
+        secret: of the server.
+        tokens: the whole prompt.
+        cut: where it is cut.
+        extra_key: the client's, with the adapter's id.
+        salt: the client's.
+    """
+    parts = [b"\0" if part is None else b"\1" + part.encode() for part in (extra_key, salt)]
+    parts.append(cut.head.to_bytes(8, "little"))
+    digest = hmac.new(secret, digestmod=hashlib.sha256)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    names: dict[int, str] = {}
+    view, done = memoryview(tokens).cast("B"), 0
+    for number, start in enumerate(cut.starts, start=1):
+        digest.update(view[done * tokens.itemsize : start * tokens.itemsize])
+        done = start
+        named = digest.copy()
+        named.update(b"starts" + np.array(cut.starts[:number], "<i8").tobytes())
+        names[start] = _MARK + named.hexdigest() + ":"
+    return names
+
+
+@dataclass
+class Lineage(ABC):
+    """A request whose KV is shared within a lineage only.
+
+    Attributes:
+        tokens: the whole prompt, as the client sent it.
+        composition: what the last match found to load, if anything.
+        loaded: what was loaded for it since it was admitted.
+        num_moved: tokens of that which stand elsewhere than where they were computed.
+    """
+
+    tokens: array[int]
+    composition: Composition | None = field(default=None, init=False)
+    loaded: Composition | None = field(default=None, init=False)
+    num_moved: int = field(default=0, init=False)
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """The request's `extra_key`; its end is the client's, where an adapter's id is sought."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Tokens of the prompt that the server left out."""
+        return 0
+
+    @abstractmethod
+    def sources(self, end: int, usable_of: UsableOf) -> list[Source]:
+        """Chains of other prompts that hold tokens of this one, the best first.
+
+        Args:
+            end: of the positions wanted.
+            usable_of: which pages can be had.
+        """
+
+    def begin_admission(self) -> None:
+        """It holds no KV."""
+        self.loaded, self.num_moved = None, 0
+
+    def note_loaded(self, composition: Composition) -> None:
+        """Pages were queued for loading."""
+        self.loaded, self.num_moved = composition, composition.num_moved
+
+
+@dataclass
+class CutLineage(Lineage):
+    """Of a prompt that was cut.
+
+    Attributes:
+        cut: what of the prompt is kept.
+        extra_key: the client's, with the adapter's id.
+        salt: the client's.
+        names: see `names_of`.
+        hash_of: page hashes of (tokens, extra_key, salt), u8 `[N, 32]`.
+    """
+
+    cut: Cut
+    extra_key: str | None
+    salt: str | None
+    names: dict[int, str]
+    hash_of: ChainHash
+    _chains: dict[int, Hashes] = field(default_factory=dict, init=False)
+
+    @property
+    def kept(self) -> array[int]:
+        """The prompt after the cut."""
+        return array("q", self.cut.keep(self.tokens))
+
+    @property
+    def key(self) -> str:
+        """See `Lineage`."""
+        return self.key_of(self.cut.tail_start) or ""
+
+    @property
+    def num_dropped(self) -> int:
+        """See `Lineage`."""
+        return self.cut.num_dropped
+
+    def key_of(self, start: int) -> str | None:
+        """The `extra_key` of a lineage by where its tail begins; the client's for all others."""
+        name = self.names.get(start)
+        return self.extra_key if name is None else name + (self.extra_key or "")
+
+    def sources(self, end: int, usable_of: UsableOf) -> list[Source]:
+        """The chains of earlier cuts, the newest first, the whole prompt's, and its head."""
+        head, before = self.cut.head, self.cut.ancestors()
+        whole = before.pop()
+        found = []
+        for start in [*before[:MAX_ANCESTORS], whole]:
+            shift = self.cut.tail_start - start
+            found.append(Source(shift, head, end, self.chain_of(start), usable_of))
+        found.append(Source(0, 0, min(head, end), self.chain_of(whole), usable_of))
+        return found
+
+    def chain_of(self, start: int) -> Hashes:
+        """Page hashes of the prompt as an ancestor had it, u8 `[N, 32]`.
+
+        Args:
+            start: where the ancestor's tail begins: one of `Cut.ancestors()`.
+        """
+        if start not in self._chains:
+            head = self.cut.head
+            tokens = self.tokens
+            if start in self.names:
+                tokens = self.tokens[:head] + self.tokens[start:]
+            self._chains[start] = self.hash_of(tokens, self.key_of(start), self.salt)
+        return self._chains[start]
+
+
+@dataclass
+class QuoteLineage(Lineage):
+    """Of a prompt that the client cut: its head and its tail are a stored conversation's.
+
+    Attributes:
+        run: what of the prompt is stored, and where.
+        head: tokens before it.
+        page_size: P.
+        name: in front of the client's `extra_key`; of the conversation up to where the run begins.
+        extra_key: the client's, with the adapter's id.
+    """
+
+    run: StoredRun
+    head: int
+    page_size: int
+    name: str
+    extra_key: str | None
+
+    @property
+    def key(self) -> str:
+        """See `Lineage`."""
+        return self.name + (self.extra_key or "")
+
+    def sources(self, end: int, usable_of: UsableOf) -> list[Source]:
+        """The stored conversation's tail, and its head."""
+        run = self.run
+        shift = run.position - run.start
+        before = np.zeros((run.position // self.page_size, 32), np.uint8)
+        chain = np.concatenate([before, run.hashes])
+        return [
+            Source(shift, run.start, min(end, run.start + run.length), chain, usable_of),
+            Source(0, 0, min(self.head, end), run.head_hashes, usable_of),
+        ]
+
+
+def quote_name(secret: bytes, run: StoredRun, extra_key: str | None, salt: str | None) -> str:
+    """Name of the lineage of prompts that quote a conversation from some place on.
+
+    A page's hash covers everything up to its end, what the client left out included.
+    """
+    parts = (repr((extra_key, salt, run.position)).encode(), run.hashes[0].tobytes())
+    digest = hmac.new(secret, b"quote" + b"".join(parts), hashlib.sha256)
+    return _MARK + digest.hexdigest() + ":"
+
+
+def lineage_of(req: Any) -> Lineage | None:
+    """The lineage of a request; None unless it was truncated."""
+    return getattr(req, _ATTRIBUTE, None)
+
+
+def attach_lineage(req: Any, lineage: Lineage) -> None:
+    """Puts a request into its lineage's namespace; of a prompt that is cut, only the rest stays."""
+    setattr(req, _ATTRIBUTE, lineage)
+    req.extra_key = lineage.key
+    if isinstance(lineage, CutLineage):
+        req.origin_input_ids = lineage.kept
+        req.origin_input_ids_unpadded = req.origin_input_ids
