@@ -1,0 +1,247 @@
+"""Conversations over the context length, on the running server, through each of its interfaces."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sglang as sgl
+
+from bench.server import Server, ServerError
+from bench.workload import load_tokenizer
+from tests.e2e.hier_server import hier_args, real_prompts, settled, state, tokens_and_logprobs
+
+pytestmark = pytest.mark.e2e
+
+PAGE, CONTEXT = 16, 512
+NEW_TOKENS = 8
+SYSTEM = "You answer questions on programming. Be brief and precise."
+Answer = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("truncation")
+    args = [*hier_args(folder, host_pages=600, disk_gb=0.2), "--page-size", str(PAGE)]
+    args += ["--context-length", str(CONTEXT), "--max-total-tokens", "4096"]
+    with Server(args, log_path=folder / "server.log", stop="kill", start_timeout_s=400) as running:
+        yield running
+
+
+def ask(server: Server, prompt: list[int], mode: str = "", **params: Any) -> Answer:
+    custom = params.pop("custom", {}) | ({"hier_kv_truncation": mode} if mode else {})
+    return server.generate(
+        input_ids=prompt,
+        sampling_params={
+            "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "custom_params": custom, **params
+        },
+        return_logprob=True,
+    )  # fmt: skip
+
+
+def report(answer: Answer) -> dict[str, Any]:
+    found = answer["meta_info"]["cached_tokens_details"]["hier_kv"]
+    assert isinstance(found, dict)
+    return found
+
+
+def text_of(num_tokens: int, seed: int) -> str:
+    (tokens,) = real_prompts([num_tokens], seed=seed)
+    text: str = load_tokenizer().decode(tokens)
+    return text.replace("<|", "")
+
+
+def test_a_conversation_that_overflows_again_and_again_keeps_its_kv(server: Server) -> None:
+    (text,) = real_prompts([40 * 36], seed=3)
+    history: list[int] = []
+    dropped, shares, asked_alone = [], [], []
+    for turn in range(40):
+        history = history + text[36 * turn : 36 * (turn + 1)]
+        answer = ask(server, history)
+        meta, old = answer["meta_info"], len(history) - 36
+        assert meta["completion_tokens"] == NEW_TOKENS
+        if turn and "dropped" in report(answer):
+            cut = report(answer)["dropped"]
+            assert meta["prompt_tokens"] == len(history) - cut < CONTEXT
+            kept = (old - 1 - cut) // PAGE * PAGE  # the last token of an answer is not computed
+            shares.append(meta["cached_tokens"] / kept)
+            dropped.append(cut)
+            if cut not in dropped[:-1]:
+                # What a client would do without it: the same prompt, cut before it is sent.
+                alone = ask(server, history[:4] + history[4 + cut :], "off")
+                asked_alone.append(alone["meta_info"]["cached_tokens"] / kept)
+        history = history + answer["output_ids"]
+        if turn % 2:
+            server.post("/flush_cache")
+    assert len(set(dropped)) >= 5, dropped
+    assert sorted(dropped) == dropped, "the cut goes back"
+    assert min(shares) >= 0.9, shares
+    assert max(asked_alone) < 0.1, asked_alone
+    counts = settled(server)["host"]
+    assert counts["aliased_pages"] > 0
+    assert counts["moved_tokens"] > 0
+
+
+def test_who_asks_for_exact_kv_gets_what_the_cut_prompt_alone_gives(server: Server) -> None:
+    (prompt,) = real_prompts([700], seed=5)
+    ask(server, prompt[:500])
+    cut = ask(server, prompt)
+    assert report(cut)["quality"] == "approximated"
+    assert report(cut)["moved"] > 0
+    exact = ask(server, prompt, custom={"hier_kv_exact": True})
+    assert exact["meta_info"]["cached_tokens"] == 0
+    assert report(exact)["quality"] == "exact"
+    kept = prompt[:4] + prompt[4 + report(cut)["dropped"] :]
+    plain = ask(server, kept, "off")
+    assert plain["meta_info"]["cached_tokens"] == 0, "an exact request met a truncated one's KV"
+    assert tokens_and_logprobs(exact) == tokens_and_logprobs(plain)
+
+
+def test_equal_kept_text_is_not_shared_when_what_was_dropped_differs(server: Server) -> None:
+    one, other = real_prompts([700, 700], seed=6)
+    cut = report(ask(server, one))["dropped"]
+    twin = one[:4] + other[4 : 4 + cut] + one[4 + cut :]
+    before = state(server)["host"]["moved_tokens"]
+    answer = ask(server, twin)
+    assert report(answer)["dropped"] == cut
+    assert answer["meta_info"]["cached_tokens"] == 0
+    assert state(server)["host"]["moved_tokens"] == before
+    again = ask(server, one)
+    assert again["meta_info"]["cached_tokens"] > 0
+
+
+def test_what_cannot_be_cut_is_refused_as_without_it(server: Server) -> None:
+    (prompt,) = real_prompts([600], seed=7)
+    with pytest.raises(ServerError, match="longer than the model's context") as refused:
+        ask(server, prompt, "off")
+    assert refused.value.status == 400
+    with pytest.raises(ServerError, match="longer than the model's context"):
+        server.generate(
+            input_ids=prompt, sampling_params={"max_new_tokens": 2}, return_logprob=True,
+            logprob_start_len=0,
+        )  # fmt: skip
+    with pytest.raises(ServerError, match="longer than the model's context"):
+        ask(server, prompt, max_new_tokens=400)
+    with pytest.raises(ServerError, match="must be one of off, overflow, match, all"):
+        ask(server, prompt, "sometimes")
+    # A prompt that fits is cut only where SGLang would refuse it for the answer that it wants.
+    wide = ask(server, prompt[:490], max_new_tokens=40)
+    assert wide["meta_info"]["completion_tokens"] == 40
+    assert report(wide)["dropped"] > 0
+    default = server.generate(input_ids=prompt[:490], sampling_params={"ignore_eos": True})
+    assert default["meta_info"]["prompt_tokens"] == 490
+
+
+def begin_to_match(server: Server, prompt: list[int]) -> None:
+    """From the first request that asks on text is kept; searches are compiled, if they must be."""
+    for attempt in range(100):
+        before = state(server)["host"].get("quote_search_timeouts", 0)
+        ask(server, [*prompt[:4], attempt, *prompt[5:]], "match")
+        if attempt and state(server)["host"].get("quote_search_timeouts", 0) == before:
+            return
+    raise AssertionError("no search ends in time")
+
+
+def test_a_prompt_that_the_client_cut_meets_its_stored_tail(server: Server) -> None:
+    stored, other, new = real_prompts([360, 100, 30], seed=8)
+    begin_to_match(server, other)
+    ask(server, stored)
+    for first in (101, 118, 160):
+        prompt = [*stored[:4], *stored[first:350], *new, first]
+        answer = ask(server, prompt, "match")
+        kept = (4 + 350 - first) // PAGE * PAGE
+        assert answer["meta_info"]["cached_tokens"] == kept
+        assert report(answer)["moved"] == kept - 4
+        assert report(answer)["quality"] == "approximated"
+        longer = [*prompt, *answer["output_ids"], *new]
+        again = ask(server, longer, "match")
+        assert again["meta_info"]["cached_tokens"] >= len(prompt) // PAGE * PAGE
+        salted = server.generate(
+            input_ids=longer, cache_salt=f"other-{first}",
+            sampling_params={"max_new_tokens": 1, "custom_params": {"hier_kv_truncation": "match"}},
+        )  # fmt: skip
+        assert salted["meta_info"]["cached_tokens"] == 0
+    exact = ask(server, longer, "match", custom={"hier_kv_exact": True})
+    for declined in (exact, ask(server, prompt)):
+        details = declined["meta_info"]["cached_tokens_details"] or {}
+        assert "moved" not in details.get("hier_kv", {})
+
+
+def test_chat_completions_keep_the_system_prompt_and_cut_between_messages(server: Server) -> None:
+    messages = [{"role": "system", "content": SYSTEM}]
+    cuts = []
+    for turn in range(12):
+        messages.append({"role": "user", "content": text_of(50 + 3 * turn, seed=50 + turn)})
+        answer = server.post(
+            "/v1/chat/completions",
+            {"model": "m", "messages": messages, "max_tokens": 12, "temperature": 0,
+             "return_cached_tokens_details": True},
+        )  # fmt: skip
+        assert answer["usage"]["prompt_tokens"] <= CONTEXT - 12
+        said = answer["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": said})
+        cuts.append(answer["usage"]["prompt_tokens"])
+    shrunk = [after for before, after in itertools.pairwise(cuts) if after < before]
+    assert len(shrunk) >= 2, cuts
+    tokenizer = load_tokenizer()
+    said = "".join(f"<|{one['role']}|>{one['content']}<|end|>" for one in messages[:-1])
+    whole = tokenizer.encode(f"{said}<|assistant|>", add_special_tokens=False).ids
+    last = server.generate(input_ids=whole, sampling_params={"max_new_tokens": 12})
+    found = report(last)
+    assert found["dropped"] > 0
+    assert last["meta_info"]["cached_tokens"] > 0
+    system = f"<|system|>{SYSTEM}<|end|>"
+    head = len(tokenizer.encode(system, add_special_tokens=False).ids)
+    opened = tokenizer.token_to_id("<|user|>")
+    assert whole[head] == opened
+    assert whole[head + found["dropped"]] == opened
+
+
+def test_a_session_goes_through_an_overflow(server: Server) -> None:
+    session = server.post("/open_session", {"capacity_of_str_len": 1 << 20})
+    rid, seen = None, []
+    for turn in range(8):
+        (tokens,) = real_prompts([90], seed=80 + turn)
+        answer = server.generate(
+            input_ids=tokens,
+            sampling_params={"max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+            session_params={"id": session, "rid": rid},
+        )
+        rid = answer["meta_info"]["id"]
+        assert answer["meta_info"]["completion_tokens"] == NEW_TOKENS
+        details = answer["meta_info"]["cached_tokens_details"] or {}
+        seen.append((answer["meta_info"], details.get("hier_kv", {}).get("dropped", 0)))
+        if turn == 4:
+            server.post("/flush_cache")
+    server.post("/close_session", {"session_id": session})
+    assert seen[-1][1] > 0
+    for turn, (meta, dropped) in enumerate(seen):
+        assert meta["prompt_tokens"] == 90 * (turn + 1) + NEW_TOKENS * turn - dropped
+        if dropped:
+            assert meta["cached_tokens"] > 0.8 * (meta["prompt_tokens"] - 90)
+
+
+@sgl.function  # type: ignore[untyped-decorator]
+def program(s: Any, turns: list[str]) -> None:
+    """A conversation written as a program of SGLang's frontend."""
+    s += sgl.system(SYSTEM)
+    for number, said in enumerate(turns):
+        s += sgl.user(said)
+        s += sgl.assistant(sgl.gen(f"answer_{number}", max_tokens=8, temperature=0))
+
+
+def test_a_frontend_program_goes_through_an_overflow(server: Server) -> None:
+    before = state(server)["host"]
+    backend = sgl.RuntimeEndpoint(server.url)
+    try:
+        done = program.run([text_of(90, seed=100 + turn) for turn in range(7)], backend=backend)
+        answers = [done[f"answer_{turn}"] for turn in range(7)]
+    finally:
+        backend.shutdown()
+    assert all(isinstance(answer, str) for answer in answers)
+    after = state(server)["host"]
+    assert after["truncated_requests"] > before["truncated_requests"]
+    assert after["moved_tokens"] > before["moved_tokens"]
+    assert "Traceback" not in server.log().split("The server is fired up")[-1]
