@@ -1,0 +1,43 @@
+"""Opens the remote store that the settings name."""
+
+from __future__ import annotations
+
+from sglang_ext.config import HierKVConfigError
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.remote import RemoteStore, StoreConfig, open_engine, parse_remote_url
+
+
+def check_remote(text: str) -> None:
+    """Checks a URL, and what it needs on this machine, without asking the store.
+
+    Args:
+        text: the URL.
+
+    Raises:
+        HierKVConfigError: as `open_remote`.
+    """
+    try:
+        url = parse_remote_url(text)
+        config = StoreConfig.from_url(url)
+        engine = open_engine(url)
+        engine.close()
+        config.check(engine)
+    except TierConfigError as error:
+        raise HierKVConfigError(str(error)) from error
+
+
+def open_remote(text: str) -> RemoteStore:
+    """The store of `--hier-kv-remote-url`. It connects in the background: it may be down.
+
+    Args:
+        text: the URL.
+
+    Raises:
+        HierKVConfigError: the URL cannot work; one sentence, without the secrets in it.
+    """
+    try:
+        url = parse_remote_url(text)
+        config = StoreConfig.from_url(url)
+        return RemoteStore(open_engine(url), config, shown=url.shown)
+    except TierConfigError as error:
+        raise HierKVConfigError(str(error)) from error

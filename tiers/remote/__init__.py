@@ -1,0 +1,30 @@
+"""The remote tier's stores: values that many servers share, behind one interface.
+
+`store.py` is the facade (`RemoteStore`), `base.py` the interface of an engine, `url.py` reads
+`--hier-kv-remote-url`, `registry.py` finds the engine of a URL's scheme. The engines are
+`redis_engine.py`, `mooncake_engine.py` and `file_engine.py`; docs/remote.md tells how to run their
+stores.
+"""
+
+from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
+from sglang_ext.tiers.remote.items import GetRequest, GetResult, HeadResult, PutItem
+from sglang_ext.tiers.remote.registry import engine_schemes, open_engine, register_engine
+from sglang_ext.tiers.remote.store import RemoteStore, StoreConfig
+from sglang_ext.tiers.remote.url import RemoteUrl, parse_remote_url
+
+__all__ = [
+    "GetRequest",
+    "GetResult",
+    "HeadResult",
+    "Outcome",
+    "PutItem",
+    "RemoteKey",
+    "RemoteStore",
+    "RemoteUrl",
+    "StoreConfig",
+    "engine_schemes",
+    "level_name",
+    "open_engine",
+    "parse_remote_url",
+    "register_engine",
+]

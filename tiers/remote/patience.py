@@ -1,0 +1,108 @@
+"""Runs work that may hang, such as a system call on a dead mount, and waits only so long."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from sglang_ext.tiers.remote.base import Deadline, RemoteTimeoutError, RemoteUnavailableError
+
+T = TypeVar("T")
+
+_QUEUE_ITEMS = 4
+_POLL_S = 0.05
+
+
+class Cancelled(Exception):  # noqa: N818
+    """Nobody waits for the work any more."""
+
+
+class Errand(Generic[T]):
+    """Work on a thread of its own, seen from that thread."""
+
+    def __init__(self) -> None:
+        self._items: queue.Queue[T | BaseException | None] = queue.Queue(_QUEUE_ITEMS)
+        self._is_given_up = threading.Event()
+
+    def check(self) -> None:
+        """Raises `Cancelled` when nobody waits any more."""
+        if self._is_given_up.is_set():
+            raise Cancelled
+
+    def emit(self, item: T) -> None:
+        """Hands an item to who waits; blocks while several lie there.
+
+        Raises:
+            Cancelled: nobody waits any more.
+        """
+        self._put(item)
+
+    def _put(self, item: T | BaseException | None) -> None:
+        while True:
+            self.check()
+            try:
+                self._items.put(item, timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return
+
+
+class Patience:
+    """Threads that may hang, of which there are never more than a bound. Thread-safe."""
+
+    def __init__(self, max_threads: int, name: str) -> None:
+        self._free = threading.BoundedSemaphore(max_threads)
+        self._name = name
+
+    def run(
+        self,
+        work: Callable[[Errand[T]], None],
+        take: Callable[[T], None],
+        deadline: Deadline,
+    ) -> None:
+        """Does work on another thread and takes its items on this one, until the deadline.
+
+        Args:
+            work: emits items; must own all memory that it writes to, and call `check` before any
+                step that should not happen late.
+            take: called on this thread with each item.
+            deadline: when this returns at the latest, whatever the work does.
+
+        Raises:
+            RemoteTimeoutError: the deadline passed; the work is cancelled, and ends when it can.
+            RemoteUnavailableError: too many threads hang already.
+            Exception: what the work raised.
+        """
+        if not self._free.acquire(blocking=False):
+            raise RemoteUnavailableError("earlier calls hang in the operating system")
+        errand: Errand[T] = Errand()
+        threading.Thread(
+            target=self._work, args=(errand, work), name=self._name, daemon=True
+        ).start()
+        try:
+            while True:
+                try:
+                    item = errand._items.get(timeout=deadline.left_s())
+                except queue.Empty:
+                    raise RemoteTimeoutError("the call's time is over") from None
+                if item is None:
+                    return
+                if isinstance(item, BaseException):
+                    raise item
+                take(item)
+        finally:
+            errand._is_given_up.set()
+
+    def _work(self, errand: Errand[T], work: Callable[[Errand[T]], None]) -> None:
+        end: BaseException | None = None
+        try:
+            work(errand)
+        except BaseException as error:  # handed to who waits
+            end = error
+        finally:
+            self._free.release()
+        with contextlib.suppress(Cancelled):
+            errand._put(end)

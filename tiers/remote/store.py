@@ -1,0 +1,377 @@
+"""The facade of a remote store: records in, verified records out, whatever happens. Start here."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_ext.tiers.disk.counters import Counters
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.record import HEADER_BYTES, VerifyResult
+from sglang_ext.tiers.remote.base import (
+    Deadline,
+    Fetch,
+    Outcome,
+    RemoteEngine,
+    RemoteKey,
+    Usage,
+    value_name,
+)
+from sglang_ext.tiers.remote.breaker import BreakerConfig
+from sglang_ext.tiers.remote.guard import Guard
+from sglang_ext.tiers.remote.items import GetRequest, GetResult, HeadResult, OnResult, PutItem
+from sglang_ext.tiers.remote.reading import Reading
+from sglang_ext.tiers.remote.url import RemoteUrl
+from sglang_ext.tiers.remote.values import (
+    MAX_PART_BYTES,
+    MIN_PART_BYTES,
+    HeaderFacts,
+    checked_facts,
+    part_names,
+)
+from sglang_ext.tiers.remote.writing import Writing
+
+logger = logging.getLogger(__name__)
+
+_MAX_NOTED = 65536
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """How a store is used.
+
+    Attributes:
+        prefix: in front of every name; deployments with different ones do not see each other.
+        ttl_s: how long a value stays after it was stored or last used; 0 for no bound.
+        timeout_s: longest time of a call that brings none of its own.
+        write_bytes_per_s: a put may take longer than `timeout_s` by its bytes over this.
+        part_bytes: longest value in the store; what is longer is split.
+        max_calls: calls at once; one more is turned away with `BUSY`.
+        full_wait_s: how long nothing is stored after the store said that it is full.
+        breaker: when the store is no longer asked.
+    """
+
+    prefix: str = "hkv"
+    ttl_s: float = 0.0
+    timeout_s: float = 5.0
+    write_bytes_per_s: float = 16e6
+    part_bytes: int = 4 << 20
+    max_calls: int = 8
+    full_wait_s: float = 2.0
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+
+    @classmethod
+    def from_url(cls, url: RemoteUrl) -> StoreConfig:
+        """The settings in a URL's query.
+
+        Raises:
+            TierConfigError: one of them cannot work.
+        """
+        names = {
+            "prefix": "prefix",
+            "ttl": "ttl_s",
+            "timeout": "timeout_s",
+            "part": "part_bytes",
+            "calls": "max_calls",
+        }
+        given = {names[name]: value for name, value in url.options.items() if name in names}
+        config = cls(**given)
+        config.check()
+        return config
+
+    def check(self, engine: RemoteEngine | None = None) -> None:
+        """Refuses settings that cannot work.
+
+        Args:
+            engine: what they are to be used with, if that is known.
+
+        Raises:
+            TierConfigError: one sentence.
+        """
+        if self.ttl_s and engine is not None and not engine.keeps_ttl:
+            raise TierConfigError(
+                "--hier-kv-remote-url: this store forgets by its own rules and takes no ttl; leave"
+                " ttl= out"
+            )
+        if not MIN_PART_BYTES <= self.part_bytes <= MAX_PART_BYTES:
+            raise TierConfigError(
+                f"--hier-kv-remote-url: part must be from {MIN_PART_BYTES} to {MAX_PART_BYTES}"
+                f" bytes, got {self.part_bytes}; give another or leave it out"
+            )
+
+
+class RemoteStore:
+    """A store that many servers share. Thread-safe; no method raises for what the store does.
+
+    Calls block up to their time: never call from SGLang's scheduler thread. One thread of its own
+    tries the store again while the breaker is open, and renews what was read where values have a
+    TTL. A store that is down at start is found when it comes up.
+    """
+
+    def __init__(self, engine: RemoteEngine, config: StoreConfig, *, shown: str = "") -> None:
+        """Starts the store's thread, which connects. Does not block.
+
+        Args:
+            engine: what speaks to the store; closed by `close`.
+            config: the settings.
+            shown: the store's address without secrets, for logs.
+
+        Raises:
+            TierConfigError: a setting cannot work with this engine.
+        """
+        config.check(engine)
+        self._engine = engine
+        self._config = config
+        self._part_bytes = min(config.part_bytes, engine.max_value_bytes)
+        self.counters = Counters()
+        self._lock = threading.Lock()
+        self._bad: OrderedDict[str, None] = OrderedDict()  # names; guarded by _lock
+        self._used: OrderedDict[str, None] = OrderedDict()  # names to renew; guarded by _lock
+        self._full_until_s = 0.0  # guarded by _lock
+        self._guard = Guard(
+            engine,
+            self.counters,
+            config.breaker,
+            max_calls=config.max_calls,
+            probe_timeout_s=min(config.timeout_s, 2.0),
+            shown=shown,
+            upkeep=self._renew if config.ttl_s else None,
+            upkeep_every_s=min(60.0, config.ttl_s / 4),
+        )
+
+    # ---- state ----
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls go to the store now; False while the breaker is open. Does not block."""
+        return self._guard.usable
+
+    def wait_usable(self, timeout_s: float) -> bool:
+        """Waits until the store answers; False when that takes longer."""
+        return self._guard.wait_usable(timeout_s)
+
+    def stats(self) -> dict[str, int]:
+        """Counts since start and the breaker's state, flat; docs/remote.md lists the names."""
+        totals, errors, dropped = self.counters.snapshot()
+        stats = dict(totals)
+        stats |= {f"error_{kind}": amount for kind, amount in errors.items()}
+        stats |= {f"refused_{reason}": amount for reason, amount in dropped.items()}
+        return stats | self._guard.stats()
+
+    # ---- reads ----
+
+    def get(
+        self,
+        requests: Sequence[GetRequest],
+        on_result: OnResult | None = None,
+        timeout_s: float | None = None,
+    ) -> list[GetResult]:
+        """Reads records and verifies every byte of them.
+
+        Records arrive in the order of the requests, and each is reported when it is there, so a
+        stream may be cut where time runs out: what was reported OK stays. A record longer than
+        `part_bytes` may be reported after shorter ones that were asked for after it.
+
+        Args:
+            requests: what to read.
+            on_result: told of each result at once; must be quick, for the link idles meanwhile.
+            timeout_s: for the whole call; the store's own by default.
+
+        Returns:
+            One result a request, in order.
+        """
+        names = self._names([request.key for request in requests])
+        reading = Reading(names, requests, on_result, self._part_bytes)
+        deadline = self._deadline(timeout_s)
+        error = self._guard.run(
+            lambda: reading.run(self._engine, deadline), failed=reading.is_all_garbage
+        )
+        reading.fill_up(error or Outcome.UNAVAILABLE)
+        self._count_reads(reading)
+        return reading.results
+
+    def head(self, keys: Sequence[RemoteKey], timeout_s: float | None = None) -> list[HeadResult]:
+        """Reads the headers of records: which there are, how long and how good. One round trip."""
+        names = self._names(keys)
+        return [
+            HeadResult(Outcome.OK, found.meta, found.total_bytes)
+            if isinstance(found, HeaderFacts)
+            else HeadResult(found)
+            for found in self._facts(keys, names, self._deadline(timeout_s))
+        ]
+
+    def exists(self, keys: Sequence[RemoteKey], timeout_s: float | None = None) -> list[Outcome]:
+        """Says for each key whether the store has a value: OK, MISSING, or why that is unknown."""
+        names = self._names(keys)
+        wanted = [name for name in names if name]
+        deadline = self._deadline(timeout_s)
+        found: dict[str, bool] = {}
+
+        def ask() -> None:
+            found.update(zip(wanted, self._engine.exists(wanted, deadline), strict=True))
+
+        error = self._guard.run(ask)
+        with self._lock:
+            bad = {name for name in wanted if name in self._bad}
+        unknown = error or Outcome.UNAVAILABLE
+        return [
+            Outcome.MALFORMED
+            if not name
+            else unknown
+            if name not in found
+            else (Outcome.OK if found[name] and name not in bad else Outcome.MISSING)
+            for name in names
+        ]
+
+    # ---- writes ----
+
+    def put(self, items: Sequence[PutItem], timeout_s: float | None = None) -> list[Outcome]:
+        """Stores records that the store does not have as good yet.
+
+        What is there stays, unless it is worse than the record (by the quality in its header), no
+        record of this key, or proved to be damaged when it was read. A record that is not exact
+        never overwrites a sound one, even if another server stores that at the same moment.
+
+        Args:
+            items: what to store.
+            timeout_s: for the whole call; by default the store's own, and more for many bytes.
+
+        Returns:
+            One outcome an item: OK when it was stored, KEPT when it was there.
+        """
+        with self._lock:
+            is_full = time.monotonic() < self._full_until_s
+            bad = set(self._bad)
+        if is_full:
+            return self._count_puts([Outcome.FULL] * len(items), 0)
+        writing = Writing(self._names([item.key for item in items]), items, self._part_bytes, bad)
+        if timeout_s is None:
+            timeout_s = self._config.timeout_s + writing.num_bytes / self._config.write_bytes_per_s
+        deadline = Deadline.after(timeout_s)
+        error = self._guard.run(lambda: writing.run(self._engine, deadline))
+        outcomes = writing.outcomes(error or Outcome.UNAVAILABLE)
+        with self._lock:
+            if Outcome.FULL in outcomes:
+                self._full_until_s = time.monotonic() + self._config.full_wait_s
+            for name in writing.stored:
+                self._bad.pop(name, None)
+        self._note_used(writing.kept)
+        return self._count_puts(outcomes, writing.stored_bytes)
+
+    def delete(self, keys: Sequence[RemoteKey], timeout_s: float | None = None) -> int:
+        """Removes records; returns how many there were, as far as the store said. Best effort."""
+        deadline = self._deadline(timeout_s)
+        names = self._names(keys)
+        parts: list[str] = []
+        for name, found in zip(names, self._facts(keys, names, deadline), strict=True):
+            if isinstance(found, HeaderFacts):
+                parts += part_names(name, found, self._part_bytes)
+        removed = [0]
+
+        def remove() -> None:
+            removed[0] = self._engine.delete([name for name in names if name], deadline)
+            if parts:
+                self._engine.delete(parts, deadline)
+
+        self._guard.run(remove)
+        return removed[0]
+
+    def usage(self, timeout_s: float | None = None) -> Usage | None:
+        """How full the store is; None when it does not say."""
+        deadline = self._deadline(timeout_s)
+        found: list[Usage] = []
+        self._guard.run(lambda: found.append(self._engine.usage(deadline)))
+        return found[0] if found else None
+
+    def close(self) -> None:
+        """Ends the thread and the engine; later calls are misses. Safe to call twice."""
+        self._guard.close()
+        self._engine.close()
+
+    # ---- private ----
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline.after(self._config.timeout_s if timeout_s is None else timeout_s)
+
+    def _names(self, keys: Sequence[RemoteKey]) -> list[str]:
+        """Names of the keys; "" for one that is none."""
+        names: list[str] = []
+        for key in keys:
+            try:
+                names.append(value_name(self._config.prefix, key))
+            except (ValueError, TypeError, AttributeError):
+                names.append("")
+        return names
+
+    def _facts(
+        self, keys: Sequence[RemoteKey], names: Sequence[str], deadline: Deadline
+    ) -> list[HeaderFacts | Outcome]:
+        """What the headers of records say, or why there is none."""
+        outs = np.zeros((len(keys), HEADER_BYTES), np.uint8)
+        wanted = [index for index, name in enumerate(names) if name]
+        fetches = [Fetch(names[index], outs[index]) for index in wanted]
+        found: list[HeaderFacts | Outcome] = [Outcome.MALFORMED] * len(keys)
+
+        def on_fetched(position: int, num_bytes: int) -> None:
+            index = wanted[position]
+            facts = checked_facts(outs[index, :num_bytes], keys[index])
+            if num_bytes == 0 or names[index] in bad:
+                found[index] = Outcome.MISSING
+            else:
+                found[index] = Outcome.REJECTED if isinstance(facts, VerifyResult) else facts
+
+        with self._lock:
+            bad = {name for name in names if name in self._bad}
+        for index in wanted:
+            found[index] = Outcome.UNAVAILABLE
+        error = self._guard.run(lambda: self._engine.fetch(fetches, on_fetched, deadline))
+        if error is None:
+            return found
+        return [error if item is Outcome.UNAVAILABLE else item for item in found]
+
+    def _count_reads(self, reading: Reading) -> None:
+        self.counters.add("get_records", len(reading.results))
+        self.counters.add("get_bytes", reading.num_bytes)
+        for result in reading.results:
+            self.counters.add(f"get_{result.outcome.value}")
+        for kind in reading.rejected:
+            self.counters.error(f"rejected_{kind}")
+        with self._lock:
+            for name in reading.bad:
+                self._bad[name] = None
+                while len(self._bad) > _MAX_NOTED:
+                    self._bad.popitem(last=False)
+        self._note_used(reading.used)
+
+    def _count_puts(self, outcomes: list[Outcome], num_bytes: int) -> list[Outcome]:
+        self.counters.add("put_records", len(outcomes))
+        self.counters.add("put_bytes", num_bytes)
+        for outcome in outcomes:
+            self.counters.add(f"put_{outcome.value}")
+        return outcomes
+
+    def _note_used(self, names: Sequence[str]) -> None:
+        if not self._config.ttl_s:
+            return
+        with self._lock:
+            for name in names:
+                self._used[name] = None
+                self._used.move_to_end(name)
+            while len(self._used) > _MAX_NOTED:
+                self._used.popitem(last=False)
+
+    def _renew(self) -> None:
+        """Makes what was used since the last time young again; on the store's own thread."""
+        with self._lock:
+            names = list(self._used)
+            self._used.clear()
+        for first in range(0, len(names), 512):
+            batch = names[first : first + 512]
+            deadline = self._deadline(None)
+            self._guard.run(lambda: self._engine.touch(batch, deadline))  # noqa: B023

@@ -1,0 +1,110 @@
+"""How a record lies in a store: as one value, or as several where it is long.
+
+The value under a key's own name is the record's first `part_bytes`; a shorter record is whole
+there. The rest lies in parts of the same length, the last shorter, named after the checksum in the
+record's header: `NAME/CHECKSUM.1`, `.2`, ... They are stored first, the key's own value last. So
+whoever finds that value finds the parts that belong to it and never those of another writer, and
+its length and header say how many there are: readers need not know the writer's `part_bytes`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from sglang_ext.tiers.record import (
+    HEADER_BYTES,
+    ByteArray,
+    RecordError,
+    RecordMeta,
+    VerifyResult,
+    parse_header,
+    sealed_header,
+)
+from sglang_ext.tiers.remote.base import RemoteKey, level_name
+
+MIN_PART_BYTES = 64 << 10
+MAX_PART_BYTES = 64 << 20
+MAX_PARTS = 4096
+MAX_RECORD_BYTES = MAX_PART_BYTES * MAX_PARTS
+_CHECKSUM = struct.Struct("<16xQ")
+
+Pieces = tuple[ByteArray, ...]
+
+
+class NamedPieces(NamedTuple):
+    """A value under its name; its bytes are those of `pieces`, one after another."""
+
+    name: str
+    pieces: Pieces
+
+
+class HeaderFacts(NamedTuple):
+    """What a record's first bytes say about it.
+
+    Attributes:
+        meta: of the page.
+        total_bytes: of header and payload.
+        checksum: as stored.
+    """
+
+    meta: RecordMeta
+    total_bytes: int
+    checksum: int
+
+
+def checked_facts(
+    start: ByteArray, key: RemoteKey, room_bytes: int = MAX_RECORD_BYTES
+) -> HeaderFacts | VerifyResult:
+    """Reads the header at the start of a value, and says what is wrong if it is not the key's.
+
+    The checksum is not looked at: only a whole record can be verified.
+
+    Args:
+        start: u8 [any number]; what was read.
+        key: what was asked for.
+        room_bytes: no record may be longer.
+    """
+    try:
+        facts = _header_facts(start, room_bytes)
+    except RecordError as error:
+        return error.kind
+    meta = facts.meta
+    found = RemoteKey(meta.namespace, meta.page_hash, meta.lora, level_name(meta.codec, meta.level))
+    return facts if found == key else VerifyResult.FOREIGN
+
+
+def _header_facts(start: ByteArray, room_bytes: int) -> HeaderFacts:
+    meta, payload_bytes = parse_header(start, room_bytes)
+    (checksum,) = _CHECKSUM.unpack_from(start[:24].tobytes())
+    return HeaderFacts(meta, HEADER_BYTES + payload_bytes, checksum)
+
+
+def split(name: str, record: ByteArray, part_bytes: int) -> list[NamedPieces]:
+    """Cuts a record into values; the first is the one to store last.
+
+    Args:
+        name: of the key.
+        record: u8 [n], header and payload; what follows the payload is left out. Not changed: the
+            checksum goes into a copy of the header.
+        part_bytes: longest value.
+
+    Raises:
+        RecordError: it is no record.
+    """
+    header = sealed_header(record)
+    facts = _header_facts(header, record.size)
+    body = record[: facts.total_bytes]
+    values = [NamedPieces(name, (header, body[HEADER_BYTES:part_bytes]))]
+    names = part_names(name, facts, part_bytes)
+    for number, part_name in enumerate(names, start=1):
+        piece = body[number * part_bytes : (number + 1) * part_bytes]
+        values.append(NamedPieces(part_name, (piece,)))
+    return values
+
+
+def part_names(name: str, facts: HeaderFacts, head_bytes: int) -> list[str]:
+    """Returns the names of the parts behind the first value, which is `head_bytes` long."""
+    rest = max(0, facts.total_bytes - head_bytes)
+    num = -(-rest // head_bytes)
+    return [f"{name}/{facts.checksum:016x}.{number}" for number in range(1, num + 1)]

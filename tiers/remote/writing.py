@@ -1,0 +1,158 @@
+"""One `put`: what the store has as good stays; the rest is split and stored, parts first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sglang_ext.tiers.quality import Quality
+from sglang_ext.tiers.record import HEADER_BYTES, RecordError, VerifyResult
+from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine, Value
+from sglang_ext.tiers.remote.items import PutItem
+from sglang_ext.tiers.remote.values import NamedPieces, checked_facts, split
+
+_BATCH_BYTES = 32 << 20
+
+
+class Writing:
+    """The state of one call. One thread.
+
+    Attributes:
+        num_bytes: of all records that are to be stored.
+        stored: names of the keys whose records were stored.
+        stored_bytes: their bytes.
+        kept: names of values, with their parts, that the store had as good.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        items: Sequence[PutItem],
+        part_bytes: int,
+        bad: set[str],
+    ) -> None:
+        self._names = names
+        self._items = items
+        self._bad = bad
+        self._values: list[list[NamedPieces] | None] = []
+        self._quality: list[int] = []
+        self._outcomes: list[Outcome | None] = [None] * len(items)
+        self.num_bytes = self.stored_bytes = 0
+        self.stored: list[str] = []
+        self.kept: list[str] = []
+        for index, (name, item) in enumerate(zip(names, items, strict=True)):
+            self._add(index, name, item, part_bytes)
+
+    def run(self, engine: RemoteEngine, deadline: Deadline) -> None:
+        """Asks what is there, then stores the rest.
+
+        Raises:
+            RemoteError: as the engine's; what was done before is in `outcomes`.
+        """
+        replaces = self._look(engine, deadline)
+        batch: list[int] = []
+        num_bytes = 0
+        for index, outcome in enumerate(self._outcomes):
+            if outcome is not None:
+                continue
+            batch.append(index)
+            num_bytes += self._bytes_of(index)
+            if num_bytes >= _BATCH_BYTES:
+                self._put(engine, batch, replaces, deadline)
+                batch, num_bytes = [], 0
+        if batch:
+            self._put(engine, batch, replaces, deadline)
+
+    def outcomes(self, unfinished: Outcome) -> list[Outcome]:
+        """One outcome an item; `unfinished` for those that were not reached."""
+        return [outcome or unfinished for outcome in self._outcomes]
+
+    def _add(self, index: int, name: str, item: PutItem, part_bytes: int) -> None:
+        values: list[NamedPieces] | None = None
+        quality = 0
+        try:
+            if name and is_record_array(item.record):
+                facts = checked_facts(item.record[:HEADER_BYTES], item.key, item.record.size)
+                if not isinstance(facts, VerifyResult):
+                    values = split(name, item.record, part_bytes)
+                    quality = facts.meta.quality
+        except RecordError:
+            values = None
+        self._values.append(values)
+        self._quality.append(quality)
+        if values is None:
+            self._outcomes[index] = Outcome.MALFORMED
+        else:
+            self.num_bytes += self._bytes_of(index)
+
+    def _bytes_of(self, index: int) -> int:
+        values = self._values[index] or []
+        return sum(piece.size for value in values for piece in value.pieces)
+
+    def _look(self, engine: RemoteEngine, deadline: Deadline) -> list[bool]:
+        """Decides by the stored headers what is kept, and what is overwritten."""
+        wanted = [index for index, outcome in enumerate(self._outcomes) if outcome is None]
+        outs = np.zeros((len(wanted), HEADER_BYTES), np.uint8)
+        replaces = [False] * len(self._items)
+
+        def on_fetched(at: int, num_bytes: int) -> None:
+            index = wanted[at]
+            if num_bytes == 0:
+                return
+            facts = checked_facts(outs[at, :num_bytes], self._items[index].key)
+            is_sound = not isinstance(facts, VerifyResult) and self._names[index] not in self._bad
+            if not is_sound:
+                replaces[index] = True
+            elif not isinstance(facts, VerifyResult) and (
+                facts.meta.quality > self._quality[index]
+            ):
+                # Who is not exact leaves it to the store to say whether the place is still free.
+                replaces[index] = self._quality[index] == Quality.EXACT
+            else:
+                self._outcomes[index] = Outcome.KEPT
+                self.kept += [value.name for value in self._values[index] or ()]
+
+        if wanted:
+            fetches = [Fetch(self._names[i], out) for i, out in zip(wanted, outs, strict=True)]
+            engine.fetch(fetches, on_fetched, deadline)
+        return replaces
+
+    def _put(
+        self, engine: RemoteEngine, batch: list[int], replaces: list[bool], deadline: Deadline
+    ) -> None:
+        values: list[Value] = []
+        handlers: list[Callable[[bool], None]] = []
+        for index in batch:
+            head, *parts = self._values[index] or []
+            for part in parts:
+                # Named after its content's checksum, so a part that is overwritten is the same.
+                values.append(Value(part.name, part.pieces, replaces=True))
+                handlers.append(lambda _: None)
+            values.append(Value(head.name, head.pieces, replaces[index]))
+            handlers.append(self._head_handler(index))
+        engine.put(values, lambda at, written: handlers[at](written), deadline)
+
+    def _head_handler(self, index: int) -> Callable[[bool], None]:
+        def on_stored(written: bool) -> None:
+            names = [value.name for value in self._values[index] or ()]
+            if written:
+                self._outcomes[index] = Outcome.OK
+                self.stored.append(self._names[index])
+                self.stored_bytes += self._bytes_of(index)
+            else:
+                self._outcomes[index] = Outcome.KEPT
+                self.kept += names
+
+        return on_stored
+
+
+def is_record_array(record: object) -> bool:
+    """Says whether `record` is an array that can hold a record."""
+    return (
+        isinstance(record, np.ndarray)
+        and record.dtype == np.uint8
+        and record.ndim == 1
+        and record.size >= HEADER_BYTES
+        and bool(record.flags.c_contiguous)
+    )

@@ -1,0 +1,290 @@
+"""Pages between DRAM and a remote store: uploads after a save, look-ups for waiting requests.
+
+One thread uploads, one fetches; neither is ever waited for by the scheduler's thread. Pages travel
+raw. What is fetched enters DRAM as a save does: slots are taken, filled, verified, published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.record import RAW_CODEC, RecordError, parse_header
+from sglang_ext.tiers.remote.base import Outcome, RemoteKey
+from sglang_ext.tiers.remote.items import GetRequest, PutItem
+from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan
+
+logger = logging.getLogger(__name__)
+
+REMOTE_POLICIES = ("all", "second_hit")
+
+_UPLOAD_QUEUE = 1024  # runs of pages; more are not uploaded, and counted
+_FETCH_QUEUE = 256  # requests; more are not looked up
+_UPLOAD_PAGES = 32  # pinned at once
+_LOOKUP_PAGES = 64  # asked for at once
+_FETCH_PAGES = 16  # published together
+_UPLOADED_PAGES = 65536  # remembered as uploaded
+
+
+class _Upload(NamedTuple):
+    space: KeySpace
+    hashes: Hashes
+    is_new: bool  # saved just now, so perhaps better than what was uploaded under the same key
+
+
+class _Lookup(NamedTuple):
+    plan: Plan
+    space: KeySpace
+    hashes: Hashes
+    num_known: int
+    max_quality: int
+
+
+class RemotePages:
+    """What a page store does with a store that other servers share. Thread-safe."""
+
+    def __init__(self, directory: Directory, remote: RemoteStore, policy: str) -> None:
+        """Starts both threads.
+
+        Args:
+            directory: the store's own books.
+            remote: the shared store; closed by `close`.
+            policy: which pages are uploaded: `all` that are saved, or those used a `second_hit`.
+
+        Raises:
+            TierConfigError: no policy has this name.
+        """
+        if policy not in REMOTE_POLICIES:
+            raise TierConfigError(
+                f"the remote policy must be one of {', '.join(REMOTE_POLICIES)}, got {policy!r}"
+            )
+        self.policy = policy
+        self._directory = directory
+        self._remote = remote
+        self._uploads: queue.Queue[_Upload | None] = queue.Queue(_UPLOAD_QUEUE)
+        self._lookups: queue.Queue[_Lookup | None] = queue.Queue(_FETCH_QUEUE)
+        # Keys uploaded lately, by namespace number and page hash; the upload thread's own.
+        self._uploaded: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"hier-kv-remote-{name}", daemon=True)
+            for name, target in (("upload", self._run_uploads), ("fetch", self._run_lookups))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def saved(self, space: KeySpace, hashes: Hashes) -> None:
+        """Pages were published in DRAM. Does not block."""
+        if self.policy == "all":
+            self._offer(_Upload(space, hashes.copy(), is_new=True))
+
+    def loaded(self, space: KeySpace, hashes: Hashes) -> None:
+        """Pages were used by a request. Does not block."""
+        if self.policy == "second_hit":
+            self._offer(_Upload(space, hashes.copy(), is_new=False))
+
+    def extend(
+        self, plan: Plan | None, space: KeySpace, hashes: Hashes, max_quality: int
+    ) -> Plan | None:
+        """Lets a request's plan also wait for what the remote store has. Does not block.
+
+        Args:
+            plan: for what DRAM and disk have; None when they have nothing.
+            space: where the pages belong.
+            hashes: u8 `[N, 32]`, of the whole prefix.
+            max_quality: no page worse than this.
+
+        Returns:
+            The plan, or a new one; None when nothing is stored and nothing is asked for.
+        """
+        num_known = 0 if plan is None else len(plan.rows)
+        starved = plan is not None and plan.starved
+        if starved or num_known == len(hashes) or not self._remote.usable:
+            return plan
+        wanted = plan or Plan(np.empty(0, np.int64), remaining=0)
+        with self._directory.lock:
+            wanted.remaining += 1
+        try:
+            self._lookups.put_nowait(_Lookup(wanted, space, hashes, num_known, max_quality))
+        except queue.Full:
+            self._count("remote_lookups_dropped")
+            self._settle(wanted)
+            return plan
+        return wanted
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Ends the threads after the batches in their hands, and the store."""
+        self._closing.set()
+        for waiting in (self._uploads, self._lookups):
+            with contextlib.suppress(queue.Full):  # the thread sees that it is closing
+                waiting.put_nowait(None)
+        for thread in self._threads:
+            thread.join(timeout=timeout_s + 10.0)
+        self._remote.close()
+
+    def stats(self) -> dict[str, int]:
+        """What the remote store counts, and how much waits."""
+        stats = self._remote.stats()
+        stats["upload_queue"] = self._uploads.qsize()
+        stats["lookup_queue"] = self._lookups.qsize()
+        return stats
+
+    # ---- uploads ----
+
+    def _offer(self, upload: _Upload) -> None:
+        if not len(upload.hashes) or self._closing.is_set():
+            return
+        try:
+            self._uploads.put_nowait(upload)
+        except queue.Full:
+            self._count("remote_upload_dropped_pages", len(upload.hashes))
+
+    def _run_uploads(self) -> None:
+        while not self._closing.is_set():
+            upload = self._uploads.get()
+            if upload is None:
+                return
+            try:
+                hashes = upload.hashes if upload.is_new else self._unknown(upload)
+                for first in range(0, len(hashes), _UPLOAD_PAGES):
+                    if not self._closing.is_set():
+                        self._upload(upload.space, hashes[first : first + _UPLOAD_PAGES])
+            except Exception:
+                self._count("remote_failures")
+                logger.exception("hier-kv: pages could not be uploaded")
+
+    def _unknown(self, upload: _Upload) -> Hashes:
+        """Pages that were not uploaded lately: the store is not asked again at each use."""
+        number = upload.space.number
+        new = [(number, row.tobytes()) not in self._uploaded for row in upload.hashes]
+        return upload.hashes[np.array(new, np.bool_)]
+
+    def _upload(self, space: KeySpace, hashes: Hashes) -> None:
+        if not self._remote.usable:
+            self._count("remote_upload_dropped_pages", len(hashes))
+            return
+        hashes, slots = self._directory.pin_present(space, hashes)
+        try:
+            arena = self._directory.arena.slots
+            items = [
+                PutItem(_key(space, row.tobytes()), arena[slot])
+                for row, slot in zip(hashes, slots.tolist(), strict=True)
+            ]
+            outcomes = self._remote.put(items)
+        finally:
+            self._directory.release(slots)
+        for row, outcome in zip(hashes, outcomes, strict=True):
+            if outcome in (Outcome.OK, Outcome.KEPT):
+                self._uploaded[space.number, row.tobytes()] = None
+        while len(self._uploaded) > _UPLOADED_PAGES:
+            self._uploaded.popitem(last=False)
+        self._count("remote_written_pages", outcomes.count(Outcome.OK))
+        self._count("remote_duplicate_pages", outcomes.count(Outcome.KEPT))
+        num_failed = len(outcomes) - outcomes.count(Outcome.OK) - outcomes.count(Outcome.KEPT)
+        self._count("remote_upload_dropped_pages", num_failed)
+
+    # ---- look-ups ----
+
+    def _run_lookups(self) -> None:
+        while not self._closing.is_set():
+            lookup = self._lookups.get()
+            if lookup is None:
+                break
+            try:
+                self._look_up(lookup)
+            except Exception:
+                self._count("remote_failures")
+                logger.exception("hier-kv: pages could not be fetched; they are computed again")
+            finally:
+                self._settle(lookup.plan)
+        while not self._lookups.empty():
+            rest = self._lookups.get()
+            if rest is not None:
+                self._settle(rest.plan)
+
+    def _look_up(self, lookup: _Lookup) -> None:
+        """Brings the pages of a prefix that the remote store has, up to the first it lacks."""
+        lookup.plan.first_remote = lookup.num_known
+        at = lookup.num_known
+        while at < len(lookup.hashes):
+            end = min(at + _LOOKUP_PAGES, len(lookup.hashes))
+            quality = self._stored(lookup, at, end)
+            for first in range(at, at + len(quality), _FETCH_PAGES):
+                if lookup.plan.cancelled or self._closing.is_set():
+                    return
+                last = min(first + _FETCH_PAGES, at + len(quality))
+                if not self._fetch(lookup, first, last, quality[first - at : last - at]):
+                    return
+            if len(quality) < end - at:
+                return
+            at = end
+
+    def _stored(self, lookup: _Lookup, first: int, last: int) -> list[int]:
+        """Qualities of the leading pages of [first, last) that the remote store has."""
+        keys = [_key(lookup.space, row.tobytes()) for row in lookup.hashes[first:last]]
+        quality: list[int] = []
+        for head in self._remote.head(keys):
+            if head.meta is None or head.meta.quality > lookup.max_quality:
+                break
+            quality.append(head.meta.quality)
+        return quality
+
+    def _fetch(self, lookup: _Lookup, first: int, last: int, quality: Sequence[int]) -> bool:
+        """Reads pages [first, last) into DRAM; returns whether all are there now."""
+        directory = self._directory
+        hashes = lookup.hashes[first:last]
+        ticket = directory.begin_save(
+            lookup.space, hashes, lookup.hashes[:first], np.array(quality, np.uint8)
+        )
+        ok = False
+        try:
+            requests = [
+                GetRequest(_key(lookup.space, row.tobytes()), directory.arena.slots[slot])
+                for row, slot in zip(ticket.hashes, ticket.slots.tolist(), strict=True)
+            ]
+            results = self._remote.get(requests)
+            ok = all(
+                result.outcome is Outcome.OK and _is_page(request, expected)
+                for result, request, expected in zip(
+                    results, requests, ticket.quality.tolist(), strict=True
+                )
+            )
+        finally:
+            directory.finish_save(ticket, ok=ok)
+        self._count("remote_promoted_pages" if ok else "remote_failed_pages", len(ticket.slots))
+        if ok and not ticket.dropped:
+            lookup.plan.num_remote = last - lookup.plan.first_remote
+            return True
+        return False
+
+    # ---- private ----
+
+    def _settle(self, plan: Plan) -> None:
+        with self._directory.lock:
+            plan.remaining -= 1
+
+    def _count(self, name: str, amount: int = 1) -> None:
+        self._directory.counters.add(name, amount)
+
+
+def _key(space: KeySpace, page_hash: bytes) -> RemoteKey:
+    return RemoteKey(space.digest, page_hash, space.lora, RAW_CODEC)
+
+
+def _is_page(request: GetRequest, quality: int) -> bool:
+    """Whether a verified record is a raw page and as good as its header said when it was found."""
+    try:
+        meta, _ = parse_header(request.out)
+    except RecordError:
+        return False
+    return meta.codec == RAW_CODEC and meta.quality == quality
