@@ -1,0 +1,325 @@
+"""Records in DRAM, without a disk below: gone when the process ends.
+
+Records are kept at their own length, in groups that are called segments as on disk, because the
+owner is told of losses by segment. Room is made by dropping the segment that was used longest ago;
+what its owner calls hot moves on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.tiers.base import (
+    BLOCK_BYTES,
+    Location,
+    ReadRequest,
+    RecoveredPages,
+    Tier,
+    record_blocks,
+)
+from sglang_ext.tiers.disk.context import usable_slot
+from sglang_ext.tiers.disk.counters import Counters, DiskStats
+from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.record import (
+    HEADER_BYTES,
+    ByteArray,
+    RecordError,
+    VerifyResult,
+    parse_header,
+    seal,
+    verify,
+)
+
+# So many segments fit in the bound: one is a small part of it, and rarely dropped.
+_NUM_SEGMENTS = 32
+_CHOICE = 4  # oldest segments among which the least needed goes
+
+
+@dataclass
+class _Segment:
+    """Records of one namespace, by block; blocks count records from 1."""
+
+    segment_id: int
+    namespace: bytes
+    records: dict[int, ByteArray] = field(default_factory=dict)
+    num_bytes: int = 0
+    last_used: int = 0
+
+
+@dataclass(frozen=True)
+class _Namespace:
+    slot_bytes: int
+    packed: bool
+
+
+class MemoryTier(Tier):
+    """Keeps records of many namespaces in DRAM, within a bound on their bytes.
+
+    Threads and callbacks as in `DiskTier`: any number may `read`; what writes takes the write lock,
+    under which the callbacks are called.
+
+    Args:
+        max_bytes: the bound, on headers and payloads.
+
+    Attributes:
+        on_drop, on_moved, is_hot, num_needed: as in `DiskTier`.
+    """
+
+    persistent = False
+    on_drop: Callable[[bytes, int], None]
+    on_moved: Callable[[bytes, int, RecoveredPages], None]
+    is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]]
+    num_needed: Callable[[int], int]
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 1:
+            raise TierConfigError(f"a tier in memory needs room, got {max_bytes} bytes")
+        self.on_drop = lambda digest, segment_id: None
+        self.on_moved = lambda digest, segment_id, pages: None
+        self.is_hot = lambda digest, hashes: np.zeros(len(hashes), np.bool_)
+        self.num_needed = lambda segment_id: 0
+        self._max_bytes = max_bytes
+        self._counters = Counters()
+        self._write_lock = threading.RLock()
+        self._lock = threading.Lock()  # never held in a callback
+        self._namespaces: dict[bytes, _Namespace] = {}  # guarded by _lock
+        self._segments: dict[int, _Segment] = {}  # guarded by _lock, changed under both
+        self._active: dict[bytes, _Segment] = {}  # guarded by _write_lock
+        self._used_bytes = 0  # guarded by _lock
+        self._clock = 0  # guarded by _lock
+        self._next_id = 1  # guarded by _write_lock
+        self._is_closed = False  # guarded by _lock, changed under both
+
+    def open_namespace(
+        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False
+    ) -> RecoveredPages:
+        """See `Tier.open_namespace`."""
+        if len(digest) != 32:
+            raise TierConfigError(f"a namespace digest must be 32 bytes, got {len(digest)}")
+        if slot_bytes <= 0 or slot_bytes % BLOCK_BYTES:
+            raise TierConfigError(
+                f"slot_bytes must be a positive multiple of {BLOCK_BYTES}, got {slot_bytes}"
+            )
+        with self._write_lock, self._lock:
+            if self._is_closed:
+                raise TierConfigError("the memory tier is closed; open a new one")
+            self._namespaces[digest] = _Namespace(slot_bytes, packed)
+            found = [
+                (Location(each.segment_id, block), record)
+                for each in self._segments.values()
+                if each.namespace == digest
+                for block, record in each.records.items()
+            ]
+        return _table(found)
+
+    def write(self, digest: bytes, slots: Sequence[ByteArray]) -> list[Location | None]:
+        """See `Tier.write`. Copies; `slots` may change afterwards."""
+        with self._write_lock:
+            with self._lock:
+                namespace, is_closed = self._namespaces.get(digest), self._is_closed
+            if is_closed or namespace is None:
+                self._counters.drop("closed" if is_closed else "namespace", len(slots))
+                return [None] * len(slots)
+            locations = [self._write_one(digest, namespace, slot) for slot in slots]
+            with self._lock:  # room for the last ones may have been made of the first
+                return [
+                    location
+                    if location is not None and location.segment in self._segments
+                    else None
+                    for location in locations
+                ]
+
+    def read(self, digest: bytes, requests: Sequence[ReadRequest]) -> list[VerifyResult]:
+        """See `Tier.read`."""
+        return [self._read_one(digest, request) for request in requests]
+
+    def clear(self, digest: bytes | None) -> None:
+        """See `Tier.clear`. Calls `on_drop` for every segment."""
+        with self._write_lock:
+            with self._lock:
+                found = [
+                    each for each in self._segments.values() if digest in (None, each.namespace)
+                ]
+            for segment in found:
+                self._drop(segment)
+
+    def close(self) -> None:
+        """See `Tier.close`. Everything is gone."""
+        with self._write_lock, self._lock:
+            self._is_closed = True
+            self._segments.clear()
+            self._active.clear()
+            self._used_bytes = 0
+
+    def stats(self) -> DiskStats:
+        """What was counted, in the disk tier's words."""
+        totals, errors, dropped = self._counters.snapshot()
+        with self._lock:
+            num_segments, used_bytes = len(self._segments), self._used_bytes
+        return DiskStats(
+            mode="memory",
+            bytes_written=totals.get("bytes_written", 0),
+            bytes_read=totals.get("bytes_read", 0),
+            useful_bytes=totals.get("useful_bytes", 0),
+            records_written=totals.get("records_written", 0),
+            records_read=totals.get("records_read", 0),
+            records_salvaged=totals.get("records_salvaged", 0),
+            records_recovered=0,
+            segments=num_segments,
+            segments_sealed=0,
+            segments_dropped=totals.get("segments_dropped", 0),
+            used_bytes=used_bytes,
+            max_bytes=self._max_bytes,
+            open_fds=0,
+            errors=errors,
+            dropped=dropped,
+        )
+
+    # ---- write lock held ----
+
+    def _write_one(self, digest: bytes, namespace: _Namespace, slot: ByteArray) -> Location | None:
+        try:
+            size = namespace.slot_bytes
+            if not usable_slot(slot, size, writable=True, packed=namespace.packed):
+                raise ValueError("not a slot of this namespace")
+            meta, payload_bytes = parse_header(slot)
+        except (RecordError, ValueError):
+            self._counters.drop("malformed")
+            return None
+        if meta.namespace != digest:
+            self._counters.drop("foreign")
+            return None
+        seal(slot)
+        record = slot[: HEADER_BYTES + payload_bytes].copy()
+        if not self._make_room(record.size):
+            self._counters.drop("full")
+            return None
+        location = self._append(digest, record)
+        self._counters.add("records_written")
+        self._counters.add("useful_bytes", payload_bytes)
+        self._counters.add("bytes_written", record.size)
+        return location
+
+    def _append(self, digest: bytes, record: ByteArray) -> Location:
+        segment = self._active.get(digest)
+        if segment is None or segment.num_bytes >= self._max_bytes // _NUM_SEGMENTS:
+            segment = self._active[digest] = _Segment(self._next_id, digest)
+            self._next_id += 1
+        with self._lock:
+            block = len(segment.records) + 1
+            segment.records[block] = record
+            segment.num_bytes += record.size
+            self._used_bytes += record.size
+            self._segments[segment.segment_id] = segment
+            self._touch(segment)
+        return Location(segment.segment_id, block)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        if num_bytes > self._max_bytes:
+            return False
+        while self._used_bytes + num_bytes > self._max_bytes:
+            victim = self._victim()
+            self._salvage(victim)
+            self._drop(victim)
+            self._counters.add("segments_dropped")
+        return True
+
+    def _victim(self) -> _Segment:
+        """Of the segments used longest ago the one with the fewest pages that are needed soon."""
+        with self._lock:
+            oldest = sorted(self._segments.values(), key=lambda each: each.last_used)[:_CHOICE]
+        try:
+            return min(oldest, key=lambda each: self.num_needed(each.segment_id))
+        except Exception:
+            self._counters.error("callback")
+            return oldest[0]
+
+    def _salvage(self, victim: _Segment) -> None:
+        """Moves hot records on, at most a share of the victim: room is made all the same."""
+        if self._active.get(victim.namespace) is victim:
+            del self._active[victim.namespace]
+        found = [
+            (Location(victim.segment_id, block), record) for block, record in victim.records.items()
+        ]
+        pages = _table(found)
+        try:
+            hot = self.is_hot(victim.namespace, pages.hashes)
+        except Exception:
+            self._counters.error("callback")
+            return
+        left, kept, places = victim.num_bytes // SALVAGE_SHARE, [], []
+        heat = np.asarray(hot, np.int16)
+        for row in np.argsort(-heat, kind="stable")[: np.count_nonzero(heat)].tolist():
+            left -= found[row][1].size
+            if left < 0:
+                break
+            kept.append(row)
+            places.append(self._append(victim.namespace, found[row][1]))
+        if not kept:
+            return
+        moved = pages.take(np.array(kept))
+        moved.segment[:] = [place.segment for place in places]
+        moved.block[:] = [place.block for place in places]
+        self._counters.add("records_salvaged", len(kept))
+        self._call(lambda: self.on_moved(victim.namespace, victim.segment_id, moved))
+
+    def _drop(self, segment: _Segment) -> None:
+        self._call(lambda: self.on_drop(segment.namespace, segment.segment_id))
+        if self._active.get(segment.namespace) is segment:
+            del self._active[segment.namespace]
+        with self._lock:
+            del self._segments[segment.segment_id]
+            self._used_bytes -= segment.num_bytes
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception:
+            self._counters.error("callback")
+
+    # ---- any thread ----
+
+    def _read_one(self, digest: bytes, request: ReadRequest) -> VerifyResult:
+        result = VerifyResult.MISSING
+        with self._lock:
+            namespace = self._namespaces.get(digest)
+            segment = self._segments.get(request.location[0])
+            record = None
+            if namespace is not None and segment is not None and segment.namespace == digest:
+                record = segment.records.get(request.location[1])
+                self._touch(segment)
+        size = namespace.slot_bytes if namespace is not None else 0
+        if record is not None and usable_slot(request.out, size, writable=True):
+            request.out[: record.size] = record
+            result = verify(request.out, request.page_hash, digest, request.lora)
+        if result is VerifyResult.OK and record is not None:
+            self._counters.add("records_read")
+            self._counters.add("bytes_read", record.size)
+        else:
+            self._counters.error(result.value)
+        return result
+
+    def _touch(self, segment: _Segment) -> None:
+        self._clock += 1
+        segment.last_used = self._clock
+
+
+def _table(found: Sequence[tuple[Location, ByteArray]]) -> RecoveredPages:
+    """Records as columns; they were parsed when they were written."""
+    if not found:
+        return RecoveredPages.empty()
+    metas = [parse_header(record) for _, record in found]
+    return RecoveredPages(
+        hashes=np.stack([np.frombuffer(meta.page_hash, np.uint8) for meta, _ in metas]),
+        lora=np.stack([np.frombuffer(meta.lora or bytes(32), np.uint8) for meta, _ in metas]),
+        segment=np.array([place.segment for place, _ in found], np.uint32),
+        block=np.array([place.block for place, _ in found], np.uint32),
+        num_blocks=np.array([record_blocks(size) for _, size in metas], np.uint16),
+        quality=np.array([meta.quality for meta, _ in metas], np.uint8),
+    )
