@@ -1,0 +1,184 @@
+"""What the ranks of one tensor parallel group agree on, once a scheduler step, in one reduction.
+
+Every rank runs the same scheduler on the same requests, and the collectives inside its forwards
+must be entered by all ranks alike. So whatever depends on what one rank's DRAM holds, on its disk,
+its threads or its clock, is told to all before anything is decided on it:
+
+- which saves have ended, and whether they succeeded;
+- of each waiting request: which of its pages are pinned in DRAM, what they are worth, and whether
+  the rank would still wait for more;
+- whether the loads of the last batch landed.
+
+All of it is one vector of a fixed length that is reduced by MIN: a count becomes what every rank
+has, a flag becomes true where it is true everywhere. What is not told is the same on all ranks by
+construction, and a digest of it rides along, so that ranks that drifted apart stop with an error
+instead of answering with each other's mistakes.
+
+Pure: knows neither SGLang nor torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[np.int32]
+MinReduce = Callable[[Vector], None]
+
+# What one step can settle; the rest is told in the next. A step ends with few saves, and requests
+# that were agreed on once are not told again.
+MAX_SAVES = 64
+MAX_REQUESTS = 256
+
+_HISTORY, _MINUS_HISTORY, _NUM_SAVES, _LOADS, _SAVES = 0, 1, 2, 3, 4
+_REQUESTS = _SAVES + MAX_SAVES
+_COLUMNS = 4
+_VECTOR_LENGTH = _REQUESTS + _COLUMNS * MAX_REQUESTS
+
+
+class RankDivergenceError(RuntimeError):
+    """The ranks were asked to agree on different things: a bug, or one rank missed a request."""
+
+
+class Stand(enum.IntEnum):
+    """What one rank thinks of a waiting request. The least of all ranks' counts."""
+
+    LATE = 0  # waited long enough: go on with what is there
+    WAITING = 1
+    READY = 2  # nothing more will come
+
+
+class Told(NamedTuple):
+    """What a rank tells of one waiting request.
+
+    Attributes:
+        first_page: index of the first page that this rank has pinned in DRAM for it.
+        end_page: end of these pages.
+        stand: whether the rank would wait.
+        quality: the worst of these pages; 0 is exact.
+    """
+
+    first_page: int
+    end_page: int
+    stand: Stand
+    quality: int
+
+
+class Settled(NamedTuple):
+    """What all ranks know of one waiting request.
+
+    Attributes:
+        first_page: index of the first page that every rank has pinned in DRAM.
+        end_page: end of these pages; not behind `first_page` where there are none.
+        admit: whether it waits no longer: all ranks are ready, or one is late.
+        quality: the worst of these pages on any rank.
+    """
+
+    first_page: int
+    end_page: int
+    admit: bool
+    quality: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank knows at the start of a step.
+
+    Attributes:
+        saves: results of the saves that ended, oldest first; from `MAX_SAVES` on they wait.
+        requests: at most `MAX_REQUESTS`, the same ones in the same order on every rank.
+        loads_landed: whether the loads of the last batch landed; true when there were none.
+    """
+
+    saves: Sequence[bool] = ()
+    requests: Sequence[Told] = ()
+    loads_landed: bool = True
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know after the step's reduction; the same on each of them.
+
+    Attributes:
+        saves: of those that ended on every rank, whether they succeeded on every rank.
+        requests: one for each that was told.
+        loads_landed: whether the loads of the last batch landed on every rank.
+    """
+
+    saves: list[bool] = field(default_factory=list)
+    requests: list[Settled] = field(default_factory=list)
+    loads_landed: bool = True
+
+
+class Consensus:
+    """Agreement among ranks. Scheduler thread only.
+
+    Attributes:
+        num_rounds: reductions so far.
+    """
+
+    def __init__(self, min_reduce: MinReduce) -> None:
+        """Starts with an empty history.
+
+        Args:
+            min_reduce: replaces an i32 vector by the element-wise minimum over all ranks; entered
+                by all of them, and blocking.
+        """
+        self.num_rounds = 0
+        self._min_reduce = min_reduce
+        self._history = 0
+
+    def note(self, event: str) -> None:
+        """Enters something into the history that must be the same on all ranks, in this order."""
+        self._history = zlib.crc32(event.encode(), self._history)
+
+    def agree(self, report: Report) -> Agreed:
+        """One reduction; every rank calls it at the same point of the step.
+
+        Raises:
+            RankDivergenceError: the ranks' histories differ.
+        """
+        vector = self._encode(report)
+        self._min_reduce(vector)
+        self.num_rounds += 1
+        if vector[_HISTORY] != -vector[_MINUS_HISTORY]:
+            raise RankDivergenceError(
+                "the tensor parallel ranks of hier-kv do not hold the same waiting requests any "
+                f"more (round {self.num_rounds}); restart the server and report this"
+            )
+        return _decode(vector, len(report.requests))
+
+    def _encode(self, report: Report) -> Vector:
+        vector = np.zeros(_VECTOR_LENGTH, np.int32)
+        self.note(str(len(report.requests)))
+        history = self._history & 0x7FFF_FFFF
+        vector[_HISTORY], vector[_MINUS_HISTORY] = history, -history
+        saves = report.saves[:MAX_SAVES]
+        vector[_NUM_SAVES] = len(saves)
+        vector[_LOADS] = report.loads_landed
+        # A save that has not ended here says nothing: it does not count on any rank.
+        vector[_SAVES:_REQUESTS] = 1
+        vector[_SAVES : _SAVES + len(saves)] = saves
+        columns = vector[_REQUESTS:].reshape(_COLUMNS, MAX_REQUESTS)
+        for column, (first_page, end_page, stand, quality) in enumerate(report.requests):
+            columns[:, column] = -first_page, end_page, stand, -quality
+        return vector
+
+
+def _decode(vector: Vector, num_requests: int) -> Agreed:
+    saves = vector[_SAVES : _SAVES + int(vector[_NUM_SAVES])]
+    columns = vector[_REQUESTS:].reshape(_COLUMNS, MAX_REQUESTS)[:, :num_requests]
+    return Agreed(
+        saves=[bool(result) for result in saves],
+        requests=[
+            Settled(-minus_first, end_page, stand != Stand.WAITING, -minus_worst)
+            for minus_first, end_page, stand, minus_worst in columns.T.tolist()
+        ],
+        loads_landed=bool(vector[_LOADS]),
+    )

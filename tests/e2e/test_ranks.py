@@ -1,0 +1,115 @@
+"""Two ranks of either kind on the real server, their page stores late, each by its own chance.
+
+SGLang's rank consensus checker is on: it ends the server when ranks decide differently. `python -m
+bench ranks` does the same with 300 requests, beside plain SGLang.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from bench import rank_probe
+from bench.rank_requests import Served, answer_of, ask, make_requests, send_all
+from bench.ranks import ENVIRONMENT, JITTER_MS, WAYS
+from bench.server import Server
+from sglang_ext.tiers.store.jitter import ENV_JITTER
+from tests.e2e.hier_server import PAGE, by_tier, hier_args, real_prompts
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_REQUESTS = 50
+HOST_PAGES = 40
+LENGTHS = (128, 200, 300, 384)
+
+
+class Run(NamedTuple):
+    """One server of two ranks, after its requests."""
+
+    way: str
+    folder: Path
+    served: list[Served]
+    device: list[dict[str, Any]]
+    host: list[dict[str, Any]]
+    states: list[dict[str, Any]]
+    metrics: str
+    probes: list[dict[str, Any]]
+    num_flushes: int
+    log: str
+
+
+@pytest.fixture(scope="module", params=sorted(WAYS))
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    way, folder = request.param, tmp_path_factory.mktemp(request.param)
+    args = [*hier_args(folder, host_pages=HOST_PAGES), *WAYS[way], "--page-size", str(PAGE)]
+    args += ["--max-total-tokens", "3072", "--enable-metrics"]
+    env = {**ENVIRONMENT, **rank_probe.environment(folder / "probe"), ENV_JITTER: str(JITTER_MS)}
+    log = folder / "server.log"
+    with Server(args, log_path=log, env=env, stop="kill", start_timeout_s=300.0) as server:
+        served = send_all(server, make_requests(NUM_REQUESTS, seed=1), "mixed")
+        device, host = [], []
+        prompts = list(real_prompts(LENGTHS, seed=3))
+        for prompt in prompts:
+            ask(server, prompt)
+            ask(server, prompt)  # of two data parallel ranks the other one has it now, too
+            device.append(ask(server, prompt))
+            server.post("/flush_cache")
+            host.append(ask(server, prompt))
+        states = [one["hier_kv"] for one in server.get("/server_info")["internal_states"]]
+        time.sleep(0.5)  # a probe writes every 0.2 s
+        probes = rank_probe.counts(folder / "probe")
+        metrics = server.get("/metrics")
+        yield Run(
+            way, folder, served, device, host, states, metrics, probes, len(prompts), server.log()
+        )
+
+
+def test_every_request_is_answered_and_prefixes_are_reused(run: Run) -> None:
+    reused: dict[str, int] = {}
+    for one in run.served:
+        for tier, tokens in one.by_tier.items():
+            reused[tier] = reused.get(tier, 0) + tokens
+    assert sum(one.answer is not None for one in run.served) > 0.7 * NUM_REQUESTS
+    assert sum(reused.values()) > 1000, reused
+    # Of two data parallel ranks, each sees half of a conversation's turns.
+    assert reused["host"] + reused["disk"] > (1000 if run.way == "tp" else 0), reused
+    assert run.log.count("Rank consensus checker is enabled") == 2
+    assert "Found rank divergence" not in run.log
+
+
+def test_what_ranks_loaded_answers_as_what_they_computed(run: Run) -> None:
+    for on_device, from_host in zip(run.device, run.host, strict=True):
+        assert by_tier(on_device)["device"] == by_tier(from_host)["host"] > 0
+        assert answer_of(on_device) == answer_of(from_host)
+
+
+def test_the_number_of_reductions_a_step_is_fixed(run: Run) -> None:
+    assert len(run.probes) == 2
+    for probe in run.probes:
+        assert probe["steps"] > 200
+        if run.way == "dp":
+            assert set(probe["per_step"]) == {0}, probe
+        else:
+            # A flush waits for all saves, and takes their results before SGLang drops the tree.
+            assert set(probe["per_step"]) == {1, 2}, probe
+            assert probe["per_step"][2] == run.num_flushes, probe
+
+
+def test_each_rank_has_a_store_of_its_own_and_tells_of_it(run: Run) -> None:
+    ranks = [rank for one in run.states for rank in one.get("tp_ranks", [one])]
+    kinds = sorted((rank["tp_rank"], rank["dp_rank"]) for rank in ranks)
+    names = {"tp": "dp0-tp{}-of-2", "dp": "dp{}-tp0-of-1"}[run.way]
+    assert kinds == {"tp": [(0, 0), (1, 0)], "dp": [(0, 0), (0, 1)]}[run.way]
+    # A page of a tensor parallel rank has half of the heads.
+    capacity = {"tp": HOST_PAGES, "dp": HOST_PAGES // 2}[run.way]
+    for number, rank in enumerate(ranks):
+        assert capacity - 1 <= rank["host"]["host_capacity_pages"] <= capacity
+        assert rank["host"]["loaded_pages"] > 0
+        assert list((run.folder / "disk" / names.format(number)).glob("*/seg-*.hkv"))
+        label = f'{run.way}_rank="{number}"'
+        lines = [line for line in run.metrics.splitlines() if label in line]
+        assert any("hier_kv_events_total" in line for line in lines), label
