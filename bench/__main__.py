@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import policies_flags
 from bench.case import (
     ALLOW_DIRTY,
     CASES,
     OUT_DIR,
+    BadInputError,
     CaseFailedError,
     DirtyTreeError,
     Options,
@@ -27,7 +29,9 @@ from bench.output import Progress
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 (check failed) or 2 (usage)."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    args.trace = policies_flags.parse(parser, args)
     names = list(CASES) if args.case == "all" else [args.case]
     objects: dict[str, dict[str, Any]] = {}
     try:
@@ -38,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 objects[name], report = run_case(name, options(args, progress))
                 progress.done()
                 _print(name, report)
-    except DirtyTreeError as error:
+    except (DirtyTreeError, BadInputError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     except CaseFailedError as error:
@@ -78,13 +82,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="codec: text; 60 %% calibrates, the rest tests"
     )
+    policies_flags.add_flags(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: build/bench/CASE.json")
     return parser
 
 
 def options(args: argparse.Namespace, progress: Progress) -> Options:
     """What the command line says of how to run a case."""
-    return Options(args.quick, progress, model=args.model, text=args.text)
+    return Options(args.quick, progress, model=args.model, text=args.text, trace=args.trace)
 
 
 def _case_help(name: str) -> str:
@@ -92,7 +97,7 @@ def _case_help(name: str) -> str:
     keys = textwrap.fill(
         case.keys, 92, initial_indent=" " * 10, subsequent_indent=" " * 10, break_long_words=False
     )
-    return f"  {name:7} {case.summary}\n{keys}"
+    return f"  {name:8} {case.summary}\n{keys}"
 
 
 def _print(name: str, report: Report) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.machine import describe_machine
 from bench.output import Progress, Table
+from bench.policies_flags import TraceFlags
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT_DIR = ROOT / "build" / "bench"
@@ -24,6 +25,10 @@ ALLOW_DIRTY = "BENCH_ALLOW_DIRTY"
 
 class CaseFailedError(RuntimeError):
     """A case's own correctness check failed, so its figures would mean nothing."""
+
+
+class BadInputError(ValueError):
+    """What the command line names cannot be used; the text says what was expected and what came."""
 
 
 class DirtyTreeError(RuntimeError):
@@ -40,6 +45,7 @@ class Options:
         out_dir: folder for plots; it exists.
         model: a model's folder instead of the bundled one, for cases that take one.
         text: a text file for that model.
+        trace: a request trace for the case `policies`, with its machine.
     """
 
     quick: bool
@@ -47,6 +53,7 @@ class Options:
     out_dir: Path = OUT_DIR
     model: Path | None = None
     text: Path | None = None
+    trace: TraceFlags | None = None
 
 
 @dataclass
@@ -111,10 +118,39 @@ CASES: dict[str, Case] = {
         "kl_against_best_baseline, contribution, layer_sensitivity, entropy_by_grouping, "
         "storing_all_levels_bits, entropy_stage, compared_speed",
     ),
+    "stream": Case(
+        "bench.stream",
+        "KV over a network: adaptive levels against fixed ones, 8 bits, text and an oracle",
+        "traces: {name: {slo_ms, violation_rate, ttft_ms, kl: {adaptive, fixed, quantised, text, "
+        "oracle}}}, sweeps: {bandwidth, context, concurrency, slo, crossover, steady, falling}, "
+        "real_link: [{gbps, measured_s, virtual_s}], damage_by_level, bytes_by_level, uniform",
+    ),
+    "truncation": Case(
+        "bench.truncation",
+        "quality and hits of conversations that outgrow their context; speed of the content match",
+        "ppl_recompute, ppl_reuse, ppl_naive, recall_recompute, recall_reuse: [one, two, three "
+        "cuts], hit_rate_with, hit_rate_without, ppl_ratio_reuse, ppl_ratio_naive, "
+        "text_nll_ratio, text_same, text_example, match_ms, hit_rate_at_cuts_with|without, "
+        "ttft_p50_ms_with|without, ttft_at_cuts_p50_ms_with|without",
+    ),
+    "policies": Case(
+        "bench.policies",
+        "hit rates of look-ahead, LRU, FIFO and Belady's optimum, simulated in virtual time",
+        "lookahead|lru|fifo|belady: {hit_rate, turn_hit_rate, turn_hit_cap, host_share}, "
+        "decisions_per_s, models, overflow, tiers, capacity, think_time, ratios, read_buffer, "
+        "long_documents, trace, agents, documents; with --trace: by_load and footprint_gb instead "
+        "of the sections",
+    ),
     "faults": Case(
         "bench.faults_case",
         "damage and kills: wrong tokens, failed requests, lost pages",
         "by_kind: {name: {injected, wrong_tokens, failed_requests, lost_acknowledged_pages}}",
+    ),
+    "ranks": Case(
+        "bench.ranks",
+        "two tensor parallel and two data parallel ranks with late stores, against plain SGLang",
+        "tp|dp: {requests, aborted, reused_tokens, token_differences, plain_token_differences, "
+        "exact, exact_asked, steps, reductions_per_step, divergences}",
     ),
 }
 

@@ -149,12 +149,13 @@ def _cachegen_expected(
 
 def simple_methods(dtype: str) -> list[Method]:
     """int8 and int4 per token, and KIVI-like with 4 and 2 bits, on K as an engine caches it."""
-    methods = []
-    for name, make in (("int{}-token", PerToken), ("kivi-{}", KiviLike)):
-        for bits in (8, 4) if make is PerToken else (4, 2):
-            coder: PerToken | KiviLike = make(bits, dtype)
-            methods.append(_simple(name.format(bits), coder))
-    return methods
+    kivi = [_simple(f"kivi-{bits}", KiviLike(bits, dtype)) for bits in (4, 2)]
+    return [*per_token_methods(dtype, (8, 4)), *kivi]
+
+
+def per_token_methods(dtype: str, widths: Sequence[int]) -> list[Method]:
+    """One range for each plane and token, codes of some bits."""
+    return [_simple(f"int{bits}-token", PerToken(bits, dtype)) for bits in widths]
 
 
 def _simple(name: str, coder: PerToken | KiviLike) -> Method:

@@ -44,6 +44,7 @@ def measure_exact(folder: Path, num_prompts: int, progress: Progress) -> dict[st
     common: list[Any] = ["--page-size", _PAGE, "--max-total-tokens", 65_536]
     plain = Server([*common, "--sleep-on-idle"], stop="kill").start()
     tiers: list[Any] = ["--enable-hier-kv", "--hier-kv-disk-dir", folder, "--hier-kv-disk-size", 1]
+    tiers += ["--hier-kv-prefetch-policy", "wait_complete"]
     tiers += ["--hier-kv-host-size", _HOST_PAGES * _PAGE_BYTES / 2**30]
     ours = Server([*common, *tiers], stop="kill").start()
     try:

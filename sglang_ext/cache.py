@@ -1,58 +1,45 @@
 """SGLang's unified radix cache with tiers below the device: the few methods that differ.
 
-Every method here runs on the scheduler's thread. Waiting requests are held by `Plan`s of the page
-store: their pages move from disk to DRAM while others run, until they are there or the deadline is
-over.
+Every method here runs on the scheduler's thread. What becomes of waiting requests is decided in
+`waiting.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from sglang_ext.config import HierKVConfig
-from sglang_ext.linker import Hashes, HierKVLinker, hashes_from_hex
+from sglang_ext.device_tree import DeviceTree
+from sglang_ext.forward_timer import ForwardTimer
+from sglang_ext.linker import HierKVLinker, hashes_from_hex
+from sglang_ext.load_or_compute import LoadOrCompute
+from sglang_ext.lockstep import AgreedPrompt, Lockstep, exchange, group_of, min_reduce
 from sglang_ext.metrics import MetricsReporter
 from sglang_ext.model_identity import ModelIdentity
 from sglang_ext.request_state import Tier, find_state, max_quality_of, state_of
 from sglang_ext.taint import TaintKeeper
 from sglang_ext.tiers.quality import Quality
-from sglang_ext.tiers.store import KeySpace, PageStore, Plan
+from sglang_ext.tiers.store import KeySpace, PageStore
+from sglang_ext.truncated_reuse import TruncatedReuse
+from sglang_ext.waiting import WaitingRoom, Wish
 from sglang_ext.wrapper import HierKVLinkerWrapper
 
+if TYPE_CHECKING:
+    from sglang_ext.quote_search import QuoteSearch
+    from sglang_ext.truncation_hooks import Truncator
+
 logger = logging.getLogger(__name__)
-
-
-# Between two attempts to begin a plan for which DRAM has no free slot: the scheduler polls all the
-# time, and an attempt looks up the whole prefix.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.032
-
-
-@dataclass
-class _Waiting:
-    """A waiting request's plan, and what to plan again with."""
-
-    plan: Plan
-    space: KeySpace
-    hashes: Hashes
-    max_quality: int
-    since_s: float = field(default_factory=time.monotonic)
-    pause_s: float = _FIRST_PAUSE_S
-    next_plan_s: float = 0.0
-
-    def may_plan_again(self, now_s: float) -> bool:
-        """Whether a starved plan's turn has come; the pauses between its turns grow."""
-        if now_s < self.next_plan_s:
-            return False
-        self.next_plan_s = now_s + self.pause_s
-        self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
-        return True
 
 
 class HierKVRadixCache(UnifiedRadixCache):
@@ -60,6 +47,11 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     linker: HierKVLinkerWrapper
     matching_request: Any = None
+    checkpoint_request: Any = None
+    truncator: Truncator | None = None
+    quotes: QuoteSearch | None = None  # with a truncator
+    scheduler: Any = None
+    lockstep: Lockstep | None = None  # with several ranks that must decide alike
 
     def attach(
         self,
@@ -67,6 +59,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         identity: ModelIdentity,
         config: HierKVConfig,
         metrics: MetricsReporter,
+        forward_timer: ForwardTimer | None = None,
+        cost: LoadOrCompute | None = None,
     ) -> None:
         """Connects the tiers; called once, right after construction."""
         self.hier_config = config
@@ -74,9 +68,26 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.tree_core_name = config.tree_core
         self.checkpoint_space: KeySpace | None = None
         self.metrics_reporter_hier = metrics
-        self._plans: dict[Any, _Waiting] = {}
+        self.forward_timer = forward_timer
+        looks_ahead = linker.store.lookahead is not None
+        self.device_tree: DeviceTree | None = None
+        if looks_ahead and config.tree_core == "python":
+            self.device_tree = DeviceTree(self.tree_core, self.waiting_queue)
+            self.device_tree.install()
+        self.waiting_room = WaitingRoom(
+            linker.store,
+            num_held=self.device_tree.num_held if self.device_tree is not None else None,
+            prefetch_policy=config.prefetch_policy,
+            prefetch_timeout_ms=config.prefetch_timeout_ms,
+            cost=cost,
+        )
         self.taint = TaintKeeper(self)
+        self.truncated = TruncatedReuse(self)
         self.linker = HierKVLinkerWrapper(self, linker)
+        group = group_of(self)
+        if group is not None:
+            linker.accepts_all = True
+            self.lockstep = Lockstep(self, partial(min_reduce, group), partial(exchange, group))
 
     @property
     def hier_linker(self) -> HierKVLinker:
@@ -94,18 +105,47 @@ class HierKVRadixCache(UnifiedRadixCache):
         space = self.identity.space_of(req, self.store)
         return space if _depends_on_tokens_alone(req) else None
 
+    def bind_scheduler(self, scheduler: Any) -> None:
+        """Gives access to the waiting queue; called once, when the scheduler is built."""
+        self.scheduler = scheduler
+
+    def waiting_queue(self) -> Sequence[Any]:
+        """The waiting requests, in the order in which the scheduler will take them."""
+        return self.scheduler.waiting_queue if self.scheduler is not None else ()
+
     # ---- saves ----
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Inserts a request's tokens in the tree; new nodes are queued for saving."""
-        self.release_plan(req.cache_request_handle)
-        self.checkpoint_space = self.space_of(req)
+        self.checkpoint_space, self.checkpoint_request = self.space_of(req), req
         if self.checkpoint_space is not None:
             self._restore_last_page(req, self.checkpoint_space, up_to)
+        self.release_plan(req.cache_request_handle)
         try:
             super().checkpoint(req, up_to=up_to, **kwargs)
+            self._note_use(req, up_to)
+            if self.quotes is not None and self.checkpoint_space is not None and req.finished():
+                self.quotes.note(req, self.checkpoint_space, up_to)
         finally:
-            self.checkpoint_space = None
+            self.checkpoint_space = self.checkpoint_request = None
+
+    def _note_use(self, req: Any, up_to: int) -> None:
+        """Tells the look-ahead of a request that ends, behind its last save.
+
+        Once a request: how soon its pages are used again is what the placement policy learns.
+        """
+        lookahead, space, state = self.store.lookahead, self.checkpoint_space, find_state(req)
+        if lookahead is None or space is None or state is None or not req.finished():
+            return
+        key = RadixKey(
+            req.full_untruncated_fill_ids[: up_to // self.page_size * self.page_size],
+            req.extra_key,
+            cache_salt=req.cache_salt,
+        )
+        if len(key):
+            hashes = hashes_from_hex(get_storage_hash_str(key, None, page_size=self.page_size))
+            hashes = self.truncated.stored_path(req, hashes)
+            self.hier_linker.after_saves(partial(lookahead.used, space, hashes, state.arrived_s))
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """SGLang's insert, with what the pages are worth."""
@@ -134,7 +174,14 @@ class HierKVRadixCache(UnifiedRadixCache):
         rows = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:up_to]
         state = find_state(req)
         limit = int(Quality.EXACT) if state is None else state.taint
-        self.hier_linker.restore_pages(space, last, rows, start, max_quality=limit)
+        if self.lockstep is None:
+            self.hier_linker.restore_pages(space, last, rows, start, max_quality=limit)
+            return
+        ticket = self.lockstep.promises.take_last(req.cache_request_handle, last.tobytes())
+        if ticket is not None and int(ticket.quality.max()) <= limit:
+            self.hier_linker.restore_pinned(ticket, last, rows, start)
+        elif ticket is not None:
+            self.store.release(ticket.slots)
 
     # ---- promotion of waiting requests ----
 
@@ -142,6 +189,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         """True: SGLang asks it before it offers a request for prefetching."""
         return True
 
+    @rank_consensus(same_params=["handle.rid", "len(new_input_tokens)"])
     def prefetch_from_storage(
         self,
         handle: Any,
@@ -155,12 +203,12 @@ class HierKVRadixCache(UnifiedRadixCache):
         cache_salt: str | None = None,
         storage_hit_end: int | None = None,
     ) -> None:
-        """A request enters the queue: notes where its pages lie, begins to promote those on disk.
+        """A request enters the queue: notes what it could reuse, and where that lies.
 
         `last_hash` belongs to the device end of the match while `new_input_tokens` begin behind
         what is in DRAM, so the chain is hashed from the start of the prompt.
         """
-        self.release_plan(handle)
+        self._leave_queue(handle)
         req = self._enqueued_request(handle)
         space = self.space_of(req) if req is not None else None
         tokens = matched_prefix_tokens + new_input_tokens
@@ -177,28 +225,47 @@ class HierKVRadixCache(UnifiedRadixCache):
         marker = self.linker.hit_markers.get(handle.rid)
         device_len = marker.device_hit_len if marker else len(matched_prefix_tokens)
         device_pages = device_len // self.page_size
-        hashes = hashes_from_hex(keys)[device_pages:]
-        limit = max_quality_of(req)
-        found = self.store.locate_prefix(space, hashes, limit)
-        state_of(req).note_enqueued(
-            self.page_size,
-            [
-                (Tier.DEVICE, device_pages),
-                (Tier.HOST, found.host + found.pending),
-                (Tier.DISK, found.disk),
-            ],
-        )
+        hashes = hashes_from_hex(keys)
+        lineage = self.truncated.lineage_of(req)
+        if lineage is not None:
+            if self.lockstep is None:  # ranks do not agree yet on what a lineage is made of
+                self.truncated.enqueue(req, lineage, space, device_pages, hashes[device_pages:])
+            return
+        num_above = min(device_pages, num_pages)
+        above = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
+        num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
+        wish = Wish(space, hashes, num_above, max_quality_of(req), above, num_tokens)
+        if self.lockstep is None:
+            found = self.waiting_room.enter(handle, wish)
+        else:
+            key = key[: num_pages * self.page_size]
+            found = self.lockstep.promises.enter(handle, wish, AgreedPrompt(key))
+        self._note_enqueued(req, wish, device_pages)
+        if self.quotes is not None:
+            self.quotes.begin(req, space, (num_above + found.total) * self.page_size)
+
+    def _note_enqueued(self, req: Any, wish: Wish, device_pages: int) -> None:
+        """Records where a request's pages lie as it enters the queue, for its report."""
+        survey = self.store.survey(wish.space, wish.below, wish.max_quality)
+        in_dram = survey.ready | survey.coming
+        parts = np.split(in_dram, np.flatnonzero(np.diff(in_dram)) + 1)
+        tiers = [
+            (Tier.HOST if part[0] else self._record_tier, len(part)) for part in parts if len(part)
+        ]
+        state_of(req).note_enqueued(self.page_size, [(Tier.DEVICE, device_pages), *tiers])
         if self.store.events.on:
             self.store.events.note(
                 "enqueued",
-                rid=handle.rid,
+                rid=req.rid,
                 device=device_pages,
-                host=found.host + found.pending,
-                pages=[row.tobytes().hex() for row in hashes[: sum(found)]],
+                pages=[row.tobytes().hex() for row in wish.below[: len(in_dram)]],
+                on_disk=np.flatnonzero(~in_dram).tolist(),
             )
-        plan = self.store.plan(space, hashes, limit)
-        if plan is not None:
-            self._plans[handle] = _Waiting(plan, space, hashes, limit)
+
+    @property
+    def _record_tier(self) -> Tier:
+        """The tier that records lie in: coded DRAM is DRAM."""
+        return Tier.HOST if self.store.keeps_records_in_dram else Tier.DISK
 
     def _enqueued_request(self, handle: Any) -> Any:
         req = self.matching_request
@@ -215,37 +282,35 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.matching_request = params.req
         return super()._finalize_match_result(params, self.taint.begin_match(params, result))
 
+    @rank_consensus(same_params=True, same_results=True)
     def check_prefetch_progress(self, handle: Any) -> bool:
         """False while a request should wait for pages that are on their way. O(1)."""
-        waiting = self._plans.get(handle)
-        if waiting is None or self.hier_config.prefetch_policy == "best_effort":
-            return True
-        now_s = time.monotonic()
-        starved = waiting.plan.starved and self.store.has_plan_room()
-        if starved and waiting.may_plan_again(now_s):
-            self.store.cancel_plan(waiting.plan)
-            plan = self.store.plan(waiting.space, waiting.hashes, waiting.max_quality)
-            if plan is None:
-                del self._plans[handle]
-                return True
-            waiting.plan = plan
-        if waiting.plan.done and not waiting.plan.starved:
-            return True
-        waited_ms = 1e3 * (now_s - waiting.since_s)
-        config = self.hier_config
-        if config.prefetch_policy == "wait_complete" or waited_ms < config.prefetch_timeout_ms:
+        if self.quotes is not None and not self.quotes.may_admit(handle):
             return False
-        self.store.counters.add("prefetch_timeouts")
-        self.release_plan(handle)
-        return True
+        if self.lockstep is not None:
+            return self.lockstep.may_admit(handle)
+        return self.waiting_room.may_admit(handle)
 
     def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, int | None]:
         """SGLang's own storage attribution is not used; see `RequestState`."""
         return 0, None
 
+    def truncate_with(self, truncator: Truncator | None) -> None:
+        """Cuts prompts that are too long from now on; None: off."""
+        from sglang_ext.quote_search import QuoteSearch
+
+        self.truncator = truncator
+        alone = getattr(self, "lockstep", None) is None  # a search ends when it ends
+        self.quotes = QuoteSearch(self, truncator) if truncator is not None and alone else None
+
     def prefix_device_indices(self, req: Any) -> Any:
         """Rows of an admitted request's prefix; its pages need no plan any more."""
-        self.release_plan(req.cache_request_handle)
+        if self.lockstep is None:
+            self.release_plan(req.cache_request_handle)
+        else:
+            num_pages, left = divmod(len(req.full_untruncated_fill_ids), self.page_size)
+            last_page = None if left else num_pages - 1
+            self.lockstep.promises.admit(req.cache_request_handle, last_page)
         self.taint.admit(req)
         return super().prefix_device_indices(req)
 
@@ -259,24 +324,88 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.taint.leave_session(req)
         return bool(super().claim_kv_row(req))
 
+    def note_remote(self, req: Any) -> None:
+        """Attributes what a waiting request's plan brought from the remote store."""
+        first, num_pages = self.waiting_room.remote_pages(req.cache_request_handle)
+        if num_pages:
+            state_of(req).note_remote(first, num_pages)
+
     def release_plan(self, handle: Any) -> None:
-        """Gives back the pins that kept a waiting request's pages in DRAM."""
-        waiting = self._plans.pop(handle, None)
-        if waiting is not None:
-            self.store.cancel_plan(waiting.plan)
+        """A request is admitted: gives back the pins that kept its pages in DRAM."""
+        if self.lockstep is not None:
+            self.lockstep.promises.leave(handle)
+        else:
+            self.waiting_room.leave(handle, admitted=True)
+        if self.quotes is not None:
+            self.quotes.drop(handle)
+
+    def _leave_queue(self, handle: Any) -> None:
+        if self.lockstep is not None:
+            self.lockstep.promises.leave(handle)
+        else:
+            self.waiting_room.leave(handle)
+        if self.quotes is not None:
+            self.quotes.drop(handle)
+
+    def release_all_plans(self) -> None:
+        """As `release_plan`, for all requests."""
+        if self.lockstep is not None:
+            self.lockstep.promises.leave_all()
+        self.waiting_room.leave_all()
+        if self.quotes is not None:
+            self.quotes.drop_all()
 
     def release_aborted_request(self, handle: Any) -> None:
         """The request will not run: its plan and its queued load are cancelled."""
-        self.release_plan(handle)
+        self._leave_queue(handle)
         self.linker.release_request(handle.rid)
         super().release_aborted_request(handle)
 
     # ---- events ----
 
     def check_hicache_events(self) -> None:
-        """Once a scheduler step: finished saves release their nodes, metrics are published."""
-        super().check_hicache_events()
+        """Once a scheduler step: plans follow the queue, finished saves release their nodes."""
+        if self.device_tree is not None:
+            self.device_tree.new_step()
+        self.waiting_room.step([req.cache_request_handle for req in self.waiting_queue()])
+        if self.lockstep is None:
+            super().check_hicache_events()
+        else:
+            self._drop_outputs(self.lockstep.step())
         self.metrics_reporter_hier.maybe_publish()
+
+    @rank_consensus
+    def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:
+        """Waits for the loads of the batch that just ran; returns requests whose loads failed.
+
+        With several ranks these are known at the next step, before any result of the batch is
+        used.
+        """
+        if self.lockstep is None:
+            failed: list[Any] = super().finish_external_linker_loads(reqs)
+            return failed
+        rids, landed = self.linker.end_loads()
+        if rids:
+            loaded = [req for req in reqs if req.rid in rids]
+            self.lockstep.loads_ended(loaded, landed=landed)
+        return []
+
+    def before_result(self, reqs: list[Any]) -> None:
+        """The result of a batch is about to be used."""
+        if self.lockstep is not None:
+            self._drop_outputs(self.lockstep.settle_loads(reqs))
+
+    def _drop_outputs(self, failed: list[Any]) -> None:
+        """Requests whose KV did not land on some rank are aborted, as SGLang does with one rank."""
+        for req in failed:
+            req.skip_radix_cache_insert = True
+            req.discard_output_reason = FINISH_ABORT(
+                "External KV cache load failed", HTTPStatus.SERVICE_UNAVAILABLE
+            )
+        chunked = self.scheduler.chunked_req if failed else None
+        if chunked is not None and chunked in failed:
+            self.scheduler._pending_chunked_abort_req = chunked
+            self.scheduler.process_pending_chunked_abort()
 
     def has_pending_cache_operations(self) -> bool:
         """Whether something of ours is in flight; SGLang is not idle then."""
@@ -285,12 +414,15 @@ class HierKVRadixCache(UnifiedRadixCache):
     def quiesce(self) -> None:
         """Waits for pending saves and takes their results, so that SGLang may flush or update."""
         self.hier_linker.quiesce()
-        UnifiedRadixCache.check_hicache_events(self)
+        if self.lockstep is None:
+            UnifiedRadixCache.check_hicache_events(self)
+        else:
+            self.lockstep.drain_saves()
 
     def reset(self) -> None:
         """Drops the device tier; the tiers below stay (`/flush_cache`)."""
-        for handle in list(getattr(self, "_plans", ())):
-            self.release_plan(handle)
+        if getattr(self, "waiting_room", None) is not None:
+            self.release_all_plans()
         super().reset()
         identity = getattr(self, "identity", None)
         if identity is not None:
@@ -300,8 +432,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     def clear_storage_backend(self) -> bool:
         """Drops the tiers below the device (`/hicache/storage-backend/clear`)."""
         self.quiesce()
-        for handle in list(self._plans):
-            self.release_plan(handle)
+        self.release_all_plans()
         self.linker.hit_markers.clear()
         cleared = self.store.clear()
         logger.info("hier-kv: cleared %d pages from DRAM and disk", cleared)
@@ -309,6 +440,8 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def release_host_resources(self) -> None:
         """Shutdown: ends the threads and writes to disk what time allows."""
+        if self.quotes is not None:
+            self.quotes.close()
         self.linker.close()
         super().release_host_resources()
 

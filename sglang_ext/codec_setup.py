@@ -29,7 +29,7 @@ _DTYPE_NAMES = {
 def build_page_codec(
     config: HierKVConfig, pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype, runner: Any
 ) -> PageCodec | None:
-    """The codec of pages on disk; None without a disk tier, or where codecs cannot see the pool.
+    """The codec of records; None where none are kept, or where codecs cannot see the pool.
 
     With the codec "none" nothing is coded, and what an earlier run coded is still decoded.
 
@@ -44,9 +44,9 @@ def build_page_codec(
     Raises:
         HierKVConfigError: codec, level or profile cannot be had with this model; one sentence.
     """
-    if not config.disk_dir:
+    if not config.disk_dir and not config.coded_host_bytes:
         return None
-    codec_id = config.of_tier("codec", "disk")
+    codec_id = config.record_codec
     try:
         name = _DTYPE_NAMES.get(kv_dtype)
         if name is None:
@@ -55,9 +55,9 @@ def build_page_codec(
         return PageCodec(
             shape,
             codec_id,
-            parse_level(codec_id, config.of_tier("level", "disk")),
-            learned=_learned(config, codec_id, str(runner.server_args.model_path)),
-            folder=Path(config.disk_dir) / PROFILE_FOLDER,
+            parse_level(codec_id, config.record_level),
+            learned=_learned(config, codec_id, runner.server_args),
+            folder=Path(config.disk_dir) / PROFILE_FOLDER if config.disk_dir else None,
             owner=digest_model(runner.model).hex()[:16],
         )
     except (CodecError, OSError) as error:
@@ -66,7 +66,7 @@ def build_page_codec(
         raise HierKVConfigError(f"--hier-kv-codec {codec_id}: {error}.") from error
 
 
-def _learned(config: HierKVConfig, codec_id: str, model_path: str) -> Any | None:
+def _learned(config: HierKVConfig, codec_id: str, server_args: Any) -> Any | None:
     """What the settings or the files of the model have for the codec; None to learn it in service.
 
     Raises:
@@ -88,5 +88,7 @@ def _learned(config: HierKVConfig, codec_id: str, model_path: str) -> Any | None
             ) from error
     if kind is None:
         return None
-    found = find_profile(model_path) if codec_id == "hier" else None
+    # A calibrated profile is of all heads, and a tensor parallel rank has a part of them.
+    calibrated = codec_id == "hier" and server_args.tp_size == 1
+    found = find_profile(str(server_args.model_path)) if calibrated else None
     return kind.load(found) if found is not None else None

@@ -42,10 +42,14 @@ def check_arguments(server_args: Any, config: HierKVConfig) -> None:
         HierKVConfigError: naming the argument, its value and what to do.
     """
     check_sglang_version()
-    for name in ("tp_size", "dp_size", "pp_size", "attn_cp_size", "dcp_size", "nnodes"):
+    for name in ("pp_size", "attn_cp_size", "dcp_size", "nnodes"):
         value = getattr(server_args, name, 1) or 1
         if value > 1:
-            _refuse(f"--{name.replace('_', '-')} 1", f"{value}", "run one rank per server")
+            _refuse(
+                f"--{name.replace('_', '-')} 1",
+                f"{value}",
+                "spread the model with --tp-size, on one machine",
+            )
     if getattr(server_args, "speculative_algorithm", None):
         _refuse(
             "no speculative decoding",
@@ -71,6 +75,14 @@ def check_arguments(server_args: Any, config: HierKVConfig) -> None:
             f"--disaggregation-mode {server_args.disaggregation_mode}",
             "leave it out",
         )
+    workers = getattr(server_args, "tokenizer_worker_num", 1) or 1
+    if workers > 1 and config.truncation != "off":
+        # They are processes of their own, which check lengths before a prompt can be cut.
+        _refuse(
+            "--tokenizer-worker-num 1",
+            f"{workers}",
+            "leave it out or add --hier-kv-truncation off",
+        )
     switches = {
         "disable_radix_cache": "SGLang's radix cache",
         "enable_hierarchical_cache": "no other hierarchical cache (HiCache)",
@@ -80,12 +92,15 @@ def check_arguments(server_args: Any, config: HierKVConfig) -> None:
         "use_ray": "SGLang's own process launcher",
         "enable_hisparse": "a plain KV pool",
         "enable_unified_memory": "a plain KV pool",
+        "enable_dp_attention": "whole schedulers as data parallel ranks (--dp-size alone)",
         "enable_kv_cache_sharding": "a KV cache in one piece",
         "prefill_only_disable_kv_cache": "a KV cache",
     }
     for name, expected in switches.items():
         if getattr(server_args, name, False):
             _refuse(expected, f"--{name.replace('_', '-')}", "remove one of the two flags")
+    if (getattr(server_args, "tp_size", 1) or 1) > 1:
+        _check_tensor_parallel(config)
     backend = getattr(server_args, "radix_cache_backend", None)
     if backend not in (None, "", "hier_kv"):
         _refuse("its own radix cache backend", f"--radix-cache-backend {backend}", "remove it")
@@ -96,6 +111,30 @@ def check_arguments(server_args: Any, config: HierKVConfig) -> None:
             f"leave the flag out (default {DEFAULT_PAGE_SIZE}) or give 16, 32 or 64",
         )
     config.validate()
+
+
+def _check_tensor_parallel(config: HierKVConfig) -> None:
+    """Refuses what several tensor parallel ranks cannot agree on yet."""
+    if config.profile:
+        _refuse(
+            "no --hier-kv-profile with several tensor parallel ranks",
+            config.profile,
+            "leave it out: each rank learns a profile of its own heads",
+        )
+    if config.remote_url:
+        # Ranks promise only what each has pinned, and pages from a remote store are not pinned.
+        _refuse(
+            "no --hier-kv-remote-url with several tensor parallel ranks",
+            "one",
+            "leave it out, or use --dp-size instead of --tp-size",
+        )
+    if config.truncation in ("match", "all"):
+        # A search ends when it ends, on each rank at another time.
+        _refuse(
+            "--hier-kv-truncation overflow or off with several tensor parallel ranks",
+            config.truncation,
+            "leave the flag out",
+        )
 
 
 def check_model(ctx: Any) -> None:

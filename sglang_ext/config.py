@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_ext.codec.base import codec_ids
 
-CODED_TIERS = ("disk",)
+CODED_TIERS = ("host", "disk")
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -38,17 +38,21 @@ class HierKVConfig:
 
     host_size: float = _knob(
         4.0,
-        "DRAM for KV pages, in GB (2^30 bytes; decimals allowed). It is allocated once, at start.",
+        "DRAM for KV pages, in GB (2^30 bytes; decimals allowed). It is allocated once, at start. "
+        "Of the whole server: its tensor and data parallel ranks get equal shares.",
         metavar="GB",
     )
     disk_dir: str = _knob(
         "",
         "Folder on a local SSD for pages that leave DRAM. Empty: no disk tier. One server at a "
-        "time; pages of several models may lie in it side by side.",
+        "time; pages of several models may lie in it side by side. Each of several ranks has a "
+        "folder of its own in it.",
         metavar="DIR",
     )
     disk_size: float = _knob(
-        64.0, "Upper bound for all files in the disk folder, in GB.", metavar="GB"
+        64.0,
+        "Upper bound for all files in the disk folder, in GB; several ranks get equal shares.",
+        metavar="GB",
     )
     disk_free_floor: float = _knob(
         1.0,
@@ -69,18 +73,43 @@ class HierKVConfig:
         "the machine's), when a segment is sealed, or after every write.",
         choices=("none", "seal", "always"),
     )
+    remote_url: str = _knob(
+        "",
+        "Store that several servers share: redis://, rediss://, mooncake:// or file:// "
+        "(docs/remote.md). Pages go there in the background and are looked up when a request "
+        "enters the queue. Empty: none.",
+        metavar="URL",
+    )
+    remote_policy: str = _knob(
+        "all",
+        "Which pages go to the remote store: all that are saved, or those that a request reused "
+        "from DRAM (second_hit).",
+        choices=("all", "second_hit"),
+    )
     codec: str = _knob(
         "none",
         "How pages are coded on disk: none, zstd and lossless (bit-exact), hier (lossy, for its "
         "quality the smallest), cachegen-paper and cachegen-released (lossy, for comparison). "
-        "TIER=CODEC,... sets tiers apart.",
+        "host=CODEC also keeps pages coded in a part of DRAM, where many more have room; with a "
+        "disk both are coded alike (host=hier,disk=hier).",
         metavar="CODEC",
     )
     level: str = _knob(
         "",
-        "Quality level of the codec, by number (0 is the coarsest) or name; TIER=LEVEL,... sets "
-        "tiers apart. Empty: the codec's default.",
+        "Quality level of the codec, by number (0 is the coarsest) or name. Empty: the codec's "
+        "default.",
         metavar="LEVEL",
+    )
+    host_coded_share: float = _knob(
+        0.5,
+        "Share of --hier-kv-host-size that holds coded pages, with --hier-kv-codec host=CODEC.",
+        metavar="SHARE",
+    )
+    coding: str = _knob(
+        "always",
+        "When pages are coded on disk: always, or cost: not while the disk has room and reading "
+        "more bytes takes less time than decoding, at the speeds measured so far.",
+        choices=("always", "cost"),
     )
     profile: str = _knob(
         "",
@@ -102,16 +131,46 @@ class HierKVConfig:
         choices=("write_through", "selective", "write_back"),
     )
     prefetch_policy: str = _knob(
-        "timeout",
-        "How long a request waits for its pages on disk: timeout waits up to "
-        "--hier-kv-prefetch-timeout-ms and then uses what is there, best_effort never waits, "
-        "wait_complete waits for all.",
-        choices=("timeout", "best_effort", "wait_complete"),
+        "cost",
+        "What a request does about its pages on disk: cost loads them, loads a leading part or "
+        "recomputes, whichever is expected to be done first at the speeds measured so far, and "
+        "waits no longer than its pages save; best_effort loads and never waits; wait_complete "
+        "waits for all; timeout waits up to --hier-kv-prefetch-timeout-ms.",
+        choices=("cost", "best_effort", "wait_complete", "timeout"),
     )
     prefetch_timeout_ms: float = _knob(
         2000.0,
-        "Longest wait of one request for its pages on disk, in milliseconds.",
+        "Longest wait of one request for its pages on disk, in milliseconds, under timeout; under "
+        "cost, until the first prefill was measured.",
         metavar="MS",
+    )
+    truncation: str = _knob(
+        "overflow",
+        "overflow: a prompt over the context length keeps its head and drops the oldest of the "
+        "rest, and what is kept keeps its KV; without it SGLang refuses the prompt. match: a "
+        "prompt that fits and begins and goes on like a stored conversation reuses the KV of both "
+        "(an approximation). all: both. A request may choose with "
+        '`custom_params: {"hier_kv_truncation": ...}` unless it is off here.',
+        choices=("off", "overflow", "match", "all"),
+    )
+    truncation_ratio: float = _knob(
+        0.5,
+        "Share of the context, behind the head, that is dropped when a prompt is over it; more or "
+        "less where that ends at a message.",
+        metavar="SHARE",
+    )
+    truncation_head: int = _knob(
+        4,
+        "Tokens at the beginning of a prompt that are never dropped, even without a system prompt, "
+        "which is kept in any case.",
+        metavar="N",
+    )
+    lookahead: str = _knob(
+        "on",
+        "on: the waiting queue decides what is fetched from disk first and what leaves DRAM last. "
+        "off: pages are fetched when their request enters the queue, as far as DRAM has room then, "
+        "and the least recent ones leave.",
+        choices=("on", "off"),
     )
     tree_core: str = _knob(
         "python",
@@ -154,6 +213,20 @@ class HierKVConfig:
                 f"--hier-kv-disk-size must be greater than 0 when --hier-kv-disk-dir is set, got "
                 f"{self.disk_size:g}; give a size in GB or leave --hier-kv-disk-dir out."
             )
+        if not 0 < self.truncation_ratio < 1:
+            raise HierKVConfigError(
+                "--hier-kv-truncation-ratio must lie between 0 and 1, got "
+                f"{self.truncation_ratio:g}; give a share such as 0.5."
+            )
+        if self.truncation_head < 0:
+            raise HierKVConfigError(
+                f"--hier-kv-truncation-head must be 0 or more, got {self.truncation_head}."
+            )
+        if self.remote_policy != "all" and not self.remote_url:
+            raise HierKVConfigError(
+                "--hier-kv-remote-policy has no effect without --hier-kv-remote-url; add it or "
+                "leave the policy out."
+            )
         self._validate_codec()
         for item in fields(self):
             choices = item.metadata["choices"]
@@ -164,20 +237,33 @@ class HierKVConfig:
                 )
 
     def _validate_codec(self) -> None:
-        codec = self.of_tier("codec", "disk")
-        if codec not in codec_ids():
+        disk, host = (self.of_tier("codec", tier) for tier in ("disk", "host"))
+        for codec in (disk, host):
+            if codec not in codec_ids():
+                raise HierKVConfigError(
+                    f"--hier-kv-codec must be one of {', '.join(codec_ids())}, got {codec!r}."
+                )
+        if disk != "none" and not self.disk_dir:
             raise HierKVConfigError(
-                f"--hier-kv-codec must be one of {', '.join(codec_ids())}, got {codec!r}."
+                f"--hier-kv-codec {disk} codes pages on disk and there is no disk tier; add "
+                "--hier-kv-disk-dir, or host= for DRAM, or leave it out."
             )
-        if codec != "none" and not self.disk_dir:
+        if host != "none" and self.disk_dir:
+            levels = [self.of_tier("level", tier) for tier in ("disk", "host")]
+            if host != disk or levels[0] != levels[1]:
+                raise HierKVConfigError(
+                    f"--hier-kv-codec codes a page once for DRAM and disk, got host={host} and "
+                    f"disk={disk}; give both the same codec and level, or leave host= out."
+                )
+        if not 0 < self.host_coded_share < 1:
             raise HierKVConfigError(
-                f"--hier-kv-codec {codec} codes pages on disk and there is no disk tier; add "
-                "--hier-kv-disk-dir or leave it out."
+                "--hier-kv-host-coded-share must be between 0 and 1, got "
+                f"{self.host_coded_share:g}."
             )
-        if codec == "none" and (self.profile or self.of_tier("level", "disk")):
+        if self.record_codec == "none" and (self.profile or self.level or self.coding != "always"):
             raise HierKVConfigError(
-                "--hier-kv-level and --hier-kv-profile need a codec; add --hier-kv-codec or leave "
-                "them out."
+                "--hier-kv-level, --hier-kv-profile and --hier-kv-coding need a codec; add "
+                "--hier-kv-codec or leave them out."
             )
 
     def of_tier(self, name: str, tier: str) -> str:
@@ -189,7 +275,8 @@ class HierKVConfig:
         text: str = getattr(self, name)
         default = {"codec": "none", "level": ""}[name]
         if "=" not in text:
-            return text or default
+            # A codec alone means the disk, whose pages were the first to be coded.
+            return (text or default) if tier == "disk" or name != "codec" else default
         values: dict[str, str] = {}
         for part in text.split(","):
             key, equals, value = part.partition("=")
@@ -202,9 +289,25 @@ class HierKVConfig:
         return values.get(tier, default)
 
     @property
+    def record_codec(self) -> str:
+        """Codec of the pages that are kept as records, on disk or in coded DRAM."""
+        return self.of_tier("codec", "disk" if self.disk_dir else "host")
+
+    @property
+    def record_level(self) -> str:
+        """Its level, as given."""
+        return self.of_tier("level", "disk" if self.disk_dir else "host")
+
+    @property
+    def coded_host_bytes(self) -> int:
+        """Bytes of DRAM for coded pages; 0 without a codec for the tier `host`."""
+        share = 0.0 if self.of_tier("codec", "host") == "none" else self.host_coded_share
+        return int(self.host_size * share * GIB)
+
+    @property
     def host_bytes(self) -> int:
-        """Bytes of DRAM for pages."""
-        return int(self.host_size * GIB)
+        """Bytes of DRAM for pages as the engine needs them."""
+        return int(self.host_size * GIB) - self.coded_host_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -254,16 +357,19 @@ def flag_name(field_name: str) -> str:
     return "--hier-kv-" + field_name.replace("_", "-")
 
 
+_KINDS = {float: "a number", int: "a whole number", str: "a string"}
+
+
 def _coerce(name: str, value: Any, kind: type) -> Any:
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if kind is str and isinstance(value, str):
+        return value
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
         return value
     try:
         if kind is float and isinstance(value, str):
             return float(value)
     except ValueError:
         pass
-    raise HierKVConfigError(
-        f"{flag_name(name)} must be a {'number' if kind is float else 'string'}, got {value!r}."
-    )
+    raise HierKVConfigError(f"{flag_name(name)} must be {_KINDS[kind]}, got {value!r}.")

@@ -7,7 +7,9 @@ object per server; `save` runs on the save thread, `load_layer` on the load thre
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
@@ -71,6 +73,8 @@ class LoadPages:
         how: u8 `[n]`, what is done with each page's K: `EMBED`, `COPY` or `MOVE`.
         saved_positions: i64 `[n * P]`, positions that K is stored at.
         corrections: those that apply, by layer; None for a layer without.
+        first_row: row of the first page with which the tokens begin; then there may be fewer than
+            `n * P` of them, and `how` is the same for all pages.
     """
 
     page_slots: I64
@@ -79,6 +83,22 @@ class LoadPages:
     how: U8
     saved_positions: I64
     corrections: list[Corrections | None]
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """Tokens that follow one another in stored pages and in the request that loads them.
+
+    Attributes:
+        page_slots: i64 `[n]`, the pages' slots, in order.
+        first_row: row of the first page with which the run begins, below P.
+        num_tokens: length of the run; it ends in the last page.
+    """
+
+    page_slots: I64
+    first_row: int
+    num_tokens: int
 
 
 class PageCopier:
@@ -135,9 +155,14 @@ class PageCopier:
             self.ropes[layer] = LayerRope(None, movable=False, reason=reason)
 
     @property
+    def movable(self) -> bool:
+        """Whether K of every layer can be loaded at another position than it was saved at."""
+        return all(rope.movable for rope in self.ropes)
+
+    @property
     def _saved_state(self) -> int:
         """One layer that is bound to its position binds the page."""
-        if not all(rope.movable for rope in self.ropes):
+        if not self.movable:
             return ROPE_BOUND
         return ROPE_PRE if self._pre else ROPE_DELTA
 
@@ -251,6 +276,72 @@ class PageCopier:
             self._corrections_by_layer(tails, moved),
         )
 
+    def prepare_runs(
+        self, runs: Sequence[PageRun], token_slots: I64, position: int
+    ) -> list[LoadPages]:
+        """As `prepare_load`, at token granularity and from wherever the tokens lie.
+
+        A page that is bound to its position because of its values, in a model whose rotations are
+        known, is rotated by the difference.
+
+        Args:
+            runs: one behind the other, they are the tokens to load.
+            token_slots: i64 `[n]`, rows of the pool to write; as many as the runs have tokens.
+            position: position that the first token will have.
+
+        Raises:
+            CopyError: as `prepare_load` says; K of a layer without a known rotation cannot move.
+            ValueError: the runs do not have as many tokens as there are rows.
+        """
+        parts: list[LoadPages] = []
+        done = 0
+        for run in runs:
+            rows = token_slots[done : done + run.num_tokens]
+            parts += self._prepare_run(run, rows, position + done)
+            done += run.num_tokens
+        if done != len(token_slots):
+            raise ValueError(f"runs of {done} tokens for {len(token_slots)} rows")
+        return parts
+
+    def _prepare_run(self, run: PageRun, token_slots: I64, position: int) -> list[LoadPages]:
+        size, first, end = self._layout.page_size, run.first_row, run.first_row + run.num_tokens
+        if not 0 <= first < size or -(-end // size) != len(run.page_slots):
+            raise ValueError(f"rows [{first}, {end}) are not of {len(run.page_slots)} pages")
+        tails, moved = self._tails(run.page_slots, position - first, may_rotate=self.movable)
+        keeps = np.where(moved, MOVE, COPY)
+        how = np.where(tails.rope_state == ROPE_PRE, EMBED, keeps).astype(np.uint8)
+        saved = (tails.position[:, None] + np.arange(size)).reshape(-1)
+        corrections = self._corrections_by_layer(tails, moved)
+        parts = []
+        borders = [0, *(np.flatnonzero(np.diff(how)) + 1).tolist(), len(how)]
+        for begin, stop in itertools.pairwise(borders):
+            rows = slice(max(first, begin * size), min(end, stop * size))
+            tokens = slice(rows.start - first, rows.stop - first)
+            parts.append(
+                LoadPages(
+                    run.page_slots[begin:stop],
+                    token_slots[tokens],
+                    position + np.arange(tokens.start, tokens.stop, dtype=np.int64),
+                    how[begin:stop],
+                    saved[rows],
+                    [_of_pages(found, begin, stop) for found in corrections],
+                    first_row=rows.start - begin * size,
+                )
+            )
+        return parts
+
+    def damaged(self, page_slots: I64) -> I64:
+        """Finds the slots that hold no page of this layout, as indices into `page_slots`."""
+        if read_tails(self._slots, page_slots, self._layout) is not None:
+            return np.empty(0, np.int64)
+        one = range(len(page_slots))
+        bad = [
+            at
+            for at in one
+            if read_tails(self._slots, page_slots[at : at + 1], self._layout) is None
+        ]
+        return np.array(bad, np.int64)
+
     def unusable(self, page_slots: I64, position: int) -> I64:
         """Finds the pages that `prepare_load` would refuse, as indices into `page_slots`.
 
@@ -271,7 +362,9 @@ class PageCopier:
             return False
         return True
 
-    def _tails(self, page_slots: I64, position: int) -> tuple[PageTails, npt.NDArray[np.bool_]]:
+    def _tails(
+        self, page_slots: I64, position: int, *, may_rotate: bool = False
+    ) -> tuple[PageTails, npt.NDArray[np.bool_]]:
         """Decodes the pages' tails, and says which pages were saved at another position.
 
         Raises:
@@ -285,7 +378,7 @@ class PageCopier:
             raise CopyError("a page has position-free K and a layer's rotation is not known")
         size = self._layout.page_size
         moved = tails.position != position + size * np.arange(len(page_slots))
-        if (moved & (tails.rope_state == ROPE_BOUND)).any():
+        if not may_rotate and (moved & (tails.rope_state == ROPE_BOUND)).any():
             raise CopyError(
                 f"a page bound to position {tails.position[moved][0]} cannot be loaded elsewhere"
             )
@@ -325,19 +418,29 @@ class PageCopier:
 
     def _load_v(self, job: LoadPages, layer: int) -> None:
         self._kernels.copy_pages_to_rows(
-            self._v_view(job.page_slots, layer), self.pool.v[layer], job.token_slots
+            self._v_view(job.page_slots, layer), self.pool.v[layer], job.token_slots, job.first_row
         )
 
     def _load_k(self, how: int, job: LoadPages, layer: int) -> None:
         view, k, kernels = self._k_view(job.page_slots, layer), self.pool.k[layer], self._kernels
         spec = None if how == COPY else refresh_spec(self.ropes[layer])
         if spec is None:
-            kernels.copy_pages_to_rows(view, k, job.token_slots)
+            kernels.copy_pages_to_rows(view, k, job.token_slots, job.first_row)
         elif how == EMBED:
             corrections = job.corrections[layer]
-            kernels.load_k(view, job.positions, spec, k, job.token_slots, corrections)
+            kernels.load_k(
+                view, job.positions, spec, k, job.token_slots, corrections, job.first_row
+            )
         else:
-            kernels.move_k(view, job.saved_positions, job.positions, spec, k, job.token_slots)
+            kernels.move_k(
+                view,
+                job.saved_positions,
+                job.positions,
+                spec,
+                k,
+                job.token_slots,
+                job.first_row,
+            )
 
     def _part(self, job: LoadPages, how: int) -> LoadPages:
         """The pages of a job that are treated alike."""
@@ -368,6 +471,14 @@ class PageCopier:
         return PagedView(
             self._slots, page_slots, self._layout.v_offsets[layer], self._layout.page_size
         )
+
+
+def _of_pages(found: Corrections | None, begin: int, stop: int) -> Corrections | None:
+    """Those of pages [begin, stop), which count from there."""
+    if found is None:
+        return None
+    which = slice(*np.searchsorted(found.page, (begin, stop)).tolist())
+    return Corrections(found.page[which] - np.int32(begin), found.element[which], found.bits[which])
 
 
 def _entries_by_page(

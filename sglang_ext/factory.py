@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -13,20 +14,29 @@ from sglang_ext.codec_setup import build_page_codec
 from sglang_ext.compat import check_model
 from sglang_ext.config import GIB, HierKVConfig, HierKVConfigError
 from sglang_ext.copier import PageCopier
+from sglang_ext.cost_feeds import CostFeeds
+from sglang_ext.forward_timer import ForwardTimer
 from sglang_ext.hash_fallback import ensure_page_hash
 from sglang_ext.kernels import rope as rope_kernels
 from sglang_ext.layout import LAYOUT_VERSION, PageLayout
 from sglang_ext.linker import HierKVLinker
+from sglang_ext.load_or_compute import LoadOrCompute
+from sglang_ext.lockstep import exchange, group_of
 from sglang_ext.metrics import MetricsReporter
 from sglang_ext.model_identity import ModelIdentity
 from sglang_ext.page_codec import PageCodec
 from sglang_ext.pinning import pin_memory
 from sglang_ext.pools import DevicePool, describe_pool
+from sglang_ext.ranks import Exchange, RankPlace
+from sglang_ext.remote_setup import open_remote
 from sglang_ext.rope_discovery import LayerRope, discover_ropes
+from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.store import PageStore, StoreConfig
 
 logger = logging.getLogger(__name__)
@@ -46,7 +56,8 @@ def build_cache(ctx: Any) -> Any:
     """
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
-    config = HierKVConfig.from_dict(ctx.server_args._hier_kv)
+    place = rank_place(ctx)
+    config = place.config_of(HierKVConfig.from_dict(ctx.server_args._hier_kv))
     check_model(ctx)
     ensure_page_hash()
     ctx.params.tree_core_backend = config.tree_core
@@ -57,7 +68,9 @@ def build_cache(ctx: Any) -> Any:
     layout = pool.layout(ctx.params.page_size)
     ropes = discover_ropes(runner.model, pool)
     page_codec = build_page_codec(config, pool, layout, kv_pool.dtype, runner)
-    store, disk = _build_store(config, layout, page_codec)
+    cost = CostModel(config.prefetch_timeout_ms / 1e3)
+    feeds = CostFeeds(cost, layout.kv_bytes)
+    store, disk = _build_store(config, layout, page_codec, feeds)
     if pool.device.type == "cuda":
         pin_memory(store.arena)
     copier = PageCopier(
@@ -78,23 +91,55 @@ def build_cache(ctx: Any) -> Any:
         device=pool.device,
         forward_stream=runner.forward_stream,
     )
+    linker.on_load = feeds.on_load
+    timer = ForwardTimer(cost, linker.load_s, feeds.on_prefill)
     metrics = MetricsReporter(
         store,
         disk,
         page_codec,
+        cost,
         enabled=bool(ctx.params.enable_metrics),
-        labels={"model_name": str(ctx.server_args.served_model_name)},
+        labels={
+            "model_name": str(ctx.server_args.served_model_name),
+            "tp_rank": str(place.tp_rank),
+            "dp_rank": str(place.dp_rank),
+        },
     )
     metrics.set_info(
         page_size=ctx.params.page_size,
         slot_bytes=layout.slot_bytes,
         kv_bytes_per_page=layout.kv_bytes,
         rope=config.rope,
-        codec=config.of_tier("codec", "disk"),
-        level=config.of_tier("level", "disk"),
+        codec=config.record_codec,
+        level=config.record_level,
         kernels="triton" if _uses_triton(config, pool) else "numba",
+        tp_rank=place.tp_rank,
+        dp_rank=place.dp_rank,
     )
-    cache.attach(linker, _identity(ctx, config, pool), config, metrics)
+    group = group_of(cache)
+    # Speeds differ from rank to rank, and so would what is decided by them.
+    decides_by_cost = (
+        config.prefetch_policy == "cost"
+        and disk is not None
+        and not config.remote_url
+        and group is None
+    )
+    cache.attach(
+        linker,
+        _identity(ctx, config, pool, partial(exchange, group)),
+        config,
+        metrics,
+        timer,
+        LoadOrCompute(
+            store,
+            cost,
+            page_tokens=ctx.params.page_size,
+            kv_bytes_per_page=layout.kv_bytes,
+            is_decoding=lambda: timer.is_decoding,
+        )
+        if decides_by_cost
+        else None,
+    )
     kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
     ctx.tp_worker.register_hicache_layer_transfer_counter(linker.layer_done_counter)
     logger.info(
@@ -102,32 +147,60 @@ def build_cache(ctx: Any) -> Any:
         store.arena.num_slots,
         ctx.params.page_size,
         store.arena.nbytes / GIB,
-        f"disk folder {config.disk_dir}" if disk else "no disk tier",
+        _describe_records(config),
         "before rotary embedding" if config.rope == "pre" else "as the engine has it",
     )
     return cache
 
 
+def rank_place(ctx: Any) -> RankPlace:
+    """This process's place among the server's ranks."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return RankPlace(ctx.tp_rank, ctx.tp_size, parallel.dp_rank or 0, parallel.dp_size)
+
+
 def _build_store(
-    config: HierKVConfig, layout: PageLayout, page_codec: PageCodec | None
-) -> tuple[PageStore, DiskTier | None]:
+    config: HierKVConfig, layout: PageLayout, page_codec: PageCodec | None, feeds: CostFeeds
+) -> tuple[PageStore, RecordTier | None]:
     num_slots = config.host_bytes // layout.slot_bytes
     if num_slots < 2:
         raise HierKVConfigError(
-            f"--hier-kv-host-size must hold at least 2 pages of {layout.slot_bytes} bytes, got "
-            f"{config.host_size:g} GB; give a larger size."
+            f"--hier-kv-host-size must hold at least 2 pages of {layout.slot_bytes} bytes a rank, "
+            f"got {config.host_size:g} GB; give a larger size."
         )
     try:
         arena = HostArena(num_slots, layout.slot_bytes)
-        disk = DiskTier(_disk_config(config)) if config.disk_dir else None
+        disk = _record_tier(config)
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error
     factor = page_codec.max_pages_a_slot if page_codec is not None else 1
-    capacity = num_slots + factor * (config.disk_bytes // layout.slot_bytes)
+    record_bytes = config.disk_bytes or config.coded_host_bytes
+    capacity = num_slots + factor * (record_bytes // layout.slot_bytes)
     index = PageIndex(max(1024, int(capacity * _INDEX_SLACK)))
-    store = PageStore(
-        arena, index, disk, StoreConfig(config.write_policy, config.event_log), page_codec
+    remote = open_remote(config.remote_url) if config.remote_url else None
+    looks_ahead = config.lookahead == "on" and remote is None
+    store_config = StoreConfig(
+        config.write_policy,
+        config.event_log,
+        PolicyConfig() if looks_ahead else None,
+        config.remote_policy,
     )
+    keep_raw = None
+    if disk is not None and config.coding == "cost":
+        keep_raw = partial(feeds.keep_raw, disk)
+    store = PageStore(
+        arena,
+        index,
+        disk,
+        store_config,
+        page_codec,
+        on_read=feeds.on_read,
+        keep_raw=keep_raw,
+        remote=remote,
+    )
+    feeds.bind(store)
     if disk is not None:
         store.connect(disk)
     # The first saves should not pay for page faults; the thread ends by itself.
@@ -139,6 +212,20 @@ def _build_store(
         daemon=True,
     ).start()
     return store, disk
+
+
+def _record_tier(config: HierKVConfig) -> RecordTier | None:
+    """What keeps pages as records: the disk, DRAM with the records coded, or both."""
+    if not config.disk_dir:
+        return MemoryTier(config.coded_host_bytes) if config.coded_host_bytes else None
+    disk = DiskTier(_disk_config(config))
+    return CachedDiskTier(disk, config.coded_host_bytes) if config.coded_host_bytes else disk
+
+
+def _describe_records(config: HierKVConfig) -> str:
+    coded = config.coded_host_bytes / GIB
+    memory = f"{coded:.2f} GB of DRAM for pages coded with {config.record_codec}, " if coded else ""
+    return memory + (f"disk folder {config.disk_dir}" if config.disk_dir else "no disk tier")
 
 
 def _disk_config(config: HierKVConfig) -> DiskConfig:
@@ -181,7 +268,9 @@ def _kernels(config: HierKVConfig, pool: DevicePool, ropes: list[LayerRope]) -> 
     return rope_kernels
 
 
-def _identity(ctx: Any, config: HierKVConfig, pool: DevicePool) -> ModelIdentity:
+def _identity(
+    ctx: Any, config: HierKVConfig, pool: DevicePool, exchange_of_group: Exchange
+) -> ModelIdentity:
     model_config, server_args = ctx.model_config, ctx.server_args
     runner = ctx.tp_worker.model_runner
     fixed = {
@@ -208,4 +297,4 @@ def _identity(ctx: Any, config: HierKVConfig, pool: DevicePool) -> ModelIdentity
         manager = runner.lora_manager
         return dict(manager.loras) if manager is not None else {}
 
-    return ModelIdentity(runner.model, fixed, label, adapters)
+    return ModelIdentity(runner.model, fixed, label, adapters, exchange_of_group)

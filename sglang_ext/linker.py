@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +24,13 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from sglang_ext.copier import LoadPages, PageCopier
+from sglang_ext.copier import LoadPages, PageCopier, PageRun
 from sglang_ext.layout import ROPE_NAMES
 from sglang_ext.load_counter import LoadCounter
-from sglang_ext.tiers.quality import ANY, Qualities
+from sglang_ext.tiers.quality import ANY, Qualities, Quality
 from sglang_ext.tiers.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, SaveTicket
+from sglang_ext.truncation.extents import Composition
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ Hashes = npt.NDArray[np.uint8]
 
 MAX_QUEUED_SAVES = 1024
 _QUIESCE_TIMEOUT_S = 30.0
+# Batches of loads whose duration is remembered; at most three are in flight.
+_LOADS_REMEMBERED = 8
 # SGLang leaves 15 s at shutdown; the page store needs most of it for the disk.
 _CLOSE_SAVES_S = 3.0
 
@@ -50,6 +54,10 @@ class Place:
         ancestors: hashes of the pages before, u8 `[M, 32]`.
         quality: of the pages of a save, u8 `[N]`; None when all are exact.
         max_quality: the worst that may be loaded.
+        composition: how the pages of a load are made of stored ones; None: they are stored.
+        aliased: pages of a save that can be made of stored ones and are not stored again, bool
+            `[N]`; None for none.
+        take: hands over pages of a load that are pinned and verified; None to look them up.
     """
 
     space: KeySpace
@@ -57,6 +65,9 @@ class Place:
     ancestors: Hashes
     quality: Qualities | None = None
     max_quality: int = ANY
+    composition: Composition | None = None
+    aliased: npt.NDArray[np.bool_] | None = None
+    take: Callable[[Hashes], LoadTicket | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class _SaveJob:
     token_slots: torch.Tensor
     ready_events: list[Any]
     epoch: int
+    dropped: bool = False  # ends as not stored, in its turn
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,7 @@ class _LoadJob:
     ticket: LoadTicket
     token_slots: torch.Tensor
     position: int
+    composition: Composition | None = None
 
 
 def hashes_from_hex(keys: list[str]) -> Hashes:
@@ -86,7 +99,12 @@ class HierKVLinker(UnifiedCacheLinker):
     Attributes:
         store: DRAM and disk.
         place: see `Place`.
+        on_load: called by the load thread with the pages of a batch and the seconds it took.
+        accepts_all: a save is never refused: what is too much ends as not stored, in its turn, so
+            that the ranks of a group agree on what they queued.
     """
+
+    on_load: Callable[[int, float], None] | None = None
 
     def __init__(
         self,
@@ -104,13 +122,15 @@ class HierKVLinker(UnifiedCacheLinker):
         self.forward_stream = forward_stream
         self.layer_done_counter = LoadCounter(num_layers)
         self.place: Place | None = None
+        self.accepts_all = False
         self.copier = copier
         self._num_layers = num_layers
         self._page_size = page_size
         self._streams = _Streams(device)
         self._pending_loads: dict[str, _LoadJob] = {}
-        self._saves: queue.SimpleQueue[_SaveJob | None] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[_SaveJob | Callable[[], None] | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[tuple[int, list[_LoadJob]] | None] = queue.SimpleQueue()
+        self._load_s: dict[int, float] = {}  # by batch; replaced, never changed, by the load thread
         self._completed: deque[bool] = deque()
         self._num_saves = 0  # queued or running; guarded by _saves_done
         self._saves_done = threading.Condition()
@@ -145,23 +165,52 @@ class HierKVLinker(UnifiedCacheLinker):
         if place is None or self._closed:
             return False
         hashes = hashes_from_hex(transfer.keys)
-        ticket = self.store.pin_ready(place.space, hashes, place.max_quality)
+        if place.composition is not None:
+            hashes = place.composition.hashes
+        ticket = self._pin(place, hashes) if place.take is None else place.take(hashes)
         if ticket is None:
             self.store.counters.add("load_vanished")
             return False
-        damaged = self.copier.unusable(ticket.slots.astype(np.int64), place.position)
+        self.store.events.pages("admitted", hashes, rid=rid, position=place.position)
+        self._pending_loads[rid] = _LoadJob(
+            ticket, transfer.device_indices, place.position, place.composition
+        )
+        return True
+
+    def _pin(self, place: Place, hashes: Hashes) -> LoadTicket | None:
+        ticket = self.store.pin_ready(place.space, hashes, place.max_quality)
+        if ticket is None:
+            return None
+        position = place.position if place.composition is None else None
+        damaged = self.find_damaged(ticket.slots, position)
+        if not len(damaged):
+            return ticket
+        self.store.drop_damaged(ticket, damaged)
+        self.store.release(ticket.slots)
+        return None
+
+    def find_damaged(
+        self, slots: npt.NDArray[np.int32], position: int | None
+    ) -> npt.NDArray[np.int64]:
+        """Pages in DRAM that cannot be loaded at a position, or at any (None); logged.
+
+        Returns:
+            Indices into `slots`.
+        """
+        if position is None:
+            damaged = self.copier.damaged(slots.astype(np.int64))
+        else:
+            damaged = self.copier.unusable(slots.astype(np.int64), position)
         if len(damaged):
             logger.warning("hier-kv: %d pages in DRAM are damaged and dropped", len(damaged))
-            self.store.drop_damaged(ticket, damaged)
-            self.store.release(ticket.slots)
-            return False
-        self.store.events.pages("admitted", hashes, rid=rid, position=place.position)
-        self._pending_loads[rid] = _LoadJob(ticket, transfer.device_indices, place.position)
-        return True
+        return damaged
 
     def queued_quality(self, rid: str) -> Qualities:
         """Quality of the pages of a request's queued load, u8 `[N]`."""
-        return self._pending_loads[rid].ticket.quality
+        job = self._pending_loads[rid]
+        if job.composition is None:
+            return job.ticket.quality
+        return job.composition.worst_of(job.ticket.quality, int(Quality.APPROXIMATED))
 
     def start_layer_wise_loading(self) -> int:
         """Starts all queued loads as one batch; returns its index, -1 when there are none."""
@@ -182,6 +231,10 @@ class HierKVLinker(UnifiedCacheLinker):
                 "load_batch", landed=landed, overlap_ms=round(1e3 * overlap_s, 3)
             )
         return landed
+
+    def load_s(self, index: int) -> float:
+        """Seconds that a finished batch of loads took; inf where that is not known (yet)."""
+        return self._load_s.get(index, math.inf)
 
     def restore_pages(
         self,
@@ -206,8 +259,12 @@ class HierKVLinker(UnifiedCacheLinker):
             the stored KV and others the recomputed one; each is KV of the same tokens.
         """
         ticket = self.store.pin_ready(space, hashes, max_quality)
-        if ticket is None:
-            return False
+        return ticket is not None and self.restore_pinned(ticket, hashes, token_slots, position)
+
+    def restore_pinned(
+        self, ticket: LoadTicket, hashes: Hashes, token_slots: torch.Tensor, position: int
+    ) -> bool:
+        """As `restore_pages`, with pages that are pinned already; gives the pins back."""
         try:
             rows = token_slots.to(torch.int64).cpu().numpy()
             self._streams.fence_loads(self.forward_stream)
@@ -256,25 +313,40 @@ class HierKVLinker(UnifiedCacheLinker):
         place, transfer = self.place, transfers[0]
         if place is None or self._closed:
             return False
-        if self._num_saves >= MAX_QUEUED_SAVES:  # only this thread adds to it
+        dropped = self._num_saves >= MAX_QUEUED_SAVES  # only this thread adds to it
+        if dropped:
             self.store.counters.add("save_dropped_pages", len(transfer.keys))
             self.store.counters.add("save_queue_full")
-            return False
+            if not self.accepts_all:
+                return False
         job = _SaveJob(
             place,
             hashes_from_hex(transfer.keys),
             transfer.device_indices,
             self._streams.save_events(self),
             self._epoch,
+            dropped,
         )
         with self._saves_done:
             self._num_saves += 1
         self._saves.put(job)
         return True
 
+    def after_saves(self, note: Callable[[], None]) -> None:
+        """Calls something short on the save thread, behind the saves queued so far.
+
+        It is left out when that many are queued that a save would be dropped.
+        """
+        if not self._closed and self._saves.qsize() < MAX_QUEUED_SAVES:
+            self._saves.put(note)
+
     def num_completed_offloads(self) -> int:
         """Number of finished saves not yet taken."""
         return len(self._completed)
+
+    def completed_offloads(self, most: int) -> list[bool]:
+        """Results of the oldest finished saves, which stay to be taken."""
+        return [self._completed[index] for index in range(min(most, len(self._completed)))]
 
     def pop_completed_offload(self) -> bool:
         """Takes the oldest finished save; True when all its pages are stored."""
@@ -321,9 +393,14 @@ class HierKVLinker(UnifiedCacheLinker):
             job = self._saves.get()
             if job is None:
                 return
+            if not isinstance(job, _SaveJob):
+                self._call(job)
+                continue
             stored = False
             try:
-                if time.monotonic() < self._save_deadline_s:
+                if job.dropped:
+                    pass
+                elif time.monotonic() < self._save_deadline_s:
                     stored = self._save(job)
                 else:
                     self.store.counters.add("shutdown_lost_pages", len(job.hashes))
@@ -336,29 +413,41 @@ class HierKVLinker(UnifiedCacheLinker):
                 self._num_saves -= 1
                 self._saves_done.notify_all()
 
+    def _call(self, note: Callable[[], None]) -> None:
+        try:
+            note()
+        except Exception:
+            self.store.counters.add("save_failures")
+            logger.exception("hier-kv: what should follow a save failed")
+
     def _save(self, job: _SaveJob) -> bool:
-        place = job.place
-        ticket = self.store.begin_save(place.space, job.hashes, place.ancestors, place.quality)
+        place, hashes, quality = job.place, job.hashes, job.place.quality
+        offered = np.arange(len(hashes))
+        if place.aliased is not None:
+            offered = np.flatnonzero(~place.aliased)
+            hashes, quality = hashes[offered], None if quality is None else quality[offered]
+            self.store.counters.add("aliased_pages", int(place.aliased.sum()))
+        ticket = self.store.begin_save(place.space, hashes, place.ancestors, quality)
         if not len(ticket.rows):
             self.store.finish_save(ticket, ok=True)
             return ticket.dropped == 0
         ok = False
         try:
             with self._streams.saving(job.ready_events):
-                self._copy_out(job, ticket)
+                self._copy_out(job, ticket, offered[ticket.pages])
             ok = job.epoch == self._epoch
         finally:
             self.store.finish_save(ticket, ok=ok)
         return ok and ticket.dropped == 0
 
-    def _copy_out(self, job: _SaveJob, ticket: SaveTicket) -> None:
-        """Copies runs of neighbouring new pages; usually there is one run."""
+    def _copy_out(self, job: _SaveJob, ticket: SaveTicket, pages: npt.NDArray[np.int64]) -> None:
+        """Copies runs of neighbouring new `pages` of a job; usually there is one run."""
         size, place = self._page_size, job.place
         token_slots = job.token_slots.cpu().numpy()
         started_s, page = time.monotonic(), 0
-        breaks = np.flatnonzero(np.diff(ticket.pages) != 1) + 1
-        for run in np.split(np.arange(len(ticket.pages)), breaks):
-            first = int(ticket.pages[run[0]])
+        breaks = np.flatnonzero(np.diff(pages) != 1) + 1
+        for run in np.split(np.arange(len(pages)), breaks):
+            first = int(pages[run[0]])
             tokens = token_slots[first * size : (first + len(run)) * size]
             position = place.position + first * size
             slots = ticket.slots[run].astype(np.int64)
@@ -403,18 +492,27 @@ class HierKVLinker(UnifiedCacheLinker):
 
     def _load(self, index: int, jobs: list[_LoadJob]) -> None:
         started_s = time.monotonic()
-        prepared: list[LoadPages] = [
-            self.copier.prepare_load(
-                job.ticket.slots.astype(np.int64), job.token_slots.cpu().numpy(), job.position
-            )
-            for job in jobs
-        ]
+        prepared = [pages for job in jobs for pages in self._prepare(job)]
         for layer in range(self._num_layers):
             for pages in prepared:
                 self.copier.load_layer(pages, layer)
             self.layer_done_counter.complete(index, self._streams.record())
         self._streams.synchronize()
-        self.store.counters.add("load_us", int(1e6 * (time.monotonic() - started_s)))
+        seconds = time.monotonic() - started_s
+        self.store.counters.add("load_us", int(1e6 * seconds))
+        recent = list(self._load_s.items())[1 - _LOADS_REMEMBERED :]
+        self._load_s = {**dict(recent), index: seconds}
+        if self.on_load is not None:
+            self.on_load(sum(len(job.ticket.slots) for job in jobs), seconds)
+
+    def _prepare(self, job: _LoadJob) -> list[LoadPages]:
+        slots, rows = job.ticket.slots.astype(np.int64), job.token_slots.cpu().numpy()
+        if job.composition is None:
+            return [self.copier.prepare_load(slots, rows, job.position)]
+        runs = [
+            PageRun(slots[run.pages], run.first_row, run.num_tokens) for run in job.composition.runs
+        ]
+        return self.copier.prepare_runs(runs, rows, job.position)
 
 
 class _Streams:

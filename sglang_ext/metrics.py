@@ -10,10 +10,20 @@ import time
 from typing import Any
 
 from sglang_ext.page_codec import PageCodec
-from sglang_ext.tiers.disk import DiskTier
+from sglang_ext.tiers.coded_host import CachedDiskTier, RecordTier
+from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.store import PageStore
 
 _INTERVAL_S = 1.0
+# What the page store reports that can fall.
+_GAUGES = {
+    "host_pages",
+    "host_capacity_pages",
+    "planned_pages",
+    "spill_queue_pages",
+    "waiting_requests",
+    "window_requests",
+}
 # What the disk tier reports that can fall, and so is no count of events.
 _DISK_SIZES = ("segments", "used_bytes", "max_bytes", "open_fds")
 
@@ -23,8 +33,9 @@ class MetricsReporter:
 
     Args:
         store: the page store.
-        disk: its disk tier, or None.
+        disk: what keeps its records, a disk or coded DRAM, or None.
         page_codec: what codes its pages, or None.
+        cost: what is known of speeds, or None.
         enabled: whether SGLang runs with `--enable-metrics`.
         labels: label values common to all series.
     """
@@ -32,8 +43,9 @@ class MetricsReporter:
     def __init__(
         self,
         store: PageStore,
-        disk: DiskTier | None,
+        disk: RecordTier | None,
         page_codec: PageCodec | None = None,
+        cost: CostModel | None = None,
         *,
         enabled: bool,
         labels: dict[str, str],
@@ -41,12 +53,14 @@ class MetricsReporter:
         self._store = store
         self._disk = disk
         self._page_codec = page_codec
+        self._cost = cost
         self._labels = labels
         self._published: dict[str, float] = {}
         self._next_s = 0.0
         self._info: dict[str, Any] = {}
         self._events: Any = None
         self._gauges: Any = None
+        self._estimates: Any = None
         if enabled:
             self._make_metrics()
 
@@ -56,7 +70,13 @@ class MetricsReporter:
 
     def state(self) -> dict[str, Any]:
         """All counters and sizes as plain values, for `/server_info`."""
-        return {**self._info, "host": self._store.stats(), "disk": self._disk_stats()}
+        return {
+            **self._info,
+            "host": self._store.stats(),
+            "disk": self._disk_stats(),
+            "cost": self._cost.state() if self._cost is not None else {},
+            "remote": self._store.remote_stats(),
+        }
 
     def maybe_publish(self) -> None:
         """Publishes at most once a second; costs one clock read otherwise."""
@@ -64,9 +84,17 @@ class MetricsReporter:
             return
         self._next_s = time.monotonic() + _INTERVAL_S
         stats = self._store.stats()
-        for name in ("host_pages", "host_capacity_pages", "spill_queue_pages"):
+        for name in _GAUGES & stats.keys():
             self._gauges.labels(**self._labels, of=name).set(stats.pop(name))
-        for name, value in {**stats, **self._disk_counts()}.items():
+        for name, value in (self._cost.state() if self._cost is not None else {}).items():
+            if value is not None:
+                self._estimates.labels(**self._labels, of=name).set(value)
+        remote = {f"remote_{n}": v for n, v in (self._store.remote_stats() or {}).items()}
+        for name in ("breaker_state", "upload_queue", "lookup_queue"):
+            level = remote.pop(f"remote_{name}", None)
+            if level is not None:
+                self._gauges.labels(**self._labels, of=f"remote_{name}").set(level)
+        for name, value in {**stats, **self._disk_counts(), **remote}.items():
             step = value - self._published.get(name, 0)
             if step > 0:
                 self._events.labels(**self._labels, event=name).inc(step)
@@ -84,7 +112,13 @@ class MetricsReporter:
         )
         self._gauges = Gauge(
             "sglang:hier_kv_pages",
-            "Pages in the tiers of the hierarchical KV cache now.",
+            "Pages in the tiers of the hierarchical KV cache now, and requests that wait for them.",
+            [*names, "of"],
+            multiprocess_mode="mostrecent",
+        )
+        self._estimates = Gauge(
+            "sglang:hier_kv_estimate",
+            "Speeds of this server as the cost model of the hierarchical KV cache sees them now.",
             [*names, "of"],
             multiprocess_mode="mostrecent",
         )
@@ -104,6 +138,8 @@ class MetricsReporter:
         stats = self._disk.stats()
         values = {name: getattr(stats, name) for name in stats.__slots__}
         stats_by_name = {n: dict(v) if hasattr(v, "items") else v for n, v in values.items()}
+        if isinstance(self._disk, CachedDiskTier):
+            stats_by_name["coded_host"] = self._disk.memory_stats()
         if self._page_codec is not None:
             stats_by_name["codec"] = self._page_codec.counts()
         return stats_by_name

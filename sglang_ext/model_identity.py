@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.namespace import digest_lora_adapter, digest_model, namespace_digest
+from sglang_ext.ranks import Exchange
 from sglang_ext.tiers.store import KeySpace, PageStore
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ class ModelIdentity:
         fixed: parts of the namespace that do not change while the server runs.
         label: what the namespace is, for people.
         lora_adapters: returns SGLang's adapters by id; empty without LoRA.
+        exchange: sends bytes to all ranks of the tensor parallel group and returns what each sent.
+            What a rank computes depends on the weights of all of them, so all enter the namespace.
     """
 
     def __init__(
@@ -37,11 +40,13 @@ class ModelIdentity:
         fixed: dict[str, Any],
         label: dict[str, Any],
         lora_adapters: Callable[[], dict[str, Any]],
+        exchange: Exchange = lambda content: [content],
     ) -> None:
         self._model = model
         self._fixed = fixed
         self._label = label
         self._lora_adapters = lora_adapters
+        self._exchange = exchange
         self._lora_digests: dict[str, bytes] = {}
         # Digests under which the device may still hold KV; an adapter reloaded with other
         # weights is off until the next flush.
@@ -107,18 +112,45 @@ class ModelIdentity:
             return None
 
     def open(self, store: PageStore) -> bytes:
-        """Opens the namespace of the live weights, if it is not open, and returns its digest."""
+        """Opens the namespace of the live weights, if it is not open, and returns its digest.
+
+        With several ranks all of them open theirs, or none does: each calls it at the same point.
+
+        Raises:
+            RuntimeError: another rank failed.
+        """
         if self._digest is None:
-            weights = digest_model(self._model)
-            self._digest = namespace_digest({**self._fixed, "weights": weights})
-            label = {**self._label, "weights": weights.hex()[:16]}
-            found = store.open_namespace(self._digest, label)
+            weights = self._on_all_ranks(lambda: digest_model(self._model))
+            weights_of_all = weights[0] if len(weights) == 1 else namespace_digest({"all": weights})
+            digest = namespace_digest({**self._fixed, "weights": weights_of_all})
+            label = {**self._label, "weights": weights_of_all.hex()[:16]}
+            found = 0
+
+            def open_own() -> bytes:
+                nonlocal found
+                found = store.open_namespace(digest, label)
+                return digest
+
+            self._on_all_ranks(open_own)
+            self._digest = digest
             logger.info(
-                "hier-kv: namespace %s opened, %d pages found on disk",
-                self._digest.hex()[:16],
-                found,
+                "hier-kv: namespace %s opened, %d pages found on disk", digest.hex()[:16], found
             )
         return self._digest
+
+    def _on_all_ranks(self, work: Callable[[], bytes]) -> list[bytes]:
+        """What each rank's work gave, by rank; raises on all of them when it failed on one."""
+        result, failure = b"", None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        results = self._exchange(result)
+        if failure is not None:
+            raise failure
+        if not all(results):
+            raise RuntimeError(f"tensor parallel rank {results.index(b'')} failed; see its log")
+        return results
 
     def add_rope(self, digest: bytes) -> None:
         """Adds how K is stored, which is known after the start-up checks; before the first `open`.

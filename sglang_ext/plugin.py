@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def load() -> None:
@@ -40,14 +41,16 @@ def attach(server_args: Any, config: Any) -> None:
     """
     from sglang_ext.compat import DEFAULT_PAGE_SIZE, check_arguments
     from sglang_ext.preflight import check_machine
+    from sglang_ext.truncation_secret import lineage_secret
 
     check_arguments(server_args, config)
     check_machine(config)
     server_args._hier_kv = config.to_dict()
+    server_args._hier_kv_secret = lineage_secret(config.disk_dir)
     server_args.radix_cache_backend = "hier_kv"
     if server_args.page_size is None:
         server_args.page_size = DEFAULT_PAGE_SIZE
-    _hook_tokenizer_manager()
+    _hook_tokenizer_manager(truncates=config.truncation != "off")
 
 
 def _after_add_cli_args(result: Any, parser: Any) -> None:
@@ -82,15 +85,21 @@ def _extend_engine() -> None:
     engine._hier_kv_extended = True
 
 
-def _hook_tokenizer_manager() -> None:
+def _hook_tokenizer_manager(*, truncates: bool) -> None:
     """Registered late: importing the tokenizer manager before the arguments are parsed is slow."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_ext.report import unpack_details
 
     HookRegistry.register(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output",
+        f"{_TOKENIZER}._handle_batch_output",
         unpack_details,
         HookType.BEFORE,
     )
+    if truncates:
+        from sglang_ext.truncation_front import around_validate
+
+        HookRegistry.register(
+            f"{_TOKENIZER}._validate_one_request", around_validate, HookType.AROUND
+        )
     HookRegistry.apply_hooks()

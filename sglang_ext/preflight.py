@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from sglang_ext.config import GIB, HierKVConfig, HierKVConfigError
+from sglang_ext.remote_setup import check_remote
 
 
 def check_machine(config: HierKVConfig) -> None:
@@ -22,6 +23,8 @@ def check_machine(config: HierKVConfig) -> None:
     _check_memory(config)
     if config.disk_dir:
         _check_folder(Path(config.disk_dir))
+    if config.remote_url:
+        check_remote(config.remote_url)
     if config.event_log:
         parent = Path(config.event_log).resolve().parent
         if not parent.is_dir() or not os.access(parent, os.W_OK):

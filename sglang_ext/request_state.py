@@ -6,6 +6,7 @@ Where its prefix lay, and what the KV is worth that its tokens attended to.
 from __future__ import annotations
 
 import enum
+import time
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class RequestState:
 
     Attributes:
         page_size: tokens in a page.
+        arrived_s: monotonic time at which it first entered the queue; None before.
         origin: tier of each page at enqueue.
         taint: worst quality of the KV that its tokens attended to since it was admitted. It only
             grows: overwriting that KV with better one does not better what was computed on it.
@@ -39,6 +41,7 @@ class RequestState:
 
     def __init__(self) -> None:
         self.page_size = 1
+        self.arrived_s: float | None = None
         self.origin: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
         self._loaded: list[tuple[int, int, Tier]] = []
         self.taint = int(Quality.EXACT)
@@ -53,10 +56,20 @@ class RequestState:
             tiers: runs of pages from the start of the prompt, as (tier, number of pages).
         """
         self.page_size = page_size
+        if self.arrived_s is None:  # one that was retracted enters again
+            self.arrived_s = time.monotonic()
         self._loaded.clear()
         self.origin = np.repeat(
             np.array([tier for tier, _ in tiers], np.uint8), [num for _, num in tiers]
         )
+
+    def note_remote(self, first_page: int, num_pages: int) -> None:
+        """Records pages that were nowhere here at enqueue, but in the remote store."""
+        origin = np.zeros(max(len(self.origin), first_page + num_pages), np.uint8)
+        origin[: len(self.origin)] = self.origin
+        found = origin[first_page : first_page + num_pages]
+        found[found == Tier.NONE] = Tier.REMOTE
+        self.origin = origin
 
     def note_loaded(self, start: int, num_tokens: int, tier: Tier) -> None:
         """Records that tokens [start, start + num_tokens) were loaded from a tier at admission."""

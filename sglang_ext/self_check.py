@@ -10,8 +10,10 @@ positions), that layer is stored position-bound, and no page can be moved.
 
 from __future__ import annotations
 
+import json
 import logging
 from array import array
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +55,7 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
         )
         copier.bind_all(f"the self-check could not run: {error}")
         release()
+        _bind_what_others_bound(cache, range(copier.pool.num_layers))
         return
     try:
         failed = check_layers(copier.pool, copier.ropes, slots)
@@ -60,6 +63,7 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
         release()
     for layer, spread in failed.items():
         copier.bind(layer, f"rows differ by {spread:.2f} after the rotation was taken out")
+    _bind_what_others_bound(cache, failed)
     movable = sum(rope.movable for rope in copier.ropes)
     logger.info(
         "hier-kv: self-check: the rotation of %d of %d layers is understood",
@@ -67,6 +71,15 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
         copier.pool.num_layers,
     )
     cache.metrics_reporter_hier.set_info(self_check_failed_layers=sorted(failed))
+
+
+def _bind_what_others_bound(cache: HierKVRadixCache, failed: Iterable[int]) -> None:
+    """A layer that fails on one rank is bound on all, so that all can move a page or none can."""
+    if cache.lockstep is None:
+        return
+    for content in cache.lockstep.gather(json.dumps(sorted(failed)).encode()):
+        for layer in json.loads(content):
+            cache.hier_linker.copier.bind(layer, "it failed the self-check on some rank")
 
 
 def check_layers(

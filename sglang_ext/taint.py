@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang_ext.provenance import DeviceProvenance
 from sglang_ext.request_state import find_state, state_of, wants_exact
 from sglang_ext.tiers.quality import Qualities, Quality
+from sglang_ext.truncation.lineage import lineage_of
 
 if TYPE_CHECKING:
     from sglang_ext.cache import HierKVRadixCache
@@ -60,9 +61,11 @@ class TaintKeeper:
         req = params.req
         if req is None:
             return result
-        state = find_state(req)
+        state, lineage = find_state(req), lineage_of(req)
         if state is not None and not req.kv.holds_kv:
             state.begin_admission()
+        if lineage is not None and not req.kv.holds_kv:
+            lineage.begin_admission()
         if not self.pages or not result.device_prefix_len or not wants_exact(req):
             return result
         keys = self._path_keys(result.last_device_node)

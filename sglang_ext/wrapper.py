@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 from sglang_ext.linker import Hashes, HierKVLinker, Place, hashes_from_hex
 from sglang_ext.request_state import Tier, max_quality_of, state_of
 from sglang_ext.tiers.quality import Qualities
+from sglang_ext.tiers.store import KeySpace, LoadTicket
+from sglang_ext.truncation.lineage import lineage_of
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +33,8 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
     cache: HierKVRadixCache
     cache_linker: HierKVLinker
     pending_offloads: list[Any]
+    inflight_load_rids: list[str]
+    inflight_load_index: int
 
     def match(self, key: Any, req: Any, result: Any) -> Any:
         """Extends a device match by the pages that are ready in DRAM now.
@@ -44,9 +49,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         tail_hashes = self._tail_hashes(key, result, device_len)
         num_pages = 0
         if tail_hashes:
-            num_pages = self.cache_linker.store.ready_prefix(
-                space, hashes_from_hex(tail_hashes), max_quality_of(req)
-            )
+            num_pages = self._num_loadable(req, space, device_len, tail_hashes)
         if num_pages == 0:
             return result
         self.hit_markers[req.rid] = ExternalCacheHitMarker(
@@ -57,6 +60,18 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             host_hit_length=num_pages * self.cache.page_size,
         )
 
+    def _num_loadable(self, req: Any, space: KeySpace, device_len: int, tail: list[str]) -> int:
+        """Pages behind the device prefix that can be loaded, on every rank of the group."""
+        lockstep = self.cache.lockstep
+        if lockstep is not None:
+            first_page = device_len // self.cache.page_size
+            promised = lockstep.promises.num_promised(req.cache_request_handle, first_page)
+            return min(promised, len(tail))
+        hashes, lineage = hashes_from_hex(tail), self.cache.truncated.lineage_of(req)
+        if lineage is not None:
+            return self.cache.truncated.ready_pages(req, lineage, space, device_len, hashes)
+        return self.cache_linker.store.ready_prefix(space, hashes, max_quality_of(req))
+
     def load_back(self, req: Any) -> tuple[int, Any]:
         """Queues the promised pages into device slots of the request's own."""
         marker = self.hit_markers.get(req.rid)
@@ -65,27 +80,74 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             self.hit_markers.pop(req.rid, None)
             return 0, req.last_node
         start = marker.device_hit_len
-        self.cache_linker.place = Place(space, start, _NO_HASHES, max_quality=max_quality_of(req))
+        lineage = lineage_of(req)
+        composition = None if lineage is None else lineage.composition
+        self.cache_linker.place = Place(
+            space,
+            start,
+            _NO_HASHES,
+            max_quality=max_quality_of(req),
+            composition=composition,
+            take=self._take_promised(req, start),
+        )
         try:
             loaded, node = super().load_back(req)
         finally:
             self.cache_linker.place = None
         if loaded:
+            self.cache.note_remote(req)
             state = state_of(req)
             state.note_loaded(start, loaded, Tier.HOST)
             quality = self.cache_linker.queued_quality(req.rid)
             state.note_loaded_quality(start // self.cache.page_size, quality)
-        self.cache.release_plan(req.cache_request_handle)
+            if lineage is not None and composition is not None:
+                lineage.note_loaded(composition)
+                self.cache_linker.store.counters.add("moved_tokens", composition.num_moved)
+        if self.cache.lockstep is None:
+            self.cache.release_plan(req.cache_request_handle)
         return loaded, node
+
+    def _take_promised(self, req: Any, start: int) -> Callable[[Hashes], LoadTicket | None] | None:
+        """With several ranks, what hands over the pages that all of them promised."""
+        lockstep = self.cache.lockstep
+        if lockstep is None:
+            return None
+        handle, first_page = req.cache_request_handle, start // self.cache.page_size
+        return lambda hashes: lockstep.promises.take(handle, first_page, hashes)
+
+    def end_loads(self) -> tuple[list[str], bool]:
+        """Waits for the loads of the batch that just ran, on this rank.
+
+        Returns:
+            Ids of the requests that loaded, the same on every rank, and whether the loads landed
+            on this one.
+        """
+        rids, self.inflight_load_rids = self.inflight_load_rids, []
+        if not rids:
+            return [], True
+        index, self.inflight_load_index = self.inflight_load_index, -1
+        landed = self.cache_linker.finish_layer_wise_loading(index)
+        for rid in rids:
+            self.private_load_indices.pop(rid, None)
+        return rids, landed
+
+    def ended_saves(self, most: int) -> list[bool]:
+        """Results of the oldest saves that ended on this rank and were not taken yet."""
+        most = min(most, len(self.pending_offloads))
+        return self.cache_linker.completed_offloads(most)
 
     def _offload_node(self, node_id: Any, transfers: list[Any]) -> None:
         space = self.cache.checkpoint_space
         if space is None:
             return
-        position, ancestors = self._path_before(node_id, len(transfers[0].device_indices))
+        num_tokens = len(transfers[0].device_indices)
+        position, ancestors = self._path_before(node_id, num_tokens)
         pages = self.cache.taint.pages
         quality = pages.of(transfers[0].keys) if pages else None
-        self.cache_linker.place = Place(space, position, ancestors, quality)
+        place = Place(space, position, ancestors, quality)
+        self.cache_linker.place = self.cache.truncated.place_of_save(
+            self.cache.checkpoint_request, place, num_tokens // self.cache.page_size
+        )
         try:
             super()._offload_node(node_id, transfers)
         finally:

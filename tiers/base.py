@@ -124,7 +124,13 @@ class RecoveredPages:
 
 
 class Tier(abc.ABC):
-    """A place where records live. Reads may come from many threads, writes from one at a time."""
+    """A place where records live. Reads may come from many threads, writes from one at a time.
+
+    Attributes:
+        persistent: whether records outlive the process.
+    """
+
+    persistent: bool = True
 
     @abc.abstractmethod
     def open_namespace(

@@ -18,11 +18,12 @@ class Quality(IntEnum):
     """From best to worst; the worse of two is the greater number.
 
     Stored in record headers and segment footers: never renumber. Values from 2 on are worse than
-    anything that a codec does; 2 is for KV that attended to tokens which were cut off since.
+    anything that a codec does; 2 is KV that attended to tokens which were cut off since.
     """
 
     EXACT = 0
     LOSSY = 1
+    APPROXIMATED = 2
 
 
 ANY = 255
@@ -30,8 +31,8 @@ ANY = 255
 
 
 def name_of(quality: int) -> str:
-    """Name for reports; numbers of later releases count as lossy."""
-    return "exact" if quality == Quality.EXACT else "lossy"
+    """Name for reports; numbers of later releases count as the worst known."""
+    return Quality(min(quality, max(Quality))).name.lower()
 
 
 def worst(qualities: Qualities) -> int:

@@ -168,6 +168,25 @@ def seal(slot: ByteArray) -> int:
     return checksum
 
 
+def sealed_header(slot: ByteArray) -> ByteArray:
+    """Returns a copy of the header with the checksum in it, u8 [512]; leaves `slot` as it is.
+
+    For who sends a record away while others may read or seal the slot.
+
+    Args:
+        slot: as for `seal`.
+
+    Raises:
+        RecordError: as `seal` does.
+    """
+    payload_bytes, _ = _read_fixed(slot)
+    header = slot[:HEADER_BYTES].copy()
+    header[_CHECKSUM_OFFSET:_CHECKED_FROM] = np.frombuffer(
+        _U64.pack(_digest(slot, payload_bytes)), np.uint8
+    )
+    return header
+
+
 def read_meta(slot: ByteArray) -> RecordMeta:
     """Parses the header of `slot`; does not look at the checksum or the payload.
 
@@ -180,9 +199,14 @@ def read_meta(slot: ByteArray) -> RecordMeta:
     return parse_header(slot)[0]
 
 
-def parse_header(slot: ByteArray) -> tuple[RecordMeta, int]:
-    """Like `read_meta`, and also returns payload_bytes."""
-    fields, payload_bytes = _parse(slot)
+def parse_header(slot: ByteArray, room_bytes: int | None = None) -> tuple[RecordMeta, int]:
+    """Like `read_meta`, and also returns payload_bytes.
+
+    Args:
+        slot: u8 [at least 512].
+        room_bytes: no record may be longer; `slot.size` by default.
+    """
+    fields, payload_bytes = _parse(slot, room_bytes)
     return _meta_of(fields), payload_bytes
 
 
@@ -222,7 +246,8 @@ def _digest(slot: ByteArray, payload_bytes: int) -> int:
     return int(xxhash.xxh3_64_intdigest(checked.data))
 
 
-def _read_fixed(slot: ByteArray) -> tuple[int, bytes]:
+def _read_fixed(slot: ByteArray, room_bytes: int | None = None) -> tuple[int, bytes]:
+    room_bytes = slot.size if room_bytes is None else room_bytes
     header = slot[:HEADER_BYTES].tobytes()
     if len(header) < HEADER_BYTES:
         raise _bad_header(f"a record needs {HEADER_BYTES} bytes of header, got {len(header)}")
@@ -236,8 +261,8 @@ def _read_fixed(slot: ByteArray) -> tuple[int, bytes]:
         )
     if header_bytes != HEADER_BYTES:
         raise _bad_header(f"header length must be {HEADER_BYTES}, got {header_bytes}")
-    if payload_bytes > slot.size - HEADER_BYTES:
-        raise _bad_header(f"a payload of {payload_bytes} bytes exceeds the slot of {slot.size}")
+    if payload_bytes > room_bytes - HEADER_BYTES:
+        raise _bad_header(f"a payload of {payload_bytes} bytes exceeds the slot of {room_bytes}")
     return payload_bytes, header
 
 
@@ -260,13 +285,13 @@ def _values(meta: RecordMeta) -> tuple[object, ...]:
     )
 
 
-def _parse(slot: ByteArray) -> tuple[dict[str, Any], int]:
+def _parse(slot: ByteArray, room_bytes: int | None = None) -> tuple[dict[str, Any], int]:
     """Returns the checked fields of the map, by their stored keys, and payload_bytes.
 
     Raises:
         RecordError: as `read_meta` does.
     """
-    payload_bytes, header = _read_fixed(slot)
+    payload_bytes, header = _read_fixed(slot, room_bytes)
     (map_bytes,) = _U32.unpack_from(header, _CHECKED_FROM)
     if map_bytes > _MAX_MAP_BYTES:
         raise _bad_header(f"map length must be at most {_MAX_MAP_BYTES}, got {map_bytes}")

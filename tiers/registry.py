@@ -8,7 +8,11 @@ from typing import Any
 from sglang_ext.tiers.base import Tier
 from sglang_ext.tiers.errors import TierConfigError
 
-_BUILTIN: dict[str, str] = {"disk": "sglang_ext.tiers.disk:DiskTier"}
+_BUILTIN: dict[str, str] = {
+    "disk": "sglang_ext.tiers.disk:DiskTier",
+    "coded_host": "sglang_ext.tiers.coded_host:MemoryTier",
+    "coded_host_disk": "sglang_ext.tiers.coded_host:CachedDiskTier",
+}
 _TIERS: dict[str, str] = dict(_BUILTIN)
 
 

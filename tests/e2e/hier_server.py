@@ -23,13 +23,19 @@ def host_gb(num_pages: int) -> str:
     return f"{(num_pages + 0.5) * SLOT_BYTES / GIB:.9f}"
 
 
-def hier_args(folder: Path, *, host_pages: int = 400, disk_gb: float = 2.0) -> list[str]:
-    """Arguments of a server with DRAM, disk and the event log under `folder`."""
+def hier_args(
+    folder: Path, *, host_pages: int = 400, disk_gb: float = 2.0, policy: str = "timeout"
+) -> list[str]:
+    """Arguments of a server with DRAM, disk and the event log under `folder`.
+
+    What is on disk is loaded whatever it costs, unless `policy` is another one: a busy machine may
+    well compute a short prefix sooner than its disk tier's threads get to run.
+    """
     args = ["--enable-hier-kv", "--hier-kv-host-size", host_gb(host_pages)]
     args += ["--hier-kv-event-log", str(folder / "events.jsonl")]
     if disk_gb:
         args += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", str(disk_gb)]
-        args += ["--hier-kv-disk-segment-size", "0.03"]
+        args += ["--hier-kv-disk-segment-size", "0.03", "--hier-kv-prefetch-policy", policy]
     return args
 
 

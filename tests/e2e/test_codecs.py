@@ -145,6 +145,23 @@ def test_lossless_codecs_answer_bit_for_bit_as_plain(
     assert found["disk"]["codec"]["pages_decoded"] > 0
 
 
+def test_coded_dram_without_a_disk_answers_bit_for_bit_as_plain(
+    plain: Plain, tmp_path: Path
+) -> None:
+    """DRAM has room for a third of the chats as they are, and for all of them coded."""
+    args = [*hier_args(tmp_path, host_pages=NUM_CHATS * 20, disk_gb=0), *POOL, *WAIT]
+    args += ["--hier-kv-codec", "host=lossless", "--hier-kv-host-coded-share", "0.7"]
+    with Server(args, log_path=tmp_path / "server.log", stop="kill") as server:
+        answers = list(talk(server))
+        found = settled(server)
+    assert [a["meta_info"]["cached_tokens"] for a in answers] == plain.reused
+    assert [tokens_and_logprobs(answer) for answer in answers] == plain.chats
+    assert not any(by_tier(answer).get("disk") for answer in answers)
+    assert found["disk"]["mode"] == "memory"
+    assert found["disk"]["codec"]["pages_decoded"] > 0
+    assert found["host"].get("promoted_pages", 0) > 0
+
+
 def quality(answer: dict[str, Any]) -> str:
     """What the answer says of the KV that it reused; nothing when all was exact."""
     details = answer["meta_info"].get("cached_tokens_details") or {}

@@ -94,6 +94,7 @@ def first_server(folder: Path, life: Life) -> None:
     config.write_text(
         f"model-path: {TINYLM}\nenable-hier-kv: true\nhier-kv-host-size: {host_gb(200)}\n"
         f"hier-kv-disk-dir: {folder / 'disk'}\nhier-kv-disk-size: 1.0\n"
+        "hier-kv-prefetch-policy: timeout\n"
         f"hier-kv-disk-segment-size: 0.03\nhier-kv-event-log: {folder / 'events.jsonl'}\n"
         "max-total-tokens: 16384\nenable-metrics: true\nenable-cache-report: true\n"
     )

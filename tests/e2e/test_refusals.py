@@ -34,8 +34,17 @@ SENTENCE_CHARS = 400
 
 # What is added to a good command line, and what the sentence must say.
 REFUSED_ARGUMENTS = {
-    "tp": (["--tp-size", "2"], ["--tp-size 1", "got 2"]),
-    "dp": (["--dp-size", "2"], ["--dp-size 1", "got 2"]),
+    "data parallel attention": (
+        ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+        ["whole schedulers as data parallel ranks", "--enable-dp-attention", "remove one"],
+    ),
+    "profile of all heads": (
+        [
+            *("--tp-size", "2", "--hier-kv-disk-dir", "@/disk"),
+            *("--hier-kv-codec", "hier", "--hier-kv-profile", "some.hkp"),
+        ],
+        ["no --hier-kv-profile", "some.hkp", "each rank learns"],
+    ),
     "pp": (["--pp-size", "2"], ["--pp-size 1", "got 2"]),
     "nodes": (["--nnodes", "2", "--dist-init-addr", "127.0.0.1:1"], ["--nnodes 1", "got 2"]),
     "context parallel": (["--attn-cp-size", "2"], ["--attn-cp-size 1", "got 2"]),

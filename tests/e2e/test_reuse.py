@@ -154,7 +154,7 @@ def test_every_disk_page_was_promoted_while_its_request_waited(run: Run) -> None
         entry = enqueued.get(rid)
         if entry is None:
             continue
-        for page in set(entry["pages"][entry["host"] :]) & set(load["pages"]):
+        for page in {entry["pages"][at] for at in entry["on_disk"]} & set(load["pages"]):
             num_disk_pages += 1
             window = (entry["t"] - LOG_SLACK_S, load["t"] + LOG_SLACK_S)
             assert any(t <= window[1] for t in when["written"].get(page, []))
@@ -176,10 +176,8 @@ def _origins(entry: dict[str, Any] | None, num_pages: int, start: int) -> Iterat
         known = entry["device"] if entry else 0
         if entry and page < known:
             yield "device"
-        elif entry and page < known + entry["host"]:
-            yield "host"
         elif entry and page < known + len(entry["pages"]):
-            yield "disk"
+            yield "disk" if page - known in entry["on_disk"] else "host"
         else:
             yield "host" if page >= start else "device"
 

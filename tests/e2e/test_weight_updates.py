@@ -44,7 +44,8 @@ class Reply:
 def hier_args(folder: Path, *more: str) -> list[str]:
     return [
         "--enable-hier-kv", "--hier-kv-host-size", "0.05", "--hier-kv-disk-dir", str(folder),
-        "--hier-kv-disk-size", "0.5", "--hier-kv-event-log", str(folder) + ".events", *more,
+        "--hier-kv-disk-size", "0.5", "--hier-kv-event-log", str(folder) + ".events",
+        "--hier-kv-prefetch-policy", "timeout", *more,
     ]  # fmt: skip
 
 

@@ -42,6 +42,7 @@ from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
 from sglang_ext.tiers.disk.fileio import FileIO  # noqa: E402
 from sglang_ext.tiers.host import HostArena, Slots  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
+from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, Plan, StoreConfig  # noqa: E402
 
 linker_module = linker
@@ -180,7 +181,14 @@ class World:
     """One linker with everything around it; `step` does one random thing."""
 
     def __init__(
-        self, folder: Path, seed: int, *, policy: str, mode: str, disk: bool = True
+        self,
+        folder: Path,
+        seed: int,
+        *,
+        policy: str,
+        mode: str,
+        disk: bool = True,
+        placement: PolicyConfig | None = None,
     ) -> None:
         self.rng = random.Random(seed)
         self.disk_io = BadDisk(random.Random(seed + 1))
@@ -199,7 +207,8 @@ class World:
                 folder / "disk", DISK_BYTES, 0, segment_bytes=SEGMENT_BYTES, direct_io="off"
             )
             self.disk = DiskTier(config, io=self.disk_io)
-        self.store = PageStore(self.arena, PageIndex(512), self.disk, StoreConfig(policy))
+        store_config = StoreConfig(policy, placement=placement)
+        self.store = PageStore(self.arena, PageIndex(512), self.disk, store_config)
         if self.disk is not None:
             self.store.connect(self.disk)
         copier = PageCopier(
@@ -224,6 +233,7 @@ class World:
         self.queued: list[Running] = []
         self.batches: list[Batch] = []
         self.plans: list[Plan] = []
+        self.expected: list[int] = []  # requests that wait, by name, where the store looks ahead
         self.counts: dict[str, int] = {}
         self._next_rid = 0
         self._canaries: dict[tuple[int, bytes], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -447,6 +457,23 @@ class World:
         self.plans.append(plan)
         return None
 
+    def change_queue(self) -> bool | None:
+        """The queue changes: a request comes or goes, or the order becomes another one."""
+        lookahead = self.store.lookahead
+        if lookahead is None:
+            return False
+        if len(self.expected) > 5:
+            lookahead.leave(self.expected.pop(self.rng.randrange(len(self.expected))))
+        chain, self._next_rid = self.rng.choice(self.chains), self._next_rid + 1
+        self.expected.append(self._next_rid)
+        lookahead.expect(self._next_rid, chain.space, chain.hashes, self.rng.choice((0, 2)))
+        self.rng.shuffle(self.expected)
+        lookahead.set_order(self.expected)
+        assert set(lookahead.window()) <= set(self.expected)
+        if self.rng.random() < 0.3:
+            lookahead.used(chain.space, chain.hashes, None)
+        return None
+
     def cancel_plan(self) -> bool | None:
         if not self.plans:
             return False
@@ -498,6 +525,8 @@ class World:
         self.collect()
         while self.plans:
             self.cancel_plan()
+        while self.expected and self.store.lookahead is not None:
+            self.store.lookahead.leave(self.expected.pop())
         assert self.store.wait_idle(10.0)
         deadline_s = time.monotonic() + 10.0
         while (self.store.stats()["spill_queue_pages"] or self.arena._pins.any()) and (
@@ -518,6 +547,10 @@ class World:
         directory = self.store._directory
         assert directory.num_in_flight == 0
         assert directory.num_planned_pages == 0, "a plan leaked"
+        assert not directory._plan_pins.any()
+        if directory.policy is not None:
+            wanted = directory.policy.wanted(directory.index.rows())
+            assert not wanted.any(), "a page is wanted and nobody waits"
         assert not directory._waiters, "a plan still waits for pages that nobody brings"
         assert not self.arena._pins.any(), "a pin leaked"
         assert self.arena.num_deferred == 0
@@ -534,8 +567,8 @@ class World:
 
 _WEIGHTS = {
     "save": 16, "collect": 14, "evict_device": 8, "load": 18, "abort": 4, "forward": 12,
-    "finish": 12, "plan": 7, "cancel_plan": 6, "flush": 1.5, "clear": 2, "trouble": 1.5,
-    "look": 2, "breathe": 4,
+    "finish": 12, "plan": 7, "cancel_plan": 6, "change_queue": 5, "flush": 1.5, "clear": 2,
+    "trouble": 1.5, "look": 2, "breathe": 4,
 }  # fmt: skip
 
 

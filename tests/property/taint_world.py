@@ -49,8 +49,10 @@ from sglang_ext.pools import describe_pool  # noqa: E402
 from sglang_ext.request_state import state_of, wants_exact  # noqa: E402
 from sglang_ext.rope_discovery import LayerRope  # noqa: E402
 from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
+from sglang_ext.tiers.disk.fileio import FileIO  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
+from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from sglang_ext.tiers.quality import Quality  # noqa: E402
 from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, parse_header, write_meta  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, StoreConfig  # noqa: E402
@@ -180,6 +182,10 @@ class World:
         device_pages: int = 48,
         host_pages: int = 24,
         lossy: bool = True,
+        with_disk: bool = True,
+        io: FileIO | None = None,
+        placement: PolicyConfig | None = None,
+        prefetch_policy: str = "timeout",
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
@@ -196,10 +202,15 @@ class World:
         pool = describe_pool(self.kv_pool)
         self.layout = pool.layout(PAGE)
         self.arena = HostArena(host_pages, self.layout.slot_bytes)
-        disk = DiskTier(DiskConfig(folder / "disk", 16 << 20, 0, 256 << 10, direct_io="off"))
+        disk: DiskTier | None = None
+        if with_disk:
+            disk_config = DiskConfig(folder / "disk", 16 << 20, 0, 256 << 10, direct_io="off")
+            disk = DiskTier(disk_config, io=io)
         codec = LossyCodec(self.layout, raw_share, random.Random(seed + 1)) if lossy else None
-        self.store = PageStore(self.arena, PageIndex(4096), disk, StoreConfig(policy), codec)
-        self.store.connect(disk)
+        store_config = StoreConfig(policy, placement=placement)
+        self.store = PageStore(self.arena, PageIndex(4096), disk, store_config, codec)
+        if disk is not None:
+            self.store.connect(disk)
         self.store.open_namespace(DIGEST, {})
         self.space = self.store.space(DIGEST)
         ropes = [LayerRope(None, movable=True) for _ in range(LAYERS)]
@@ -226,7 +237,8 @@ class World:
         self.cache = HierKVRadixCache(params)
         metrics = MetricsReporter(self.store, disk, enabled=False, labels={})
         identity: Any = Identity(self.space)
-        self.cache.attach(linker, identity, HierKVConfig(tree_core=core), metrics)
+        config = HierKVConfig(tree_core=core, prefetch_policy=prefetch_policy)
+        self.cache.attach(linker, identity, config, metrics)
         self.kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -334,6 +346,11 @@ class World:
             self.rng.random() < 0.35 if exact is None else exact,
         )
         self._next += 1
+        self.enqueue(req)
+        return req
+
+    def enqueue(self, req: Request) -> None:
+        """As `_add_request_to_queue` does."""
         self.match(req)
         matched = req.prefix_len + req.host_hit_length
         limit = len(req.tokens) - 1
@@ -344,7 +361,6 @@ class World:
             matched_prefix_tokens=array("q", req.tokens[:matched]),
         )
         self.waiting.append(req)
-        return req
 
     def match(self, req: Request) -> None:
         """As `match_kv_cache` does."""
@@ -356,6 +372,7 @@ class World:
 
     def admit(self, req: Request, chunk: int | None = None) -> bool:
         """As the scheduler does: match, lock, load, allocate, compute, insert."""
+        self.cache.check_hicache_events()  # as SGLang does before every admission
         if not self.cache.check_prefetch_progress(req.cache_request_handle):
             return False
         self.match(req)

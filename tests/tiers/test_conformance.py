@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.tiers.base import Location, ReadRequest, Tier
+from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.record import VerifyResult
@@ -34,27 +35,33 @@ OK, MISSING, FOREIGN = VerifyResult.OK, VerifyResult.MISSING, VerifyResult.FOREI
 def _disk(
     direct_io: str, helper_threads: int, kind: type[DiskTier] = DiskTier
 ) -> Callable[[Path], Tier]:
-    def make(path: Path) -> Tier:
-        config = DiskConfig(
-            path,
-            max_bytes=64 << 20,
-            min_free_bytes=0,
-            segment_bytes=256 << 10,
-            direct_io=direct_io,  # type: ignore[arg-type]
-            helper_threads=helper_threads,
-        )
-        return kind(config)
-
-    return make
+    return lambda path: _disk_tier(path, direct_io, helper_threads, kind)
 
 
-TIERS = {
+def _disk_tier(path: Path, direct_io: str, helper_threads: int, kind: type[DiskTier]) -> DiskTier:
+    config = DiskConfig(
+        path,
+        max_bytes=64 << 20,
+        min_free_bytes=0,
+        segment_bytes=256 << 10,
+        direct_io=direct_io,  # type: ignore[arg-type]
+        helper_threads=helper_threads,
+    )
+    return kind(config)
+
+
+TIERS: dict[str, Callable[[Path], Tier]] = {
     "disk-auto": _disk("auto", 1),
     "disk-buffered": _disk("off", 1),
     "disk-one-thread": _disk("auto", 0),
     "disk-three-helpers": _disk("auto", 3),
     "disk-packed": _disk("auto", 1, PackedDisk),
     "disk-packed-buffered": _disk("off", 1, PackedDisk),
+    "coded-host": lambda path: MemoryTier(64 << 20),
+    "coded-host-disk": lambda path: CachedDiskTier(_disk_tier(path, "auto", 1, DiskTier), 1 << 20),
+    "coded-host-disk-small": lambda path: CachedDiskTier(
+        _disk_tier(path, "auto", 1, DiskTier), 3 * SLOT_BYTES
+    ),
 }
 
 
@@ -211,6 +218,8 @@ def test_namespaces_live_side_by_side(tier: Tier) -> None:
 
 def test_pages_are_found_after_reopening(reopen: Callable[[], Tier]) -> None:
     tier = reopen()
+    if not tier.persistent:
+        pytest.skip("its records end with the process")
     tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
     locations = store(tier, range(75))
     extra = tier.write(NAMESPACE, [make_slot(1000, lora=ADAPTER, quality=7)])
@@ -248,6 +257,8 @@ def test_clear_is_for_good(reopen: Callable[[], Tier]) -> None:
     assert read_page(tier, others[0], 0, OTHER_NAMESPACE) is OK
     (again,) = store(tier, [7])
     assert again.segment not in {location.segment for location in mine}
+    if not tier.persistent:
+        return
     tier = reopen()
     assert len(tier.open_namespace(NAMESPACE, SLOT_BYTES, {})) == 1
     assert len(tier.open_namespace(OTHER_NAMESPACE, SLOT_BYTES, {})) == 50

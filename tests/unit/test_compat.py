@@ -43,6 +43,30 @@ def test_diffusion_models_are_refused() -> None:
         check_arguments(SimpleNamespace(dllm_algorithm="LowConfidence"), HierKVConfig())
 
 
+def test_several_tokenizer_workers_are_refused_with_truncation() -> None:
+    args = SimpleNamespace(tokenizer_worker_num=2)
+    with pytest.raises(HierKVConfigError, match="got 2; leave it out or add"):
+        check_arguments(args, HierKVConfig())
+    check_arguments(args, HierKVConfig(truncation="off"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"remote_url": "redis://host"}, "no --hier-kv-remote-url with several tensor parallel"),
+        ({"truncation": "match"}, "--hier-kv-truncation overflow or off with several"),
+        ({"truncation": "all"}, "got all; leave the flag out"),
+    ],
+)
+def test_what_tensor_parallel_ranks_cannot_agree_on_is_refused(
+    settings: dict[str, Any], words: str
+) -> None:
+    config = HierKVConfig(**settings)
+    with pytest.raises(HierKVConfigError, match=words):
+        check_arguments(SimpleNamespace(tp_size=2), config)
+    check_arguments(SimpleNamespace(dp_size=2), config)
+
+
 def test_an_untested_release_runs_only_when_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_ext.compat.metadata.version", lambda name: "0.6.0")
     with pytest.raises(HierKVConfigError, match=r"found 0\.6\.0"):
@@ -67,6 +91,10 @@ def test_numbers_must_be_finite(name: str, value: float) -> None:
         ({"host_size": "much"}, "must be a number, got 'much'"),
         ({"host_size": True}, "must be a number, got True"),
         ({"rope": 1}, "must be a string, got 1"),
+        ({"truncation": "front"}, "must be one of off, overflow, match, all, got 'front'"),
+        ({"truncation_ratio": 1.0}, "must lie between 0 and 1, got 1; give a share such as 0.5"),
+        ({"truncation_head": -1}, "must be 0 or more, got -1"),
+        ({"truncation_head": 4.5}, "must be a whole number, got 4.5"),
         ({"rope": "post"}, "must be one of pre, delta, got 'post'"),
     ],
 )

@@ -17,7 +17,8 @@ LINKED = ("kernels", "tiers")
 
 # llvmlite is the part of numba that its intrinsics are written with.
 KERNEL_IMPORTS = {"llvmlite", "numba", "numpy", "torch", "triton"}
-TIER_IMPORTS = {"msgpack", "numba", "numpy", "xxhash", "zstandard"}
+# The clients of remote stores are optional and imported when a store is asked for.
+TIER_IMPORTS = {"mooncake", "msgpack", "numba", "numpy", "xxhash", "zstandard"}
 # SGLang brings prometheus_client, and transformers for calibration.
 PLUGIN_IMPORTS = KERNEL_IMPORTS | TIER_IMPORTS | {"prometheus_client", "transformers"}
 
@@ -31,6 +32,8 @@ SGLANG_MODULES = {
     "scheduler_hooks",
     "self_check",
     "taint",
+    "truncated_reuse",
+    "truncation_hooks",
     "weight_hooks",
     "wrapper",
 }

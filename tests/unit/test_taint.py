@@ -359,7 +359,7 @@ def test_how_a_request_asks_for_exact_kv(custom: Any, wanted: bool) -> None:
 
 @pytest.mark.parametrize(
     ("reused", "exact", "said"),
-    [(0, False, None), (1, False, "lossy"), (0, True, "exact"), (2, False, "lossy")],
+    [(0, False, None), (1, False, "lossy"), (0, True, "exact"), (2, False, "approximated")],
 )
 def test_the_report_says_so_when_it_matters(
     make: Make, reused: int, exact: bool, said: str | None
@@ -378,4 +378,9 @@ def test_the_report_says_so_when_it_matters(
 
 def test_the_worst_of_no_pages_is_exact() -> None:
     assert worst(np.empty(0, np.uint8)) == Quality.EXACT
-    assert [name_of(quality) for quality in (0, 1, 2)] == ["exact", "lossy", "lossy"]
+    assert [name_of(quality) for quality in (0, 1, 2, 9)] == [
+        "exact",
+        "lossy",
+        "approximated",
+        "approximated",
+    ]

@@ -42,7 +42,8 @@ class Owner(Protocol):
 
     on_drop: Callable[[bytes, int], None]
     on_moved: Callable[[bytes, int, RecoveredPages], None]
-    is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.bool_]]]
+    is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]]
+    num_needed: Callable[[int], int]
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ class DiskStats:
     """A snapshot; counts run since the tier was opened.
 
     Attributes:
-        mode: "direct" (O_DIRECT) or "buffered".
+        mode: "direct" (O_DIRECT) or "buffered"; "memory" for a tier in DRAM.
         bytes_written: all bytes given to the file system: records, headers, footers, salvage.
         bytes_read: bytes of records read by `read`.
         useful_bytes: payload bytes of records stored for the first time.

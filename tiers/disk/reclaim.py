@@ -1,7 +1,8 @@
 """Keeping the tier under its size bound: whole old segments go, their hot pages move.
 
-The victim is the sealed segment, of any namespace, whose last read or write is longest ago. Hot
-pages, as the owner says, move to their namespace's active segment first: at most a quarter of the
+The victim is the sealed segment, of any namespace, whose last read or write is longest ago; of the
+few oldest that with the fewest pages that the owner will read soon. Hot pages, as the owner says,
+move to their namespace's active segment first: at most a quarter of the
 victim, by size, and no more than that segment still has room for. Everything here runs on the
 writing thread under the write lock; readers are never waited for.
 """
@@ -9,6 +10,7 @@ writing thread under the write lock; readers are never waited for.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -30,6 +32,7 @@ SALVAGE_SHARE = 4
 """At most one in this many blocks of a victim is salvaged."""
 
 _SALVAGE_BYTES = 8 << 20
+_CHOICE = 4  # oldest segments among which the least needed goes
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
@@ -62,10 +65,9 @@ class Reclaimer:
         shortfall = self._shortfall(num_bytes)
         if self._droppable() < shortfall:
             return False
-        for victim in self._context.catalog.oldest_sealed():
-            if shortfall <= 0:
-                break
-            shortfall -= self.reclaim(victim)
+        victims = self._context.catalog.oldest_sealed()
+        while victims and shortfall > 0:
+            shortfall -= self.reclaim(victims.pop(self._least_needed(victims)))
         return shortfall <= 0
 
     def reclaim_oldest(self) -> bool:
@@ -118,6 +120,14 @@ class Reclaimer:
     def _droppable(self) -> int:
         return sum(segment.file_bytes for segment in self._context.catalog.oldest_sealed())
 
+    def _least_needed(self, victims: Sequence[Segment]) -> int:
+        """Index of the segment to drop among the oldest; the oldest of equal ones."""
+        num_needed = [
+            self._call(functools.partial(self._owner.num_needed, victim.segment_id), 0) or 0
+            for victim in victims[:_CHOICE]
+        ]
+        return num_needed.index(min(num_needed))
+
     def _seal_idle(self, digest: bytes) -> None:
         """Makes victims of active segments that have been idle for longest."""
         sealed = self._context.catalog.oldest_sealed()
@@ -151,7 +161,9 @@ class Reclaimer:
         hot = self._call(lambda: self._owner.is_hot(victim.namespace, pages.hashes), None)
         if hot is None or len(hot) != len(pages):
             return
-        rows = _that_fit(np.flatnonzero(hot), pages, active, limit)
+        heat = np.asarray(hot, np.int16)
+        hottest = np.argsort(-heat, kind="stable")[: np.count_nonzero(heat)]
+        rows = np.sort(_that_fit(hottest, pages, active, limit))
         at_once = max(1, _SALVAGE_BYTES // victim.slot_bytes)
         buffer = aligned_array(min(at_once, len(rows)) * victim.slot_bytes)
         slots = list(buffer.reshape(-1, victim.slot_bytes))

@@ -38,6 +38,7 @@ from sglang_ext.tiers.disk.folder import (
 )
 from sglang_ext.tiers.disk.reading import read_records
 from sglang_ext.tiers.disk.recovery import Recovered, SegmentState
+from sglang_ext.tiers.disk.throttle import default_io
 from sglang_ext.tiers.disk.workers import Workers
 from sglang_ext.tiers.disk.writing import Writer
 from sglang_ext.tiers.errors import TierConfigError
@@ -60,13 +61,17 @@ class DiskTier(Tier):
             location in it is about to become a miss.
         on_moved: called with (namespace digest, old segment id, pages) after hot pages were
             copied out of a segment and before its `on_drop`; `pages` says where they lie now.
-        is_hot: called with (namespace digest, hashes u8 [N, 32]); returns bool [N], the pages
-            worth salvaging from a segment about to be dropped.
+        is_hot: called with (namespace digest, hashes u8 [N, 32]); returns u8 or bool [N], above 0
+            for the pages worth salvaging from a segment about to be dropped, those with the
+            highest values first.
+        num_needed: called with a segment id; returns how many pages in it will be read soon. Of
+            the oldest segments the one with the fewest is dropped.
     """
 
     on_drop: Callable[[bytes, int], None]
     on_moved: Callable[[bytes, int, RecoveredPages], None]
-    is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.bool_]]]
+    is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]]
+    num_needed: Callable[[int], int]
 
     def __init__(
         self,
@@ -89,8 +94,9 @@ class DiskTier(Tier):
         self.on_drop = lambda digest, segment_id: None
         self.on_moved = lambda digest, segment_id, pages: None
         self.is_hot = lambda digest, hashes: np.zeros(len(hashes), np.bool_)
+        self.num_needed = lambda segment_id: 0
         self._config = config
-        self._io = io or FileIO()
+        self._io = io or default_io()
         self._lock = FolderLock(self._io, config.path)
         try:
             direct = self._choose_mode()

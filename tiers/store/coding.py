@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sglang_ext.tiers.base import BLOCK_BYTES, record_blocks
@@ -26,6 +26,13 @@ from sglang_ext.tiers.store.types import StoreCounters
 from sglang_ext.tiers.transcoder import PageTranscoder, coded_blocks, is_decoded
 
 logger = logging.getLogger(__name__)
+
+KeepRaw = Callable[[float], bool]
+"""Says whether pages should be stored raw, given coded over raw bytes of those coded lately."""
+
+# While pages are kept raw every so-manieth is coded, so that sizes and speeds stay known.
+_STILL_CODED = 32
+_SHARE_STEP = 0.1
 
 
 class DiskRecord(NamedTuple):
@@ -49,18 +56,30 @@ class PageEncoder:
         slot_bytes: int,
         batch_pages: int,
         counters: StoreCounters,
+        keep_raw: KeepRaw | None = None,
     ) -> None:
         self._transcoder = transcoder
         self._counters = counters
         # Aligned for O_DIRECT; committed as far as it is used.
         self._room = aligned_array(batch_pages * slot_bytes)
         self._has_warned = False
+        self._keep_raw = keep_raw
+        self._share: float | None = None  # coded over raw bytes, of what was coded lately
+        self._num_seen = 0
 
     def encode(self, slots: Sequence[ByteArray]) -> list[DiskRecord]:
         """Returns what to write for at most `batch_pages` slots."""
         records: list[DiskRecord] = []
-        used = num_coded = 0
+        used = num_coded = num_kept = 0
+        keeps_raw = (
+            self._keep_raw is not None and self._share is not None and self._keep_raw(self._share)
+        )
         for slot in slots:
+            self._num_seen += 1
+            if keeps_raw and self._num_seen % _STILL_CODED:
+                records.append(DiskRecord(_without_spare_blocks(slot), Quality.EXACT))
+                num_kept += 1
+                continue
             record = self._encode_one(slot, self._room[used:])
             if record is None:
                 records.append(DiskRecord(_without_spare_blocks(slot), Quality.EXACT))
@@ -68,9 +87,13 @@ class PageEncoder:
                 records.append(record)
                 used += record.data.size
                 num_coded += 1
+                share = record.data.size / _without_spare_blocks(slot).size
+                last = share if self._share is None else self._share
+                self._share = last + _SHARE_STEP * (share - last)
         self._counters.add("coded_pages", num_coded)
         self._counters.add("coded_bytes", used)
-        self._counters.add("uncoded_pages", len(slots) - num_coded)
+        self._counters.add("uncoded_pages", len(slots) - num_coded - num_kept)
+        self._counters.add("kept_raw_pages", num_kept)
         return records
 
     def _encode_one(self, slot: ByteArray, room: ByteArray) -> DiskRecord | None:
@@ -100,7 +123,7 @@ class PageDecoder:
         self._local = threading.local()
         self._has_warned = False
 
-    def decode(self, slot: ByteArray) -> int | None:
+    def decode(self, slot: ByteArray) -> tuple[int | None, int]:
         """Decodes the record that a slot holds, in place.
 
         Args:
@@ -108,24 +131,25 @@ class PageDecoder:
                 as a raw record, or as anything.
 
         Returns:
-            The page's quality; None when it cannot be had, which is a miss.
+            The page's quality, None when it cannot be had, which is a miss; and the raw bytes that
+            decoding made, 0 where the record was raw.
         """
         try:
             meta, payload_bytes = parse_header(slot)
             if meta.codec == RAW_CODEC:
-                return meta.quality
+                return meta.quality, 0
             if self._transcoder is None:
-                return None
+                return None, 0
             num_bytes = HEADER_BYTES + payload_bytes
             record = self._scratch()[:num_bytes]
             record[:] = slot[:num_bytes]
             if self._transcoder.decode(record, slot) and is_decoded(meta, slot):
-                return meta.quality
+                return meta.quality, parse_header(slot)[1]
         except Exception:
             if not self._has_warned:
                 self._has_warned = True
                 logger.exception("hier-kv: a page could not be decoded; it is computed again")
-        return None
+        return None, 0
 
     def _scratch(self) -> ByteArray:
         scratch: ByteArray | None = getattr(self._local, "scratch", None)

@@ -7,11 +7,10 @@ an underscore. Nothing here blocks on I/O, so the scheduler's thread may call it
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from sglang_ext.tiers.index import NO_SEGMENT, NO_SLOT
 from sglang_ext.tiers.quality import ANY, Qualities, Quality
-from sglang_ext.tiers.store.disk_book import DiskBook
+from sglang_ext.tiers.store.plan_book import PlanBook
 from sglang_ext.tiers.store.types import (
     FILLING,
     ON_DISK,
@@ -19,11 +18,10 @@ from sglang_ext.tiers.store.types import (
     READY,
     SPILLING,
     WRITE_DROPPED,
-    DiskCopies,
     Hashes,
     KeySpace,
     LoadTicket,
-    Plan,
+    PrefixSurvey,
     Rows,
     SaveTicket,
     Slots,
@@ -31,8 +29,8 @@ from sglang_ext.tiers.store.types import (
 )
 
 
-class Directory(DiskBook):
-    """Look-ups, saves, loads and promotions."""
+class Directory(PlanBook):
+    """Look-ups, saves and loads."""
 
     # ---- look-up ----
 
@@ -45,24 +43,27 @@ class Directory(DiskBook):
     def locate_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> TierCounts:
         """Where the leading pages that are stored anywhere, and no worse than a quality, lie."""
         with self.lock:
-            flags = self.index.flags[self._known_prefix(space, hashes, max_quality)]
+            return self._count_tiers(self._known_prefix(space, hashes, max_quality))
+
+    def survey(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> PrefixSurvey:
+        """The same page by page."""
+        with self.lock:
+            rows = self._known_prefix(space, hashes, max_quality)
+            flags = self.index.flags[rows]
+            num_blocks = self.index.num_blocks[rows]
         ready = (flags & READY) != 0
-        pending = ~ready & ((flags & FILLING) != 0)
-        return TierCounts(
-            host=int(ready.sum()),
-            disk=int((~ready & ~pending).sum()),
-            pending=int(pending.sum()),
-        )
+        num_blocks[(flags & ON_DISK) == 0] = 0
+        return PrefixSurvey(ready, ~ready & ((flags & FILLING) != 0), num_blocks)
 
-    def _known_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int) -> Rows:
-        rows = self.index.prefix_rows(hashes, space.number)
-        usable = (self.index.flags[rows] & (READY | ON_DISK | FILLING)) != 0
-        return self._good_prefix(leading(rows, usable), max_quality)
-
-    def _good_prefix(self, rows: Rows, max_quality: int) -> Rows:
-        if max_quality == ANY or not self.has_inexact:
-            return rows
-        return leading(rows, self.index.quality[rows] <= max_quality)
+    def states(self, space: KeySpace, hashes: Hashes) -> tuple[Qualities, Qualities]:
+        """Flags of pages in any order, 0 where one is not stored, and their quality; u8 `[N]`."""
+        with self.lock:
+            rows = self.index.lookup(hashes, space.number)
+            known = rows >= 0
+            flags, quality = np.zeros((2, len(rows)), np.uint8)
+            flags[known] = self.index.flags[rows[known]]
+            quality[known] = self.index.quality[rows[known]]
+        return flags & np.uint8(READY | ON_DISK | FILLING), quality
 
     # ---- saves ----
 
@@ -89,11 +90,12 @@ class Directory(DiskBook):
             path = np.concatenate([self.index.lookup(ancestors, space.number), rows])
             wanted = created | self._worse(rows, quality) if self.has_inexact else created
             pages = np.flatnonzero(wanted)
+            self.lineage.link(path)
             self._touch(path)  # before room is made: the path must not be pushed out by its child
-            slots = self._alloc(len(pages))
+            slots = self._alloc(len(pages), keep=self.num_reserved)
             num = len(slots)
             refused = pages[num:]
-            self.index.remove(rows[refused][created[refused]])
+            self._remove(rows[refused][created[refused]])
             dropped = int((rows < 0).sum()) + len(refused)
             pages = pages[:num]
             ticket = SaveTicket(
@@ -117,6 +119,7 @@ class Directory(DiskBook):
             self.arena.unpin(ticket.slots)
             if ok:
                 self._publish(rows)
+                self.num_publications += 1
                 rows = np.concatenate([rows, replaced])
                 self._touch(ticket.path)
                 if self.has_disk and self.write_policy == "write_through":
@@ -175,18 +178,52 @@ class Directory(DiskBook):
             rows = self.index.prefix_rows(hashes, space.number, READY)
             if len(self._good_prefix(rows, max_quality)) < len(hashes):
                 return None
-            quality = self.index.quality[rows]
-            slots = self.index.host_slot[rows].copy()
-            self.arena.pin(slots)
-            self._touch(rows)
-            self._clock += 1
-            self.index.note_hits(rows, self._clock)
-            if self.has_disk and self.write_policy == "selective":
-                self._queue_spill(space, rows)
-        self.counters.add("loaded_pages", len(rows))
-        self.counters.add("loaded_lossy_pages", int((quality > Quality.EXACT).sum()))
-        self.events.pages("loaded", hashes)
+            ticket = self._pin(rows)
+            self._use(space, rows)
+        self._count_load(ticket, hashes)
+        return ticket
+
+    def pin_leading(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> LoadTicket:
+        """Pins the leading pages that are ready in DRAM and good enough, as many as there are.
+
+        They are kept for a load that may come (`begin_load`); nothing is counted as loaded yet.
+        """
+        with self.lock:
+            rows = self.index.prefix_rows(hashes, space.number, READY)
+            return self._pin(self._good_prefix(rows, max_quality))
+
+    def begin_load(self, space: KeySpace, ticket: LoadTicket, hashes: Hashes) -> None:
+        """Counts pages of `pin_leading` as loaded, by whoever takes their pins over. Cannot fail.
+
+        Args:
+            space: where the pages belong.
+            ticket: the pages. One that was forgotten or replaced since is loaded from its pinned
+                slot all the same.
+            hashes: u8 `[n, 32]`, for the log.
+        """
+        with self.lock:
+            same = self.index.is_live(ticket.rows)
+            same &= self.index.host_slot[ticket.rows] == ticket.slots
+            self._use(space, ticket.rows[same])
+        self._count_load(ticket, hashes)
+
+    def _pin(self, rows: Rows) -> LoadTicket:
+        quality = self.index.quality[rows]
+        slots = self.index.host_slot[rows].copy()
+        self.arena.pin(slots)
         return LoadTicket(rows, slots, quality)
+
+    def _use(self, space: KeySpace, rows: Rows) -> None:
+        self._touch(rows)
+        self._clock += 1
+        self.index.note_hits(rows, self._clock)
+        if self.has_disk and self.write_policy == "selective":
+            self._queue_spill(space, rows)
+
+    def _count_load(self, ticket: LoadTicket, hashes: Hashes) -> None:
+        self.counters.add("loaded_pages", len(ticket.rows))
+        self.counters.add("loaded_lossy_pages", int((ticket.quality > Quality.EXACT).sum()))
+        self.events.pages("loaded", hashes)
 
     def drop_damaged(self, rows: Rows, slots: Slots) -> None:
         """Forgets pages whose bytes in DRAM went bad, and their copies on disk, made of the same.
@@ -204,115 +241,23 @@ class Directory(DiskBook):
         if hashes is not None:
             self.events.pages("lost", hashes)
 
+    def pin_present(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, Slots]:
+        """Pins those of some pages that are ready in DRAM; for who sends them away.
+
+        No use of theirs: neither their age nor their hits change. `release` gives the pins back.
+        """
+        with self.lock:
+            rows = self.index.lookup(hashes, space.number)
+            ready = rows >= 0
+            ready[ready] = (self.index.flags[rows[ready]] & READY) != 0
+            slots = self.index.host_slot[rows[ready]].copy()
+            self.arena.pin(slots)
+        return hashes[ready], slots
+
     def release(self, slots: Slots) -> None:
         """Gives pins back."""
         with self.lock:
             self.arena.unpin(slots)
-
-    # ---- promotions ----
-
-    def begin_plan(
-        self, space: KeySpace, hashes: Hashes, max_quality: int = ANY
-    ) -> tuple[Plan | None, Rows, Slots]:
-        """Pins the leading stored pages for a waiting request and takes slots for those on disk.
-
-        All plans together pin at most `max_planned_pages`, so that saves and loads can go on.
-
-        Args:
-            space: where the pages belong.
-            hashes: u8 `[N, 32]`.
-            max_quality: no page from the first worse one on.
-
-        Returns:
-            The plan (None when no page is stored), and the rows and slots to read from disk. The
-            plan is `starved` when there was no room to begin.
-        """
-        with self.lock:
-            known = self._known_prefix(space, hashes, max_quality)
-            rows = known[: max(0, self.max_planned_pages - self.num_planned_pages)]
-            flags = self.index.flags[rows]
-            # Pins first: making room for what comes must not push out what is there.
-            held = rows[(flags & (READY | FILLING)) != 0]
-            held_slots = self.index.host_slot[held].copy()
-            self.arena.pin(held_slots)
-            missing = np.flatnonzero((flags & (READY | FILLING)) == 0)
-            slots = self._alloc(len(missing))
-            if len(slots) < len(missing):
-                rows, missing = rows[: missing[len(slots)]], missing[: len(slots)]
-            to_read = rows[missing]
-            self._begin_filling(to_read, slots)
-            self.arena.pin(slots)  # the plan's own pin beside the reader's
-            pending = rows[(self.index.flags[rows] & READY) == 0]
-            plan = Plan(rows, remaining=len(pending), starved=len(known) > 0 and len(rows) == 0)
-            plan.slots = np.concatenate([held_slots, slots])
-            self.num_planned_pages += len(plan.slots)
-            for row in pending.tolist():
-                self._waiters.setdefault(row, []).append(plan)
-            if len(to_read):
-                self.num_in_flight += 1
-            self._touch(rows)
-        self.counters.add("plans_short", int(len(rows) < len(known)))
-        return (plan if len(known) else None), to_read, slots
-
-    def finish_promotion(
-        self,
-        plan: Plan,
-        rows: Rows,
-        slots: Slots,
-        ok: npt.NDArray[np.bool_],
-        quality: npt.NDArray[np.uint8],
-    ) -> None:
-        """Publishes pages that were read and verified; forgets the others.
-
-        Args:
-            plan: the plan for which they were read.
-            rows: i64 `[n]`.
-            slots: i32 `[n]`, as `begin_plan` gave them.
-            ok: bool `[n]`, which of them were read and are right.
-            quality: u8 `[n]`, what the records said of those.
-        """
-        with self.lock:
-            filling = self._still_filling(rows, slots)
-            self.arena.unpin(slots)
-            good, bad = rows[ok & filling], rows[~ok & filling]
-            self.index.quality[good] = self.index.disk_quality[good] = quality[ok & filling]
-            self.has_inexact |= bool(quality[ok].any())
-            self._publish(good)
-            self._touch(plan.rows)
-            hashes, lost = self._log_keys(good), self._log_keys(bad)
-            self._forget(bad)
-            self._settle(rows[ok], failed=False)
-            self._settle(rows[~ok], failed=True)
-        self.counters.add("promoted_pages", len(good))
-        if hashes is not None:
-            self.events.pages("promoted", hashes)
-        if lost is not None:
-            self.events.pages("lost", lost)
-
-    def end_promotion(self) -> None:
-        """Says that the last batch of a plan's reads is finished."""
-        with self.lock:
-            self._end_in_flight()
-
-    def cancel_plan(self, plan: Plan) -> None:
-        """Gives a plan's pins back; reads under way go on and their pages stay useful."""
-        with self.lock:
-            if not plan.cancelled:
-                plan.cancelled = True
-                self.num_planned_pages -= len(plan.slots)
-                self.arena.unpin(plan.slots)
-
-    def locations(self, rows: Rows) -> tuple[Hashes, DiskCopies]:
-        """Page hashes of rows that are being promoted, and where their records lie."""
-        with self.lock:
-            index = self.index
-            hashes, _ = index.keys(rows)
-            return hashes, DiskCopies(
-                index.segment[rows],
-                index.block[rows],
-                index.num_blocks[rows],
-                index.disk_quality[rows],
-            )
 
     # ---- everything ----
 
@@ -325,15 +270,10 @@ class Directory(DiskBook):
                 rows = self.index.rows_of_namespace(number)
                 slots = self.index.host_slot[rows]
                 self.arena.free(slots[slots != NO_SLOT])
-                total += self.index.remove(rows)
+                total += self._remove(rows)
             return total
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no save or promotion is in flight; False when it takes longer."""
         with self.lock:
             return self.idle.wait_for(lambda: self.num_in_flight == 0, timeout_s)
-
-
-def leading(rows: Rows, usable: npt.NDArray[np.bool_]) -> Rows:
-    """The rows before the first that is not usable."""
-    return rows if usable.all() else rows[: int(np.argmin(usable))]

@@ -64,19 +64,38 @@ class DiskBook(PageTable):
             # Not written a second time, which could go round for ever, so they may leave DRAM.
             self.index.flags[rows[in_dram]] |= WRITE_DROPPED
             lost, kept = self._log_keys(rows[~in_dram]), self._log_keys(rows[in_dram])
-            self.index.remove(rows[~in_dram])
+            self._remove(rows[~in_dram])
         self.counters.add("disk_reclaimed_pages", len(rows))
         if lost is not None and kept is not None:
             self.events.pages("lost", lost)
             self.events.pages("reclaimed", kept)
 
-    def used_since(self, space: KeySpace, hashes: Hashes, clock: int) -> npt.NDArray[np.bool_]:
-        """Which pages were loaded after a point of the logical clock."""
+    def heat(self, space: KeySpace, hashes: Hashes, clock: int) -> npt.NDArray[np.uint8]:
+        """What pages are worth: 2 where a waiting request needs one, 1 where one was loaded.
+
+        Args:
+            space: where they belong.
+            hashes: u8 `[N, 32]`.
+            clock: loads before this point of the logical clock do not count.
+        """
         with self.lock:
             rows = self.index.lookup(hashes, space.number)
-            known = rows >= 0
-            known[known] = self.index.stamp[rows[known]] > max(clock, 0)
-            return known
+            heat = np.zeros(len(rows), np.uint8)
+            known = np.flatnonzero(rows >= 0)
+            rows = rows[known]
+            heat[known] = self.index.stamp[rows] > max(clock, 0)
+            if self.policy is not None:
+                heat[known[self.policy.wanted(rows)]] = 2
+            return heat
+
+    def num_needed(self, segment: int) -> int:
+        """Pages in a disk segment that waiting requests need and DRAM does not have (linear)."""
+        if self.policy is None:
+            return 0
+        with self.lock:
+            rows = self.index.rows_of_segment(segment)
+            rows = rows[(self.index.flags[rows] & READY) == 0]
+            return int(self.policy.wanted(rows).sum())
 
     @property
     def clock(self) -> int:

@@ -11,9 +11,9 @@ file is true even when the process was killed right after it.
     {"t": ..., "e": "reclaimed", ...}            left the disk with their segment, stay in DRAM
     {"t": ..., "e": "lost", ...}                             left the last tier that held them
     {"t": ..., "e": "rejected", "kind": "bad_checksum", ...} read from disk and refused
-    {"t": ..., "e": "enqueued", "rid": r, "device": n, "host": m, "pages": [...]}
-        A request entered the queue: n of its pages were on the device, the next m (of `pages`) in
-        DRAM or on their way there, the others on disk.
+    {"t": ..., "e": "enqueued", "rid": r, "device": n, "pages": [...], "on_disk": [i, ...]}
+        A request entered the queue: n of its pages were on the device, the next ones (`pages`) in
+        DRAM or on their way there, but for those of some indices, which were on disk.
     {"t": ..., "e": "admitted", "rid": r, "position": p, "pages": [...]}
         Its pages from token p on are loaded from DRAM.
     {"t": ..., "e": "restored", "pages": [...]}

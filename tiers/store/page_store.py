@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import RecoveredPages, Tier
-from sglang_ext.tiers.disk import DiskTier
+from sglang_ext.tiers.disk.context import Owner
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
+from sglang_ext.tiers.policy.cost_model import DiskQueue
 from sglang_ext.tiers.quality import ANY, Qualities
+from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.store.coding import KeepRaw
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
+from sglang_ext.tiers.store.jitter import add_jitter, max_jitter_s
+from sglang_ext.tiers.store.lookahead import LookAhead
 from sglang_ext.tiers.store.promoter import Promoter
+from sglang_ext.tiers.store.read_meter import OnMeasured, ReadMeter
+from sglang_ext.tiers.store.remote_pages import RemotePages
 from sglang_ext.tiers.store.spiller import Spiller
 from sglang_ext.tiers.store.types import (
     Hashes,
     KeySpace,
     LoadTicket,
     Plan,
+    PrefixSurvey,
     Rows,
     SaveTicket,
     Slots,
@@ -33,6 +42,11 @@ from sglang_ext.tiers.store.types import (
 from sglang_ext.tiers.transcoder import PageTranscoder
 
 NO_LORA = b""
+# Operations that a debug setting delays: each begins or ends a save, a load or a promotion.
+_DELAYED = (
+    "begin_save", "finish_save", "begin_plan", "finish_promotion", "pin_ready", "pin_leading",
+    "begin_load", "release", "finish_spill",
+)  # fmt: skip
 # Share of DRAM that write-back keeps free or clean.
 _LOW_WATER_SHARE = 0.125
 
@@ -44,10 +58,15 @@ class StoreConfig:
     Attributes:
         write_policy: `write_through`, `selective` or `write_back`.
         event_log: file for the event log; empty for none.
+        placement: what the policy that chooses what leaves is to do; None for the least recent
+            page, and no look-ahead.
+        remote_policy: which pages go to the remote store: `all` or `second_hit`.
     """
 
     write_policy: str = "write_through"
     event_log: str = ""
+    placement: PolicyConfig | None = None
+    remote_policy: str = "all"
 
 
 class PageStore:
@@ -59,6 +78,7 @@ class PageStore:
         arena: the slots; a page's bytes are written and read through it by whoever holds a ticket.
         counters: counts since start.
         events: the store's own log.
+        lookahead: tells the placement policy what waits; None without one.
     """
 
     def __init__(
@@ -68,6 +88,9 @@ class PageStore:
         disk: Tier | None,
         config: StoreConfig,
         transcoder: PageTranscoder | None = None,
+        on_read: OnMeasured | None = None,
+        keep_raw: KeepRaw | None = None,
+        remote: RemoteStore | None = None,
     ) -> None:
         """Starts the store's threads.
 
@@ -79,6 +102,9 @@ class PageStore:
             config: the settings.
             transcoder: codes pages for the disk; None stores them as they are, and treats records
                 that are coded as misses.
+            on_read: takes measurements of the disk's speed; see `ReadMeter`.
+            keep_raw: says when the transcoder is not worth its time; None: it always is.
+            remote: a store that other servers share; None for none. Closed with this one.
         """
         self.arena = arena
         self.counters = StoreCounters()
@@ -91,6 +117,10 @@ class PageStore:
         self._closed = False
         self._transcoder = transcoder
         self._packed = transcoder is not None and transcoder.encodes
+        policy: PlacementPolicy | None = None
+        if config.placement is not None:
+            placement = replace(config.placement, capacity_pages=arena.num_slots)
+            policy = PlacementPolicy(index.capacity, placement)
         self._directory = Directory(
             arena,
             index,
@@ -98,11 +128,17 @@ class PageStore:
             write_policy=config.write_policy,
             counters=self.counters,
             events=self.events,
+            policy=policy,
         )
+        self.lookahead = LookAhead(self._directory, policy) if policy is not None else None
         if transcoder is not None and transcoder.encodes:
             self._directory.disk_floor = transcoder.quality
+        self._remote: RemotePages | None = None
+        if remote is not None:
+            self._remote = RemotePages(self._directory, remote, config.remote_policy)
         self._spiller: Spiller | None = None
         self._promoter: Promoter | None = None
+        self._read_meter = ReadMeter(on_read)
         if disk is not None:
             low_water = max(1, int(arena.num_slots * _LOW_WATER_SHARE))
             self._spiller = Spiller(
@@ -111,8 +147,11 @@ class PageStore:
                 self._space_of,
                 low_water_pages=low_water,
                 transcoder=transcoder,
+                keep_raw=keep_raw,
             )
-            self._promoter = Promoter(self._directory, disk, transcoder)
+            self._promoter = Promoter(self._directory, disk, transcoder, self._read_meter)
+        if max_jitter_s():
+            add_jitter(self._directory, _DELAYED, max_jitter_s())
 
     # ---- key spaces ----
 
@@ -175,6 +214,18 @@ class PageStore:
         """In which tiers the leading pages that are stored and good enough lie."""
         return self._directory.locate_prefix(space, hashes, max_quality)
 
+    def survey(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> PrefixSurvey:
+        """The same page by page."""
+        return self._directory.survey(space, hashes, max_quality)
+
+    def disk_queue(self) -> DiskQueue:
+        """What the disk has to read now. O(1)."""
+        return self._read_meter.queue()
+
+    def page_states(self, space: KeySpace, hashes: Hashes) -> tuple[Qualities, Qualities]:
+        """Where pages lie that need be no prefix. See `Directory.states`."""
+        return self._directory.states(space, hashes)
+
     def begin_save(
         self,
         space: KeySpace,
@@ -188,12 +239,25 @@ class PageStore:
     def finish_save(self, ticket: SaveTicket, *, ok: bool) -> None:
         """Publishes the pages of a ticket, or forgets them when `ok` is false."""
         self._directory.finish_save(ticket, ok=ok)
+        if self._remote is not None and ok:
+            self._remote.saved(ticket.space, ticket.hashes)
 
     def pin_ready(
         self, space: KeySpace, hashes: Hashes, max_quality: int = ANY
     ) -> LoadTicket | None:
         """Pins pages for a load, all of them or none (None)."""
-        return self._directory.pin_ready(space, hashes, max_quality)
+        ticket = self._directory.pin_ready(space, hashes, max_quality)
+        if self._remote is not None and ticket is not None:
+            self._remote.loaded(space, hashes)
+        return ticket
+
+    def pin_leading(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> LoadTicket:
+        """Pins the leading pages that are ready, as many as there are, for a load that may come."""
+        return self._directory.pin_leading(space, hashes, max_quality)
+
+    def begin_load(self, space: KeySpace, ticket: LoadTicket, hashes: Hashes) -> None:
+        """Counts pages of `pin_leading` as loaded, by whoever takes their pins over."""
+        self._directory.begin_load(space, ticket, hashes)
 
     def drop_damaged(self, ticket: LoadTicket, damaged: Rows) -> None:
         """Forgets pages of a ticket, by index, that are in DRAM but prove to be no pages."""
@@ -203,23 +267,54 @@ class PageStore:
         """Gives the pins of a load back."""
         self._directory.release(slots)
 
-    def plan(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> Plan | None:
+    def plan(
+        self, space: KeySpace, hashes: Hashes, max_quality: int = ANY, priority: int = 0
+    ) -> Plan | None:
         """Keeps a waiting request's pages in DRAM and begins to bring those on disk.
+
+        Args:
+            space: where the pages belong.
+            hashes: u8 `[N, 32]`.
+            max_quality: no page from the first worse one on.
+            priority: see `Plan`; may be changed there while the plan lasts.
 
         Returns:
             A plan to poll and, in the end, to cancel; None when no page is stored.
         """
         if self._promoter is None:
-            return self._directory.begin_plan(space, hashes, max_quality)[0]
-        return self._promoter.start(space, hashes, max_quality)
+            plan = self._directory.begin_plan(space, hashes, max_quality)[0]
+        else:
+            plan = self._promoter.start(space, hashes, max_quality, priority)
+        if self._remote is not None:
+            plan = self._remote.extend(plan, space, hashes, max_quality)
+        return plan
 
-    def has_plan_room(self) -> bool:
-        """Whether a starved plan is worth trying again."""
-        return self._directory.num_planned_pages < self._directory.max_planned_pages
+    @property
+    def has_remote(self) -> bool:
+        """Whether pages that are nowhere here may lie in a remote store."""
+        return self._remote is not None
 
     def cancel_plan(self, plan: Plan) -> None:
-        """Gives a plan's pins back; safe to call twice."""
-        self._directory.cancel_plan(plan)
+        """Gives a plan's pins back, and up what it has not begun to read; safe to call twice."""
+        if self._promoter is None:
+            self._directory.cancel_plan(plan)
+        else:
+            self._promoter.cancel(plan)
+
+    @property
+    def max_planned_pages(self) -> int:
+        """Pages that all plans together may pin."""
+        return self._directory.max_planned_pages
+
+    @property
+    def num_wanted_evicted(self) -> int:
+        """Pages so far that left DRAM although a waiting request needs them."""
+        return self._directory.num_wanted_evicted
+
+    @property
+    def num_publications(self) -> int:
+        """Saves so far that made pages known."""
+        return self._directory.num_publications
 
     # ---- lifecycle ----
 
@@ -252,12 +347,16 @@ class PageStore:
         if self._closed:
             return
         self._closed = True
+        if self._remote is not None:
+            self._remote.close()
         if self._transcoder is not None:
             self._transcoder.close()
         if self._promoter is not None:
             self._promoter.close()
         if self._spiller is not None:
-            left = self._spiller.flush(time.monotonic() + timeout_s)
+            # What would be gone with the process is not worth the time.
+            lasts = self._disk is not None and self._disk.persistent
+            left = self._spiller.flush(time.monotonic() + (timeout_s if lasts else 0.0))
             self.counters.add("shutdown_lost_pages", left)
             self._spiller.close()
         if self._disk is not None:
@@ -270,24 +369,37 @@ class PageStore:
         stats = self.counters.snapshot()
         stats["host_pages"] = self.arena.num_used
         stats["host_capacity_pages"] = self.arena.num_slots
+        if self.lookahead is not None:
+            stats["waiting_requests"] = self.lookahead.num_waiting
+            stats["window_requests"] = self.lookahead.num_in_window
+        stats["planned_pages"] = self._directory.num_planned_pages
         stats["spill_queue_pages"] = sum(len(e.rows) for e in tuple(self._directory.spill_queue))
         return stats
+
+    def remote_stats(self) -> dict[str, int] | None:
+        """Counts of the remote store; None without one."""
+        return None if self._remote is None else self._remote.stats()
 
     def check(self) -> None:
         """Verifies index against arena (linear; for tests)."""
         self._directory.check()
 
-    def connect(self, disk: DiskTier) -> None:
+    @property
+    def keeps_records_in_dram(self) -> bool:
+        """Whether what lies below the slots is coded DRAM, and no disk."""
+        return self._disk is not None and not self._disk.persistent
+
+    def connect(self, disk: Owner) -> None:
         """Lets the disk tier tell the store what reclaiming a segment does to its pages."""
         directory = self._directory
         # Pages used since the last reclaim are worth carrying over to a younger segment.
         since = [0]
 
-        def is_hot(digest: bytes, hashes: Hashes) -> npt.NDArray[np.bool_]:
-            used = np.zeros(len(hashes), np.bool_)
+        def is_hot(digest: bytes, hashes: Hashes) -> npt.NDArray[np.uint8]:
+            heat = np.zeros(len(hashes), np.uint8)
             for space in self._spaces_with(digest):
-                used |= directory.used_since(space, hashes, since[0])
-            return used
+                heat = np.maximum(heat, directory.heat(space, hashes, since[0]))
+            return heat
 
         def on_moved(digest: bytes, segment: int, pages: RecoveredPages) -> None:
             for space in self._spaces_with(digest):
@@ -300,6 +412,7 @@ class PageStore:
             directory.drop_segment(segment)
 
         disk.is_hot, disk.on_moved, disk.on_drop = is_hot, on_moved, on_drop
+        disk.num_needed = directory.num_needed
 
     def _spaces_with(self, digest: bytes) -> list[KeySpace]:
         with self._spaces_lock:

@@ -13,6 +13,7 @@ never better than that in DRAM.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 
 import numpy as np
@@ -21,8 +22,10 @@ import numpy.typing as npt
 from sglang_ext.tiers.base import RecoveredPages
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import NO_SLOT, PageIndex
+from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.quality import Qualities, Quality
 from sglang_ext.tiers.store.events import EventLog
+from sglang_ext.tiers.store.lineage import Lineage
 from sglang_ext.tiers.store.types import (
     FILLING,
     ON_DISK,
@@ -42,8 +45,12 @@ from sglang_ext.tiers.store.types import (
 
 # Rows of the LRU tail that one eviction looks at, so that it stays short when none can leave.
 _MAX_EVICTION_SCAN = 4096
+# Candidates for each page to evict: by age alone, where some cannot leave, and for the policy.
+_SCAN_BY_AGE, _SCAN_FOR_POLICY = 4, 16
 # Share of DRAM that may be pinned for waiting requests; the rest stays free to move.
 _PLAN_SHARE = 0.5
+# Share of DRAM that saves leave free for promotions, where a policy looks ahead.
+_RESERVE_SHARE = 1 / 32
 
 
 class PageTable:
@@ -58,12 +65,19 @@ class PageTable:
         write_policy: str,
         counters: StoreCounters,
         events: EventLog,
+        policy: PlacementPolicy | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.spill_ready = threading.Condition(self.lock)
         self.arena = arena
         self.index = index
         self.has_disk = has_disk
+        self.lineage = Lineage(index.capacity)  # guarded by lock
+        # What leaves DRAM; None for the least recent page. Guarded by lock.
+        self.policy = policy
+        looks_ahead = has_disk and policy is not None
+        # Slots that saves leave free, so that a promotion never waits for room.
+        self.num_reserved = int(arena.num_slots * _RESERVE_SHARE) if looks_ahead else 0
         self.write_policy = write_policy
         self.counters = counters
         self.events = events
@@ -75,7 +89,10 @@ class PageTable:
         # The best that the disk tier keeps: what its codec makes of an exact page.
         self.disk_floor = int(Quality.EXACT)
         self.max_planned_pages = max(1, int(arena.num_slots * _PLAN_SHARE))
-        self.num_planned_pages = 0  # pins of all plans; guarded by lock
+        self.num_planned_pages = 0  # slots that plans pin; guarded by lock
+        self._plan_pins = np.zeros(arena.num_slots, np.int32)  # plans by slot; guarded by lock
+        self.num_wanted_evicted = 0  # pages that left DRAM although wanted; guarded by lock
+        self.num_publications = 0  # saves that made pages known; guarded by lock
         self._waiters: dict[int, list[Plan]] = {}  # row -> plans that wait for it
         self._clock = 0
 
@@ -110,19 +127,15 @@ class PageTable:
         self.index.num_blocks[rows] = copies.num_blocks
         self.index.disk_quality[rows] = copies.quality
 
-    def _alloc(self, count: int) -> Slots:
-        slots = self.arena.alloc(count)
-        if len(slots) < count:
-            self._evict(count - len(slots))
-            slots = np.concatenate([slots, self.arena.alloc(count - len(slots))])
-        return slots
+    def _alloc(self, count: int, keep: int = 0) -> Slots:
+        """Takes up to `count` slots, and makes room for them, so that `keep` others stay free."""
+        short = count + keep - self.arena.num_free
+        if short > 0:
+            self._evict(short)
+        return self.arena.alloc(min(count, max(0, self.arena.num_free - keep)))
 
     def _evict(self, count: int) -> None:
-        scan = min(max(4 * count, 64), _MAX_EVICTION_SCAN)
-        rows = self.index.lru_tail(scan, FILLING | SPILLING | QUEUED)
-        if self.has_disk and self.write_policy != "selective":
-            rows = rows[(self.index.flags[rows] & (ON_DISK | WRITE_DROPPED)) != 0]
-        rows = rows[~self.arena.pinned(self.index.host_slot[rows])][:count]
+        rows = self._victims(count)
         on_disk = (self.index.flags[rows] & ON_DISK) != 0
         evicted, lost = self._log_keys(rows), self._log_keys(rows[~on_disk])
         self.arena.free(self.index.host_slot[rows])
@@ -131,12 +144,46 @@ class PageTable:
         self.index.host_slot[kept] = NO_SLOT
         self.index.quality[kept] = self.index.disk_quality[kept]
         self.index.flags[kept] &= np.uint8(0xFF ^ READY)
-        self.index.remove(rows[~on_disk])
+        self._remove(rows[~on_disk])
         self.counters.add("evicted_pages", len(rows))
         self.counters.add("lost_pages", int((~on_disk).sum()))
         if evicted is not None and lost is not None:
             self.events.pages("evicted", evicted)
             self.events.pages("lost", lost)
+
+    def _victims(self, count: int) -> Rows:
+        """Up to `count` pages to evict, in the order in which they leave."""
+        if self.policy is None:
+            return self.lineage.children_first(self._evictable(_SCAN_BY_AGE * count), count)
+        rows = self._evictable(_SCAN_FOR_POLICY * count)
+        wanted = self.policy.wanted(rows)
+        if len(rows) - int(wanted.sum()) < count:
+            # Looked for further up; those met here get out of the way of the next look. Children
+            # come first in the list, so parents stay the younger ones.
+            self.index.lru_touch(rows[wanted])
+            rows = self._evictable(_MAX_EVICTION_SCAN)
+        leaving = self.policy.victims(rows, len(rows), time.monotonic())
+        victims = self.lineage.children_first(leaving, count)
+        num_wanted = int(self.policy.wanted(victims).sum())
+        self.num_wanted_evicted += num_wanted
+        self.counters.add("evicted_wanted_pages", num_wanted)
+        return victims
+
+    def _evictable(self, scan: int) -> Rows:
+        """Those of the least recent pages that may leave DRAM now, coldest first."""
+        scan = min(max(scan, 64), _MAX_EVICTION_SCAN)
+        rows = self.index.lru_tail(scan, FILLING | SPILLING | QUEUED)
+        if self.has_disk and self.write_policy != "selective":
+            rows = rows[(self.index.flags[rows] & (ON_DISK | WRITE_DROPPED)) != 0]
+        return rows[~self.arena.pinned(self.index.host_slot[rows])]
+
+    def _remove(self, rows: Rows) -> int:
+        """Forgets pages; the policy is told, as the numbers of their rows are used again."""
+        live = rows[self.index.is_live(rows)]
+        self.lineage.forget(live)
+        if self.policy is not None:
+            self.policy.forget(live)
+        return self.index.remove(rows)
 
     def _worse(self, rows: Rows, quality: Qualities) -> npt.NDArray[np.bool_]:
         """Which of the known pages are stored worse than this."""
@@ -162,7 +209,7 @@ class PageTable:
     def _forget(self, rows: Rows) -> None:
         """Removes pages whose slot never became ready; a copy on disk proved unreadable."""
         self.arena.free(self.index.host_slot[rows])
-        self.index.remove(rows)
+        self._remove(rows)
 
     def _settle(self, rows: Rows, *, failed: bool) -> None:
         for row in rows.tolist():
@@ -171,7 +218,10 @@ class PageTable:
                 plan.failed |= failed
 
     def _touch(self, rows: Rows) -> None:
+        """Makes a run of a path the most recent, and what leads to it more recent still."""
         self.index.lru_touch(rows[::-1])
+        if len(rows) and rows[0] >= 0:
+            self.index.lru_touch(self.lineage.above(int(rows[0])))
 
     def _queue_spill(self, space: KeySpace, rows: Rows) -> None:
         flags = self.index.flags[rows]

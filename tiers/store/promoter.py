@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+import time
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.base import Location, ReadRequest, Tier
+from sglang_ext.tiers.base import BLOCK_BYTES, Location, ReadRequest, Tier
 from sglang_ext.tiers.quality import ANY, Qualities
 from sglang_ext.tiers.record import VerifyResult
 from sglang_ext.tiers.store.coding import PageDecoder
 from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.read_meter import ReadMeter
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan, Rows, Slots
 from sglang_ext.tiers.transcoder import PageTranscoder
 
@@ -27,10 +29,14 @@ Mask = npt.NDArray[np.bool_]
 
 
 class _Read:
-    """One piece of a plan's reads; `last` ends the plan's part in what is in flight."""
+    """One piece of a plan's reads; the last to end ends the plan's part in what is in flight."""
+
+    num_bytes = 0  # to be read from disk
+    read_s = decode_s = 0.0  # seconds of the thread
+    decode_bytes = 0
 
     def __init__(self, plan: Plan, space: KeySpace, rows: Rows, slots: Slots, left: list[int]):
-        self.plan = plan
+        self.plan = plan  # for which it is read; another one's when the first gave it up
         self.space = space
         self.rows = rows
         self.slots = slots
@@ -40,22 +46,29 @@ class _Read:
 class Promoter:
     """Reads plans' pages, page order first, and verifies every byte before it is published.
 
-    A coded record is decoded on the thread that read it, after its checksum, its key and its
-    namespace were verified; it is read into its slot, so it needs no more memory than a raw one.
+    The plan whose request comes first in the queue is read first, whatever was asked for before: a
+    piece is chosen when a thread is free for it. A coded record is decoded on the thread that read
+    it, after its checksum, its key and its namespace were verified; it is read into its slot, so it
+    needs no more memory than a raw one.
 
-    The queue is bounded by the arena: a piece in it owns slots.
+    What waits to be read is bounded by the arena: a piece owns slots.
     """
 
     def __init__(
-        self, directory: Directory, disk: Tier, transcoder: PageTranscoder | None = None
+        self,
+        directory: Directory,
+        disk: Tier,
+        transcoder: PageTranscoder | None = None,
+        meter: ReadMeter | None = None,
     ) -> None:
         self._directory = directory
         self._disk = disk
         self._decoder = PageDecoder(transcoder, directory.arena.slot_bytes)
-        self._queue: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
+        self._meter = meter or ReadMeter()
         self._piece_pages = max(1, _READ_BYTES // directory.arena.slot_bytes)
-        self._left_lock = threading.Lock()
-        self._closing = threading.Event()
+        self._lock = threading.Condition()
+        self._reads: dict[Plan, deque[_Read]] = {}  # not begun, by plan, oldest first; guarded
+        self._closing = False  # guarded by _lock
         self._threads = [
             threading.Thread(target=self._run, name=f"hier-kv-promote-{index}", daemon=True)
             for index in range(_NUM_THREADS)
@@ -63,52 +76,108 @@ class Promoter:
         for thread in self._threads:
             thread.start()
 
-    def start(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> Plan | None:
+    def start(
+        self, space: KeySpace, hashes: Hashes, max_quality: int = ANY, priority: int = 0
+    ) -> Plan | None:
         """Begins to bring the leading stored pages of a prefix to DRAM.
 
         Args:
             space: where the pages belong.
             hashes: u8 `[N, 32]`.
             max_quality: no page from the first worse one on.
+            priority: see `Plan`; equal ones are read in the order of these calls.
 
         Returns:
             A plan to poll, or None when no page is stored. Does not block.
         """
         plan, rows, slots = self._directory.begin_plan(space, hashes, max_quality)
-        if plan is None or not len(rows):
+        if plan is None:
+            return None
+        plan.priority = priority
+        if not len(rows):
             return plan
         starts = range(0, len(rows), self._piece_pages)
         left = [len(starts)]
-        for start in starts:
-            end = start + self._piece_pages
-            self._queue.put(_Read(plan, space, rows[start:end], slots[start:end], left))
+        ends = [start + self._piece_pages for start in starts]
+        reads = [
+            _Read(plan, space, rows[start:end], slots[start:end], left)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        for read in reads:
+            read.num_bytes = self._record_bytes(read.rows)
+            self._meter.queued(read.num_bytes)
+        with self._lock:
+            self._reads[plan] = deque(reads)
+            self._lock.notify(len(reads))
         return plan
+
+    def cancel(self, plan: Plan) -> None:
+        """Gives a plan's pins back, and up those of its reads that nobody else waits for.
+
+        A read that has begun goes on, and its pages stay useful.
+        """
+        self._directory.cancel_plan(plan)
+        with self._lock:
+            reads = self._reads.pop(plan, ())
+        for read in reads:
+            heir = self._directory.withdraw(read.rows, read.slots)
+            if heir is None:
+                self._meter.queued(-read.num_bytes)
+                self._end(read)
+                continue
+            read.plan = heir
+            with self._lock:
+                self._reads.setdefault(heir, deque()).append(read)
+                self._lock.notify()
 
     def close(self) -> None:
         """Ends the threads after the pieces in their hands; those still queued count as failed."""
-        self._closing.set()
-        for _ in self._threads:
-            self._queue.put(None)
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
         for thread in self._threads:
             thread.join()
-        while not self._queue.empty():
-            read = self._queue.get()
-            if read is not None:
-                self._finish(read, *_nothing(read))
+        while (read := self._next()) is not None:
+            self._meter.queued(-read.num_bytes)
+            self._finish(read, *_nothing(read))
+
+    def _record_bytes(self, rows: Rows) -> int:
+        num_blocks = self._directory.locations(rows)[1].num_blocks
+        slot_blocks = self._directory.arena.slot_bytes // BLOCK_BYTES
+        return int(np.where(num_blocks > 0, num_blocks, slot_blocks).sum()) * BLOCK_BYTES
 
     def _run(self) -> None:
         while True:
-            read = self._queue.get()
+            with self._lock:
+                self._lock.wait_for(lambda: self._closing or bool(self._reads))
+                read = None if self._closing else self._next()
             if read is None:
                 return
             ok, quality = _nothing(read)
+            self._meter.began(read.num_bytes)
             try:
-                if not self._closing.is_set():
-                    ok, quality = self._read(read)
+                ok, quality = self._read(read)
             except Exception:
                 self._directory.counters.add("promotion_failures")
                 logger.exception("hier-kv: pages could not be read from disk; they are recomputed")
+            self._meter.ended(
+                read.num_bytes,
+                read_s=read.read_s,
+                decode_bytes=read.decode_bytes,
+                decode_s=read.decode_s,
+                whole=bool(ok.all()),
+            )
             self._finish(read, ok, quality)
+
+    def _next(self) -> _Read | None:
+        """Takes the next piece of the first plan. The caller holds the lock, or is alone."""
+        if not self._reads:
+            return None
+        plan = min(self._reads, key=lambda plan: plan.priority)
+        read = self._reads[plan].popleft()
+        if not self._reads[plan]:
+            del self._reads[plan]
+        return read
 
     def _read(self, read: _Read) -> tuple[Mask, Qualities]:
         """Reads and decodes; returns which pages are there, and how good they are."""
@@ -125,12 +194,18 @@ class Promoter:
                 strict=True,
             )
         ]
+        started_s = time.monotonic()
         results = self._disk.read(read.space.digest, requests)
+        read.read_s = time.monotonic() - started_s
         ok, qualities = _nothing(read)
         for index, (result, request) in enumerate(zip(results, requests, strict=True)):
             kind = result.value
             if result is VerifyResult.OK:
-                quality = self._decoder.decode(request.out)
+                started_s = time.monotonic()
+                quality, decoded_bytes = self._decoder.decode(request.out)
+                if decoded_bytes:
+                    read.decode_bytes += decoded_bytes
+                    read.decode_s += time.monotonic() - started_s
                 if quality is not None:
                     ok[index], qualities[index] = True, quality
                     continue
@@ -141,10 +216,14 @@ class Promoter:
 
     def _finish(self, read: _Read, ok: Mask, quality: Qualities) -> None:
         self._directory.finish_promotion(read.plan, read.rows, read.slots, ok, quality)
-        with self._left_lock:
+        self._end(read)
+
+    def _end(self, read: _Read) -> None:
+        with self._lock:
             read.left[0] -= 1
             last = read.left[0] == 0
         if last:
+            self._meter.plan_ended()
             self._directory.end_promotion()
 
 

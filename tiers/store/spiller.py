@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_ext.tiers.base import BLOCK_BYTES, NO_SEGMENT, Location, Tier
 from sglang_ext.tiers.quality import Quality
-from sglang_ext.tiers.store.coding import DiskRecord, PageEncoder
+from sglang_ext.tiers.store.coding import DiskRecord, KeepRaw, PageEncoder
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.types import DiskCopies, KeySpace, SpillEntry
 from sglang_ext.tiers.transcoder import PageTranscoder
@@ -40,6 +40,7 @@ class Spiller:
         *,
         low_water_pages: int,
         transcoder: PageTranscoder | None = None,
+        keep_raw: KeepRaw | None = None,
     ) -> None:
         self._directory = directory
         self._disk = disk
@@ -49,7 +50,11 @@ class Spiller:
         self._encoder: PageEncoder | None = None  # guarded by _writing
         if transcoder is not None and transcoder.encodes:
             self._encoder = PageEncoder(
-                transcoder, directory.arena.slot_bytes, self._batch_pages, directory.counters
+                transcoder,
+                directory.arena.slot_bytes,
+                self._batch_pages,
+                directory.counters,
+                keep_raw,
             )
         self._stop = False  # guarded by directory.lock
         self._writing = threading.Lock()  # held during a write; `paused` takes it

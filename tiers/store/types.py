@@ -52,6 +52,25 @@ class TierCounts(NamedTuple):
     disk: int
     pending: int
 
+    @property
+    def total(self) -> int:
+        """Pages that are stored anywhere."""
+        return self.host + self.disk + self.pending
+
+
+class PrefixSurvey(NamedTuple):
+    """Where the leading stored pages of a prefix lie, as columns of one row a page.
+
+    Attributes:
+        ready: bool `[n]`, in DRAM.
+        coming: bool `[n]`, on its way into DRAM.
+        num_blocks: u16 `[n]`, length of the record on disk; 0 where there is none.
+    """
+
+    ready: npt.NDArray[np.bool_]
+    coming: npt.NDArray[np.bool_]
+    num_blocks: npt.NDArray[np.uint16]
+
 
 @dataclass(frozen=True)
 class SaveTicket:
@@ -104,18 +123,33 @@ class Plan:
 
     Attributes:
         rows: the leading pages that will be ready when the plan is done, unless some fail.
+        num_stored: leading pages that were stored when it was made; more than `rows` where DRAM
+            had no room for all.
         remaining: pages not ready yet.
         failed: a page could not be read; the pages from it on are not promised.
-        starved: pages are stored, but there was no room in DRAM to begin with; plan again later.
+        priority: reads of the plan with the smallest go first: the request's place in the queue.
     """
 
-    def __init__(self, rows: Rows, remaining: int, *, starved: bool = False) -> None:
+    def __init__(self, rows: Rows, remaining: int, num_stored: int | None = None) -> None:
         self.rows = rows
-        self.starved = starved
+        self.num_stored = len(rows) if num_stored is None else num_stored
         self.remaining = remaining
         self.failed = False
         self.slots: Slots = np.empty(0, np.int32)  # pinned by this plan; guarded by the store
+        # Which pages of the prefix came from the remote store; written by the thread that fetches.
+        self.first_remote = self.num_remote = 0
         self.cancelled = False
+        self.priority = 0
+
+    @property
+    def starved(self) -> bool:
+        """Pages are stored, but there was no room in DRAM to begin with; plan again later."""
+        return self.num_stored > 0 and not len(self.rows)
+
+    @property
+    def short(self) -> bool:
+        """DRAM had no room for all of the stored pages."""
+        return len(self.rows) < self.num_stored
 
     @property
     def done(self) -> bool:

@@ -1,0 +1,97 @@
+"""How long forwards take, from when SGLang launches them to when their results are there.
+
+SGLang launches a batch (`Scheduler.run_batch`) and later handles its result
+(`process_batch_result`), having waited for it; with its overlap scheduling the next batch has been
+launched by then. A batch's time begins when it was launched or when the one before it was done,
+whichever is later. Nothing here waits for the device.
+
+Scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sglang_ext.tiers.policy.cost_model import CostModel
+
+_ATTRIBUTE = "_hier_kv_launched"
+# Steps of decoding without a result after which nobody decodes any more.
+_STEPS_OF_SILENCE = 3.0
+
+
+class _Launched(NamedTuple):
+    start_s: float
+    work: list[tuple[int, int]]  # (new tokens, tokens before them) of each request; empty: decode
+    load_index: int  # of the batch of loads that ran beside it; -1 for none
+
+
+class ForwardTimer:
+    """Feeds a cost model with prefills and decode steps.
+
+    Args:
+        cost: the model.
+        load_s: seconds that the batch of loads with some index took; inf while that is not known.
+        note: called with expected and measured seconds of each prefill that was expected.
+        clock: seconds, monotonic; the one that SGLang stamps launches with.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        load_s: Callable[[int], float],
+        note: Callable[[float, float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cost = cost
+        self._load_s = load_s
+        self._note = note
+        self._clock = clock
+        self._done_s = 0.0
+        self._decoded_s = -math.inf
+        self._step_s = 0.0
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether requests decode now, so that a prefill has to wait for the end of a step."""
+        return self._clock() - self._decoded_s < _STEPS_OF_SILENCE * self._step_s
+
+    def launched(self, batch: Any, result: Any) -> None:
+        """A batch was launched; what will be known of it later is noted on its result.
+
+        Args:
+            batch: SGLang's `ScheduleBatch`, after `run_batch`.
+            result: what `run_batch` returned, and `process_batch_result` will be given.
+        """
+        mode = batch.forward_mode
+        if result is None or batch.launch_ts is None or mode.is_split_prefill():
+            return
+        if mode.is_extend() and batch.extend_lens and batch.prefix_lens:
+            work = list(zip(batch.extend_lens, batch.prefix_lens, strict=False))
+        elif mode.is_decode():
+            work = []
+        else:
+            return
+        launched = _Launched(batch.launch_ts, work, batch.hicache_consumer_index)
+        setattr(result, _ATTRIBUTE, launched)
+
+    def finished(self, result: Any) -> None:
+        """A batch's result was handled."""
+        now_s, before_s = self._clock(), self._done_s
+        self._done_s = now_s
+        launched: _Launched | None = getattr(result, _ATTRIBUTE, None)
+        if launched is None:
+            return
+        seconds = now_s - max(launched.start_s, before_s)
+        if not launched.work:
+            self._decoded_s, self._step_s = now_s, seconds
+            self._cost.note_step(seconds)
+            return
+        load_s = self._load_s(launched.load_index) if launched.load_index >= 0 else 0.0
+        if not load_s:
+            expected = self._cost.batch_s(launched.work)
+            if expected is not None:
+                self._note(expected, seconds)
+        self._cost.note_prefill(launched.work, seconds, load_s)

@@ -1,0 +1,483 @@
+"""Requests that wait in the scheduler's queue, and the plans that bring their pages to DRAM.
+
+A waiting request is held by a `Plan` of the page store: its pages move from disk to DRAM while
+others run, until they are there or the deadline is over.
+
+With look-ahead the leading requests of the queue have plans: as many as DRAM may be pinned for
+together. A request further behind has none, so it never holds room that one before it needs; its
+turn comes when one before it is admitted. Without look-ahead a plan is made when a request enters
+the queue, for what DRAM has room for then, and never again; what found no room is computed.
+
+Whether to hold or to admit is decided in one place, `WaitingRoom.may_admit`, from what was seen of
+the plans and of the clock in one other, `WaitingRoom._observe`, once a scheduler step. Everything
+here runs on the scheduler's thread, and neither copies nor waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from sglang_ext.consensus import Stand
+from sglang_ext.load_or_compute import Candidate, LoadOrCompute
+from sglang_ext.tiers.store import KeySpace, PageStore, Plan, TierCounts
+from sglang_ext.tiers.store.types import Hashes
+
+# Between two attempts to complete a plan for which DRAM had no free slot: the scheduler polls all
+# the time, and an attempt looks up the whole prefix.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.032
+# After so many attempts that brought nothing the pages that are there are used.
+MAX_ATTEMPTS = 8
+# Of the first so many requests, so many a step are looked for again when saves made pages known.
+_FIND_AMONG, _FIND_AT_ONCE = 32, 4
+_UNKNOWN = -1
+# Between two looks for requests that left the queue without a word.
+_SWEEP_S = 2.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a waiting request could reuse.
+
+    Attributes:
+        space: namespace and adapter.
+        hashes: u8 `[N, 32]`, its pages from the root on.
+        num_above: leading pages that are on the device.
+        max_quality: the worst that it may be given.
+        above: what says whether those are still there; for `WaitingRoom`'s `num_held`.
+        prompt_tokens: tokens of the whole prompt.
+    """
+
+    space: KeySpace
+    hashes: Hashes
+    num_above: int
+    max_quality: int
+    above: Any = None
+    prompt_tokens: int = 0
+
+    @property
+    def below(self) -> Hashes:
+        """The pages that are not on the device."""
+        return self.hashes[self.num_above :]
+
+    def candidate(self, page_tokens: int) -> Candidate:
+        """The same for the cost model."""
+        above = self.num_above * page_tokens
+        return Candidate(self.space, self.below, self.max_quality, above, self.prompt_tokens)
+
+
+class Progress(NamedTuple):
+    """How far a request's plan has come.
+
+    Attributes:
+        first_page: index of the first page that it covers.
+        end_page: end of these pages.
+        remaining: how many of them are to come.
+    """
+
+    first_page: int
+    end_page: int
+    remaining: int
+
+
+@dataclass
+class _Waiting:
+    """A waiting request.
+
+    Attributes:
+        handle: SGLang's name of it.
+        number: the store's; a number is cheaper to look up by.
+        wish: what it could reuse.
+        found: where its pages lay when they were last looked for.
+        plan: keeps or brings them; None before its turn, or when nothing is stored.
+        num_asked: leading pages that the plan was to bring.
+        ready: the plan brought what it can, as of this step.
+        held_since_s: when it was first held back.
+        gave_up: its deadline is over.
+        evictions: `PageStore.num_wanted_evicted` when its pages were last looked for, or _UNKNOWN
+            when they have to be looked for again.
+    """
+
+    handle: Hashable
+    number: int
+    wish: Wish
+    found: TierCounts
+    evictions: int
+    plan: Plan | None = None
+    num_asked: int = 0
+    ready: bool = False
+    held_since_s: float | None = None
+    gave_up: bool = False
+    attempts: int = 0
+    pause_s: float = FIRST_PAUSE_S
+    next_plan_s: float = 0.0
+
+    def may_plan_again(self, now_s: float) -> bool:
+        """Whether the turn of a plan that is short has come; the pauses between turns grow."""
+        if now_s < self.next_plan_s:
+            return False
+        self.next_plan_s = now_s + self.pause_s
+        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+        self.attempts += 1
+        return True
+
+
+class WaitingRoom:
+    """The waiting requests and their plans, by the requests' handles.
+
+    Args:
+        store: DRAM and disk; looks ahead when it has a `lookahead`.
+        prefetch_policy: `cost`, `timeout`, `best_effort` or `wait_complete`.
+        prefetch_timeout_ms: the longest that one request is held back under `timeout`, from when
+            the scheduler would have run it.
+        num_held: how many leading pages of what `Wish.above` names are still on the device; None
+            where that cannot be told.
+        cost: decides under `cost`; None for the other policies.
+        clock: seconds; monotonic.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        *,
+        prefetch_policy: str,
+        prefetch_timeout_ms: float,
+        num_held: Callable[[Any], int] | None = None,
+        cost: LoadOrCompute | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._policy = prefetch_policy
+        self._timeout_s = prefetch_timeout_ms / 1e3
+        self._num_held = num_held
+        self._cost = cost
+        self._clock = clock
+        self._waiting: dict[Hashable, _Waiting] = {}
+        self._by_number: dict[int, _Waiting] = {}
+        self._planned: dict[int, _Waiting] = {}  # those with a plan, by number
+        self._next_number = 0
+        self._order: list[Hashable] = []  # of the last step
+        self._came: list[Hashable] = []  # since then, in order
+        self._left: set[Hashable] = set()  # since then
+        self._changed = False  # the window may be another one
+        self._now_s = clock()  # of this step
+        self._next_try_s = float("inf")  # when a plan that is short may be tried again
+        self._publications = store.num_publications
+        self._find_from = _FIND_AMONG
+        self._missing: set[Hashable] = set()  # not in the queue at the last sweep
+        self._next_sweep_s = 0.0
+
+    # ---- coming and going ----
+
+    def enter(self, handle: Hashable, wish: Wish) -> TierCounts:
+        """A request enters the queue; returns where its pages lie that are not on the device."""
+        self.leave(handle)
+        number, self._next_number = self._next_number, self._next_number + 1
+        if self._store.lookahead is None:
+            found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
+        else:
+            found = self._expect(number, wish)
+        waiting = _Waiting(handle, number, wish, found, self._store.num_wanted_evicted)
+        self._waiting[handle] = self._by_number[number] = waiting
+        self._came.append(handle)
+        self._changed = True
+        if self._cost is not None:
+            self._cost.enter(handle, wish.candidate(self._cost.page_tokens))
+        if self._store.lookahead is None and (found.total or self._store.has_remote):
+            self._plan(waiting, priority=0)
+            waiting.gave_up = waiting.plan is None or waiting.plan.starved
+        return found
+
+    def leave(self, handle: Hashable, *, admitted: bool = False) -> None:
+        """A request leaves the queue: the pins that kept its pages are given back.
+
+        Args:
+            handle: the request; unknown ones are ignored.
+            admitted: whether it runs now.
+        """
+        waiting = self._waiting.pop(handle, None)
+        if waiting is None:
+            return
+        if admitted:
+            self._count_admission(waiting.wish)
+        self._give_up_plan(waiting)
+        del self._by_number[waiting.number]
+        self._left.add(handle)
+        if self._cost is not None:
+            self._cost.leave(handle)
+        if self._store.lookahead is not None:
+            self._store.lookahead.leave(waiting.number)
+        self._changed = True
+
+    def leave_all(self) -> None:
+        """Every request leaves."""
+        for handle in list(self._waiting):
+            self.leave(handle)
+        if self._cost is not None:
+            self._cost.leave_all()
+
+    def remote_pages(self, handle: Hashable) -> tuple[int, int]:
+        """(first page of the prompt, number) of what a request's plan had from a remote store."""
+        waiting = self._waiting.get(handle)
+        if waiting is None or waiting.plan is None:
+            return 0, 0
+        plan = waiting.plan
+        return waiting.wish.num_above + plan.first_remote, plan.num_remote
+
+    # ---- once a scheduler step ----
+
+    def step(self, order: Sequence[Hashable]) -> None:
+        """Follows the queue: gives plans to its head, takes them from those further behind.
+
+        Costs a comparison when nothing changed; else what the changed requests' pages cost.
+
+        Args:
+            order: handles of the waiting requests as the scheduler will take them.
+        """
+        self._now_s = self._clock()
+        if self._store.lookahead is not None:
+            self._follow_order(order)
+            self._find_again()
+            for waiting in self._planned.values():
+                self._follow_device(waiting)
+            if self._changed or self._now_s >= self._next_try_s:
+                self._follow_window()
+        if self._now_s >= self._next_sweep_s:
+            self._sweep(order)
+        self._observe()
+
+    def may_admit(self, handle: Hashable) -> bool:
+        """False while a request should wait for pages that are on their way. O(1)."""
+        waiting = self._waiting.get(handle)
+        if waiting is None or self._policy == "best_effort" or waiting.gave_up:
+            return True
+        if waiting.ready or (waiting.plan is None and not waiting.found.total):
+            return True
+        if waiting.plan is None and self._is_resident(waiting):
+            return True
+        self.hold(handle)
+        if not self._is_late(handle, waiting):
+            return False
+        if self._cost is None:
+            self._store.counters.add("prefetch_timeouts")
+        self._give_up_plan(waiting)
+        waiting.gave_up = True
+        return True
+
+    # ---- with several ranks, which decide together (`promises.py`) ----
+
+    def stand(self, handle: Hashable) -> Stand:
+        """What this rank alone thinks of holding a request. O(1).
+
+        Here a request without a plan waits for its turn even when its pages are in DRAM: only what
+        a plan pins can be promised.
+        """
+        waiting = self._waiting.get(handle)
+        if waiting is None or self._policy == "best_effort" or waiting.gave_up:
+            return Stand.READY
+        if waiting.ready or not waiting.found.total:
+            return Stand.READY
+        if not self._is_late(handle, waiting):
+            return Stand.WAITING
+        self._store.counters.add("prefetch_timeouts")
+        return Stand.LATE
+
+    def hold(self, handle: Hashable) -> None:
+        """The scheduler would have run a request that is held: its deadline runs from now on."""
+        waiting = self._waiting.get(handle)
+        if waiting is not None and waiting.held_since_s is None:
+            waiting.held_since_s = self._now_s
+
+    def progress(self, handle: Hashable) -> Progress:
+        """Which pages a request's plan covers, and how many of them are to come. O(1)."""
+        waiting = self._waiting.get(handle)
+        first = waiting.wish.num_above if waiting is not None else 0
+        if waiting is None or waiting.plan is None:
+            return Progress(first, first, 0)
+        return Progress(first, first + len(waiting.plan.rows), waiting.plan.remaining)
+
+    # ---- private ----
+
+    def _is_late(self, handle: Hashable, waiting: _Waiting) -> bool:
+        if self._policy == "wait_complete" or waiting.held_since_s is None:
+            return False
+        if self._cost is not None:
+            return not self._cost.should_hold(handle, waiting.plan)
+        return self._now_s - waiting.held_since_s >= self._timeout_s
+
+    def _observe(self) -> None:
+        """Notes which plans have brought what they can; nothing else looks at their progress."""
+        for waiting in self._planned.values():
+            plan = waiting.plan
+            assert plan is not None
+            waiting.ready = plan.done and self._is_enough(waiting, plan)
+
+    def _is_enough(self, waiting: _Waiting, plan: Plan) -> bool:
+        if self._store.lookahead is None or not plan.short or plan.failed:
+            return True
+        if len(plan.rows) >= self._store.max_planned_pages:
+            return True  # more is not to be had
+        return waiting.attempts >= MAX_ATTEMPTS and not plan.starved
+
+    def _follow_order(self, order: Sequence[Hashable]) -> None:
+        """Tells the store of an order that is not what follows from who came and who left."""
+        assert self._store.lookahead is not None
+        if self._came or self._left or order != self._order:
+            if not self._is_as_expected(order):
+                known = (self._waiting.get(handle) for handle in order)
+                numbers = [waiting.number for waiting in known if waiting is not None]
+                self._store.lookahead.set_order(numbers)
+            self._order = list(order)
+            self._changed = True
+        self._came.clear()
+        self._left.clear()
+
+    def _is_as_expected(self, order: Sequence[Hashable]) -> bool:
+        """Whether the queue is the former one without those that left, and then those that came.
+
+        Nearly every change is of this kind, and this costs no look-up of those that stayed.
+        """
+        if not self._left.isdisjoint(self._came):
+            return False  # one came back, for the store at the end of the queue
+        at, end = 0, len(order)
+        for handle in self._order:
+            if at < end and order[at] is handle:
+                at += 1
+            elif handle not in self._left:
+                return False
+        return list(order[at:]) == self._came
+
+    def _follow_window(self) -> None:
+        """Makes the plans of the window, in its order, and takes back those of all others."""
+        assert self._store.lookahead is not None
+        self._changed, self._next_try_s = False, float("inf")
+        numbers: list[Any] = self._store.lookahead.window()
+        inside = set(numbers)
+        for number in [number for number in self._planned if number not in inside]:
+            self._give_up_plan(self._planned[number])
+            self._store.counters.add("deferred_plans")
+        window = [self._by_number[number] for number in numbers]
+        for position, waiting in enumerate(window):
+            if waiting.gave_up or not waiting.found.total:
+                continue
+            if waiting.plan is not None:
+                waiting.plan.priority = position
+            if not self._complete(waiting, position, window):
+                return  # those behind must not take the room that this one needs
+
+    def _complete(self, waiting: _Waiting, position: int, window: list[_Waiting]) -> bool:
+        """Sees to the plan of a request in the window; False when it lacks room for it."""
+        if waiting.plan is None:
+            self._follow_device(waiting)
+            self._plan(waiting, position)
+        elif not waiting.plan.short and waiting.plan.num_stored >= min(
+            waiting.found.total, waiting.num_asked
+        ):
+            return True
+        elif not waiting.may_plan_again(self._now_s):
+            self._next_try_s = min(self._next_try_s, waiting.next_plan_s)
+            return not waiting.plan.short
+        else:
+            self._plan(waiting, position)
+        for other in reversed(window[position + 1 :]):
+            if waiting.plan is None or not waiting.plan.short:
+                break
+            if other.plan is not None:
+                self._give_up_plan(other)
+                self._store.counters.add("deferred_plans")
+                self._plan(waiting, position)
+        if waiting.plan is None or self._is_enough(waiting, waiting.plan):
+            return True
+        self._next_try_s = min(self._next_try_s, max(waiting.next_plan_s, self._now_s))
+        return False
+
+    def _plan(self, waiting: _Waiting, priority: int) -> None:
+        """Makes a request's plan, or makes it anew, of what is stored and fits now."""
+        wish, old = waiting.wish, waiting.plan
+        num = waiting.num_asked = len(wish.below)
+        if self._cost is not None:
+            num = self._cost.num_pages(waiting.handle, wish.candidate(self._cost.page_tokens))
+            waiting.num_asked = num
+        pages = wish.below[:num]
+        plan = self._store.plan(wish.space, pages, wish.max_quality, priority) if num else None
+        if old is not None:
+            self._store.cancel_plan(old)  # after the new one has taken over its pins
+        waiting.plan, waiting.ready = plan, False
+        if plan is None:
+            self._planned.pop(waiting.number, None)
+            waiting.found = TierCounts(0, 0, 0)
+        else:
+            self._planned[waiting.number] = waiting
+
+    def _give_up_plan(self, waiting: _Waiting) -> None:
+        plan, waiting.plan, waiting.ready = waiting.plan, None, False
+        if plan is not None:
+            del self._planned[waiting.number]
+            self._store.cancel_plan(plan)
+            waiting.evictions = _UNKNOWN
+
+    def _is_resident(self, waiting: _Waiting) -> bool:
+        """Whether all that is stored of a request without a plan is ready in DRAM."""
+        evictions, found = self._store.num_wanted_evicted, waiting.found
+        absent = bool(found.disk or found.pending)
+        if waiting.evictions == _UNKNOWN or (not absent and waiting.evictions != evictions):
+            wish = waiting.wish
+            found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
+            waiting.found, waiting.evictions = found, evictions
+            absent = bool(found.disk or found.pending)
+        return not absent
+
+    def _find_again(self) -> None:
+        """Looks for pages that became known while their requests wait, a few requests a step."""
+        if self._publications != self._store.num_publications:
+            self._publications = self._store.num_publications
+            self._find_from = 0
+        end = min(self._find_from + _FIND_AT_ONCE, _FIND_AMONG, len(self._order))
+        for handle in self._order[self._find_from : end]:
+            waiting = self._waiting.get(handle)
+            if waiting is None or waiting.found.total == len(waiting.wish.below):
+                continue
+            found = self._expect(waiting.number, waiting.wish)
+            self._changed |= found.total != waiting.found.total
+            waiting.found = found
+        self._find_from = end if end < min(_FIND_AMONG, len(self._order)) else _FIND_AMONG
+
+    def _follow_device(self, waiting: _Waiting) -> None:
+        """Wishes for pages that the device held when the request came, and evicted since."""
+        wish = waiting.wish
+        if self._num_held is None or not wish.num_above:
+            return
+        num_above = self._num_held(wish.above)
+        if num_above < wish.num_above:
+            waiting.wish = replace(wish, num_above=num_above)
+            waiting.found = self._expect(waiting.number, waiting.wish)
+            self._changed = True
+            self._store.counters.add("device_lost_pages", wish.num_above - num_above)
+
+    def _expect(self, number: int, wish: Wish) -> TierCounts:
+        assert self._store.lookahead is not None
+        return self._store.lookahead.expect(
+            number, wish.space, wish.hashes, wish.num_above, wish.max_quality
+        )
+
+    def _sweep(self, order: Sequence[Hashable]) -> None:
+        """Lets go of requests that were not in the queue twice in a row."""
+        self._next_sweep_s = self._now_s + _SWEEP_S
+        missing = self._waiting.keys() - set(order)
+        for handle in missing & self._missing:
+            self.leave(handle)
+            self._store.counters.add("swept_requests")
+        self._missing = missing
+
+    def _count_admission(self, wish: Wish) -> None:
+        """Counts where the pages of a request lie as it is admitted."""
+        found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
+        if found.total:
+            late = found.disk + found.pending
+            self._store.counters.add("admitted_host_pages", found.host)
+            self._store.counters.add("admitted_late_pages", late)
+            self._store.counters.add(
+                "admitted_late_requests" if late else "admitted_ready_requests"
+            )

@@ -1,0 +1,98 @@
+"""Load or recompute in the real server, with a disk that crawls and then does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from bench.requests import flush_device
+from bench.server import Server
+from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
+from tests.e2e.hier_server import (
+    PAGE,
+    ask,
+    by_tier,
+    events,
+    hier_args,
+    real_prompts,
+    settled,
+    state,
+    tokens_and_logprobs,
+)
+
+pytestmark = pytest.mark.e2e
+
+LENGTH = 1500
+NUM_CRAWLING, NUM_LIFTED = 3, 6
+
+
+class Run(NamedTuple):
+    """Answers to the same prompts: computed first, from a crawling disk, and from a fast one."""
+
+    fresh: list[dict[str, Any]]
+    crawling: list[dict[str, Any]]
+    crawling_state: dict[str, Any]
+    lifted: list[dict[str, Any]]
+    end_state: dict[str, Any]
+    log: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("cost")
+    speed = folder / "speed"
+    # The last prompts stay in DRAM; the others are on disk only.
+    prompts = list(real_prompts([LENGTH] * (NUM_CRAWLING + NUM_LIFTED + 3), seed=7))
+    with Server(
+        hier_args(folder, host_pages=64, policy="cost"),
+        env={ENV_SPEED_FILE: str(speed)},
+        log_path=folder / "server.log",
+        stop="kill",
+    ) as server:
+        fresh = [ask(server, prompt) for prompt in prompts]
+        settled(server)
+        speed.write_text("0.01")  # ten minutes for a prompt's pages
+        crawling = [again(server, prompt) for prompt in prompts[:NUM_CRAWLING]]
+        crawling_state = state(server)
+        speed.unlink()
+        lifted = [again(server, p) for p in prompts[NUM_CRAWLING : NUM_CRAWLING + NUM_LIFTED]]
+        return Run(fresh, crawling, crawling_state, lifted, state(server), events(Path(folder)))
+
+
+def again(server: Server, prompt: list[int]) -> dict[str, Any]:
+    flush_device(server)
+    return ask(server, prompt)
+
+
+def test_a_crawling_disk_is_not_waited_for(run: Run) -> None:
+    assert [by_tier(answer).get("disk", 0) for answer in run.crawling] == [0] * NUM_CRAWLING
+    host = run.crawling_state["host"]
+    # The first could not know; it gave up when waiting was no longer worth it.
+    assert host["cost_load"] + host["cost_recompute"] == NUM_CRAWLING
+    assert host["cost_gave_up"] == host["cost_load"] >= 1
+    assert host["cost_recompute"] >= 1
+
+
+def test_a_fast_disk_is_loaded_from_again_within_five_requests(run: Run) -> None:
+    loaded = [by_tier(answer).get("disk", 0) for answer in run.lifted]
+    assert loaded[-1] == LENGTH // PAGE * PAGE, (loaded, run.end_state)
+    assert run.end_state["host"]["cost_load"] > run.crawling_state["host"]["cost_load"]
+
+
+def test_answers_do_not_depend_on_the_choice(run: Run) -> None:
+    again = [*run.crawling, *run.lifted]
+    for before, after in zip(run.fresh, again, strict=False):
+        assert tokens_and_logprobs(after) == tokens_and_logprobs(before)
+
+
+def test_the_speeds_are_reported(run: Run) -> None:
+    cost = run.end_state["cost"]
+    assert cost["prefill_samples"] >= len(run.fresh)
+    assert cost["disk_samples"] >= 1
+    assert cost["decode_step_ms"] > 0
+    assert 0 < cost["prefill_1024_tokens_ms"] < cost["prefill_8192_tokens_ms"]
+    judged = [line for line in run.log if line["e"] == "judged"]
+    assert len(judged) == NUM_CRAWLING + NUM_LIFTED
+    assert {line["choice"] for line in judged} >= {"load", "recompute"}
