@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that are missing: what SGLang needs to compile its page-hash extension
-# at its first use (g++, ninja, OpenSSL's and Python's headers), and venv for a Debian Python.
+# at its first use (g++, ninja, OpenSSL's and Python's headers), venv for a Debian Python, and what the
+# tests of the remote stores run (Redis, and RDMA's library, without which Mooncake does not load).
 # Without root it only says which are missing: the plugin then hashes in Python.
 set -euo pipefail
 python=${1:-python3.11}
@@ -9,6 +10,9 @@ missing=()
 command -v g++ >/dev/null || missing+=(g++)
 command -v ninja >/dev/null || missing+=(ninja-build)
 [ -e /usr/include/openssl/sha.h ] || missing+=(libssl-dev)
+command -v redis-server >/dev/null || command -v valkey-server >/dev/null || missing+=(redis-server)
+command -v openssl >/dev/null || missing+=(openssl)
+ldconfig -p | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1)
 if ! command -v "$python" >/dev/null; then
     missing+=(python3.11 python3.11-venv python3.11-dev)
 else

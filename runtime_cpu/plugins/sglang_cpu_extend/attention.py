@@ -7,6 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 # Query rows computed at a time, which bounds masks and the keys that a window reads in vain.
 _BLOCK_ROWS = 128
+_MIN_BLOCK_ROWS = 16
 
 
 def attend(
@@ -40,10 +41,11 @@ def attend(
         seen = before + start
         attend(query[:start], keys[:seen], values[:seen], output[:start], window=None, scale=scale)
     # Rows with a whole window before them: blocks of them are alike, one call computes them all.
-    num_blocks = (num_new - start) // _BLOCK_ROWS
-    whole_end = start + num_blocks * _BLOCK_ROWS
+    rows = min(max(_MIN_BLOCK_ROWS, window + 1), _BLOCK_ROWS)
+    num_blocks = (num_new - start) // rows
+    whole_end = start + num_blocks * rows
     if num_blocks:
-        _attend_windows(query, keys, values, output, start, num_blocks, _BLOCK_ROWS, window, scale)
+        _attend_windows(query, keys, values, output, start, num_blocks, rows, window, scale)
     if whole_end < num_new:
         rest = num_new - whole_end
         _attend_windows(query, keys, values, output, whole_end, 1, rest, window, scale)
