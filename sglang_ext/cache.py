@@ -235,12 +235,12 @@ class HierKVRadixCache(UnifiedRadixCache):
         above = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
         wish = Wish(space, hashes, num_above, max_quality_of(req), above, num_tokens)
+        self._note_enqueued(req, wish, device_pages)  # before its plan begins to move its pages
         if self.lockstep is None:
             found = self.waiting_room.enter(handle, wish)
         else:
             key = key[: num_pages * self.page_size]
             found = self.lockstep.promises.enter(handle, wish, AgreedPrompt(key))
-        self._note_enqueued(req, wish, device_pages)
         if self.quotes is not None:
             self.quotes.begin(req, space, (num_above + found.total) * self.page_size)
 
