@@ -17,12 +17,16 @@ from .words import (
     decode,
     encode,
     fence,
+    fetch,
     jit,
     load_pair,
     mark_bits,
     near,
     on_a_line,
     pack,
+    put_first,
+    put_mark,
+    put_second,
     rounds_to,
     store_pair,
     stream_line,
@@ -72,9 +76,9 @@ def _unrotate_run(
         if paired:
             w1, w2 = load_pair(pool, a + _TWO * j)
         else:
-            w1, w2 = pool[a + j], pool[a + half + j]
-        y1, y2, c, s = decode(w1), decode(w2), cos[k + j], sin[k + j]
-        ci, si = inverse_cos[j], inverse_sin[j]
+            w1, w2 = fetch(pool, a + j), fetch(pool, a + half + j)
+        y1, y2, c, s = decode(w1), decode(w2), fetch(cos, k + j), fetch(sin, k + j)
+        ci, si = fetch(inverse_cos, j), fetch(inverse_sin, j)
         v1, v2 = unrotate(y1, y2, ci, si, w1)
         x1, x2 = near(np.float32(v1), w1), near(np.float32(v2), w1)
         o1, o2 = rotated(rule, x1, x2, c, s, w1)
@@ -92,10 +96,10 @@ def _unrotate_run(
         if paired:
             store_pair(out, b + _TWO * j, pack(x1, w1), pack(x2, w1))
         else:
-            out[b + j] = pack(x1, w1)
-            out[b + half + j] = pack(x2, w1)
+            put_first(out, b + j, pack(x1, w1))
+            put_second(out, b + half + j, pack(x2, w1))
         # A NaN makes v1 one; it is always listed, for `load` writes the one quiet NaN.
-        bad[j] = not (found & (v1 == v1))
+        put_mark(bad, j, np.uint8(not (found & (v1 == v1))))
 
 
 @jit(forceinline=True)
@@ -115,12 +119,13 @@ def _rotate_run(
     for j in range(half):
         if paired:
             w1, w2 = load_pair(pages, a + _TWO * j)
-            o1, o2 = rotate(rule, w1, w2, cos[k + j], sin[k + j])
+            o1, o2 = rotate(rule, w1, w2, fetch(cos, k + j), fetch(sin, k + j))
             store_pair(out, b + _TWO * j, o1, o2)
         else:
-            o1, o2 = rotate(rule, pages[a + j], pages[a + half + j], cos[k + j], sin[k + j])
-            out[b + j] = o1
-            out[b + half + j] = o2
+            w1, w2 = fetch(pages, a + j), fetch(pages, a + half + j)
+            o1, o2 = rotate(rule, w1, w2, fetch(cos, k + j), fetch(sin, k + j))
+            put_first(out, b + j, o1)
+            put_second(out, b + half + j, o2)
 
 
 @jit(forceinline=True)
@@ -141,16 +146,16 @@ def _move_run(
         if paired:
             w1, w2 = load_pair(pages, a + _TWO * j)
         else:
-            w1, w2 = pages[a + j], pages[a + half + j]
-        v1, v2 = unrotate_words(w1, w2, cos[k0 + j], sin[k0 + j])
-        c, s = cos[k1 + j], sin[k1 + j]
+            w1, w2 = fetch(pages, a + j), fetch(pages, a + half + j)
+        v1, v2 = unrotate_words(w1, w2, fetch(cos, k0 + j), fetch(sin, k0 + j))
+        c, s = fetch(cos, k1 + j), fetch(sin, k1 + j)
         o1 = encode(np.float32(v1 * c - v2 * s), w1)
         o2 = encode(np.float32(v2 * c + v1 * s), w1)
         if paired:
             store_pair(out, b + _TWO * j, o1, o2)
         else:
-            out[b + j] = o1
-            out[b + half + j] = o2
+            put_first(out, b + j, o1)
+            put_second(out, b + half + j, o2)
 
 
 @jit(forceinline=True)

@@ -246,6 +246,24 @@ def wide(typingctx: Any, value: Any, like: Any) -> Any:
     return (types.float64 if to_double else types.float32)(value, like), codegen
 
 
+# What a row loop writes overlaps neither what it reads nor what it writes elsewhere. LLVM learns it
+# from scopes (language reference, "noalias"), and leaves out the comparisons of all addresses that
+# would come before every loop: there are two loops a head, each of a few vectors.
+_SCOPES = ("out1", "out2", "marks")
+
+
+def _scopes(builder: Any, names: tuple[str, ...]) -> Any:
+    module = builder.module
+    domain = module.add_metadata(["sglang_ext.kernels.rope rows"])
+    return module.add_metadata([module.add_metadata([name, domain]) for name in names])
+
+
+def _set_scope(builder: Any, store: Any, scope: str) -> None:
+    store.set_metadata("alias.scope", _scopes(builder, (scope,)))
+    others = tuple(name for name in _SCOPES if name != scope)
+    store.set_metadata("noalias", _scopes(builder, others))
+
+
 @_intrinsic
 def load_pair(typingctx: Any, words: Any, index: Any) -> Any:
     """Words `index` and `index + 1` in one load, which vectorises; two strided ones do not."""
@@ -258,6 +276,7 @@ def load_pair(typingctx: Any, words: Any, index: Any) -> Any:
         narrow, wide = _widths(kind)
         pointer = builder.bitcast(builder.gep(array.data, [args[1]]), wide.as_pointer())
         both = builder.load(pointer, align=narrow.width // 8)
+        both.set_metadata("noalias", _scopes(builder, _SCOPES))
         first = builder.trunc(both, narrow)
         second = builder.trunc(builder.lshr(both, wide(narrow.width)), narrow)
         return context.make_tuple(builder, signature.return_type, (first, second))
@@ -280,10 +299,49 @@ def store_pair(typingctx: Any, words: Any, index: Any, first: Any, second: Any) 
         pointer = builder.bitcast(builder.gep(array.data, [args[1]]), wide.as_pointer())
         low, high = (builder.zext(arg, wide) for arg in args[2:])
         both = builder.or_(low, builder.shl(high, wide(narrow.width)))
-        builder.store(both, pointer, align=narrow.width // 8)
+        store = builder.store(both, pointer, align=narrow.width // 8)
+        _set_scope(builder, store, _SCOPES[0])
         return context.get_dummy_value()
 
     return types.none(words, index, first, second), codegen
+
+
+@_intrinsic
+def fetch(typingctx: Any, array: Any, index: Any) -> Any:
+    """`array[index]`, of which a row loop writes nothing."""
+    if not isinstance(array, types.Array) or array.ndim != 1 or index != types.uint64:
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(array)(context, builder, args[0]).data
+        value = builder.load(builder.gep(data, [args[1]]), align=array.dtype.bitwidth // 8)
+        value.set_metadata("noalias", _scopes(builder, _SCOPES))
+        return value
+
+    return array.dtype(array, index), codegen
+
+
+def _put(scope: str) -> Any:
+    def put(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
+        """Sets `array[index]`, which the row loop neither reads nor writes elsewhere."""
+        if not isinstance(array, types.Array) or array.ndim != 1 or index != types.uint64:
+            return None
+        if value != array.dtype:
+            return None
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(array)(context, builder, args[0]).data
+            pointer = builder.gep(data, [args[1]])
+            store = builder.store(args[2], pointer, align=array.dtype.bitwidth // 8)
+            _set_scope(builder, store, scope)
+            return context.get_dummy_value()
+
+        return types.none(array, index, value), codegen
+
+    return _intrinsic(put)
+
+
+put_first, put_second, put_mark = (_put(scope) for scope in _SCOPES)
 
 
 @_intrinsic
