@@ -12,6 +12,8 @@ ARGS ?=
 CASE ?= all
 BENCH_ARGS ?= --quick
 TESTS ?=
+# Test files that run at a time: most servers here compute on one core.
+WORKERS ?= 2
 
 .PHONY: help dev demo check test bench serve clean
 
@@ -19,7 +21,7 @@ help:
 	@echo "make dev     install everything into $(VENV)"
 	@echo "make demo    multi-turn chats and documents on a real server, with and without the plugin"
 	@echo "make check   ruff and mypy"
-	@echo "make test    all tests; TESTS=tests/unit for some"
+	@echo "make test    all tests; TESTS=tests/unit for some, WORKERS=1 for one at a time"
 	@echo "make bench   benchmarks; CASE=serve BENCH_ARGS='--json build/serve.json' for one"
 	@echo "make serve   SGLang in the foreground on the CPU; PORT=, MODEL=, ARGS='--enable-hier-kv ...'"
 
@@ -43,7 +45,7 @@ check: $(STAMP)
 	$(PY) -m mypy
 
 test: $(STAMP)
-	$(PY) -m pytest $(TESTS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 	@echo "make test: all tests passed"
 
 bench: $(STAMP)
