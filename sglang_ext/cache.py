@@ -22,7 +22,7 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 from sglang_ext.config import HierKVConfig
 from sglang_ext.device_tree import DeviceTree
 from sglang_ext.forward_timer import ForwardTimer
-from sglang_ext.linker import HierKVLinker, hashes_from_hex
+from sglang_ext.linker import HierKVLinker
 from sglang_ext.load_or_compute import LoadOrCompute
 from sglang_ext.lockstep import AgreedPrompt, Lockstep, exchange, group_of, min_reduce
 from sglang_ext.metrics import MetricsReporter
@@ -31,6 +31,7 @@ from sglang_ext.request_state import Tier, find_state, max_quality_of, state_of
 from sglang_ext.taint import TaintKeeper
 from sglang_ext.tiers.quality import Quality
 from sglang_ext.tiers.store import KeySpace, PageStore
+from sglang_ext.transfers import hashes_from_hex
 from sglang_ext.truncated_reuse import TruncatedReuse
 from sglang_ext.waiting import WaitingRoom, Wish
 from sglang_ext.wrapper import HierKVLinkerWrapper

@@ -91,8 +91,8 @@ def build_cache(ctx: Any) -> Any:
         device=pool.device,
         forward_stream=runner.forward_stream,
     )
-    linker.on_load = feeds.on_load
-    timer = ForwardTimer(cost, linker.load_s, feeds.on_prefill)
+    linker.loads.on_load = feeds.on_load
+    timer = ForwardTimer(cost, linker.loads.seconds, feeds.on_prefill)
     metrics = MetricsReporter(
         store,
         disk,

@@ -14,11 +14,11 @@ import numpy.typing as npt
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from sglang_ext.linker import Hashes, Place, hashes_from_hex
 from sglang_ext.request_state import Tier, max_quality_of, state_of
 from sglang_ext.tiers.quality import Quality
 from sglang_ext.tiers.store import KeySpace
 from sglang_ext.tiers.store.types import ON_DISK, READY
+from sglang_ext.transfers import Hashes, Place, hashes_from_hex
 from sglang_ext.truncation.extents import Composition, Source, compose
 from sglang_ext.truncation.lineage import Lineage, lineage_of
 from sglang_ext.waiting import Wish

@@ -13,10 +13,11 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     _PendingOffload,
 )
 
-from sglang_ext.linker import Hashes, HierKVLinker, Place, hashes_from_hex
+from sglang_ext.linker import HierKVLinker
 from sglang_ext.request_state import Tier, max_quality_of, state_of
 from sglang_ext.tiers.quality import Qualities
 from sglang_ext.tiers.store import KeySpace, LoadTicket
+from sglang_ext.transfers import Hashes, Place, hashes_from_hex
 from sglang_ext.truncation.lineage import lineage_of
 
 if TYPE_CHECKING:

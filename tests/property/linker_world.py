@@ -35,7 +35,7 @@ from sglang_ext import linker  # noqa: E402
 from sglang_ext.copier import PageCopier  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.kernels.rope import RopeSpec  # noqa: E402
-from sglang_ext.linker import HierKVLinker, Place  # noqa: E402
+from sglang_ext.linker import HierKVLinker  # noqa: E402
 from sglang_ext.pools import describe_pool  # noqa: E402
 from sglang_ext.rope_discovery import LayerRope  # noqa: E402
 from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
@@ -44,6 +44,7 @@ from sglang_ext.tiers.host import HostArena, Slots  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, Plan, StoreConfig  # noqa: E402
+from sglang_ext.transfers import Place  # noqa: E402
 
 linker_module = linker
 

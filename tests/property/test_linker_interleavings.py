@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.transfers import Place
 from tests.property import linker_world
 from tests.property.linker_world import PAGE, PAGES_PER_DOCUMENT, Node, World
 
@@ -163,7 +164,7 @@ def test_a_page_that_went_bad_in_dram_is_recomputed_and_dropped(tmp_path: Path) 
         slot, at = int(ticket.slots[1]), world.linker.copier._layout.tail_offset
         world.arena.slots[slot, at : at + 4] ^= 0xFF
 
-        world.linker.place = linker_world.linker_module.Place(chain.space, 0, chain.hashes[:0])
+        world.linker.place = Place(chain.space, 0, chain.hashes[:0])
         rows = world.slots_of(pages)
         transfer = SimpleNamespace(device_indices=rows, keys=chain.keys(0, 3))
         assert world.linker.load("r", [transfer]) is False

@@ -20,11 +20,11 @@ inprocess.prepare()
 
 from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
 
-from sglang_ext.linker import hashes_from_hex  # noqa: E402
 from sglang_ext.provenance import DeviceProvenance  # noqa: E402
 from sglang_ext.report import DETAILS_KEY  # noqa: E402
 from sglang_ext.request_state import RequestState, Tier, max_quality_of, state_of, wants_exact  # noqa: E402
 from sglang_ext.tiers.quality import ANY, Quality, name_of, worst  # noqa: E402
+from sglang_ext.transfers import hashes_from_hex  # noqa: E402
 from tests.property.taint_world import PAGE, Request, World  # noqa: E402
 
 PAGES = 6
