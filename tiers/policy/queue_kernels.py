@@ -218,6 +218,28 @@ def outside_longest_run(places: Any, moved: Any) -> None:
 
 
 @compiled
+def leading(line: Any, distinct: Any, budget: int, slots: Any) -> int:
+    """Writes the leading requests whose distinct pages fit; returns how many, at least the first.
+
+    Args:
+        line: i64[N], slots by place, -1 in holes.
+        distinct: As in `Needs`.
+        budget: Pages.
+        slots: i64, out; room for every request.
+    """
+    num, total = 0, 0
+    for i in range(line.size):
+        if line[i] < 0:
+            continue
+        total += distinct[line[i]]
+        if num and total > budget:
+            break
+        slots[num] = line[i]
+        num += 1
+    return num
+
+
+@compiled
 def needed_at(needs: Any, rows: Any, places: Any) -> None:
     """Place of the first request that needs each page; -1 where nobody does."""
     for i in range(rows.size):

@@ -39,6 +39,7 @@ class WaitingQueue:
         self._free_slots: list[int] = []
         # Slots by place; -1 where a request left. Places only compare, so holes do no harm.
         self._line: npt.NDArray[np.int64] = np.full(2 * _MIN_SLOTS, -1, np.int64)
+        self._begin = 0  # no request stands before it
         self._end = 0
         self._given: list[Hashable] = []  # what `set_order` was last called with
         self._grow_slots()
@@ -74,6 +75,8 @@ class WaitingQueue:
             return np.zeros(0, np.int64)
         unneeded = self._drop(slot)
         self._line[self.needs.place[slot]] = -1
+        while self._begin < self._end and self._line[self._begin] < 0:
+            self._begin += 1
         self._requests[slot] = None
         self._free_slots.append(slot)
         return unneeded
@@ -106,18 +109,18 @@ class WaitingQueue:
         kernels.relink(self.needs, new, moved)
         self._line[: len(new)] = new
         self._line[len(new) : self._end] = -1
-        self._end = len(new)
+        self._begin, self._end = 0, len(new)
 
     def slots(self) -> Rows:
         """Slots of the waiting requests, in order."""
-        line = self._line[: self._end]
+        line = self._line[self._begin : self._end]
         return line[line >= 0]
 
     def window(self, budget_pages: int) -> list[Hashable]:
         """The leading requests whose distinct pages fit; at least the first one."""
-        slots = self.slots()
-        total = np.cumsum(self.needs.distinct[slots])
-        num = max(int(np.searchsorted(total, budget_pages, side="right")), 1)
+        slots = np.empty(len(self._slots), np.int64)
+        line = self._line[self._begin : self._end]
+        num = kernels.leading(line, self.needs.distinct, budget_pages, slots)
         return [self._requests[slot] for slot in slots[:num].tolist()]
 
     def window_pages(self, request: Hashable) -> int:
@@ -159,7 +162,7 @@ class WaitingQueue:
         self._line[:] = -1
         self._line[: len(slots)] = slots
         self.needs.place[slots] = np.arange(len(slots))
-        self._end = len(slots)
+        self._begin, self._end = 0, len(slots)
 
     def _grow_slots(self) -> None:
         old = len(self._requests)
