@@ -41,7 +41,7 @@ class WaitingQueue:
         self._line: npt.NDArray[np.int64] = np.full(2 * _MIN_SLOTS, -1, np.int64)
         self._begin = 0  # no request stands before it
         self._end = 0
-        self._given: list[Hashable] = []  # what `set_order` was last called with
+        self._order: list[Hashable] = []  # the waiting requests
         self._grow_slots()
         self._grow_entries(_MIN_ENTRIES)
 
@@ -78,6 +78,7 @@ class WaitingQueue:
         while self._begin < self._end and self._line[self._begin] < 0:
             self._begin += 1
         self._requests[slot] = None
+        self._order.remove(request)
         self._free_slots.append(slot)
         return unneeded
 
@@ -91,11 +92,10 @@ class WaitingQueue:
         Costs a comparison when nothing changed, else one step a request and the relinking of the
         pages of the fewest requests whose moving explains the change.
         """
-        given = list(requests)
-        if given == self._given:
+        given = [request for request in requests if request in self._slots]
+        if given == self._order:
             return
-        self._given = given
-        named = dict.fromkeys(r for r in given if r in self._slots)
+        named = dict.fromkeys(given)
         old = self.slots()
         new = np.fromiter((self._slots[request] for request in named), np.int64, len(named))
         if len(new) < len(old):
@@ -104,6 +104,7 @@ class WaitingQueue:
             new = np.concatenate([new, old[rest[old]]])
         if np.array_equal(old, new):
             return
+        self._order = [self._requests[slot] for slot in new.tolist()]
         moved = np.empty(len(new), np.bool_)
         kernels.outside_longest_run(self.needs.place[new], moved)
         kernels.relink(self.needs, new, moved)
@@ -149,7 +150,7 @@ class WaitingQueue:
             self._close_holes()
         self._slots[request] = slot
         self._requests[slot] = request
-        self._given = []  # the same list may mean another order now
+        self._order.append(request)
         self._line[self._end] = slot
         self.needs.place[slot] = self._end
         self.needs.distinct[slot] = 0
