@@ -139,6 +139,7 @@ class Simulator:
 
     def _save(self, request: Request) -> None:
         self._stored(self.store.save(request, self.now_s))
+        self.store.make_room(self.now_s)
 
     def _end_prefill(self) -> None:
         assert self._prefill is not None
