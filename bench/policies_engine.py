@@ -64,6 +64,7 @@ def run(
     measured_turns: int | None = None,
     config: PolicyConfig | None = None,
     recorded: Recorded | None = None,
+    future: Future | None = None,
 ) -> Outcome:
     """Runs a workload under one policy.
 
@@ -80,6 +81,7 @@ def run(
         config: instead of the policy's own.
         recorded: `Outcome.recorded` of a run of the same workload: replayed instead of it. Spares
             `belady` the run that fixes the order; other policies take it too.
+        future: what `belady` knows, instead of everything.
 
     Raises:
         ValueError: no such policy, an empty workload, or no turn to measure.
@@ -94,13 +96,15 @@ def run(
     if policy == "belady" and recorded is None:
         first = run(workload, system, "lookahead" if conversations else "recompute")
         recorded = first.recorded
+    if policy == "belady" and recorded is not None:
+        future = future or Future(recorded)
     source: Source
     if recorded is not None:
         source = ReplaySource(recorded, stores_answers=conversations)
     else:
         source = _source(workload, system)
     return _run(source, system, policy, config or POLICIES[policy], warmup_turns, measured_turns,
-                Future(recorded) if policy == "belady" and recorded else None)  # fmt: skip
+                future)  # fmt: skip
 
 
 def _run(

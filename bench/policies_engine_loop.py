@@ -116,6 +116,8 @@ class Simulator:
         self._queue.append(request)
         self._unfetched.append(request)
         self._waiting.add(request.number)
+        if self._future is not None:
+            self._future.arrived(request.number, self.now_s)
         self._need(request)
 
     def _need(self, request: Request) -> None:
@@ -137,6 +139,7 @@ class Simulator:
 
     def _save(self, request: Request) -> None:
         self._stored(self.store.save(request, self.now_s))
+        self.store.make_room(self.now_s)
 
     def _end_prefill(self) -> None:
         assert self._prefill is not None
@@ -195,7 +198,7 @@ class Simulator:
         self.store.hold(prefix)
         self._policy.leave(request.number)
         if self._future is not None:
-            self._future.admitted(request.number)
+            self._future.admitted(request.number, self.now_s)
         on_device = self.store.on_device(prefix)
         on_disk = self.store.on_disk(prefix)
         reusable = max(request.history_pages, self.store.seen_prefix(path))

@@ -121,7 +121,10 @@ class Store:
         self.counters["promoted_pages"] += len(pages)
 
     def save(self, request: Request, now_s: float) -> Ids:
-        """A request's pages are complete: they are stored; returns those that were not before."""
+        """A request's pages are complete: they are stored; returns those that were not before.
+
+        `make_room` follows, once it is known who waits for the new ones.
+        """
         path = request.stored_ids
         self._policy.used(path, now_s, names=path.astype(np.uint64), arrived_s=request.arrival_s)
         self.seen[path] = True
@@ -131,14 +134,18 @@ class Store:
             if self.has_disk:
                 self.host.enter(new)
                 self._write(len(new), now_s)
-                # Room for what comes next; what nobody waits for goes before what somebody does.
+        if self.device is not None:
+            self.device.enter(path)
+        return new
+
+    def make_room(self, now_s: float) -> None:
+        """What is too much leaves; what nobody waits for goes before what somebody does."""
+        if self._all_pages:
+            if self.has_disk:
                 over = len(self.host) - self.window_pages
                 self.counters["demoted_pages"] += len(self.host.evict(over, now_s))
             self._lose(self.all.evict(len(self.all) - self._all_pages, now_s))
-        if self.device is not None:
-            self.device.enter(path)
-            self._shrink_device(now_s)
-        return new
+        self._shrink_device(now_s)
 
     # ---- private ----
 

@@ -57,6 +57,7 @@ class Future:
 
     def __init__(self, recorded: Recorded) -> None:
         paths = [request.stored_ids for request in recorded.requests]
+        self._prompts = [request.prompt_ids for request in recorded.requests]
         nexts = np.full(recorded.num_pages, NEVER, np.int64)
         self._after: list[Ids] = [nexts] * len(paths)
         for number in range(len(paths) - 1, -1, -1):
@@ -68,13 +69,19 @@ class Future:
         self.depth = np.zeros(recorded.num_pages, np.int64)
         self.lists: list[BeladyLists] = []
 
-    def admitted(self, number: int) -> None:
+    def arrived(self, number: int, now_s: float) -> None:
+        """The request of this number waits now; for futures that do not know it before."""
+
+    def admitted(self, number: int, now_s: float) -> None:
         """The request of this number uses its pages now."""
         path = self._paths[number]
         self.next_use[path] = self._after[number]
         self.depth[path] = np.arange(len(path))
+        self._tell(path)
+
+    def _tell(self, rows: Ids) -> None:
         for each in self.lists:
-            each.changed(path)
+            each.changed(rows)
 
 
 class BeladyLists(Lists):

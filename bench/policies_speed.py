@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_ext.tiers.policy import PlacementPolicy
 
@@ -25,7 +26,9 @@ def decisions_per_s(
 
     Returns:
         `decisions_per_s`: calls of the policy per second; `step_ms`: median, `step_p99_ms`; the
-        same of the thread's own processor time as `step_cpu_ms`, `step_cpu_p99_ms`; `n`;
+        same of the thread's own processor time as `step_cpu_ms`, `step_cpu_p99_ms`,
+        `step_cpu_max_ms`; `reshuffle_cpu_ms`: median for a queue in an entirely new order,
+        `reshuffle_shared_cpu_ms` where all requests begin with the same 32 pages; `n`;
         `num_waiting`, `num_pages`.
     """
     rng = np.random.default_rng(5)
@@ -72,10 +75,38 @@ def decisions_per_s(
         "step_p99_ms": 1e3 * float(np.percentile(took_s, 99)),
         "step_cpu_ms": 1e3 * float(np.median(cpu_s)),
         "step_cpu_p99_ms": 1e3 * float(np.percentile(cpu_s, 99)),
+        "step_cpu_max_ms": 1e3 * max(cpu_s),
+        **_reshuffles(policy, queue, waiting),
         "n": steps,
         "num_waiting": num_waiting,
         "num_pages": num_pages,
     }
+
+
+def _reshuffles(
+    policy: PlacementPolicy, queue: list[int], waiting: dict[int, npt.NDArray[np.int64]]
+) -> dict[str, float]:
+    """Puts the queue into a new order, then once more with a prefix that everybody needs."""
+    shared = next(iter(waiting.values()))[: _PATH_PAGES // 2]
+    apart_ms = _reshuffle_cpu_ms(policy, queue)
+    for request in queue:
+        path = np.concatenate([shared, np.setdiff1d(waiting[request], shared)])
+        policy.enqueue(request, path, 0.0)
+    return {
+        "reshuffle_cpu_ms": apart_ms,
+        "reshuffle_shared_cpu_ms": _reshuffle_cpu_ms(policy, queue),
+    }
+
+
+def _reshuffle_cpu_ms(policy: PlacementPolicy, queue: list[int]) -> float:
+    rng = np.random.default_rng(6)
+    took_s = []
+    for _ in range(20):
+        order = rng.permutation(queue).tolist()
+        start_s = time.thread_time()
+        policy.set_order(order)
+        took_s.append(time.thread_time() - start_s)
+    return 1e3 * float(np.median(took_s))
 
 
 if __name__ == "__main__":

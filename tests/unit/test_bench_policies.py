@@ -22,11 +22,13 @@ from bench.policies_agents import (
     footprint_tokens,
     long_document,
 )
+from bench.policies_bounds import hit_rates
 from bench.policies_checks import OrderBound, check_against_order, check_all
 from bench.policies_flags import TraceFlags
 from bench.policies_jobs import POLICIES, Job, Result, simulate, simulate_all
 from bench.policies_models import LLAMA_13B, LLAMA_65B
 from bench.policies_overlap import Prefill, measure_ratios, measure_read_buffer
+from bench.policies_plan import Sizes
 from bench.policies_sections import gap_closed, headline
 from bench.policies_setups import as_turns, chat, chat_system, sessions_at_load
 from bench.policies_sharegpt import sharegpt_like
@@ -228,3 +230,12 @@ def test_a_bad_trace_ends_in_a_sentence(
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("bench: ")
     assert "line 1: expected a JSON object with timestamp" in last
+
+
+def test_what_is_known_of_the_future_orders_the_bounds() -> None:
+    rates = dict(hit_rates(Sizes(0.02, 1, 1, 1)))
+    best = rates["optimum"]
+    assert all(rate <= best + 0.005 for rate in rates.values())
+    assert rates["optimum, ends unknown"] < best - 0.01
+    assert rates["queue and ends"] > rates["queue, oldest first"] + 0.01
+    assert rates["lookahead"] > rates["lru"]

@@ -70,3 +70,17 @@ def test_unknown_and_taken_ids_are_refused() -> None:
         register_order("lru", "somewhere:Else")
     with pytest.raises(ValueError, match="module:Class"):
         register_order("new", "somewhere.Else")
+
+
+def test_pages_that_a_waiting_request_goes_on_without_leave_before_those_it_needs() -> None:
+    """A cut conversation: pages 0 and 1 led to 2 and 3 when they were stored, and never will."""
+    policy = PlacementPolicy(8, PolicyConfig(return_times=False))
+    tier = policy.add_tier(8)
+    policy.used(np.arange(4), 0.0)
+    tier.enter(np.arange(4))
+    policy.enqueue("cut", np.array([2, 3]), 1.0)
+    assert tier.evict(2, 2.0, spare=None).tolist() == [1, 0]
+    policy.used(np.array([2, 3, 4]), 3.0)
+    tier.enter(np.array([4]))
+    policy.leave("cut")
+    assert tier.evict(8, 4.0).tolist() == [4, 3, 2]

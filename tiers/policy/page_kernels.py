@@ -115,6 +115,32 @@ def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> No
 
 
 @compiled
+def adopt(pages: Any, path: Any, old_parents: Any) -> bool:
+    """A request is going to reach these pages by `path`, root first; whether that is news.
+
+    Args:
+        pages: The columns.
+        path: i64[N].
+        old_parents: i32[N], out: each page's parent before.
+    """
+    changed = False
+    parent = NONE
+    for i in range(path.size):
+        row = path[i]
+        old_parents[i] = NONE
+        if row < 0 or row >= pages.known.size:
+            continue
+        if pages.known[row]:
+            old_parents[i] = pages.parent[row]
+            if pages.parent[row] != parent:
+                pages.parent[row] = parent
+                pages.depth[row] = i
+                changed = True
+        parent = row
+    return changed
+
+
+@compiled
 def forget(pages: Any, rows: Any) -> None:
     """These pages are gone."""
     for i in range(rows.size):

@@ -87,7 +87,12 @@ class PlacementPolicy:
         Again with another path: replaces it, and the request keeps its place.
         """
         del now_s  # return times are measured when the pages are used
-        self._unneeded(self.queue.enqueue(request, _as_rows(path)))
+        path = _as_rows(path)
+        old_parents = np.empty(len(path), np.int32)
+        if page_kernels.adopt(self.pages, path, old_parents):
+            for tier in self.tiers:
+                tier.adopt(path, old_parents)
+        self._unneeded(self.queue.enqueue(request, path))
 
     def leave(self, request: Hashable) -> None:
         """A request waits no more: admitted, aborted, whatever. Unknown ones are ignored."""

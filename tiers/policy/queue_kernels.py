@@ -17,6 +17,7 @@ import numpy.typing as npt
 from sglang_ext.tiers.policy.compiled import compiled
 
 NONE = -1
+UNLINKED = -2  # as `prev` of an entry, while the queue is put in order
 DIRTY = np.uint8(0xFF)
 
 I32s = npt.NDArray[np.int32]
@@ -171,20 +172,28 @@ def relink(needs: Any, slots: Any, moved: Any) -> None:
         slots: i64[N], every waiting request in the new order.
         moved: bool[N], those that have to leave their lists so that the others are in order.
     """
+    num_moved = 0
     for i in range(slots.size):
-        if moved[i]:
+        num_moved += moved[i]
+    # Where many move, all do: then each entry is linked at its list's end, without a walk.
+    every = 2 * num_moved > slots.size
+    for i in range(slots.size):
+        if every or moved[i]:
             entry = needs.first[slots[i]]
             while entry != NONE:
-                if needs.row[entry] != NONE:
+                # Alone in its list it stands right wherever its request goes.
+                shared = needs.prev[entry] != NONE or needs.next[entry] != NONE
+                if shared and needs.row[entry] != NONE:
                     _unlink(needs, entry)
+                    needs.prev[entry] = UNLINKED
                 entry = needs.chain[entry]
     for i in range(slots.size):
         needs.place[slots[i]] = i
     for i in range(slots.size):
-        if moved[i]:
+        if every or moved[i]:
             entry = needs.first[slots[i]]
             while entry != NONE:
-                if needs.row[entry] != NONE:
+                if needs.prev[entry] == UNLINKED and needs.row[entry] != NONE:
                     _link(needs, entry)
                 entry = needs.chain[entry]
 
@@ -215,6 +224,28 @@ def outside_longest_run(places: Any, moved: Any) -> None:
     while at != NONE:
         moved[at] = False
         at = below[at]
+
+
+@compiled
+def leading(line: Any, distinct: Any, budget: int, slots: Any) -> int:
+    """Writes the leading requests whose distinct pages fit; returns how many, at least the first.
+
+    Args:
+        line: i64[N], slots by place, -1 in holes.
+        distinct: As in `Needs`.
+        budget: Pages.
+        slots: i64, out; room for every request.
+    """
+    num, total = 0, 0
+    for i in range(line.size):
+        if line[i] < 0:
+            continue
+        total += distinct[line[i]]
+        if num and total > budget:
+            break
+        slots[num] = line[i]
+        num += 1
+    return num
 
 
 @compiled

@@ -18,6 +18,7 @@ from sglang_ext.tiers.policy.return_kernels import age_bin
 NONE = -1
 ABSENT, LISTED, PARKED = 0, 1, 2
 COUNT, CLOCK = 0, 1
+_PARKED_A_CALL = 256  # pages of each class, in one call
 
 
 class Lists(NamedTuple):
@@ -188,13 +189,21 @@ def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, yo
 
 
 @compiled
-def _next_of_kind(lists: Any, head: Any, lookahead: bool, kind: int, end: int) -> Any:
-    """The page at the leaving end of a class that may leave; those that may not are parked."""
+def _next_of_kind(
+    lists: Any, head: Any, lookahead: bool, kind: int, end: int, budget: Any
+) -> Any:  # fmt: skip
+    """The page at the leaving end of a class that may leave; those that may not are parked.
+
+    `budget`, i64[NUM_CLASSES], is how many may be parked; where more would have to be, no page.
+    """
     row = lists.ends[end, kind]
     while row != NONE:
         wanted = lookahead and head[row] != NONE
         if lists.children[row] == 0 and lists.holds[row] == 0 and not wanted:
             return row
+        if budget[kind] == 0:
+            return NONE
+        budget[kind] -= 1
         _cut(lists, row)
         lists.state[row] = PARKED
         row = lists.ends[end, kind]
@@ -206,7 +215,11 @@ def evict_unwanted(
     lists: Any, pages: Any, head: Any, scores: Any, by_score: bool, lookahead: bool, young: bool,
     now_s: float, out: Any,
 ) -> Any:  # fmt: skip
-    """Takes out pages that nobody waits for, coldest first, into `out`; returns how many."""
+    """Takes out pages that nobody waits for, coldest first, into `out`; returns how many.
+
+    A class whose old end is full of pages that may not leave is passed over until they are parked,
+    which takes several calls, unless no other class has a page.
+    """
     end = 1 if young else 0
     sign = -1 if young else 1
     # The page that each class would give up next, found anew only where that may have changed.
@@ -214,12 +227,14 @@ def evict_unwanted(
     stamps = np.zeros(NUM_CLASSES, np.int64)
     values = np.zeros(NUM_CLASSES)
     stale = np.ones(NUM_CLASSES, np.bool_)
-    for num in range(out.size):
+    budget = np.full(NUM_CLASSES, _PARKED_A_CALL + out.size, np.int64)
+    num = 0
+    while num < out.size:
         best = NONE
         for kind in range(NUM_CLASSES):
             if stale[kind]:
                 stale[kind] = False
-                row = _next_of_kind(lists, head, lookahead, kind, end)
+                row = _next_of_kind(lists, head, lookahead, kind, end, budget)
                 rows[kind] = row
                 if row != NONE:
                     stamps[kind] = sign * lists.stamp[row]
@@ -231,14 +246,19 @@ def evict_unwanted(
             if lower or (values[kind] == values[best] and stamps[kind] < stamps[best]):
                 best = kind
         if best == NONE:
-            return num
+            if budget.min() > 0:
+                break
+            budget[:] = _PARKED_A_CALL
+            stale[:] = True
+            continue
         row = rows[best]
         out[num] = row
+        num += 1
         stale[best] = True
         _exit_one(lists, pages, row, young)
         if pages.known[row] and pages.parent[row] != NONE:
             stale[lists.kind[pages.parent[row]]] = True  # it may be back in its list
-    return out.size
+    return num
 
 
 @compiled

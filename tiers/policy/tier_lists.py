@@ -94,6 +94,10 @@ class TierLists:
         restamps = self._policy.order.restamps_on_use
         kernels.used(self._lists, self._policy.pages, path, old_parents, restamps, self._young)
 
+    def adopt(self, path: Rows, old_parents: npt.NDArray[np.int32]) -> None:
+        """Notes that pages have other parents now; see `PlacementPolicy.enqueue`."""
+        kernels.used(self._lists, self._policy.pages, path, old_parents, False, self._young)
+
     def settle(self, rows: Rows) -> None:
         """Nobody waits for these pages any more."""
         kernels.settle(self._lists, rows, self._young)

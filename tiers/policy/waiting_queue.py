@@ -39,8 +39,9 @@ class WaitingQueue:
         self._free_slots: list[int] = []
         # Slots by place; -1 where a request left. Places only compare, so holes do no harm.
         self._line: npt.NDArray[np.int64] = np.full(2 * _MIN_SLOTS, -1, np.int64)
+        self._begin = 0  # no request stands before it
         self._end = 0
-        self._given: list[Hashable] = []  # what `set_order` was last called with
+        self._order: list[Hashable] = []  # the waiting requests
         self._grow_slots()
         self._grow_entries(_MIN_ENTRIES)
 
@@ -74,7 +75,10 @@ class WaitingQueue:
             return np.zeros(0, np.int64)
         unneeded = self._drop(slot)
         self._line[self.needs.place[slot]] = -1
+        while self._begin < self._end and self._line[self._begin] < 0:
+            self._begin += 1
         self._requests[slot] = None
+        self._order.remove(request)
         self._free_slots.append(slot)
         return unneeded
 
@@ -88,11 +92,10 @@ class WaitingQueue:
         Costs a comparison when nothing changed, else one step a request and the relinking of the
         pages of the fewest requests whose moving explains the change.
         """
-        given = list(requests)
-        if given == self._given:
+        given = [request for request in requests if request in self._slots]
+        if given == self._order:
             return
-        self._given = given
-        named = dict.fromkeys(r for r in given if r in self._slots)
+        named = dict.fromkeys(given)
         old = self.slots()
         new = np.fromiter((self._slots[request] for request in named), np.int64, len(named))
         if len(new) < len(old):
@@ -101,23 +104,24 @@ class WaitingQueue:
             new = np.concatenate([new, old[rest[old]]])
         if np.array_equal(old, new):
             return
+        self._order = [self._requests[slot] for slot in new.tolist()]
         moved = np.empty(len(new), np.bool_)
         kernels.outside_longest_run(self.needs.place[new], moved)
         kernels.relink(self.needs, new, moved)
         self._line[: len(new)] = new
         self._line[len(new) : self._end] = -1
-        self._end = len(new)
+        self._begin, self._end = 0, len(new)
 
     def slots(self) -> Rows:
         """Slots of the waiting requests, in order."""
-        line = self._line[: self._end]
+        line = self._line[self._begin : self._end]
         return line[line >= 0]
 
     def window(self, budget_pages: int) -> list[Hashable]:
         """The leading requests whose distinct pages fit; at least the first one."""
-        slots = self.slots()
-        total = np.cumsum(self.needs.distinct[slots])
-        num = max(int(np.searchsorted(total, budget_pages, side="right")), 1)
+        slots = np.empty(len(self._slots), np.int64)
+        line = self._line[self._begin : self._end]
+        num = kernels.leading(line, self.needs.distinct, budget_pages, slots)
         return [self._requests[slot] for slot in slots[:num].tolist()]
 
     def window_pages(self, request: Hashable) -> int:
@@ -146,7 +150,7 @@ class WaitingQueue:
             self._close_holes()
         self._slots[request] = slot
         self._requests[slot] = request
-        self._given = []  # the same list may mean another order now
+        self._order.append(request)
         self._line[self._end] = slot
         self.needs.place[slot] = self._end
         self.needs.distinct[slot] = 0
@@ -159,7 +163,7 @@ class WaitingQueue:
         self._line[:] = -1
         self._line[: len(slots)] = slots
         self.needs.place[slots] = np.arange(len(slots))
-        self._end = len(slots)
+        self._begin, self._end = 0, len(slots)
 
     def _grow_slots(self) -> None:
         old = len(self._requests)
