@@ -1,7 +1,8 @@
 """Requests that wait in the scheduler's queue, and the plans that bring their pages to DRAM.
 
-A waiting request is held by a `Plan` of the page store: its pages move from disk to DRAM while
-others run, until they are there or the deadline is over.
+A waiting request is held by a `Plan` of the page store: its pages move from disk, or from a remote
+store, to DRAM while others run, until they are there or the deadline is over. What a remote store
+has of them is asked when the request enters the queue, and fetched by its plan.
 
 With look-ahead the leading requests of the queue have plans: as many as DRAM may be pinned for
 together. A request further behind has none, so it never holds room that one before it needs; its
@@ -20,9 +21,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from sglang_ext.consensus import Stand
 from sglang_ext.load_or_compute import Candidate, LoadOrCompute
 from sglang_ext.tiers.store import KeySpace, PageStore, Plan, TierCounts
+from sglang_ext.tiers.store.remote_inquiry import RemoteInquiry
+from sglang_ext.tiers.store.remote_pages import num_leading
 from sglang_ext.tiers.store.types import Hashes
 
 # Between two attempts to complete a plan for which DRAM had no free slot: the scheduler polls all
@@ -62,10 +68,14 @@ class Wish:
         """The pages that are not on the device."""
         return self.hashes[self.num_above :]
 
-    def candidate(self, page_tokens: int) -> Candidate:
+    def candidate(
+        self, page_tokens: int, remote_sizes: npt.NDArray[np.int64] | None = None
+    ) -> Candidate:
         """The same for the cost model."""
         above = self.num_above * page_tokens
-        return Candidate(self.space, self.below, self.max_quality, above, self.prompt_tokens)
+        return Candidate(
+            self.space, self.below, self.max_quality, above, self.prompt_tokens, remote_sizes
+        )
 
 
 class Progress(NamedTuple):
@@ -98,6 +108,9 @@ class _Waiting:
         gave_up: its deadline is over.
         evictions: `PageStore.num_wanted_evicted` when its pages were last looked for, or _UNKNOWN
             when they have to be looked for again.
+        inquiry: what the remote store was asked; None when it was not.
+        answered: its answer was taken, or is not waited for.
+        remote_failed: the store did not give what it had said it has; it is not asked again.
     """
 
     handle: Hashable
@@ -113,6 +126,24 @@ class _Waiting:
     attempts: int = 0
     pause_s: float = FIRST_PAUSE_S
     next_plan_s: float = 0.0
+    inquiry: RemoteInquiry | None = None
+    answered: bool = True
+    remote_failed: bool = False
+
+    def remote_sizes(self) -> npt.NDArray[np.int64] | None:
+        """Bytes of the pages below the device that the remote store has; 0 for the others."""
+        inquiry = self.inquiry
+        if inquiry is None or not self.answered or self.remote_failed or not len(inquiry.sizes):
+            return None
+        sizes = np.zeros(len(self.wish.below), np.int64)
+        first = inquiry.first_page - self.wish.num_above
+        sizes[first : first + len(inquiry.sizes)] = inquiry.sizes
+        return sizes
+
+    def with_remote(self, found: TierCounts) -> TierCounts:
+        """What is here, with what the remote store has behind that."""
+        sizes = self.remote_sizes()
+        return found if sizes is None else found._replace(remote=num_leading(sizes[found.here :]))
 
     def may_plan_again(self, now_s: float) -> bool:
         """Whether the turn of a plan that is short has come; the pauses between turns grow."""
@@ -157,6 +188,7 @@ class WaitingRoom:
         self._waiting: dict[Hashable, _Waiting] = {}
         self._by_number: dict[int, _Waiting] = {}
         self._planned: dict[int, _Waiting] = {}  # those with a plan, by number
+        self._asking: dict[int, _Waiting] = {}  # those whose inquiry is open, by number
         self._next_number = 0
         self._order: list[Hashable] = []  # of the last step
         self._came: list[Hashable] = []  # since then, in order
@@ -184,10 +216,10 @@ class WaitingRoom:
         self._came.append(handle)
         self._changed = True
         if self._cost is not None:
-            self._cost.enter(handle, wish.candidate(self._cost.page_tokens))
-        if self._store.lookahead is None and (found.total or self._store.has_remote):
-            self._plan(waiting, priority=0)
-            waiting.gave_up = waiting.plan is None or waiting.plan.starved
+            self._cost.enter(handle, self._candidate(waiting))
+        self._ask(waiting)
+        if self._store.lookahead is None and found.total:
+            self._plan_once(waiting)
         return found
 
     def leave(self, handle: Hashable, *, admitted: bool = False) -> None:
@@ -203,6 +235,7 @@ class WaitingRoom:
         if admitted:
             self._count_admission(waiting.wish)
         self._give_up_plan(waiting)
+        self._stop_asking(waiting)
         del self._by_number[waiting.number]
         self._left.add(handle)
         if self._cost is not None:
@@ -219,12 +252,11 @@ class WaitingRoom:
             self._cost.leave_all()
 
     def remote_pages(self, handle: Hashable) -> tuple[int, int]:
-        """(first page of the prompt, number) of what a request's plan had from a remote store."""
+        """(first page of the prompt, number) of what the remote store had of a request's pages."""
         waiting = self._waiting.get(handle)
-        if waiting is None or waiting.plan is None:
+        if waiting is None or waiting.inquiry is None or not waiting.answered:
             return 0, 0
-        plan = waiting.plan
-        return waiting.wish.num_above + plan.first_remote, plan.num_remote
+        return waiting.inquiry.first_page, len(waiting.inquiry.sizes)
 
     # ---- once a scheduler step ----
 
@@ -237,6 +269,8 @@ class WaitingRoom:
             order: handles of the waiting requests as the scheduler will take them.
         """
         self._now_s = self._clock()
+        if self._asking:
+            self._take_answers()
         if self._store.lookahead is not None:
             self._follow_order(order)
             self._find_again()
@@ -254,15 +288,16 @@ class WaitingRoom:
         if waiting is None or self._policy == "best_effort" or waiting.gave_up:
             return True
         if waiting.ready or (waiting.plan is None and not waiting.found.total):
-            return True
+            return not self._awaits_answer(waiting)
         if waiting.plan is None and self._is_resident(waiting):
-            return True
+            return not self._awaits_answer(waiting)
         self.hold(handle)
         if not self._is_late(handle, waiting):
             return False
         if self._cost is None:
             self._store.counters.add("prefetch_timeouts")
         self._give_up_plan(waiting)
+        self._stop_asking(waiting)
         waiting.gave_up = True
         return True
 
@@ -298,6 +333,63 @@ class WaitingRoom:
             return Progress(first, first, 0)
         return Progress(first, first + len(waiting.plan.rows), waiting.plan.remaining)
 
+    # ---- what the remote store has ----
+
+    def _ask(self, waiting: _Waiting) -> None:
+        """Asks the remote store for the pages that are not here."""
+        wish = waiting.wish
+        first = wish.num_above + waiting.found.here
+        if first == len(wish.hashes):
+            return
+        inquiry = RemoteInquiry(wish.space, wish.hashes[first:], first, wish.max_quality)
+        if self._store.ask_remote(inquiry):
+            waiting.inquiry, waiting.answered = inquiry, False
+            self._asking[waiting.number] = waiting
+
+    def _take_answers(self) -> None:
+        for waiting in list(self._asking.values()):
+            assert waiting.inquiry is not None
+            if not waiting.inquiry.done:
+                continue
+            del self._asking[waiting.number]
+            waiting.answered = True
+            waiting.found = waiting.with_remote(waiting.found)
+            if not waiting.found.remote:
+                continue
+            self._changed = True
+            if self._cost is not None:
+                self._cost.learn(waiting.handle, self._candidate(waiting))
+            if self._store.lookahead is None:
+                self._plan_once(waiting)
+
+    def _awaits_answer(self, waiting: _Waiting) -> bool:
+        """Whether a request that could run should wait for what the remote store says."""
+        if waiting.answered:
+            return False
+        self.hold(waiting.handle)
+        assert waiting.held_since_s is not None
+        if self._policy == "wait_complete":
+            return True  # every call of the store has a deadline
+        limit_s = self._timeout_s
+        if self._cost is not None:
+            limit_s = self._cost.answer_wait_s(self._candidate(waiting), waiting.found.here)
+        # A store that does not answer one request is not waited for by the next.
+        waited_s = max(self._now_s - waiting.held_since_s, self._store.remote_stalled_s)
+        if waited_s < limit_s:
+            return True
+        self._store.counters.add("remote_lookups_late")
+        self._stop_asking(waiting)
+        return False
+
+    def _stop_asking(self, waiting: _Waiting) -> None:
+        if self._asking.pop(waiting.number, None) is not None and waiting.inquiry is not None:
+            waiting.inquiry.cancelled = True
+            waiting.inquiry, waiting.answered = None, True
+
+    def _candidate(self, waiting: _Waiting) -> Candidate:
+        assert self._cost is not None
+        return waiting.wish.candidate(self._cost.page_tokens, waiting.remote_sizes())
+
     # ---- private ----
 
     def _is_late(self, handle: Hashable, waiting: _Waiting) -> bool:
@@ -313,11 +405,14 @@ class WaitingRoom:
             plan = waiting.plan
             assert plan is not None
             waiting.ready = plan.done and self._is_enough(waiting, plan)
+            if plan.fetch_failed and not waiting.remote_failed:
+                waiting.remote_failed = True
+                waiting.found = waiting.with_remote(waiting.found._replace(remote=0))
 
     def _is_enough(self, waiting: _Waiting, plan: Plan) -> bool:
         if self._store.lookahead is None or not plan.short or plan.failed:
             return True
-        if len(plan.rows) >= self._store.max_planned_pages:
+        if plan.num_planned >= self._store.max_planned_pages:
             return True  # more is not to be had
         return waiting.attempts >= MAX_ATTEMPTS and not plan.starved
 
@@ -393,15 +488,28 @@ class WaitingRoom:
         self._next_try_s = min(self._next_try_s, max(waiting.next_plan_s, self._now_s))
         return False
 
+    def _plan_once(self, waiting: _Waiting) -> None:
+        """Without look-ahead: a plan for what DRAM has room for now."""
+        self._plan(waiting, priority=0)
+        waiting.gave_up = waiting.plan is None or waiting.plan.starved
+
     def _plan(self, waiting: _Waiting, priority: int) -> None:
         """Makes a request's plan, or makes it anew, of what is stored and fits now."""
         wish, old = waiting.wish, waiting.plan
         num = waiting.num_asked = len(wish.below)
         if self._cost is not None:
-            num = self._cost.num_pages(waiting.handle, wish.candidate(self._cost.page_tokens))
+            num = self._cost.num_pages(waiting.handle, self._candidate(waiting))
             waiting.num_asked = num
-        pages = wish.below[:num]
-        plan = self._store.plan(wish.space, pages, wish.max_quality, priority) if num else None
+        sizes, plan = waiting.remote_sizes(), None
+        if num:
+            plan = self._store.plan(
+                wish.space,
+                wish.below[:num],
+                wish.max_quality,
+                priority,
+                remote_sizes=None if sizes is None else sizes[:num],
+                instead_of=old,
+            )
         if old is not None:
             self._store.cancel_plan(old)  # after the new one has taken over its pins
         waiting.plan, waiting.ready = plan, False
@@ -425,9 +533,9 @@ class WaitingRoom:
         if waiting.evictions == _UNKNOWN or (not absent and waiting.evictions != evictions):
             wish = waiting.wish
             found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
-            waiting.found, waiting.evictions = found, evictions
+            waiting.found, waiting.evictions = waiting.with_remote(found), evictions
             absent = bool(found.disk or found.pending)
-        return not absent
+        return not absent and not waiting.found.remote
 
     def _find_again(self) -> None:
         """Looks for pages that became known while their requests wait, a few requests a step."""
@@ -437,9 +545,9 @@ class WaitingRoom:
         end = min(self._find_from + _FIND_AT_ONCE, _FIND_AMONG, len(self._order))
         for handle in self._order[self._find_from : end]:
             waiting = self._waiting.get(handle)
-            if waiting is None or waiting.found.total == len(waiting.wish.below):
+            if waiting is None or waiting.found.here == len(waiting.wish.below):
                 continue
-            found = self._expect(waiting.number, waiting.wish)
+            found = waiting.with_remote(self._expect(waiting.number, waiting.wish))
             self._changed |= found.total != waiting.found.total
             waiting.found = found
         self._find_from = end if end < min(_FIND_AMONG, len(self._order)) else _FIND_AMONG
@@ -452,7 +560,7 @@ class WaitingRoom:
         num_above = self._num_held(wish.above)
         if num_above < wish.num_above:
             waiting.wish = replace(wish, num_above=num_above)
-            waiting.found = self._expect(waiting.number, waiting.wish)
+            waiting.found = waiting.with_remote(self._expect(waiting.number, waiting.wish))
             self._changed = True
             self._store.counters.add("device_lost_pages", wish.num_above - num_above)
 

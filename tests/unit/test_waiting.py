@@ -62,7 +62,12 @@ class Store:
         self.num_lookups += 1
         return self.found
 
-    def plan(self, space: KeySpace, hashes: Any, quality: int, priority: int) -> Plan | None:
+    def ask_remote(self, *_: object) -> bool:
+        return False
+
+    def plan(
+        self, space: KeySpace, hashes: Any, quality: int, priority: int, **_: object
+    ) -> Plan | None:
         self.num_plans += 1
         if not self.found.total:
             return None

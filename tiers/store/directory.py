@@ -10,7 +10,7 @@ import numpy as np
 
 from sglang_ext.tiers.index import NO_SEGMENT, NO_SLOT
 from sglang_ext.tiers.quality import ANY, Qualities, Quality
-from sglang_ext.tiers.store.plan_book import PlanBook
+from sglang_ext.tiers.store.remote_book import RemoteBook
 from sglang_ext.tiers.store.types import (
     FILLING,
     ON_DISK,
@@ -29,7 +29,7 @@ from sglang_ext.tiers.store.types import (
 )
 
 
-class Directory(PlanBook):
+class Directory(RemoteBook):
     """Look-ups, saves and loads."""
 
     # ---- look-up ----

@@ -1,0 +1,78 @@
+"""Plans' pages that come from a remote store: room kept for them, and pins when they are there.
+
+All state is guarded by `PageTable.lock`; methods take it themselves. Nothing here blocks on I/O.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang_ext.tiers.store.plan_book import PlanBook, leading
+from sglang_ext.tiers.store.types import READY, Hashes, KeySpace, Plan
+
+
+class RemoteBook(PlanBook):
+    """The remote store's part of the directory.
+
+    Slots are taken when pages arrive; until then a plan holds room by number, so that what all
+    plans pin in the end stays within `max_planned_pages`.
+    """
+
+    def reserve(self, plan: Plan, num_pages: int) -> int:
+        """Keeps room for pages that a plan is to fetch, behind those that it has.
+
+        Args:
+            plan: nobody fetches for it yet.
+            num_pages: that the remote store has.
+
+        Returns:
+            For how many there is room; the plan waits for these now, and is short of the others.
+        """
+        with self.lock:
+            num = min(num_pages, max(0, self.max_planned_pages - self.num_planned_pages))
+            plan.num_stored += num_pages
+            plan.num_planned += num
+            plan.num_reserved = plan.num_remote_left = num
+            plan.remaining += num
+            self.num_planned_pages += num
+        return num
+
+    def adopt(self, plan: Plan, space: KeySpace, hashes: Hashes) -> int:
+        """Pins those of a plan's next pages that are ready; returns how many leading ones are."""
+        with self.lock:
+            rows = self.index.prefix_rows(hashes, space.number)
+            rows = leading(rows, (self.index.flags[rows] & READY) != 0)
+            num = min(len(rows), plan.num_remote_left)
+            if not plan.cancelled:
+                slots = self.index.host_slot[rows[:num]].copy()
+                self.arena.pin(slots)
+                self._count_pins(slots, 1)
+                plan.slots = np.concatenate([plan.slots, slots])
+                used = min(num, plan.num_reserved)
+                plan.num_reserved -= used
+                self.num_planned_pages -= used
+                self._touch(rows[:num])
+            plan.num_remote_left -= num
+            plan.remaining -= num
+        return num
+
+    def yield_room(self, plan: Plan) -> None:
+        """Gives back the room of a plan that is about to be made anew; its pins stay."""
+        with self.lock:
+            self._end_reservation(plan)
+
+    def end_fetch(self, plan: Plan) -> None:
+        """Says that nothing more is fetched for a plan; what it still waited for does not come.
+
+        It may be made again when that was for want of room in DRAM; otherwise what did not come is
+        taken for missing.
+        """
+        with self.lock:
+            left = plan.num_remote_left
+            self._end_reservation(plan)
+            plan.num_planned -= left
+            if left and not plan.lacked_room:
+                plan.num_stored = plan.num_planned
+                plan.fetch_failed = True
+            plan.num_remote_left = 0
+            plan.remaining -= left
