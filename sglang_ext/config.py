@@ -82,9 +82,9 @@ class HierKVConfig:
     )
     remote_policy: str = _knob(
         "all",
-        "Which pages go to the remote store: all that are saved, or those that a request reused "
-        "from DRAM (second_hit).",
-        choices=("all", "second_hit"),
+        "Which pages go to the remote store: all that are saved, those that a request reused from "
+        "DRAM (second_hit), or those that are about to leave DRAM (on_eviction).",
+        choices=("all", "second_hit", "on_eviction"),
     )
     codec: str = _knob(
         "none",

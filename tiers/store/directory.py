@@ -16,6 +16,7 @@ from sglang_ext.tiers.store.types import (
     ON_DISK,
     QUEUED,
     READY,
+    SENT,
     SPILLING,
     WRITE_DROPPED,
     Hashes,
@@ -159,7 +160,7 @@ class Directory(RemoteBook):
         self.index.host_slot[rows] = slots
         self.index.quality[rows] = quality
         # The old copy may be on its way in or out: whoever moves it finds another slot here.
-        gone = QUEUED | SPILLING | WRITE_DROPPED
+        gone = QUEUED | SPILLING | WRITE_DROPPED | SENT
         # A record on disk that this page would improve is forgotten, so that this one is written.
         stale = self.index.disk_quality[rows] > np.maximum(quality, self.disk_floor)
         self.index.segment[rows[stale]] = NO_SEGMENT

@@ -22,6 +22,7 @@ from sglang_ext.tiers.store.coding import KeepRaw
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.jitter import add_jitter, max_jitter_s
+from sglang_ext.tiers.store.leaving_pages import LeavingPages
 from sglang_ext.tiers.store.lookahead import LookAhead
 from sglang_ext.tiers.store.promoter import Promoter
 from sglang_ext.tiers.store.read_meter import OnMeasured, ReadMeter
@@ -61,7 +62,7 @@ class StoreConfig:
         event_log: file for the event log; empty for none.
         placement: what the policy that chooses what leaves is to do; None for the least recent
             page, and no look-ahead.
-        remote_policy: which pages go to the remote store: `all` or `second_hit`.
+        remote_policy: which pages go to the remote store: `all`, `second_hit` or `on_eviction`.
     """
 
     write_policy: str = "write_through"
@@ -141,6 +142,15 @@ class PageStore:
         if remote is not None:
             self._remote = RemotePages(
                 self._directory, remote, config.remote_policy, self._fetch_meter
+            )
+        self._leaving: LeavingPages | None = None
+        if (
+            remote is not None
+            and self._remote is not None
+            and config.remote_policy == "on_eviction"
+        ):
+            self._leaving = LeavingPages(
+                self._directory, remote, self._remote.send, disk, transcoder, self._space_of
             )
         self._spiller: Spiller | None = None
         self._promoter: Promoter | None = None
@@ -373,6 +383,8 @@ class PageStore:
         if self._closed:
             return
         self._closed = True
+        if self._leaving is not None:
+            self._leaving.close(timeout_s)
         if self._remote is not None:
             self._remote.close()
         if self._transcoder is not None:

@@ -1,4 +1,4 @@
-"""Plans' pages that come from a remote store: room kept for them, and pins when they are there.
+"""The remote store's part of the books: what plans fetch, and what is sent before it leaves DRAM.
 
 All state is guarded by `PageTable.lock`; methods take it themselves. Nothing here blocks on I/O.
 """
@@ -8,14 +8,24 @@ from __future__ import annotations
 import numpy as np
 
 from sglang_ext.tiers.store.plan_book import PlanBook, leading
-from sglang_ext.tiers.store.types import READY, Hashes, KeySpace, Plan
+from sglang_ext.tiers.store.types import (
+    FILLING,
+    ON_DISK,
+    READY,
+    SENT,
+    DiskCopies,
+    Hashes,
+    KeySpace,
+    Plan,
+    Slots,
+)
 
 
 class RemoteBook(PlanBook):
-    """The remote store's part of the directory.
+    """Fetches and uploads.
 
-    Slots are taken when pages arrive; until then a plan holds room by number, so that what all
-    plans pin in the end stays within `max_planned_pages`.
+    A plan's slots are taken when pages arrive; until then it holds room by number, so that what
+    all plans pin in the end stays within `max_planned_pages`.
     """
 
     def reserve(self, plan: Plan, num_pages: int) -> int:
@@ -76,3 +86,51 @@ class RemoteBook(PlanBook):
                 plan.fetch_failed = True
             plan.num_remote_left = 0
             plan.remaining -= left
+
+    # ---- pages that leave DRAM ----
+
+    def take_unsent(self, low_water_pages: int, max_pages: int) -> tuple[int, Hashes, Slots] | None:
+        """Takes pages that would leave DRAM next and were not sent, pinned.
+
+        Args:
+            low_water_pages: as many pages of DRAM are to be free, or sent.
+            max_pages: most that are taken.
+
+        Returns:
+            Number of their key space, hashes and slots, for `end_sending`; None when enough is.
+        """
+        with self.lock:
+            num = low_water_pages - self.arena.num_free
+            if num <= 0:
+                return None
+            rows = self.index.lru_tail(num, FILLING)
+            rows = rows[(self.index.flags[rows] & SENT) == 0]
+            if not len(rows):
+                return None
+            hashes, numbers = self.index.keys(rows)
+            mine = np.flatnonzero(numbers == numbers[0])[:max_pages]
+            slots = self.index.host_slot[rows[mine]].copy()
+            self.arena.pin(slots)
+            return int(numbers[0]), hashes[mine], slots
+
+    def end_sending(self, number: int, hashes: Hashes, slots: Slots) -> None:
+        """Gives the pages of `take_unsent` back; they are not sent again as they are."""
+        with self.lock:
+            rows = self.index.lookup(hashes, number)
+            known = rows >= 0
+            same = rows[known][self.index.host_slot[rows[known]] == slots[known]]
+            self.index.flags[same] |= np.uint8(SENT)
+            self.arena.unpin(slots)
+
+    def on_disk(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, DiskCopies]:
+        """Those of some pages that lie on disk, and where."""
+        with self.lock:
+            index = self.index
+            rows = index.lookup(hashes, space.number)
+            there = rows >= 0
+            there[there] = (index.flags[rows[there]] & ON_DISK) != 0
+            rows = rows[there]
+            return hashes[there], DiskCopies(
+                index.segment[rows], index.block[rows], index.num_blocks[rows],
+                index.disk_quality[rows],
+            )  # fmt: skip

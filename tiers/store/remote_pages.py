@@ -32,7 +32,7 @@ from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan
 
 logger = logging.getLogger(__name__)
 
-REMOTE_POLICIES = ("all", "second_hit")
+REMOTE_POLICIES = ("all", "second_hit", "on_eviction")
 
 _UPLOAD_QUEUE = 1024  # runs of pages; more are not uploaded, and counted
 _FETCH_QUEUE = 256  # requests; more are not looked up
@@ -72,7 +72,8 @@ class RemotePages:
         Args:
             directory: the store's own books.
             remote: the shared store; closed by `close`.
-            policy: which pages are uploaded: `all` that are saved, or those used a `second_hit`.
+            policy: which pages are uploaded: `all` that are saved, those used a `second_hit`, or
+                those that leave DRAM (`on_eviction`; see `leaving_pages`).
             meter: measures what is fetched.
 
         Raises:
@@ -108,6 +109,10 @@ class RemotePages:
         """Pages were used by a request. Does not block."""
         if self.policy == "second_hit":
             self._offer(_Upload(space, hashes.copy(), is_new=False))
+
+    def send(self, space: KeySpace, hashes: Hashes) -> None:
+        """Uploads those of some pages that are in DRAM. Blocks; `on_eviction`'s thread calls it."""
+        self._upload(space, hashes)
 
     def ask(self, inquiry: RemoteInquiry) -> bool:
         """Asks the store for pages; False when it will not be asked. Does not block."""

@@ -22,6 +22,7 @@ ON_DISK = 2  # `segment` and `block` name a record
 FILLING = 4  # the host slot is being written, by a save or a promotion
 QUEUED = 8  # waits for the spiller
 SPILLING = 16  # the spiller is writing it; its slot is pinned
+SENT = 64  # offered to the remote store as it lies in DRAM (policy `on_eviction`)
 WRITE_DROPPED = 32  # the disk did not take it (full, failing); it may leave DRAM all the same
 
 
