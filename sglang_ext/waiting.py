@@ -405,6 +405,8 @@ class WaitingRoom:
             plan = waiting.plan
             assert plan is not None
             waiting.ready = plan.done and self._is_enough(waiting, plan)
+            if plan.lacked_room and not waiting.ready:
+                self._next_try_s = min(self._next_try_s, waiting.next_plan_s)
             if plan.fetch_failed and not waiting.remote_failed:
                 waiting.remote_failed = True
                 waiting.found = waiting.with_remote(waiting.found._replace(remote=0))

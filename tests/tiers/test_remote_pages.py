@@ -215,6 +215,19 @@ def test_lossy_pages_stay_lossy_and_exact_requests_do_not_get_them(make: Make) -
     assert two.store.ready_prefix(two.space, hashes, Quality.EXACT) == 3
 
 
+def test_an_exact_request_fetches_over_what_is_here_and_lossy(make: Make) -> None:
+    one, two = make(), make()
+    hashes = pages("a", 20)
+    one.save(hashes)
+    assert one.uploaded(20)
+    two.save(hashes[:8], quality=Quality.LOSSY)
+    plan = two.plan(hashes, max_quality=Quality.EXACT)
+    assert plan is not None
+    assert plan.num_planned == 20
+    assert two.store.ready_prefix(two.space, hashes, Quality.EXACT) == 20
+    two.check(hashes)
+
+
 def test_a_second_hit_is_what_uploads(make: Make) -> None:
     one = make("second_hit")
     hashes = pages("a", 4)

@@ -191,6 +191,21 @@ def test_a_prefix_larger_than_what_plans_may_pin_is_cut_and_admitted(make: Make)
     assert server.ready("a", 12) == 8
 
 
+def test_a_fetch_for_which_dram_has_no_slot_is_made_when_there_is_one(make: Make) -> None:
+    server = make(policy="wait_complete")
+    server.save(pages("x", 32))
+    ticket = server.store.pin_ready(server.space, pages("x", 32))
+    assert ticket is not None
+    server.enter("a", 12)
+    held_until_s = time.monotonic() + 0.5
+    while time.monotonic() < held_until_s:
+        assert not server.admits("a")
+    assert server.count("save_dropped_pages") >= 12
+    server.store.release(ticket.slots)
+    server.time_to_admit("a")
+    assert server.ready("a", 12) == 12
+
+
 def test_a_slow_store_is_computed_around_and_probed(make: Make) -> None:
     server = make()
     server.teach_prefill(1e-5)  # 8 ms for a prefix

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang_ext.tiers.store.plan_book import PlanBook, leading
+from sglang_ext.tiers.store.plan_book import PlanBook
 from sglang_ext.tiers.store.types import (
     FILLING,
     ON_DISK,
@@ -47,11 +47,18 @@ class RemoteBook(PlanBook):
             self.num_planned_pages += num
         return num
 
-    def adopt(self, plan: Plan, space: KeySpace, hashes: Hashes) -> int:
-        """Pins those of a plan's next pages that are ready; returns how many leading ones are."""
+    def adopt(self, plan: Plan, space: KeySpace, hashes: Hashes, max_quality: int) -> int:
+        """Pins those of a plan's next pages that are ready; returns how many leading ones are.
+
+        Args:
+            plan: waits for them.
+            space: where they belong.
+            hashes: u8 `[N, 32]`.
+            max_quality: a worse page is not what it waits for.
+        """
         with self.lock:
-            rows = self.index.prefix_rows(hashes, space.number)
-            rows = leading(rows, (self.index.flags[rows] & READY) != 0)
+            rows = self.index.prefix_rows(hashes, space.number, READY)
+            rows = self._good_prefix(rows, max_quality)
             num = min(len(rows), plan.num_remote_left)
             if not plan.cancelled:
                 slots = self.index.host_slot[rows[:num]].copy()

@@ -272,7 +272,7 @@ class RemotePages:
         """Brings the pages of a prefix that the remote store has, up to the first it lacks."""
         at = lookup.num_known
         # Another request may have brought them meanwhile.
-        at += self._directory.adopt(lookup.plan, lookup.space, lookup.hashes[at:])
+        at += self._adopt(lookup, lookup.hashes[at:])
         lookup.plan.first_remote = at
         while at < len(lookup.hashes):
             end = min(at + _LOOKUP_PAGES, len(lookup.hashes))
@@ -331,11 +331,14 @@ class RemotePages:
         lookup.plan.lacked_room |= ticket.dropped > 0
         if ok and not ticket.dropped:
             lookup.plan.num_remote = last - lookup.plan.first_remote
-            directory.adopt(lookup.plan, lookup.space, hashes)
+            self._adopt(lookup, hashes)
             return True
         return False
 
     # ---- private ----
+
+    def _adopt(self, lookup: _Lookup, hashes: Hashes) -> int:
+        return self._directory.adopt(lookup.plan, lookup.space, hashes, lookup.max_quality)
 
     def _count(self, name: str, amount: int = 1) -> None:
         self._directory.counters.add(name, amount)
