@@ -18,64 +18,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from sglang_ext.consensus import Stand
 from sglang_ext.load_or_compute import Candidate, LoadOrCompute
-from sglang_ext.tiers.store import KeySpace, PageStore, Plan, TierCounts
+from sglang_ext.tiers.store import PageStore, Plan, TierCounts
 from sglang_ext.tiers.store.remote_inquiry import RemoteInquiry
-from sglang_ext.tiers.store.remote_pages import num_leading
-from sglang_ext.tiers.store.types import Hashes
+from sglang_ext.waiting_request import UNKNOWN, Waiting, Wish
 
-# Between two attempts to complete a plan for which DRAM had no free slot: the scheduler polls all
-# the time, and an attempt looks up the whole prefix.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.032
 # After so many attempts that brought nothing the pages that are there are used.
 MAX_ATTEMPTS = 8
 # Of the first so many requests, so many a step are looked for again when saves made pages known.
 _FIND_AMONG, _FIND_AT_ONCE = 32, 4
-_UNKNOWN = -1
 # Between two looks for requests that left the queue without a word.
 _SWEEP_S = 2.0
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What a waiting request could reuse.
-
-    Attributes:
-        space: namespace and adapter.
-        hashes: u8 `[N, 32]`, its pages from the root on.
-        num_above: leading pages that are on the device.
-        max_quality: the worst that it may be given.
-        above: what says whether those are still there; for `WaitingRoom`'s `num_held`.
-        prompt_tokens: tokens of the whole prompt.
-    """
-
-    space: KeySpace
-    hashes: Hashes
-    num_above: int
-    max_quality: int
-    above: Any = None
-    prompt_tokens: int = 0
-
-    @property
-    def below(self) -> Hashes:
-        """The pages that are not on the device."""
-        return self.hashes[self.num_above :]
-
-    def candidate(
-        self, page_tokens: int, remote_sizes: npt.NDArray[np.int64] | None = None
-    ) -> Candidate:
-        """The same for the cost model."""
-        above = self.num_above * page_tokens
-        return Candidate(
-            self.space, self.below, self.max_quality, above, self.prompt_tokens, remote_sizes
-        )
 
 
 class Progress(NamedTuple):
@@ -90,69 +47,6 @@ class Progress(NamedTuple):
     first_page: int
     end_page: int
     remaining: int
-
-
-@dataclass
-class _Waiting:
-    """A waiting request.
-
-    Attributes:
-        handle: SGLang's name of it.
-        number: the store's; a number is cheaper to look up by.
-        wish: what it could reuse.
-        found: where its pages lay when they were last looked for.
-        plan: keeps or brings them; None before its turn, or when nothing is stored.
-        num_asked: leading pages that the plan was to bring.
-        ready: the plan brought what it can, as of this step.
-        held_since_s: when it was first held back.
-        gave_up: its deadline is over.
-        evictions: `PageStore.num_wanted_evicted` when its pages were last looked for, or _UNKNOWN
-            when they have to be looked for again.
-        inquiry: what the remote store was asked; None when it was not.
-        answered: its answer was taken, or is not waited for.
-        remote_failed: the store did not give what it had said it has; it is not asked again.
-    """
-
-    handle: Hashable
-    number: int
-    wish: Wish
-    found: TierCounts
-    evictions: int
-    plan: Plan | None = None
-    num_asked: int = 0
-    ready: bool = False
-    held_since_s: float | None = None
-    gave_up: bool = False
-    attempts: int = 0
-    pause_s: float = FIRST_PAUSE_S
-    next_plan_s: float = 0.0
-    inquiry: RemoteInquiry | None = None
-    answered: bool = True
-    remote_failed: bool = False
-
-    def remote_sizes(self) -> npt.NDArray[np.int64] | None:
-        """Bytes of the pages below the device that the remote store has; 0 for the others."""
-        inquiry = self.inquiry
-        if inquiry is None or not self.answered or self.remote_failed or not len(inquiry.sizes):
-            return None
-        sizes = np.zeros(len(self.wish.below), np.int64)
-        first = inquiry.first_page - self.wish.num_above
-        sizes[first : first + len(inquiry.sizes)] = inquiry.sizes
-        return sizes
-
-    def with_remote(self, found: TierCounts) -> TierCounts:
-        """What is here, with what the remote store has behind that."""
-        sizes = self.remote_sizes()
-        return found if sizes is None else found._replace(remote=num_leading(sizes[found.here :]))
-
-    def may_plan_again(self, now_s: float) -> bool:
-        """Whether the turn of a plan that is short has come; the pauses between turns grow."""
-        if now_s < self.next_plan_s:
-            return False
-        self.next_plan_s = now_s + self.pause_s
-        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
-        self.attempts += 1
-        return True
 
 
 class WaitingRoom:
@@ -185,10 +79,10 @@ class WaitingRoom:
         self._num_held = num_held
         self._cost = cost
         self._clock = clock
-        self._waiting: dict[Hashable, _Waiting] = {}
-        self._by_number: dict[int, _Waiting] = {}
-        self._planned: dict[int, _Waiting] = {}  # those with a plan, by number
-        self._asking: dict[int, _Waiting] = {}  # those whose inquiry is open, by number
+        self._waiting: dict[Hashable, Waiting] = {}
+        self._by_number: dict[int, Waiting] = {}
+        self._planned: dict[int, Waiting] = {}  # those with a plan, by number
+        self._asking: dict[int, Waiting] = {}  # those whose inquiry is open, by number
         self._next_number = 0
         self._order: list[Hashable] = []  # of the last step
         self._came: list[Hashable] = []  # since then, in order
@@ -211,7 +105,7 @@ class WaitingRoom:
             found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
         else:
             found = self._expect(number, wish)
-        waiting = _Waiting(handle, number, wish, found, self._store.num_wanted_evicted)
+        waiting = Waiting(handle, number, wish, found, self._store.num_wanted_evicted)
         self._waiting[handle] = self._by_number[number] = waiting
         self._came.append(handle)
         self._changed = True
@@ -335,7 +229,7 @@ class WaitingRoom:
 
     # ---- what the remote store has ----
 
-    def _ask(self, waiting: _Waiting) -> None:
+    def _ask(self, waiting: Waiting) -> None:
         """Asks the remote store for the pages that are not here."""
         wish = waiting.wish
         first = wish.num_above + waiting.found.here
@@ -362,7 +256,7 @@ class WaitingRoom:
             if self._store.lookahead is None:
                 self._plan_once(waiting)
 
-    def _awaits_answer(self, waiting: _Waiting) -> bool:
+    def _awaits_answer(self, waiting: Waiting) -> bool:
         """Whether a request that could run should wait for what the remote store says."""
         if waiting.answered:
             return False
@@ -381,18 +275,18 @@ class WaitingRoom:
         self._stop_asking(waiting)
         return False
 
-    def _stop_asking(self, waiting: _Waiting) -> None:
+    def _stop_asking(self, waiting: Waiting) -> None:
         if self._asking.pop(waiting.number, None) is not None and waiting.inquiry is not None:
             waiting.inquiry.cancelled = True
             waiting.inquiry, waiting.answered = None, True
 
-    def _candidate(self, waiting: _Waiting) -> Candidate:
+    def _candidate(self, waiting: Waiting) -> Candidate:
         assert self._cost is not None
         return waiting.wish.candidate(self._cost.page_tokens, waiting.remote_sizes())
 
     # ---- private ----
 
-    def _is_late(self, handle: Hashable, waiting: _Waiting) -> bool:
+    def _is_late(self, handle: Hashable, waiting: Waiting) -> bool:
         if self._policy == "wait_complete" or waiting.held_since_s is None:
             return False
         if self._cost is not None:
@@ -411,7 +305,7 @@ class WaitingRoom:
                 waiting.remote_failed = True
                 waiting.found = waiting.with_remote(waiting.found._replace(remote=0))
 
-    def _is_enough(self, waiting: _Waiting, plan: Plan) -> bool:
+    def _is_enough(self, waiting: Waiting, plan: Plan) -> bool:
         if self._store.lookahead is None or not plan.short or plan.failed:
             return True
         if plan.num_planned >= self._store.max_planned_pages:
@@ -464,7 +358,7 @@ class WaitingRoom:
             if not self._complete(waiting, position, window):
                 return  # those behind must not take the room that this one needs
 
-    def _complete(self, waiting: _Waiting, position: int, window: list[_Waiting]) -> bool:
+    def _complete(self, waiting: Waiting, position: int, window: list[Waiting]) -> bool:
         """Sees to the plan of a request in the window; False when it lacks room for it."""
         if waiting.plan is None:
             self._follow_device(waiting)
@@ -490,12 +384,12 @@ class WaitingRoom:
         self._next_try_s = min(self._next_try_s, max(waiting.next_plan_s, self._now_s))
         return False
 
-    def _plan_once(self, waiting: _Waiting) -> None:
+    def _plan_once(self, waiting: Waiting) -> None:
         """Without look-ahead: a plan for what DRAM has room for now."""
         self._plan(waiting, priority=0)
         waiting.gave_up = waiting.plan is None or waiting.plan.starved
 
-    def _plan(self, waiting: _Waiting, priority: int) -> None:
+    def _plan(self, waiting: Waiting, priority: int) -> None:
         """Makes a request's plan, or makes it anew, of what is stored and fits now."""
         wish, old = waiting.wish, waiting.plan
         num = waiting.num_asked = len(wish.below)
@@ -521,18 +415,18 @@ class WaitingRoom:
         else:
             self._planned[waiting.number] = waiting
 
-    def _give_up_plan(self, waiting: _Waiting) -> None:
+    def _give_up_plan(self, waiting: Waiting) -> None:
         plan, waiting.plan, waiting.ready = waiting.plan, None, False
         if plan is not None:
             del self._planned[waiting.number]
             self._store.cancel_plan(plan)
-            waiting.evictions = _UNKNOWN
+            waiting.evictions = UNKNOWN
 
-    def _is_resident(self, waiting: _Waiting) -> bool:
+    def _is_resident(self, waiting: Waiting) -> bool:
         """Whether all that is stored of a request without a plan is ready in DRAM."""
         evictions, found = self._store.num_wanted_evicted, waiting.found
         absent = bool(found.disk or found.pending)
-        if waiting.evictions == _UNKNOWN or (not absent and waiting.evictions != evictions):
+        if waiting.evictions == UNKNOWN or (not absent and waiting.evictions != evictions):
             wish = waiting.wish
             found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
             waiting.found, waiting.evictions = waiting.with_remote(found), evictions
@@ -554,7 +448,7 @@ class WaitingRoom:
             waiting.found = found
         self._find_from = end if end < min(_FIND_AMONG, len(self._order)) else _FIND_AMONG
 
-    def _follow_device(self, waiting: _Waiting) -> None:
+    def _follow_device(self, waiting: Waiting) -> None:
         """Wishes for pages that the device held when the request came, and evicted since."""
         wish = waiting.wish
         if self._num_held is None or not wish.num_above:

@@ -17,7 +17,8 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.store import PageStore, StoreConfig
-from sglang_ext.waiting import WaitingRoom, Wish
+from sglang_ext.waiting import WaitingRoom
+from sglang_ext.waiting_request import Wish
 from tests.tiers.remote_cases import WAIT_S, open_store, until
 from tests.tiers.test_remote_pages import DIGEST, NONE, SLOT, fill, pages
 

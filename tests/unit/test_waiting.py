@@ -10,7 +10,8 @@ import numpy as np
 
 from sglang_ext.tiers.store import KeySpace, Plan, TierCounts
 from sglang_ext.tiers.store.types import StoreCounters
-from sglang_ext.waiting import LONGEST_PAUSE_S, MAX_ATTEMPTS, WaitingRoom, Wish
+from sglang_ext.waiting import MAX_ATTEMPTS, WaitingRoom
+from sglang_ext.waiting_request import LONGEST_PAUSE_S, Wish
 
 SPACE = KeySpace(0, bytes(32), b"")
 
