@@ -33,7 +33,8 @@ from sglang_ext.tiers.quality import Quality
 from sglang_ext.tiers.store import KeySpace, PageStore
 from sglang_ext.transfers import hashes_from_hex
 from sglang_ext.truncated_reuse import TruncatedReuse
-from sglang_ext.waiting import WaitingRoom, Wish
+from sglang_ext.waiting import WaitingRoom
+from sglang_ext.waiting_request import Wish
 from sglang_ext.wrapper import HierKVLinkerWrapper
 
 if TYPE_CHECKING:

@@ -82,9 +82,9 @@ class HierKVConfig:
     )
     remote_policy: str = _knob(
         "all",
-        "Which pages go to the remote store: all that are saved, or those that a request reused "
-        "from DRAM (second_hit).",
-        choices=("all", "second_hit"),
+        "Which pages go to the remote store: all that are saved, those that a request reused from "
+        "DRAM (second_hit), or those that are about to leave DRAM (on_eviction).",
+        choices=("all", "second_hit", "on_eviction"),
     )
     codec: str = _knob(
         "none",
@@ -132,7 +132,8 @@ class HierKVConfig:
     )
     prefetch_policy: str = _knob(
         "cost",
-        "What a request does about its pages on disk: cost loads them, loads a leading part or "
+        "What a request does about its pages on disk or in the remote store: cost loads them, "
+        "loads a leading part or "
         "recomputes, whichever is expected to be done first at the speeds measured so far, and "
         "waits no longer than its pages save; best_effort loads and never waits; wait_complete "
         "waits for all; timeout waits up to --hier-kv-prefetch-timeout-ms.",

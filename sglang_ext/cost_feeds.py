@@ -31,7 +31,7 @@ class CostFeeds:
         self.cost = cost
         self._kv_bytes = kv_bytes_per_page
         self._store: PageStore | None = None
-        # Prefills come from the scheduler's thread, reads from the promoter's, one at a time.
+        # Prefills come from the scheduler's thread, reads and fetches from one thread at a time.
         self._seen: Counter[str] = Counter()
 
     def bind(self, store: PageStore) -> None:
@@ -44,6 +44,13 @@ class CostFeeds:
         if expected_s is not None:
             self._count("read", expected_s, read_s + decode_s)
         self.cost.note_read(num_bytes, read_s, decode_bytes, decode_s)
+
+    def on_fetch(self, num_bytes: int, fetch_s: float, _decoded: int, _decode_s: float) -> None:
+        """The remote store was busy; see `CostModel.note_fetch`."""
+        expected_s = self.cost.fetch_s(DiskQueue(num_bytes))
+        if expected_s is not None:
+            self._count("fetch", expected_s, fetch_s)
+        self.cost.note_fetch(num_bytes, fetch_s)
 
     def keep_raw(self, disk: RecordTier, coded_share: float) -> bool:
         """Whether pages should go to disk as they are; see `CostModel.prefers_raw`."""

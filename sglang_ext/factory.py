@@ -120,8 +120,7 @@ def build_cache(ctx: Any) -> Any:
     # Speeds differ from rank to rank, and so would what is decided by them.
     decides_by_cost = (
         config.prefetch_policy == "cost"
-        and disk is not None
-        and not config.remote_url
+        and (disk is not None or bool(config.remote_url))
         and group is None
     )
     cache.attach(
@@ -180,11 +179,10 @@ def _build_store(
     capacity = num_slots + factor * (record_bytes // layout.slot_bytes)
     index = PageIndex(max(1024, int(capacity * _INDEX_SLACK)))
     remote = open_remote(config.remote_url) if config.remote_url else None
-    looks_ahead = config.lookahead == "on" and remote is None
     store_config = StoreConfig(
         config.write_policy,
         config.event_log,
-        PolicyConfig() if looks_ahead else None,
+        PolicyConfig() if config.lookahead == "on" else None,
         config.remote_policy,
     )
     keep_raw = None
@@ -199,6 +197,7 @@ def _build_store(
         on_read=feeds.on_read,
         keep_raw=keep_raw,
         remote=remote,
+        on_fetch=feeds.on_fetch,
     )
     feeds.bind(store)
     if disk is not None:

@@ -90,7 +90,7 @@ class MetricsReporter:
             if value is not None:
                 self._estimates.labels(**self._labels, of=name).set(value)
         remote = {f"remote_{n}": v for n, v in (self._store.remote_stats() or {}).items()}
-        for name in ("breaker_state", "upload_queue", "lookup_queue"):
+        for name in ("breaker_state", "upload_queue", "lookup_queue", "fetch_queue"):
             level = remote.pop(f"remote_{name}", None)
             if level is not None:
                 self._gauges.labels(**self._labels, of=f"remote_{name}").set(level)

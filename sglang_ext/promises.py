@@ -22,7 +22,8 @@ import numpy as np
 from sglang_ext.consensus import MAX_REQUESTS, Settled, Told
 from sglang_ext.tiers.store import LoadTicket, PageStore, TierCounts
 from sglang_ext.tiers.store.types import Hashes, Rows, Slots
-from sglang_ext.waiting import Progress, WaitingRoom, Wish
+from sglang_ext.waiting import Progress, WaitingRoom
+from sglang_ext.waiting_request import Wish
 
 # Finds pages that cannot be loaded at a position, as indices.
 FindDamaged = Callable[[Slots, int], Rows]

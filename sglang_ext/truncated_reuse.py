@@ -21,7 +21,7 @@ from sglang_ext.tiers.store.types import ON_DISK, READY
 from sglang_ext.transfers import Hashes, Place, hashes_from_hex
 from sglang_ext.truncation.extents import Composition, Source, compose
 from sglang_ext.truncation.lineage import Lineage, lineage_of
-from sglang_ext.waiting import Wish
+from sglang_ext.waiting_request import Wish
 
 if TYPE_CHECKING:
     from sglang_ext.cache import HierKVRadixCache

@@ -1,7 +1,8 @@
 """Requests that wait in the scheduler's queue, and the plans that bring their pages to DRAM.
 
-A waiting request is held by a `Plan` of the page store: its pages move from disk to DRAM while
-others run, until they are there or the deadline is over.
+A waiting request is held by a `Plan` of the page store: its pages move from disk, or from a remote
+store, to DRAM while others run, until they are there or the deadline is over. What a remote store
+has of them is asked when the request enters the queue, and fetched by its plan.
 
 With look-ahead the leading requests of the queue have plans: as many as DRAM may be pinned for
 together. A request further behind has none, so it never holds room that one before it needs; its
@@ -17,55 +18,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang_ext.consensus import Stand
 from sglang_ext.load_or_compute import Candidate, LoadOrCompute
-from sglang_ext.tiers.store import KeySpace, PageStore, Plan, TierCounts
-from sglang_ext.tiers.store.types import Hashes
+from sglang_ext.tiers.store import PageStore, Plan, TierCounts
+from sglang_ext.tiers.store.remote_inquiry import RemoteInquiry
+from sglang_ext.waiting_request import UNKNOWN, Waiting, Wish
 
-# Between two attempts to complete a plan for which DRAM had no free slot: the scheduler polls all
-# the time, and an attempt looks up the whole prefix.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.032
 # After so many attempts that brought nothing the pages that are there are used.
 MAX_ATTEMPTS = 8
 # Of the first so many requests, so many a step are looked for again when saves made pages known.
 _FIND_AMONG, _FIND_AT_ONCE = 32, 4
-_UNKNOWN = -1
 # Between two looks for requests that left the queue without a word.
 _SWEEP_S = 2.0
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What a waiting request could reuse.
-
-    Attributes:
-        space: namespace and adapter.
-        hashes: u8 `[N, 32]`, its pages from the root on.
-        num_above: leading pages that are on the device.
-        max_quality: the worst that it may be given.
-        above: what says whether those are still there; for `WaitingRoom`'s `num_held`.
-        prompt_tokens: tokens of the whole prompt.
-    """
-
-    space: KeySpace
-    hashes: Hashes
-    num_above: int
-    max_quality: int
-    above: Any = None
-    prompt_tokens: int = 0
-
-    @property
-    def below(self) -> Hashes:
-        """The pages that are not on the device."""
-        return self.hashes[self.num_above :]
-
-    def candidate(self, page_tokens: int) -> Candidate:
-        """The same for the cost model."""
-        above = self.num_above * page_tokens
-        return Candidate(self.space, self.below, self.max_quality, above, self.prompt_tokens)
 
 
 class Progress(NamedTuple):
@@ -80,48 +47,6 @@ class Progress(NamedTuple):
     first_page: int
     end_page: int
     remaining: int
-
-
-@dataclass
-class _Waiting:
-    """A waiting request.
-
-    Attributes:
-        handle: SGLang's name of it.
-        number: the store's; a number is cheaper to look up by.
-        wish: what it could reuse.
-        found: where its pages lay when they were last looked for.
-        plan: keeps or brings them; None before its turn, or when nothing is stored.
-        num_asked: leading pages that the plan was to bring.
-        ready: the plan brought what it can, as of this step.
-        held_since_s: when it was first held back.
-        gave_up: its deadline is over.
-        evictions: `PageStore.num_wanted_evicted` when its pages were last looked for, or _UNKNOWN
-            when they have to be looked for again.
-    """
-
-    handle: Hashable
-    number: int
-    wish: Wish
-    found: TierCounts
-    evictions: int
-    plan: Plan | None = None
-    num_asked: int = 0
-    ready: bool = False
-    held_since_s: float | None = None
-    gave_up: bool = False
-    attempts: int = 0
-    pause_s: float = FIRST_PAUSE_S
-    next_plan_s: float = 0.0
-
-    def may_plan_again(self, now_s: float) -> bool:
-        """Whether the turn of a plan that is short has come; the pauses between turns grow."""
-        if now_s < self.next_plan_s:
-            return False
-        self.next_plan_s = now_s + self.pause_s
-        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
-        self.attempts += 1
-        return True
 
 
 class WaitingRoom:
@@ -154,9 +79,10 @@ class WaitingRoom:
         self._num_held = num_held
         self._cost = cost
         self._clock = clock
-        self._waiting: dict[Hashable, _Waiting] = {}
-        self._by_number: dict[int, _Waiting] = {}
-        self._planned: dict[int, _Waiting] = {}  # those with a plan, by number
+        self._waiting: dict[Hashable, Waiting] = {}
+        self._by_number: dict[int, Waiting] = {}
+        self._planned: dict[int, Waiting] = {}  # those with a plan, by number
+        self._asking: dict[int, Waiting] = {}  # those whose inquiry is open, by number
         self._next_number = 0
         self._order: list[Hashable] = []  # of the last step
         self._came: list[Hashable] = []  # since then, in order
@@ -179,15 +105,15 @@ class WaitingRoom:
             found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
         else:
             found = self._expect(number, wish)
-        waiting = _Waiting(handle, number, wish, found, self._store.num_wanted_evicted)
+        waiting = Waiting(handle, number, wish, found, self._store.num_wanted_evicted)
         self._waiting[handle] = self._by_number[number] = waiting
         self._came.append(handle)
         self._changed = True
         if self._cost is not None:
-            self._cost.enter(handle, wish.candidate(self._cost.page_tokens))
-        if self._store.lookahead is None and (found.total or self._store.has_remote):
-            self._plan(waiting, priority=0)
-            waiting.gave_up = waiting.plan is None or waiting.plan.starved
+            self._cost.enter(handle, self._candidate(waiting))
+        self._ask(waiting)
+        if self._store.lookahead is None and found.total:
+            self._plan_once(waiting)
         return found
 
     def leave(self, handle: Hashable, *, admitted: bool = False) -> None:
@@ -203,6 +129,7 @@ class WaitingRoom:
         if admitted:
             self._count_admission(waiting.wish)
         self._give_up_plan(waiting)
+        self._stop_asking(waiting)
         del self._by_number[waiting.number]
         self._left.add(handle)
         if self._cost is not None:
@@ -219,12 +146,11 @@ class WaitingRoom:
             self._cost.leave_all()
 
     def remote_pages(self, handle: Hashable) -> tuple[int, int]:
-        """(first page of the prompt, number) of what a request's plan had from a remote store."""
+        """(first page of the prompt, number) of what the remote store had of a request's pages."""
         waiting = self._waiting.get(handle)
-        if waiting is None or waiting.plan is None:
+        if waiting is None or waiting.inquiry is None or not waiting.answered:
             return 0, 0
-        plan = waiting.plan
-        return waiting.wish.num_above + plan.first_remote, plan.num_remote
+        return waiting.inquiry.first_page, len(waiting.inquiry.sizes)
 
     # ---- once a scheduler step ----
 
@@ -237,6 +163,8 @@ class WaitingRoom:
             order: handles of the waiting requests as the scheduler will take them.
         """
         self._now_s = self._clock()
+        if self._asking:
+            self._take_answers()
         if self._store.lookahead is not None:
             self._follow_order(order)
             self._find_again()
@@ -254,15 +182,16 @@ class WaitingRoom:
         if waiting is None or self._policy == "best_effort" or waiting.gave_up:
             return True
         if waiting.ready or (waiting.plan is None and not waiting.found.total):
-            return True
+            return not self._awaits_answer(waiting)
         if waiting.plan is None and self._is_resident(waiting):
-            return True
+            return not self._awaits_answer(waiting)
         self.hold(handle)
         if not self._is_late(handle, waiting):
             return False
         if self._cost is None:
             self._store.counters.add("prefetch_timeouts")
         self._give_up_plan(waiting)
+        self._stop_asking(waiting)
         waiting.gave_up = True
         return True
 
@@ -298,9 +227,66 @@ class WaitingRoom:
             return Progress(first, first, 0)
         return Progress(first, first + len(waiting.plan.rows), waiting.plan.remaining)
 
+    # ---- what the remote store has ----
+
+    def _ask(self, waiting: Waiting) -> None:
+        """Asks the remote store for the pages that are not here."""
+        wish = waiting.wish
+        first = wish.num_above + waiting.found.here
+        if first == len(wish.hashes):
+            return
+        inquiry = RemoteInquiry(wish.space, wish.hashes[first:], first, wish.max_quality)
+        if self._store.ask_remote(inquiry):
+            waiting.inquiry, waiting.answered = inquiry, False
+            self._asking[waiting.number] = waiting
+
+    def _take_answers(self) -> None:
+        for waiting in list(self._asking.values()):
+            assert waiting.inquiry is not None
+            if not waiting.inquiry.done:
+                continue
+            del self._asking[waiting.number]
+            waiting.answered = True
+            waiting.found = waiting.with_remote(waiting.found)
+            if not waiting.found.remote:
+                continue
+            self._changed = True
+            if self._cost is not None:
+                self._cost.learn(waiting.handle, self._candidate(waiting))
+            if self._store.lookahead is None:
+                self._plan_once(waiting)
+
+    def _awaits_answer(self, waiting: Waiting) -> bool:
+        """Whether a request that could run should wait for what the remote store says."""
+        if waiting.answered:
+            return False
+        self.hold(waiting.handle)
+        assert waiting.held_since_s is not None
+        if self._policy == "wait_complete":
+            return True  # every call of the store has a deadline
+        limit_s = self._timeout_s
+        if self._cost is not None:
+            limit_s = self._cost.answer_wait_s(self._candidate(waiting), waiting.found.here)
+        # A store that does not answer one request is not waited for by the next.
+        waited_s = max(self._now_s - waiting.held_since_s, self._store.remote_stalled_s)
+        if waited_s < limit_s:
+            return True
+        self._store.counters.add("remote_lookups_late")
+        self._stop_asking(waiting)
+        return False
+
+    def _stop_asking(self, waiting: Waiting) -> None:
+        if self._asking.pop(waiting.number, None) is not None and waiting.inquiry is not None:
+            waiting.inquiry.cancelled = True
+            waiting.inquiry, waiting.answered = None, True
+
+    def _candidate(self, waiting: Waiting) -> Candidate:
+        assert self._cost is not None
+        return waiting.wish.candidate(self._cost.page_tokens, waiting.remote_sizes())
+
     # ---- private ----
 
-    def _is_late(self, handle: Hashable, waiting: _Waiting) -> bool:
+    def _is_late(self, handle: Hashable, waiting: Waiting) -> bool:
         if self._policy == "wait_complete" or waiting.held_since_s is None:
             return False
         if self._cost is not None:
@@ -313,11 +299,16 @@ class WaitingRoom:
             plan = waiting.plan
             assert plan is not None
             waiting.ready = plan.done and self._is_enough(waiting, plan)
+            if plan.lacked_room and not waiting.ready:
+                self._next_try_s = min(self._next_try_s, waiting.next_plan_s)
+            if plan.fetch_failed and not waiting.remote_failed:
+                waiting.remote_failed = True
+                waiting.found = waiting.with_remote(waiting.found._replace(remote=0))
 
-    def _is_enough(self, waiting: _Waiting, plan: Plan) -> bool:
+    def _is_enough(self, waiting: Waiting, plan: Plan) -> bool:
         if self._store.lookahead is None or not plan.short or plan.failed:
             return True
-        if len(plan.rows) >= self._store.max_planned_pages:
+        if plan.num_planned >= self._store.max_planned_pages:
             return True  # more is not to be had
         return waiting.attempts >= MAX_ATTEMPTS and not plan.starved
 
@@ -367,7 +358,7 @@ class WaitingRoom:
             if not self._complete(waiting, position, window):
                 return  # those behind must not take the room that this one needs
 
-    def _complete(self, waiting: _Waiting, position: int, window: list[_Waiting]) -> bool:
+    def _complete(self, waiting: Waiting, position: int, window: list[Waiting]) -> bool:
         """Sees to the plan of a request in the window; False when it lacks room for it."""
         if waiting.plan is None:
             self._follow_device(waiting)
@@ -393,15 +384,28 @@ class WaitingRoom:
         self._next_try_s = min(self._next_try_s, max(waiting.next_plan_s, self._now_s))
         return False
 
-    def _plan(self, waiting: _Waiting, priority: int) -> None:
+    def _plan_once(self, waiting: Waiting) -> None:
+        """Without look-ahead: a plan for what DRAM has room for now."""
+        self._plan(waiting, priority=0)
+        waiting.gave_up = waiting.plan is None or waiting.plan.starved
+
+    def _plan(self, waiting: Waiting, priority: int) -> None:
         """Makes a request's plan, or makes it anew, of what is stored and fits now."""
         wish, old = waiting.wish, waiting.plan
         num = waiting.num_asked = len(wish.below)
         if self._cost is not None:
-            num = self._cost.num_pages(waiting.handle, wish.candidate(self._cost.page_tokens))
+            num = self._cost.num_pages(waiting.handle, self._candidate(waiting))
             waiting.num_asked = num
-        pages = wish.below[:num]
-        plan = self._store.plan(wish.space, pages, wish.max_quality, priority) if num else None
+        sizes, plan = waiting.remote_sizes(), None
+        if num:
+            plan = self._store.plan(
+                wish.space,
+                wish.below[:num],
+                wish.max_quality,
+                priority,
+                remote_sizes=None if sizes is None else sizes[:num],
+                instead_of=old,
+            )
         if old is not None:
             self._store.cancel_plan(old)  # after the new one has taken over its pins
         waiting.plan, waiting.ready = plan, False
@@ -411,23 +415,23 @@ class WaitingRoom:
         else:
             self._planned[waiting.number] = waiting
 
-    def _give_up_plan(self, waiting: _Waiting) -> None:
+    def _give_up_plan(self, waiting: Waiting) -> None:
         plan, waiting.plan, waiting.ready = waiting.plan, None, False
         if plan is not None:
             del self._planned[waiting.number]
             self._store.cancel_plan(plan)
-            waiting.evictions = _UNKNOWN
+            waiting.evictions = UNKNOWN
 
-    def _is_resident(self, waiting: _Waiting) -> bool:
+    def _is_resident(self, waiting: Waiting) -> bool:
         """Whether all that is stored of a request without a plan is ready in DRAM."""
         evictions, found = self._store.num_wanted_evicted, waiting.found
         absent = bool(found.disk or found.pending)
-        if waiting.evictions == _UNKNOWN or (not absent and waiting.evictions != evictions):
+        if waiting.evictions == UNKNOWN or (not absent and waiting.evictions != evictions):
             wish = waiting.wish
             found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
-            waiting.found, waiting.evictions = found, evictions
+            waiting.found, waiting.evictions = waiting.with_remote(found), evictions
             absent = bool(found.disk or found.pending)
-        return not absent
+        return not absent and not waiting.found.remote
 
     def _find_again(self) -> None:
         """Looks for pages that became known while their requests wait, a few requests a step."""
@@ -437,14 +441,14 @@ class WaitingRoom:
         end = min(self._find_from + _FIND_AT_ONCE, _FIND_AMONG, len(self._order))
         for handle in self._order[self._find_from : end]:
             waiting = self._waiting.get(handle)
-            if waiting is None or waiting.found.total == len(waiting.wish.below):
+            if waiting is None or waiting.found.here == len(waiting.wish.below):
                 continue
-            found = self._expect(waiting.number, waiting.wish)
+            found = waiting.with_remote(self._expect(waiting.number, waiting.wish))
             self._changed |= found.total != waiting.found.total
             waiting.found = found
         self._find_from = end if end < min(_FIND_AMONG, len(self._order)) else _FIND_AMONG
 
-    def _follow_device(self, waiting: _Waiting) -> None:
+    def _follow_device(self, waiting: Waiting) -> None:
         """Wishes for pages that the device held when the request came, and evicted since."""
         wish = waiting.wish
         if self._num_held is None or not wish.num_above:
@@ -452,7 +456,7 @@ class WaitingRoom:
         num_above = self._num_held(wish.above)
         if num_above < wish.num_above:
             waiting.wish = replace(wish, num_above=num_above)
-            waiting.found = self._expect(waiting.number, waiting.wish)
+            waiting.found = waiting.with_remote(self._expect(waiting.number, waiting.wish))
             self._changed = True
             self._store.counters.add("device_lost_pages", wish.num_above - num_above)
 

@@ -31,7 +31,8 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store import LoadTicket, PageStore, StoreConfig
 from sglang_ext.tiers.store.jitter import add_jitter
-from sglang_ext.waiting import WaitingRoom, Wish
+from sglang_ext.waiting import WaitingRoom
+from sglang_ext.waiting_request import Wish
 from tests.tiers.tier_pages import NAMESPACE, SLOT_BYTES, key, make_slot
 
 PAGE = 4

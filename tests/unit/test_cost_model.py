@@ -32,6 +32,7 @@ def model(
     disk_latency_s: float = 1e-4,
     load_mb_s: float | None = None,
     decode_mb_s: float | None = None,
+    remote_mb_s: float | None = 100.0,
 ) -> CostModel:
     """A model that has measured exactly these speeds."""
     cost = CostModel(unmeasured_wait_s=2.0)
@@ -45,6 +46,8 @@ def model(
             decoded = size if decode_mb_s else 0
             decode_s = decoded / (1e6 * decode_mb_s) if decode_mb_s else 0.0
             cost.note_read(size, disk_latency_s + size / (1e6 * disk_mb_s), decoded, decode_s)
+        if remote_mb_s is not None:
+            cost.note_fetch(size, 1e-3 + size / (1e6 * remote_mb_s))
         if load_mb_s is not None:
             cost.note_load(size, size / (1e6 * load_mb_s))
     return cost
@@ -58,15 +61,23 @@ def prefix(
     page_bytes: int = PAGE_BYTES,
     coded: float = 0.0,
 ) -> Prefix:
-    """Pages by where they lie: `h`ost, `d`isk, `c`oming."""
+    """Pages by where they lie: `h`ost, `d`isk, `r`emote, `c`oming."""
     kinds = np.array(list(pages))
     read = np.where(kinds == "d", page_bytes, 0).astype(np.int64)
     decoded = np.where(kinds == "d", int(coded * page_bytes), 0).astype(np.int64)
     tokens = (device_pages + len(kinds)) * P + new_tokens
-    return Prefix(tokens, device_pages * P, P, read, decoded, kinds == "c", page_bytes)
+    fetched = np.where(kinds == "r", page_bytes, 0).astype(np.int64)
+    coming = kinds == "c"
+    return Prefix(tokens, device_pages * P, P, read, decoded, coming, page_bytes, fetched)
 
 
-def brute_force(cost: CostModel, what: Prefix, queue: DiskQueue, turn_in_s: float) -> list[float]:
+def brute_force(
+    cost: CostModel,
+    what: Prefix,
+    queue: DiskQueue,
+    turn_in_s: float,
+    remote: DiskQueue = NOTHING,
+) -> list[float]:
     """Seconds until the prefill is done for each split, term by term from the public estimates."""
     state = cost.state()
     spb, latency = 1e-6 / state["disk_read_mb_s"], 1e-3 * state["disk_latency_ms"]
@@ -76,6 +87,11 @@ def brute_force(cost: CostModel, what: Prefix, queue: DiskQueue, turn_in_s: floa
         arrival = 0.0
         if own or what.is_coming[:pages].any():
             arrival = latency + spb * (queue.bytes_ahead + own)
+        fetched = int(what.fetch_bytes[:pages].sum())
+        if fetched:
+            fetch_s = cost.fetch_s(DiskQueue(remote.bytes_ahead + fetched))
+            assert fetch_s is not None
+            arrival = max(arrival, fetch_s)
         before = what.device_tokens + pages * what.page_tokens
         before = min(before, what.prompt_tokens - 1)
         compute = cost.prefill_s(what.prompt_tokens - before, before)
@@ -87,21 +103,30 @@ def brute_force(cost: CostModel, what: Prefix, queue: DiskQueue, turn_in_s: floa
 # ---- against brute force -------------------------------------------------------------------------
 
 LAYOUTS = st.text(alphabet="hdc", min_size=1, max_size=40)
+# With two links a slower disk may make it worth while to fetch more, as there is time for it.
+WITH_REMOTE = st.builds(lambda here, num: here + "r" * num, LAYOUTS, st.integers(0, 20))
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    layout=LAYOUTS,
+    layout=WITH_REMOTE,
     new_tokens=st.integers(1, 4000),
     device_pages=st.integers(0, 20),
     disk=st.sampled_from([1.0, 20.0, 300.0, 900.0, 2500.0, 20000.0]),
+    remote=st.sampled_from([1.0, 100.0, 1200.0, 10000.0]),
     queued=st.sampled_from([0, 1 << 20, 50 << 20, 1 << 30]),
     turn=st.sampled_from([0.0, 0.003, 0.05, 0.4, 5.0]),
 )
 def test_the_choice_is_the_best_of_all_splits(
-    layout: str, new_tokens: int, device_pages: int, disk: float, queued: int, turn: float
+    layout: str,
+    new_tokens: int,
+    device_pages: int,
+    disk: float,
+    remote: float,
+    queued: int,
+    turn: float,
 ) -> None:
-    cost = model(disk_mb_s=disk)
+    cost = model(disk_mb_s=disk, remote_mb_s=remote)
     what = prefix(layout, new_tokens=new_tokens, device_pages=device_pages)
     queue = DiskQueue(queued)
     times = brute_force(cost, what, queue, turn)

@@ -20,7 +20,8 @@ from sglang_ext.tiers.policy.cost_model import Choice, CostModel
 from sglang_ext.tiers.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import PageStore, StoreConfig
 from sglang_ext.tiers.store.types import Hashes
-from sglang_ext.waiting import WaitingRoom, Wish
+from sglang_ext.waiting import WaitingRoom
+from sglang_ext.waiting_request import Wish
 
 SLOT = 64 << 10
 KV = SLOT - 4096

@@ -70,7 +70,8 @@ def test_write_through_writes_everything(make: Make) -> None:
     rig.save(pages("a", 4))
     rig.settle()
     assert rig.on_disk(pages("a", 4)) == 4
-    assert rig.events("written") == {row.tobytes().hex() for row in pages("a", 4)}
+    written = {row.tobytes().hex() for row in pages("a", 4)}
+    rig.until(lambda: rig.events("written") == written)  # logged when the lock was given back
 
 
 def test_selective_writes_what_was_used_again(make: Make) -> None:
@@ -370,7 +371,7 @@ def test_clear_during_a_promotion(make: Make) -> None:
     rig.wait(plan)
     rig.store.cancel_plan(plan)
     rig.settle()
-    assert rig.store.locate_prefix(rig.space, pages("a", 4)) == (0, 0, 0)
+    assert rig.store.locate_prefix(rig.space, pages("a", 4)).total == 0
     assert rig.arena.num_free == 8
 
 
@@ -397,7 +398,7 @@ def test_a_dropped_segment_takes_its_pages_along_unless_dram_has_them(make: Make
         rig.settle()
     assert rig.count("disk_reclaimed_pages") > 0
     located = [rig.store.locate_prefix(rig.space, pages(f"n{n}", 4)) for n in range(20)]
-    assert located[0] == (0, 0, 0)
+    assert located[0].total == 0
     assert located[19].host == 4
     for number in range(20):
         plan = rig.store.plan(rig.space, pages(f"n{number}", 4))

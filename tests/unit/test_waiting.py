@@ -10,7 +10,8 @@ import numpy as np
 
 from sglang_ext.tiers.store import KeySpace, Plan, TierCounts
 from sglang_ext.tiers.store.types import StoreCounters
-from sglang_ext.waiting import LONGEST_PAUSE_S, MAX_ATTEMPTS, WaitingRoom, Wish
+from sglang_ext.waiting import MAX_ATTEMPTS, WaitingRoom
+from sglang_ext.waiting_request import LONGEST_PAUSE_S, Wish
 
 SPACE = KeySpace(0, bytes(32), b"")
 
@@ -62,7 +63,12 @@ class Store:
         self.num_lookups += 1
         return self.found
 
-    def plan(self, space: KeySpace, hashes: Any, quality: int, priority: int) -> Plan | None:
+    def ask_remote(self, *_: object) -> bool:
+        return False
+
+    def plan(
+        self, space: KeySpace, hashes: Any, quality: int, priority: int, **_: object
+    ) -> Plan | None:
         self.num_plans += 1
         if not self.found.total:
             return None

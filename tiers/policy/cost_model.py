@@ -40,7 +40,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Choice(enum.StrEnum):
-    """What a request does about its pages on disk."""
+    """What a request does about its pages on disk and in the remote store."""
 
     NONE = "none"  # it has none there: nothing to decide
     LOAD = "load"  # asks for all of them
@@ -61,6 +61,7 @@ class Prefix:
         decode_bytes: i64 `[K]`, raw bytes to be decoded for each; 0 where it is stored raw.
         is_coming: bool `[K]`, pages on their way for somebody else.
         load_bytes_per_page: bytes from DRAM to the device for one page.
+        remote_bytes: i64 `[K]`, bytes to fetch from the remote store for each; None: none.
     """
 
     prompt_tokens: int
@@ -70,11 +71,17 @@ class Prefix:
     decode_bytes: npt.NDArray[np.int64]
     is_coming: npt.NDArray[np.bool_]
     load_bytes_per_page: int
+    remote_bytes: npt.NDArray[np.int64] | None = None
+
+    @property
+    def fetch_bytes(self) -> npt.NDArray[np.int64]:
+        """`remote_bytes`, as zeros where there is none."""
+        return np.zeros_like(self.read_bytes) if self.remote_bytes is None else self.remote_bytes
 
 
 @dataclass(frozen=True)
 class DiskQueue:
-    """What the disk has to do before it comes to a request.
+    """What the disk, or the remote store, has to do before it comes to a request.
 
     Attributes:
         bytes_ahead: bytes queued or being read.
@@ -87,6 +94,9 @@ class DiskQueue:
     decode_bytes_ahead: int = 0
     stalled_bytes: int = 0
     stalled_s: float = 0.0
+
+
+_IDLE = DiskQueue()
 
 
 @dataclass(frozen=True)
@@ -119,11 +129,12 @@ class CostModel:
     """
 
     def __init__(self, unmeasured_wait_s: float) -> None:
-        self._unmeasured_wait_s = unmeasured_wait_s
+        self.unmeasured_wait_s = unmeasured_wait_s
         self._lock = threading.Lock()
         # All guarded by _lock.
         self._prefill = PrefillEstimator()
         self._read = TransferEstimator()
+        self._fetch = TransferEstimator()
         self._decode = TransferEstimator()
         self._load = TransferEstimator()
         self._step = StepEstimator()
@@ -171,6 +182,11 @@ class CostModel:
             if decode_bytes:
                 self._decode.add(decode_bytes, decode_s)
 
+    def note_fetch(self, num_bytes: int, seconds: float) -> None:
+        """Bytes came from the remote store in a time during which some were always under way."""
+        with self._lock:
+            self._fetch.add(num_bytes, seconds)
+
     def note_load(self, num_bytes: int, seconds: float) -> None:
         """A batch of copies from DRAM to the device took this long."""
         with self._lock:
@@ -197,24 +213,26 @@ class CostModel:
             return 0.0
         with self._lock:
             per_decoded = self._decode.seconds_per_byte or 0.0
-            seconds = self._reading_s(queue, queue.bytes_ahead)
+            seconds = _moving_s(self._read, queue, queue.bytes_ahead)
         return None if seconds is None else float(seconds) + per_decoded * queue.decode_bytes_ahead
 
-    def _reading_s(self, queue: DiskQueue, num_bytes: Any) -> Any:
-        """Seconds until the disk has read bytes, those ahead among them. The lock is held."""
-        latency, per_byte = self._read.latency_s, self._read.seconds_per_byte
-        flying, stalled_s = queue.stalled_bytes, queue.stalled_s
-        if latency is None or per_byte is None:
-            return stalled_s / flying * num_bytes if flying else None
-        expected = latency + per_byte * num_bytes - (stalled_s if flying else 0.0)
-        if flying and stalled_s > _STALL_FACTOR * (latency + per_byte * flying):
-            # What is in flight is late, so the speed that was measured does not hold any more.
-            expected = np.maximum(expected, stalled_s / flying * num_bytes)
-        return np.maximum(expected, 0.0)
+    def fetch_s(self, queue: DiskQueue) -> float | None:
+        """`read_s` for the remote store."""
+        if not queue.bytes_ahead:
+            return 0.0
+        with self._lock:
+            seconds = _moving_s(self._fetch, queue, queue.bytes_ahead)
+        return None if seconds is None else float(seconds)
 
     # ---- decisions ----
 
-    def judge(self, prefix: Prefix, queue: DiskQueue, turn_in_s: float = 0.0) -> Verdict:
+    def judge(
+        self,
+        prefix: Prefix,
+        queue: DiskQueue,
+        turn_in_s: float = 0.0,
+        remote: DiskQueue = _IDLE,
+    ) -> Verdict:
         """Chooses how many leading pages to use, so that the prefill is done earliest.
 
         Args:
@@ -222,36 +240,41 @@ class CostModel:
             queue: what the disk has to do before.
             turn_in_s: expected seconds until the scheduler would admit it; reading goes on
                 meanwhile and costs nothing.
+            remote: what the remote store has to do before.
         """
         num = len(prefix.read_bytes)
-        on_disk = np.flatnonzero((prefix.read_bytes > 0) | prefix.is_coming)
-        if not len(on_disk):
+        moves = (prefix.read_bytes > 0) | (prefix.fetch_bytes > 0) | prefix.is_coming
+        if not moves.any():
             return Verdict(Choice.NONE, num)
-        first = int(on_disk[0])  # pages before it are in DRAM: used in any case
-        done, arrival = self._times(prefix, queue, turn_in_s)
+        first = int(np.argmax(moves))  # pages before it are in DRAM: used in any case
+        done, arrival = self._times(prefix, queue, turn_in_s, remote)
         if done is None or arrival is None:
             return Verdict(Choice.LOAD, num)  # nothing measured yet: load, and learn
         # Of equal times the longest prefix: it leaves the device more time for others.
         wanted = num - int(np.argmin(done[::-1][: num - first + 1]))
         choice = Choice.LOAD if wanted == num else Choice.PARTIAL
-        if not self._reads_any(prefix, wanted):
+        if not moves[:wanted].any():
             choice = Choice.RECOMPUTE
         probe = 0
-        if choice is not Choice.LOAD and not queue.bytes_ahead:
+        if choice is not Choice.LOAD and not (queue.bytes_ahead or remote.bytes_ahead):
             probe = self._probe_pages(prefix, wanted, float(done[first]) - turn_in_s)
         return Verdict(
             choice, wanted, probe, float(done[wanted]), float(done[first]), float(arrival[wanted])
         )
 
     def expected_done_s(
-        self, prefix: Prefix, queue: DiskQueue, turn_in_s: float = 0.0
+        self,
+        prefix: Prefix,
+        queue: DiskQueue,
+        turn_in_s: float = 0.0,
+        remote: DiskQueue = _IDLE,
     ) -> Array | None:
         """For each number of leading pages that are used, seconds until the prefill is done.
 
         Returns:
             f64 `[K + 1]`; None while prefill or disk were never measured.
         """
-        return self._times(prefix, queue, turn_in_s)[0]
+        return self._times(prefix, queue, turn_in_s, remote)[0]
 
     def is_worth_waiting(
         self,
@@ -272,7 +295,7 @@ class CostModel:
             decoding: others decode meanwhile, so it is admitted between two of their steps.
         """
         if budget_s is None or saving_s is None:
-            return waited_s < self._unmeasured_wait_s
+            return waited_s < self.unmeasured_wait_s
         if waited_s >= budget_s:
             return False
         with self._lock:
@@ -326,6 +349,9 @@ class CostModel:
                 "disk_read_mb_s": _speed(self._read),
                 "disk_latency_ms": _scaled(self._read.latency_s, 1e3),
                 "disk_samples": self._read.num_samples,
+                "remote_read_mb_s": _speed(self._fetch),
+                "remote_latency_ms": _scaled(self._fetch.latency_s, 1e3),
+                "remote_samples": self._fetch.num_samples,
                 "codec_decode_mb_s": _speed(self._decode),
                 "device_load_mb_s": _speed(self._load),
                 "device_load_latency_ms": _scaled(self._load.latency_s, 1e3),
@@ -334,20 +360,31 @@ class CostModel:
     # ---- parts of a decision ----
 
     def _times(
-        self, prefix: Prefix, queue: DiskQueue, turn_in_s: float
+        self, prefix: Prefix, queue: DiskQueue, turn_in_s: float, remote: DiskQueue
     ) -> tuple[Array | None, Array | None]:
         """When the prefill is done and when the pages are there, by number of pages used."""
         num = len(prefix.read_bytes)
         pages = np.arange(num + 1)
-        own = np.concatenate([[0], np.cumsum(prefix.read_bytes)])
-        decoded = np.concatenate([[0], np.cumsum(prefix.decode_bytes)])
-        waits = (own > 0) | np.concatenate([[False], np.logical_or.accumulate(prefix.is_coming)])
+        own, decoded, fetched = (
+            np.concatenate([[0], np.cumsum(column)])
+            for column in (prefix.read_bytes, prefix.decode_bytes, prefix.fetch_bytes)
+        )
+        coming = np.concatenate([[False], np.logical_or.accumulate(prefix.is_coming)])
+        # What comes for somebody else is on a link that is at work; on the disk if none is.
+        reads = (own > 0) | (coming & (queue.bytes_ahead > 0 or not remote.bytes_ahead))
+        fetches = (fetched > 0) | (coming & (remote.bytes_ahead > 0))
         with self._lock:
             prefill = self._prefill.coefficients
-            reading = self._reading_s(queue, queue.bytes_ahead + own)
+            # A link on which nothing has to come need not have been measured.
+            reading: Any = 0.0
+            if reads.any():
+                reading = _moving_s(self._read, queue, queue.bytes_ahead + own)
+            fetching: Any = 0.0
+            if fetches.any():
+                fetching = _moving_s(self._fetch, remote, remote.bytes_ahead + fetched)
             per_decoded = self._decode.seconds_per_byte or 0.0
             load_latency, per_loaded = self._load.latency_s, self._load.seconds_per_byte
-        if prefill is None or reading is None:
+        if prefill is None or reading is None or fetching is None:
             return None, None
         before = np.minimum(
             prefix.device_tokens + pages * prefix.page_tokens, prefix.prompt_tokens - 1
@@ -356,23 +393,33 @@ class CostModel:
         compute = prefill[0] + prefill[1] * new + prefill[2] * new * (before + new / 2)
         load = (load_latency or 0.0) + (per_loaded or 0.0) * prefix.load_bytes_per_page * pages
         load[0] = 0.0
-        arrival = waits * (reading + per_decoded * (queue.decode_bytes_ahead + decoded))
+        arrival = reads * (reading + per_decoded * (queue.decode_bytes_ahead + decoded))
+        arrival = np.maximum(arrival, fetches * fetching)  # both links work at once
         # Copies to the device run beside the forward, layer by layer.
         return np.maximum(arrival, turn_in_s) + np.maximum(compute, load), arrival
 
-    @staticmethod
-    def _reads_any(prefix: Prefix, pages: int) -> bool:
-        return bool(prefix.read_bytes[:pages].any() or prefix.is_coming[:pages].any())
-
     def _probe_pages(self, prefix: Prefix, pages: int, recompute_s: float) -> int:
-        """Pages to read so that a disk that has become fast is noticed."""
+        """Pages to read so that a disk, or a remote store, that has become fast is noticed."""
         with self._lock:
-            per_byte = self._read.seconds_per_byte or 0.0
-        budget = PROBE_BYTES
-        if per_byte > 0:
-            budget = min(budget, int(PROBE_SHARE * recompute_s / per_byte))
-        total = np.cumsum(prefix.read_bytes[pages:])
-        return min(len(total), max(1, int(np.searchsorted(total, budget, side="right"))))
+            per_read = self._read.seconds_per_byte or 0.0
+            per_fetched = self._fetch.seconds_per_byte or 0.0
+        read, fetched = prefix.read_bytes[pages:], prefix.fetch_bytes[pages:]
+        fits = np.cumsum(read + fetched) <= PROBE_BYTES
+        fits &= np.cumsum(per_read * read + per_fetched * fetched) <= PROBE_SHARE * recompute_s
+        return min(len(fits), max(1, int(fits.sum())))
+
+
+def _moving_s(link: TransferEstimator, queue: DiskQueue, num_bytes: Any) -> Any:
+    """Seconds until a link has moved bytes, those ahead among them; None if never measured."""
+    latency, per_byte = link.latency_s, link.seconds_per_byte
+    flying, stalled_s = queue.stalled_bytes, queue.stalled_s
+    if latency is None or per_byte is None:
+        return stalled_s / flying * num_bytes if flying else None
+    expected = latency + per_byte * num_bytes - (stalled_s if flying else 0.0)
+    if flying and stalled_s > _STALL_FACTOR * (latency + per_byte * flying):
+        # What is in flight is late, so the speed that was measured does not hold any more.
+        expected = np.maximum(expected, stalled_s / flying * num_bytes)
+    return np.maximum(expected, 0.0)
 
 
 def _scaled(value: float | None, factor: float) -> float | None:

@@ -10,12 +10,13 @@ import numpy as np
 
 from sglang_ext.tiers.index import NO_SEGMENT, NO_SLOT
 from sglang_ext.tiers.quality import ANY, Qualities, Quality
-from sglang_ext.tiers.store.plan_book import PlanBook
+from sglang_ext.tiers.store.remote_book import RemoteBook
 from sglang_ext.tiers.store.types import (
     FILLING,
     ON_DISK,
     QUEUED,
     READY,
+    SENT,
     SPILLING,
     WRITE_DROPPED,
     Hashes,
@@ -29,7 +30,7 @@ from sglang_ext.tiers.store.types import (
 )
 
 
-class Directory(PlanBook):
+class Directory(RemoteBook):
     """Look-ups, saves and loads."""
 
     # ---- look-up ----
@@ -159,7 +160,7 @@ class Directory(PlanBook):
         self.index.host_slot[rows] = slots
         self.index.quality[rows] = quality
         # The old copy may be on its way in or out: whoever moves it finds another slot here.
-        gone = QUEUED | SPILLING | WRITE_DROPPED
+        gone = QUEUED | SPILLING | WRITE_DROPPED | SENT
         # A record on disk that this page would improve is forgotten, so that this one is written.
         stale = self.index.disk_quality[rows] > np.maximum(quality, self.disk_floor)
         self.index.segment[rows[stale]] = NO_SEGMENT

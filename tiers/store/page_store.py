@@ -22,9 +22,11 @@ from sglang_ext.tiers.store.coding import KeepRaw
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.jitter import add_jitter, max_jitter_s
+from sglang_ext.tiers.store.leaving_pages import LeavingPages
 from sglang_ext.tiers.store.lookahead import LookAhead
 from sglang_ext.tiers.store.promoter import Promoter
 from sglang_ext.tiers.store.read_meter import OnMeasured, ReadMeter
+from sglang_ext.tiers.store.remote_inquiry import RemoteInquiry
 from sglang_ext.tiers.store.remote_pages import RemotePages
 from sglang_ext.tiers.store.spiller import Spiller
 from sglang_ext.tiers.store.types import (
@@ -60,7 +62,7 @@ class StoreConfig:
         event_log: file for the event log; empty for none.
         placement: what the policy that chooses what leaves is to do; None for the least recent
             page, and no look-ahead.
-        remote_policy: which pages go to the remote store: `all` or `second_hit`.
+        remote_policy: which pages go to the remote store: `all`, `second_hit` or `on_eviction`.
     """
 
     write_policy: str = "write_through"
@@ -91,6 +93,7 @@ class PageStore:
         on_read: OnMeasured | None = None,
         keep_raw: KeepRaw | None = None,
         remote: RemoteStore | None = None,
+        on_fetch: OnMeasured | None = None,
     ) -> None:
         """Starts the store's threads.
 
@@ -105,6 +108,7 @@ class PageStore:
             on_read: takes measurements of the disk's speed; see `ReadMeter`.
             keep_raw: says when the transcoder is not worth its time; None: it always is.
             remote: a store that other servers share; None for none. Closed with this one.
+            on_fetch: takes measurements of its speed.
         """
         self.arena = arena
         self.counters = StoreCounters()
@@ -133,9 +137,21 @@ class PageStore:
         self.lookahead = LookAhead(self._directory, policy) if policy is not None else None
         if transcoder is not None and transcoder.encodes:
             self._directory.disk_floor = transcoder.quality
+        self._fetch_meter = ReadMeter(on_fetch)
         self._remote: RemotePages | None = None
         if remote is not None:
-            self._remote = RemotePages(self._directory, remote, config.remote_policy)
+            self._remote = RemotePages(
+                self._directory, remote, config.remote_policy, self._fetch_meter
+            )
+        self._leaving: LeavingPages | None = None
+        if (
+            remote is not None
+            and self._remote is not None
+            and config.remote_policy == "on_eviction"
+        ):
+            self._leaving = LeavingPages(
+                self._directory, remote, self._remote.send, disk, transcoder, self._space_of
+            )
         self._spiller: Spiller | None = None
         self._promoter: Promoter | None = None
         self._read_meter = ReadMeter(on_read)
@@ -222,6 +238,10 @@ class PageStore:
         """What the disk has to read now. O(1)."""
         return self._read_meter.queue()
 
+    def fetch_queue(self) -> DiskQueue:
+        """What is to be fetched from the remote store now. O(1)."""
+        return self._fetch_meter.queue()
+
     def page_states(self, space: KeySpace, hashes: Hashes) -> tuple[Qualities, Qualities]:
         """Where pages lie that need be no prefix. See `Directory.states`."""
         return self._directory.states(space, hashes)
@@ -268,31 +288,47 @@ class PageStore:
         self._directory.release(slots)
 
     def plan(
-        self, space: KeySpace, hashes: Hashes, max_quality: int = ANY, priority: int = 0
+        self,
+        space: KeySpace,
+        hashes: Hashes,
+        max_quality: int = ANY,
+        priority: int = 0,
+        *,
+        remote_sizes: npt.NDArray[np.int64] | None = None,
+        instead_of: Plan | None = None,
     ) -> Plan | None:
-        """Keeps a waiting request's pages in DRAM and begins to bring those on disk.
+        """Keeps a waiting request's pages in DRAM and begins to bring those that are elsewhere.
 
         Args:
             space: where the pages belong.
             hashes: u8 `[N, 32]`.
             max_quality: no page from the first worse one on.
             priority: see `Plan`; may be changed there while the plan lasts.
+            remote_sizes: i64 `[N]`, bytes of those pages that the remote store said it has, which
+                are fetched behind those that are here; 0: none. None: nothing is fetched.
+            instead_of: the request's former plan, which is cancelled next: its room counts as free.
 
         Returns:
             A plan to poll and, in the end, to cancel; None when no page is stored.
         """
+        if instead_of is not None and instead_of.num_reserved:
+            self._directory.yield_room(instead_of)
         if self._promoter is None:
             plan = self._directory.begin_plan(space, hashes, max_quality)[0]
         else:
             plan = self._promoter.start(space, hashes, max_quality, priority)
-        if self._remote is not None:
-            plan = self._remote.extend(plan, space, hashes, max_quality)
+        if self._remote is not None and remote_sizes is not None:
+            plan = self._remote.extend(plan, space, hashes, max_quality, remote_sizes, priority)
         return plan
 
+    def ask_remote(self, inquiry: RemoteInquiry) -> bool:
+        """Asks the remote store for pages; False when there will be no answer. Does not block."""
+        return self._remote is not None and self._remote.ask(inquiry)
+
     @property
-    def has_remote(self) -> bool:
-        """Whether pages that are nowhere here may lie in a remote store."""
-        return self._remote is not None
+    def remote_stalled_s(self) -> float:
+        """For how long the remote store has not answered what it was asked last."""
+        return 0.0 if self._remote is None else self._remote.stalled_s
 
     def cancel_plan(self, plan: Plan) -> None:
         """Gives a plan's pins back, and up what it has not begun to read; safe to call twice."""
@@ -347,6 +383,8 @@ class PageStore:
         if self._closed:
             return
         self._closed = True
+        if self._leaving is not None:
+            self._leaving.close(timeout_s)
         if self._remote is not None:
             self._remote.close()
         if self._transcoder is not None:

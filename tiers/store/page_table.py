@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ from sglang_ext.tiers.store.types import (
     ON_DISK,
     QUEUED,
     READY,
+    SENT,
     SPILLING,
     WRITE_DROPPED,
     DiskCopies,
@@ -93,6 +95,11 @@ class PageTable:
         self._plan_pins = np.zeros(arena.num_slots, np.int32)  # plans by slot; guarded by lock
         self.num_wanted_evicted = 0  # pages that left DRAM although wanted; guarded by lock
         self.num_publications = 0  # saves that made pages known; guarded by lock
+        # Told of pages that leave DRAM and were not sent to the remote store: hashes, namespace
+        # numbers, whether they are on disk. Called with the lock held; None: nobody is.
+        self.on_unsent: (
+            Callable[[Hashes, npt.NDArray[np.uint32], npt.NDArray[np.bool_]], None] | None
+        ) = None
         self._waiters: dict[int, list[Plan]] = {}  # row -> plans that wait for it
         self._clock = 0
 
@@ -138,6 +145,10 @@ class PageTable:
         rows = self._victims(count)
         on_disk = (self.index.flags[rows] & ON_DISK) != 0
         evicted, lost = self._log_keys(rows), self._log_keys(rows[~on_disk])
+        if self.on_unsent is not None:
+            unsent = (self.index.flags[rows] & SENT) == 0
+            if unsent.any():
+                self.on_unsent(*self.index.keys(rows[unsent]), on_disk[unsent])
         self.arena.free(self.index.host_slot[rows])
         kept = rows[on_disk]
         self.index.lru_remove(kept)

@@ -123,6 +123,7 @@ class PlanBook(DiskBook):
         with self.lock:
             if not plan.cancelled:
                 plan.cancelled = True
+                self._end_reservation(plan)
                 self._count_pins(plan.slots, -1)
                 self.arena.unpin(plan.slots)
 
@@ -203,6 +204,10 @@ class PlanBook(DiskBook):
         costs = (slots == NO_SLOT) | (self._plan_pins[slots] == 0)
         room = self.max_planned_pages - self.num_planned_pages
         return int(np.searchsorted(np.cumsum(costs), max(0, room), side="right"))
+
+    def _end_reservation(self, plan: Plan) -> None:
+        self.num_planned_pages -= plan.num_reserved
+        plan.num_reserved = 0
 
     def _count_pins(self, slots: Slots, step: int) -> None:
         """Adds a plan's pins to the books or takes them out; its slots differ."""

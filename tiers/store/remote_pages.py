@@ -1,7 +1,8 @@
-"""Pages between DRAM and a remote store: uploads after a save, look-ups for waiting requests.
+"""Pages between DRAM and a remote store: uploads after a save, fetches for waiting requests.
 
-One thread uploads, one fetches; neither is ever waited for by the scheduler's thread. Pages travel
-raw. What is fetched enters DRAM as a save does: slots are taken, filled, verified, published.
+One thread uploads, one asks what the store has (`remote_inquiry`), one fetches for plans; none is
+ever waited for by the scheduler's thread. Pages travel raw. What is fetched enters DRAM as a save
+does: slots are taken, filled, verified, published; then the plan pins them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.record import RAW_CODEC, RecordError, parse_header
@@ -22,11 +25,14 @@ from sglang_ext.tiers.remote.base import Outcome, RemoteKey
 from sglang_ext.tiers.remote.items import GetRequest, PutItem
 from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.fetch_queue import FetchQueue
+from sglang_ext.tiers.store.read_meter import ReadMeter
+from sglang_ext.tiers.store.remote_inquiry import InquiryDesk, RemoteInquiry
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan
 
 logger = logging.getLogger(__name__)
 
-REMOTE_POLICIES = ("all", "second_hit")
+REMOTE_POLICIES = ("all", "second_hit", "on_eviction")
 
 _UPLOAD_QUEUE = 1024  # runs of pages; more are not uploaded, and counted
 _FETCH_QUEUE = 256  # requests; more are not looked up
@@ -48,18 +54,27 @@ class _Lookup(NamedTuple):
     hashes: Hashes
     num_known: int
     max_quality: int
+    num_bytes: int  # as the headers said
 
 
 class RemotePages:
     """What a page store does with a store that other servers share. Thread-safe."""
 
-    def __init__(self, directory: Directory, remote: RemoteStore, policy: str) -> None:
-        """Starts both threads.
+    def __init__(
+        self,
+        directory: Directory,
+        remote: RemoteStore,
+        policy: str,
+        meter: ReadMeter | None = None,
+    ) -> None:
+        """Starts the threads.
 
         Args:
             directory: the store's own books.
             remote: the shared store; closed by `close`.
-            policy: which pages are uploaded: `all` that are saved, or those used a `second_hit`.
+            policy: which pages are uploaded: `all` that are saved, those used a `second_hit`, or
+                those that leave DRAM (`on_eviction`; see `leaving_pages`).
+            meter: measures what is fetched.
 
         Raises:
             TierConfigError: no policy has this name.
@@ -72,7 +87,8 @@ class RemotePages:
         self._directory = directory
         self._remote = remote
         self._uploads: queue.Queue[_Upload | None] = queue.Queue(_UPLOAD_QUEUE)
-        self._lookups: queue.Queue[_Lookup | None] = queue.Queue(_FETCH_QUEUE)
+        self._lookups: FetchQueue[_Lookup] = FetchQueue(_FETCH_QUEUE)
+        self._meter = meter or ReadMeter()
         # Keys uploaded lately, by namespace number and page hash; the upload thread's own.
         self._uploaded: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._closing = threading.Event()
@@ -82,6 +98,7 @@ class RemotePages:
         ]
         for thread in self._threads:
             thread.start()
+        self._desk = InquiryDesk(self._sizes, directory.counters)
 
     def saved(self, space: KeySpace, hashes: Hashes) -> None:
         """Pages were published in DRAM. Does not block."""
@@ -93,41 +110,71 @@ class RemotePages:
         if self.policy == "second_hit":
             self._offer(_Upload(space, hashes.copy(), is_new=False))
 
+    def send(self, space: KeySpace, hashes: Hashes) -> None:
+        """Uploads those of some pages that are in DRAM. Blocks; `on_eviction`'s thread calls it."""
+        self._upload(space, hashes)
+
+    def ask(self, inquiry: RemoteInquiry) -> bool:
+        """Asks the store for pages; False when it will not be asked. Does not block."""
+        return self._remote.usable and self._desk.ask(inquiry)
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the store has not answered what it was asked last."""
+        return self._desk.stalled_s
+
     def extend(
-        self, plan: Plan | None, space: KeySpace, hashes: Hashes, max_quality: int
+        self,
+        plan: Plan | None,
+        space: KeySpace,
+        hashes: Hashes,
+        max_quality: int,
+        sizes: npt.NDArray[np.int64],
+        priority: int = 0,
     ) -> Plan | None:
-        """Lets a request's plan also wait for what the remote store has. Does not block.
+        """Lets a request's plan also bring what the remote store has, as far as there is room.
+
+        Does not block.
 
         Args:
             plan: for what DRAM and disk have; None when they have nothing.
             space: where the pages belong.
             hashes: u8 `[N, 32]`, of the whole prefix.
             max_quality: no page worse than this.
+            sizes: i64 `[N]`, bytes of those that the remote store was found to have; 0: none.
+            priority: see `Plan`.
 
         Returns:
-            The plan, or a new one; None when nothing is stored and nothing is asked for.
+            The plan, or a new one; None when nothing is stored.
         """
-        num_known = 0 if plan is None else len(plan.rows)
-        starved = plan is not None and plan.starved
-        if starved or num_known == len(hashes) or not self._remote.usable:
+        num_known = 0 if plan is None else plan.num_stored
+        end = num_known + num_leading(sizes[num_known:])
+        if end == num_known or not self._remote.usable:
             return plan
         wanted = plan or Plan(np.empty(0, np.int64), remaining=0)
-        with self._directory.lock:
-            wanted.remaining += 1
-        try:
-            self._lookups.put_nowait(_Lookup(wanted, space, hashes, num_known, max_quality))
-        except queue.Full:
+        wanted.priority = priority
+        if wanted.short:  # what is here already comes first
+            wanted.num_stored = end
+            return wanted
+        end = num_known + self._directory.reserve(wanted, end - num_known)
+        if end == num_known:
+            return wanted
+        num_bytes = int(sizes[num_known:end].sum())
+        job = _Lookup(wanted, space, hashes[:end], num_known, max_quality, num_bytes)
+        self._meter.queued(num_bytes)
+        if not self._lookups.offer(job):
             self._count("remote_lookups_dropped")
-            self._settle(wanted)
-            return plan
+            self._give_up(job)
         return wanted
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the threads after the batches in their hands, and the store."""
         self._closing.set()
-        for waiting in (self._uploads, self._lookups):
-            with contextlib.suppress(queue.Full):  # the thread sees that it is closing
-                waiting.put_nowait(None)
+        with contextlib.suppress(queue.Full):  # the thread sees that it is closing
+            self._uploads.put_nowait(None)
+        for job in self._lookups.close():
+            self._give_up(job)
+        self._desk.close(timeout_s)
         for thread in self._threads:
             thread.join(timeout=timeout_s + 10.0)
         self._remote.close()
@@ -136,7 +183,8 @@ class RemotePages:
         """What the remote store counts, and how much waits."""
         stats = self._remote.stats()
         stats["upload_queue"] = self._uploads.qsize()
-        stats["lookup_queue"] = self._lookups.qsize()
+        stats["lookup_queue"] = self._desk.num_waiting
+        stats["fetch_queue"] = len(self._lookups)
         return stats
 
     # ---- uploads ----
@@ -196,26 +244,36 @@ class RemotePages:
     # ---- look-ups ----
 
     def _run_lookups(self) -> None:
-        while not self._closing.is_set():
-            lookup = self._lookups.get()
-            if lookup is None:
-                break
+        while (lookup := self._lookups.take()) is not None:
+            plan = lookup.plan
+            if plan.cancelled:
+                self._give_up(lookup)
+                continue
+            began_s = time.monotonic()
+            self._meter.began(lookup.num_bytes)
             try:
                 self._look_up(lookup)
             except Exception:
                 self._count("remote_failures")
                 logger.exception("hier-kv: pages could not be fetched; they are computed again")
             finally:
-                self._settle(lookup.plan)
-        while not self._lookups.empty():
-            rest = self._lookups.get()
-            if rest is not None:
-                self._settle(rest.plan)
+                whole = plan.num_remote == len(lookup.hashes) - lookup.num_known
+                read_s = time.monotonic() - began_s
+                self._meter.ended(lookup.num_bytes, read_s=read_s, whole=whole)
+                self._meter.plan_ended()
+                self._directory.end_fetch(plan)
+
+    def _give_up(self, lookup: _Lookup) -> None:
+        """Nothing is fetched for a plan after all."""
+        self._meter.queued(-lookup.num_bytes)
+        self._directory.end_fetch(lookup.plan)
 
     def _look_up(self, lookup: _Lookup) -> None:
         """Brings the pages of a prefix that the remote store has, up to the first it lacks."""
-        lookup.plan.first_remote = lookup.num_known
         at = lookup.num_known
+        # Another request may have brought them meanwhile.
+        at += self._adopt(lookup, lookup.hashes[at:])
+        lookup.plan.first_remote = at
         while at < len(lookup.hashes):
             end = min(at + _LOOKUP_PAGES, len(lookup.hashes))
             quality = self._stored(lookup, at, end)
@@ -231,13 +289,21 @@ class RemotePages:
 
     def _stored(self, lookup: _Lookup, first: int, last: int) -> list[int]:
         """Qualities of the leading pages of [first, last) that the remote store has."""
-        keys = [_key(lookup.space, row.tobytes()) for row in lookup.hashes[first:last]]
-        quality: list[int] = []
-        for head in self._remote.head(keys):
-            if head.meta is None or head.meta.quality > lookup.max_quality:
+        heads = self._heads(lookup.space, lookup.hashes[first:last], lookup.max_quality)
+        return [quality for quality, _ in heads]
+
+    def _sizes(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[int]:
+        """Bytes of the leading pages that the remote store has; see `FindSizes`."""
+        return [num_bytes for _, num_bytes in self._heads(space, hashes, max_quality)]
+
+    def _heads(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[tuple[int, int]]:
+        """(quality, bytes) of the leading pages that the remote store has and are good enough."""
+        found: list[tuple[int, int]] = []
+        for head in self._remote.head([_key(space, row.tobytes()) for row in hashes]):
+            if head.meta is None or head.meta.quality > max_quality:
                 break
-            quality.append(head.meta.quality)
-        return quality
+            found.append((head.meta.quality, head.num_bytes))
+        return found
 
     def _fetch(self, lookup: _Lookup, first: int, last: int, quality: Sequence[int]) -> bool:
         """Reads pages [first, last) into DRAM; returns whether all are there now."""
@@ -262,19 +328,25 @@ class RemotePages:
         finally:
             directory.finish_save(ticket, ok=ok)
         self._count("remote_promoted_pages" if ok else "remote_failed_pages", len(ticket.slots))
+        lookup.plan.lacked_room |= ticket.dropped > 0
         if ok and not ticket.dropped:
             lookup.plan.num_remote = last - lookup.plan.first_remote
+            self._adopt(lookup, hashes)
             return True
         return False
 
     # ---- private ----
 
-    def _settle(self, plan: Plan) -> None:
-        with self._directory.lock:
-            plan.remaining -= 1
+    def _adopt(self, lookup: _Lookup, hashes: Hashes) -> int:
+        return self._directory.adopt(lookup.plan, lookup.space, hashes, lookup.max_quality)
 
     def _count(self, name: str, amount: int = 1) -> None:
         self._directory.counters.add(name, amount)
+
+
+def num_leading(sizes: npt.NDArray[np.int64]) -> int:
+    """How many leading pages have a size."""
+    return len(sizes) if sizes.all() else int(np.argmin(sizes > 0))
 
 
 def _key(space: KeySpace, page_hash: bytes) -> RemoteKey:

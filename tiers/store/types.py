@@ -22,6 +22,7 @@ ON_DISK = 2  # `segment` and `block` name a record
 FILLING = 4  # the host slot is being written, by a save or a promotion
 QUEUED = 8  # waits for the spiller
 SPILLING = 16  # the spiller is writing it; its slot is pinned
+SENT = 64  # offered to the remote store as it lies in DRAM (policy `on_eviction`)
 WRITE_DROPPED = 32  # the disk did not take it (full, failing); it may leave DRAM all the same
 
 
@@ -46,16 +47,23 @@ class TierCounts(NamedTuple):
         host: pages among them that are ready in DRAM.
         disk: pages among them that are on disk only.
         pending: pages among them that are on their way into DRAM.
+        remote: pages behind those that the remote store said it has.
     """
 
     host: int
     disk: int
     pending: int
+    remote: int = 0
+
+    @property
+    def here(self) -> int:
+        """Pages that this server has."""
+        return self.host + self.disk + self.pending
 
     @property
     def total(self) -> int:
         """Pages that are stored anywhere."""
-        return self.host + self.disk + self.pending
+        return self.here + self.remote
 
 
 class PrefixSurvey(NamedTuple):
@@ -122,20 +130,28 @@ class Plan:
     needs no lock. `cancel` (through the store) gives the pins back.
 
     Attributes:
-        rows: the leading pages that will be ready when the plan is done, unless some fail.
-        num_stored: leading pages that were stored when it was made; more than `rows` where DRAM
-            had no room for all.
+        rows: those of the pages below that were known here when it was made.
+        num_planned: leading pages that will be ready when the plan is done, unless some fail.
+        num_stored: leading pages that were stored when it was made; more than `num_planned` where
+            DRAM had no room for all.
         remaining: pages not ready yet.
+        num_remote_left: those of them that come from the remote store.
         failed: a page could not be read; the pages from it on are not promised.
         priority: reads of the plan with the smallest go first: the request's place in the queue.
     """
 
     def __init__(self, rows: Rows, remaining: int, num_stored: int | None = None) -> None:
         self.rows = rows
+        self.num_planned = len(rows)
         self.num_stored = len(rows) if num_stored is None else num_stored
         self.remaining = remaining
+        self.num_remote_left = 0
+        # Pages that it may pin and does not yet, as they are fetched; guarded by the store.
+        self.num_reserved = 0
         self.failed = False
         self.slots: Slots = np.empty(0, np.int32)  # pinned by this plan; guarded by the store
+        self.lacked_room = False  # a page could not be fetched for want of a slot
+        self.fetch_failed = False  # the remote store did not give what it said it had
         # Which pages of the prefix came from the remote store; written by the thread that fetches.
         self.first_remote = self.num_remote = 0
         self.cancelled = False
@@ -144,12 +160,12 @@ class Plan:
     @property
     def starved(self) -> bool:
         """Pages are stored, but there was no room in DRAM to begin with; plan again later."""
-        return self.num_stored > 0 and not len(self.rows)
+        return self.num_stored > 0 and not self.num_planned
 
     @property
     def short(self) -> bool:
         """DRAM had no room for all of the stored pages."""
-        return len(self.rows) < self.num_stored
+        return self.num_planned < self.num_stored
 
     @property
     def done(self) -> bool:

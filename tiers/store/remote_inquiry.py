@@ -1,0 +1,131 @@
+"""Asks a remote store what it has of waiting requests' pages, before anything is fetched.
+
+One thread asks, for one request after the other, and reads headers only. The queue is bounded, and
+the scheduler's thread does nothing but put a question there and look whether it was answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.store.types import Hashes, KeySpace, StoreCounters
+
+logger = logging.getLogger(__name__)
+
+_QUEUED = 256  # requests; more are not asked for, and counted
+_PAGES_AT_ONCE = 64
+
+# Sizes in bytes of the leading pages that a store has, of some pages and no worse than a quality.
+FindSizes = Callable[[KeySpace, Hashes, int], list[int]]
+
+
+class RemoteInquiry:
+    """A question, and its answer.
+
+    Attributes:
+        space: where the pages belong.
+        hashes: u8 `[N, 32]`, the pages asked for.
+        first_page: index in the prompt of the first of them; the asker's own.
+        max_quality: no page from the first worse one on.
+        sizes: i64 `[n]`, bytes of the leading pages that the store has; complete when `done`.
+        done: the answer is there, or there will be none.
+        cancelled: nobody waits for the answer any more.
+    """
+
+    def __init__(self, space: KeySpace, hashes: Hashes, first_page: int, max_quality: int) -> None:
+        self.space = space
+        self.hashes = hashes
+        self.first_page = first_page
+        self.max_quality = max_quality
+        self.sizes: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self.done = False
+        self.cancelled = False
+
+
+class InquiryDesk:
+    """The thread that asks. Thread-safe.
+
+    Args:
+        find_sizes: asks the store; may block, must not raise for what the store does.
+        counters: where questions are counted.
+    """
+
+    def __init__(self, find_sizes: FindSizes, counters: StoreCounters) -> None:
+        self._find_sizes = find_sizes
+        self._counters = counters
+        self._queue: queue.Queue[RemoteInquiry | None] = queue.Queue(_QUEUED)
+        self._began_s: float | None = None  # when the call in the thread's hands began
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hier-kv-remote-ask", daemon=True)
+        self._thread.start()
+
+    def ask(self, inquiry: RemoteInquiry) -> bool:
+        """Puts a question; returns whether it will be answered. Does not block."""
+        if self._closing.is_set():
+            return False
+        try:
+            self._queue.put_nowait(inquiry)
+        except queue.Full:
+            self._counters.add("remote_lookups_dropped")
+            return False
+        self._counters.add("remote_lookups")
+        return True
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the store has not answered the question in the thread's hands."""
+        began_s = self._began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
+    @property
+    def num_waiting(self) -> int:
+        """Questions that the store was not asked yet."""
+        return self._queue.qsize()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread after the call in its hands; what is left is never answered."""
+        self._closing.set()
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            inquiry = self._queue.get()
+            if inquiry is None:
+                break
+            try:
+                if not self._closing.is_set():
+                    self._answer(inquiry)
+            except Exception:
+                self._counters.add("remote_failures")
+                logger.exception("hier-kv: the remote store could not be asked for pages")
+            finally:
+                inquiry.done = True
+        while not self._queue.empty():
+            rest = self._queue.get()
+            if rest is not None:
+                rest.done = True
+
+    def _answer(self, inquiry: RemoteInquiry) -> None:
+        sizes: list[int] = []
+        while not inquiry.cancelled and len(sizes) < len(inquiry.hashes):
+            batch = inquiry.hashes[len(sizes) : len(sizes) + _PAGES_AT_ONCE]
+            self._began_s = time.monotonic()
+            try:
+                found = self._find_sizes(inquiry.space, batch, inquiry.max_quality)
+            finally:
+                self._began_s = None
+            sizes += found
+            if len(found) < len(batch):
+                break
+        inquiry.sizes = np.array(sizes, np.int64)
+        self._counters.add("remote_found_pages", len(sizes))
