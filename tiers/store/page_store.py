@@ -19,12 +19,14 @@ from sglang_ext.tiers.policy.cost_model import DiskQueue
 from sglang_ext.tiers.quality import ANY, Qualities
 from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.coding import KeepRaw
+from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.jitter import add_jitter, max_jitter_s
 from sglang_ext.tiers.store.lookahead import LookAhead
 from sglang_ext.tiers.store.promoter import Promoter
 from sglang_ext.tiers.store.read_meter import OnMeasured, ReadMeter
+from sglang_ext.tiers.store.remote_coding import OpenCoded
 from sglang_ext.tiers.store.remote_pages import RemotePages
 from sglang_ext.tiers.store.spiller import Spiller
 from sglang_ext.tiers.store.types import (
@@ -91,6 +93,7 @@ class PageStore:
         on_read: OnMeasured | None = None,
         keep_raw: KeepRaw | None = None,
         remote: RemoteStore | None = None,
+        open_coded: OpenCoded | None = None,
     ) -> None:
         """Starts the store's threads.
 
@@ -105,6 +108,7 @@ class PageStore:
             on_read: takes measurements of the disk's speed; see `ReadMeter`.
             keep_raw: says when the transcoder is not worth its time; None: it always is.
             remote: a store that other servers share; None for none. Closed with this one.
+            open_coded: codes pages for that store; None stores them there as they are.
         """
         self.arena = arena
         self.counters = StoreCounters()
@@ -133,9 +137,12 @@ class PageStore:
         self.lookahead = LookAhead(self._directory, policy) if policy is not None else None
         if transcoder is not None and transcoder.encodes:
             self._directory.disk_floor = transcoder.quality
+        decoded = DecodedPages()
         self._remote: RemotePages | None = None
         if remote is not None:
-            self._remote = RemotePages(self._directory, remote, config.remote_policy)
+            self._remote = RemotePages(
+                self._directory, remote, config.remote_policy, decoded, open_coded
+            )
         self._spiller: Spiller | None = None
         self._promoter: Promoter | None = None
         self._read_meter = ReadMeter(on_read)
@@ -148,8 +155,9 @@ class PageStore:
                 low_water_pages=low_water,
                 transcoder=transcoder,
                 keep_raw=keep_raw,
+                decoded=decoded,
             )
-            self._promoter = Promoter(self._directory, disk, transcoder, self._read_meter)
+            self._promoter = Promoter(self._directory, disk, transcoder, self._read_meter, decoded)
         if max_jitter_s():
             add_jitter(self._directory, _DELAYED, max_jitter_s())
 

@@ -1,7 +1,8 @@
 """Pages between DRAM and a remote store: uploads after a save, look-ups for waiting requests.
 
-One thread uploads, one fetches; neither is ever waited for by the scheduler's thread. Pages travel
-raw. What is fetched enters DRAM as a save does: slots are taken, filled, verified, published.
+One thread uploads, one fetches; neither is ever waited for by the scheduler's thread. What is
+fetched enters DRAM as a save does: slots are taken, filled, verified, published. Here pages travel
+raw; with a codec for the store both directions are handed to a `CodedRemote`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +24,9 @@ from sglang_ext.tiers.record import RAW_CODEC, RecordError, parse_header
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey
 from sglang_ext.tiers.remote.items import GetRequest, PutItem
 from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.remote_coding import CodedRemote, Lookup, OpenCoded
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan
 
 logger = logging.getLogger(__name__)
@@ -42,24 +47,25 @@ class _Upload(NamedTuple):
     is_new: bool  # saved just now, so perhaps better than what was uploaded under the same key
 
 
-class _Lookup(NamedTuple):
-    plan: Plan
-    space: KeySpace
-    hashes: Hashes
-    num_known: int
-    max_quality: int
-
-
 class RemotePages:
     """What a page store does with a store that other servers share. Thread-safe."""
 
-    def __init__(self, directory: Directory, remote: RemoteStore, policy: str) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        remote: RemoteStore,
+        policy: str,
+        decoded: DecodedPages | None = None,
+        open_coded: OpenCoded | None = None,
+    ) -> None:
         """Starts both threads.
 
         Args:
             directory: the store's own books.
             remote: the shared store; closed by `close`.
             policy: which pages are uploaded: `all` that are saved, or those used a `second_hit`.
+            decoded: told of pages that come from the store as less than exact.
+            open_coded: moves pages coded; None moves them as they are.
 
         Raises:
             TierConfigError: no policy has this name.
@@ -71,8 +77,12 @@ class RemotePages:
         self.policy = policy
         self._directory = directory
         self._remote = remote
+        self._decoded = decoded or DecodedPages()
+        self._coded: CodedRemote | None = None
+        if open_coded is not None:
+            self._coded = open_coded(directory, remote, self._decoded)
         self._uploads: queue.Queue[_Upload | None] = queue.Queue(_UPLOAD_QUEUE)
-        self._lookups: queue.Queue[_Lookup | None] = queue.Queue(_FETCH_QUEUE)
+        self._lookups: queue.Queue[Lookup | None] = queue.Queue(_FETCH_QUEUE)
         # Keys uploaded lately, by namespace number and page hash; the upload thread's own.
         self._uploaded: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._closing = threading.Event()
@@ -114,8 +124,9 @@ class RemotePages:
         wanted = plan or Plan(np.empty(0, np.int64), remaining=0)
         with self._directory.lock:
             wanted.remaining += 1
+        lookup = Lookup(wanted, space, hashes, num_known, max_quality, time.monotonic())
         try:
-            self._lookups.put_nowait(_Lookup(wanted, space, hashes, num_known, max_quality))
+            self._lookups.put_nowait(lookup)
         except queue.Full:
             self._count("remote_lookups_dropped")
             self._settle(wanted)
@@ -130,6 +141,8 @@ class RemotePages:
                 waiting.put_nowait(None)
         for thread in self._threads:
             thread.join(timeout=timeout_s + 10.0)
+        if self._coded is not None:
+            self._coded.close()
         self._remote.close()
 
     def stats(self) -> dict[str, int]:
@@ -173,16 +186,10 @@ class RemotePages:
         if not self._remote.usable:
             self._count("remote_upload_dropped_pages", len(hashes))
             return
-        hashes, slots = self._directory.pin_present(space, hashes)
-        try:
-            arena = self._directory.arena.slots
-            items = [
-                PutItem(_key(space, row.tobytes()), arena[slot])
-                for row, slot in zip(hashes, slots.tolist(), strict=True)
-            ]
-            outcomes = self._remote.put(items)
-        finally:
-            self._directory.release(slots)
+        if self._coded is None:
+            hashes, outcomes = self._upload_raw(space, hashes)
+        else:
+            hashes, outcomes = self._coded.upload(space, hashes)
         for row, outcome in zip(hashes, outcomes, strict=True):
             if outcome in (Outcome.OK, Outcome.KEPT):
                 self._uploaded[space.number, row.tobytes()] = None
@@ -193,6 +200,18 @@ class RemotePages:
         num_failed = len(outcomes) - outcomes.count(Outcome.OK) - outcomes.count(Outcome.KEPT)
         self._count("remote_upload_dropped_pages", num_failed)
 
+    def _upload_raw(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, list[Outcome]]:
+        hashes, slots = self._directory.pin_present(space, hashes)
+        try:
+            arena = self._directory.arena.slots
+            items = [
+                PutItem(_key(space, row.tobytes()), arena[slot])
+                for row, slot in zip(hashes, slots.tolist(), strict=True)
+            ]
+            return hashes, self._remote.put(items)
+        finally:
+            self._directory.release(slots)
+
     # ---- look-ups ----
 
     def _run_lookups(self) -> None:
@@ -200,6 +219,9 @@ class RemotePages:
             lookup = self._lookups.get()
             if lookup is None:
                 break
+            if self._coded is not None:
+                self._coded.fetch(lookup, partial(self._settle, lookup.plan))
+                continue
             try:
                 self._look_up(lookup)
             except Exception:
@@ -212,7 +234,7 @@ class RemotePages:
             if rest is not None:
                 self._settle(rest.plan)
 
-    def _look_up(self, lookup: _Lookup) -> None:
+    def _look_up(self, lookup: Lookup) -> None:
         """Brings the pages of a prefix that the remote store has, up to the first it lacks."""
         lookup.plan.first_remote = lookup.num_known
         at = lookup.num_known
@@ -229,7 +251,7 @@ class RemotePages:
                 return
             at = end
 
-    def _stored(self, lookup: _Lookup, first: int, last: int) -> list[int]:
+    def _stored(self, lookup: Lookup, first: int, last: int) -> list[int]:
         """Qualities of the leading pages of [first, last) that the remote store has."""
         keys = [_key(lookup.space, row.tobytes()) for row in lookup.hashes[first:last]]
         quality: list[int] = []
@@ -239,7 +261,7 @@ class RemotePages:
             quality.append(head.meta.quality)
         return quality
 
-    def _fetch(self, lookup: _Lookup, first: int, last: int, quality: Sequence[int]) -> bool:
+    def _fetch(self, lookup: Lookup, first: int, last: int, quality: Sequence[int]) -> bool:
         """Reads pages [first, last) into DRAM; returns whether all are there now."""
         directory = self._directory
         hashes = lookup.hashes[first:last]
@@ -254,7 +276,7 @@ class RemotePages:
             ]
             results = self._remote.get(requests)
             ok = all(
-                result.outcome is Outcome.OK and _is_page(request, expected)
+                result.outcome is Outcome.OK and self._is_page(request, expected)
                 for result, request, expected in zip(
                     results, requests, ticket.quality.tolist(), strict=True
                 )
@@ -269,6 +291,15 @@ class RemotePages:
 
     # ---- private ----
 
+    def _is_page(self, request: GetRequest, quality: int) -> bool:
+        """Whether a verified record is a raw page, as good as its header said when found."""
+        try:
+            meta, _ = parse_header(request.out)
+        except RecordError:
+            return False
+        self._decoded.note(meta)
+        return meta.codec == RAW_CODEC and meta.quality == quality
+
     def _settle(self, plan: Plan) -> None:
         with self._directory.lock:
             plan.remaining -= 1
@@ -279,12 +310,3 @@ class RemotePages:
 
 def _key(space: KeySpace, page_hash: bytes) -> RemoteKey:
     return RemoteKey(space.digest, page_hash, space.lora, RAW_CODEC)
-
-
-def _is_page(request: GetRequest, quality: int) -> bool:
-    """Whether a verified record is a raw page and as good as its header said when it was found."""
-    try:
-        meta, _ = parse_header(request.out)
-    except RecordError:
-        return False
-    return meta.codec == RAW_CODEC and meta.quality == quality
