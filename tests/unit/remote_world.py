@@ -15,11 +15,13 @@ from sglang_ext.codec.learned import kind_of
 from sglang_ext.layout import HEADER_BYTES, U8
 from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.coded import coded_pages
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.quality import ANY
 from sglang_ext.tiers.record import parse_header, write_meta
 from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.transcoder import PageTranscoder
 from tests.tiers.remote_cases import WAIT_S, open_store, until
 from tests.unit.test_page_codec import LAYOUT, SHAPE, page
 
@@ -58,7 +60,7 @@ def hashes_of(numbers: range) -> np.ndarray:
 
 
 class Host:
-    """A server's page store, DRAM only, with a codec for the shared store."""
+    """A server's page store, with a codec for the shared store; with a disk if it gets a folder."""
 
     def __init__(
         self,
@@ -68,6 +70,8 @@ class Host:
         slots: int = 160,
         prefill_s: Callable[[int, int], float | None] = no_prefill,
         slo_s: float | None = None,
+        folder: Path | None = None,
+        transcoder: PageTranscoder | None = None,
     ) -> None:
         self.arena = HostArena(slots, LAYOUT.slot_bytes)
         self.remote = open_store(url)
@@ -75,8 +79,9 @@ class Host:
         self.store = PageStore(
             self.arena,
             PageIndex(1024),
-            None,
+            DiskTier(DiskConfig(folder, 64 << 20, 0, segment_bytes=1 << 20)) if folder else None,
             StoreConfig(),
+            transcoder,
             remote=self.remote,
             open_coded=coded_pages(codec, prefill_s, slo_s),
         )

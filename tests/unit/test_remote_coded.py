@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from bench.remote.redis_server import RedisServer, redis_binary
 from sglang_ext.tiers.quality import Quality
 from sglang_ext.tiers.record import parse_header
+from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from tests.tiers.remote_cases import until
 from tests.unit.remote_world import Host, body, codec_of, expected, hashes_of
 from tests.unit.test_page_codec import page
@@ -32,8 +35,10 @@ def make(server: RedisServer) -> Iterator[Make]:
     server.call("FLUSHALL")
     made: list[Host] = []
 
-    def build(codec_id: str = "hier", *, learns: bool = True, **settings: Any) -> Host:
-        url = f"redis://127.0.0.1:{server.port}"
+    def build(
+        codec_id: str = "hier", *, learns: bool = True, url: str = "", **settings: Any
+    ) -> Host:
+        url = url or f"redis://127.0.0.1:{server.port}"
         made.append(Host(url, codec_of(codec_id, learns=learns), **settings))
         return made[-1]
 
@@ -154,6 +159,52 @@ def test_no_page_is_coded_twice(make: Make, server: RedisServer) -> None:
     slots = three.slots(range(12))
     assert [body(slot) for slot in slots[:8]] == [body(copies[n]) for n in range(8)]
     assert (three.count("remote_raw_pages"), three.count("remote_level_2_pages")) == (8, 4)
+
+
+def test_what_came_lossy_goes_to_disk_as_it_is(make: Make, tmp_path: Path) -> None:
+    one = make()
+    one.save(range(8))
+    assert one.uploaded(8)
+    two = make(folder=tmp_path, transcoder=codec_of("hier"))
+    two.fetch(range(8))
+    two.save(range(8, 12), Quality.LOSSY)  # computed here, over them
+    assert until(lambda: two.count("written_pages") == 12)
+    assert (two.count("uncoded_pages"), two.count("coded_pages")) == (8, 4)
+
+
+def test_a_folder_serves_levels_too(make: Make, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}?size=1GB&free=1"
+    one, two = make(url=url), make(learns=False, url=url)
+    one.save(range(30))
+    assert one.uploaded(30)
+    two.fetch(range(30))
+    assert two.ready(range(30)) == two.count("remote_level_2_pages") == 30
+    for number, slot in zip(range(30), two.slots(range(30)), strict=True):
+        assert body(slot) == expected(one.codec, number)
+
+
+def test_records_longer_than_a_part_come_whole(make: Make, server: RedisServer) -> None:
+    one = make("zstd")
+    one.save(range(6))  # of some 60 KB, in parts of 64 KB at most
+    assert one.uploaded(6)
+    two = make("zstd")
+    two.remote._part_bytes = 16 << 10  # a reader need not know the writer's
+    two.fetch(range(6))
+    assert two.ready(range(6), Quality.EXACT) == 6
+    assert [body(slot) for slot in two.slots(range(6))] == [body(page(n)) for n in range(6)]
+
+
+def test_too_many_pages_to_remember_count_as_decoded() -> None:
+    decoded = DecodedPages(max_pages=3)
+    metas = [parse_header(page(number))[0] for number in range(6)]
+    lossy = [replace(meta, quality=1) for meta in metas]
+    for meta in (*metas, *lossy[:2]):
+        decoded.note(meta)
+    assert [decoded.may_lose(meta) for meta in lossy] == [False, False, True, True, True, True]
+    for meta in lossy[2:4]:
+        decoded.note(meta)
+    assert not any(decoded.may_lose(meta) for meta in lossy)
+    assert all(decoded.may_lose(meta) for meta in metas)
 
 
 def test_an_exact_page_takes_the_place_of_a_fetched_one(make: Make) -> None:
