@@ -26,6 +26,7 @@ from bench.stream_links import (
     random_timed_link,
 )
 from bench.stream_real import compare_with_virtual
+from bench.stream_served import serve
 from bench.stream_sim import (
     REQUEST_S,
     Served,
@@ -109,11 +110,14 @@ def run(options: Options) -> Report:
     real = compare_with_virtual(
         content, (0.1, 0.3, 1.0) if quick else (0.1, 0.3, 1.0, 3.0), 1 if quick else 5
     )
+    options.progress.stage("stream: the server's remote tier")
+    served = serve(content, (0.1, 0.3), 2 if quick else 4)
     _check(traces, sweeps)
     results = {
         "traces": traces,
         "sweeps": sweeps,
         "real_link": real,
+        "served": served,
         "damage_by_level": list(content.damage),
         "bytes_by_level": [list(sizes) for sizes in content.chunks],
         "uniform": {str(bits): list(pair) for bits, pair in content.uniform.items()},
@@ -349,8 +353,16 @@ def _tables(results: dict[str, Any]) -> list[Table]:
     real = Table("Real socket, CPU decoder", ("Gbps", "measured, s", "virtual time, s"))
     for row in results["real_link"]:
         real.rows.append((row["gbps"], row["measured_s"], row["virtual_s"]))
+    tier = Table(
+        "A context through RemotePages, Redis and a proxy",
+        ("Gbps", "MB", "last byte, s", "in DRAM, s", "link busy"),
+    )
+    for row in results["served"]:
+        busy = f"{row['link_busy']:.0%}"
+        mb = row["bytes"] / 1e6
+        tier.rows.append((row["gbps"], mb, row["stream_s"], row["ready_s"], busy))
     sizes = Table("Levels", ("level", "bytes of a chunk", "KL"))
     for level, kl in enumerate(results["damage_by_level"]):
         size = median([float(each[level]) for each in results["bytes_by_level"]])
         sizes.rows.append((level, int(size), f"{kl:.5f}"))
-    return [traces, first, cross, real, sizes]
+    return [traces, first, cross, real, tier, sizes]

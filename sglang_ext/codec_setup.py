@@ -15,6 +15,7 @@ from sglang_ext.layout import PageLayout
 from sglang_ext.namespace import digest_model
 from sglang_ext.page_codec import CodedShape, PageCodec, parse_level
 from sglang_ext.pools import DevicePool
+from sglang_ext.remote.codec import RemotePageCodec
 
 PROFILE_FOLDER = "profiles"
 _DTYPE_NAMES = {
@@ -48,22 +49,53 @@ def build_page_codec(
         return None
     codec_id = config.record_codec
     try:
-        name = _DTYPE_NAMES.get(kv_dtype)
-        if name is None:
-            raise CodecError(f"codecs know no KV dtype {kv_dtype}")
-        shape = CodedShape.of(layout, name, int(pool.k[0].shape[2]))
         return PageCodec(
-            shape,
+            _shape(pool, layout, kv_dtype),
             codec_id,
-            parse_level(codec_id, config.record_level),
-            learned=_learned(config, codec_id, runner.server_args),
-            folder=Path(config.disk_dir) / PROFILE_FOLDER if config.disk_dir else None,
-            owner=digest_model(runner.model).hex()[:16],
+            None if codec_id == "none" else parse_level(codec_id, config.record_level),
+            **_knowledge(config, codec_id, runner),
         )
     except (CodecError, OSError) as error:
         if codec_id == "none":
             return None
         raise HierKVConfigError(f"--hier-kv-codec {codec_id}: {error}.") from error
+
+
+def build_remote_codec(
+    config: HierKVConfig, pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype, runner: Any
+) -> RemotePageCodec | None:
+    """The codec of the remote store; None where pages travel raw. Arguments as above.
+
+    Raises:
+        HierKVConfigError: as above.
+    """
+    codec_id = config.of_tier("codec", "remote")
+    if codec_id == "none":
+        return None
+    try:
+        return RemotePageCodec(
+            _shape(pool, layout, kv_dtype),
+            codec_id,
+            parse_level(codec_id, config.of_tier("level", "remote")),
+            **_knowledge(config, codec_id, runner),
+        )
+    except (CodecError, OSError) as error:
+        raise HierKVConfigError(f"--hier-kv-codec remote={codec_id}: {error}.") from error
+
+
+def _shape(pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype) -> CodedShape:
+    name = _DTYPE_NAMES.get(kv_dtype)
+    if name is None:
+        raise CodecError(f"codecs know no KV dtype {kv_dtype}")
+    return CodedShape.of(layout, name, int(pool.k[0].shape[2]))
+
+
+def _knowledge(config: HierKVConfig, codec_id: str, runner: Any) -> dict[str, Any]:
+    return {
+        "learned": _learned(config, codec_id, runner.server_args),
+        "folder": Path(config.disk_dir) / PROFILE_FOLDER if config.disk_dir else None,
+        "owner": digest_model(runner.model).hex()[:16],
+    }
 
 
 def _learned(config: HierKVConfig, codec_id: str, server_args: Any) -> Any | None:
@@ -74,11 +106,13 @@ def _learned(config: HierKVConfig, codec_id: str, server_args: Any) -> Any | Non
         CodecError: the file beside the model or in the cache folder cannot be used.
     """
     kind = kind_of(codec_id)
-    if config.profile:
-        if kind is None:
+    if config.profile and kind is None:
+        if not _uses_profile(config):
             raise HierKVConfigError(
                 f"--hier-kv-profile has no effect with --hier-kv-codec {codec_id}; leave it out."
             )
+        return None
+    if config.profile and kind is not None:
         try:
             return kind.load(Path(config.profile))
         except (OSError, CodecError) as error:
@@ -92,3 +126,8 @@ def _learned(config: HierKVConfig, codec_id: str, server_args: Any) -> Any | Non
     calibrated = codec_id == "hier" and server_args.tp_size == 1
     found = find_profile(str(server_args.model_path)) if calibrated else None
     return kind.load(found) if found is not None else None
+
+
+def _uses_profile(config: HierKVConfig) -> bool:
+    codecs = (config.record_codec, config.of_tier("codec", "remote"))
+    return any(kind_of(codec_id) is not None for codec_id in codecs)

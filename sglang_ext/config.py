@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_ext.codec.base import codec_ids
 
-CODED_TIERS = ("host", "disk")
+CODED_TIERS = ("host", "disk", "remote")
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -91,14 +91,23 @@ class HierKVConfig:
         "How pages are coded on disk: none, zstd and lossless (bit-exact), hier (lossy, for its "
         "quality the smallest), cachegen-paper and cachegen-released (lossy, for comparison). "
         "host=CODEC also keeps pages coded in a part of DRAM, where many more have room; with a "
-        "disk both are coded alike (host=hier,disk=hier).",
+        "disk both are coded alike (host=hier,disk=hier). remote=CODEC codes pages for the remote "
+        "store; servers that share one should have the same codec and level there.",
         metavar="CODEC",
     )
     level: str = _knob(
         "",
-        "Quality level of the codec, by number (0 is the coarsest) or name. Empty: the codec's "
+        "Quality level of the codec, by number (0 is the coarsest) or name; TIER=LEVEL as for the "
+        "codec. In a remote store `hier` keeps all levels up to this one. Empty: the codec's "
         "default.",
         metavar="LEVEL",
+    )
+    slo_ms: float = _knob(
+        0.0,
+        "Time to the first token, in milliseconds, that fetches of coded pages from the remote "
+        "store aim at: the best quality that arrives in time, computed where that is in time. 0: "
+        "as soon as possible, at the level of --hier-kv-level.",
+        metavar="MS",
     )
     host_coded_share: float = _knob(
         0.5,
@@ -229,6 +238,7 @@ class HierKVConfig:
                 "leave the policy out."
             )
         self._validate_codec()
+        self._validate_remote_codec()
         for item in fields(self):
             choices = item.metadata["choices"]
             if choices and getattr(self, item.name) not in choices:
@@ -261,10 +271,32 @@ class HierKVConfig:
                 "--hier-kv-host-coded-share must be between 0 and 1, got "
                 f"{self.host_coded_share:g}."
             )
-        if self.record_codec == "none" and (self.profile or self.level or self.coding != "always"):
+        uses_codec = self.record_codec != "none"
+        if not uses_codec and self.coding == "always":
+            uses_codec = self.of_tier("codec", "remote") != "none"
+        if not uses_codec and (self.profile or self.level or self.coding != "always"):
             raise HierKVConfigError(
                 "--hier-kv-level, --hier-kv-profile and --hier-kv-coding need a codec; add "
                 "--hier-kv-codec or leave them out."
+            )
+
+    def _validate_remote_codec(self) -> None:
+        codec = self.of_tier("codec", "remote")
+        if codec not in codec_ids():
+            raise HierKVConfigError(
+                f"--hier-kv-codec must be one of {', '.join(codec_ids())}, got {codec!r}."
+            )
+        if codec != "none" and not self.remote_url:
+            raise HierKVConfigError(
+                f"--hier-kv-codec remote={codec} codes pages for a remote store and there is none; "
+                "add --hier-kv-remote-url or leave remote= out."
+            )
+        if self.slo_ms < 0:
+            raise HierKVConfigError(f"--hier-kv-slo-ms must be 0 or more, got {self.slo_ms:g}.")
+        if self.slo_ms and codec == "none":
+            raise HierKVConfigError(
+                "--hier-kv-slo-ms chooses among levels of coded pages in a remote store; add "
+                "--hier-kv-codec remote=hier or leave it out."
             )
 
     def of_tier(self, name: str, tier: str) -> str:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from sglang_ext.cache import HierKVRadixCache
-from sglang_ext.codec_setup import build_page_codec
+from sglang_ext.codec_setup import build_page_codec, build_remote_codec
 from sglang_ext.compat import check_model
 from sglang_ext.config import GIB, HierKVConfig, HierKVConfigError
 from sglang_ext.copier import PageCopier
@@ -28,6 +28,8 @@ from sglang_ext.page_codec import PageCodec
 from sglang_ext.pinning import pin_memory
 from sglang_ext.pools import DevicePool, describe_pool
 from sglang_ext.ranks import Exchange, RankPlace
+from sglang_ext.remote.codec import RemotePageCodec
+from sglang_ext.remote.coded import coded_pages
 from sglang_ext.remote_setup import open_remote
 from sglang_ext.rope_discovery import LayerRope, discover_ropes
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
@@ -68,9 +70,10 @@ def build_cache(ctx: Any) -> Any:
     layout = pool.layout(ctx.params.page_size)
     ropes = discover_ropes(runner.model, pool)
     page_codec = build_page_codec(config, pool, layout, kv_pool.dtype, runner)
+    remote_codec = build_remote_codec(config, pool, layout, kv_pool.dtype, runner)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
     feeds = CostFeeds(cost, layout.kv_bytes)
-    store, disk = _build_store(config, layout, page_codec, feeds)
+    store, disk = _build_store(config, layout, page_codec, feeds, remote_codec)
     if pool.device.type == "cuda":
         pin_memory(store.arena)
     copier = PageCopier(
@@ -161,7 +164,11 @@ def rank_place(ctx: Any) -> RankPlace:
 
 
 def _build_store(
-    config: HierKVConfig, layout: PageLayout, page_codec: PageCodec | None, feeds: CostFeeds
+    config: HierKVConfig,
+    layout: PageLayout,
+    page_codec: PageCodec | None,
+    feeds: CostFeeds,
+    remote_codec: RemotePageCodec | None,
 ) -> tuple[PageStore, RecordTier | None]:
     num_slots = config.host_bytes // layout.slot_bytes
     if num_slots < 2:
@@ -198,6 +205,9 @@ def _build_store(
         keep_raw=keep_raw,
         remote=remote,
         on_fetch=feeds.on_fetch,
+        open_coded=None
+        if remote_codec is None
+        else coded_pages(remote_codec, feeds.cost.prefill_s, config.slo_ms / 1e3 or None),
     )
     feeds.bind(store)
     if disk is not None:

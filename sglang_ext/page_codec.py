@@ -29,7 +29,7 @@ from sglang_ext.tiers.transcoder import PageTranscoder, coded_record, raw_header
 
 logger = logging.getLogger(__name__)
 
-_TAIL_LENGTH = struct.Struct("<I")
+TAIL_LENGTH = struct.Struct("<I")
 _SAMPLE_TOKENS = 4096
 _SAMPLE_BYTES = 256 << 20
 _ROPE_NUMBERS = {name: number for number, name in ROPE_NAMES.items()}
@@ -167,9 +167,9 @@ class PageCodec(PageTranscoder):
             return None
         codec, digest = encoder
         meta, _ = parse_header(slot)
-        stream = codec.encode(planes, level=self._level, raw_tokens=_raw_tokens(codec, meta))
+        stream = self._stream(codec, planes, _raw_tokens(codec, meta))
         tail = self._tail(slot, meta, keep_corrections=not codec.lossy)
-        payload = np.frombuffer(_TAIL_LENGTH.pack(len(tail)) + tail + stream, np.uint8)
+        payload = np.frombuffer(TAIL_LENGTH.pack(len(tail)) + tail + stream, np.uint8)
         self._count("pages_coded")
         return coded_record(
             meta,
@@ -189,10 +189,10 @@ class PageCodec(PageTranscoder):
             return False
         payload = record[HEADER_BYTES : HEADER_BYTES + payload_bytes]
         layout = self._shape.layout
-        if len(payload) < _TAIL_LENGTH.size:
+        if len(payload) < TAIL_LENGTH.size:
             return False
-        (tail_bytes,) = _TAIL_LENGTH.unpack_from(payload.data)
-        stream_at = _TAIL_LENGTH.size + tail_bytes
+        (tail_bytes,) = TAIL_LENGTH.unpack_from(payload.data)
+        stream_at = TAIL_LENGTH.size + tail_bytes
         if tail_bytes > layout.tail_bytes(layout.max_corrections) or stream_at > len(payload):
             return False
         planes = self._shape.planes(out_slot)
@@ -203,7 +203,7 @@ class PageCodec(PageTranscoder):
             return False
         self._shape.put_planes(planes, out_slot)
         tail_end = layout.tail_offset + tail_bytes
-        out_slot[layout.tail_offset : tail_end] = payload[_TAIL_LENGTH.size : stream_at]
+        out_slot[layout.tail_offset : tail_end] = payload[TAIL_LENGTH.size : stream_at]
         write_meta(out_slot, raw_header(meta), tail_end - HEADER_BYTES)
         self._count("pages_decoded")
         return self._has_sound_tail(out_slot, tail_bytes)
@@ -225,6 +225,9 @@ class PageCodec(PageTranscoder):
         """Pages coded, decoded and not decodable since start."""
         with self._lock:
             return dict(self._counts)
+
+    def _stream(self, codec: Codec, planes: PlaneArray, raw_tokens: int | None) -> bytes:
+        return codec.encode(planes, level=self._level, raw_tokens=raw_tokens)
 
     def _tail(self, slot: U8, meta: RecordMeta, *, keep_corrections: bool) -> bytes:
         layout = self._shape.layout

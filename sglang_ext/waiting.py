@@ -105,7 +105,8 @@ class WaitingRoom:
             found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
         else:
             found = self._expect(number, wish)
-        waiting = Waiting(handle, number, wish, found, self._store.num_wanted_evicted)
+        evictions = self._store.num_wanted_evicted
+        waiting = Waiting(handle, number, wish, found, evictions, arrived_s=self._clock())
         self._waiting[handle] = self._by_number[number] = waiting
         self._came.append(handle)
         self._changed = True
@@ -405,6 +406,7 @@ class WaitingRoom:
                 priority,
                 remote_sizes=None if sizes is None else sizes[:num],
                 instead_of=old,
+                arrived_s=waiting.arrived_s,
             )
         if old is not None:
             self._store.cancel_plan(old)  # after the new one has taken over its pins

@@ -75,6 +75,7 @@ class Waiting:
         inquiry: what the remote store was asked; None when it was not.
         answered: its answer was taken, or is not waited for.
         remote_failed: the store did not give what it had said it has; it is not asked again.
+        arrived_s: when it entered the queue.
     """
 
     handle: Hashable
@@ -93,6 +94,7 @@ class Waiting:
     inquiry: RemoteInquiry | None = None
     answered: bool = True
     remote_failed: bool = False
+    arrived_s: float = 0.0
 
     def remote_sizes(self) -> npt.NDArray[np.int64] | None:
         """Bytes of the pages below the device that the remote store has; 0 for the others."""

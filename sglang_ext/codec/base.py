@@ -139,12 +139,16 @@ class Codec(ABC):
         codec_id: the id that records name.
         lossy: whether decoded bits may differ from the encoded ones.
         num_levels: quality settings; level 0 is the coarsest. 1 for a codec without any.
+        layered: whether one stream can hold several levels, each a prefix of it.
+        default_level: what a profile from `hier-kv calibrate`, or the codec alone, defaults to.
         dtype: the KV dtype it was made for.
     """
 
     codec_id: str
     lossy: bool
     num_levels: int = 1
+    layered: bool = False
+    default_level: int = 0
     dtype: KVDtype
 
     @abstractmethod

@@ -43,6 +43,8 @@ class HierCodec(Codec):
 
     codec_id = "hier"
     lossy = True
+    layered = True
+    default_level = 2
 
     def __init__(
         self,

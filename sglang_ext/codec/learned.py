@@ -89,6 +89,16 @@ class LearnedFolder:
                 self._known[key] = self._read(codec_id, digest)
             return self._known[key]
 
+    def has(self, codec_id: str, digest: bytes) -> bool:
+        """Whether `find` would look at something, in memory or in a file."""
+        with self._lock:
+            if self._known.get((codec_id, digest)) is not None:
+                return True
+        kind = kind_of(codec_id)
+        if kind is None or self._folder is None or not 0 < len(digest) <= MAX_DIGEST_BYTES:
+            return False
+        return (self._folder / f"{digest.hex()}{kind.suffix}").exists()
+
     def latest(self, codec_id: str, owner: str) -> Any | None:
         """What `store` kept last for this owner, in any process; None when there is nothing."""
         if self._folder is None:

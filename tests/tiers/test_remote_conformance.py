@@ -12,6 +12,7 @@ import pytest
 from bench.remote.mooncake_server import MooncakeServer, mooncake_missing
 from bench.remote.redis_server import RedisCluster, RedisServer, TlsFiles, redis_binary
 from sglang_ext.tiers.remote import GetRequest, GetResult, PutItem, RemoteStore
+from sglang_ext.tiers.remote.ranges import RangeRequest
 from tests.tiers.remote_cases import (
     ADAPTER,
     KEPT,
@@ -225,6 +226,37 @@ def test_heads_tell_length_and_quality_without_the_bytes(store: RemoteStore) -> 
     assert found[1].meta is not None
     assert (found[1].meta.codec, found[1].meta.level, found[1].meta.quality) == ("hier", 3, 1)
     assert found[1].meta.position == 128
+
+
+def test_ranges_come_as_they_are(store: RemoteStore) -> None:
+    items = make_items(range(3))
+    assert store.put(items) == [OK] * 3
+    wanted = [(0, 600), (600, 1), (512, 10_000), (PAGE_BYTES - 5, 100), (PAGE_BYTES + 50, 10)]
+    requests = [
+        RangeRequest(item.key, np.full(num, 0xEE, np.uint8), offset)
+        for item in items
+        for offset, num in wanted
+    ]
+    missing = RangeRequest(make_item(7).key, np.zeros(64, np.uint8))
+    results = store.read_ranges([*requests, missing])
+    assert [result.outcome for result in results] == [OK, OK, OK, OK, MISSING] * 3 + [MISSING]
+    for number, request in enumerate(requests):
+        record = items[number // len(wanted)].record[:PAGE_BYTES]
+        part = record[request.offset : request.offset + request.out.size]
+        assert results[number].num_bytes == part.size
+        if request.offset >= 24:  # what lies before has the checksum, which `put` filled in
+            assert np.array_equal(request.out[: part.size], part)
+
+
+def test_what_was_rejected_is_stored_anew(store: RemoteStore) -> None:
+    item = make_item(1)
+    assert store.put([item]) == [OK]
+    store.reject(item.key, "bad_checksum")
+    request = RangeRequest(item.key, np.zeros(64, np.uint8))
+    assert store.read_ranges([request])[0].outcome == MISSING
+    assert store.stats()["error_rejected_bad_checksum"] == 1
+    assert store.put([item]) == [OK]
+    assert store.read_ranges([request])[0].outcome == OK
 
 
 def test_exists_says_so(store: RemoteStore) -> None:

@@ -26,6 +26,7 @@ from sglang_ext.tiers.remote.base import (
 from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.tiers.remote.guard import Guard
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, HeadResult, OnResult, PutItem
+from sglang_ext.tiers.remote.ranges import RangeReading, RangeRequest
 from sglang_ext.tiers.remote.reading import Reading
 from sglang_ext.tiers.remote.url import RemoteUrl
 from sglang_ext.tiers.remote.values import (
@@ -196,6 +197,49 @@ class RemoteStore:
         self._count_reads(reading)
         return reading.results
 
+    def read_ranges(
+        self,
+        requests: Sequence[RangeRequest],
+        on_result: OnResult | None = None,
+        timeout_s: float | None = None,
+    ) -> list[GetResult]:
+        """Reads parts of values as they are: who asked verifies them, and says `reject`.
+
+        Args:
+            requests: what to read; of a record that is split, its first value only.
+            on_result: as for `get`.
+            timeout_s: for the whole call; the store's own by default.
+
+        Returns:
+            One result a request, in order.
+        """
+        names = self._names([request.key for request in requests])
+        with self._lock:
+            bad = {name for name in names if name in self._bad}
+        reading = RangeReading(names, requests, bad, on_result)
+        deadline = self._deadline(timeout_s)
+        error = self._guard.run(lambda: reading.run(self._engine, deadline))
+        reading.fill_up(error or Outcome.UNAVAILABLE)
+        self.counters.add("range_reads", len(requests))
+        self.counters.add("range_bytes", reading.num_bytes)
+        read = zip(names, reading.results, strict=True)
+        self._note_used([name for name, result in read if result.outcome is Outcome.OK])
+        return reading.results
+
+    def reject(self, key: RemoteKey, kind: str) -> None:
+        """What `read_ranges` brought is not what it should be: a miss until it is stored anew."""
+        self.counters.error(f"rejected_{kind}")
+        self._note_bad([name for name in self._names([key]) if name])
+
+    @property
+    def part_bytes(self) -> int:
+        """Records that are longer may be split."""
+        return self._part_bytes
+
+    def transfer_timeout_s(self, num_bytes: int) -> float:
+        """How long a call may take that moves so many bytes."""
+        return self._config.timeout_s + num_bytes / self._config.write_bytes_per_s
+
     def head(self, keys: Sequence[RemoteKey], timeout_s: float | None = None) -> list[HeadResult]:
         """Reads the headers of records: which there are, how long and how good. One round trip."""
         names = self._names(keys)
@@ -252,7 +296,7 @@ class RemoteStore:
             return self._count_puts([Outcome.FULL] * len(items), 0)
         writing = Writing(self._names([item.key for item in items]), items, self._part_bytes, bad)
         if timeout_s is None:
-            timeout_s = self._config.timeout_s + writing.num_bytes / self._config.write_bytes_per_s
+            timeout_s = self.transfer_timeout_s(writing.num_bytes)
         deadline = Deadline.after(timeout_s)
         error = self._guard.run(lambda: writing.run(self._engine, deadline))
         outcomes = writing.outcomes(error or Outcome.UNAVAILABLE)
@@ -342,11 +386,7 @@ class RemoteStore:
             self.counters.add(f"get_{result.outcome.value}")
         for kind in reading.rejected:
             self.counters.error(f"rejected_{kind}")
-        with self._lock:
-            for name in reading.bad:
-                self._bad[name] = None
-                while len(self._bad) > _MAX_NOTED:
-                    self._bad.popitem(last=False)
+        self._note_bad(reading.bad)
         self._note_used(reading.used)
 
     def _count_puts(self, outcomes: list[Outcome], num_bytes: int) -> list[Outcome]:
@@ -355,6 +395,13 @@ class RemoteStore:
         for outcome in outcomes:
             self.counters.add(f"put_{outcome.value}")
         return outcomes
+
+    def _note_bad(self, names: Sequence[str]) -> None:
+        with self._lock:
+            for name in names:
+                self._bad[name] = None
+            while len(self._bad) > _MAX_NOTED:
+                self._bad.popitem(last=False)
 
     def _note_used(self, names: Sequence[str]) -> None:
         if not self._config.ttl_s:

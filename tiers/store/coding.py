@@ -22,6 +22,7 @@ from sglang_ext.tiers.record import (
     parse_header,
     read_meta,
 )
+from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.types import StoreCounters
 from sglang_ext.tiers.transcoder import PageTranscoder, coded_blocks, is_decoded
 
@@ -57,8 +58,10 @@ class PageEncoder:
         batch_pages: int,
         counters: StoreCounters,
         keep_raw: KeepRaw | None = None,
+        decoded: DecodedPages | None = None,
     ) -> None:
         self._transcoder = transcoder
+        self._decoded = decoded
         self._counters = counters
         # Aligned for O_DIRECT; committed as far as it is used.
         self._room = aligned_array(batch_pages * slot_bytes)
@@ -96,8 +99,15 @@ class PageEncoder:
         self._counters.add("kept_raw_pages", num_kept)
         return records
 
+    def _would_lose_twice(self, slot: ByteArray) -> bool:
+        if self._decoded is None or self._transcoder.quality == Quality.EXACT:
+            return False
+        return not self._decoded.may_lose(read_meta(slot))
+
     def _encode_one(self, slot: ByteArray, room: ByteArray) -> DiskRecord | None:
         try:
+            if self._would_lose_twice(slot):
+                return None
             record = self._transcoder.encode(slot)
             num_blocks = 0 if record is None else coded_blocks(slot, record)
             if record is None or num_blocks == 0:
@@ -117,8 +127,14 @@ class PageEncoder:
 class PageDecoder:
     """Turns what was read from disk into raw pages, in their slots. Thread-safe."""
 
-    def __init__(self, transcoder: PageTranscoder | None, slot_bytes: int) -> None:
+    def __init__(
+        self,
+        transcoder: PageTranscoder | None,
+        slot_bytes: int,
+        decoded: DecodedPages | None = None,
+    ) -> None:
         self._transcoder = transcoder
+        self._decoded = decoded
         self._slot_bytes = slot_bytes
         self._local = threading.local()
         self._has_warned = False
@@ -136,6 +152,8 @@ class PageDecoder:
         """
         try:
             meta, payload_bytes = parse_header(slot)
+            if self._decoded is not None:
+                self._decoded.note(meta)
             if meta.codec == RAW_CODEC:
                 return meta.quality, 0
             if self._transcoder is None:

@@ -19,6 +19,7 @@ from sglang_ext.tiers.policy.cost_model import DiskQueue
 from sglang_ext.tiers.quality import ANY, Qualities
 from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.coding import KeepRaw
+from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.jitter import add_jitter, max_jitter_s
@@ -26,6 +27,7 @@ from sglang_ext.tiers.store.leaving_pages import LeavingPages
 from sglang_ext.tiers.store.lookahead import LookAhead
 from sglang_ext.tiers.store.promoter import Promoter
 from sglang_ext.tiers.store.read_meter import OnMeasured, ReadMeter
+from sglang_ext.tiers.store.remote_coding import OpenCoded
 from sglang_ext.tiers.store.remote_inquiry import RemoteInquiry
 from sglang_ext.tiers.store.remote_pages import RemotePages
 from sglang_ext.tiers.store.spiller import Spiller
@@ -94,6 +96,7 @@ class PageStore:
         keep_raw: KeepRaw | None = None,
         remote: RemoteStore | None = None,
         on_fetch: OnMeasured | None = None,
+        open_coded: OpenCoded | None = None,
     ) -> None:
         """Starts the store's threads.
 
@@ -109,6 +112,7 @@ class PageStore:
             keep_raw: says when the transcoder is not worth its time; None: it always is.
             remote: a store that other servers share; None for none. Closed with this one.
             on_fetch: takes measurements of its speed.
+            open_coded: codes pages for that store; None stores them there as they are.
         """
         self.arena = arena
         self.counters = StoreCounters()
@@ -138,20 +142,22 @@ class PageStore:
         if transcoder is not None and transcoder.encodes:
             self._directory.disk_floor = transcoder.quality
         self._fetch_meter = ReadMeter(on_fetch)
+        decoded = DecodedPages()
         self._remote: RemotePages | None = None
+        self._leaving: LeavingPages | None = None
         if remote is not None:
             self._remote = RemotePages(
-                self._directory, remote, config.remote_policy, self._fetch_meter
+                self._directory,
+                remote,
+                config.remote_policy,
+                self._fetch_meter,
+                decoded,
+                open_coded,
             )
-        self._leaving: LeavingPages | None = None
-        if (
-            remote is not None
-            and self._remote is not None
-            and config.remote_policy == "on_eviction"
-        ):
-            self._leaving = LeavingPages(
-                self._directory, remote, self._remote.send, disk, transcoder, self._space_of
-            )
+            if config.remote_policy == "on_eviction":
+                self._leaving = LeavingPages(
+                    self._directory, remote, self._remote.send, disk, transcoder, self._space_of
+                )
         self._spiller: Spiller | None = None
         self._promoter: Promoter | None = None
         self._read_meter = ReadMeter(on_read)
@@ -164,8 +170,9 @@ class PageStore:
                 low_water_pages=low_water,
                 transcoder=transcoder,
                 keep_raw=keep_raw,
+                decoded=decoded,
             )
-            self._promoter = Promoter(self._directory, disk, transcoder, self._read_meter)
+            self._promoter = Promoter(self._directory, disk, transcoder, self._read_meter, decoded)
         if max_jitter_s():
             add_jitter(self._directory, _DELAYED, max_jitter_s())
 
@@ -296,6 +303,7 @@ class PageStore:
         *,
         remote_sizes: npt.NDArray[np.int64] | None = None,
         instead_of: Plan | None = None,
+        arrived_s: float | None = None,
     ) -> Plan | None:
         """Keeps a waiting request's pages in DRAM and begins to bring those that are elsewhere.
 
@@ -307,6 +315,7 @@ class PageStore:
             remote_sizes: i64 `[N]`, bytes of those pages that the remote store said it has, which
                 are fetched behind those that are here; 0: none. None: nothing is fetched.
             instead_of: the request's former plan, which is cancelled next: its room counts as free.
+            arrived_s: when the request came, on the clock of `time.monotonic`; None for now.
 
         Returns:
             A plan to poll and, in the end, to cancel; None when no page is stored.
@@ -318,7 +327,9 @@ class PageStore:
         else:
             plan = self._promoter.start(space, hashes, max_quality, priority)
         if self._remote is not None and remote_sizes is not None:
-            plan = self._remote.extend(plan, space, hashes, max_quality, remote_sizes, priority)
+            plan = self._remote.extend(
+                plan, space, hashes, max_quality, remote_sizes, priority, arrived_s
+            )
         return plan
 
     def ask_remote(self, inquiry: RemoteInquiry) -> bool:

@@ -14,6 +14,7 @@ from sglang_ext.tiers.base import BLOCK_BYTES, Location, ReadRequest, Tier
 from sglang_ext.tiers.quality import ANY, Qualities
 from sglang_ext.tiers.record import VerifyResult
 from sglang_ext.tiers.store.coding import PageDecoder
+from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.read_meter import ReadMeter
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan, Rows, Slots
@@ -60,10 +61,11 @@ class Promoter:
         disk: Tier,
         transcoder: PageTranscoder | None = None,
         meter: ReadMeter | None = None,
+        decoded: DecodedPages | None = None,
     ) -> None:
         self._directory = directory
         self._disk = disk
-        self._decoder = PageDecoder(transcoder, directory.arena.slot_bytes)
+        self._decoder = PageDecoder(transcoder, directory.arena.slot_bytes, decoded)
         self._meter = meter or ReadMeter()
         self._piece_pages = max(1, _READ_BYTES // directory.arena.slot_bytes)
         self._lock = threading.Condition()

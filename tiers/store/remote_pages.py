@@ -1,8 +1,9 @@
 """Pages between DRAM and a remote store: uploads after a save, fetches for waiting requests.
 
 One thread uploads, one asks what the store has (`remote_inquiry`), one fetches for plans; none is
-ever waited for by the scheduler's thread. Pages travel raw. What is fetched enters DRAM as a save
-does: slots are taken, filled, verified, published; then the plan pins them.
+ever waited for by the scheduler's thread. What is fetched enters DRAM as a save does: slots are
+taken, filled, verified, published; then the plan pins them. Here pages travel raw; with a codec for
+the store, questions, fetches and uploads are handed to a `CodedRemote`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +26,11 @@ from sglang_ext.tiers.record import RAW_CODEC, RecordError, parse_header
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey
 from sglang_ext.tiers.remote.items import GetRequest, PutItem
 from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.fetch_queue import FetchQueue
 from sglang_ext.tiers.store.read_meter import ReadMeter
+from sglang_ext.tiers.store.remote_coding import CodedRemote, Lookup, OpenCoded
 from sglang_ext.tiers.store.remote_inquiry import InquiryDesk, RemoteInquiry
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan
 
@@ -48,15 +52,6 @@ class _Upload(NamedTuple):
     is_new: bool  # saved just now, so perhaps better than what was uploaded under the same key
 
 
-class _Lookup(NamedTuple):
-    plan: Plan
-    space: KeySpace
-    hashes: Hashes
-    num_known: int
-    max_quality: int
-    num_bytes: int  # as the headers said
-
-
 class RemotePages:
     """What a page store does with a store that other servers share. Thread-safe."""
 
@@ -66,6 +61,8 @@ class RemotePages:
         remote: RemoteStore,
         policy: str,
         meter: ReadMeter | None = None,
+        decoded: DecodedPages | None = None,
+        open_coded: OpenCoded | None = None,
     ) -> None:
         """Starts the threads.
 
@@ -75,6 +72,8 @@ class RemotePages:
             policy: which pages are uploaded: `all` that are saved, those used a `second_hit`, or
                 those that leave DRAM (`on_eviction`; see `leaving_pages`).
             meter: measures what is fetched.
+            decoded: told of pages that come from the store as less than exact.
+            open_coded: moves pages coded; None moves them as they are.
 
         Raises:
             TierConfigError: no policy has this name.
@@ -86,8 +85,12 @@ class RemotePages:
         self.policy = policy
         self._directory = directory
         self._remote = remote
+        self._decoded = decoded or DecodedPages()
+        self._coded: CodedRemote | None = None
+        if open_coded is not None:
+            self._coded = open_coded(directory, remote, self._decoded)
         self._uploads: queue.Queue[_Upload | None] = queue.Queue(_UPLOAD_QUEUE)
-        self._lookups: FetchQueue[_Lookup] = FetchQueue(_FETCH_QUEUE)
+        self._lookups: FetchQueue[Lookup] = FetchQueue(_FETCH_QUEUE)
         self._meter = meter or ReadMeter()
         # Keys uploaded lately, by namespace number and page hash; the upload thread's own.
         self._uploaded: OrderedDict[tuple[int, bytes], None] = OrderedDict()
@@ -131,6 +134,7 @@ class RemotePages:
         max_quality: int,
         sizes: npt.NDArray[np.int64],
         priority: int = 0,
+        arrived_s: float | None = None,
     ) -> Plan | None:
         """Lets a request's plan also bring what the remote store has, as far as there is room.
 
@@ -143,6 +147,7 @@ class RemotePages:
             max_quality: no page worse than this.
             sizes: i64 `[N]`, bytes of those that the remote store was found to have; 0: none.
             priority: see `Plan`.
+            arrived_s: when the request came, on the clock of `time.monotonic`; None for now.
 
         Returns:
             The plan, or a new one; None when nothing is stored.
@@ -160,7 +165,10 @@ class RemotePages:
         if end == num_known:
             return wanted
         num_bytes = int(sizes[num_known:end].sum())
-        job = _Lookup(wanted, space, hashes[:end], num_known, max_quality, num_bytes)
+        asked_s = time.monotonic() if arrived_s is None else arrived_s
+        job = Lookup(
+            wanted, space, hashes[:end], num_known, max_quality, num_bytes, len(hashes), asked_s
+        )
         self._meter.queued(num_bytes)
         if not self._lookups.offer(job):
             self._count("remote_lookups_dropped")
@@ -177,6 +185,8 @@ class RemotePages:
         self._desk.close(timeout_s)
         for thread in self._threads:
             thread.join(timeout=timeout_s + 10.0)
+        if self._coded is not None:
+            self._coded.close()
         self._remote.close()
 
     def stats(self) -> dict[str, int]:
@@ -221,16 +231,10 @@ class RemotePages:
         if not self._remote.usable:
             self._count("remote_upload_dropped_pages", len(hashes))
             return
-        hashes, slots = self._directory.pin_present(space, hashes)
-        try:
-            arena = self._directory.arena.slots
-            items = [
-                PutItem(_key(space, row.tobytes()), arena[slot])
-                for row, slot in zip(hashes, slots.tolist(), strict=True)
-            ]
-            outcomes = self._remote.put(items)
-        finally:
-            self._directory.release(slots)
+        if self._coded is None:
+            hashes, outcomes = self._upload_raw(space, hashes)
+        else:
+            hashes, outcomes = self._coded.upload(space, hashes)
         for row, outcome in zip(hashes, outcomes, strict=True):
             if outcome in (Outcome.OK, Outcome.KEPT):
                 self._uploaded[space.number, row.tobytes()] = None
@@ -241,34 +245,52 @@ class RemotePages:
         num_failed = len(outcomes) - outcomes.count(Outcome.OK) - outcomes.count(Outcome.KEPT)
         self._count("remote_upload_dropped_pages", num_failed)
 
+    def _upload_raw(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, list[Outcome]]:
+        hashes, slots = self._directory.pin_present(space, hashes)
+        try:
+            arena = self._directory.arena.slots
+            items = [
+                PutItem(_key(space, row.tobytes()), arena[slot])
+                for row, slot in zip(hashes, slots.tolist(), strict=True)
+            ]
+            return hashes, self._remote.put(items)
+        finally:
+            self._directory.release(slots)
+
     # ---- look-ups ----
 
     def _run_lookups(self) -> None:
         while (lookup := self._lookups.take()) is not None:
-            plan = lookup.plan
-            if plan.cancelled:
+            if lookup.plan.cancelled:
                 self._give_up(lookup)
                 continue
-            began_s = time.monotonic()
+            done = partial(self._fetched, lookup, time.monotonic())
             self._meter.began(lookup.num_bytes)
+            if self._coded is not None:
+                self._coded.fetch(lookup, done)
+                continue
             try:
                 self._look_up(lookup)
             except Exception:
                 self._count("remote_failures")
                 logger.exception("hier-kv: pages could not be fetched; they are computed again")
             finally:
-                whole = plan.num_remote == len(lookup.hashes) - lookup.num_known
-                read_s = time.monotonic() - began_s
-                self._meter.ended(lookup.num_bytes, read_s=read_s, whole=whole)
-                self._meter.plan_ended()
-                self._directory.end_fetch(plan)
+                done()
 
-    def _give_up(self, lookup: _Lookup) -> None:
+    def _fetched(self, lookup: Lookup, began_s: float) -> None:
+        """Nothing more is fetched for a plan."""
+        plan = lookup.plan
+        whole = plan.num_remote == len(lookup.hashes) - lookup.num_known
+        self._meter.ended(lookup.num_bytes, read_s=time.monotonic() - began_s, whole=whole)
+        self._meter.plan_ended()
+        self._directory.end_fetch(plan)
+
+    def _give_up(self, lookup: Lookup) -> None:
         """Nothing is fetched for a plan after all."""
         self._meter.queued(-lookup.num_bytes)
         self._directory.end_fetch(lookup.plan)
 
-    def _look_up(self, lookup: _Lookup) -> None:
+    def _look_up(self, lookup: Lookup) -> None:
         """Brings the pages of a prefix that the remote store has, up to the first it lacks."""
         at = lookup.num_known
         # Another request may have brought them meanwhile.
@@ -287,13 +309,15 @@ class RemotePages:
                 return
             at = end
 
-    def _stored(self, lookup: _Lookup, first: int, last: int) -> list[int]:
+    def _stored(self, lookup: Lookup, first: int, last: int) -> list[int]:
         """Qualities of the leading pages of [first, last) that the remote store has."""
         heads = self._heads(lookup.space, lookup.hashes[first:last], lookup.max_quality)
         return [quality for quality, _ in heads]
 
     def _sizes(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[int]:
         """Bytes of the leading pages that the remote store has; see `FindSizes`."""
+        if self._coded is not None:
+            return self._coded.sizes(space, hashes, max_quality)
         return [num_bytes for _, num_bytes in self._heads(space, hashes, max_quality)]
 
     def _heads(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[tuple[int, int]]:
@@ -305,7 +329,7 @@ class RemotePages:
             found.append((head.meta.quality, head.num_bytes))
         return found
 
-    def _fetch(self, lookup: _Lookup, first: int, last: int, quality: Sequence[int]) -> bool:
+    def _fetch(self, lookup: Lookup, first: int, last: int, quality: Sequence[int]) -> bool:
         """Reads pages [first, last) into DRAM; returns whether all are there now."""
         directory = self._directory
         hashes = lookup.hashes[first:last]
@@ -320,7 +344,7 @@ class RemotePages:
             ]
             results = self._remote.get(requests)
             ok = all(
-                result.outcome is Outcome.OK and _is_page(request, expected)
+                result.outcome is Outcome.OK and self._is_page(request, expected)
                 for result, request, expected in zip(
                     results, requests, ticket.quality.tolist(), strict=True
                 )
@@ -337,8 +361,17 @@ class RemotePages:
 
     # ---- private ----
 
-    def _adopt(self, lookup: _Lookup, hashes: Hashes) -> int:
+    def _adopt(self, lookup: Lookup, hashes: Hashes) -> int:
         return self._directory.adopt(lookup.plan, lookup.space, hashes, lookup.max_quality)
+
+    def _is_page(self, request: GetRequest, quality: int) -> bool:
+        """Whether a verified record is a raw page, as good as its header said when found."""
+        try:
+            meta, _ = parse_header(request.out)
+        except RecordError:
+            return False
+        self._decoded.note(meta)
+        return meta.codec == RAW_CODEC and meta.quality == quality
 
     def _count(self, name: str, amount: int = 1) -> None:
         self._directory.counters.add(name, amount)
@@ -351,12 +384,3 @@ def num_leading(sizes: npt.NDArray[np.int64]) -> int:
 
 def _key(space: KeySpace, page_hash: bytes) -> RemoteKey:
     return RemoteKey(space.digest, page_hash, space.lora, RAW_CODEC)
-
-
-def _is_page(request: GetRequest, quality: int) -> bool:
-    """Whether a verified record is a raw page and as good as its header said when it was found."""
-    try:
-        meta, _ = parse_header(request.out)
-    except RecordError:
-        return False
-    return meta.codec == RAW_CODEC and meta.quality == quality

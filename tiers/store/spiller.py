@@ -12,6 +12,7 @@ import numpy as np
 from sglang_ext.tiers.base import BLOCK_BYTES, NO_SEGMENT, Location, Tier
 from sglang_ext.tiers.quality import Quality
 from sglang_ext.tiers.store.coding import DiskRecord, KeepRaw, PageEncoder
+from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.types import DiskCopies, KeySpace, SpillEntry
 from sglang_ext.tiers.transcoder import PageTranscoder
@@ -41,6 +42,7 @@ class Spiller:
         low_water_pages: int,
         transcoder: PageTranscoder | None = None,
         keep_raw: KeepRaw | None = None,
+        decoded: DecodedPages | None = None,
     ) -> None:
         self._directory = directory
         self._disk = disk
@@ -55,6 +57,7 @@ class Spiller:
                 self._batch_pages,
                 directory.counters,
                 keep_raw,
+                decoded,
             )
         self._stop = False  # guarded by directory.lock
         self._writing = threading.Lock()  # held during a write; `paused` takes it

@@ -1,0 +1,100 @@
+"""Codes pages for a remote store: in levels where the codec has them, with profiles that travel."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.codec.base import Codec, CodecError, PlaneArray, codec_class
+from sglang_ext.codec.container import read_header
+from sglang_ext.codec.learned import kind_of
+from sglang_ext.layout import HEADER_BYTES, U8
+from sglang_ext.page_codec import TAIL_LENGTH, CodedShape, PageCodec
+from sglang_ext.tiers.record import RecordMeta, parse_header
+from sglang_ext.tiers.store.remote_coding import Levels, RemoteCodec
+
+
+class RemotePageCodec(PageCodec, RemoteCodec):
+    """A `PageCodec` whose streams hold all levels up to one, where the codec can.
+
+    What it learned about the model leaves as the bytes of its file, and what other servers learned
+    comes in so. A server that has learned nothing itself yet goes on with what it got.
+
+    Attributes:
+        codec_id: what pages are coded with.
+        level: the finest level of their streams.
+    """
+
+    def __init__(
+        self,
+        shape: CodedShape,
+        codec_id: str,
+        level: int | None,
+        *,
+        learned: Any = None,
+        folder: Path | None = None,
+        owner: str = "",
+    ) -> None:
+        cls = codec_class(codec_id)
+        self.codec_id = codec_id
+        self.level = cls.default_level if level is None else level
+        self._layered = cls.layered
+        super().__init__(shape, codec_id, self.level, learned=learned, folder=folder, owner=owner)
+
+    def levels(self, record: U8) -> Levels:
+        """See `RemoteCodec.levels`."""
+        meta, payload_bytes = parse_header(record)
+        end = HEADER_BYTES + payload_bytes
+        if not codec_class(meta.codec).layered:
+            return Levels(meta.level, (end,))
+        (tail_bytes,) = TAIL_LENGTH.unpack_from(record.data, HEADER_BYTES)
+        stream_at = HEADER_BYTES + TAIL_LENGTH.size + tail_bytes
+        header = read_header(record[stream_at:end].data)
+        levels = range(header.first_level, header.last_level + 1)
+        ends = [stream_at + header.prefix_bytes(level) for level in levels]
+        if len(set(ends)) < len(ends):  # a level that adds nothing is none to choose
+            return Levels(header.last_level, (end,))
+        return Levels(header.first_level, tuple(ends))
+
+    def profile(self, meta: RecordMeta) -> bytes:
+        """See `RemoteCodec.profile`."""
+        learned = self._known.find(meta.codec, meta.profile)
+        if learned is None:
+            raise LookupError(f"no profile {meta.profile.hex()} of codec {meta.codec}")
+        with tempfile.TemporaryDirectory(prefix="hier-kv-") as folder:
+            path = Path(folder) / "profile"
+            learned.save(path)
+            return path.read_bytes()
+
+    def knows(self, meta: RecordMeta) -> bool:
+        """See `RemoteCodec.knows`."""
+        if meta.profile and not self._known.has(meta.codec, meta.profile):
+            return False
+        return self._codec(meta.codec, meta.profile) is not None
+
+    def learn(self, meta: RecordMeta, profile: bytes) -> bool:
+        """See `RemoteCodec.learn`."""
+        kind = kind_of(meta.codec)
+        if kind is None:
+            return False
+        try:
+            with tempfile.TemporaryDirectory(prefix="hier-kv-") as folder:
+                path = Path(folder) / "profile"
+                path.write_bytes(profile)
+                learned = kind.load(path)
+            if kind.digest(learned) != meta.profile:
+                return False
+            self._known.store(meta.codec, learned)
+            with self._lock:
+                self._codecs.pop((meta.codec, meta.profile), None)
+            if meta.codec == self._codec_id and self._encoder is None:
+                self._use(learned)
+        except (CodecError, OSError):
+            return False
+        return self.knows(meta)
+
+    def _stream(self, codec: Codec, planes: PlaneArray, raw_tokens: int | None) -> bytes:
+        if not self._layered:
+            return super()._stream(codec, planes, raw_tokens)
+        return codec.encode(planes, level=0, last_level=self.level, raw_tokens=raw_tokens)

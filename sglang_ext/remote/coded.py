@@ -1,0 +1,76 @@
+"""The coded remote tier of a page store: uploads on one side, streams on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang_ext.remote.lookup import Finder
+from sglang_ext.remote.publish import Publisher
+from sglang_ext.remote.streams import RemoteStreams
+from sglang_ext.tiers.remote.base import Outcome
+from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.store.decoded_pages import DecodedPages
+from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.remote_coding import Lookup, OpenCoded, RemoteCodec
+from sglang_ext.tiers.store.remote_profiles import RemoteProfiles
+from sglang_ext.tiers.store.remote_upload import CodedUploads
+from sglang_ext.tiers.store.types import Hashes, KeySpace
+
+
+class CodedPages:
+    """See `CodedRemote`."""
+
+    def __init__(
+        self,
+        uploads: CodedUploads,
+        finder: Finder,
+        streams: RemoteStreams,
+        codec: RemoteCodec,
+    ) -> None:
+        self._uploads = uploads
+        self._finder = finder
+        self._streams = streams
+        self._codec = codec
+
+    def upload(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, list[Outcome]]:
+        """See `CodedRemote.upload`."""
+        return self._uploads.upload(space, hashes)
+
+    def sizes(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[int]:
+        """See `CodedRemote.sizes`."""
+        return [page.sizes[-1] for page in self._finder.find(space, hashes, max_quality)]
+
+    def fetch(self, lookup: Lookup, done: Callable[[], None]) -> None:
+        """See `CodedRemote.fetch`."""
+        self._streams.add(lookup, done)
+
+    def close(self) -> None:
+        """See `CodedRemote.close`."""
+        self._streams.close()
+        self._codec.close()
+
+
+def coded_pages(
+    codec: RemoteCodec,
+    prefill_s: Callable[[int, int], float | None],
+    slo_s: float | None = None,
+) -> OpenCoded:
+    """Returns what connects a codec to a page store.
+
+    Args:
+        codec: codes and decodes pages.
+        prefill_s: seconds to compute tokens behind others; None while it is not known.
+        slo_s: time to the first token that fetches aim at; None for as soon as possible.
+    """
+
+    def open_coded(directory: Directory, remote: RemoteStore, decoded: DecodedPages) -> CodedPages:
+        profiles = RemoteProfiles(remote, codec)
+        counters, slot_bytes = directory.counters, directory.arena.slot_bytes
+        finder = Finder(remote, codec, profiles, counters, slot_bytes)
+        streams = RemoteStreams(
+            directory, remote, finder, Publisher(directory, codec, decoded), prefill_s, slo_s
+        )
+        uploads = CodedUploads(directory, remote, codec, profiles, decoded)
+        return CodedPages(uploads, finder, streams, codec)
+
+    return open_coded

@@ -1,0 +1,64 @@
+"""A waiting request whose pages come from a remote store, and what is to be done for it next."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sglang_ext.remote.lookup import FoundPage
+from sglang_ext.remote.run import Run
+from sglang_ext.streaming import Fetch
+from sglang_ext.tiers.store.remote_coding import Lookup
+
+
+@dataclass(eq=False)
+class Context:
+    """A request whose pages are on their way. Guarded by the streams' lock.
+
+    Attributes:
+        lookup: what it asked for.
+        done: called at the end.
+        runs: stretches that were not begun.
+        run: the present one.
+        deadline_s: when its first token is due.
+        is_decoding: the decoder has a chunk of it in hand.
+        begins: nothing more is fetched for the present run.
+        num_loaded: chunks of it that are used then.
+        waited: for another context that brings the same pages.
+    """
+
+    lookup: Lookup
+    done: Callable[[], None]
+    runs: deque[list[FoundPage]] = field(default_factory=deque)
+    run: Run | None = None
+    deadline_s: float | None = None
+    is_decoding: bool = False
+    begins: bool = False
+    num_loaded: int = 0
+    waited: bool = False
+
+    @property
+    def keys(self) -> set[tuple[int, bytes]]:
+        """Names the first page that is missing."""
+        lookup = self.lookup
+        row = lookup.hashes[lookup.num_known]
+        return {(lookup.space.number, row.tobytes())}
+
+
+class Job(NamedTuple):
+    """Bytes to fetch for a context."""
+
+    context: Context
+    run: Run
+    fetch: Fetch
+
+
+class Decode(NamedTuple):
+    """Pages of a context to decode, at a level: a position in `FoundPage.sizes`."""
+
+    context: Context
+    run: Run
+    pages: Sequence[FoundPage]
+    step: int

@@ -1,0 +1,158 @@
+"""What a remote store has of a prefix: headers only, up to the first page that it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_ext.tiers.record import (
+    HEADER_BYTES,
+    RAW_CODEC,
+    ByteArray,
+    RecordError,
+    RecordMeta,
+    VerifyResult,
+)
+from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
+from sglang_ext.tiers.remote.items import GetResult
+from sglang_ext.tiers.remote.ranges import RangeRequest
+from sglang_ext.tiers.remote.staged import START_BYTES, Stages, read_stages
+from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.remote.values import checked_facts
+from sglang_ext.tiers.store.remote_coding import RemoteCodec
+from sglang_ext.tiers.store.remote_profiles import RemoteProfiles
+from sglang_ext.tiers.store.types import Hashes, KeySpace, StoreCounters
+
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPage:
+    """A page that a store has.
+
+    Attributes:
+        number: of the page in the prefix.
+        key: its name.
+        meta: what its header says.
+        stages: what can be read of it by levels; None where it is read whole.
+        sizes: bytes to read for each level, coarsest first, those of the levels before included.
+    """
+
+    number: int
+    key: RemoteKey
+    meta: RecordMeta
+    stages: Stages | None
+    sizes: tuple[int, ...]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Pages of one kind can be streamed together."""
+        if self.stages is None:
+            return (self.meta.codec, self.meta.level)
+        return (self.meta.codec, self.meta.level, self.stages.first_level, len(self.sizes))
+
+    def level(self, step: int) -> int:
+        """The codec's level at one of `sizes`."""
+        return self.meta.level if self.stages is None else self.stages.first_level + step
+
+
+class Finder:
+    """Looks up prefixes. Thread-safe; blocks as long as the store takes."""
+
+    def __init__(
+        self,
+        remote: RemoteStore,
+        codec: RemoteCodec,
+        profiles: RemoteProfiles,
+        counters: StoreCounters,
+        slot_bytes: int,
+    ) -> None:
+        self._remote = remote
+        self._profiles = profiles
+        self._counters = counters
+        self._slot_bytes = slot_bytes
+        self._coded_level = level_name(codec.codec_id, codec.level)
+
+    def find(
+        self, space: KeySpace, hashes: Hashes, max_quality: int, first: int = 0
+    ) -> list[FoundPage]:
+        """The pages from `first` on that the store has, good enough, up to the first it lacks."""
+        found: list[FoundPage] = []
+        for start in range(first, len(hashes), _AT_ONCE):
+            rows = [row.tobytes() for row in hashes[start : start + _AT_ONCE]]
+            leading = list(self._leading(space, rows, max_quality, start))
+            found += leading
+            if len(leading) < len(rows):
+                break
+        return found
+
+    def _leading(
+        self, space: KeySpace, rows: list[bytes], max_quality: int, start: int
+    ) -> Iterator[FoundPage]:
+        keys = [
+            [RemoteKey(space.digest, row, space.lora, level) for row in rows]
+            for level in (self._coded_level, RAW_CODEC)
+        ]
+        room = np.empty((2, len(rows), START_BYTES), np.uint8)
+        outs = [list(room[0]), [raw[:HEADER_BYTES] for raw in room[1]]]
+        requests = [
+            RangeRequest(key, out)
+            for some_keys, some_outs in zip(keys, outs, strict=True)
+            for key, out in zip(some_keys, some_outs, strict=True)
+        ]
+        results = self._remote.read_ranges(requests)
+        for at in range(len(rows)):
+            coded = self._page(start + at, requests[at], results[at], max_quality)
+            if coded is not None:
+                yield coded
+                continue
+            other = at + len(rows)
+            raw = self._page(start + at, requests[other], results[other], max_quality)
+            if raw is None:
+                return
+            yield raw
+
+    def _page(
+        self, number: int, request: RangeRequest, result: GetResult, max_quality: int
+    ) -> FoundPage | None:
+        if result.outcome is not Outcome.OK:
+            return None
+        start, key = request.out[: result.num_bytes], request.key
+        facts = checked_facts(start, key, self._slot_bytes)
+        if isinstance(facts, VerifyResult):
+            self._remote.reject(key, facts.value)
+            return None
+        if facts.meta.quality > max_quality:
+            return None
+        if facts.meta.codec == RAW_CODEC:
+            return FoundPage(number, key, facts.meta, None, (facts.total_bytes,))
+        return self._coded(number, key, start, facts.total_bytes)
+
+    def _coded(
+        self, number: int, key: RemoteKey, start: ByteArray, total_bytes: int
+    ) -> FoundPage | None:
+        try:
+            stages = read_stages(start, self._slot_bytes)
+        except RecordError as error:
+            self._remote.reject(key, error.kind.value)
+            return None
+        if not self._profiles.obtain(stages.meta):
+            self._counters.add("remote_missing_profile_pages")
+            return None
+        if total_bytes > self._remote.part_bytes:  # may be split, and is put together whole
+            return FoundPage(number, key, stages.meta, None, (total_bytes,))
+        sizes = tuple(end - START_BYTES for end in stages.ends)
+        return FoundPage(number, key, stages.meta, stages, sizes)
+
+
+def runs_of(pages: Sequence[FoundPage]) -> list[list[FoundPage]]:
+    """Cuts pages into stretches of one kind."""
+    runs: list[list[FoundPage]] = []
+    for page in pages:
+        if runs and runs[-1][-1].kind == page.kind:
+            runs[-1].append(page)
+        else:
+            runs.append([page])
+    return runs

@@ -1,0 +1,97 @@
+"""Pages that arrived from a remote store are decoded into DRAM and made known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_ext.remote.lookup import FoundPage
+from sglang_ext.remote.run import Run
+from sglang_ext.tiers.record import RAW_CODEC, ByteArray, RecordError, parse_header, read_meta
+from sglang_ext.tiers.remote.staged import START_BYTES, read_stages, unstage
+from sglang_ext.tiers.store.decoded_pages import DecodedPages
+from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.remote_coding import Lookup, RemoteCodec
+from sglang_ext.tiers.transcoder import is_decoded
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Decodes pages into slots and publishes them, as a save does. One thread."""
+
+    def __init__(self, directory: Directory, codec: RemoteCodec, decoded: DecodedPages) -> None:
+        self._directory = directory
+        self._codec = codec
+        self._decoded = decoded
+
+    def publish(self, lookup: Lookup, run: Run, pages: Sequence[FoundPage], step: int) -> bool:
+        """Publishes neighbouring pages of a run, at one level; returns whether all are there now.
+
+        Args:
+            lookup: whose pages they are.
+            run: holds their bytes, which it forgets.
+            pages: at least one.
+            step: the level, as a position in `FoundPage.sizes`.
+        """
+        first, last = pages[0].number, pages[-1].number + 1
+        hashes = lookup.hashes[first:last]
+        quality = np.array([page.meta.quality for page in pages], np.uint8)
+        ticket = self._directory.begin_save(lookup.space, hashes, lookup.hashes[:first], quality)
+        ok = False
+        try:
+            slots = self._directory.arena.slots
+            ok = all(
+                self._fill(run, pages[at], step, slots[slot])
+                for at, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True)
+            )
+        except Exception:
+            logger.exception("hier-kv: a page from the remote store could not be decoded")
+        finally:
+            self._directory.finish_save(ticket, ok=ok)
+        counters = self._directory.counters
+        if not ok:
+            counters.add("remote_failed_pages", len(ticket.slots))
+            return False
+        counters.add("remote_promoted_pages", len(ticket.slots))
+        is_raw = pages[0].meta.codec == RAW_CODEC
+        name = "raw" if is_raw else f"level_{pages[0].level(step)}"
+        counters.add(f"remote_{name}_pages", len(ticket.slots))
+        lookup.plan.lacked_room |= ticket.dropped > 0
+        if ticket.dropped:
+            return False
+        self._directory.adopt(lookup.plan, lookup.space, hashes, lookup.max_quality)
+        return True
+
+    def _fill(self, run: Run, page: FoundPage, step: int, slot: ByteArray) -> bool:
+        data = run.take(page, step)
+        if data is None:
+            return False
+        self._decoded.note(page.meta)
+        if page.meta.codec == RAW_CODEC:
+            return self._copy(page, data, slot)
+        try:
+            if page.stages is not None:
+                record = unstage(page.stages, step, data)
+            else:
+                stages = read_stages(data, data.size)
+                record = unstage(stages, len(stages.ends) - 1, data[START_BYTES:])
+        except RecordError:
+            return False
+        if self._codec.decode(record, slot) and is_decoded(read_meta(record), slot):
+            return True
+        self._directory.counters.add("rejected_codec")
+        return False
+
+    @staticmethod
+    def _copy(page: FoundPage, data: ByteArray, slot: ByteArray) -> bool:
+        try:
+            meta, _ = parse_header(data)
+        except RecordError:
+            return False
+        if meta != page.meta or data.size > slot.size:
+            return False
+        slot[: data.size] = data
+        return True

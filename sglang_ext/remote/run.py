@@ -1,0 +1,171 @@
+"""A stretch of pages of one kind on its way from a store: the plan's chunks, and what is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_ext.remote.lookup import FoundPage
+from sglang_ext.remote.transfer import Part
+from sglang_ext.streaming import (
+    ChunkOffer,
+    ContextStream,
+    Fetch,
+    LinkEstimator,
+    QualityScale,
+    StreamCosts,
+)
+from sglang_ext.tiers.quality import Quality
+from sglang_ext.tiers.record import ByteArray
+from sglang_ext.tiers.remote.staged import START_BYTES
+
+CHUNK_TOKENS = 1500
+_CHUNK_BYTES = 32 << 20
+# Mean KL of the bundled model at the levels of `hier`, docs/codec.md: what matters is the ratio.
+_DAMAGE = (0.0355, 0.00627, 0.00123, 0.00029, 0.00005, 0.00001)
+_OTHER_DAMAGE = 0.005
+_REQUEST_S = 0.001
+_UNKNOWN_TOKEN_S = 10.0  # slower than any store
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What the planner is told besides the link.
+
+    Attributes:
+        raw_page_bytes: of a page in DRAM.
+        decode_bytes_per_s: of raw bytes.
+        prefill_s: of new tokens behind others; None while it is not known.
+    """
+
+    raw_page_bytes: int
+    decode_bytes_per_s: float
+    prefill_s: Callable[[int, int], float | None]
+
+
+def chunks_of(pages: Sequence[FoundPage]) -> list[list[FoundPage]]:
+    """Cuts a stretch into chunks of about 1,500 tokens, whole pages, and of bounded bytes."""
+    tokens, largest = pages[0].meta.num_tokens, max(page.sizes[-1] for page in pages)
+    num = max(1, min(round(CHUNK_TOKENS / max(1, tokens)), _CHUNK_BYTES // largest))
+    return [list(pages[at : at + num]) for at in range(0, len(pages), num)]
+
+
+class Partial(NamedTuple):
+    """Leading pages of a chunk, at a level."""
+
+    num_pages: int
+    step: int
+
+
+class Run:
+    """State of one stretch. Guarded by its owner's lock.
+
+    Attributes:
+        chunks: its pages.
+        stream: the planner.
+        next_decode: the first chunk that is not published.
+        partial: what could be had of chunks of which some could not.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[FoundPage],
+        link: LinkEstimator,
+        speeds: Speeds,
+        *,
+        now_s: float,
+        deadline_s: float | None,
+        pages_behind: int,
+    ) -> None:
+        """Makes the plan.
+
+        Args:
+            pages: of one kind, neighbours.
+            link: what is known of the link.
+            speeds: what is known besides.
+            now_s: the time.
+            deadline_s: when the first token is due; None for as soon as possible.
+            pages_behind: pages of the prompt behind these, to be computed as far as is known.
+        """
+        self.chunks = chunks_of(pages)
+        self.next_decode = 0
+        self.partial: dict[int, Partial] = {}
+        self._pieces: dict[int, dict[int, ByteArray]] = {page.number: {} for page in pages}
+        page_tokens = max(1, pages[0].meta.num_tokens)
+        before = pages[0].number * page_tokens
+        question = pages_behind * page_tokens + page_tokens // 2
+        self.stream = ContextStream(
+            [_offer(chunk) for chunk in self.chunks],
+            StreamCosts(
+                speeds.raw_page_bytes // page_tokens,
+                speeds.decode_bytes_per_s,
+                _prefill(speeds.prefill_s, before, question),
+                _REQUEST_S,
+            ),
+            _scale(pages[0]),
+            link,
+            now_s=now_s,
+            deadline_s=deadline_s,
+            question_tokens=question,
+        )
+
+    def parts(self, fetch: Fetch) -> list[Part]:
+        """What a fetch is of, page by page."""
+        chunk = self.chunks[fetch.chunk]
+        offer = _offer(chunk)
+        have = offer.prefix_bytes.index(fetch.start) if fetch.start else -1
+        found = []
+        for page in chunk:
+            base = START_BYTES if page.stages is not None else 0
+            start = page.sizes[have] if have >= 0 else 0
+            found.append(Part(page, base + start, base + page.sizes[fetch.level]))
+        return found
+
+    def add(self, page: FoundPage, start: int, data: ByteArray) -> None:
+        """Bytes of a page from `start` on are there, verified."""
+        self._pieces[page.number][start] = data
+
+    def take(self, page: FoundPage, step: int) -> ByteArray | None:
+        """All bytes of a page up to a level, which are forgotten; None when some are missing."""
+        pieces = self._pieces.pop(page.number, {})
+        at = START_BYTES if page.stages is not None else 0
+        end = at + page.sizes[step]
+        parts = []
+        while at < end and at in pieces:
+            parts.append(pieces[at])
+            at += pieces[at].size
+        if at != end:
+            return None
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _offer(chunk: Sequence[FoundPage]) -> ChunkOffer:
+    totals = [sum(sizes) for sizes in zip(*(page.sizes for page in chunk), strict=True)]
+    return ChunkOffer(sum(max(1, page.meta.num_tokens) for page in chunk), tuple(totals))
+
+
+def _scale(page: FoundPage) -> QualityScale:
+    num = len(page.sizes)
+    if page.meta.codec == "hier":
+        levels = [min(page.level(step), len(_DAMAGE) - 1) for step in range(num)]
+        damage = tuple(_DAMAGE[level] for level in levels)
+    else:
+        damage = (0.0 if page.meta.quality == Quality.EXACT else _OTHER_DAMAGE,) * num
+    return QualityScale(damage, default_level=num - 1)
+
+
+def _prefill(
+    prefill_s: Callable[[int, int], float | None], before: int, question: int
+) -> Callable[[int, int], float]:
+    """As the planner asks for it. Computing is no choice while nobody knows how long it takes."""
+
+    def seconds(num_new: int, num_before: int) -> float:
+        found = prefill_s(num_new, before + num_before)
+        if found is None:
+            return _UNKNOWN_TOKEN_S * max(0, num_new - question)
+        return found
+
+    return seconds

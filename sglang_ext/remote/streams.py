@@ -1,0 +1,340 @@
+"""The threads of coded fetches: two keep the link busy, one decodes and publishes.
+
+A context is one waiting request's pages. The planner (`sglang_ext.streaming`) says which bytes come
+next, at which level, and when the forward should begin; `LinkShare` whose turn it is. A page is
+published once, whole, at the level that it has then. What the planner leaves out is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext.remote.context import Context, Decode, Job
+from sglang_ext.remote.link import LinkMeter
+from sglang_ext.remote.lookup import Finder, runs_of
+from sglang_ext.remote.publish import Publisher
+from sglang_ext.remote.run import Partial, Run, Speeds
+from sglang_ext.remote.transfer import read_parts
+from sglang_ext.streaming import LinkEstimator, LinkShare
+from sglang_ext.tiers.record import ByteArray
+from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.remote_coding import Lookup
+
+logger = logging.getLogger(__name__)
+
+_NUM_FETCHERS = 2
+_IDLE_S = 0.02  # the longest sleep while a context may be given up or become due
+_FIRST_DECODE_BYTES_PER_S = 1e9  # until some was measured
+
+
+class RemoteStreams:
+    """Fetches and publishes the pages of any number of contexts. Thread-safe."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        remote: RemoteStore,
+        finder: Finder,
+        publisher: Publisher,
+        prefill_s: Callable[[int, int], float | None],
+        slo_s: float | None,
+    ) -> None:
+        """Starts the threads.
+
+        Args:
+            directory: the store's books.
+            remote: the shared store.
+            finder: looks up what it has.
+            publisher: decodes into DRAM.
+            prefill_s: seconds to compute tokens behind others; None while it is not known.
+            slo_s: time to the first token that is aimed at; None for as soon as possible.
+        """
+        self._directory, self._remote = directory, remote
+        self._finder, self._publisher = finder, publisher
+        self._prefill_s, self._slo_s = prefill_s, slo_s
+        self._lock = threading.Condition()
+        # All guarded by _lock.
+        self._new: deque[Context] = deque()  # to be looked up
+        self._contexts: list[Context] = []
+        self._active: set[tuple[int, bytes]] = set()  # keys of contexts
+        self._counted_us: dict[str, int] = {}
+        self._parked: list[Context] = []  # wait for a context that brings the same pages
+        self._share = LinkShare(_NUM_FETCHERS)
+        self._link = LinkMeter()
+        self._decoding = LinkEstimator(
+            64e6, prior_bytes_per_s=_FIRST_DECODE_BYTES_PER_S, prior_bytes=1e5
+        )
+        self._closing = False
+        loops = [self._fetch_loop] * _NUM_FETCHERS + [self._decode_loop]
+        self._threads = [
+            threading.Thread(target=loop, name=f"hier-kv-stream-{number}", daemon=True)
+            for number, loop in enumerate(loops)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, lookup: Lookup, done: Callable[[], None]) -> None:
+        """Begins to bring a request's pages. Does not block."""
+        context = Context(lookup, done)
+        if self._slo_s is not None:
+            context.deadline_s = lookup.asked_s + self._slo_s
+        with self._lock:
+            if not self._closing:
+                self._new.append(context)
+                self._lock.notify_all()
+                return
+        done()
+
+    def close(self) -> None:
+        """Ends the threads after what is in their hands; contexts end with what they have."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        for thread in self._threads:
+            thread.join(timeout=15.0)
+        with self._lock:
+            left = [*self._contexts, *self._new, *self._parked]
+            self._contexts, self._parked = [], []
+            self._new.clear()
+        for context in left:
+            context.done()
+
+    def _safely(self, choose: Callable[[], Any]) -> Any:
+        """Makes a decision; an error in one costs the contexts and not the thread."""
+        try:
+            return choose()
+        except Exception:
+            self._directory.counters.add("remote_failures")
+            logger.exception("hier-kv: fetches from the remote store are given up")
+            for context in list(self._contexts):
+                self._end(context)
+            return None
+
+    # ---- the link ----
+
+    def _fetch_loop(self) -> None:
+        while True:
+            with self._lock:
+                work: Context | Job | None = self._safely(self._next_work)
+                while work is None and not self._closing:
+                    self._lock.wait(_IDLE_S if self._contexts else None)
+                    work = self._safely(self._next_work)
+                if work is None or self._closing:
+                    return
+            if isinstance(work, Job):
+                self._fetch(work)
+            else:
+                self._look_up(work)
+
+    def _next_work(self) -> Context | Job | None:
+        """The caller holds the lock."""
+        while self._new:
+            context = self._new.popleft()
+            if self._may_look_up(context):
+                return context
+        now_s = time.monotonic()
+        taken = self._share.next_fetch(now_s)
+        self._link.tick(now_s, needed=self._is_needed())
+        if taken is None:
+            return None
+        owner, fetch = taken
+        assert isinstance(owner, Context)
+        assert owner.run is not None
+        self._link.began()
+        return Job(owner, owner.run, fetch)
+
+    def _is_needed(self) -> bool:
+        return any(context.run is not None and not context.begins for context in self._contexts)
+
+    def _may_look_up(self, context: Context) -> bool:
+        """Holds a context back while another one brings its first page."""
+        if self._active & context.keys:
+            self._parked.append(context)
+            return False
+        self._active |= context.keys
+        self._contexts.append(context)
+        return True
+
+    def _look_up(self, context: Context) -> None:
+        lookup, pages = context.lookup, []
+        try:
+            rest = lookup.hashes[lookup.num_known :]
+            there = self._directory.adopt(lookup.plan, lookup.space, rest, lookup.max_quality)
+            first = lookup.num_known + there
+            lookup.plan.first_remote = lookup.num_known
+            lookup.plan.num_remote = there if context.waited else 0
+            if first < len(lookup.hashes):
+                pages = self._finder.find(lookup.space, lookup.hashes, lookup.max_quality, first)
+        except Exception:
+            self._directory.counters.add("remote_failures")
+            logger.exception("hier-kv: a remote store could not be asked for pages")
+        with self._lock:
+            context.runs.extend(runs_of(pages))
+            self._safely(lambda: self._begin_run(context))
+            self._lock.notify_all()
+
+    def _begin_run(self, context: Context) -> None:
+        """Begins a context's next stretch, or ends it. The caller holds the lock."""
+        if not context.runs or context.lookup.plan.cancelled or self._closing:
+            self._end(context)
+            return
+        pages = context.runs.popleft()
+        self._link.size(sum(page.sizes[-1] for page in pages[:24]))
+        speeds = Speeds(
+            self._directory.arena.slot_bytes, self._decoding.bytes_per_s or 1.0, self._prefill_s
+        )
+        now_s = time.monotonic()
+        context.begins = False
+        context.run = Run(
+            pages,
+            self._link.estimator,
+            speeds,
+            now_s=now_s,
+            deadline_s=context.deadline_s,
+            pages_behind=context.lookup.num_pages - pages[-1].number - 1,
+        )
+        self._share.add(context, context.run.stream)
+
+    def _fetch(self, job: Job) -> None:
+        parts = job.run.parts(job.fetch)
+        good: list[ByteArray] = []
+        try:
+            good = read_parts(self._remote, parts, self._count_bytes)
+        except Exception:
+            self._directory.counters.add("remote_failures")
+            logger.exception("hier-kv: pages could not be fetched; they are computed again")
+        num_failed = len(parts) - len(good)
+        self._directory.counters.add("remote_failed_pages", num_failed)
+        with self._lock:
+            now_s = time.monotonic()
+            self._link.tick(now_s, needed=self._is_needed())
+            self._link.ended()
+            self._share.done()
+            for part, data in zip(parts, good, strict=False):
+                job.run.add(part.page, part.start, data)
+            if num_failed:
+                if not job.fetch.start:
+                    job.run.partial[job.fetch.chunk] = Partial(len(good), job.fetch.level)
+                job.run.stream.failed(job.fetch, now_s)
+            else:
+                job.run.stream.arrived(job.fetch, now_s)
+            self._lock.notify_all()
+
+    def _count_bytes(self, num_bytes: int) -> None:
+        with self._lock:
+            self._link.arrived(num_bytes)
+        self._directory.counters.add("remote_bytes_in", num_bytes)
+
+    # ---- decoding ----
+
+    def _decode_loop(self) -> None:
+        while True:
+            with self._lock:
+                job = self._safely(self._next_decode)
+                while job is None and not self._closing:
+                    self._lock.wait(_IDLE_S if self._contexts else None)
+                    job = self._safely(self._next_decode)
+                if job is None or self._closing:
+                    return
+            started_s = time.monotonic()
+            ok = self._publisher.publish(job.context.lookup, job.run, job.pages, job.step)
+            seconds = time.monotonic() - started_s
+            with self._lock:
+                self._safely(lambda: self._end_decode(job, seconds, ok=ok))  # noqa: B023
+                self._lock.notify_all()
+
+    def _next_decode(self) -> Decode | None:
+        """The next pages to decode; ends what is over. The caller holds the lock."""
+        now_s = time.monotonic()
+        self._link.tick(now_s, needed=self._is_needed())
+        self._publish_times()
+        for context in list(self._contexts):
+            run = context.run
+            if run is None or context.is_decoding:
+                continue
+            if context.lookup.plan.cancelled:
+                self._end(context)
+                continue
+            job = self._decode_of(context, run, now_s)
+            if job is not None:
+                context.is_decoding = True
+                return job
+        return None
+
+    def _decode_of(self, context: Context, run: Run, now_s: float) -> Decode | None:
+        stream, at = run.stream, run.next_decode
+        if not context.begins and stream.may_begin(now_s):
+            context.begins = True
+            context.num_loaded = stream.plan.num_loaded
+            self._share.remove(context)
+        num_loaded = context.num_loaded if context.begins else stream.plan.num_loaded
+        if at < num_loaded and stream.levels[at] >= 0:
+            if context.begins or not stream.decodes_at_end:
+                return Decode(context, run, run.chunks[at], stream.levels[at])
+            return None
+        if not context.begins:
+            return None
+        partial = run.partial.get(at)
+        if partial is not None and partial.num_pages:
+            return Decode(context, run, run.chunks[at][: partial.num_pages], partial.step)
+        self._end_run(context, run)
+        return None
+
+    def _end_decode(self, job: Decode, seconds: float, *, ok: bool) -> None:
+        """The caller holds the lock."""
+        context, run = job.context, job.run
+        context.is_decoding = False
+        raw_bytes = len(job.pages) * self._directory.arena.slot_bytes
+        self._decoding.observe(raw_bytes, seconds)
+        if context not in self._contexts:
+            return
+        if not ok:
+            self._end(context)
+            return
+        plan = context.lookup.plan
+        plan.num_remote = job.pages[-1].number + 1 - plan.first_remote
+        run.next_decode += 1
+        if len(job.pages) < len(run.chunks[run.next_decode - 1]):
+            self._end(context)  # the rest of that chunk is not to be had
+
+    def _end_run(self, context: Context, run: Run) -> None:
+        """Goes on with a context's next stretch, or leaves the rest to be computed."""
+        at = run.next_decode
+        if at == len(run.chunks):
+            self._begin_run(context)
+            return
+        if at not in run.partial:
+            num_text = sum(len(chunk) for chunk in run.chunks[at:])
+            num_text += sum(len(pages) for pages in context.runs)
+            self._directory.counters.add("remote_text_pages", num_text)
+        self._end(context)
+
+    def _end(self, context: Context) -> None:
+        """Nothing more comes for a context. The caller holds the lock."""
+        if context not in self._contexts:
+            return
+        self._share.remove(context)
+        self._contexts.remove(context)
+        for key in context.keys:
+            self._active.discard(key)
+        waiting = [other for other in self._parked if not self._active.intersection(other.keys)]
+        for other in waiting:
+            self._parked.remove(other)
+            other.waited = True
+            self._new.append(other)
+        context.done()
+        self._lock.notify_all()
+
+    def _publish_times(self) -> None:
+        """Turns the link's times into counts of microseconds."""
+        for name, seconds in (("busy", self._link.busy_s), ("needed", self._link.needed_s)):
+            step = int(1e6 * seconds) - self._counted_us.get(name, 0)
+            if step > 0:
+                self._counted_us[name] = self._counted_us.get(name, 0) + step
+                self._directory.counters.add(f"remote_link_{name}_us", step)
