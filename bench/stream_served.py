@@ -28,10 +28,12 @@ from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.coded import coded_pages
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.quality import ANY
 from sglang_ext.tiers.record import RecordMeta, write_meta
 from sglang_ext.tiers.remote import RemoteStore, StoreConfig, open_engine, parse_remote_url
 from sglang_ext.tiers.store import PageStore
 from sglang_ext.tiers.store import StoreConfig as PageStoreConfig
+from sglang_ext.tiers.store.remote_inquiry import RemoteInquiry
 
 PAGE = 64
 PAGES_A_CHUNK = 23
@@ -77,9 +79,14 @@ class _Server:
     def fetch(self, num_pages: int, proxy: Proxy) -> dict[str, float]:
         """Fetches the context; times and bytes."""
         start_s, start_bytes = time.monotonic(), proxy.num_bytes_down
-        plan = self.store.plan(self.space, _hashes(range(num_pages)))
-        if plan is None:
-            raise CaseFailedError("the store is not asked")
+        hashes = _hashes(range(num_pages))
+        inquiry = RemoteInquiry(self.space, hashes, 0, ANY)
+        asked = self.store.ask_remote(inquiry)
+        _wait(lambda: inquiry.done or not asked)
+        if len(inquiry.sizes) < num_pages:
+            raise CaseFailedError(f"the store has {len(inquiry.sizes)} of {num_pages} pages")
+        plan = self.store.plan(self.space, hashes, remote_sizes=inquiry.sizes)
+        assert plan is not None
         last_s, last = start_s, start_bytes
         while not plan.done:
             if proxy.num_bytes_down > last:
@@ -87,7 +94,7 @@ class _Server:
             time.sleep(0.002)
         done_s = time.monotonic()
         self.store.cancel_plan(plan)
-        ready = self.store.ready_prefix(self.space, _hashes(range(num_pages)))
+        ready = self.store.ready_prefix(self.space, hashes)
         if ready != num_pages:
             raise CaseFailedError(f"{ready} of {num_pages} pages came: {self.store.stats()}")
         return {
@@ -148,5 +155,5 @@ def _wait(is_so: Any) -> None:
     deadline_s = time.monotonic() + _WAIT_S
     while not is_so():
         if time.monotonic() > deadline_s:
-            raise CaseFailedError("a page is not uploaded")
+            raise CaseFailedError("the store did not answer in time")
         time.sleep(0.001)

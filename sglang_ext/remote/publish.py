@@ -77,6 +77,8 @@ class Publisher:
                 record = unstage(page.stages, step, data)
             else:
                 stages = read_stages(data, data.size)
+                if stages.meta != page.meta:  # replaced since it was found
+                    return False
                 record = unstage(stages, len(stages.ends) - 1, data[START_BYTES:])
         except RecordError:
             return False

@@ -169,7 +169,7 @@ class RemoteStreams:
             first = lookup.num_known + there
             lookup.plan.first_remote = lookup.num_known
             lookup.plan.num_remote = there if context.waited else 0
-            if first < len(lookup.hashes):
+            if first < len(lookup.hashes) and not lookup.plan.cancelled:
                 pages = self._finder.find(lookup.space, lookup.hashes, lookup.max_quality, first)
         except Exception:
             self._directory.counters.add("remote_failures")

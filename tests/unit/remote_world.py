@@ -20,7 +20,8 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.quality import ANY
 from sglang_ext.tiers.record import parse_header, write_meta
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, Plan, StoreConfig
+from sglang_ext.tiers.store.remote_inquiry import RemoteInquiry
 from sglang_ext.tiers.transcoder import PageTranscoder
 from tests.tiers.remote_cases import WAIT_S, open_store, until
 from tests.unit.test_page_codec import LAYOUT, SHAPE, page
@@ -112,11 +113,20 @@ class Host:
     def fetch(self, numbers: range, max_quality: int = ANY) -> float:
         """Has a request wait for pages; returns for how many seconds it did."""
         started_s = time.monotonic()
-        plan = self.store.plan(self.space, hashes_of(numbers), max_quality)
+        plan = self.plan(hashes_of(numbers), max_quality)
         if plan is not None:
             assert until(lambda: plan.done), self.store.stats()
             self.store.cancel_plan(plan)
         return time.monotonic() - started_s
+
+    def plan(self, hashes: np.ndarray, max_quality: int = ANY) -> Plan | None:
+        """A request's plan, made when the remote store has said what it has."""
+        inquiry = RemoteInquiry(self.space, hashes, 0, max_quality)
+        sizes = np.zeros(len(hashes), np.int64)
+        if self.store.ask_remote(inquiry):
+            assert until(lambda: inquiry.done)
+            sizes[: len(inquiry.sizes)] = inquiry.sizes
+        return self.store.plan(self.space, hashes, max_quality, remote_sizes=sizes)
 
     def ready(self, numbers: range, max_quality: int = ANY) -> int:
         """Leading pages that are in DRAM."""

@@ -101,6 +101,12 @@ def test_another_profile_under_the_digest_is_a_miss(make: Make, server: RedisSer
     server.call("SETRANGE", name, 4000, b"\0\1\2\3\4\5\6\7")
     two.fetch(range(8))
     assert two.ready(range(8)) == 0
+    assert keys(server, "*:profile.0") == [], "nobody can use it"
+    three, four = make(), make(learns=False)  # one that has it stores it again
+    three.save(range(8, 12))
+    assert three.uploaded(4)
+    four.fetch(range(12))
+    assert four.ready(range(12)) == 12
 
 
 def test_pages_of_a_codec_that_has_learned_nothing_travel_raw(make: Make) -> None:
@@ -247,11 +253,11 @@ def test_what_is_stored_is_not_coded_or_sent_again(make: Make) -> None:
 
 
 def test_two_requests_for_the_same_pages_fetch_them_once(make: Make) -> None:
-    one, two = make(), make(learns=False)
+    one, two = make(), make(learns=False, slots=512)  # half of it may be planned
     numbers = range(60)
     one.save(numbers)
     assert one.uploaded(60)
-    plans = [two.store.plan(two.space, hashes_of(numbers)) for _ in range(4)]
+    plans = [two.plan(hashes_of(numbers)) for _ in range(4)]
     for plan in plans:
         assert plan is not None
         assert until(lambda: plan.done)  # noqa: B023

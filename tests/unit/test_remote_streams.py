@@ -31,7 +31,7 @@ class World:
             self.one.save(range(start, start + NUM_PAGES))
         assert self.one.uploaded(2 * NUM_PAGES)
 
-    def add(self, port: int = 0, slots: int = 2 * NUM_PAGES + 8, **settings: Any) -> Host:
+    def add(self, port: int = 0, slots: int = 4 * NUM_PAGES + 8, **settings: Any) -> Host:
         """A server, behind the proxy unless a port is given."""
         url = f"redis://127.0.0.1:{port or self.proxy.port}?timeout=30s"
         self.hosts.append(Host(url, codec_of("hier", LEVEL), slots=slots, **settings))
@@ -83,7 +83,7 @@ def test_without_a_deadline_all_comes_at_the_finest_level_and_the_link_is_busy(
     world.proxy.set(bytes_per_s=rate)
     before = last = world.proxy.num_bytes_down
     started_s = last_s = time.monotonic()
-    plan = host.store.plan(host.space, hashes_of(range(NUM_PAGES)))
+    plan = host.plan(hashes_of(range(NUM_PAGES)))
     assert plan is not None
     while not plan.done:  # what is decoded behind the last byte is not the link's
         if world.proxy.num_bytes_down > last:
@@ -137,7 +137,7 @@ def test_two_contexts_share_the_link(world: World) -> None:
     world.proxy.set(bytes_per_s=world.sizes()[LEVEL] / 2.0)
     starts = (0, 200)
     begin_s = time.monotonic()
-    plans = [host.store.plan(host.space, hashes_of(range(at, at + NUM_PAGES))) for at in starts]
+    plans = [host.plan(hashes_of(range(at, at + NUM_PAGES))) for at in starts]
     assert None not in plans
     done_s: list[float] = []
     for plan in plans:
@@ -152,7 +152,7 @@ def test_two_contexts_share_the_link(world: World) -> None:
 def test_a_given_up_plan_stops_its_stream(world: World) -> None:
     host = world.add()
     world.proxy.set(bytes_per_s=world.sizes()[LEVEL] / 8.0)
-    plan = host.store.plan(host.space, hashes_of(range(NUM_PAGES)))
+    plan = host.plan(hashes_of(range(NUM_PAGES)))
     assert plan is not None
     assert until(lambda: host.count("remote_level_4_pages") > 0)
     host.store.cancel_plan(plan)
@@ -167,7 +167,7 @@ def test_a_given_up_plan_stops_its_stream(world: World) -> None:
 def test_a_connection_lost_in_the_middle_leaves_what_came(world: World) -> None:
     host = world.add()
     world.proxy.set(bytes_per_s=world.sizes()[LEVEL] / 4.0)
-    plan = host.store.plan(host.space, hashes_of(range(NUM_PAGES)))
+    plan = host.plan(hashes_of(range(NUM_PAGES)))
     assert plan is not None
     assert until(lambda: host.count("remote_level_4_pages") > 0)
     world.proxy.drop_all()

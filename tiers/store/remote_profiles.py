@@ -15,6 +15,7 @@ import numpy as np
 from sglang_ext.tiers.record import HEADER_BYTES, RecordMeta, write_meta
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
 from sglang_ext.tiers.remote.items import GetRequest, PutItem
+from sglang_ext.tiers.remote.ranges import RangeRequest
 from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.remote_coding import RemoteCodec
 
@@ -31,6 +32,7 @@ class RemoteProfiles:
     def __init__(self, remote: RemoteStore, codec: RemoteCodec) -> None:
         self._remote = remote
         self._codec = codec
+        self._obtaining = threading.Lock()
         self._lock = threading.Lock()
         self._next_look_s: dict[bytes, float] = {}  # by page hash of a profile; guarded by _lock
         self._next_try_s: dict[bytes, float] = {}
@@ -48,8 +50,10 @@ class RemoteProfiles:
 
     def obtain(self, meta: RecordMeta) -> bool:
         """Gets what is needed to decode a record of this header; False when it is not to be had."""
-        if self._codec.knows(meta):
-            return True
+        with self._obtaining:  # who needs the same one waits for it
+            return self._codec.knows(meta) or self._fetch(meta)
+
+    def _fetch(self, meta: RecordMeta) -> bool:
         if not meta.profile or not self._is_due(self._next_try_s, _name(meta), _TRY_AGAIN_S):
             return False
         key = _key(meta)
@@ -59,11 +63,17 @@ class RemoteProfiles:
         out = np.empty(head.num_bytes, np.uint8)
         timeout_s = self._remote.transfer_timeout_s(out.size)
         (result,) = self._remote.get([GetRequest(key, out)], timeout_s=timeout_s)
+        if result.outcome is Outcome.REJECTED:
+            self._remote.delete([key])  # for who has it to store it anew: they look at its start
         if result.outcome is not Outcome.OK:
             return False
         return self._codec.learn(meta, out[HEADER_BYTES : result.num_bytes].tobytes())
 
     def _store(self, meta: RecordMeta) -> bool:
+        # Reading some of it keeps it young, which asking whether it exists does not.
+        start = RangeRequest(_key(meta), np.empty(HEADER_BYTES, np.uint8))
+        if self._remote.read_ranges([start])[0].outcome is Outcome.OK:
+            return True
         try:
             profile = self._codec.profile(meta)
         except LookupError:
