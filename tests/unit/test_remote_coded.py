@@ -262,7 +262,8 @@ def test_two_requests_for_the_same_pages_fetch_them_once(make: Make) -> None:
         assert plan is not None
         assert until(lambda: plan.done)  # noqa: B023
         two.store.cancel_plan(plan)
-        assert plan.num_remote == 60
+        assert plan.num_stored == 60
+        assert not plan.fetch_failed
     assert two.count("remote_promoted_pages") == 60
     assert two.count("remote_bytes_in") <= one.count("remote_bytes_out")
 
