@@ -11,7 +11,7 @@ import pytest
 from bench.remote.proxy import Network, Proxy
 from bench.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote_cases import until
-from tests.unit.remote_world import Host, body, codec_of, hashes_of
+from tests.unit.remote_world import Host, body, codec_of, expected, hashes_of
 from tests.unit.test_page_codec import LAYOUT, page
 
 pytestmark = pytest.mark.skipif(redis_binary() is None, reason="no redis-server is installed")
@@ -178,3 +178,22 @@ def test_a_connection_lost_in_the_middle_leaves_what_came(world: World) -> None:
     copies = host.slots(range(num_ready))
     assert all(len(body(slot)) <= LAYOUT.slot_bytes for slot in copies)
     assert host.count("remote_failures") == 0
+
+
+def test_a_link_that_garbles_bytes_brings_no_wrong_page(world: World) -> None:
+    right = {n: expected(world.one.codec, n) for n in range(NUM_PAGES)}
+    num_ready = num_spoilt = 0
+    for _ in range(6):
+        host = world.add()
+        before = world.proxy.num_spoilt
+        world.proxy.set(garbage_share=0.03)
+        host.fetch(range(NUM_PAGES))
+        world.proxy.set(garbage_share=0.0)
+        num_spoilt += world.proxy.num_spoilt - before
+        ready = host.ready(range(NUM_PAGES))
+        num_ready += ready
+        for number, slot in zip(range(ready), host.slots(range(ready)), strict=True):
+            assert body(slot) == right[number]
+        assert host.count("remote_failures") == 0
+    assert num_spoilt > 0
+    assert 0 < num_ready < 6 * NUM_PAGES
