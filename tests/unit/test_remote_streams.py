@@ -184,7 +184,7 @@ def test_a_link_that_garbles_bytes_brings_no_wrong_page(world: World) -> None:
     right = {n: expected(world.one.codec, n) for n in range(NUM_PAGES)}
     num_ready = num_spoilt = 0
     for _ in range(6):
-        host = world.add()
+        host = world.add(timeout_s=2.0)  # a garbled length is waited for so long
         before = world.proxy.num_spoilt
         world.proxy.set(garbage_share=0.03)
         host.fetch(range(NUM_PAGES))
