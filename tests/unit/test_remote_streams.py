@@ -197,3 +197,19 @@ def test_a_link_that_garbles_bytes_brings_no_wrong_page(world: World) -> None:
         assert host.count("remote_failures") == 0
     assert num_spoilt > 0
     assert 0 < num_ready < 6 * NUM_PAGES
+
+
+def test_a_deadline_in_the_middle_takes_what_is_there(world: World) -> None:
+    """Refinements that are on their way when the forward begins come too late, and harm nothing."""
+    host = world.add(slo_s=1.5, prefill_s=slow_prefill)
+    for at, share in ((0, 0.5), (200, 0.2)):
+        world.proxy.set(bytes_per_s=world.sizes()[LEVEL] * share)
+        seconds = host.fetch(range(at, at + NUM_PAGES))
+        assert seconds < 12.0
+        assert host.ready(range(at, at + NUM_PAGES)) == NUM_PAGES
+    time.sleep(1.0)  # for what was late
+    world.proxy.set(bytes_per_s=FAST)
+    assert host.count("remote_failures") == 0
+    host.store.clear()
+    host.fetch(range(NUM_PAGES))
+    assert host.ready(range(NUM_PAGES)) == NUM_PAGES
