@@ -32,7 +32,7 @@ class Publisher:
 
         Args:
             lookup: whose pages they are.
-            run: holds their bytes, which it forgets.
+            run: holds their bytes.
             pages: at least one.
             step: the level, as a position in `FoundPage.sizes`.
         """

@@ -68,6 +68,7 @@ class Run:
         stream: the planner.
         next_decode: the first chunk that is not published.
         partial: what could be had of chunks of which some could not.
+        held_bytes: arrived, and not forgotten.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Run:
         self.chunks = chunks_of(pages)
         self.next_decode = 0
         self.partial: dict[int, Partial] = {}
+        self.held_bytes = 0
         self._pieces: dict[int, dict[int, ByteArray]] = {page.number: {} for page in pages}
         page_tokens = max(1, pages[0].meta.num_tokens)
         before = pages[0].number * page_tokens
@@ -125,12 +127,15 @@ class Run:
         return found
 
     def add(self, page: FoundPage, start: int, data: ByteArray) -> None:
-        """Bytes of a page from `start` on are there, verified."""
-        self._pieces[page.number][start] = data
+        """Bytes of a page from `start` on are there, verified. Ignored once it is published."""
+        pieces = self._pieces.get(page.number)
+        if pieces is not None:
+            pieces[start] = data
+            self.held_bytes += data.size
 
     def take(self, page: FoundPage, step: int) -> ByteArray | None:
-        """All bytes of a page up to a level, which are forgotten; None when some are missing."""
-        pieces = self._pieces.pop(page.number, {})
+        """All bytes of a page up to a level; None when some are missing. Needs no lock."""
+        pieces = self._pieces.get(page.number, {})
         at = START_BYTES if page.stages is not None else 0
         end = at + page.sizes[step]
         parts = []
@@ -140,6 +145,12 @@ class Run:
         if at != end:
             return None
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def forget(self, pages: Sequence[FoundPage]) -> None:
+        """The bytes of some pages are not needed any more; what still comes of them is ignored."""
+        for page in pages:
+            pieces = self._pieces.pop(page.number, {})
+            self.held_bytes -= sum(piece.size for piece in pieces.values())
 
 
 def _offer(chunk: Sequence[FoundPage]) -> ChunkOffer:

@@ -29,6 +29,7 @@ from sglang_ext.tiers.store.remote_coding import Lookup
 logger = logging.getLogger(__name__)
 
 _NUM_FETCHERS = 2
+_MAX_HELD_BYTES = 256 << 20
 _IDLE_S = 0.02  # the longest sleep while a context may be given up or become due
 _FIRST_DECODE_BYTES_PER_S = 1e9  # until some was measured
 
@@ -139,7 +140,7 @@ class RemoteStreams:
             if self._may_look_up(context):
                 return context
         now_s = time.monotonic()
-        taken = self._share.next_fetch(now_s)
+        taken = None if self._is_backed_up() else self._share.next_fetch(now_s)
         self._link.tick(now_s, needed=self._is_needed())
         if taken is None:
             return None
@@ -148,6 +149,13 @@ class RemoteStreams:
         assert owner.run is not None
         self._link.began()
         return Job(owner, owner.run, fetch)
+
+    def _is_backed_up(self) -> bool:
+        """Whether so much waits for the decoder that more would only take memory."""
+        runs = [context.run for context in self._contexts if context.run is not None]
+        # Who decodes at the end waits for bytes first, and they are few.
+        held = sum(run.held_bytes for run in runs if not run.stream.decodes_at_end)
+        return held > _MAX_HELD_BYTES
 
     def _is_needed(self) -> bool:
         return any(context.run is not None and not context.begins for context in self._contexts)
@@ -292,6 +300,7 @@ class RemoteStreams:
         context.is_decoding = False
         raw_bytes = len(job.pages) * self._directory.arena.slot_bytes
         self._decoding.observe(raw_bytes, seconds)
+        run.forget(job.pages)
         if context not in self._contexts:
             return
         if not ok:

@@ -73,9 +73,10 @@ class Host:
         slo_s: float | None = None,
         folder: Path | None = None,
         transcoder: PageTranscoder | None = None,
+        timeout_s: float = WAIT_S,
     ) -> None:
         self.arena = HostArena(slots, LAYOUT.slot_bytes)
-        self.remote = open_store(url)
+        self.remote = open_store(url, timeout_s=timeout_s)
         self.codec = codec
         self.store = PageStore(
             self.arena,

@@ -11,7 +11,7 @@ import pytest
 from bench.remote.proxy import Network, Proxy
 from bench.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote_cases import until
-from tests.unit.remote_world import Host, body, codec_of, hashes_of
+from tests.unit.remote_world import Host, body, codec_of, expected, hashes_of
 from tests.unit.test_page_codec import LAYOUT, page
 
 pytestmark = pytest.mark.skipif(redis_binary() is None, reason="no redis-server is installed")
@@ -178,3 +178,38 @@ def test_a_connection_lost_in_the_middle_leaves_what_came(world: World) -> None:
     copies = host.slots(range(num_ready))
     assert all(len(body(slot)) <= LAYOUT.slot_bytes for slot in copies)
     assert host.count("remote_failures") == 0
+
+
+def test_a_link_that_garbles_bytes_brings_no_wrong_page(world: World) -> None:
+    right = {n: expected(world.one.codec, n) for n in range(NUM_PAGES)}
+    num_ready = num_spoilt = 0
+    for _ in range(6):
+        host = world.add(timeout_s=2.0)  # a garbled length is waited for so long
+        before = world.proxy.num_spoilt
+        world.proxy.set(garbage_share=0.03)
+        host.fetch(range(NUM_PAGES))
+        world.proxy.set(garbage_share=0.0)
+        num_spoilt += world.proxy.num_spoilt - before
+        ready = host.ready(range(NUM_PAGES))
+        num_ready += ready
+        for number, slot in zip(range(ready), host.slots(range(ready)), strict=True):
+            assert body(slot) == right[number]
+        assert host.count("remote_failures") == 0
+    assert num_spoilt > 0
+    assert 0 < num_ready < 6 * NUM_PAGES
+
+
+def test_a_deadline_in_the_middle_takes_what_is_there(world: World) -> None:
+    """Refinements that are on their way when the forward begins come too late, and harm nothing."""
+    host = world.add(slo_s=1.5, prefill_s=slow_prefill)
+    for at, share in ((0, 0.5), (200, 0.2)):
+        world.proxy.set(bytes_per_s=world.sizes()[LEVEL] * share)
+        seconds = host.fetch(range(at, at + NUM_PAGES))
+        assert seconds < 12.0
+        assert host.ready(range(at, at + NUM_PAGES)) == NUM_PAGES
+    time.sleep(1.0)  # for what was late
+    world.proxy.set(bytes_per_s=FAST)
+    assert host.count("remote_failures") == 0
+    host.store.clear()
+    host.fetch(range(NUM_PAGES))
+    assert host.ready(range(NUM_PAGES)) == NUM_PAGES
