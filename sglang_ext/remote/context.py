@@ -26,7 +26,8 @@ class Context:
         is_decoding: the decoder has a chunk of it in hand.
         begins: nothing more is fetched for the present run.
         num_loaded: chunks of it that are used then.
-        waited: for another context that brings the same pages.
+        waited: for another context that brings some of its pages.
+        keys: names of its pages.
     """
 
     lookup: Lookup
@@ -38,13 +39,13 @@ class Context:
     begins: bool = False
     num_loaded: int = 0
     waited: bool = False
+    keys: frozenset[tuple[int, bytes]] = field(init=False)
 
-    @property
-    def keys(self) -> set[tuple[int, bytes]]:
-        """Names the first page that is missing."""
+    def __post_init__(self) -> None:
+        """Names the pages: another request may want the same, though not from the same one on."""
         lookup = self.lookup
-        row = lookup.hashes[lookup.num_known]
-        return {(lookup.space.number, row.tobytes())}
+        number = lookup.space.number
+        self.keys = frozenset((number, row.tobytes()) for row in lookup.hashes[lookup.num_known :])
 
 
 class Job(NamedTuple):

@@ -161,7 +161,7 @@ class RemoteStreams:
         return any(context.run is not None and not context.begins for context in self._contexts)
 
     def _may_look_up(self, context: Context) -> bool:
-        """Holds a context back while another one brings its first page."""
+        """Holds a context back while another one brings some of its pages."""
         if self._active & context.keys:
             self._parked.append(context)
             return False
@@ -330,8 +330,7 @@ class RemoteStreams:
             return
         self._share.remove(context)
         self._contexts.remove(context)
-        for key in context.keys:
-            self._active.discard(key)
+        self._active -= context.keys
         waiting = [other for other in self._parked if not self._active.intersection(other.keys)]
         for other in waiting:
             self._parked.remove(other)
