@@ -12,7 +12,7 @@ ARGS ?=
 CASE ?= all
 BENCH_ARGS ?= --quick
 TESTS ?=
-# Test files that run at a time: most servers here compute on one core.
+# Test files that run at a time, in order, the long ones first: most servers here compute on one core.
 WORKERS ?= 2
 
 .PHONY: help dev demo check test bench serve clean
@@ -45,7 +45,7 @@ check: $(STAMP)
 	$(PY) -m mypy
 
 test: $(STAMP)
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 	@echo "make test: all tests passed"
 
 bench: $(STAMP)
