@@ -110,7 +110,7 @@ def _run_pairs(
     for at in range(pairs + 1):
         if at > 2 and time.monotonic() > end_s:
             break
-        requests = _requests(rng, block)
+        requests = draw_requests(rng, block)
         order = ("without", "with") if at % 2 else ("with", "without")
         found: dict[str, tuple[float, float]] = {}
         for side in order:
@@ -121,7 +121,9 @@ def _run_pairs(
     return samples
 
 
-def _requests(rng: np.random.Generator, num: int) -> list[Request]:
+def draw_requests(rng: np.random.Generator, num: int) -> list[Request]:
+    """Requests with lengths as in chat logs, and prompts that nobody sent before."""
+
     def lengths(middle: int, limits: tuple[int, int], spread: float) -> list[int]:
         drawn = middle * np.exp(spread * rng.standard_normal(num))
         clipped: list[int] = np.clip(drawn, *limits).astype(int).tolist()
@@ -142,7 +144,7 @@ def _block(server: Server, requests: Sequence[Request]) -> tuple[float, float]:
     before = cpu_seconds(server)
     start_s = time.perf_counter()
     with ThreadPoolExecutor(_CONCURRENCY) as pool:
-        reused = sum(pool.map(lambda request: _serve(server, request), requests))
+        reused = sum(pool.map(lambda request: serve_request(server, request), requests))
     wall_s = time.perf_counter() - start_s
     time.sleep(0.3)  # both sides alike: saves and writes of the last requests
     spent_s = cpu_seconds(server) - before
@@ -151,7 +153,8 @@ def _block(server: Server, requests: Sequence[Request]) -> tuple[float, float]:
     return spent_s / tokens, wall_s / tokens
 
 
-def _serve(server: Server, request: Request) -> int:
+def serve_request(server: Server, request: Request) -> int:
+    """Serves one request; returns how many of its tokens were reused."""
     sampling = {"max_new_tokens": request.num_new, "ignore_eos": True}
     meta = server.generate(input_ids=request.ids, sampling_params=sampling)["meta_info"]
     return int(meta["cached_tokens"])
