@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 
 class CopyStreams:
@@ -18,9 +16,9 @@ class CopyStreams:
         self._save: Any = _new_stream(device) if self._cuda else None
         self._load: Any = _new_stream(device) if self._cuda else None
 
-    def save_events(self, linker: UnifiedCacheLinker) -> list[Any]:
-        """Events after which the pages of a node are complete on the device."""
-        return linker.record_offload_ready() if self._cuda else []
+    def save_events(self, record: Callable[[], list[Any]]) -> list[Any]:
+        """Events, made by SGLang, after which the pages of a node are complete on the device."""
+        return record() if self._cuda else []
 
     def fence_loads(self, forward_stream: Any) -> None:
         """Orders the next loads after the forward in flight, which may still write freed rows."""

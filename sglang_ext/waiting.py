@@ -25,7 +25,7 @@ from sglang_ext.consensus import Stand
 from sglang_ext.load_or_compute import Candidate, LoadOrCompute
 from sglang_ext.tiers.store import PageStore, Plan, TierCounts
 from sglang_ext.tiers.store.remote_inquiry import RemoteInquiry
-from sglang_ext.waiting_request import UNKNOWN, Waiting, Wish
+from sglang_ext.waiting_request import LONGEST_PAUSE_S, UNKNOWN, Waiting, Wish
 
 # After so many attempts that brought nothing the pages that are there are used.
 MAX_ATTEMPTS = 8
@@ -252,6 +252,7 @@ class WaitingRoom:
             if not waiting.found.remote:
                 continue
             self._changed = True
+            self._wish_for_more(waiting)
             if self._cost is not None:
                 self._cost.learn(waiting.handle, self._candidate(waiting))
             if self._store.lookahead is None:
@@ -368,6 +369,10 @@ class WaitingRoom:
             waiting.found.total, waiting.num_asked
         ):
             return True
+        elif waiting.plan.num_remote_left:
+            # What is fetched for it now would be lost with the plan.
+            self._next_try_s = min(self._next_try_s, self._now_s + LONGEST_PAUSE_S)
+            return self._is_enough(waiting, waiting.plan)
         elif not waiting.may_plan_again(self._now_s):
             self._next_try_s = min(self._next_try_s, waiting.next_plan_s)
             return not waiting.plan.short
@@ -446,7 +451,9 @@ class WaitingRoom:
             if waiting is None or waiting.found.here == len(waiting.wish.below):
                 continue
             found = waiting.with_remote(self._expect(waiting.number, waiting.wish))
-            self._changed |= found.total != waiting.found.total
+            if found.total != waiting.found.total:
+                self._changed = True
+                self._wish_for_more(waiting)
             waiting.found = found
         self._find_from = end if end < min(_FIND_AMONG, len(self._order)) else _FIND_AMONG
 
@@ -460,7 +467,12 @@ class WaitingRoom:
             waiting.wish = replace(wish, num_above=num_above)
             waiting.found = waiting.with_remote(self._expect(waiting.number, waiting.wish))
             self._changed = True
+            self._wish_for_more(waiting)
             self._store.counters.add("device_lost_pages", wish.num_above - num_above)
+
+    def _wish_for_more(self, waiting: Waiting) -> None:
+        """More became known than its plan was made for: the next look makes it anew."""
+        waiting.num_asked = len(waiting.wish.below)
 
     def _expect(self, number: int, wish: Wish) -> TierCounts:
         assert self._store.lookahead is not None

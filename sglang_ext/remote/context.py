@@ -27,7 +27,7 @@ class Context:
         begins: nothing more is fetched for the present run.
         num_loaded: chunks of it that are used then.
         waited: for another context that brings some of its pages.
-        keys: names of its pages.
+        keys: names of its pages that are not there yet.
     """
 
     lookup: Lookup
@@ -43,9 +43,12 @@ class Context:
 
     def __post_init__(self) -> None:
         """Names the pages: another request may want the same, though not from the same one on."""
-        lookup = self.lookup
-        number = lookup.space.number
-        self.keys = frozenset((number, row.tobytes()) for row in lookup.hashes[lookup.num_known :])
+        self.keys = self.keys_of(self.lookup.num_known, len(self.lookup.hashes))
+
+    def keys_of(self, first: int, end: int) -> frozenset[tuple[int, bytes]]:
+        """Names of pages [first, end) of the prefix."""
+        number = self.lookup.space.number
+        return frozenset((number, row.tobytes()) for row in self.lookup.hashes[first:end])
 
 
 class Job(NamedTuple):

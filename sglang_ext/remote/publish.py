@@ -59,11 +59,12 @@ class Publisher:
         is_raw = pages[0].meta.codec == RAW_CODEC
         name = "raw" if is_raw else f"level_{pages[0].level(step)}"
         counters.add(f"remote_{name}_pages", len(ticket.slots))
-        lookup.plan.lacked_room |= ticket.dropped > 0
-        if ticket.dropped:
-            return False
-        self._directory.adopt(lookup.plan, lookup.space, hashes, lookup.max_quality)
-        return True
+        # What another request is saving now is not to be had yet: the plan is made again.
+        complete = not ticket.dropped and len(pages) == self._directory.adopt(
+            lookup.plan, lookup.space, hashes, lookup.max_quality
+        )
+        lookup.plan.lacked_room |= not complete
+        return complete
 
     def _fill(self, run: Run, page: FoundPage, step: int, slot: ByteArray) -> bool:
         data = run.take(page, step)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_ext.remote.context import Context, Decode, Job
@@ -19,7 +19,7 @@ from sglang_ext.remote.link import LinkMeter
 from sglang_ext.remote.lookup import Finder, runs_of
 from sglang_ext.remote.publish import Publisher
 from sglang_ext.remote.run import Partial, Run, Speeds
-from sglang_ext.remote.transfer import read_parts
+from sglang_ext.remote.transfer import Part, read_parts
 from sglang_ext.streaming import LinkEstimator, LinkShare
 from sglang_ext.tiers.record import ByteArray
 from sglang_ext.tiers.remote.store import RemoteStore
@@ -170,11 +170,11 @@ class RemoteStreams:
         return True
 
     def _look_up(self, context: Context) -> None:
-        lookup, pages = context.lookup, []
+        lookup, pages, first = context.lookup, [], context.lookup.num_known
         try:
-            rest = lookup.hashes[lookup.num_known :]
+            rest = lookup.hashes[first:]
             there = self._directory.adopt(lookup.plan, lookup.space, rest, lookup.max_quality)
-            first = lookup.num_known + there
+            first += there
             lookup.plan.first_remote = lookup.num_known
             lookup.plan.num_remote = there if context.waited else 0
             if first < len(lookup.hashes) and not lookup.plan.cancelled:
@@ -183,12 +183,15 @@ class RemoteStreams:
             self._directory.counters.add("remote_failures")
             logger.exception("hier-kv: a remote store could not be asked for pages")
         with self._lock:
+            self._brought(context, lookup.num_known, first)
             context.runs.extend(runs_of(pages))
             self._safely(lambda: self._begin_run(context))
             self._lock.notify_all()
 
     def _begin_run(self, context: Context) -> None:
         """Begins a context's next stretch, or ends it. The caller holds the lock."""
+        if context not in self._contexts:
+            return  # given up meanwhile
         if not context.runs or context.lookup.plan.cancelled or self._closing:
             self._end(context)
             return
@@ -224,15 +227,22 @@ class RemoteStreams:
             self._link.tick(now_s, needed=self._is_needed())
             self._link.ended()
             self._share.done()
-            for part, data in zip(parts, good, strict=False):
-                job.run.add(part.page, part.start, data)
-            if num_failed:
-                if not job.fetch.start:
-                    job.run.partial[job.fetch.chunk] = Partial(len(good), job.fetch.level)
-                job.run.stream.failed(job.fetch, now_s)
-            else:
-                job.run.stream.arrived(job.fetch, now_s)
+            self._safely(lambda: self._arrived(job, parts, good, now_s))
             self._lock.notify_all()
+
+    def _arrived(
+        self, job: Job, parts: Sequence[Part], good: Sequence[ByteArray], now_s: float
+    ) -> None:
+        """Notes what a fetch brought: the leading parts. The caller holds the lock."""
+        run, fetch = job.run, job.fetch
+        for part, data in zip(parts, good, strict=False):
+            run.add(part.page, part.start, data)
+        if len(good) == len(parts):
+            run.stream.arrived(fetch, now_s)
+            return
+        if not fetch.start:
+            run.partial[fetch.chunk] = Partial(len(good), fetch.level)
+        run.stream.failed(fetch, now_s)
 
     def _count_bytes(self, num_bytes: int) -> None:
         with self._lock:
@@ -250,8 +260,12 @@ class RemoteStreams:
                     job = self._safely(self._next_decode)
                 if job is None or self._closing:
                     return
-            started_s = time.monotonic()
-            ok = self._publisher.publish(job.context.lookup, job.run, job.pages, job.step)
+            started_s, ok = time.monotonic(), False
+            try:
+                ok = self._publisher.publish(job.context.lookup, job.run, job.pages, job.step)
+            except Exception:
+                self._directory.counters.add("remote_failures")
+                logger.exception("hier-kv: pages from the remote store could not be published")
             seconds = time.monotonic() - started_s
             with self._lock:
                 self._safely(lambda: self._end_decode(job, seconds, ok=ok))  # noqa: B023
@@ -262,6 +276,11 @@ class RemoteStreams:
         now_s = time.monotonic()
         self._link.tick(now_s, needed=self._is_needed())
         self._publish_times()
+        for context in [each for each in self._parked if each.lookup.plan.cancelled]:
+            self._parked.remove(context)
+            self._contexts.append(context)  # to be ended as those are; it has no keys of its own
+            context.keys = frozenset()
+            self._end(context)
         for context in list(self._contexts):
             run = context.run
             if run is None or context.is_decoding:
@@ -308,6 +327,7 @@ class RemoteStreams:
             return
         plan = context.lookup.plan
         plan.num_remote = job.pages[-1].number + 1 - plan.first_remote
+        self._brought(context, job.pages[0].number, job.pages[-1].number + 1)
         run.next_decode += 1
         if len(job.pages) < len(run.chunks[run.next_decode - 1]):
             self._end(context)  # the rest of that chunk is not to be had
@@ -330,14 +350,27 @@ class RemoteStreams:
             return
         self._share.remove(context)
         self._contexts.remove(context)
-        self._active -= context.keys
-        waiting = [other for other in self._parked if not self._active.intersection(other.keys)]
-        for other in waiting:
+        self._release(context, context.keys)
+        try:
+            context.done()
+        except Exception:
+            self._directory.counters.add("remote_failures")
+            logger.exception("hier-kv: the end of a fetch could not be noted")
+        self._lock.notify_all()
+
+    def _brought(self, context: Context, first: int, end: int) -> None:
+        """Pages [first, end) of a context are in DRAM: who waits for these need not any more."""
+        if context in self._contexts:
+            self._release(context, context.keys_of(first, end))
+
+    def _release(self, context: Context, keys: frozenset[tuple[int, bytes]]) -> None:
+        """The caller holds the lock."""
+        context.keys -= keys
+        self._active -= keys
+        for other in [each for each in self._parked if not self._active & each.keys]:
             self._parked.remove(other)
             other.waited = True
             self._new.append(other)
-        context.done()
-        self._lock.notify_all()
 
     def _publish_times(self) -> None:
         """Turns the link's times into counts of microseconds."""

@@ -201,7 +201,8 @@ def test_metrics_show_events_and_pages(life: Life) -> None:
         assert len(found) == 1, (series, label, sorted(values))
         return found[0]
 
-    assert of("sglang:hier_kv_events_total", 'event="written_pages"') == written > 0
+    # The request that had the metrics published adds a page, written before or after that.
+    assert 0 < written <= of("sglang:hier_kv_events_total", 'event="written_pages"') <= written + 1
     assert of("sglang:hier_kv_events_total", 'event="loaded_pages"') > 0
     assert of("sglang:hier_kv_pages", 'of="host_capacity_pages"') == 200
     assert 0 < of("sglang:hier_kv_pages", 'of="host_pages"') <= 200

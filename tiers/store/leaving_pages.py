@@ -85,9 +85,13 @@ class LeavingPages:
         self._thread = threading.Thread(target=self._run, name="hier-kv-remote-leave", daemon=True)
         self._thread.start()
 
-    def close(self, timeout_s: float) -> None:
-        """Ends the thread after the batch in its hands; what was not sent by then stays unsent."""
+    def stop(self) -> None:
+        """Has the thread end after the batch in its hands; what was not sent then stays unsent."""
         self._closing.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread, as far as the time allows."""
+        self.stop()
         self._thread.join(timeout_s)
 
     def _note_evicted(

@@ -53,6 +53,7 @@ _DELAYED = (
 )  # fmt: skip
 # Share of DRAM that write-back keeps free or clean.
 _LOW_WATER_SHARE = 0.125
+_CLOSE_LEAVING_S = 1.0  # for the batch in hand, before the disk is closed
 
 
 @dataclass(frozen=True)
@@ -394,10 +395,11 @@ class PageStore:
         if self._closed:
             return
         self._closed = True
+        # A remote store may take its time over what is in its threads' hands; the disk comes first.
         if self._leaving is not None:
-            self._leaving.close(timeout_s)
+            self._leaving.stop()
         if self._remote is not None:
-            self._remote.close()
+            self._remote.stop()
         if self._transcoder is not None:
             self._transcoder.close()
         if self._promoter is not None:
@@ -408,8 +410,12 @@ class PageStore:
             left = self._spiller.flush(time.monotonic() + (timeout_s if lasts else 0.0))
             self.counters.add("shutdown_lost_pages", left)
             self._spiller.close()
+        if self._leaving is not None:
+            self._leaving.close(_CLOSE_LEAVING_S)
         if self._disk is not None:
             self._disk.close()
+        if self._remote is not None:
+            self._remote.close()
         self.events.note("closed", counters=self.counters.snapshot())
         self.events.close()
 

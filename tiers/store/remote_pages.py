@@ -42,7 +42,7 @@ _UPLOAD_QUEUE = 1024  # runs of pages; more are not uploaded, and counted
 _FETCH_QUEUE = 256  # requests; more are not looked up
 _UPLOAD_PAGES = 32  # pinned at once
 _LOOKUP_PAGES = 64  # asked for at once
-_FETCH_PAGES = 16  # published together
+_FETCH_PAGES, _FETCH_BYTES = 16, 32 << 20  # published together, at most
 _UPLOADED_PAGES = 65536  # remembered as uploaded
 
 
@@ -92,6 +92,8 @@ class RemotePages:
         self._uploads: queue.Queue[_Upload | None] = queue.Queue(_UPLOAD_QUEUE)
         self._lookups: FetchQueue[Lookup] = FetchQueue(_FETCH_QUEUE)
         self._meter = meter or ReadMeter()
+        slot_bytes = directory.arena.slot_bytes
+        self._fetch_pages = max(1, min(_FETCH_PAGES, _FETCH_BYTES // slot_bytes))
         # Keys uploaded lately, by namespace number and page hash; the upload thread's own.
         self._uploaded: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._closing = threading.Event()
@@ -175,13 +177,17 @@ class RemotePages:
             self._give_up(job)
         return wanted
 
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Ends the threads after the batches in their hands, and the store."""
+    def stop(self) -> None:
+        """Has the threads end after the batches in their hands. Does not block."""
         self._closing.set()
         with contextlib.suppress(queue.Full):  # the thread sees that it is closing
             self._uploads.put_nowait(None)
         for job in self._lookups.close():
             self._give_up(job)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Ends the threads, and the store."""
+        self.stop()
         self._desk.close(timeout_s)
         for thread in self._threads:
             thread.join(timeout=timeout_s + 10.0)
@@ -281,9 +287,11 @@ class RemotePages:
         """Nothing more is fetched for a plan."""
         plan = lookup.plan
         whole = plan.num_remote == len(lookup.hashes) - lookup.num_known
-        self._meter.ended(lookup.num_bytes, read_s=time.monotonic() - began_s, whole=whole)
-        self._meter.plan_ended()
-        self._directory.end_fetch(plan)
+        try:
+            self._meter.ended(lookup.num_bytes, read_s=time.monotonic() - began_s, whole=whole)
+            self._meter.plan_ended()
+        finally:
+            self._directory.end_fetch(plan)
 
     def _give_up(self, lookup: Lookup) -> None:
         """Nothing is fetched for a plan after all."""
@@ -299,10 +307,10 @@ class RemotePages:
         while at < len(lookup.hashes):
             end = min(at + _LOOKUP_PAGES, len(lookup.hashes))
             quality = self._stored(lookup, at, end)
-            for first in range(at, at + len(quality), _FETCH_PAGES):
+            for first in range(at, at + len(quality), self._fetch_pages):
                 if lookup.plan.cancelled or self._closing.is_set():
                     return
-                last = min(first + _FETCH_PAGES, at + len(quality))
+                last = min(first + self._fetch_pages, at + len(quality))
                 if not self._fetch(lookup, first, last, quality[first - at : last - at]):
                     return
             if len(quality) < end - at:
@@ -342,7 +350,8 @@ class RemotePages:
                 GetRequest(_key(lookup.space, row.tobytes()), directory.arena.slots[slot])
                 for row, slot in zip(ticket.hashes, ticket.slots.tolist(), strict=True)
             ]
-            results = self._remote.get(requests)
+            timeout_s = self._remote.transfer_timeout_s(sum(each.out.size for each in requests))
+            results = self._remote.get(requests, timeout_s=timeout_s)
             ok = all(
                 result.outcome is Outcome.OK and self._is_page(request, expected)
                 for result, request, expected in zip(
@@ -352,12 +361,12 @@ class RemotePages:
         finally:
             directory.finish_save(ticket, ok=ok)
         self._count("remote_promoted_pages" if ok else "remote_failed_pages", len(ticket.slots))
-        lookup.plan.lacked_room |= ticket.dropped > 0
-        if ok and not ticket.dropped:
+        # What another request is saving now is not to be had yet: the plan is made again.
+        complete = ok and not ticket.dropped and self._adopt(lookup, hashes) == len(hashes)
+        lookup.plan.lacked_room |= ok and not complete
+        if complete:
             lookup.plan.num_remote = last - lookup.plan.first_remote
-            self._adopt(lookup, hashes)
-            return True
-        return False
+        return complete
 
     # ---- private ----
 

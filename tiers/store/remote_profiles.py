@@ -50,6 +50,8 @@ class RemoteProfiles:
 
     def obtain(self, meta: RecordMeta) -> bool:
         """Gets what is needed to decode a record of this header; False when it is not to be had."""
+        if self._codec.knows(meta):
+            return True
         with self._obtaining:  # who needs the same one waits for it
             return self._codec.knows(meta) or self._fetch(meta)
 

@@ -150,7 +150,8 @@ class Plan:
         self.num_reserved = 0
         self.failed = False
         self.slots: Slots = np.empty(0, np.int32)  # pinned by this plan; guarded by the store
-        self.lacked_room = False  # a page could not be fetched for want of a slot
+        # A page could not be fetched for want of a slot, or is in another request's hands.
+        self.lacked_room = False
         self.fetch_failed = False  # the remote store did not give what it said it had
         # Which pages of the prefix came from the remote store; written by the thread that fetches.
         self.first_remote = self.num_remote = 0
