@@ -12,6 +12,7 @@ import pytest
 from bench.remote.redis_server import RedisServer, redis_binary
 from sglang_ext.cost_feeds import CostFeeds
 from sglang_ext.load_or_compute import LoadOrCompute
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
@@ -40,6 +41,7 @@ class Server:
         lookahead: bool = True,
         timeout_ms: float = 200.0,
         call_s: float = WAIT_S,
+        folder: Path | None = None,
     ) -> None:
         self.remote = open_store(f"redis://127.0.0.1:{redis.port}", timeout_s=call_s)
         self.cost = CostModel(unmeasured_wait_s=timeout_ms / 1e3)
@@ -49,7 +51,7 @@ class Server:
         self.store = PageStore(
             self.arena,
             PageIndex(1024),
-            None,
+            DiskTier(DiskConfig(folder, 64 << 20, 0, segment_bytes=1 << 20)) if folder else None,
             config,
             remote=self.remote,
             on_fetch=feeds.on_fetch,
@@ -132,6 +134,21 @@ def make(redis: RedisServer) -> Iterator[Make]:
         assert server.store.stats()["planned_pages"] == 0
         server.store.check()
         assert not server.arena._pins.any()
+
+
+def test_pages_of_the_store_come_behind_pages_on_disk(make: Make, tmp_path: Path) -> None:
+    """The plan for what is on disk is made before the store has answered."""
+    server = make(folder=tmp_path)
+    server.save(pages("a", 12)[:6])
+    assert until(lambda: server.count("written_pages") == 6)
+    with server.store._directory.lock:
+        server.store._directory._evict(6)
+    server.teach_prefill(0.01)
+    server.teach_remote(100.0)
+    server.enter("a", 12)
+    server.time_to_admit("a")
+    assert server.ready("a", 12) == 12
+    assert server.count("remote_promoted_pages") == server.count("promoted_pages") == 6
 
 
 @pytest.mark.parametrize("lookahead", [True, False])
