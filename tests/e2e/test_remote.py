@@ -95,6 +95,8 @@ class Pair:
 def make_server(store: Store, folder: Path, name: str, args: Any = (), **how: Any) -> Server:
     (folder / name).mkdir()
     own = [*hier_args(folder / name, disk_gb=0), "--hier-kv-remote-url", store.url]
+    # What is stored is waited for, whatever it costs: two or three servers share the cores here.
+    own += ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-ms", "30000"]
     return Server(
         [*own, *args], log_path=folder / name / "log", stop="kill", start_timeout_s=300.0, **how
     )
