@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -15,16 +14,13 @@ from bench.case import (
     ALLOW_DIRTY,
     CASES,
     OUT_DIR,
-    BadInputError,
-    CaseFailedError,
-    DirtyTreeError,
     Options,
-    Report,
     commit_header,
     run_case,
 )
 from bench.machine import describe_machine
 from bench.output import Progress
+from bench.reporting import exit_status, print_report, write_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,26 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.trace = policies_flags.parse(parser, args)
     names = list(CASES) if args.case == "all" else [args.case]
     objects: dict[str, dict[str, Any]] = {}
-    try:
+
+    def run() -> None:
         commit_header()  # before minutes of work, not after
         with Progress() as progress:
             for name in names:
                 progress.stage(f"{name}: {CASES[name].summary}")
                 objects[name], report = run_case(name, options(args, progress))
                 progress.done()
-                _print(name, report)
-    except (DirtyTreeError, BadInputError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
-    except CaseFailedError as error:
-        print(f"bench: no report, the case's own check failed: {error}", file=sys.stderr)
-        return 1
-    result = objects[args.case] if args.case != "all" else _merged(objects)
-    path = args.json or OUT_DIR / f"{args.case}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{path}")
-    return 0
+                print_report(name, report)
+        result = objects[args.case] if args.case != "all" else _merged(objects)
+        write_json(args.json or OUT_DIR / f"{args.case}.json", result)
+
+    return exit_status(run)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,16 +87,6 @@ def _case_help(name: str) -> str:
         case.keys, 92, initial_indent=" " * 10, subsequent_indent=" " * 10, break_long_words=False
     )
     return f"  {name:8} {case.summary}\n{keys}"
-
-
-def _print(name: str, report: Report) -> None:
-    for table in report.tables:
-        print(f"\n{table.render()}")
-    for note in report.notes:
-        print(textwrap.fill(note, 100, initial_indent="\n", break_on_hyphens=False))
-    if not report.tables:
-        print(f"\n{name}\n{json.dumps(report.results, indent=1)}")
-    sys.stdout.flush()
 
 
 def _merged(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,18 +164,36 @@ def run_case(name: str, options: Options) -> tuple[dict[str, Any], Report]:
         DirtyTreeError: the tree is dirty and `BENCH_ALLOW_DIRTY` is not set.
         CaseFailedError: the case's correctness check failed.
     """
-    header = commit_header()
     options.out_dir.mkdir(parents=True, exist_ok=True)
-    report = CASES[name].load()(options)
+    result, report = report_object(name, lambda: CASES[name].load()(options))
+    return {**result, "quick": options.quick}, report
+
+
+def report_object(name: str, make: Callable[[], Report]) -> tuple[dict[str, Any], Report]:
+    """Makes a report, and the JSON object of it. The tree is looked at before, not after.
+
+    Raises:
+        DirtyTreeError: as `commit_header` says.
+    """
+    header = commit_header()
+    report = make()
     return {
         "case": name,
         **header,
-        "quick": options.quick,
         "machine": describe_machine(),
         "n": report.n,
         "samples": report.samples,
         "results": report.results,
     }, report
+
+
+@contextmanager
+def disk_folder(prefix: str) -> Iterator[Path]:
+    """A temporary folder on a disk, where the system's may be memory."""
+    root = ROOT / "build"
+    root.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=root) as name:
+        yield Path(name)
 
 
 def commit_header() -> dict[str, Any]:

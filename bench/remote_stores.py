@@ -11,10 +11,8 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.case import ROOT, CaseFailedError
+from bench.case import CaseFailedError, disk_folder
 from bench.output import Progress, Table
 from bench.remote.mooncake_server import MooncakeServer, mooncake_missing
 from bench.remote.redis_server import RedisServer, redis_binary
@@ -70,18 +68,13 @@ def measure_stores(repeats: int, num_bytes: int, progress: Progress) -> dict[str
     for turn in range(repeats):
         progress.update(f"raw socket, round {turn + 1}")
         results["raw_socket_gb_s"].append(_raw_socket(num_bytes))
-    root = ROOT / "build"
-    root.mkdir(exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="bench-remote-", dir=root))
-    try:
+    with disk_folder("bench-remote-") as folder:
         for kind, serve in _servers().items():
             with serve(folder / kind) as (url, limits):
                 results["stores"][kind] = {
                     name: _rounds(url, limits, size, num_bytes, repeats, progress, f"{kind} {name}")
                     for name, size in SIZES.items()
                 }
-    finally:
-        shutil.rmtree(folder)
     return results
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from bench import serve_overhead, serve_ttft
-from bench.case import ROOT, Options, Report
+from bench.case import Options, Report, disk_folder
 from bench.output import Table, format_number
 from bench.plots import plot_distributions
 from bench.serve_exact import measure_exact
@@ -27,8 +25,7 @@ def run(options: Options) -> Report:
             the tier that its time would be reported for.
     """
     progress, quick = options.progress, options.quick
-    with tempfile.TemporaryDirectory(prefix="bench-serve-", dir=_disk_root()) as name:
-        folder = Path(name)
+    with disk_folder("bench-serve-") as folder:
         progress.stage("serve: equality with plain SGLang")
         exact = measure_exact(folder / "exact", 8 if quick else 18, progress)
         progress.stage("serve: time to first token by tier")
@@ -57,12 +54,6 @@ def run(options: Options) -> Report:
     )
     report.notes.append(f"plot: {path}")
     return report
-
-
-def _disk_root() -> Path:
-    root = ROOT / "build"  # a disk, where the system's temporary folder may be memory
-    root.mkdir(exist_ok=True)
-    return root
 
 
 def _report(exact: dict[str, Any], ttft: dict[str, Any], overhead: dict[str, Any]) -> Report:

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,16 +30,9 @@ import numpy as np
 import psutil
 
 from bench import dummy_model
-from bench.case import (
-    OUT_DIR,
-    ROOT,
-    CaseFailedError,
-    Options,
-    Report,
-    commit_header,
-)
-from bench.machine import describe_machine
+from bench.case import OUT_DIR, CaseFailedError, Options, Report, disk_folder
 from bench.output import Progress, Table
+from bench.reporting import run_alone
 from bench.requests import Timed, flush_device, random_ids, settle, tier_state, timed
 from bench.serve_ttft import MODEL
 from bench.server import Server
@@ -113,10 +104,8 @@ def run(options: Options) -> Report:
         CaseFailedError: tokens came from elsewhere than from the disk.
     """
     pairs = 10 if options.quick else 60
-    root = ROOT / "build"
-    root.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-cost-", dir=root) as name:
-        phases, state = _measure(Path(name), pairs, options.progress)
+    with disk_folder("bench-cost-") as folder:
+        phases, state = _measure(folder, pairs, options.progress)
     return _report(phases, state)
 
 
@@ -334,22 +323,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer pairs")
     parser.add_argument("--json", type=Path, default=OUT_DIR / "serve_cost.json", metavar="FILE")
     args = parser.parse_args()
-    header = commit_header()
-    try:
-        with Progress() as progress:
-            report = run(Options(args.quick, progress))
-    except CaseFailedError as error:
-        print(f"bench: no report, the case's own check failed: {error}", file=sys.stderr)
-        return 1
-    for table in report.tables:
-        print(table.render())
-    for note in report.notes:
-        print(note)
-    parts = {"n": report.n, "samples": report.samples, "results": report.results}
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"machine": describe_machine()}
-    args.json.write_text(json.dumps({"case": "serve_cost", **header, **machine, **parts}, indent=1))
-    return 0
+    return run_alone("serve_cost", lambda progress: run(Options(args.quick, progress)), args.json)
 
 
 if __name__ == "__main__":

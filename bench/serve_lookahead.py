@@ -16,9 +16,7 @@ there. A burst counts only if every one of its requests' prefixes was on disk as
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from bench import dummy_model
-from bench.case import ROOT, CaseFailedError, DirtyTreeError, commit_header
+from bench.case import CaseFailedError, Report, disk_folder
 from bench.dummy_model import DummyModel
-from bench.machine import describe_machine
 from bench.output import Progress, Table
+from bench.reporting import run_alone
 from bench.requests import Timed, flush_device, random_ids, settle, tier_state, timed
 from bench.server import Server
 from bench.stats import median, median_interval, percentile
@@ -252,42 +250,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the result")
     args = parser.parse_args(argv)
-    root = ROOT / "build"  # a disk, where the system's temporary folder may be memory
-    root.mkdir(exist_ok=True)
-    try:
-        header = commit_header()
-        with Progress() as progress, tempfile.TemporaryDirectory(dir=root) as name:
-            progress.stage("serve_lookahead")
-            bursts = 1 if args.quick else args.bursts
-            found = measure_lookahead(Path(name), bursts, progress, args.read_share)
-    except DirtyTreeError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
-    except CaseFailedError as error:
-        print(f"bench: no report, the case's own check failed: {error}", file=sys.stderr)
-        return 1
-    print(table(found).render())
-    print(
-        f"\nTTFT p95, off / on: {found['ttft_p95_ratio']:.2f} "
-        f"(95 % interval {found['ttft_p95_ratio_ci95'][0]:.2f} to "
-        f"{found['ttft_p95_ratio_ci95'][1]:.2f}, {found['bursts']} bursts a side; target "
-        f"{TTFT_TARGET}); ready at admission {found['on']['ready_at_admission']:.1%} (target "
-        f"{READY_TARGET:.0%})"
+
+    def make(progress: Progress) -> Report:
+        bursts = 1 if args.quick else args.bursts
+        with disk_folder("bench-lookahead-") as folder:
+            found = measure_lookahead(folder, bursts, progress, args.read_share)
+        n = {"bursts": found["bursts"], "requests": found["bursts"] * NUM_REQUESTS}
+        return Report(found, found.pop("samples"), n, [table(found)], [_summary(found)])
+
+    return run_alone("serve_lookahead", make, args.json)
+
+
+def _summary(found: dict[str, Any]) -> str:
+    low, high = found["ttft_p95_ratio_ci95"]
+    return (
+        f"TTFT p95, off / on: {found['ttft_p95_ratio']:.2f} (95 % interval {low:.2f} to "
+        f"{high:.2f}, {found['bursts']} bursts a side; target {TTFT_TARGET}); ready at admission "
+        f"{found['on']['ready_at_admission']:.1%} (target {READY_TARGET:.0%})"
     )
-    if args.json:
-        samples = found.pop("samples")
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {
-            "case": "serve_lookahead",
-            **header,
-            "machine": describe_machine(),
-            "n": {"bursts": found["bursts"], "requests": found["bursts"] * NUM_REQUESTS},
-            "samples": samples,
-            "results": found,
-        }
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(args.json)
-    return 0
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ each pair of blocks.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +22,10 @@ import numpy as np
 import psutil
 
 from bench import dummy_model
-from bench.case import ROOT, CaseFailedError, DirtyTreeError, commit_header
-from bench.machine import describe_machine
+from bench.case import CaseFailedError, Report, disk_folder
 from bench.output import Progress, Table
 from bench.remote.redis_server import RedisServer, redis_binary
+from bench.reporting import run_alone
 from bench.requests import tier_state
 from bench.serve_overhead import MODEL, Request, draw_requests, serve_request
 from bench.server import Server
@@ -210,34 +208,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--block", type=int, default=24, metavar="N", help="requests in a block")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the result")
     args = parser.parse_args(argv)
-    root = ROOT / "build"
-    root.mkdir(exist_ok=True)
-    try:
-        header = commit_header()
-        with Progress() as progress, tempfile.TemporaryDirectory(dir=root) as name:
-            progress.stage("serve_remote")
-            found = measure_remote(Path(name), args.pairs, args.block, progress)
-    except DirtyTreeError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
-    except CaseFailedError as error:
-        print(f"bench: no report, the case's own check failed: {error}", file=sys.stderr)
-        return 1
-    print(table(found).render())
-    if args.json:
-        samples = found.pop("samples")
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {
-            "case": "serve_remote",
-            **header,
-            "machine": describe_machine(),
-            "n": {"pairs": found["pairs"], "requests_per_block": args.block},
-            "samples": samples,
-            "results": found,
-        }
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(args.json)
-    return 0
+
+    def make(progress: Progress) -> Report:
+        with disk_folder("bench-remote-") as folder:
+            found = measure_remote(folder, args.pairs, args.block, progress)
+        n = {"pairs": found["pairs"], "requests_per_block": args.block}
+        return Report(found, found.pop("samples"), n, [table(found)])
+
+    return run_alone("serve_remote", make, args.json)
 
 
 if __name__ == "__main__":

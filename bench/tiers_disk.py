@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.case import ROOT, CaseFailedError
+from bench.case import CaseFailedError, disk_folder
 from bench.output import Progress
 from bench.speed import RawFile, drop_page_cache
 from sglang_ext.tiers.base import Location, ReadRequest
@@ -41,8 +39,7 @@ def measure_disk(repeats: int, num_bytes: int, progress: Progress) -> dict[str, 
     Raises:
         CaseFailedError: a page was not stored, or came back other than it was.
     """
-    folder = Path(tempfile.mkdtemp(prefix="bench-disk-", dir=_disk_root()))
-    try:
+    with disk_folder("bench-disk-") as folder:
         by_slot, mode = {}, ""
         for name, slot_bytes in SLOT_SIZES.items():
             bench = _DiskBench(folder, slot_bytes, num_bytes)
@@ -52,14 +49,6 @@ def measure_disk(repeats: int, num_bytes: int, progress: Progress) -> dict[str, 
             finally:
                 bench.close()
         return {"mode": mode, "by_slot": by_slot}
-    finally:
-        shutil.rmtree(folder)
-
-
-def _disk_root() -> Path:
-    root = ROOT / "build"  # a disk, where the system's temporary folder may be memory
-    root.mkdir(exist_ok=True)
-    return root
 
 
 def _rounds(bench: _DiskBench, repeats: int, say: Any, name: str) -> dict[str, list[float]]:

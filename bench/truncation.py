@@ -8,14 +8,13 @@ the content match.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.case import ROOT, Options, Report
+from bench.case import Options, Report, disk_folder
 from bench.output import Table
 from bench.plots import COLOURS, figure, save
 from bench.truncation_chat import CONTEXT, Mode
@@ -76,10 +75,8 @@ def run(options: Options) -> Report:
     options.progress.stage("truncation: content match")
     match = measure_match(plan.searches, tell)
     options.progress.stage("truncation: served")
-    root = ROOT / "build"
-    root.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-truncation-", dir=root) as folder:
-        served = measure_served(Path(folder), plan.chats, tell)
+    with disk_folder("bench-truncation-") as folder:
+        served = measure_served(folder, plan.chats, tell)
     path = _plot(options.out_dir / "truncation.png", losses, recall)
     report = report_of(losses, recall, texts, match, served)
     report.notes.append(f"plot: {path}")

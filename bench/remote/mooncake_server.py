@@ -8,10 +8,9 @@ import socket
 import sys
 import sysconfig
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from bench.remote.processes import Process, free_port
+from bench.remote.processes import EndedWithBlock, Process
+from bench.server import free_port
 
 _NODE = """
 import sys, time
@@ -36,7 +35,7 @@ def mooncake_missing() -> str:
     return ""
 
 
-class MooncakeServer:
+class MooncakeServer(EndedWithBlock):
     """A master and one node. `kill` and `start` are for both, or the master alone."""
 
     def __init__(self, folder: Path, segment_bytes: int = 256 << 20, lease_ms: int = 1000) -> None:
@@ -88,17 +87,6 @@ class MooncakeServer:
         """Kills both; what they held is gone."""
         self.node.kill()
         self.master.kill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.kill()
 
 
 def _is_open(port: int) -> bool:

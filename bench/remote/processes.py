@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 
 class ServerError(RuntimeError):
     """A server did not start."""
 
 
-def free_port() -> int:
-    """Returns a port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class EndedWithBlock(abc.ABC):
+    """A server, or several, that a `with` block kills at its end."""
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """Kills it at once."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
 
 
 class Process:

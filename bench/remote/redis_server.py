@@ -9,10 +9,9 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from bench.remote.processes import Process, free_port
+from bench.remote.processes import EndedWithBlock, Process
+from bench.server import free_port
 from sglang_ext.tiers.remote.base import Deadline
 from sglang_ext.tiers.remote.resp import Connection, Login, Reply
 
@@ -24,7 +23,7 @@ def redis_binary() -> str | None:
     return shutil.which("redis-server") or shutil.which("valkey-server")
 
 
-class RedisServer:
+class RedisServer(EndedWithBlock):
     """One server that keeps nothing on disk."""
 
     def __init__(
@@ -97,17 +96,6 @@ class RedisServer:
             pass
         return self.call("PING") == b"PONG"
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.kill()
-
 
 class TlsFiles:
     """A certificate authority of its own and a certificate for 127.0.0.1 and localhost."""
@@ -137,7 +125,7 @@ class TlsFiles:
         return ssl.create_default_context(cafile=str(self.ca))
 
 
-class RedisCluster:
+class RedisCluster(EndedWithBlock):
     """Three nodes with a third of the slots each."""
 
     def __init__(self, folder: Path, num_nodes: int = 3) -> None:
@@ -179,17 +167,6 @@ class RedisCluster:
                 return
             time.sleep(0.05)
         raise RuntimeError("the cluster did not come up")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.kill()
 
 
 def _openssl(*arguments: object) -> None:

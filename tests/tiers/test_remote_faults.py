@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from bench.remote.mooncake_server import MooncakeServer, mooncake_missing
-from bench.remote.processes import free_port
 from bench.remote.proxy import Proxy
 from bench.remote.redis_server import RedisCluster, RedisServer, TlsFiles, redis_binary
+from bench.server import free_port
 from sglang_ext.tiers.remote import GetResult, Outcome, RemoteStore
 from sglang_ext.tiers.remote.base import value_name
 from tests.tiers.remote_cases import (
