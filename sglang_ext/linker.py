@@ -19,10 +19,10 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from sglang_ext.copier import PageCopier
+from sglang_ext.copy_streams import CopyStreams
 from sglang_ext.load_counter import LoadCounter
 from sglang_ext.load_thread import LoadThread
 from sglang_ext.save_thread import SaveThread
-from sglang_ext.streams import CopyStreams
 from sglang_ext.tiers.quality import Qualities, Quality
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore
 from sglang_ext.transfers import Hashes, LoadJob, Place, hashes_from_hex

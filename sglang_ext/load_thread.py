@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from sglang_ext.copier import LoadPages, PageCopier, PageRun
+from sglang_ext.copy_streams import CopyStreams
 from sglang_ext.load_counter import LoadCounter
-from sglang_ext.streams import CopyStreams
 from sglang_ext.tiers.store import PageStore
 from sglang_ext.transfers import LoadJob
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.copier import PageCopier
+from sglang_ext.copy_streams import CopyStreams
 from sglang_ext.layout import ROPE_NAMES
-from sglang_ext.streams import CopyStreams
 from sglang_ext.tiers.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import PageStore, SaveTicket
 from sglang_ext.transfers import Hashes, Place, SaveJob

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, VerifyResult
 
 BLOCK_BYTES = 4096
@@ -31,6 +32,20 @@ MAX_RECORD_BLOCKS = 0xFFFF
 def record_blocks(payload_bytes: int) -> int:
     """Returns how many blocks a record with this payload fills."""
     return -(-(HEADER_BYTES + payload_bytes) // BLOCK_BYTES)
+
+
+def check_namespace(digest: bytes, slot_bytes: int) -> None:
+    """Checks what any tier needs of a namespace.
+
+    Raises:
+        TierConfigError: the digest or the size of slots is none.
+    """
+    if len(digest) != 32:
+        raise TierConfigError(f"a namespace digest must be 32 bytes, got {len(digest)}")
+    if slot_bytes <= 0 or slot_bytes % BLOCK_BYTES:
+        raise TierConfigError(
+            f"slot_bytes must be a positive multiple of {BLOCK_BYTES}, got {slot_bytes}"
+        )
 
 
 class Location(NamedTuple):

@@ -278,9 +278,7 @@ class RemoteStreams:
         self._publish_times()
         for context in [each for each in self._parked if each.lookup.plan.cancelled]:
             self._parked.remove(context)
-            self._contexts.append(context)  # to be ended as those are; it has no keys of its own
-            context.keys = frozenset()
-            self._end(context)
+            self._finish(context)
         for context in list(self._contexts):
             run = context.run
             if run is None or context.is_decoding:
@@ -351,12 +349,16 @@ class RemoteStreams:
         self._share.remove(context)
         self._contexts.remove(context)
         self._release(context, context.keys)
+        self._finish(context)
+        self._lock.notify_all()
+
+    def _finish(self, context: Context) -> None:
+        """Says that a context is over. The caller holds the lock."""
         try:
             context.done()
         except Exception:
             self._directory.counters.add("remote_failures")
             logger.exception("hier-kv: the end of a fetch could not be noted")
-        self._lock.notify_all()
 
     def _brought(self, context: Context, first: int, end: int) -> None:
         """Pages [first, end) of a context are in DRAM: who waits for these need not any more."""

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.tiers.base import (
-    BLOCK_BYTES,
     Location,
     ReadRequest,
     RecoveredPages,
     Tier,
+    check_namespace,
     record_blocks,
 )
 from sglang_ext.tiers.disk.context import usable_slot
@@ -100,12 +100,7 @@ class MemoryTier(Tier):
         self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False
     ) -> RecoveredPages:
         """See `Tier.open_namespace`."""
-        if len(digest) != 32:
-            raise TierConfigError(f"a namespace digest must be 32 bytes, got {len(digest)}")
-        if slot_bytes <= 0 or slot_bytes % BLOCK_BYTES:
-            raise TierConfigError(
-                f"slot_bytes must be a positive multiple of {BLOCK_BYTES}, got {slot_bytes}"
-            )
+        check_namespace(digest, slot_bytes)
         with self._write_lock, self._lock:
             if self._is_closed:
                 raise TierConfigError("the memory tier is closed; open a new one")

@@ -18,6 +18,7 @@ from sglang_ext.tiers.base import (
     ReadRequest,
     RecoveredPages,
     Tier,
+    check_namespace,
 )
 from sglang_ext.tiers.disk import recovery
 from sglang_ext.tiers.disk.catalog import Catalog, Namespace, Segment
@@ -126,12 +127,7 @@ class DiskTier(Tier):
         self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False
     ) -> RecoveredPages:
         """See `Tier.open_namespace`. Reads the footers of the namespace's segments."""
-        if len(digest) != 32:
-            raise TierConfigError(f"a namespace digest must be 32 bytes, got {len(digest)}")
-        if slot_bytes <= 0 or slot_bytes % BLOCK_BYTES:
-            raise TierConfigError(
-                f"slot_bytes must be a positive multiple of {BLOCK_BYTES}, got {slot_bytes}"
-            )
+        check_namespace(digest, slot_bytes)
         if slot_bytes > MAX_RECORD_BLOCKS * BLOCK_BYTES:
             raise TierConfigError(
                 f"a page takes {slot_bytes} bytes and the disk tier's longest record is"
