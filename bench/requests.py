@@ -94,7 +94,7 @@ def settle(server: Server) -> dict[str, Any]:
             host.get("saved_pages", 0),
             host.get("written_pages", 0),
             int(disk.get("records_written", 0)),
-            host["spill_queue_pages"],
+            host["save_queue"] + host["spill_queue_pages"],
         )
         if now == before and not now[-1]:
             return state

@@ -10,7 +10,7 @@ reading one prefix takes a given part of prefilling it, as measured just before 
 ones.
 
 Two groups of prefixes take turns, so that a burst never finds in DRAM what the one before it left
-there. A burst counts only if every one of its requests' prefixes was on disk as it came.
+there. A burst counts only if all but a hundredth of its prefixes' tokens were on disk as it came.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _PAGE, _QUESTION = 64, 32
 _PREFIX = 1024
 _GAP_S = 0.004
 _AT_ONCE = 8
+_MOST_ELSEWHERE = 0.01
 # Prefilling a prefix takes a few tenths of a second on a core: the work of the scheduler and of the
 # client is small beside it.
 MODEL = DummyModel("lookahead", 4, 512, 8, 4, 64, 1024, 4096)
@@ -58,6 +59,7 @@ class Bursts:
         ready: requests of each burst whose stored pages were all in DRAM at admission.
         late: the others.
         reused: requests of each burst whose whole prefix was reused.
+        elsewhere: tokens of each burst that lay in DRAM or on the device.
         prefill_ms: time that the prefill of one prefix takes in a queue of fresh ones.
         read_ms: time to read one prefix from the disk.
         disk_mb_s: its speed.
@@ -67,6 +69,7 @@ class Bursts:
     ready: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
+    elsewhere: list[int] = field(default_factory=list)
     prefill_ms: float = 0.0
     read_ms: float = 0.0
     disk_mb_s: float = 0.0
@@ -173,9 +176,10 @@ def _note_burst(
         raise CaseFailedError(
             f"look-ahead {side}: {ready + late} of {len(answers)} requests found pages in the tiers"
         )
-    elsewhere = [a for a in answers if a.by_tier.get("host", 0) or a.by_tier.get("device", 0)]
-    if elsewhere:
-        raise CaseFailedError(f"look-ahead {side}: a prefix was not on disk: {elsewhere[0]}")
+    elsewhere = sum(a.by_tier.get("host", 0) + a.by_tier.get("device", 0) for a in answers)
+    if elsewhere > _MOST_ELSEWHERE * sum(a.cached for a in answers):
+        raise CaseFailedError(f"look-ahead {side}: {elsewhere} tokens were not on disk")
+    found.elsewhere.append(elsewhere)
     found.ttft_ms.append([answer.ttft_ms for answer in answers])
     found.ready.append(ready)
     found.late.append(late)
@@ -208,6 +212,7 @@ def _figures(found: dict[str, Bursts]) -> dict[str, Any]:
                 "prefill_ms": found[side].prefill_ms,
                 "read_share": found[side].read_ms / found[side].prefill_ms,
                 "ready_at_admission": sum(found[side].ready) / (len(p95[side]) * NUM_REQUESTS),
+                "tokens_not_on_disk": sum(found[side].elsewhere),
                 "prefixes_reused": sum(found[side].reused) / (len(p95[side]) * NUM_REQUESTS),
                 "ttft_p50_ms": median(p50[side]),
                 "ttft_p95_ms": median(p95[side]),

@@ -108,6 +108,7 @@ def build_cache(ctx: Any) -> Any:
             "dp_rank": str(place.dp_rank),
         },
     )
+    metrics.watch_saves(linker.num_queued_offloads)
     metrics.set_info(
         page_size=ctx.params.page_size,
         slot_bytes=layout.slot_bytes,

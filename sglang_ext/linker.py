@@ -243,6 +243,10 @@ class HierKVLinker(UnifiedCacheLinker):
         if not self._closed:
             self._saves.after_saves(note)
 
+    def num_queued_offloads(self) -> int:
+        """Number of saves queued or running."""
+        return self._saves.num_queued
+
     def num_completed_offloads(self) -> int:
         """Number of finished saves not yet taken."""
         return self._saves.num_completed

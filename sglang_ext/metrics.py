@@ -7,6 +7,7 @@ operations.md explains each. Published once a second from the scheduler's thread
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.page_codec import PageCodec
@@ -21,6 +22,7 @@ _GAUGES = {
     "host_capacity_pages",
     "planned_pages",
     "spill_queue_pages",
+    "save_queue",
     "waiting_requests",
     "window_requests",
 }
@@ -58,6 +60,7 @@ class MetricsReporter:
         self._published: dict[str, float] = {}
         self._next_s = 0.0
         self._info: dict[str, Any] = {}
+        self._num_saves: Callable[[], int] | None = None
         self._events: Any = None
         self._gauges: Any = None
         self._estimates: Any = None
@@ -68,11 +71,15 @@ class MetricsReporter:
         """Adds facts about the set-up to the state dump."""
         self._info.update(info)
 
+    def watch_saves(self, num_saves: Callable[[], int]) -> None:
+        """Reports as `save_queue` how many nodes are on their way to DRAM."""
+        self._num_saves = num_saves
+
     def state(self) -> dict[str, Any]:
         """All counters and sizes as plain values, for `/server_info`."""
         return {
             **self._info,
-            "host": self._store.stats(),
+            "host": self._host_stats(),
             "disk": self._disk_stats(),
             "cost": self._cost.state() if self._cost is not None else {},
             "remote": self._store.remote_stats(),
@@ -83,7 +90,7 @@ class MetricsReporter:
         if self._events is None or time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + _INTERVAL_S
-        stats = self._store.stats()
+        stats = self._host_stats()
         for name in _GAUGES & stats.keys():
             self._gauges.labels(**self._labels, of=name).set(stats.pop(name))
         for name, value in (self._cost.state() if self._cost is not None else {}).items():
@@ -122,6 +129,11 @@ class MetricsReporter:
             [*names, "of"],
             multiprocess_mode="mostrecent",
         )
+
+    def _host_stats(self) -> dict[str, int]:
+        # Asked for first: with no save under way the counters hold all of them.
+        saves = {} if self._num_saves is None else {"save_queue": self._num_saves()}
+        return self._store.stats() | saves
 
     def _disk_counts(self) -> dict[str, float]:
         counts: dict[str, float] = {}

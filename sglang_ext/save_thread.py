@@ -91,6 +91,11 @@ class SaveThread:
             self._jobs.put(note)
 
     @property
+    def num_queued(self) -> int:
+        """Number of saves queued or running."""
+        return self._num_saves
+
+    @property
     def num_completed(self) -> int:
         """Number of finished saves not yet taken."""
         return len(self._completed)

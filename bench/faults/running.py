@@ -99,7 +99,7 @@ class RunningFaults:
     def settle(self) -> None:
         """Waits until nothing is left to write to disk."""
         deadline = time.monotonic() + _SETTLE_S
-        while self.counts()["spill_queue_pages"]:
+        while (counts := self.counts())["save_queue"] or counts["spill_queue_pages"]:
             check(time.monotonic() < deadline, f"still writing to disk after {_SETTLE_S:.0f} s")
             time.sleep(0.05)
         self.log.follow(self.events)

@@ -125,6 +125,7 @@ class DiskBook(PageTable):
             slots = np.concatenate([entry.slots for entry in taken])
             self.index.flags[rows] |= SPILLING
             self.arena.pin(slots)
+            self.num_spilling = num
             return SpillEntry(taken[0].space, rows, slots, np.empty(0, np.uint32))
 
     def finish_spill(
@@ -157,6 +158,13 @@ class DiskBook(PageTable):
         self.counters.add("write_dropped_pages", int((~stored).sum()))
         if hashes is not None:
             self.events.pages("written", hashes)
+        self.num_spilling = 0  # last: who sees it finds the counters and the log complete
+
+    @property
+    def num_queued(self) -> int:
+        """Pages on their way to disk, those that are being written among them."""
+        with self.lock:
+            return self.num_spilling + sum(len(entry.rows) for entry in self.spill_queue)
 
     def queue_coldest(self, spaces: Callable[[int], KeySpace], max_pages: int) -> int:
         """Queues the least recent pages that are not on disk; for write-back and shutdown."""

@@ -421,6 +421,7 @@ class PageStore:
 
     def stats(self) -> dict[str, int]:
         """Counters, and how full DRAM is, in pages."""
+        spilling = self._directory.num_queued  # before what it counts towards
         stats = self.counters.snapshot()
         stats["host_pages"] = self.arena.num_used
         stats["host_capacity_pages"] = self.arena.num_slots
@@ -428,7 +429,7 @@ class PageStore:
             stats["waiting_requests"] = self.lookahead.num_waiting
             stats["window_requests"] = self.lookahead.num_in_window
         stats["planned_pages"] = self._directory.num_planned_pages
-        stats["spill_queue_pages"] = sum(len(e.rows) for e in tuple(self._directory.spill_queue))
+        stats["spill_queue_pages"] = spilling
         return stats
 
     def remote_stats(self) -> dict[str, int] | None:

@@ -84,6 +84,7 @@ class PageTable:
         self.counters = counters
         self.events = events
         self.spill_queue: deque[SpillEntry] = deque()  # guarded by lock
+        self.num_spilling = 0  # pages taken from it whose end is not counted; one writer at a time
         self.num_in_flight = 0  # saves and promotions that own FILLING rows; guarded by lock
         self.idle = threading.Condition(self.lock)
         # Whether any page was ever stored that is not exact; guarded by lock, never falls.
