@@ -33,7 +33,7 @@ from sglang_ext.tiers.disk.fileio import aligned_array
 
 # A recompute of 10 to 30 times the memcpy of its KV, which is what a GPU needs for a model of some
 # billion parameters, takes little work a byte of KV. Full attention alone is 60 times memcpy at 8K
-# on one of this engine's cores, and a window of 63 tokens a half of the recompute, so every layer
+# on one core, and a window of 63 tokens a half of the recompute, so every layer
 # sees a short window only; K and V are kept, saved and loaded whole all the same.
 # A token has 64 KiB of KV, half of what Llama 3.1 8B has: with less, what this engine does in
 # Python for a request, whatever its length, would count as much as the copy.
@@ -45,8 +45,13 @@ SIDES = ("device", "host", "disk", "recompute")
 # SGLang's torch_native repeats the prefix's attention behind a cached prefix (runtime_cpu/plugins).
 _ARGS = ("--attention-backend", "cpu_extend")
 # The C library's largest allocations come from the system one by one and are zeroed each time,
-# which would be a good part of a recompute.
+# which would be a good part of a recompute. The engine's device is two cores, as few as a machine
+# has that also runs the rest of a server; with threads that spin between two operations there would
+# be none left for a load.
 _ENVIRONMENT = {
+    "OMP_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
     "CPU_EXTEND_WINDOW": f"{WINDOW}:{FULL_EVERY}",
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),

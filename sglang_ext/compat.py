@@ -121,13 +121,6 @@ def _check_tensor_parallel(config: HierKVConfig) -> None:
             config.profile,
             "leave it out: each rank learns a profile of its own heads",
         )
-    if config.remote_url:
-        # Ranks promise only what each has pinned, and pages from a remote store are not pinned.
-        _refuse(
-            "no --hier-kv-remote-url with several tensor parallel ranks",
-            "one",
-            "leave it out, or use --dp-size instead of --tp-size",
-        )
     if config.truncation in ("match", "all"):
         # A search ends when it ends, on each rank at another time.
         _refuse(

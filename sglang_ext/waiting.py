@@ -208,7 +208,10 @@ class WaitingRoom:
         if waiting is None or self._policy == "best_effort" or waiting.gave_up:
             return Stand.READY
         if waiting.ready or not waiting.found.total:
-            return Stand.READY
+            # Its time runs from when the scheduler would have run it, as with pages on their way.
+            held = waiting.held_since_s is not None
+            asks = not waiting.answered and (not held or self._awaits_answer(waiting))
+            return Stand.WAITING if asks else Stand.READY
         if not self._is_late(handle, waiting):
             return Stand.WAITING
         self._store.counters.add("prefetch_timeouts")
@@ -226,7 +229,7 @@ class WaitingRoom:
         first = waiting.wish.num_above if waiting is not None else 0
         if waiting is None or waiting.plan is None:
             return Progress(first, first, 0)
-        return Progress(first, first + len(waiting.plan.rows), waiting.plan.remaining)
+        return Progress(first, first + waiting.plan.num_planned, waiting.plan.remaining)
 
     # ---- what the remote store has ----
 

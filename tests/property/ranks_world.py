@@ -29,17 +29,19 @@ from sglang_ext.tiers.disk.fileio import FileIO
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.remote import RemoteStore
 from sglang_ext.tiers.store import LoadTicket, PageStore, StoreConfig
 from sglang_ext.tiers.store.jitter import add_jitter
 from sglang_ext.waiting import WaitingRoom
 from sglang_ext.waiting_request import Wish
+from tests.tiers.remote_cases import open_store
 from tests.tiers.tier_pages import NAMESPACE, SLOT_BYTES, key, make_slot
 
 PAGE = 4
 NUM_SLOTS = 20
 NUM_DOCUMENTS, PAGES_PER_DOCUMENT, SHARED_PAGES = 8, 7, 2
 WAIT_S = 30.0
-JITTER_S, DISK_DELAY_S, TIMEOUT_MS = 0.001, 0.01, 8.0
+JITTER_S, DISK_DELAY_S, REMOTE_DELAY_S, TIMEOUT_MS = 0.001, 0.01, 0.004, 8.0
 
 
 class Wire:
@@ -120,22 +122,25 @@ class Rank:
         policy: str,
         failure: float,
         lookahead: bool,
+        remote: bool,
     ) -> None:
         self.number = number
         self.script = random.Random(seed)  # the same on all ranks
         self.own = random.Random(1000 * seed + number)
         self.failure = failure
         self.arena = HostArena(NUM_SLOTS, SLOT_BYTES)
-        io = BadDisk(random.Random(self.own.random()), failure)
-        config = DiskConfig(
-            folder / str(number), 16 << 20, 0, segment_bytes=256 << 10, direct_io="off"
-        )
-        self.disk = DiskTier(config, io=io)
+        self.disk = None if remote else self._open_disk(folder / f"{number}")
+        self.remote = self._open_remote(folder / f"remote-{number}") if remote else None
         placement = PolicyConfig() if lookahead else None
         self.store = PageStore(
-            self.arena, PageIndex(256), self.disk, StoreConfig(placement=placement)
+            self.arena,
+            PageIndex(256),
+            self.disk,
+            StoreConfig(placement=placement),
+            remote=self.remote,
         )
-        self.store.connect(self.disk)
+        if self.disk is not None:
+            self.store.connect(self.disk)
         names = ("begin_save", "finish_save", "begin_plan", "finish_promotion", "pin_leading")
         add_jitter(self.store._directory, names, JITTER_S, seed=self.own.randrange(1 << 30))
         self.store.open_namespace(NAMESPACE, {})
@@ -168,6 +173,19 @@ class Rank:
         self._seen: dict[int, str] = {}  # slot to digest, while it is loaded
         self.saver = threading.Thread(target=self._run_saves, daemon=True)
         self.saver.start()
+
+    def _open_disk(self, folder: Path) -> DiskTier:
+        io = BadDisk(random.Random(self.own.random()), self.failure)
+        config = DiskConfig(folder, 16 << 20, 0, segment_bytes=256 << 10, direct_io="off")
+        return DiskTier(config, io=io)
+
+    def _open_remote(self, folder: Path) -> RemoteStore:
+        folder.mkdir()
+        remote = open_store(f"file://{folder}?size=1GB")
+        assert remote.wait_usable(WAIT_S)
+        seed = self.own.randrange(1 << 30)
+        add_jitter(remote, ("head", "get", "put"), REMOTE_DELAY_S, seed=seed)
+        return remote
 
     # ---- what `Lockstep` asks ----
 
@@ -384,13 +402,20 @@ def run_ranks(
     policy: str,
     failure: float = 0.05,
     lookahead: bool = True,
+    remote: bool = False,
 ) -> tuple[list[Rank], Wire]:
-    """Runs all ranks through the script, lets every request end, and checks the accounts."""
+    """Runs all ranks through the script, lets every request end, and checks the accounts.
+
+    With `remote` each rank has a remote store behind its DRAM, and no disk.
+    """
     wire = Wire(num_ranks)
     ranks = [
-        Rank(folder, number, wire, seed=seed, policy=policy, failure=failure, lookahead=lookahead)
+        Rank(
+            folder, number, wire, seed=seed, policy=policy, failure=failure, lookahead=lookahead,
+            remote=remote,
+        )
         for number in range(num_ranks)
-    ]
+    ]  # fmt: skip
     errors: list[BaseException] = []
 
     def run(rank: Rank) -> None:

@@ -15,19 +15,26 @@ from tests.property.ranks_world import run_ranks
 
 NUM_STEPS = 200
 CASES = [
-    (2, "timeout", True), (3, "timeout", False), (2, "wait_complete", False),
-    (3, "wait_complete", True), (2, "best_effort", True),
+    (2, "timeout", True, False), (3, "timeout", False, False), (2, "wait_complete", False, False),
+    (3, "wait_complete", True, False), (2, "best_effort", True, False),
+    (2, "timeout", True, True), (3, "wait_complete", True, True), (2, "wait_complete", False, True),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_ranks", "policy", "lookahead"), CASES)
+@pytest.mark.parametrize(("num_ranks", "policy", "lookahead", "remote"), CASES)
 def test_ranks_decide_alike(
-    num_ranks: int, policy: str, lookahead: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    num_ranks: int,
+    policy: str,
+    lookahead: bool,
+    remote: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """What is not in DRAM lies on a disk of each rank's own, or in its remote store."""
     caplog.set_level(logging.CRITICAL)  # many injected failures
     ranks, wire = run_ranks(
         tmp_path, num_ranks=num_ranks, num_steps=NUM_STEPS, seed=1, policy=policy,
-        lookahead=lookahead,
+        lookahead=lookahead, remote=remote,
     )  # fmt: skip
     first = ranks[0]
     for rank in ranks[1:]:
@@ -36,7 +43,7 @@ def test_ranks_decide_alike(
         ]
         assert not different, different[0]
         assert len(rank.trace) == len(first.trace)
-    print(num_ranks, policy, lookahead, first.counts, [rank.store.stats() for rank in ranks])
+    print(num_ranks, policy, lookahead, remote, first.counts, [rank.store.stats() for rank in ranks])
     assert len(set(wire.rounds)) == 1
     for kind in ("admitted", "held", "loaded", "last page", "saved", "cleared", "failed"):
         assert first.counts.get(kind, 0) > 0, f"{kind} never happened"
@@ -44,7 +51,8 @@ def test_ranks_decide_alike(
         assert sum(rank.store.stats().get("prefetch_timeouts", 0) for rank in ranks) > 0
     for rank in ranks:
         stats = rank.store.stats()
-        for counter in ("promoted_pages", "evicted_pages", "damaged_pages", "loaded_pages"):
+        brought = "remote_promoted_pages" if remote else "promoted_pages"
+        for counter in (brought, "evicted_pages", "damaged_pages", "loaded_pages"):
             assert stats.get(counter, 0) > 0, (counter, stats)
 
 

@@ -53,7 +53,6 @@ def test_several_tokenizer_workers_are_refused_with_truncation() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"remote_url": "redis://host"}, "no --hier-kv-remote-url with several tensor parallel"),
         ({"truncation": "match"}, "--hier-kv-truncation overflow or off with several"),
         ({"truncation": "all"}, "got all; leave the flag out"),
     ],

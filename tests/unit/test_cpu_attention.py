@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime_cpu.plugins.sglang_cpu_extend.attention import attend
-from runtime_cpu.plugins.sglang_cpu_extend.windows import parse_windows
+from runtime_cpu.plugins.sglang_cpu.attention import attend
+from runtime_cpu.plugins.sglang_cpu.windows import parse_windows
 
 
 def reference(

@@ -44,7 +44,8 @@ class Reads:
 
         promoter._next = noted  # type: ignore[method-assign]
         disk.read = held  # type: ignore[method-assign]
-        promoter._piece_pages = 1
+        promoter._piece_bytes = 1  # a page
+        promoter._fit_pieces = lambda _: None  # type: ignore[method-assign]
         self._rig, self._promoter = rig, promoter
 
     def until_begun(self, num_left: int) -> None:

@@ -22,7 +22,10 @@ from sglang_ext.tiers.transcoder import PageTranscoder
 
 logger = logging.getLogger(__name__)
 
-_READ_BYTES = 8 << 20
+# A piece should take a thread so long: enough that what goes with each counts little, and short
+# enough that a plan that comes first is not kept waiting. The bounds hold whatever the disk's speed.
+_PIECE_S = 0.04
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 8 << 20, 32 << 20
 _NUM_THREADS = 2
 
 
@@ -67,8 +70,8 @@ class Promoter:
         self._disk = disk
         self._decoder = PageDecoder(transcoder, directory.arena.slot_bytes, decoded)
         self._meter = meter or ReadMeter()
-        self._piece_pages = max(1, _READ_BYTES // directory.arena.slot_bytes)
         self._lock = threading.Condition()
+        self._piece_bytes = _MIN_PIECE_BYTES  # of the plans that begin now; guarded by _lock
         self._reads: dict[Plan, deque[_Read]] = {}  # not begun, by plan, oldest first; guarded
         self._closing = False  # guarded by _lock
         self._threads = [
@@ -98,9 +101,10 @@ class Promoter:
         plan.priority = priority
         if not len(rows):
             return plan
-        starts = range(0, len(rows), self._piece_pages)
+        piece_pages = -(-self._piece_bytes // self._directory.arena.slot_bytes)
+        starts = range(0, len(rows), piece_pages)
         left = [len(starts)]
-        ends = [start + self._piece_pages for start in starts]
+        ends = [start + piece_pages for start in starts]
         reads = [
             _Read(plan, space, rows[start:end], slots[start:end], left)
             for start, end in zip(starts, ends, strict=True)
@@ -170,6 +174,13 @@ class Promoter:
                 whole=bool(ok.all()),
             )
             self._finish(read, ok, quality)
+            if ok.all():
+                self._fit_pieces(read.num_bytes / max(read.read_s, 1e-6))
+
+    def _fit_pieces(self, bytes_per_s: float) -> None:
+        wanted = int(bytes_per_s * _PIECE_S)
+        with self._lock:
+            self._piece_bytes = min(max(wanted, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
 
     def _next(self) -> _Read | None:
         """Takes the next piece of the first plan. The caller holds the lock, or is alone."""
