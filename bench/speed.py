@@ -13,6 +13,7 @@ import numpy as np
 from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk.context import MAX_RUN_BYTES
 from sglang_ext.tiers.disk.fileio import FileIO, aligned_array, read_all, write_all
+from sglang_ext.tiers.memory import map_anonymous
 from sglang_ext.tiers.record import ByteArray
 
 MEMCPY_BYTES = 1 << 30  # each side; over three times the 300 MiB of the largest shared caches
@@ -46,16 +47,23 @@ class RawFile:
 
     Args:
         path: the file; removed by `close`.
-        slots: u8 arrays of a multiple of 4096 bytes, written from and read to.
+        slots: u8 arrays of a multiple of 4096 bytes, written from.
+        outs: as many of the same sizes, read to; `slots` when None.
         direct: whether to use O_DIRECT.
         num_threads: threads that share the work.
     """
 
     def __init__(
-        self, path: Path, slots: Sequence[ByteArray], *, direct: bool, num_threads: int
+        self,
+        path: Path,
+        slots: Sequence[ByteArray],
+        outs: Sequence[ByteArray] | None = None,
+        *,
+        direct: bool,
+        num_threads: int,
     ) -> None:
         self._path = path
-        self._slots = slots
+        self._slots, self._outs = slots, outs or slots
         self._num_threads = num_threads
         self._io = FileIO()
         flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
@@ -68,7 +76,7 @@ class RawFile:
         self._io.truncate(self._fd, 0)
         start_s = time.perf_counter()
         self._io.allocate(self._fd, self.num_bytes + BLOCK_BYTES)
-        self._share(write_all)
+        self._share(write_all, self._slots)
         return self.num_bytes / (time.perf_counter() - start_s) / 1e9
 
     def read(self) -> float:
@@ -76,7 +84,7 @@ class RawFile:
         if not self._direct:
             drop_page_cache([self._path])
         start_s = time.perf_counter()
-        self._share(read_all)
+        self._share(read_all, self._outs)
         return self.num_bytes / (time.perf_counter() - start_s) / 1e9
 
     def close(self) -> None:
@@ -84,15 +92,15 @@ class RawFile:
         self._io.close(self._fd)
         self._path.unlink()
 
-    def _share(self, transfer: object) -> None:
+    def _share(self, transfer: object, slots: Sequence[ByteArray]) -> None:
         assert callable(transfer)
-        slot_bytes = self._slots[0].size
+        slot_bytes = slots[0].size
         per_run = max(1, MAX_RUN_BYTES // slot_bytes)
-        starts = list(range(0, len(self._slots), per_run))
+        starts = list(range(0, len(slots), per_run))
 
         def work(first: int) -> None:
             for start in starts[first :: self._num_threads]:
-                run = self._slots[start : start + per_run]
+                run = slots[start : start + per_run]
                 transfer(self._io, self._fd, run, BLOCK_BYTES + start * slot_bytes)
 
         helpers = [
@@ -103,6 +111,15 @@ class RawFile:
         work(0)
         for helper in helpers:
             helper.join()
+
+
+def pages_like_the_arenas(num: int, slot_bytes: int) -> list[ByteArray]:
+    """`num` zeroed slots in memory of the kind that the host tier has: in huge pages, if it can be.
+
+    A disk writes into memory in huge pages faster than into scattered small ones.
+    """
+    flat = np.frombuffer(map_anonymous(num * slot_bytes, hugepages=True), np.uint8)
+    return list(flat.reshape(num, slot_bytes))
 
 
 def drop_page_cache(paths: Sequence[Path]) -> None:

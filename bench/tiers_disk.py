@@ -11,10 +11,9 @@ import numpy as np
 
 from bench.case import CaseFailedError, disk_folder
 from bench.output import Progress
-from bench.speed import RawFile, drop_page_cache
+from bench.speed import RawFile, drop_page_cache, pages_like_the_arenas
 from sglang_ext.tiers.base import Location, ReadRequest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
-from sglang_ext.tiers.disk.fileio import aligned_array
 from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, RecordMeta, VerifyResult, write_meta
 
 # A page of 64 tokens: the bundled model's, and one of Llama-3.2-1B's shape.
@@ -72,8 +71,8 @@ class _DiskBench:
         num = num_bytes // slot_bytes
         rng = np.random.default_rng(5)
         self._num_bytes = num * slot_bytes
-        self._slots = list(aligned_array(num * slot_bytes).reshape(num, slot_bytes))
-        self._back = list(aligned_array(num * slot_bytes).reshape(num, slot_bytes))
+        self._slots = pages_like_the_arenas(num, slot_bytes)
+        self._back = pages_like_the_arenas(num, slot_bytes)
         self._hashes = [
             hashlib.sha256(index.to_bytes(8, "little")).digest() for index in range(num)
         ]
@@ -94,6 +93,7 @@ class _DiskBench:
         self._raw = RawFile(
             folder / f"raw-{slot_bytes}",
             self._slots,
+            self._back,
             direct=self.mode == "direct",
             num_threads=HELPER_THREADS + 1,
         )

@@ -38,9 +38,10 @@ LOSSLESS = ["zstd", "lossless"]
 LOSSY = ["hier", "cachegen-paper", "cachegen-released"]
 # The baselines are slow, and this is not about time.
 WAIT = ["--hier-kv-prefetch-policy", "wait_complete"]
-POOL = ["--max-total-tokens", "4096", "--page-size", str(PAGE)]
-PREFIX, FOLLOWING, NUM_WINDOWS, NUM_TOP = 20 * PAGE, 200, 6, 256
-NUM_CHATS, NUM_TURNS, TURN = 12, 4, 3 * PAGE + 10
+POOL = ["--max-total-tokens", "3072", "--page-size", str(PAGE)]
+PREFIX, FOLLOWING, NUM_WINDOWS, NUM_TOP = 20 * PAGE, 200, 4, 256
+NUM_CHATS, NUM_TURNS, TURN = 8, 4, 3 * PAGE + 10
+LOSSY_HOST_PAGES = 48
 
 
 Answer = tuple[list[int], list[float]]
@@ -182,7 +183,9 @@ def test_quality_through_the_server_is_the_codecs_own(
     codec: str, plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Server(
-        codec_args(tmp_path, codec, 70), log_path=tmp_path / "server.log", stop="kill"
+        codec_args(tmp_path, codec, LOSSY_HOST_PAGES),
+        log_path=tmp_path / "server.log",
+        stop="kill",
     ) as server:
         learn(server, codec)
         answers = list(talk(server))
@@ -211,7 +214,7 @@ def learn(server: Server, codec: str) -> None:
     for prompt in real_prompts([28 * PAGE] * 4, seed=7):
         ask(server, prompt, 1)
     deadline = time.monotonic() + 120
-    for prompt in real_prompts([2 * PAGE] * 400, seed=8):
+    for prompt in real_prompts([8 * PAGE] * 100, seed=8):
         if state(server)["disk"]["codec"].get("pages_coded"):
             return
         assert time.monotonic() < deadline, state(server)

@@ -43,7 +43,7 @@ def test_ranks_decide_alike(
         ]
         assert not different, different[0]
         assert len(rank.trace) == len(first.trace)
-    print(num_ranks, policy, lookahead, remote, first.counts, [rank.store.stats() for rank in ranks])
+    print(first.counts, [rank.store.stats() for rank in ranks])
     assert len(set(wire.rounds)) == 1
     for kind in ("admitted", "held", "loaded", "last page", "saved", "cleared", "failed"):
         assert first.counts.get(kind, 0) > 0, f"{kind} never happened"

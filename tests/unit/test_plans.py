@@ -45,7 +45,7 @@ class Reads:
         promoter._next = noted  # type: ignore[method-assign]
         disk.read = held  # type: ignore[method-assign]
         promoter._piece_bytes = 1  # a page
-        promoter._fit_pieces = lambda _: None  # type: ignore[method-assign]
+        promoter._fit_pieces = lambda bytes_per_s: None  # type: ignore[method-assign]
         self._rig, self._promoter = rig, promoter
 
     def until_begun(self, num_left: int) -> None:

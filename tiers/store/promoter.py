@@ -23,7 +23,7 @@ from sglang_ext.tiers.transcoder import PageTranscoder
 logger = logging.getLogger(__name__)
 
 # A piece should take a thread so long: enough that what goes with each counts little, and short
-# enough that a plan that comes first is not kept waiting. The bounds hold whatever the disk's speed.
+# enough that a plan that comes first is not kept waiting. The bounds hold at any speed of the disk.
 _PIECE_S = 0.04
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 8 << 20, 32 << 20
 _NUM_THREADS = 2

@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 
-from sglang_ext.tiers.record import HEADER_BYTES, RecordMeta, write_meta
+from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, RecordMeta, write_meta
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
-from sglang_ext.tiers.remote.items import GetRequest, PutItem
+from sglang_ext.tiers.remote.items import GetRequest, GetResult, PutItem
 from sglang_ext.tiers.remote.ranges import RangeRequest
 from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.remote_coding import RemoteCodec
@@ -24,6 +24,7 @@ _MAX_BYTES = 1 << 29
 # A store may evict a profile that is read once by each server; who uploads looks after it.
 _LOOK_AFTER_S = 60.0
 _TRY_AGAIN_S = 5.0
+_MAX_NAMES = 1024  # from then on those whose pause is over are forgotten
 
 
 class RemoteProfiles:
@@ -63,13 +64,19 @@ class RemoteProfiles:
         if head.meta is None or not HEADER_BYTES < head.num_bytes <= _MAX_BYTES:
             return False
         out = np.empty(head.num_bytes, np.uint8)
-        timeout_s = self._remote.transfer_timeout_s(out.size)
-        (result,) = self._remote.get([GetRequest(key, out)], timeout_s=timeout_s)
-        if result.outcome is Outcome.REJECTED:
-            self._remote.delete([key])  # for who has it to store it anew: they look at its start
+        result = self._read(key, out)
+        if result.outcome is Outcome.REJECTED:  # on its way, perhaps
+            result = self._read(key, out)
+            if result.outcome is Outcome.REJECTED:
+                self._remote.delete([key])  # for who has it to store it anew: they see its start
         if result.outcome is not Outcome.OK:
             return False
         return self._codec.learn(meta, out[HEADER_BYTES : result.num_bytes].tobytes())
+
+    def _read(self, key: RemoteKey, out: ByteArray) -> GetResult:
+        timeout_s = self._remote.transfer_timeout_s(out.size)
+        (result,) = self._remote.get([GetRequest(key, out)], timeout_s=timeout_s)
+        return result
 
     def _store(self, meta: RecordMeta) -> bool:
         # Reading some of it keeps it young, which asking whether it exists does not.
@@ -89,6 +96,9 @@ class RemoteProfiles:
         with self._lock:
             if now_s < times.get(name, 0.0):
                 return False
+            if len(times) >= _MAX_NAMES:
+                for other in [other for other, until_s in times.items() if until_s <= now_s]:
+                    del times[other]
             times[name] = now_s + pause_s
         return True
 
