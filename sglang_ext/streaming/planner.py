@@ -108,6 +108,8 @@ class ContextStream:
         self._refines_chunk = [True] * len(offers)  # until a refinement of it could not be had
         self._asked = [-1] * len(offers)
         self._in_flight: list[Fetch] = []
+        # Levels that arrived before what they refine, by chunk and first byte.
+        self._early: dict[tuple[int, int], int] = {}
         total = sum(offer.num_tokens for offer in offers)
         self._refines = deadline_s is not None and costs.decode_s(total) <= (
             _REFINE_DECODE_SHARE * (deadline_s - now_s)
@@ -155,11 +157,12 @@ class ContextStream:
         return fetch
 
     def arrived(self, fetch: Fetch, now_s: float) -> None:
-        """Bytes that were asked for are there, verified."""
+        """Bytes that were asked for are there, verified. Fetches may overtake each other."""
         self._in_flight.remove(fetch)
         chunk = fetch.chunk
-        if fetch.start == self._bytes_at(chunk, self._have[chunk]):  # nothing is missing before
-            self._have[chunk] = fetch.level
+        self._early[chunk, fetch.start] = fetch.level
+        while (end := (chunk, self._bytes_at(chunk, self._have[chunk]))) in self._early:
+            self._have[chunk] = self._early.pop(end)
         self._plan = self._decide(now_s)
 
     def failed(self, fetch: Fetch, now_s: float) -> None:

@@ -155,6 +155,20 @@ def test_a_chunk_that_cannot_be_had_is_computed_with_all_behind_it() -> None:
     assert stream.may_begin(0.2)
 
 
+def test_fetches_that_overtake_each_other_count_once_nothing_is_missing_before_them() -> None:
+    stream = planner(1, deadline_s=10.0)
+    fetches = []
+    for turn in range(3):
+        pair = [stream.next_fetch(0.01 * turn), stream.next_fetch(0.01 * turn)]
+        for fetch in reversed(pair):
+            if fetch is not None:
+                stream.arrived(fetch, 0.01 * turn)
+                fetches.append(fetch)
+    assert len(fetches) > 3
+    assert fetches[0].start == fetches[1].end  # it was overtaken
+    assert stream.levels == (max(fetch.level for fetch in fetches),)
+
+
 def test_a_refinement_behind_a_lost_one_is_not_used() -> None:
     stream = planner(1, deadline_s=10.0, speed=1e6)
     base = stream.next_fetch(0.0)
