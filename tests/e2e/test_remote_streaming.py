@@ -78,7 +78,7 @@ def test_levels_follow_the_link(tmp_path: Path, redis: RedisServer) -> None:
     prompts = [[*so_far, *next(seconds)] for so_far, _ in said]
     whole = said[0][1]
     proxy = Proxy(redis.port, Network(bytes_per_s=SLOW_BYTES_PER_S))
-    # SGLang's own CPU attention computes the cached prefix again, which takes the time that is given.
+    # SGLang's own CPU attention computes a cached prefix again, which would take all of the time.
     slo = ["--hier-kv-slo-ms", str(SLO_MS), "--attention-backend", "cpu_extend"]
     try:
         with start(tmp_path / "two", proxy.port, "hier", *level, *slo) as two:
