@@ -126,7 +126,9 @@ class Simulator:
         num = self.store.stored_prefix(path)
         self._policy.enqueue(request.number, path[:num], self.now_s)
         if num < len(path):
-            self._missing.setdefault(int(path[num]), []).append(request)
+            waiting = self._missing.setdefault(int(path[num]), [])
+            if request not in waiting:
+                waiting.append(request)
 
     def _stored(self, pages: Ids) -> None:
         """New pages: who waited for one of them needs more of its path now."""
@@ -137,9 +139,15 @@ class Simulator:
                 if request.number in self._waiting:
                     self._need(request)
 
+    def _lost(self) -> None:
+        """Pages that waiting requests need were lost: these wait for them to be stored again."""
+        for number in self._policy.queue.take_bereft():
+            self._need(self.requests[number])  # type: ignore[call-overload]
+
     def _save(self, request: Request) -> None:
         self._stored(self.store.save(request, self.now_s))
         self.store.make_room(self.now_s)
+        self._lost()
 
     def _end_prefill(self) -> None:
         assert self._prefill is not None

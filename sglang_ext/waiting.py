@@ -29,8 +29,8 @@ from sglang_ext.waiting_request import LONGEST_PAUSE_S, UNKNOWN, Waiting, Wish
 
 # After so many attempts that brought nothing the pages that are there are used.
 MAX_ATTEMPTS = 8
-# Of the first so many requests, so many a step are looked for again when saves made pages known.
-_FIND_AMONG, _FIND_AT_ONCE = 32, 4
+# So many requests a step are looked for again whose pages became known, or were lost.
+_FIND_AT_ONCE = 4
 # Between two looks for requests that left the queue without a word.
 _SWEEP_S = 2.0
 
@@ -90,8 +90,6 @@ class WaitingRoom:
         self._changed = False  # the window may be another one
         self._now_s = clock()  # of this step
         self._next_try_s = float("inf")  # when a plan that is short may be tried again
-        self._publications = store.num_publications
-        self._find_from = _FIND_AMONG
         self._missing: set[Hashable] = set()  # not in the queue at the last sweep
         self._next_sweep_s = 0.0
 
@@ -444,21 +442,17 @@ class WaitingRoom:
         return not absent and not waiting.found.remote
 
     def _find_again(self) -> None:
-        """Looks for pages that became known while their requests wait, a few requests a step."""
-        if self._publications != self._store.num_publications:
-            self._publications = self._store.num_publications
-            self._find_from = 0
-        end = min(self._find_from + _FIND_AT_ONCE, _FIND_AMONG, len(self._order))
-        for handle in self._order[self._find_from : end]:
-            waiting = self._waiting.get(handle)
-            if waiting is None or waiting.found.here == len(waiting.wish.below):
+        """Looks for pages that became known, or were lost, while their requests wait."""
+        assert self._store.lookahead is not None
+        for number in self._store.lookahead.take_changed(_FIND_AT_ONCE):
+            waiting = self._by_number.get(number)  # type: ignore[call-overload]
+            if waiting is None:
                 continue
             found = waiting.with_remote(self._expect(waiting.number, waiting.wish))
             if found.total != waiting.found.total:
                 self._changed = True
                 self._wish_for_more(waiting)
             waiting.found = found
-        self._find_from = end if end < min(_FIND_AMONG, len(self._order)) else _FIND_AMONG
 
     def _follow_device(self, waiting: Waiting) -> None:
         """Wishes for pages that the device held when the request came, and evicted since."""

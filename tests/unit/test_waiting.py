@@ -27,7 +27,7 @@ class Store:
     fits: int = 8
     found: TierCounts = field(default_factory=lambda: TierCounts(0, 4, 0))
     num_wanted_evicted: int = 0
-    num_publications: int = 0
+    changed: list[Any] = field(default_factory=list)  # requests to be looked for again
     counters: StoreCounters = field(default_factory=StoreCounters)
     plans: list[Plan] = field(default_factory=list)  # that are not cancelled
     requests: list[Any] = field(default_factory=list)  # in order
@@ -50,6 +50,10 @@ class Store:
 
     def leave(self, request: Any) -> None:
         self.requests.remove(request)
+
+    def take_changed(self, most: int) -> list[Any]:
+        taken, self.changed = self.changed[:most], self.changed[most:]
+        return taken
 
     def set_order(self, order: Sequence[Any]) -> None:
         self.num_orders += 1
@@ -294,7 +298,7 @@ def test_pages_that_become_known_meanwhile_are_found() -> None:
     store.found = TierCounts(2, 2, 0)
     step(room, clock, "ab")
     assert store.plans == []  # nobody said so
-    store.num_publications += 1
+    store.changed = list(store.requests)
     step(room, clock, "ab")
     assert len(store.plans) == 2
     assert not room.may_admit("b")
@@ -307,7 +311,7 @@ def test_a_longer_prefix_is_planned_before_the_old_pins_go() -> None:
     step(room, clock, "a")
     old = plan_of(room, "a")
     store.found = TierCounts(2, 2, 0)
-    store.num_publications += 1
+    store.changed = list(store.requests)
     step(room, clock, "a", LONGEST_PAUSE_S)
     new = plan_of(room, "a")
     assert new is not None

@@ -39,6 +39,7 @@ class Needs(NamedTuple):
         place: i64 per slot, where the request stands.
         distinct: i64 per slot, pages that it is the first to need.
         dirty: u8 per slot, one bit a tier: pages that it is the first to need may lie there.
+        bereft: u8 per slot, 1 where a page that it needs was forgotten since its path was given.
         free: i64[2], head of the free entries and their number.
     """
 
@@ -53,6 +54,7 @@ class Needs(NamedTuple):
     place: I64s
     distinct: I64s
     dirty: npt.NDArray[np.uint8]
+    bereft: npt.NDArray[np.uint8]
     free: I64s
 
 
@@ -112,6 +114,7 @@ def _unlink(needs: Any, entry: int) -> None:
 @compiled
 def add(needs: Any, slot: int, path: Any) -> None:
     """Links the pages of a request, root first; rows that do not exist are passed over."""
+    needs.bereft[slot] = 0
     for i in range(path.size):
         row = path[i]
         if row < 0 or row >= needs.head.size:
@@ -148,8 +151,9 @@ def drop(needs: Any, slot: int, unneeded: Any) -> int:
 
 
 @compiled
-def forget(needs: Any, rows: Any) -> None:
-    """Nobody needs these pages any more: they are gone."""
+def forget(needs: Any, rows: Any) -> bool:
+    """Nobody needs these pages any more: they are gone. Returns whether somebody did."""
+    was_needed = False
     for i in range(rows.size):
         row = rows[i]
         if row < 0 or row >= needs.head.size or needs.head[row] == NONE:
@@ -158,9 +162,12 @@ def forget(needs: Any, rows: Any) -> None:
         _count_first(needs, entry, -1)
         while entry != NONE:
             needs.row[entry] = NONE
+            needs.bereft[needs.slot[entry]] = 1
             entry = needs.next[entry]
         needs.head[row] = NONE
         needs.tail[row] = NONE
+        was_needed = True
+    return was_needed
 
 
 @compiled

@@ -28,7 +28,7 @@ class WaitingQueue:
         rows: list[Any] = [np.full(num_rows, kernels.NONE, np.int32) for _ in range(2)]
         entries: list[Any] = [np.zeros(0, np.int32) for _ in range(5)]
         slots: list[Any] = [
-            np.zeros(0, dtype) for dtype in (np.int32, np.int64, np.int64, np.uint8)
+            np.zeros(0, dtype) for dtype in (np.int32, np.int64, np.int64, np.uint8, np.uint8)
         ]
         free = np.array([kernels.NONE, 0], np.int64)
         make: Any = kernels.Needs
@@ -37,6 +37,7 @@ class WaitingQueue:
         self._requests: list[Hashable] = []  # by slot
         self._num_pages: list[int] = []  # by slot: length of the path
         self._free_slots: list[int] = []
+        self.has_bereft = False  # whether `take_bereft` may have something
         # Slots by place; -1 where a request left. Places only compare, so holes do no harm.
         self._line: npt.NDArray[np.int64] = np.full(2 * _MIN_SLOTS, -1, np.int64)
         self._begin = 0  # no request stands before it
@@ -84,7 +85,20 @@ class WaitingQueue:
 
     def forget(self, rows: Rows) -> None:
         """These pages are gone: no request needs them."""
-        kernels.forget(self.needs, rows)
+        self.has_bereft |= bool(kernels.forget(self.needs, rows))
+
+    def take_bereft(self) -> list[Hashable]:
+        """Waiting requests of whose pages some were forgotten, in order; each is named once.
+
+        A page that comes back is another one: whoever needs it says so by `enqueue`.
+        """
+        if not self.has_bereft:
+            return []
+        self.has_bereft = False
+        slots = self.slots()
+        slots = slots[self.needs.bereft[slots] > 0]
+        self.needs.bereft[slots] = 0
+        return [self._requests[slot] for slot in slots.tolist()]
 
     def set_order(self, requests: Sequence[Hashable]) -> None:
         """Takes the scheduler's order; waiting requests that it does not name stay behind it.
@@ -174,6 +188,7 @@ class WaitingQueue:
             place=_longer(needs.place, more, 0),
             distinct=_longer(needs.distinct, more, 0),
             dirty=_longer(needs.dirty, more, 0),
+            bereft=_longer(needs.bereft, more, 0),
         )
         self._requests += [None] * more
         self._num_pages += [0] * more

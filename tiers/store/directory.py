@@ -120,7 +120,8 @@ class Directory(RemoteBook):
             self.arena.unpin(ticket.slots)
             if ok:
                 self._publish(rows)
-                self.num_publications += 1
+                if self.on_published is not None:
+                    self.on_published(ticket.space.number, ticket.hashes)
                 rows = np.concatenate([rows, replaced])
                 self._touch(ticket.path)
                 if self.has_disk and self.write_policy == "write_through":

@@ -8,6 +8,7 @@ own pages, or of what changed in the queue.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Hashable, Sequence
 
@@ -17,6 +18,8 @@ from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.quality import ANY
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.types import Hashes, KeySpace, TierCounts
+
+Key = tuple[int, bytes]  # number of the key space, hash of the page
 
 _MIX, _U64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -34,6 +37,12 @@ class LookAhead:
         self._policy = policy  # guarded by directory.lock
         self.num_waiting = 0  # requests; of the last call of `window`
         self.num_in_window = 0
+        # Waiting requests by the first page that they miss, and that page by request; what became
+        # of it, in order. All guarded by directory.lock.
+        self._missing: dict[Key, dict[Hashable, None]] = {}
+        self._missing_of: dict[Hashable, Key] = {}
+        self._changed: dict[Hashable, None] = {}
+        directory.on_published = self._published
 
     def expect(
         self,
@@ -62,12 +71,34 @@ class LookAhead:
             directory._touch(path)
             # Pages that nothing stored follows are the device's alone to keep.
             self._policy.enqueue(request, path if len(below) else below, time.monotonic())
+            self._miss(request, space, hashes[num_above + len(below) :])
             return directory._count_tiers(below)
+
+    def take_changed(self, most: int) -> list[Hashable]:
+        """Waiting requests that should be looked for again: `expect` them.
+
+        The first page that they miss was stored, or they lost some that they had. Without this a
+        prefix that one of them computes would not be kept for those that wait far behind it.
+
+        Args:
+            most: how many to return; the others come with the next call.
+        """
+        queue = self._policy.queue
+        if not (self._changed or queue.has_bereft):  # seen a step later, and no lock for nothing
+            return []
+        with self._directory.lock:
+            self._changed.update(dict.fromkeys(queue.take_bereft()))
+            taken = list(itertools.islice(self._changed, most))
+            for request in taken:
+                del self._changed[request]
+        return taken
 
     def leave(self, request: Hashable) -> None:
         """A request does not wait any more; unknown ones are ignored."""
         with self._directory.lock:
             self._policy.leave(request)
+            self._stop_missing(request)
+            self._changed.pop(request, None)
 
     def used(self, space: KeySpace, hashes: Hashes, arrived_s: float | None) -> None:
         """A request has ended: it computed or reused these pages.
@@ -97,3 +128,29 @@ class LookAhead:
             self.num_waiting = len(self._policy.queue)
             self.num_in_window = len(window) if self.num_waiting else 0
             return window
+
+    # ---- private; the caller holds the lock ----
+
+    def _miss(self, request: Hashable, space: KeySpace, missing: Hashes) -> None:
+        """Notes the first page that is not stored of those that a request could use."""
+        self._stop_missing(request)
+        if len(missing):
+            key = space.number, missing[0].tobytes()
+            self._missing_of[request] = key
+            self._missing.setdefault(key, {})[request] = None
+
+    def _stop_missing(self, request: Hashable) -> None:
+        key = self._missing_of.pop(request, None)
+        if key is None:
+            return
+        requests = self._missing[key]
+        del requests[request]
+        if not requests:
+            del self._missing[key]
+
+    def _published(self, number: int, hashes: Hashes) -> None:
+        """Pages of a key space became known, or known better."""
+        if not self._missing:
+            return
+        for row in hashes:
+            self._changed.update(self._missing.get((number, row.tobytes()), {}))

@@ -359,11 +359,6 @@ class PageStore:
         """Pages so far that left DRAM although a waiting request needs them."""
         return self._directory.num_wanted_evicted
 
-    @property
-    def num_publications(self) -> int:
-        """Saves so far that made pages known."""
-        return self._directory.num_publications
-
     # ---- lifecycle ----
 
     def wait_idle(self, timeout_s: float) -> bool:

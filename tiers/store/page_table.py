@@ -95,12 +95,14 @@ class PageTable:
         self.num_planned_pages = 0  # slots that plans pin; guarded by lock
         self._plan_pins = np.zeros(arena.num_slots, np.int32)  # plans by slot; guarded by lock
         self.num_wanted_evicted = 0  # pages that left DRAM although wanted; guarded by lock
-        self.num_publications = 0  # saves that made pages known; guarded by lock
         # Told of pages that leave DRAM and were not sent to the remote store: hashes, namespace
         # numbers, whether they are on disk. Called with the lock held; None: nobody is.
         self.on_unsent: (
             Callable[[Hashes, npt.NDArray[np.uint32], npt.NDArray[np.bool_]], None] | None
         ) = None
+        # Told of pages that became known, or known better: number of their key space, hashes.
+        # Called with the lock held.
+        self.on_published: Callable[[int, Hashes], None] | None = None
         self._waiters: dict[int, list[Plan]] = {}  # row -> plans that wait for it
         self._clock = 0
 
