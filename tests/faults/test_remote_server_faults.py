@@ -46,9 +46,9 @@ class World:
         secret.write_text(PASSWORD)
         url = f"redis://127.0.0.1:{self.redis.port}?password-file={secret}&timeout={CALL_S:g}s"
         room = ("--max-total-tokens", "16384")
-        remote = ("--hier-kv-host-size", host_gb(200), "--hier-kv-remote-url", url)
+        remote = ["--hier-kv-host-size", host_gb(200), "--hier-kv-remote-url", url]
         # What it would cost is not the question here: on a busy machine computing may be faster.
-        remote += ("--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-ms", WAIT_MS)
+        remote += ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-ms", WAIT_MS]
         self.server = Server(
             [*room, "--enable-hier-kv", *remote], log_path=folder / "server.log", stop="kill"
         )
