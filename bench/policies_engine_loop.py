@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,8 @@ class Simulator:
         self._queue: deque[Request] = deque()
         self._running: list[tuple[float, int, Request]] = []  # by `_decoded_s` of the end
         self._unfetched: deque[Request] = deque()
-        self._missing: dict[int, list[Request]] = {}  # by the first page that is not stored
+        # By the first page that is not stored, and by number.
+        self._missing: dict[int, dict[int, Request]] = {}
         self._waiting: set[int] = set()
         self._reading: Ids | None = None
         self._loading: tuple[Request, Ids, Ids] | None = None  # head, prefix, what it waits for
@@ -126,23 +128,22 @@ class Simulator:
         num = self.store.stored_prefix(path)
         self._policy.enqueue(request.number, path[:num], self.now_s)
         if num < len(path):
-            waiting = self._missing.setdefault(int(path[num]), [])
-            if request not in waiting:
-                waiting.append(request)
+            self._missing.setdefault(int(path[num]), {})[request.number] = request
 
     def _stored(self, pages: Ids) -> None:
         """New pages: who waited for one of them needs more of its path now."""
         if not self._missing:
             return
         for page in pages.tolist():
-            for request in self._missing.pop(page, ()):
+            for request in self._missing.pop(page, {}).values():
                 if request.number in self._waiting:
                     self._need(request)
 
     def _lost(self) -> None:
         """Pages that waiting requests need were lost: these wait for them to be stored again."""
-        for number in self._policy.queue.take_bereft():
-            self._need(self.requests[number])  # type: ignore[call-overload]
+        numbers: list[Any] = self._policy.queue.take_bereft()
+        for number in numbers:
+            self._need(self.requests[number])
 
     def _save(self, request: Request) -> None:
         self._stored(self.store.save(request, self.now_s))

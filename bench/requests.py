@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,11 @@ def tier_state(server: Server) -> dict[str, Any]:
     return state
 
 
+def num_on_their_way(host: Mapping[str, int]) -> int:
+    """Saves and writes to disk that are queued or under way, by the store's counters."""
+    return host["save_queue"] + host["spill_queue_pages"]
+
+
 def settle(server: Server) -> dict[str, Any]:
     """Waits until every save is done and written to disk; returns the counters.
 
@@ -94,7 +99,7 @@ def settle(server: Server) -> dict[str, Any]:
             host.get("saved_pages", 0),
             host.get("written_pages", 0),
             int(disk.get("records_written", 0)),
-            host["save_queue"] + host["spill_queue_pages"],
+            num_on_their_way(host),
         )
         if now == before and not now[-1]:
             return state

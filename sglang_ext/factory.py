@@ -101,6 +101,7 @@ def build_cache(ctx: Any) -> Any:
         disk,
         page_codec,
         cost,
+        num_saves=linker.num_queued_offloads,
         enabled=bool(ctx.params.enable_metrics),
         labels={
             "model_name": str(ctx.server_args.served_model_name),
@@ -108,7 +109,6 @@ def build_cache(ctx: Any) -> Any:
             "dp_rank": str(place.dp_rank),
         },
     )
-    metrics.watch_saves(linker.num_queued_offloads)
     metrics.set_info(
         page_size=ctx.params.page_size,
         slot_bytes=layout.slot_bytes,

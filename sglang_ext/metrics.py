@@ -38,6 +38,7 @@ class MetricsReporter:
         disk: what keeps its records, a disk or coded DRAM, or None.
         page_codec: what codes its pages, or None.
         cost: what is known of speeds, or None.
+        num_saves: how many nodes are on their way to DRAM.
         enabled: whether SGLang runs with `--enable-metrics`.
         labels: label values common to all series.
     """
@@ -49,6 +50,7 @@ class MetricsReporter:
         page_codec: PageCodec | None = None,
         cost: CostModel | None = None,
         *,
+        num_saves: Callable[[], int] = lambda: 0,
         enabled: bool,
         labels: dict[str, str],
     ) -> None:
@@ -60,7 +62,7 @@ class MetricsReporter:
         self._published: dict[str, float] = {}
         self._next_s = 0.0
         self._info: dict[str, Any] = {}
-        self._num_saves: Callable[[], int] | None = None
+        self._num_saves = num_saves
         self._events: Any = None
         self._gauges: Any = None
         self._estimates: Any = None
@@ -70,10 +72,6 @@ class MetricsReporter:
     def set_info(self, **info: Any) -> None:
         """Adds facts about the set-up to the state dump."""
         self._info.update(info)
-
-    def watch_saves(self, num_saves: Callable[[], int]) -> None:
-        """Reports as `save_queue` how many nodes are on their way to DRAM."""
-        self._num_saves = num_saves
 
     def state(self) -> dict[str, Any]:
         """All counters and sizes as plain values, for `/server_info`."""
@@ -132,8 +130,8 @@ class MetricsReporter:
 
     def _host_stats(self) -> dict[str, int]:
         # Asked for first: with no save under way the counters hold all of them.
-        saves = {} if self._num_saves is None else {"save_queue": self._num_saves()}
-        return self._store.stats() | saves
+        num_saves = self._num_saves()
+        return {**self._store.stats(), "save_queue": num_saves}
 
     def _disk_counts(self) -> dict[str, float]:
         counts: dict[str, float] = {}

@@ -444,8 +444,9 @@ class WaitingRoom:
     def _find_again(self) -> None:
         """Looks for pages that became known, or were lost, while their requests wait."""
         assert self._store.lookahead is not None
-        for number in self._store.lookahead.take_changed(_FIND_AT_ONCE):
-            waiting = self._by_number.get(number)  # type: ignore[call-overload]
+        numbers: list[Any] = self._store.lookahead.take_changed(_FIND_AT_ONCE)
+        for number in numbers:
+            waiting = self._by_number.get(number)
             if waiting is None:
                 continue
             found = waiting.with_remote(self._expect(waiting.number, waiting.wish))

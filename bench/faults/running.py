@@ -22,6 +22,7 @@ from bench.faults.prompts import (
 )
 from bench.faults.records import DAMAGES, Spot, find_records
 from bench.faults.tally import Tallies, Tally, check
+from bench.requests import num_on_their_way
 from bench.server import Server, ServerError
 
 HOST_PAGES = 120
@@ -99,7 +100,7 @@ class RunningFaults:
     def settle(self) -> None:
         """Waits until nothing is left to write to disk."""
         deadline = time.monotonic() + _SETTLE_S
-        while (counts := self.counts())["save_queue"] or counts["spill_queue_pages"]:
+        while num_on_their_way(self.counts()):
             check(time.monotonic() < deadline, f"still writing to disk after {_SETTLE_S:.0f} s")
             time.sleep(0.05)
         self.log.follow(self.events)

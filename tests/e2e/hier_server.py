@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.requests import num_on_their_way
 from bench.server import Server
 from bench.workload import Reply, load_texts, load_tokenizer, reply_of
 
@@ -107,13 +108,8 @@ def settled(server: Server, timeout_s: float = 20.0) -> dict[str, Any]:
     while time.monotonic() < deadline:
         found = state(server)
         # Twice the same: a remote store's threads count what they do when they have done it.
-        if settled_state(found) and found == last:
+        if not num_on_their_way(found["host"]) and found == last:
             return found
         last = found
         time.sleep(0.2)
     raise AssertionError(f"the store did not settle in {timeout_s:.0f} s: {last}")
-
-
-def settled_state(found: dict[str, Any]) -> bool:
-    """Whether no save and no write to disk was queued or under way."""
-    return not (found["host"]["save_queue"] or found["host"]["spill_queue_pages"])
