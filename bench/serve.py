@@ -39,7 +39,7 @@ def run(options: Options) -> Report:
         overhead = measure_overhead(
             folder / "overhead",
             3 if quick else 12,
-            8 if quick else 16,
+            8 if quick else 12,
             progress,
             60.0 if quick else float("inf"),
         )

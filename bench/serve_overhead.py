@@ -2,11 +2,13 @@
 
 Two servers are up, plain SGLang and SGLang with the plugin, and take the same requests in turns;
 the other one sleeps meanwhile. No prompt comes twice, so the plugin has all of the work (hashing,
-saving, writing to disk) and none of the gain.
+saving, writing to disk) and none of the gain. Both are started anew several times: where a server's
+memory comes to lie makes it some percent faster or slower for as long as it runs.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +31,8 @@ from bench.stats import median, median_interval
 MODEL = DummyModel("llama-3.2-1b-4-layers", 4, 2048, 32, 8, 64, 8192, 8192)
 CPU_TARGET, THROUGHPUT_TARGET = 1.03, 0.97
 _CONCURRENCY = 4
+_PAIRS_A_START = 3
+_WARMUP_REQUESTS = 4
 _PAGE = 64
 # Lengths of prompts and answers in tokens: log-normal, as those of chat logs, cut at both ends.
 _PROMPT_MEDIAN, _PROMPT_RANGE = 600, (128, 2048)
@@ -64,10 +68,10 @@ def measure_overhead(
 
     Args:
         folder: for the model and the disk tier.
-        pairs: pairs that count; one more comes before them.
+        pairs: pairs that count, of all starts together.
         block: requests in a block.
         progress: where to say how far it is.
-        budget_s: no pair begins after this time, but for the first two that count.
+        budget_s: no pair begins after this time, but for the first two.
 
     Returns:
         Medians of the paired ratios with intervals, and `samples`.
@@ -83,42 +87,69 @@ def measure_overhead(
     ]
     tiers: list[Any] = ["--enable-hier-kv", "--hier-kv-host-size", 0.5, "--hier-kv-disk-size", 16]
     tiers += ["--hier-kv-disk-dir", folder / "tier"]
-    servers = {
-        "without": Server(common, model=model, stop="kill").start(),
-        "with": Server([*common, *tiers], model=model, stop="kill").start(),
-    }
-    try:
-        for server in servers.values():
-            server.wait_ready()
-        samples = _run_pairs(servers, pairs, block, progress, budget_s)
-        settle(servers["with"])
-        counters = tier_state(servers["with"])["host"]
-    finally:
-        for server in servers.values():
-            server.kill()
-    if not counters.get("saved_pages"):
-        raise CaseFailedError(f"the plugin saved nothing in the run without reuse: {counters}")
-    return {**_figures(samples), "counters": counters, "requests_per_block": block}
+    run = _Run(pairs, block, progress, time.monotonic() + budget_s)
+    while run.goes_on():
+        shutil.rmtree(folder / "tier", ignore_errors=True)
+        servers = {
+            "without": Server(common, model=model, stop="kill"),
+            "with": Server([*common, *tiers], model=model, stop="kill"),
+        }
+        try:
+            for side in run.order():
+                servers[side].start()
+            for server in servers.values():
+                server.wait_ready()
+            run.measure(servers)
+            settle(servers["with"])
+            counters = tier_state(servers["with"])["host"]
+        finally:
+            for server in servers.values():
+                server.kill()
+        if not counters.get("saved_pages"):
+            raise CaseFailedError(f"the plugin saved nothing in the run without reuse: {counters}")
+    return {**_figures(run.samples), "counters": counters, "requests_per_block": block}
 
 
-def _run_pairs(
-    servers: dict[str, Server], pairs: int, block: int, progress: Progress, budget_s: float
-) -> OverheadSamples:
-    rng = np.random.default_rng(33)
-    samples = OverheadSamples()
-    end_s = time.monotonic() + budget_s
-    for at in range(pairs + 1):
-        if at > 2 and time.monotonic() > end_s:
-            break
-        requests = draw_requests(rng, block)
-        order = ("without", "with") if at % 2 else ("with", "without")
-        found: dict[str, tuple[float, float]] = {}
-        for side in order:
-            progress.update(f"{side} the plugin, pair {at} of {pairs}")
-            found[side] = _block(servers[side], requests)
-        if at:
-            _note(samples, found)
-    return samples
+class _Run:
+    """Pairs of blocks, over several starts of the servers."""
+
+    def __init__(self, pairs: int, block: int, progress: Progress, end_s: float) -> None:
+        self.samples = OverheadSamples()
+        self._pairs = pairs
+        self._block = block
+        self._progress = progress
+        self._end_s = end_s
+        self._rng = np.random.default_rng(33)
+
+    @property
+    def _num_done(self) -> int:
+        return len(self.samples.cpu_ratio)
+
+    def goes_on(self) -> bool:
+        """Whether more pairs are to be measured."""
+        late = self._num_done >= 2 and time.monotonic() > self._end_s
+        return self._num_done < self._pairs and not late
+
+    def order(self) -> tuple[str, str]:
+        """The side that goes first, and the other one: they take turns."""
+        return ("with", "without") if self._num_done % 2 else ("without", "with")
+
+    def measure(self, servers: dict[str, Server]) -> None:
+        """Measures the pairs of one start."""
+        self._progress.update(f"servers started, {self._num_done} of {self._pairs} pairs done")
+        for server in servers.values():
+            _block(server, draw_requests(self._rng, _WARMUP_REQUESTS))
+        for _ in range(_PAIRS_A_START):
+            if not self.goes_on():
+                return
+            requests = draw_requests(self._rng, self._block)
+            found: dict[str, tuple[float, float]] = {}
+            for side in self.order():
+                self._progress.update(
+                    f"{side} the plugin, pair {self._num_done + 1} of {self._pairs}"
+                )
+                found[side] = _block(servers[side], requests)
+            _note(self.samples, found)
 
 
 def draw_requests(rng: np.random.Generator, num: int) -> list[Request]:

@@ -163,9 +163,24 @@ def seal(slot: ByteArray) -> int:
         RecordError: the slot has no header of this version, or a length that does not fit.
     """
     payload_bytes, _ = _read_fixed(slot)
-    checksum = _digest(slot, payload_bytes)
-    slot[_CHECKSUM_OFFSET:_CHECKED_FROM] = np.frombuffer(_U64.pack(checksum), np.uint8)
-    return checksum
+    return _store_checksum(slot, payload_bytes)
+
+
+def seal_record(slot: ByteArray, namespace: bytes) -> tuple[RecordMeta, int]:
+    """Seals a record of this namespace; returns what its header says, and payload_bytes.
+
+    Args:
+        slot: as for `seal`.
+        namespace: the 32 bytes of its namespace.
+
+    Raises:
+        RecordError: as `read_meta` does, or `kind` is FOREIGN; the slot is as it was.
+    """
+    fields, payload_bytes = _parse(slot)
+    if fields["n"] != namespace:
+        raise RecordError(VerifyResult.FOREIGN, "the record is of another namespace")
+    _store_checksum(slot, payload_bytes)
+    return _meta_of(fields), payload_bytes
 
 
 def sealed_header(slot: ByteArray) -> ByteArray:
@@ -239,6 +254,12 @@ def checksum_matches(slot: ByteArray, payload_bytes: int) -> bool:
     """Says whether the stored checksum is that of the bytes; `payload_bytes` must fit."""
     stored = slot[_CHECKSUM_OFFSET:_CHECKED_FROM].tobytes()
     return _U64.pack(_digest(slot, payload_bytes)) == stored
+
+
+def _store_checksum(slot: ByteArray, payload_bytes: int) -> int:
+    checksum = _digest(slot, payload_bytes)
+    slot[_CHECKSUM_OFFSET:_CHECKED_FROM] = np.frombuffer(_U64.pack(checksum), np.uint8)
+    return checksum
 
 
 def _digest(slot: ByteArray, payload_bytes: int) -> int:

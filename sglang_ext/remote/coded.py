@@ -38,7 +38,7 @@ class CodedPages:
 
     def sizes(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[int]:
         """See `CodedRemote.sizes`."""
-        return [page.sizes[-1] for page in self._finder.find(space, hashes, max_quality)]
+        return [page.sizes[-1] for page in self._finder.ask(space, hashes, max_quality)]
 
     def fetch(self, lookup: Lookup, done: Callable[[], None]) -> None:
         """See `CodedRemote.fetch`."""

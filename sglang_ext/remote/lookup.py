@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +29,8 @@ from sglang_ext.tiers.store.remote_profiles import RemoteProfiles
 from sglang_ext.tiers.store.types import Hashes, KeySpace, StoreCounters
 
 _AT_ONCE = 64
+_MAX_REMEMBERED = 8192
+_REMEMBERED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +63,52 @@ class FoundPage:
         return self.meta.level if self.stages is None else self.stages.first_level + step
 
 
+class _Recent:
+    """Pages that were found lately. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Time and page by key space and hash, the oldest first; guarded by _lock.
+        self._found: OrderedDict[tuple[int, bytes], tuple[float, FoundPage]] = OrderedDict()
+
+    def note(self, space: KeySpace, pages: Sequence[FoundPage]) -> None:
+        """Remembers pages, and forgets those of long ago."""
+        now_s = time.monotonic()
+        with self._lock:
+            for page in pages:
+                key = space.number, page.key.page_hash
+                self._found[key] = now_s, page
+                self._found.move_to_end(key)
+            while self._found:
+                key, (found_s, _) = next(iter(self._found.items()))
+                if len(self._found) <= _MAX_REMEMBERED and found_s > now_s - _REMEMBERED_S:
+                    break
+                del self._found[key]
+
+    def leading(
+        self, space: KeySpace, hashes: Hashes, max_quality: int, first: int
+    ) -> list[FoundPage]:
+        """Pages from `first` on, up to the first that is not remembered; each is forgotten."""
+        oldest_s = time.monotonic() - _REMEMBERED_S
+        pages: list[FoundPage] = []
+        with self._lock:
+            for number in range(first, len(hashes)):
+                found_s, page = self._found.pop((space.number, hashes[number].tobytes()), _NEVER)
+                if page is None or found_s < oldest_s or page.meta.quality > max_quality:
+                    break
+                pages.append(replace(page, number=number))
+        return pages
+
+
+_NEVER: tuple[float, FoundPage | None] = 0.0, None
+
+
 class Finder:
-    """Looks up prefixes. Thread-safe; blocks as long as the store takes."""
+    """Looks up prefixes. Thread-safe; blocks as long as the store takes.
+
+    A request's prefix is looked up when it is asked whether it is worth waiting for, and again when
+    it is fetched, most often at once. What was found the first time is used the second time.
+    """
 
     def __init__(
         self,
@@ -74,11 +123,24 @@ class Finder:
         self._counters = counters
         self._slot_bytes = slot_bytes
         self._coded_level = level_name(codec.codec_id, codec.level)
+        self._recent = _Recent()
+
+    def ask(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[FoundPage]:
+        """The pages that the store has now, good enough, up to the first it lacks."""
+        found = self._ask(space, hashes, max_quality, 0)
+        self._recent.note(space, found)
+        return found
 
     def find(
         self, space: KeySpace, hashes: Hashes, max_quality: int, first: int = 0
     ) -> list[FoundPage]:
-        """The pages from `first` on that the store has, good enough, up to the first it lacks."""
+        """The pages from `first` on, as `ask` found them a moment ago, or as the store says."""
+        found = self._recent.leading(space, hashes, max_quality, first)
+        return found + self._ask(space, hashes, max_quality, first + len(found))
+
+    def _ask(
+        self, space: KeySpace, hashes: Hashes, max_quality: int, first: int
+    ) -> list[FoundPage]:
         found: list[FoundPage] = []
         for start in range(first, len(hashes), _AT_ONCE):
             rows = [row.tobytes() for row in hashes[start : start + _AT_ONCE]]

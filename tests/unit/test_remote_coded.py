@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from bench.remote.redis_server import RedisServer, redis_binary
-from sglang_ext.tiers.quality import Quality
+from sglang_ext.tiers.quality import ANY, Quality
 from sglang_ext.tiers.record import parse_header
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
+from sglang_ext.tiers.store.remote_inquiry import RemoteInquiry
 from tests.tiers.remote_cases import until
 from tests.unit.remote_world import Host, body, codec_of, expected, hashes_of
 from tests.unit.test_page_codec import page
@@ -53,6 +54,14 @@ def keys(server: RedisServer, pattern: str) -> list[bytes]:
     return [bytes(key) for key in found]  # type: ignore[arg-type]
 
 
+def num_calls(server: RedisServer, command: str) -> int:
+    """How often a command was given since the last reset."""
+    text = server.call("INFO", "commandstats")
+    assert isinstance(text, bytes)
+    found = [line for line in text.decode().splitlines() if line.startswith(f"cmdstat_{command}:")]
+    return sum(int(line.split("calls=")[1].split(",")[0]) for line in found)
+
+
 @pytest.mark.parametrize("codec_id", LOSSY)
 def test_what_one_coded_another_decodes_with_its_profile(make: Make, codec_id: str) -> None:
     one, two = make(codec_id), make(codec_id, learns=False)
@@ -69,6 +78,34 @@ def test_what_one_coded_another_decodes_with_its_profile(make: Make, codec_id: s
     assert two.count(f"remote_level_{level}_pages") == two.count("remote_promoted_pages") == 40
     assert 0 < two.count("remote_bytes_in") <= one.count("remote_bytes_out")
     assert one.count("remote_coded_pages") == 40
+
+
+def test_headers_are_read_once(make: Make, server: RedisServer) -> None:
+    one, two = make(), make()
+    one.save(range(30))
+    assert one.uploaded(30)
+    server.call("CONFIG", "RESETSTAT")
+    two.fetch(range(30))
+    assert two.ready(range(30)) == 30
+    # Of each page its coded and its raw name are asked for; then one range of it is read.
+    assert num_calls(server, "getrange") == 3 * 30
+
+
+def test_what_was_found_a_moment_ago_may_be_gone(make: Make, server: RedisServer) -> None:
+    one, two = make(), make()
+    one.save(range(12))
+    assert one.uploaded(12)
+    hashes = hashes_of(range(12))
+    inquiry = RemoteInquiry(two.space, hashes, 0, ANY)
+    assert two.store.ask_remote(inquiry)
+    assert until(lambda: inquiry.done)
+    (gone,) = keys(server, f"*{hashes[7].tobytes().hex()}*")
+    server.call("DEL", gone)
+    plan = two.store.plan(two.space, hashes, remote_sizes=inquiry.sizes)
+    assert plan is not None
+    assert until(lambda: plan.done)
+    two.store.cancel_plan(plan)
+    assert two.ready(range(12)) == 7
 
 
 @pytest.mark.parametrize("codec_id", ["zstd", "lossless"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,41 @@ from sglang_ext.tiers.disk.layout import (
     table_pages,
 )
 from sglang_ext.tiers.disk.sealing import write_footer
-from sglang_ext.tiers.record import ByteArray, RecordError, RecordMeta, seal
+from sglang_ext.tiers.record import ByteArray, RecordMeta
+
+Prepare = Callable[[int], RecordMeta | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """What became of a batch.
+
+    Attributes:
+        locations: of the records that are stored, the leading ones.
+        failed: the disk failed; the rest were not stored, whatever they hold.
+    """
+
+    locations: list[Location]
+    failed: bool
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A batch while it is written; the threads of its runs add to it.
+
+    Attributes:
+        records: as in `append`.
+        prepare: as in `append`.
+        metas: of each record that was prepared.
+        refused: indices of records that cannot be stored.
+        failed: first index of each run that was not written.
+    """
+
+    records: Sequence[ByteArray]
+    prepare: Prepare
+    metas: list[RecordMeta | None]
+    refused: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
 
 
 class ActiveSegment:
@@ -121,51 +156,46 @@ class ActiveSegment:
                 return count
         return len(blocks)
 
-    def append(
-        self, records: Sequence[ByteArray], metas: Sequence[RecordMeta], *, salvage: bool = False
-    ) -> list[Location]:
-        """Writes records behind the last one; checksums are computed unless it is a salvage.
+    def append(self, records: Sequence[ByteArray], prepare: Prepare) -> Appended:
+        """Writes records behind the last one, each run prepared by the thread that writes it.
+
+        So one run is checked and its checksums are computed while others are on their way.
 
         Args:
             records: u8 [n * 4096] each, whole slots unless the segment is packed; they fit.
-            metas: what is in their headers.
-            salvage: they are sealed already.
+            prepare: makes the record of an index ready and says what is in its header; None where
+                it cannot be stored. Called at most once for each, by several threads.
 
         Returns:
-            Locations of the records that are stored: all of them, or, when the disk failed, those
-            before the first failed write. Later writes start where those end.
+            What is stored: all of them, or those before the first that `prepare` refused or the
+            first failed write. Later writes start where those end.
         """
         context, first_block = self._context, self._table.end_block
         sizes = [record.size for record in records]
         starts = [0, *itertools.accumulate(sizes)]
-        failed: list[int] = []
+        batch = _Batch(records, prepare, [None] * len(records))
         tasks = [
-            partial(
-                self._write_run,
-                [records[index] for index in run],
-                first_block * BLOCK_BYTES + starts[run.start],
-                run.start,
-                not salvage,
-                failed,
-            )
+            partial(self._write_run, batch, run, first_block * BLOCK_BYTES + starts[run.start])
             for run in context.split_runs(sizes)
         ]
         context.workers.run(tasks)
-        if context.config.fsync == "always" and not failed:
+        if context.config.fsync == "always" and not batch.failed:
             try:
                 context.io.sync(self._fd)
             except OSError:
                 context.counters.error("io_write")
-                failed.append(0)
-        stored = min(failed, default=len(records))
-        for meta, size in zip(metas[:stored], sizes, strict=False):
+                batch.failed.append(0)
+        stored = min((*batch.failed, *batch.refused), default=len(records))
+        for meta, size in zip(batch.metas[:stored], sizes, strict=False):
+            assert meta is not None
             self._table.add(meta.page_hash, meta.lora, meta.quality, size // BLOCK_BYTES)
         context.catalog.grow(self.segment, self._table.end_block)
         context.counters.add("bytes_written", starts[stored])
-        return [
+        locations = [
             Location(self.segment.segment_id, first_block + start // BLOCK_BYTES)
             for start in starts[:stored]
         ]
+        return Appended(locations, bool(batch.failed))
 
     def pages(self) -> RecoveredPages:
         """Returns the records written so far."""
@@ -203,23 +233,21 @@ class ActiveSegment:
         with contextlib.suppress(OSError):
             self._context.io.close(self._fd)
 
-    def _write_run(
-        self,
-        records: Sequence[ByteArray],
-        offset: int,
-        first: int,
-        with_checksum: bool,
-        failed: list[int],
-    ) -> None:
-        """Writes one run at `offset`; adds `first`, its first record's index, when that fails."""
+    def _write_run(self, batch: _Batch, run: range, offset: int) -> None:
+        """Prepares and writes one run at `offset`, up to the first record that is refused."""
+        end = run.start
         try:
-            if with_checksum:
-                for record in records:
-                    seal(record)
-            self._context.write_records(self._fd, records, offset)
-        except (OSError, RecordError):  # the latter if a header changed during the call
+            for index in run:
+                batch.metas[index] = batch.prepare(index)
+                if batch.metas[index] is None:
+                    batch.refused.append(index)
+                    break
+                end += 1
+            if end > run.start:
+                self._context.write_records(self._fd, batch.records[run.start : end], offset)
+        except OSError:
             self._context.counters.error("io_write")
-            failed.append(first)
+            batch.failed.append(run.start)
 
 
 def _publish(context: DiskContext, fd: int, temp: Path, path: Path) -> None:

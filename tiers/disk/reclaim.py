@@ -197,7 +197,7 @@ class Reclaimer:
             slot[: _blocks_in(active, pages, row) * BLOCK_BYTES]
             for slot, row in zip(slots, kept, strict=False)
         ]
-        locations = active.append(records, metas, salvage=True)
+        locations = active.append(records, metas.__getitem__).locations
         if not locations:
             return
         kept = kept[: len(locations)]

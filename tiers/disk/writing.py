@@ -13,7 +13,41 @@ from sglang_ext.tiers.disk.context import DiskContext, Owner, usable_slot
 from sglang_ext.tiers.disk.folder import SegmentIds
 from sglang_ext.tiers.disk.layout import segment_file_bytes
 from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE, Reclaimer
-from sglang_ext.tiers.record import ByteArray, RecordError, RecordMeta, parse_header
+from sglang_ext.tiers.record import (
+    ByteArray,
+    RecordError,
+    RecordMeta,
+    VerifyResult,
+    seal_record,
+)
+
+
+class _Batch:
+    """Rows that are written together. `prepare` may be called by several threads.
+
+    Attributes:
+        rows: which rows of the slots.
+        payload_bytes: i64 by index in `rows`, of those that were prepared.
+        refused: reasons of the rows that hold no record of the namespace.
+    """
+
+    def __init__(self, namespace: bytes, slots: Sequence[ByteArray], rows: list[int]) -> None:
+        self.rows = rows
+        self.payload_bytes = [0] * len(rows)
+        self.refused: dict[int, str] = {}
+        self._namespace = namespace
+        self._slots = slots
+
+    def prepare(self, index: int) -> RecordMeta | None:
+        """Checks the header of a record and computes its checksum."""
+        row = self.rows[index]
+        try:
+            meta, self.payload_bytes[index] = seal_record(self._slots[row], self._namespace)
+        except RecordError as error:
+            is_foreign = error.kind is VerifyResult.FOREIGN
+            self.refused[row] = "foreign" if is_foreign else "malformed"
+            return None
+        return meta
 
 
 class Writer:
@@ -30,24 +64,21 @@ class Writer:
     def write(self, namespace: Namespace, slots: Sequence[ByteArray]) -> list[Location | None]:
         """Stores one record per slot; the contract is `Tier.write`'s."""
         locations: list[Location | None] = [None] * len(slots)
-        rows, metas, payload = self._storable(namespace, slots)
-        blocks = [slots[row].size // BLOCK_BYTES for row in rows]
-        done = 0
-        while done < len(rows):
-            active = self._active(namespace, blocks[done:])
+        rows = self._usable(namespace, slots)
+        while rows:
+            blocks = [slots[row].size // BLOCK_BYTES for row in rows]
+            active = self._active(namespace, blocks)
             if active is None:
-                self._context.counters.drop("full", len(rows) - done)
+                self._context.counters.drop("full", len(rows))
                 break
-            batch = rows[done : done + active.count_fitting(blocks[done:])]
-            stored = active.append([slots[row] for row in batch], metas[done : done + len(batch)])
-            for row, location in zip(batch, stored, strict=False):
+            batch = _Batch(namespace.digest, slots, rows[: active.count_fitting(blocks)])
+            done = active.append([slots[row] for row in batch.rows], batch.prepare)
+            for row, location in zip(batch.rows, done.locations, strict=False):
                 locations[row] = location
-            self._context.counters.add("records_written", len(stored))
-            useful = sum(payload[done : done + len(stored)])
-            self._context.counters.add("useful_bytes", useful)
-            done += len(stored)
-            if len(stored) < len(batch):
-                self._context.counters.drop("io", len(rows) - done)
+            self._count(batch, len(done.locations))
+            rows = [row for row in rows[len(done.locations) :] if row not in batch.refused]
+            if done.failed:
+                self._context.counters.drop("io", len(rows))
                 break
             self._reclaim_early(namespace, active)
         self._withdraw_reclaimed(namespace, locations)
@@ -72,28 +103,23 @@ class Writer:
         for segment in self._context.catalog.segments(digest):
             self.reclaimer.drop(segment)
 
-    def _storable(
-        self, namespace: Namespace, slots: Sequence[ByteArray]
-    ) -> tuple[list[int], list[RecordMeta], list[int]]:
-        """Returns rows of `slots` that hold a record of this namespace, their metas and sizes."""
-        rows, metas, sizes = [], [], []
-        for row, slot in enumerate(slots):
-            try:
-                if not usable_slot(
-                    slot, namespace.slot_bytes, writable=True, packed=namespace.packed
-                ):
-                    raise ValueError("not a slot of this namespace")
-                meta, payload_bytes = parse_header(slot)
-            except (RecordError, ValueError):
-                self._context.counters.drop("malformed")
-                continue
-            if meta.namespace != namespace.digest:
-                self._context.counters.drop("foreign")
-                continue
-            rows.append(row)
-            metas.append(meta)
-            sizes.append(payload_bytes)
-        return rows, metas, sizes
+    def _usable(self, namespace: Namespace, slots: Sequence[ByteArray]) -> list[int]:
+        """Returns rows of `slots` that are memory of this namespace's pages."""
+        rows = [
+            row
+            for row, slot in enumerate(slots)
+            if usable_slot(slot, namespace.slot_bytes, writable=True, packed=namespace.packed)
+        ]
+        if len(rows) < len(slots):
+            self._context.counters.drop("malformed", len(slots) - len(rows))
+        return rows
+
+    def _count(self, batch: _Batch, num_stored: int) -> None:
+        counters = self._context.counters
+        counters.add("records_written", num_stored)
+        counters.add("useful_bytes", sum(batch.payload_bytes[:num_stored]))
+        for reason in batch.refused.values():
+            counters.drop(reason)
 
     def _withdraw_reclaimed(self, namespace: Namespace, locations: list[Location | None]) -> None:
         """Hands out no location whose segment went to make room for the rest of its own batch."""
