@@ -15,10 +15,11 @@ from sglang_ext.tiers.policy.compiled import compiled
 NONE = -1
 _CAP = 255
 
-# A class is (turn, path length, uses) in four steps each, or "last page of its path" and turn.
+# A class is (turn, path length, uses) in four steps each, or "last page of its path" and turn, or
+# "left behind": a conversation that was cut has gone on without the page.
 NUM_INNER = 64
-NUM_CLASSES = NUM_INNER + 4
-NUM_TURNS = 4
+LEFT_BEHIND = NUM_INNER + 4
+NUM_CLASSES = LEFT_BEHIND + 1
 
 
 class Pages(NamedTuple):
@@ -141,12 +142,56 @@ def adopt(pages: Any, path: Any, old_parents: Any) -> bool:
 
 
 @compiled
+def leave_behind(pages: Any, path: Any, old_parents: Any, now_s: float, marks: Any) -> Any:
+    """Finds the pages from which a path has departed, and gives them the class of such pages.
+
+    They lie in front of a page of `path` that has another parent now. A page that more than the
+    turns of its conversation have used is shared, and it and those in front of it are not left.
+
+    Args:
+        pages: The columns.
+        path: i64[N], rows that exist or not.
+        old_parents: i32[N], each page's parent before; negative for none.
+        now_s: Time, from which their age counts.
+        marks: i64 per row, all -1 before and after.
+
+    Returns:
+        i64[M], deepest first.
+    """
+    num_rows = pages.known.size
+    left = np.empty(0, np.int64)
+    for i in range(path.size):
+        if 0 <= path[i] < num_rows:
+            marks[path[i]] = i
+    for i in range(path.size):
+        row = old_parents[i]
+        if row < 0 or pages.parent[path[i]] == row:
+            continue
+        num = 0
+        found = np.empty(pages.depth[row] + 1, np.int64)
+        while row != NONE and num < found.size and pages.known[row] and marks[row] == NONE:
+            if pages.uses[row] > pages.turn[row] or pages.kind[row] == LEFT_BEHIND:
+                break
+            pages.kind[row] = LEFT_BEHIND
+            pages.last_s[row] = now_s
+            found[num] = row
+            num += 1
+            row = pages.parent[row]
+        left = np.concatenate((left, found[:num]))
+    for i in range(path.size):
+        if 0 <= path[i] < num_rows:
+            marks[path[i]] = NONE
+    return left
+
+
+@compiled
 def forget(pages: Any, rows: Any) -> None:
     """These pages are gone."""
     for i in range(rows.size):
         row = rows[i]
         if 0 <= row < pages.known.size:
             pages.known[row] = 0
+            pages.kind[row] = 0
             pages.parent[row] = NONE
 
 

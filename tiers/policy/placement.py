@@ -64,6 +64,7 @@ class PlacementPolicy:
         self.tiers: list[TierLists] = []
         self.return_times = ReturnTimes(config.capacity_pages or num_rows, self.order)
         self._generation = np.zeros(num_rows, np.uint32)
+        self._names = np.zeros(num_rows, np.uint64)
         self._scratch = np.full(num_rows, page_kernels.NONE, np.int64)
         self._clock = 0
 
@@ -86,12 +87,12 @@ class PlacementPolicy:
 
         Again with another path: replaces it, and the request keeps its place.
         """
-        del now_s  # return times are measured when the pages are used
         path = _as_rows(path)
         old_parents = np.empty(len(path), np.int32)
         if page_kernels.adopt(self.pages, path, old_parents):
             for tier in self.tiers:
                 tier.adopt(path, old_parents)
+            self._left_behind(path, old_parents, now_s)
         self._unneeded(self.queue.enqueue(request, path))
 
     def leave(self, request: Hashable) -> None:
@@ -136,13 +137,15 @@ class PlacementPolicy:
         page_kernels.use(self.pages, path, self._clock, now_s, old_parents)
         for tier in self.tiers:
             tier.used(path, old_parents)
+        if names is None:
+            high = self._generation[path].astype(np.uint64) << np.uint64(32)
+            names = path.astype(np.uint64) | high
+        self._names[path] = names
+        self._left_behind(path, old_parents, now_s)
         if self.config.return_times:
-            if names is None:
-                high = self._generation[path].astype(np.uint64) << np.uint64(32)
-                names = path.astype(np.uint64) | high
             kinds = self.pages.kind[path]
             since_s = now_s if arrived_s is None else arrived_s
-            for times in [tier.return_times for tier in self.tiers] or [self.return_times]:
+            for times in self._estimators():
                 times.learn(names, kinds, now_s, since_s)
 
     def forget(self, rows: Rows) -> None:
@@ -178,6 +181,8 @@ class PlacementPolicy:
             return np.zeros(0, np.int64)
         keys = [np.arange(len(rows)), self._coldness(rows, now_s)]
         if self.config.lookahead:
+            if self.return_times.left_never_return:
+                keys.append(self.pages.kind[rows] != page_kernels.LEFT_BEHIND)
             places = self.queue.needed_at(rows)
             keys.append(np.where(places < 0, np.iinfo(np.int64).min, -places))
         leaving = np.lexsort(keys)
@@ -204,6 +209,22 @@ class PlacementPolicy:
         if len(rows):
             for tier in self.tiers:
                 tier.settle(rows)
+
+    def _estimators(self) -> list[ReturnTimes]:
+        return [tier.return_times for tier in self.tiers] or [self.return_times]
+
+    def _left_behind(
+        self, path: Rows, old_parents: npt.NDArray[np.int32], now_s: float
+    ) -> None:
+        """Notes what the pages of `path` have departed from; see `page_kernels.leave_behind`."""
+        rows = page_kernels.leave_behind(self.pages, path, old_parents, now_s, self._scratch)
+        if not len(rows):
+            return
+        for tier in self.tiers:
+            tier.left_behind(rows)
+        if self.config.return_times:
+            for times in self._estimators():
+                times.left_behind(self._names[rows], now_s)
 
     def _coldness(self, rows: Rows, now_s: float) -> npt.NDArray[np.generic]:
         """Smaller leaves sooner."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.policy.compiled import compiled
-from sglang_ext.tiers.policy.page_kernels import NUM_CLASSES, NUM_INNER
+from sglang_ext.tiers.policy.page_kernels import LEFT_BEHIND, NUM_CLASSES, NUM_INNER
 
 NONE = -1
 WAYS = 8
@@ -134,10 +134,16 @@ def _leave_caches(directory: Any, slot: int) -> None:
 
 
 @compiled
+def _first_slot(directory: Any, h: Any) -> Any:
+    """First slot of the set of a page whose mixed name is `h`."""
+    return np.int64((h >> np.uint64(20)) & np.uint64(directory.name.size // WAYS - 1)) * WAYS
+
+
+@compiled
 def _slot_of(directory: Any, name: Any, h: Any, now_s: float) -> Any:
     """The page's slot and whether it was there; else the slot of the set's oldest page, emptied."""
     d = directory
-    first: Any = np.int64((h >> np.uint64(20)) & np.uint64(d.name.size // WAYS - 1)) * WAYS
+    first: Any = _first_slot(d, h)
     oldest: Any = first
     for slot in range(first, first + WAYS):
         if d.name[slot] == name:
@@ -226,9 +232,33 @@ def learn(
 
 
 @compiled
+def relabel(directory: Any, names: Any, kind: int, now_s: float, mask: Any) -> None:
+    """Notes that pages have another class from now on, without a use.
+
+    To the class that they had they are lost from sight at the age that they had.
+    """
+    d = directory
+    for i in range(names.size):
+        h = _mix(names[i])
+        if h & mask:
+            continue
+        name = h | np.uint64(1)
+        first: Any = _first_slot(d, h)
+        for slot in range(first, first + WAYS):
+            if d.name[slot] != name or d.kind[slot] == kind:
+                continue
+            d.exits[d.kind[slot], age_bin(now_s - d.last_s[slot])] += 1
+            if d.score_prev[slot] != -2:
+                _cut(d.score_prev, d.score_next, d.score_ends, d.kind[slot], slot)
+                _append(d.score_prev, d.score_next, d.score_ends, kind, slot)
+            d.kind[slot] = kind
+            d.last_s[slot] = now_s
+
+
+@compiled
 def _wider_class(kind: int) -> int:
-    """0 for pages inside a path, 1 for last pages."""
-    return 0 if kind < NUM_INNER else 1
+    """0 for pages inside a path, 1 for last pages, 2 for those left behind."""
+    return 0 if kind < NUM_INNER else 1 if kind < LEFT_BEHIND else 2
 
 
 @compiled
@@ -256,8 +286,8 @@ def rescore(directory: Any, now_s: float, decay: float) -> None:
     for k in range(NUM_BINS):
         low = 0.0 if k == 0 else _FIRST_S * 2.0 ** ((k - 1) / _BINS_PER_OCTAVE)
         widths[k] = _FIRST_S * 2.0 ** (k / _BINS_PER_OCTAVE) - low
-    wide_hits = np.zeros((2, NUM_BINS))
-    wide_risk = np.zeros((2, NUM_BINS))
+    wide_hits = np.zeros((3, NUM_BINS))
+    wide_risk = np.zeros((3, NUM_BINS))
     risk = np.zeros((NUM_CLASSES, NUM_BINS))
     for kind in range(NUM_CLASSES):
         reached = 0.0

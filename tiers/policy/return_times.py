@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.policy import return_kernels as kernels
 from sglang_ext.tiers.policy.order import BaseOrder
+from sglang_ext.tiers.policy.page_kernels import LEFT_BEHIND
 
 Names = npt.NDArray[np.uint64]
 _MINIATURE_PAGES = 1024  # what either miniature cache holds at most
@@ -19,6 +20,9 @@ _DIRECTORY_RATIO = 8  # the directory sees this many times further back than the
 _DECAY = 0.97  # at each rescoring: what was seen 23 of them ago counts half
 _MIN_DIFFERENT = 64  # hits in one cache only, before anything is concluded
 _FADE_AT = 4096
+# Of pages left behind: the share of returns up to which they leave first, and how many are taken to
+# have been lost before any was seen.
+_FEW, _LOST_AT_FIRST = 0.05, 64
 
 
 class ReturnTimes:
@@ -67,6 +71,22 @@ class ReturnTimes:
             self._rescored_at = uses
             kernels.rescore(self.directory, now_s, _DECAY)
             self._judge()
+
+    def left_behind(self, names: Names, now_s: float) -> None:
+        """Notes that a conversation was cut and has gone on without these pages.
+
+        Args:
+            names: u64[N], as given to `learn`.
+            now_s: time.
+        """
+        kernels.relabel(self.directory, names, LEFT_BEHIND, now_s, self._mask)
+
+    @property
+    def left_never_return(self) -> bool:
+        """Whether hardly any of the pages that were left behind were used again, as far as seen."""
+        returned = self.directory.hits[LEFT_BEHIND].sum()
+        lost = self.directory.exits[LEFT_BEHIND].sum()
+        return bool(returned <= _FEW * (returned + lost + _LOST_AT_FIRST))
 
     def counters(self) -> dict[str, float]:
         """What the guard goes by: recent hits of both miniature caches."""

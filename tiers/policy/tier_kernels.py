@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.policy.compiled import compiled
-from sglang_ext.tiers.policy.page_kernels import NUM_CLASSES
+from sglang_ext.tiers.policy.page_kernels import LEFT_BEHIND, NUM_CLASSES
 from sglang_ext.tiers.policy.return_kernels import age_bin
 
 NONE = -1
@@ -189,6 +189,21 @@ def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, yo
 
 
 @compiled
+def move(lists: Any, pages: Any, rows: Any) -> None:
+    """Moves pages that lie here, deepest first, to the lists of the classes that they have now."""
+    for i in range(rows.size):
+        row = rows[i]
+        if lists.state[row] == ABSENT:
+            continue
+        if lists.state[row] == LISTED:
+            _cut(lists, row)
+            stamp = lists.stamp[row]
+            _link_young(lists, row, pages.kind[row])
+            lists.stamp[row] = stamp
+        lists.kind[row] = pages.kind[row]
+
+
+@compiled
 def _next_of_kind(
     lists: Any, head: Any, lookahead: bool, kind: int, end: int, budget: Any
 ) -> Any:  # fmt: skip
@@ -213,9 +228,11 @@ def _next_of_kind(
 @compiled
 def evict_unwanted(
     lists: Any, pages: Any, head: Any, scores: Any, by_score: bool, lookahead: bool, young: bool,
-    now_s: float, out: Any,
+    left_first: bool, now_s: float, out: Any,
 ) -> Any:  # fmt: skip
     """Takes out pages that nobody waits for, coldest first, into `out`; returns how many.
+
+    With `left_first` those that were left behind come before all others.
 
     A class whose old end is full of pages that may not leave is passed over until they are parked,
     which takes several calls, unless no other class has a page.
@@ -238,7 +255,9 @@ def evict_unwanted(
                 rows[kind] = row
                 if row != NONE:
                     stamps[kind] = sign * lists.stamp[row]
-                    if by_score:
+                    if left_first and kind == LEFT_BEHIND:
+                        values[kind] = -1.0
+                    elif by_score:
                         values[kind] = scores[kind, age_bin(now_s - pages.last_s[row])]
             if rows[kind] == NONE:
                 continue

@@ -78,7 +78,7 @@ class TierLists:
         num = kernels.evict_unwanted(
             self._lists, policy.pages, policy.queue.needs.head, times.scores,
             policy.config.return_times and times.active, policy.config.lookahead, self._young,
-            now_s, out,
+            policy.config.lookahead and times.left_never_return, now_s, out,
         )  # fmt: skip
         if num < count and policy.config.lookahead and spare is not None:
             num += kernels.evict_wanted(
@@ -97,6 +97,10 @@ class TierLists:
     def adopt(self, path: Rows, old_parents: npt.NDArray[np.int32]) -> None:
         """Notes that pages have other parents now; see `PlacementPolicy.enqueue`."""
         kernels.used(self._lists, self._policy.pages, path, old_parents, False, self._young)
+
+    def left_behind(self, rows: Rows) -> None:
+        """Notes that conversations go on without these pages."""
+        kernels.move(self._lists, self._policy.pages, rows)
 
     def settle(self, rows: Rows) -> None:
         """Nobody waits for these pages any more."""

@@ -1,0 +1,100 @@
+"""What a cut conversation went on without: it leaves first, as long as nobody comes back for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
+from sglang_ext.tiers.policy.page_kernels import LEFT_BEHIND
+
+
+def _rows(rows: Sequence[int]) -> np.ndarray:
+    return np.array(rows, np.int64)
+
+
+def _two_chats() -> PlacementPolicy:
+    """Pages 0 to 9 are a chat's; 20 to 25 one that was used before it, so colder."""
+    policy = PlacementPolicy(64)
+    policy.used(_rows(range(20, 26)), 1.0)
+    policy.used(_rows(range(10)), 2.0)
+    return policy
+
+
+def _left(policy: PlacementPolicy) -> list[int]:
+    return np.flatnonzero(policy.pages.kind == LEFT_BEHIND).tolist()
+
+
+def test_what_was_cut_leaves_before_what_is_colder() -> None:
+    policy = _two_chats()
+    policy.enqueue("cut", _rows([0, 6, 7, 8, 9]), 3.0)
+    assert _left(policy) == [1, 2, 3, 4, 5]
+    candidates = _rows([*range(20, 26), *range(10)])
+    assert policy.victims(candidates, 7, 4.0).tolist() == [5, 4, 3, 2, 1, 25, 24]
+
+
+def test_a_tier_gives_it_up_first() -> None:
+    policy = PlacementPolicy(64)
+    tier = policy.add_tier(32)
+    for now_s, path in ((1.0, _rows(range(20, 26))), (2.0, _rows(range(10)))):
+        policy.used(path, now_s)
+        tier.enter(path)
+    policy.enqueue("cut", _rows(range(4, 10)), 3.0)
+    assert tier.evict(6, 4.0).tolist() == [3, 2, 1, 0, 25, 24]
+
+
+def test_a_page_that_is_waited_for_stays() -> None:
+    policy = PlacementPolicy(64)
+    tier = policy.add_tier(32)
+    policy.used(_rows(range(10)), 1.0)
+    tier.enter(_rows(range(10)))
+    policy.enqueue("whole", _rows(range(10)), 2.0)
+    policy.enqueue("cut", _rows(range(4, 10)), 3.0)
+    assert tier.evict(4, 4.0, spare=None).tolist() == []
+    policy.leave("whole")
+    assert tier.evict(4, 5.0, spare=None).tolist() == [3, 2, 1, 0]
+
+
+def test_what_others_use_too_is_not_left() -> None:
+    policy = PlacementPolicy(64)
+    for chat in range(3):  # a shared start of two pages
+        policy.used(_rows([0, 1, *range(10 * chat + 10, 10 * chat + 16)]), float(chat))
+    policy.enqueue("cut", _rows(range(33, 36)), 4.0)
+    assert _left(policy) == [30, 31, 32]
+
+
+def test_what_is_used_again_is_as_before() -> None:
+    policy = _two_chats()
+    policy.enqueue("cut", _rows(range(4, 10)), 3.0)
+    assert _left(policy) == [0, 1, 2, 3]
+    policy.leave("cut")
+    policy.used(_rows(range(10)), 5.0)
+    assert _left(policy) == []
+
+
+def test_a_request_that_skips_the_queue_leaves_it_behind_too() -> None:
+    policy = _two_chats()
+    policy.used(_rows([6, 7, 8, 9, 40]), 3.0)
+    assert _left(policy) == list(range(6))
+
+
+def test_where_they_come_back_the_rule_is_given_up() -> None:
+    """A client that asks side questions about the end of each chat, and then goes on with all."""
+    policy = PlacementPolicy(4096)
+    assert policy.return_times.left_never_return
+    for chat in range(60):
+        path = _rows(range(20 * chat, 20 * chat + 20))
+        policy.used(path, 10.0 * chat)
+        policy.used(path[10:], 10.0 * chat + 2)
+        policy.used(path, 10.0 * chat + 4)
+    assert not policy.return_times.left_never_return
+
+
+def test_without_look_ahead_the_base_order_decides() -> None:
+    policy = PlacementPolicy(64, PolicyConfig(lookahead=False, return_times=False))
+    policy.used(_rows(range(20, 26)), 1.0)
+    policy.used(_rows(range(10)), 2.0)
+    policy.enqueue("cut", _rows([0, 6, 7, 8, 9]), 3.0)
+    candidates = _rows([*range(20, 26), *range(10)])
+    assert policy.victims(candidates, 6, 4.0).tolist() == [25, 24, 23, 22, 21, 20]
