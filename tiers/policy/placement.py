@@ -213,9 +213,7 @@ class PlacementPolicy:
     def _estimators(self) -> list[ReturnTimes]:
         return [tier.return_times for tier in self.tiers] or [self.return_times]
 
-    def _left_behind(
-        self, path: Rows, old_parents: npt.NDArray[np.int32], now_s: float
-    ) -> None:
+    def _left_behind(self, path: Rows, old_parents: npt.NDArray[np.int32], now_s: float) -> None:
         """Notes what the pages of `path` have departed from; see `page_kernels.leave_behind`."""
         rows = page_kernels.leave_behind(self.pages, path, old_parents, now_s, self._scratch)
         if not len(rows):
