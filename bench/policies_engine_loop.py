@@ -120,6 +120,7 @@ class Simulator:
         self._waiting.add(request.number)
         if self._future is not None:
             self._future.arrived(request.number, self.now_s)
+        self._policy.leave_behind(request.left_ids, self.now_s)
         self._need(request)
 
     def _need(self, request: Request) -> None:

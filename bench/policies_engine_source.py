@@ -119,7 +119,7 @@ class ConversationSource(Source):
         output = min(turn.output_tokens, window // 2)
         new = min(turn.new_tokens, window - output - state.head_pages * system.page_tokens)
         new = max(new, 1)
-        lost = self._truncate(state, new + prefix + output)
+        lost, left = self._truncate(state, new + prefix + output)
         history = 0 if prefix else state.context
         prompt = state.context + prefix + new if prefix else state.context + new
         if prefix:
@@ -131,7 +131,9 @@ class ConversationSource(Source):
         prompt_ids = known[: min(len(known), prompt // system.page_tokens)]
         state.turn += 1
         state.pages, state.context = stored, prompt + output
-        return Request(number, now_s, prompt_ids, stored, prompt, output, history, reusable, key)
+        return Request(
+            number, now_s, prompt_ids, stored, prompt, output, history, reusable, key, left
+        )
 
     def done(self, request: Request, now_s: float) -> tuple[float, int] | None:
         turns = self._conversations[request.source].turns
@@ -149,11 +151,12 @@ class ConversationSource(Source):
         state.head_pages = pages
         return conversation.prefix_tokens
 
-    def _truncate(self, state: _State, coming: int) -> int:
+    def _truncate(self, state: _State, coming: int) -> tuple[int, Ids]:
         """Drops the oldest behind the head until what comes fits.
 
         Returns:
-            Pages of the kept tail that are not reused, because their KV is bound to its position.
+            Pages of the kept tail that are not reused, because their KV is bound to its position;
+            and the pages that the conversation goes on without.
         """
         system, size, head = self._system, self._system.page_tokens, state.head_pages
         dropped = 0
@@ -163,16 +166,16 @@ class ConversationSource(Source):
                 break
             dropped = min(dropped + step, len(state.pages) - head)
         if not dropped:
-            return 0
-        tail = state.pages[head + dropped :]
+            return 0, state.pages[:0]
+        left, tail = state.pages[head : head + dropped], state.pages[head + dropped :]
         state.context -= dropped * size
         if state.context + coming > system.context_window:  # nothing left to drop but a part page
             state.context = head * size
         if system.truncation:
             state.pages = np.concatenate([state.pages[:head], tail])
-            return 0
-        state.pages = state.pages[:head]
-        return len(tail)
+            return 0, left
+        left, state.pages = state.pages[head:], state.pages[:head]
+        return len(tail), left
 
     def _new_pages(self, count: int) -> Ids:
         first = self._next_page

@@ -148,6 +148,7 @@ class Request:
         history_tokens: part of the prompt that is history.
         history_pages: pages of it that an unbounded store of position-free KV holds.
         source: index of its conversation, -1 for a trace.
+        left_ids: i64[K], pages that its conversation was cut by, root first.
     """
 
     number: int
@@ -159,6 +160,7 @@ class Request:
     history_tokens: int = 0
     history_pages: int = 0
     source: int = -1
+    left_ids: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 Two servers are up, both with the plugin and DRAM only; one of them also has a Redis on loopback. No
 prompt comes twice, so that one asks the store for every prompt and uploads every page, and gains
 nothing. They take the same requests in turns, and the scheduler of the other one is stopped
-meanwhile. Reported are the CPU time of the scheduler's own thread and the throughput, as ratios of
-each pair of blocks.
+meanwhile. Both are started anew several times: where a server's memory comes to lie makes it some
+percent faster or slower for as long as it runs. Reported are the CPU time of the scheduler's own
+thread and the throughput, as ratios of each pair of blocks.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from bench.stats import median, median_interval
 CPU_TARGET, THROUGHPUT_TARGET = 1.03, 0.97
 SIDES = ("off", "on")
 _CONCURRENCY = 6
+_PAIRS_A_START = 3
+_WARMUP_REQUESTS = 4
 _SETTLE_TIMEOUT_S = 60.0
 
 
@@ -50,7 +53,7 @@ def measure_remote(folder: Path, pairs: int, block: int, progress: Progress) -> 
 
     Args:
         folder: for the model and the logs.
-        pairs: pairs that count; one more comes before them.
+        pairs: pairs that count, of all starts together.
         block: requests in a block.
         progress: where to say how far it is.
 
@@ -68,49 +71,74 @@ def measure_remote(folder: Path, pairs: int, block: int, progress: Progress) -> 
         *("--page-size", 64, "--max-total-tokens", 24_576, "--mem-fraction-static", 0.5),
         *("--enable-hier-kv", "--hier-kv-host-size", 0.5),
     ]
-    with ExitStack() as stack:
-        # What lies there is never read, so it may go.
-        redis = stack.enter_context(
-            RedisServer(folder / "redis", max_memory="1gb", policy="allkeys-lru")
-        )
-        url = f"redis://127.0.0.1:{redis.port}"
-        servers = {
-            "off": Server(args, model=model, stop="kill"),
-            "on": Server([*args, "--hier-kv-remote-url", url], model=model, stop="kill"),
-        }
-        for server in servers.values():
-            stack.callback(server.kill)
-            server.start()
-        for server in servers.values():
-            server.wait_ready()
-        _wait_usable(servers["on"])
-        blocks = _run_pairs(servers, pairs, block, progress)
-        state = tier_state(servers["on"])
-    _check(state, (pairs + 1) * block)
-    return {**_figures(blocks), "counters": {**state["host"], **_named(state["remote"])}}
+    run = _Run(pairs, block, progress)
+    # What lies there is never read, so it may go.
+    with RedisServer(folder / "redis", max_memory="1gb", policy="allkeys-lru") as redis:
+        remote = ["--hier-kv-remote-url", f"redis://127.0.0.1:{redis.port}"]
+        while run.num_done < pairs:
+            with ExitStack() as stack:
+                servers = {
+                    "off": Server(args, model=model, stop="kill"),
+                    "on": Server([*args, *remote], model=model, stop="kill"),
+                }
+                for side in run.order():
+                    stack.callback(servers[side].kill)
+                    servers[side].start()
+                for server in servers.values():
+                    server.wait_ready()
+                _wait_usable(servers["on"])
+                num_requests = run.measure(servers)
+                state = tier_state(servers["on"])
+            _check(state, num_requests)
+    return {**_figures(run.blocks), "counters": {**state["host"], **_named(state["remote"])}}
 
 
-def _run_pairs(
-    servers: dict[str, Server], pairs: int, block: int, progress: Progress
-) -> dict[str, list[Block]]:
-    rng = np.random.default_rng(6)
-    found: dict[str, list[Block]] = {side: [] for side in SIDES}
-    schedulers = {side: psutil.Process(s.scheduler_pid) for side, s in servers.items()}
-    for process in schedulers.values():
-        process.suspend()  # an idle scheduler spins on a whole core
-    for at in range(pairs + 1):
-        requests = draw_requests(rng, block)
-        for side in SIDES if at % 2 else SIDES[::-1]:
-            progress.update(f"remote {side}, pair {at} of {pairs}")
-            schedulers[side].resume()
-            measured = _run_block(servers[side], schedulers[side].pid, requests)
-            _wait_uploaded(servers[side])
-            schedulers[side].suspend()
-            if at:
-                found[side].append(measured)
-    for process in schedulers.values():
-        process.resume()
-    return found
+class _Run:
+    """Pairs of blocks, over several starts of the servers.
+
+    Attributes:
+        blocks: of each side, one a pair.
+    """
+
+    def __init__(self, pairs: int, block: int, progress: Progress) -> None:
+        self.blocks: dict[str, list[Block]] = {side: [] for side in SIDES}
+        self._pairs = pairs
+        self._block = block
+        self._progress = progress
+        self._rng = np.random.default_rng(6)
+
+    @property
+    def num_done(self) -> int:
+        """Pairs measured so far."""
+        return len(self.blocks["on"])
+
+    def order(self) -> tuple[str, ...]:
+        """The sides in the order of this pair: they take turns at going first."""
+        return SIDES[::-1] if self.num_done % 2 else SIDES
+
+    def measure(self, servers: dict[str, Server]) -> int:
+        """Measures the pairs of one start; returns how many requests each server took."""
+        schedulers = {side: psutil.Process(s.scheduler_pid) for side, s in servers.items()}
+        for process in schedulers.values():
+            process.suspend()  # an idle scheduler spins on a whole core
+        num = min(_PAIRS_A_START, self._pairs - self.num_done)
+        for at in range(num + 1):
+            warms_up = at == 0
+            size = _WARMUP_REQUESTS if warms_up else self._block
+            requests = draw_requests(self._rng, size)
+            found: dict[str, Block] = {}
+            for side in self.order():
+                self._progress.update(f"remote {side}, {self.num_done} of {self._pairs} pairs done")
+                schedulers[side].resume()
+                found[side] = _run_block(servers[side], schedulers[side].pid, requests)
+                _wait_uploaded(servers[side])
+                schedulers[side].suspend()
+            if not warms_up:
+                for side in SIDES:
+                    self.blocks[side].append(found[side])
+        for process in schedulers.values():
+            process.resume()
+        return _WARMUP_REQUESTS + num * self._block
 
 
 def _run_block(server: Server, scheduler: int, requests: Sequence[Request]) -> Block:
@@ -205,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 (check failed) or 2 (usage)."""
     parser = argparse.ArgumentParser(prog="python -m bench.serve_remote", description=__doc__)
     parser.add_argument("--pairs", type=int, default=12, metavar="N", help="pairs of blocks")
-    parser.add_argument("--block", type=int, default=24, metavar="N", help="requests in a block")
+    parser.add_argument("--block", type=int, default=12, metavar="N", help="requests in a block")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the result")
     args = parser.parse_args(argv)
 

@@ -85,7 +85,28 @@ class TruncatedReuse:
         if found is None:
             room.leave(handle)
         else:
+            self._leave_behind(req, lineage, space)
             room.enter(handle, Wish(space, found.hashes, 0, max_quality_of(req)))
+
+    def _leave_behind(self, req: Any, lineage: Lineage, space: KeySpace) -> None:
+        """Tells the placement policy which stored pages the conversation goes on without."""
+        lookahead = self._cache.store.lookahead
+        if lookahead is None or not self._takes_others(req):
+            return
+        size = self._cache.page_size
+        for source in lineage.sources(0, _none_usable):
+            first, end = -(-source.begin // size), (source.begin + source.shift) // size
+            if first < end:
+                lookahead.leave_behind(space, source.hashes, first, end)
+
+    def _takes_others(self, req: Any) -> bool:
+        """Whether a truncated request may be given pages of other prompts.
+
+        Whoever wants exact KV gets none, nor does a model whose K cannot move.
+        """
+        if max_quality_of(req) < Quality.APPROXIMATED:
+            return False
+        return bool(self._cache.hier_linker.copier.movable)
 
     def _compose(
         self,
@@ -107,10 +128,7 @@ class TruncatedReuse:
         before = np.zeros((device_len // size, 32), np.uint8)
         end = device_len + len(tail) * size
         own = Source(0, 0, end, np.concatenate([before, tail]), usable_of)
-        others: list[Source] = []
-        # Whoever wants exact KV gets none of other prompts, nor does a model whose K cannot move.
-        if limit >= Quality.APPROXIMATED and self._cache.hier_linker.copier.movable:
-            others = lineage.sources(end, usable_of)
+        others = lineage.sources(end, usable_of) if self._takes_others(req) else []
         return compose(device_len, end, size, own, others)
 
     # ---- saves ----
@@ -155,6 +173,10 @@ class TruncatedReuse:
             ancestors=np.concatenate([sources, place.ancestors]),
             aliased=aliased if aliased.any() else None,
         )
+
+
+def _none_usable(hashes: Hashes) -> Bools:
+    return np.zeros(len(hashes), np.bool_)
 
 
 def page_hashes(page_size: int) -> Any:

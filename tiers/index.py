@@ -234,6 +234,10 @@ class PageIndex:
         """As `lru_add`, but rows that are not listed stay so."""
         kernels.lru_touch(_as_rows(rows), False, *self._links)
 
+    def lru_sink(self, rows: npt.ArrayLike) -> None:
+        """Make each listed row the least recent, in order: the last of the batch ends up oldest."""
+        kernels.lru_sink(_as_rows(rows), *self._links)
+
     def lru_remove(self, rows: npt.ArrayLike) -> None:
         """Take rows out of the list; they stay known."""
         kernels.lru_remove(_as_rows(rows), *self._links)

@@ -381,6 +381,19 @@ def _append(row: Any, state: Any, prev_row: Any, next_row: Any) -> None:
 
 
 @_inlined
+def _prepend(row: Any, state: Any, prev_row: Any, next_row: Any) -> None:
+    oldest = state[LRU_OLD]
+    prev_row[row] = NIL
+    next_row[row] = oldest
+    if oldest == NIL:
+        state[LRU_NEW] = row
+    else:
+        prev_row[oldest] = row
+    state[LRU_OLD] = row
+    state[LRU_COUNT] += 1
+
+
+@_inlined
 def _is_live(row: Any, state: Any, prev_row: Any) -> Any:
     return row >= 0 and row < state[TOP] and prev_row[row] != FREE
 
@@ -444,6 +457,18 @@ def lru_touch(rows: Any, add: Any, state: Any, prev_row: Any, next_row: Any) -> 
         elif not add:
             continue
         _append(row, state, prev_row, next_row)
+
+
+@_compiled(types.void(_IN_ROWS, _I64S, _U32S, _U32S))
+def lru_sink(rows: Any, state: Any, prev_row: Any, next_row: Any) -> None:
+    """Make each row the least recent, in order; rows not listed are passed over."""
+    for i in range(rows.size):
+        row = rows[i]
+        if not _is_live(row, state, prev_row) or prev_row[row] == UNLINKED:
+            continue
+        if row != state[LRU_OLD]:
+            _unlink(row, state, prev_row, next_row)
+            _prepend(row, state, prev_row, next_row)
 
 
 @_compiled(types.void(_IN_ROWS, _I64S, _U32S, _U32S))

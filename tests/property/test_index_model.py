@@ -115,6 +115,13 @@ class IndexMachine(RuleBasedStateMachine):
                 self.lru.move_to_end(row)
 
     @rule(chosen=places)
+    def lru_sink(self, chosen: list[int]) -> None:
+        self.index.lru_sink(self.pick(chosen))
+        for row in self.live(chosen):
+            if row in self.lru:
+                self.lru.move_to_end(row, last=False)
+
+    @rule(chosen=places)
     def lru_remove(self, chosen: list[int]) -> None:
         self.index.lru_remove(self.pick(chosen))
         for row in self.live(chosen):

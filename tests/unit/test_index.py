@@ -350,8 +350,8 @@ def test_check_finds_damage(damage: object) -> None:
         index.check()
 
 
-COMPILED = ["insert", "lookup", "lru_remove", "lru_tail", "lru_touch", "note_hits", "prefix",
-            "remove", "rows_where"]  # fmt: skip
+COMPILED = ["insert", "lookup", "lru_remove", "lru_sink", "lru_tail", "lru_touch", "note_hits",
+            "prefix", "remove", "rows_where"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMPILED)

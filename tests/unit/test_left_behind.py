@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
 from sglang_ext.tiers.policy.page_kernels import LEFT_BEHIND
+from tests.unit.store_rig import Make, pages, rigs
 
 
 def _rows(rows: Sequence[int]) -> np.ndarray:
@@ -28,6 +31,7 @@ def _left(policy: PlacementPolicy) -> list[int]:
 
 def test_what_was_cut_leaves_before_what_is_colder() -> None:
     policy = _two_chats()
+    policy.leave_behind(_rows([1, 2, 3, 4, 5]), 3.0)
     policy.enqueue("cut", _rows([0, 6, 7, 8, 9]), 3.0)
     assert _left(policy) == [1, 2, 3, 4, 5]
     candidates = _rows([*range(20, 26), *range(10)])
@@ -40,6 +44,7 @@ def test_a_tier_gives_it_up_first() -> None:
     for now_s, path in ((1.0, _rows(range(20, 26))), (2.0, _rows(range(10)))):
         policy.used(path, now_s)
         tier.enter(path)
+    policy.leave_behind(_rows(range(4)), 3.0)
     policy.enqueue("cut", _rows(range(4, 10)), 3.0)
     assert tier.evict(6, 4.0).tolist() == [3, 2, 1, 0, 25, 24]
 
@@ -50,6 +55,7 @@ def test_a_page_that_is_waited_for_stays() -> None:
     policy.used(_rows(range(10)), 1.0)
     tier.enter(_rows(range(10)))
     policy.enqueue("whole", _rows(range(10)), 2.0)
+    policy.leave_behind(_rows(range(4)), 3.0)
     policy.enqueue("cut", _rows(range(4, 10)), 3.0)
     assert tier.evict(4, 4.0, spare=None).tolist() == []
     policy.leave("whole")
@@ -60,23 +66,23 @@ def test_what_others_use_too_is_not_left() -> None:
     policy = PlacementPolicy(64)
     for chat in range(3):  # a shared start of two pages
         policy.used(_rows([0, 1, *range(10 * chat + 10, 10 * chat + 16)]), float(chat))
-    policy.enqueue("cut", _rows(range(33, 36)), 4.0)
+    left = policy.leave_behind(_rows([0, 1, 30, 31, 32]), 4.0)
+    assert left.tolist() == [32, 31, 30]
     assert _left(policy) == [30, 31, 32]
 
 
 def test_what_is_used_again_is_as_before() -> None:
     policy = _two_chats()
-    policy.enqueue("cut", _rows(range(4, 10)), 3.0)
+    policy.leave_behind(_rows(range(4)), 3.0)
     assert _left(policy) == [0, 1, 2, 3]
-    policy.leave("cut")
     policy.used(_rows(range(10)), 5.0)
     assert _left(policy) == []
 
 
-def test_a_request_that_skips_the_queue_leaves_it_behind_too() -> None:
+def test_what_is_not_known_is_passed_over() -> None:
     policy = _two_chats()
-    policy.used(_rows([6, 7, 8, 9, 40]), 3.0)
-    assert _left(policy) == list(range(6))
+    assert policy.leave_behind(_rows([-1, 63, 64, 5]), 3.0).tolist() == [5]
+    assert policy.leave_behind(_rows([5]), 4.0).tolist() == []  # no news
 
 
 def test_where_they_come_back_the_rule_is_given_up() -> None:
@@ -86,7 +92,7 @@ def test_where_they_come_back_the_rule_is_given_up() -> None:
     for chat in range(60):
         path = _rows(range(20 * chat, 20 * chat + 20))
         policy.used(path, 10.0 * chat)
-        policy.used(path[10:], 10.0 * chat + 2)
+        policy.leave_behind(path[:10], 10.0 * chat + 2)
         policy.used(path, 10.0 * chat + 4)
     assert not policy.return_times.left_never_return
 
@@ -95,6 +101,36 @@ def test_without_look_ahead_the_base_order_decides() -> None:
     policy = PlacementPolicy(64, PolicyConfig(lookahead=False, return_times=False))
     policy.used(_rows(range(20, 26)), 1.0)
     policy.used(_rows(range(10)), 2.0)
-    policy.enqueue("cut", _rows([0, 6, 7, 8, 9]), 3.0)
+    policy.leave_behind(_rows([1, 2, 3, 4, 5]), 3.0)
     candidates = _rows([*range(20, 26), *range(10)])
     assert policy.victims(candidates, 6, 4.0).tolist() == [25, 24, 23, 22, 21, 20]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    yield from rigs(tmp_path)
+
+
+def test_in_the_store_it_leaves_before_older_pages_and_keeps_nothing(make: Make) -> None:
+    rig = make(slots=20, disk=False, lookahead=True)
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    older, chat = pages("older", 6), pages("chat", 10)
+    for path in (older, chat):
+        rig.save(path)
+        lookahead.used(rig.space, path, None)
+    lookahead.leave_behind(rig.space, chat, 1, 6)
+    assert rig.count("left_behind_pages") == 5
+    kept = np.ascontiguousarray(chat[[0, 6, 7, 8, 9]])
+    assert lookahead.expect("cut", rig.space, kept, 0).total == 5
+    lookahead.leave("cut")
+    new = pages("new", 9)
+    rig.save(new)  # there was room for four
+    assert rig.ready(new) == 9
+    assert rig.ready(older) == 6
+    assert [rig.ready(chat[at : at + 1]) for at in range(10)] == [1, 0, 0, 0, 0, 0, 1, 1, 1, 1]
+    lookahead.leave_behind(rig.space, chat, 1, 6)  # nothing of it is stored
+    rig.settle()
+    # What is in front of the rest now is the head: it is the last of the chat to leave.
+    rig.save(pages("much", 13))
+    assert rig.ready(chat[:1]) >= max(rig.ready(chat[at : at + 1]) for at in range(6, 10))

@@ -142,46 +142,33 @@ def adopt(pages: Any, path: Any, old_parents: Any) -> bool:
 
 
 @compiled
-def leave_behind(pages: Any, path: Any, old_parents: Any, now_s: float, marks: Any) -> Any:
-    """Finds the pages from which a path has departed, and gives them the class of such pages.
+def leave_behind(pages: Any, rows: Any, now_s: float) -> Any:
+    """Gives pages that a cut conversation goes on without the class of such pages.
 
-    They lie in front of a page of `path` that has another parent now. A page that more than the
-    turns of its conversation have used is shared, and it and those in front of it are not left.
+    Those that more than the turns of that conversation have used are shared, and stay what they
+    are.
 
     Args:
         pages: The columns.
-        path: i64[N], rows that exist or not.
-        old_parents: i32[N], each page's parent before; negative for none.
+        rows: i64[N], root first; rows that do not exist are passed over.
         now_s: Time, from which their age counts.
-        marks: i64 per row, all -1 before and after.
 
     Returns:
-        i64[M], deepest first.
+        i64[M], those that have the class since this call, deepest first.
     """
-    num_rows = pages.known.size
-    left = np.empty(0, np.int64)
-    for i in range(path.size):
-        if 0 <= path[i] < num_rows:
-            marks[path[i]] = i
-    for i in range(path.size):
-        row = old_parents[i]
-        if row < 0 or pages.parent[path[i]] == row:
+    num = 0
+    left = np.empty(rows.size, np.int64)
+    for i in range(rows.size - 1, -1, -1):
+        row = rows[i]
+        if row < 0 or row >= pages.known.size or not pages.known[row]:
             continue
-        num = 0
-        found = np.empty(pages.depth[row] + 1, np.int64)
-        while row != NONE and num < found.size and pages.known[row] and marks[row] == NONE:
-            if pages.uses[row] > pages.turn[row] or pages.kind[row] == LEFT_BEHIND:
-                break
-            pages.kind[row] = LEFT_BEHIND
-            pages.last_s[row] = now_s
-            found[num] = row
-            num += 1
-            row = pages.parent[row]
-        left = np.concatenate((left, found[:num]))
-    for i in range(path.size):
-        if 0 <= path[i] < num_rows:
-            marks[path[i]] = NONE
-    return left
+        if pages.uses[row] > pages.turn[row] or pages.kind[row] == LEFT_BEHIND:
+            continue
+        pages.kind[row] = LEFT_BEHIND
+        pages.last_s[row] = now_s
+        left[num] = row
+        num += 1
+    return left[:num]
 
 
 @compiled

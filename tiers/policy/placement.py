@@ -32,7 +32,7 @@ class PlacementPolicy:
     are passed over. Not locked: the owner's lock is held around every call. Each call costs time in
     proportion to its own arguments; nothing grows with what is stored.
 
-    Memory: some 60 bytes a row, committed as rows come into use, and what waits.
+    Memory: some 70 bytes a row, committed as rows come into use, and what waits.
 
     Args:
         num_rows: rows are 0 to `num_rows` - 1.
@@ -87,12 +87,12 @@ class PlacementPolicy:
 
         Again with another path: replaces it, and the request keeps its place.
         """
+        del now_s  # return times are measured when the pages are used
         path = _as_rows(path)
         old_parents = np.empty(len(path), np.int32)
         if page_kernels.adopt(self.pages, path, old_parents):
             for tier in self.tiers:
                 tier.adopt(path, old_parents)
-            self._left_behind(path, old_parents, now_s)
         self._unneeded(self.queue.enqueue(request, path))
 
     def leave(self, request: Hashable) -> None:
@@ -141,12 +141,33 @@ class PlacementPolicy:
             high = self._generation[path].astype(np.uint64) << np.uint64(32)
             names = path.astype(np.uint64) | high
         self._names[path] = names
-        self._left_behind(path, old_parents, now_s)
         if self.config.return_times:
             kinds = self.pages.kind[path]
             since_s = now_s if arrived_s is None else arrived_s
             for times in self._estimators():
                 times.learn(names, kinds, now_s, since_s)
+
+    def leave_behind(self, rows: Rows, now_s: float) -> Rows:
+        """A conversation was cut to fit its context, and goes on without these pages.
+
+        Those that nobody else used leave before all others that nobody waits for, until it is seen
+        that such pages come back after all.
+
+        Args:
+            rows: root first.
+            now_s: time.
+
+        Returns:
+            Those of which that is news and that nobody else used, deepest first.
+        """
+        left: Rows = page_kernels.leave_behind(self.pages, _as_rows(rows), now_s)
+        if len(left):
+            for tier in self.tiers:
+                tier.left_behind(left)
+            if self.config.return_times:
+                for times in self._estimators():
+                    times.left_behind(self._names[left], now_s)
+        return left
 
     def forget(self, rows: Rows) -> None:
         """Pages left the system; their row numbers may be reused."""
@@ -213,17 +234,6 @@ class PlacementPolicy:
     def _estimators(self) -> list[ReturnTimes]:
         return [tier.return_times for tier in self.tiers] or [self.return_times]
 
-    def _left_behind(self, path: Rows, old_parents: npt.NDArray[np.int32], now_s: float) -> None:
-        """Notes what the pages of `path` have departed from; see `page_kernels.leave_behind`."""
-        rows = page_kernels.leave_behind(self.pages, path, old_parents, now_s, self._scratch)
-        if not len(rows):
-            return
-        for tier in self.tiers:
-            tier.left_behind(rows)
-        if self.config.return_times:
-            for times in self._estimators():
-                times.left_behind(self._names[rows], now_s)
-
     def _coldness(self, rows: Rows, now_s: float) -> npt.NDArray[np.generic]:
         """Smaller leaves sooner."""
         if self.config.return_times and self.return_times.active:
@@ -253,6 +263,7 @@ def _compile_loops() -> None:
             tier = policy.add_tier(8)
         policy.enqueue(turn, path, 0.0)
         policy.enqueue(turn, path[:8], 0.0)
+        policy.leave_behind(path[:2], 0.0)
         policy.used(path, float(turn), names=path.astype(np.uint64) + np.uint64(turn * 100))
         if turn >= 4:
             tier.enter(path)

@@ -93,6 +93,30 @@ class LookAhead:
                 del self._changed[request]
         return taken
 
+    def leave_behind(self, space: KeySpace, hashes: Hashes, first: int, end: int) -> None:
+        """A conversation was cut to fit its context, and goes on without pages [first, end).
+
+        They do not keep what is in front of them any more, and leave before it.
+
+        Args:
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`, its pages from the root on as they were before the cut.
+            first: the first page that it goes on without.
+            end: end of these pages.
+        """
+        directory = self._directory
+        with directory.lock:
+            rows = directory.index.lookup(hashes, space.number)
+            left = rows[first:end][rows[first:end] >= 0]
+            if not len(left):
+                return
+            kept = np.concatenate([rows[:first], rows[end:]])
+            directory.lineage.link(kept[: len(kept) - int(np.argmax(kept[::-1] >= 0))])
+            left = self._policy.leave_behind(left, time.monotonic())
+            directory.counters.add("left_behind_pages", len(left))
+            if self._policy.return_times.left_never_return:
+                directory.index.lru_sink(left[::-1])
+
     def leave(self, request: Hashable) -> None:
         """A request does not wait any more; unknown ones are ignored."""
         with self._directory.lock:
