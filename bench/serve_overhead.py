@@ -74,7 +74,7 @@ def measure_overhead(
         budget_s: no pair begins after this time, but for the first two.
 
     Returns:
-        Medians of the paired ratios with intervals, and `samples`.
+        Medians of the paired ratios with intervals, `samples`, and the `counters` of the last start.
 
     Raises:
         CaseFailedError: something was reused, or the plugin saved nothing.
@@ -87,7 +87,7 @@ def measure_overhead(
     ]
     tiers: list[Any] = ["--enable-hier-kv", "--hier-kv-host-size", 0.5, "--hier-kv-disk-size", 16]
     tiers += ["--hier-kv-disk-dir", folder / "tier"]
-    run = _Run(pairs, block, progress, time.monotonic() + budget_s)
+    run = _Run(pairs, block, progress, budget_s)
     while run.goes_on():
         shutil.rmtree(folder / "tier", ignore_errors=True)
         servers = {
@@ -113,12 +113,13 @@ def measure_overhead(
 class _Run:
     """Pairs of blocks, over several starts of the servers."""
 
-    def __init__(self, pairs: int, block: int, progress: Progress, end_s: float) -> None:
+    def __init__(self, pairs: int, block: int, progress: Progress, budget_s: float) -> None:
         self.samples = OverheadSamples()
         self._pairs = pairs
         self._block = block
         self._progress = progress
-        self._end_s = end_s
+        self._budget_s = budget_s
+        self._end_s = float("inf")  # until the first servers are up
         self._rng = np.random.default_rng(33)
 
     @property
@@ -137,6 +138,8 @@ class _Run:
     def measure(self, servers: dict[str, Server]) -> None:
         """Measures the pairs of one start."""
         self._progress.update(f"servers started, {self._num_done} of {self._pairs} pairs done")
+        if not self._num_done:
+            self._end_s = time.monotonic() + self._budget_s
         for server in servers.values():
             _block(server, draw_requests(self._rng, _WARMUP_REQUESTS))
         for _ in range(_PAIRS_A_START):

@@ -111,7 +111,7 @@ def run(options: Options) -> Report:
         content, (0.1, 0.3, 1.0) if quick else (0.1, 0.3, 1.0, 3.0), 1 if quick else 5
     )
     options.progress.stage("stream: the server's remote tier")
-    served = serve(content, (0.1, 0.3), 2 if quick else 4)
+    served = serve(content, (0.1, 0.3), 2 if quick else 4, 1 if quick else 5)
     _check(traces, sweeps)
     results = {
         "traces": traces,

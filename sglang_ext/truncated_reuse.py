@@ -20,7 +20,7 @@ from sglang_ext.tiers.store import KeySpace
 from sglang_ext.tiers.store.types import ON_DISK, READY
 from sglang_ext.transfers import Hashes, Place, hashes_from_hex
 from sglang_ext.truncation.extents import Composition, Source, compose
-from sglang_ext.truncation.lineage import Lineage, lineage_of
+from sglang_ext.truncation.lineage import CutLineage, Lineage, lineage_of
 from sglang_ext.waiting_request import Wish
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class TruncatedReuse:
     def _leave_behind(self, req: Any, lineage: Lineage, space: KeySpace) -> None:
         """Tells the placement policy which stored pages the conversation goes on without."""
         lookahead = self._cache.store.lookahead
-        if lookahead is None or not self._takes_others(req):
+        if lookahead is None or not self._takes_others(req) or not isinstance(lineage, CutLineage):
             return
         size = self._cache.page_size
         for source in lineage.sources(0, _none_usable):

@@ -30,7 +30,7 @@ from sglang_ext.tiers.store.types import Hashes, KeySpace, StoreCounters
 
 _AT_ONCE = 64
 _MAX_REMEMBERED = 8192
-_REMEMBERED_S = 5.0
+_REMEMBERED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,16 @@ class _Recent:
     def leading(
         self, space: KeySpace, hashes: Hashes, max_quality: int, first: int
     ) -> list[FoundPage]:
-        """Pages from `first` on, up to the first that is not remembered; each is forgotten."""
+        """Pages from `first` on, up to the first that is not remembered; those are forgotten."""
         oldest_s = time.monotonic() - _REMEMBERED_S
         pages: list[FoundPage] = []
         with self._lock:
             for number in range(first, len(hashes)):
-                found_s, page = self._found.pop((space.number, hashes[number].tobytes()), _NEVER)
+                key = space.number, hashes[number].tobytes()
+                found_s, page = self._found.get(key, _NEVER)
                 if page is None or found_s < oldest_s or page.meta.quality > max_quality:
                     break
+                del self._found[key]
                 pages.append(replace(page, number=number))
         return pages
 

@@ -71,6 +71,35 @@ def test_what_others_use_too_is_not_left() -> None:
     assert _left(policy) == [30, 31, 32]
 
 
+def test_a_fork_in_a_later_turn_keeps_what_it_needs() -> None:
+    policy = PlacementPolicy(64)
+    for turn in range(1, 6):  # a chat that grows by two pages a turn
+        policy.used(_rows(range(2 * turn)), float(turn))
+    policy.used(_rows([*range(10), 30, 31]), 6.0)  # another one goes on from there,
+    policy.used(_rows(range(14)), 7.0)  # and so does the first
+    assert policy.leave_behind(_rows(range(12)), 8.0).tolist() == [11, 10]
+
+
+def test_a_page_number_that_is_used_anew_is_nobody_elses() -> None:
+    policy = PlacementPolicy(64)
+    for chat in range(2):
+        policy.used(_rows([0, 1, 10 * chat + 10, 10 * chat + 11]), float(chat))
+    policy.forget(_rows([0, 1]))
+    policy.used(_rows([0, 1, 2, 3]), 3.0)
+    assert policy.leave_behind(_rows([0, 1]), 4.0).tolist() == [1, 0]
+
+
+def test_in_first_in_first_out_order_it_comes_back_too() -> None:
+    policy = PlacementPolicy(64, PolicyConfig(order="fifo"))
+    tier = policy.add_tier(32)
+    for path in (_rows(range(20, 26)), _rows(range(10))):
+        policy.used(path, 1.0)
+        tier.enter(path)
+    policy.leave_behind(_rows(range(10)), 2.0)
+    policy.used(_rows(range(10)), 3.0)
+    assert tier.evict(3, 4.0).tolist() == [25, 24, 23]
+
+
 def test_what_is_used_again_is_as_before() -> None:
     policy = _two_chats()
     policy.leave_behind(_rows(range(4)), 3.0)
@@ -86,15 +115,16 @@ def test_what_is_not_known_is_passed_over() -> None:
 
 
 def test_where_they_come_back_the_rule_is_given_up() -> None:
-    """A client that asks side questions about the end of each chat, and then goes on with all."""
-    policy = PlacementPolicy(4096)
-    assert policy.return_times.left_never_return
-    for chat in range(60):
-        path = _rows(range(20 * chat, 20 * chat + 20))
-        policy.used(path, 10.0 * chat)
-        policy.leave_behind(path[:10], 10.0 * chat + 2)
-        policy.used(path, 10.0 * chat + 4)
-    assert not policy.return_times.left_never_return
+    """As with a client that asks for exact KV now and then, of conversations that are cut."""
+    for share, holds in ((0.01, True), (0.5, False)):
+        policy = PlacementPolicy(4096)
+        for chat in range(200):
+            path = _rows(range(20 * chat, 20 * chat + 20))
+            policy.used(path, 10.0 * chat)
+            policy.leave_behind(path[:10], 10.0 * chat + 2)
+            if chat % round(1 / share) == 0:
+                policy.used(path, 10.0 * chat + 4)
+        assert policy.return_times.left_never_return == holds
 
 
 def test_without_look_ahead_the_base_order_decides() -> None:
@@ -131,6 +161,18 @@ def test_in_the_store_it_leaves_before_older_pages_and_keeps_nothing(make: Make)
     assert [rig.ready(chat[at : at + 1]) for at in range(10)] == [1, 0, 0, 0, 0, 0, 1, 1, 1, 1]
     lookahead.leave_behind(rig.space, chat, 1, 6)  # nothing of it is stored
     rig.settle()
-    # What is in front of the rest now is the head: it is the last of the chat to leave.
-    rig.save(pages("much", 13))
-    assert rig.ready(chat[:1]) >= max(rig.ready(chat[at : at + 1]) for at in range(6, 10))
+
+
+def test_without_a_head_nothing_of_it_is_kept_young(make: Make) -> None:
+    rig = make(slots=20, disk=False, lookahead=True)
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    chat = pages("chat", 10)
+    rig.save(chat)
+    lookahead.used(rig.space, chat, None)
+    lookahead.leave_behind(rig.space, chat, 0, 6)
+    lookahead.expect("cut", rig.space, np.ascontiguousarray(chat[6:]), 0)
+    rows = rig.directory.index.lookup(chat, rig.space.number)
+    assert rig.directory.index.lru_tail(6).tolist() == rows[:6][::-1].tolist()
+    assert rig.directory.lineage.above(int(rows[9])).tolist() == rows[6:9][::-1].tolist()
+    rig.store.check()

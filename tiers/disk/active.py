@@ -164,7 +164,7 @@ class ActiveSegment:
         Args:
             records: u8 [n * 4096] each, whole slots unless the segment is packed; they fit.
             prepare: makes the record of an index ready and says what is in its header; None where
-                it cannot be stored. Called at most once for each, by several threads.
+                it cannot be stored. Called once for each, by several threads, unless a write fails.
 
         Returns:
             What is stored: all of them, or those before the first that `prepare` refused or the
@@ -190,7 +190,6 @@ class ActiveSegment:
             assert meta is not None
             self._table.add(meta.page_hash, meta.lora, meta.quality, size // BLOCK_BYTES)
         context.catalog.grow(self.segment, self._table.end_block)
-        context.counters.add("bytes_written", starts[stored])
         locations = [
             Location(self.segment.segment_id, first_block + start // BLOCK_BYTES)
             for start in starts[:stored]
@@ -241,10 +240,13 @@ class ActiveSegment:
                 batch.metas[index] = batch.prepare(index)
                 if batch.metas[index] is None:
                     batch.refused.append(index)
-                    break
-                end += 1
+                elif end == index:
+                    end += 1
             if end > run.start:
-                self._context.write_records(self._fd, batch.records[run.start : end], offset)
+                records = batch.records[run.start : end]
+                self._context.write_records(self._fd, records, offset)
+                num_bytes = sum(record.size for record in records)
+                self._context.counters.add("bytes_written", num_bytes)
         except OSError:
             self._context.counters.error("io_write")
             batch.failed.append(run.start)

@@ -17,7 +17,8 @@ class PolicyConfig:
         lookahead: pages that a waiting request needs stay while others may leave. Off, the base
             order alone decides: for comparison.
         return_times: below the window, pages leave by learned return times where those do better
-            than the base order.
+            than the base order; and with `lookahead` first those that cut conversations left
+            behind, as long as these are not seen to return.
         capacity_pages: pages of the tier for which return times and base order are compared;
             0 for `num_rows`.
 

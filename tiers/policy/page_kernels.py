@@ -23,7 +23,7 @@ NUM_CLASSES = LEFT_BEHIND + 1
 
 
 class Pages(NamedTuple):
-    """Columns by row, all owned by `PlacementPolicy`; 28 bytes a row.
+    """Columns by row, all owned by `PlacementPolicy`; 38 bytes a row.
 
     Attributes:
         known: u8, 1 while the page is one that was used and not forgotten.
@@ -32,6 +32,7 @@ class Pages(NamedTuple):
         uses: u8, how often it was used, saturating.
         turn: u8, turns of its lineage when it was used last, saturating.
         tail: u8, pages behind it in that path, saturating.
+        shared: u8, 1 once a path departed from another one behind it.
         kind: u8, class.
         last_s: f64, time of its last use.
         first: i64, logical time of its first use.
@@ -44,6 +45,7 @@ class Pages(NamedTuple):
     uses: npt.NDArray[np.uint8]
     turn: npt.NDArray[np.uint8]
     tail: npt.NDArray[np.uint8]
+    shared: npt.NDArray[np.uint8]
     kind: npt.NDArray[np.uint8]
     last_s: npt.NDArray[np.float64]
     first: npt.NDArray[np.int64]
@@ -53,7 +55,7 @@ class Pages(NamedTuple):
 def new_pages(num_rows: int) -> Pages:
     """Columns in which no page is known; memory is committed as rows are used."""
     u8, i32 = np.uint8, np.int32
-    types = (u8, i32, i32, u8, u8, u8, u8, np.float64, np.int64, np.int64)
+    types = (u8, i32, i32, u8, u8, u8, u8, u8, np.float64, np.int64, np.int64)
     columns: Any = (np.zeros(num_rows, dtype) for dtype in types)
     return Pages(*columns)
 
@@ -86,8 +88,9 @@ def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> No
         known += 1
     # The lineage goes on where the known part ends where an earlier path ended: a shared prefix
     # ends in the middle of the paths it is shared by. The last page may have been a partial one.
-    turn = 1
+    turn, departs = 1, known > 0
     if known and pages.tail[path[known - 1]] <= 1:
+        departs = False
         turn = min(pages.turn[path[known - 1]] + 1, _CAP)
     parent = NONE
     for i in range(path.size):
@@ -96,10 +99,12 @@ def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> No
         if pages.known[row]:
             old_parents[i] = pages.parent[row]
             pages.uses[row] = min(pages.uses[row] + 1, _CAP)
+            pages.shared[row] |= departs and i < known
         else:
             old_parents[i] = -2
             pages.known[row] = 1
             pages.uses[row] = 1
+            pages.shared[row] = 0
             pages.first[row] = clock
         pages.parent[row] = parent
         pages.depth[row] = i
@@ -145,8 +150,7 @@ def adopt(pages: Any, path: Any, old_parents: Any) -> bool:
 def leave_behind(pages: Any, rows: Any, now_s: float) -> Any:
     """Gives pages that a cut conversation goes on without the class of such pages.
 
-    Those that more than the turns of that conversation have used are shared, and stay what they
-    are.
+    Shared ones stay what they are.
 
     Args:
         pages: The columns.
@@ -162,7 +166,7 @@ def leave_behind(pages: Any, rows: Any, now_s: float) -> Any:
         row = rows[i]
         if row < 0 or row >= pages.known.size or not pages.known[row]:
             continue
-        if pages.uses[row] > pages.turn[row] or pages.kind[row] == LEFT_BEHIND:
+        if pages.shared[row] or pages.kind[row] == LEFT_BEHIND:
             continue
         pages.kind[row] = LEFT_BEHIND
         pages.last_s[row] = now_s

@@ -160,13 +160,14 @@ class PlacementPolicy:
         Returns:
             Those of which that is news and that nobody else used, deepest first.
         """
+        if not self.config.lookahead or not self.config.return_times:
+            return np.zeros(0, np.int64)
         left: Rows = page_kernels.leave_behind(self.pages, _as_rows(rows), now_s)
         if len(left):
             for tier in self.tiers:
                 tier.left_behind(left)
-            if self.config.return_times:
-                for times in self._estimators():
-                    times.left_behind(self._names[left], now_s)
+            for times in self._estimators():
+                times.left_behind(self._names[left], now_s)
         return left
 
     def forget(self, rows: Rows) -> None:

@@ -20,9 +20,9 @@ _DIRECTORY_RATIO = 8  # the directory sees this many times further back than the
 _DECAY = 0.97  # at each rescoring: what was seen 23 of them ago counts half
 _MIN_DIFFERENT = 64  # hits in one cache only, before anything is concluded
 _FADE_AT = 4096
-# Of pages left behind: the share of returns up to which they leave first, and how many are taken to
-# have been lost before any was seen.
-_FEW, _LOST_AT_FIRST = 0.05, 64
+# Of pages left behind: the share of returns up to which they leave first, and how many are taken not
+# to have returned before any was seen.
+_FEW, _UNSEEN = 0.05, 64
 
 
 class ReturnTimes:
@@ -34,6 +34,8 @@ class ReturnTimes:
 
     Attributes:
         active: whether the scores are followed now.
+        left_never_return: whether hardly any of the pages that were left behind were used again, as
+            far as was seen.
     """
 
     def __init__(self, capacity_pages: int, order: BaseOrder) -> None:
@@ -45,6 +47,7 @@ class ReturnTimes:
         self._order = order
         self._rescored_at = 0
         self.active = False
+        self.left_never_return = True
 
     @property
     def scores(self) -> npt.NDArray[np.float64]:
@@ -71,6 +74,7 @@ class ReturnTimes:
             self._rescored_at = uses
             kernels.rescore(self.directory, now_s, _DECAY)
             self._judge()
+            self._judge_left_behind()
 
     def left_behind(self, names: Names, now_s: float) -> None:
         """Notes that a conversation was cut and has gone on without these pages.
@@ -81,13 +85,6 @@ class ReturnTimes:
         """
         kernels.relabel(self.directory, names, LEFT_BEHIND, now_s, self._mask)
 
-    @property
-    def left_never_return(self) -> bool:
-        """Whether hardly any of the pages that were left behind were used again, as far as seen."""
-        returned = self.directory.hits[LEFT_BEHIND].sum()
-        lost = self.directory.exits[LEFT_BEHIND].sum()
-        return bool(returned <= _FEW * (returned + lost + _LOST_AT_FIRST))
-
     def counters(self) -> dict[str, float]:
         """What the guard goes by: recent hits of both miniature caches."""
         counts = self.directory.counts
@@ -96,6 +93,12 @@ class ReturnTimes:
             "miniature_hits_return_times": float(counts[kernels.HITS_SCORE]),
             "return_times_active": float(self.active),
         }
+
+    def _judge_left_behind(self) -> None:
+        directory = self.directory
+        returned = directory.hits[LEFT_BEHIND].sum()
+        others = directory.exits[LEFT_BEHIND].sum() + np.sum(directory.kind == LEFT_BEHIND)
+        self.left_never_return = bool(returned <= _FEW * (returned + others + _UNSEEN))
 
     def _judge(self) -> None:
         """Follows the scores where their lead is above chance, and until it is gone."""

@@ -164,6 +164,25 @@ def settle(lists: Any, rows: Any, young: bool) -> None:
 
 
 @compiled
+def _move(lists: Any, row: int, kind: int) -> None:
+    """Moves a page that lies here to the young end of another class, with the stamp that it has."""
+    if lists.state[row] == LISTED:
+        stamp = lists.stamp[row]
+        _cut(lists, row)
+        _link_young(lists, row, kind)
+        lists.stamp[row] = stamp
+    lists.kind[row] = kind
+
+
+@compiled
+def move(lists: Any, pages: Any, rows: Any) -> None:
+    """Moves those of some pages that lie here to the lists of the classes that they have now."""
+    for i in range(rows.size):
+        if lists.state[rows[i]] != ABSENT:
+            _move(lists, rows[i], pages.kind[rows[i]])
+
+
+@compiled
 def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, young: bool) -> None:
     """Moves the pages of a path that lie here; adopts the parents that the use gave them."""
     for i in range(path.size):
@@ -177,30 +196,17 @@ def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, yo
                 _settle(lists, old, young)
             if new != NONE:
                 lists.children[new] += 1
-    if not restamps:
-        return
     for i in range(path.size - 1, -1, -1):
         row = path[i]
         if lists.state[row] == ABSENT:
             continue
-        if lists.state[row] == LISTED:
-            _cut(lists, row)
-        _link_young(lists, row, pages.kind[row])
-
-
-@compiled
-def move(lists: Any, pages: Any, rows: Any) -> None:
-    """Moves pages that lie here, deepest first, to the lists of the classes that they have now."""
-    for i in range(rows.size):
-        row = rows[i]
-        if lists.state[row] == ABSENT:
+        if not restamps:
+            if lists.kind[row] == LEFT_BEHIND:
+                _move(lists, row, pages.kind[row])
             continue
         if lists.state[row] == LISTED:
             _cut(lists, row)
-            stamp = lists.stamp[row]
-            _link_young(lists, row, pages.kind[row])
-            lists.stamp[row] = stamp
-        lists.kind[row] = pages.kind[row]
+        _link_young(lists, row, pages.kind[row])
 
 
 @compiled

@@ -100,7 +100,8 @@ class TierLists:
 
     def left_behind(self, rows: Rows) -> None:
         """Notes that conversations go on without these pages."""
-        kernels.move(self._lists, self._policy.pages, rows)
+        if self.return_times.left_never_return:  # else they leave by the classes they had
+            kernels.move(self._lists, self._policy.pages, rows)
 
     def settle(self, rows: Rows) -> None:
         """Nobody waits for these pages any more."""

@@ -41,6 +41,14 @@ class Lineage:
         if len(path):
             _link(self._parents, self._depths, np.ascontiguousarray(path, np.int64))
 
+    def depart(self, head: Rows, tail: Rows) -> None:
+        """Notes that a tail is reached from a head now, and from nothing else; -1: unknown rows."""
+        known = np.flatnonzero(tail < 0)
+        tail = tail[: known[0]] if len(known) else tail
+        if len(tail):
+            self._parents[tail[0]] = 0
+            self.link(np.concatenate([head, tail]))
+
     def forget(self, rows: Rows) -> None:
         """These rows hold other pages from now on."""
         self._parents[rows] = 0

@@ -96,7 +96,7 @@ class LookAhead:
     def leave_behind(self, space: KeySpace, hashes: Hashes, first: int, end: int) -> None:
         """A conversation was cut to fit its context, and goes on without pages [first, end).
 
-        They do not keep what is in front of them any more, and leave before it.
+        They lead to nothing any more, and leave first. Shared ones stay as they are.
 
         Args:
             space: namespace and adapter.
@@ -107,12 +107,10 @@ class LookAhead:
         directory = self._directory
         with directory.lock:
             rows = directory.index.lookup(hashes, space.number)
-            left = rows[first:end][rows[first:end] >= 0]
+            left = self._policy.leave_behind(rows[first:end], time.monotonic())
             if not len(left):
                 return
-            kept = np.concatenate([rows[:first], rows[end:]])
-            directory.lineage.link(kept[: len(kept) - int(np.argmax(kept[::-1] >= 0))])
-            left = self._policy.leave_behind(left, time.monotonic())
+            directory.lineage.depart(rows[:first], rows[end:])
             directory.counters.add("left_behind_pages", len(left))
             if self._policy.return_times.left_never_return:
                 directory.index.lru_sink(left[::-1])
