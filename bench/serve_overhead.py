@@ -74,7 +74,7 @@ def measure_overhead(
         budget_s: no pair begins after this time, but for the first two.
 
     Returns:
-        Medians of the paired ratios with intervals, `samples`, and the `counters` of the last start.
+        Medians of the paired ratios with intervals, `samples`, and `counters` of the last start.
 
     Raises:
         CaseFailedError: something was reused, or the plugin saved nothing.

@@ -58,7 +58,7 @@ def measure_remote(folder: Path, pairs: int, block: int, progress: Progress) -> 
         progress: where to say how far it is.
 
     Returns:
-        Medians of the paired ratios with intervals, `samples`, and the `counters` of the last start.
+        Medians of the paired ratios with intervals, `samples`, and `counters` of the last start.
 
     Raises:
         CaseFailedError: something was reused, or not everything was asked for and uploaded.

@@ -36,7 +36,7 @@ def test_bytes_in_pieces_are_the_records_again() -> None:
     link = LinkEstimator(prior_bytes_per_s=1e6)
     speeds = Speeds(LAYOUT.slot_bytes, 1e12, no_prefill)
     run = Run([each[0] for each in pages], link, speeds, now_s=0.0, deadline_s=60.0, pages_behind=1)
-    assert [len(chunk) for chunk in run.chunks] == [23, 7]
+    assert [len(chunk) for chunk in run.chunks] == [12, 18]
     assert run.stream.decodes_at_end
     num_fetches = 0
     while (fetch := run.stream.next_fetch(0.0)) is not None:

@@ -32,8 +32,9 @@ class DiskConfig:
         direct_io: "auto" uses O_DIRECT where a trial write and read succeed; "on" insists.
         fsync: "none" survives a killed process, not a power cut; "seal" syncs a segment when it
             is sealed; "always" syncs before a write returns.
-        helper_threads: threads that share the I/O and checksums of a call with its caller. With
-            two of them two reads are under way while a third thread takes checksums.
+        helper_threads: how many runs of neighbours are read or written at once beside the
+            caller's; one more thread than that takes checksums meanwhile. With 0 the caller does
+            everything, one run after the other.
     """
 
     path: Path
@@ -68,6 +69,11 @@ class DiskConfig:
             raise TierConfigError(f"fsync must be one of {_FSYNC}, got {self.fsync!r}")
         if not 0 <= self.helper_threads <= 64:
             raise TierConfigError(f"helper_threads must be in [0, 64], got {self.helper_threads}")
+
+    @property
+    def num_helpers(self) -> int:
+        """Threads beside the caller: one more than calls at once, which computes checksums."""
+        return self.helper_threads + 1 if self.helper_threads else 0
 
     def slots_per_segment(self, slot_bytes: int) -> int:
         """Returns how many records of `slot_bytes` one segment holds.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -60,6 +61,7 @@ class DiskContext:
         fds: open files for reading.
         failpoint: a test's hook, called with the name of the step about to happen.
         bounce: buffers for arrays that O_DIRECT refuses.
+        in_flight: held during calls that move records.
     """
 
     config: DiskConfig
@@ -71,6 +73,11 @@ class DiskContext:
     fds: FdCache
     failpoint: Callable[[str], None] | None = None
     bounce: BounceBuffers = field(default_factory=BounceBuffers)
+    in_flight: threading.BoundedSemaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Bounds how many calls the disk is given at once."""
+        self.in_flight = threading.BoundedSemaphore(self.config.helper_threads + 1)
 
     @property
     def direct_flag(self) -> int:
@@ -82,19 +89,25 @@ class DiskContext:
         if self.failpoint is not None:
             self.failpoint(step)
 
-    def run_bytes(self, num_bytes: int) -> int:
-        """Returns how much of `num_bytes` of neighbours goes into one system call.
+    def run_bytes(self, num_bytes: int, record_bytes: int) -> int:
+        """Returns how much of `num_bytes` of neighbours goes into one system call, at most.
 
         Small enough that every thread has several runs, so that one verifies while another waits
-        for the disk; large enough for the disk's full speed.
+        for the disk, and as many as the others; large enough for the disk's full speed.
+
+        Args:
+            num_bytes: of all neighbours together.
+            record_bytes: of the largest of them.
         """
         threads = self.config.helper_threads + 1
         longest = MAX_RUN_BYTES if self.direct else MIN_RUN_BYTES
-        return min(longest, max(MIN_RUN_BYTES, num_bytes // (2 * threads)))
+        num_rounds = max(2, -(-num_bytes // (longest * threads)))
+        even = -(-num_bytes // (num_rounds * threads)) + record_bytes - 1
+        return min(longest, max(MIN_RUN_BYTES, even))
 
     def split_runs(self, sizes: Sequence[int]) -> list[range]:
         """Splits neighbours of `sizes` bytes into runs of indices, one system call each."""
-        longest = self.run_bytes(sum(sizes))
+        longest = self.run_bytes(sum(sizes), max(sizes, default=0))
         runs: list[range] = []
         first = run_bytes = 0
         for index, size in enumerate(sizes):
@@ -110,12 +123,12 @@ class DiskContext:
         Raises:
             OSError: the disk failed or filled up.
         """
-        if not self._needs_bounce(records):
+        if self._needs_bounce(records):
+            buffer = self.bounce.get(sum(record.size for record in records))
+            np.concatenate(records, out=buffer)
+            records = [buffer]
+        with self.in_flight:
             write_all(self.io, fd, records, offset)
-            return
-        buffer = self.bounce.get(sum(record.size for record in records))
-        np.concatenate(records, out=buffer)
-        write_all(self.io, fd, [buffer], offset)
 
     def read_records(self, fd: int, outs: Sequence[ByteArray], offset: int) -> int:
         """Reads neighbouring records; returns how many of them arrived whole.
@@ -124,10 +137,12 @@ class DiskContext:
             OSError: the disk failed.
         """
         ends = list(itertools.accumulate(out.size for out in outs))
-        if not self._needs_bounce(outs):
-            return bisect.bisect_right(ends, read_all(self.io, fd, outs, offset))
-        buffer = self.bounce.get(ends[-1])
-        arrived = bisect.bisect_right(ends, read_all(self.io, fd, [buffer], offset))
+        buffer = self.bounce.get(ends[-1]) if self._needs_bounce(outs) else None
+        with self.in_flight:
+            num_bytes = read_all(self.io, fd, outs if buffer is None else [buffer], offset)
+        arrived = bisect.bisect_right(ends, num_bytes)
+        if buffer is None:
+            return arrived
         for end, out in zip(ends[:arrived], outs, strict=False):
             out[:] = buffer[end - out.size : end]
         return arrived

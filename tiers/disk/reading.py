@@ -69,7 +69,8 @@ def _runs(
 ) -> list[list[int]]:
     """Splits sorted request indices into runs of neighbours, none too long."""
     total = sum(lengths[index] for index in wanted)
-    longest = context.run_bytes(total * BLOCK_BYTES) // BLOCK_BYTES
+    largest = max((lengths[index] for index in wanted), default=0)
+    longest = context.run_bytes(total * BLOCK_BYTES, largest * BLOCK_BYTES) // BLOCK_BYTES
     runs: list[list[int]] = []
     expected = (-1, -1)
     run_blocks = 0
