@@ -81,6 +81,7 @@ def test_a_conversation_that_overflows_again_and_again_keeps_its_kv(server: Serv
     assert max(asked_alone) < 0.1, asked_alone
     counts = settled(server)["host"]
     assert counts["aliased_pages"] > 0
+    assert counts["left_behind_pages"] > 0
     assert counts["moved_tokens"] > 0
 
 
