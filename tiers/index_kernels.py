@@ -368,28 +368,16 @@ def _unlink(row: Any, state: Any, prev_row: Any, next_row: Any) -> None:
 
 
 @_inlined
-def _append(row: Any, state: Any, prev_row: Any, next_row: Any) -> None:
-    newest = state[LRU_NEW]
-    prev_row[row] = newest
-    next_row[row] = NIL
-    if newest == NIL:
-        state[LRU_OLD] = row
+def _push(row: Any, end: Any, far_end: Any, state: Any, inward: Any, outward: Any) -> None:
+    """Links a row at one end of the list; `inward` leads away from that end, `outward` to it."""
+    neighbour = state[end]
+    inward[row] = neighbour
+    outward[row] = NIL
+    if neighbour == NIL:
+        state[far_end] = row
     else:
-        next_row[newest] = row
-    state[LRU_NEW] = row
-    state[LRU_COUNT] += 1
-
-
-@_inlined
-def _prepend(row: Any, state: Any, prev_row: Any, next_row: Any) -> None:
-    oldest = state[LRU_OLD]
-    prev_row[row] = NIL
-    next_row[row] = oldest
-    if oldest == NIL:
-        state[LRU_NEW] = row
-    else:
-        prev_row[oldest] = row
-    state[LRU_OLD] = row
+        outward[neighbour] = row
+    state[end] = row
     state[LRU_COUNT] += 1
 
 
@@ -456,7 +444,7 @@ def lru_touch(rows: Any, add: Any, state: Any, prev_row: Any, next_row: Any) -> 
             _unlink(row, state, prev_row, next_row)
         elif not add:
             continue
-        _append(row, state, prev_row, next_row)
+        _push(row, LRU_NEW, LRU_OLD, state, prev_row, next_row)
 
 
 @_compiled(types.void(_IN_ROWS, _I64S, _U32S, _U32S))
@@ -468,7 +456,7 @@ def lru_sink(rows: Any, state: Any, prev_row: Any, next_row: Any) -> None:
             continue
         if row != state[LRU_OLD]:
             _unlink(row, state, prev_row, next_row)
-            _prepend(row, state, prev_row, next_row)
+            _push(row, LRU_OLD, LRU_NEW, state, next_row, prev_row)
 
 
 @_compiled(types.void(_IN_ROWS, _I64S, _U32S, _U32S))

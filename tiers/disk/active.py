@@ -164,7 +164,7 @@ class ActiveSegment:
         Args:
             records: u8 [n * 4096] each, whole slots unless the segment is packed; they fit.
             prepare: makes the record of an index ready and says what is in its header; None where
-                it cannot be stored. Called once for each, by several threads, unless a write fails.
+                it cannot be stored. Called once for each, by several threads.
 
         Returns:
             What is stored: all of them, or those before the first that `prepare` refused or the
