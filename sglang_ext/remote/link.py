@@ -13,7 +13,7 @@ class LinkMeter:
 
     Attributes:
         estimator: for the planner.
-        busy_s: time with at least one fetch under way.
+        busy_s: of `needed_s`, time with at least one fetch under way.
         needed_s: time in which some context waited for bytes.
     """
 
@@ -24,8 +24,13 @@ class LinkMeter:
         self._in_flight = 0
         self._is_needed = False
         self._last_s = 0.0  # of the clock
-        self._busy_since_s = 0.0  # part of busy_s that no measurement covers
+        self._busy_since_s = 0.0  # time with a fetch under way that no measurement covers
         self._bytes = 0  # arrived since then
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no fetch is under way."""
+        return not self._in_flight
 
     def size(self, chunk_bytes: int) -> None:
         """Lets the estimate remember some chunks of a model, so that it follows a change of speed.
@@ -42,7 +47,7 @@ class LinkMeter:
         """Time passed; `needed` from now on."""
         passed_s = now_s - self._last_s
         if self._in_flight:
-            self.busy_s += passed_s
+            self.busy_s += passed_s if self._is_needed else 0.0
             self._busy_since_s += passed_s
         if self._is_needed:
             self.needed_s += passed_s
@@ -56,8 +61,9 @@ class LinkMeter:
         """Bytes came, of any fetch."""
         self._bytes += num_bytes
 
-    def ended(self) -> None:
+    def ended(self, *, probe: bool = False) -> None:
         """A fetch ended; `tick` was called. Measures all that came since the last one ended."""
         self._in_flight -= 1
-        self.estimator.observe(self._bytes, self._busy_since_s)
+        observe = self.estimator.observe_probe if probe else self.estimator.observe
+        observe(self._bytes, self._busy_since_s)
         self._bytes, self._busy_since_s = 0, 0.0

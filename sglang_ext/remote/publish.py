@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Decodes pages into slots and publishes them, as a save does. One thread."""
+    """Decodes pages into slots and publishes them, as a save does. One thread, but `decode`."""
 
     def __init__(self, directory: Directory, codec: RemoteCodec, decoded: DecodedPages) -> None:
         self._directory = directory
@@ -71,6 +71,10 @@ class Publisher:
         if data is None:
             return False
         self._decoded.note(page.meta)
+        return self.decode(page, data, step, slot)
+
+    def decode(self, page: FoundPage, data: ByteArray, step: int, slot: ByteArray) -> bool:
+        """Decodes what was read of a page up to a level; returns whether it worked. Any thread."""
         if page.meta.codec == RAW_CODEC:
             return self._copy(page, data, slot)
         try:

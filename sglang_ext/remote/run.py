@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -75,6 +77,7 @@ class Run:
         next_decode: the first chunk that is not published.
         partial: what could be had of chunks of which some could not.
         held_bytes: arrived, and not forgotten.
+        text_s: expected seconds to compute all of it, and what is behind it.
     """
 
     def __init__(
@@ -105,20 +108,27 @@ class Run:
         page_tokens = max(1, pages[0].meta.num_tokens)
         before = pages[0].number * page_tokens
         question = pages_behind * page_tokens + page_tokens // 2
-        self.stream = ContextStream(
-            [_offer(chunk) for chunk in self.chunks],
-            StreamCosts(
-                speeds.raw_page_bytes // page_tokens,
-                speeds.decode_bytes_per_s,
-                _prefill(speeds.prefill_s, before, question),
-                _REQUEST_S,
-            ),
-            _scale(pages[0]),
-            link,
-            now_s=now_s,
+        offers = [_offer(chunk) for chunk in self.chunks]
+        self._costs = StreamCosts(
+            speeds.raw_page_bytes // page_tokens,
+            speeds.decode_bytes_per_s,
+            _prefill(speeds.prefill_s, before, question),
+            _REQUEST_S,
+        )
+        self.text_s = self._costs.prefill_s(len(pages) * page_tokens + question, 0)
+        self._new_stream = partial(
+            ContextStream,
+            offers,
+            quality=_scale(pages[0]),
             deadline_s=deadline_s,
             question_tokens=question,
         )
+        self.stream = self._new_stream(self._costs, link=link, now_s=now_s)
+
+    def would_load(self, now_s: float) -> bool:
+        """Whether anything would be fetched if link and decoder took no time."""
+        costs = replace(self._costs, decode_bytes_per_s=math.inf, request_s=0.0)
+        return self._new_stream(costs, link=LinkEstimator(), now_s=now_s).plan.num_loaded > 0
 
     def parts(self, fetch: Fetch) -> list[Part]:
         """What a fetch is of, page by page."""

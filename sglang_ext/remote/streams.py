@@ -17,6 +17,7 @@ from typing import Any
 from sglang_ext.remote.context import Context, Decode, Job
 from sglang_ext.remote.link import LinkMeter
 from sglang_ext.remote.lookup import Finder, runs_of
+from sglang_ext.remote.probe import Probe, Prober
 from sglang_ext.remote.publish import Publisher
 from sglang_ext.remote.run import Partial, Run, Speeds
 from sglang_ext.remote.transfer import Part, read_parts
@@ -58,6 +59,7 @@ class RemoteStreams:
         """
         self._directory, self._remote = directory, remote
         self._finder, self._publisher = finder, publisher
+        self._prober = Prober(publisher, directory.arena.slot_bytes)
         self._prefill_s, self._slo_s = prefill_s, slo_s
         self._lock = threading.Condition()
         # All guarded by _lock.
@@ -122,7 +124,7 @@ class RemoteStreams:
     def _fetch_loop(self) -> None:
         while True:
             with self._lock:
-                work: Context | Job | None = self._safely(self._next_work)
+                work: Context | Job | Probe | None = self._safely(self._next_work)
                 while work is None and not self._closing:
                     self._lock.wait(_IDLE_S if self._contexts else None)
                     work = self._safely(self._next_work)
@@ -130,10 +132,12 @@ class RemoteStreams:
                     return
             if isinstance(work, Job):
                 self._fetch(work)
+            elif isinstance(work, Probe):
+                self._run_probe(work)
             else:
                 self._look_up(work)
 
-    def _next_work(self) -> Context | Job | None:
+    def _next_work(self) -> Context | Job | Probe | None:
         """The caller holds the lock."""
         while self._new:
             context = self._new.popleft()
@@ -143,7 +147,10 @@ class RemoteStreams:
         taken = None if self._is_backed_up() else self._share.next_fetch(now_s)
         self._link.tick(now_s, needed=self._is_needed())
         if taken is None:
-            return None
+            probe = self._prober.take() if self._link.is_idle else None
+            if probe is not None:
+                self._link.began()
+            return probe
         owner, fetch = taken
         assert isinstance(owner, Context)
         assert owner.run is not None
@@ -244,6 +251,29 @@ class RemoteStreams:
             run.partial[fetch.chunk] = Partial(len(good), fetch.level)
         run.stream.failed(fetch, now_s)
 
+    def _run_probe(self, probe: Probe) -> None:
+        """Measures link and decoder with bytes that nobody waits for."""
+        self._directory.counters.add("remote_probes")
+        good: list[ByteArray] = []
+        decoded = 0, 0.0
+        try:
+            parts = probe.run.parts(probe.fetch)[: len(probe.pages)]
+            good = read_parts(self._remote, parts, self._count_bytes)
+        except Exception:
+            self._directory.counters.add("remote_failures")
+            logger.exception("hier-kv: the link to the remote store could not be measured")
+        with self._lock:
+            self._link.tick(time.monotonic(), needed=self._is_needed())
+            self._link.ended(probe=True)
+        try:
+            decoded = self._prober.decode(probe, good)
+        except Exception:
+            logger.exception("hier-kv: pages of a measurement could not be decoded")
+        with self._lock:
+            self._decoding.observe_probe(*decoded)
+            self._prober.done()
+            self._lock.notify_all()
+
     def _count_bytes(self, num_bytes: int) -> None:
         with self._lock:
             self._link.arrived(num_bytes)
@@ -340,6 +370,9 @@ class RemoteStreams:
             num_text = sum(len(chunk) for chunk in run.chunks[at:])
             num_text += sum(len(pages) for pages in context.runs)
             self._directory.counters.add("remote_text_pages", num_text)
+            if not at and not run.partial:
+                estimator = self._link.estimator
+                self._prober.consider(run, estimator, self._decoding, time.monotonic())
         self._end(context)
 
     def _end(self, context: Context) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+# A probe that is so many times as fast as expected shows that the speed has changed.
+_CHANGED_FACTOR = 2.0
+
 
 class LinkEstimator:
     """Bytes a second of a link: bytes over seconds, the last ones counting most.
@@ -42,3 +45,14 @@ class LinkEstimator:
         fade = math.exp(-num_bytes / self._memory_bytes)
         self._bytes = fade * self._bytes + num_bytes
         self._seconds = fade * self._seconds + seconds
+
+    def observe_probe(self, num_bytes: int, seconds: float) -> None:
+        """Counts a short transfer that was made to see whether the speed has risen.
+
+        Next to what is remembered it would weigh nothing: where it is much faster than that, what
+        is remembered holds no more.
+        """
+        known = self.bytes_per_s
+        if known is not None and num_bytes > _CHANGED_FACTOR * known * seconds:
+            self._bytes = self._seconds = 0.0
+        self.observe(num_bytes, seconds)

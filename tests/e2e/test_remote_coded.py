@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.remote.redis_server import RedisServer, redis_binary
-from bench.server import Server
+from bench.server import TINYLM, Server
 from bench.workload import ASSETS
 from tests.e2e.hier_server import (
     PAGE,
@@ -38,7 +38,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-def start(folder: Path, port: int, codec: str, *more: str) -> Server:
+def start(folder: Path, port: int, codec: str, *more: str, model: Path | str = TINYLM) -> Server:
     """A server with DRAM and a remote store, which codes pages for it."""
     folder.mkdir()
     args = [
@@ -49,7 +49,7 @@ def start(folder: Path, port: int, codec: str, *more: str) -> Server:
         f"remote={codec}",
     ]
     args += ["--hier-kv-remote-url", f"redis://127.0.0.1:{port}?timeout=30s"]
-    return Server(args, log_path=folder / "log", stop="kill")
+    return Server(args, model=model, log_path=folder / "log", stop="kill")
 
 
 def host(server: Server) -> dict[str, int]:

@@ -17,6 +17,7 @@ from bench.remote.redis_server import RedisServer, redis_binary
 from bench.server import Server
 from tests.e2e.hier_server import ask, by_tier, real_prompts
 from tests.e2e.test_remote_coded import PROFILE, host, quality, start, upload
+from tests.e2e.weight_models import slower
 
 pytestmark = [
     pytest.mark.e2e,
@@ -28,7 +29,9 @@ FIRST_TOKENS, ANSWER_TOKENS, SECOND_TOKENS = 1500, 10, 60
 FINEST = 4
 # The finest level of a conversation takes a second and a half at this speed, the coarsest a tenth.
 SLOW_BYTES_PER_S = 0.7e6
+# Computing a conversation takes longer than this on any machine with an MLP as wide as this.
 SLO_MS = 500
+INTERMEDIATE = 8192
 NUM_SLOW, MOST_FAST = 4, 8
 
 
@@ -72,16 +75,17 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 def test_levels_follow_the_link(tmp_path: Path, redis: RedisServer) -> None:
     firsts = list(real_prompts([FIRST_TOKENS] * (NUM_SLOW + MOST_FAST), seed=21))
     seconds = real_prompts([SECOND_TOKENS] * len(firsts), seed=22)
-    level = ["--hier-kv-level", f"remote={FINEST}"]
-    with start(tmp_path / "one", redis.port, "hier", *PROFILE, *level) as one:
+    model = slower(tmp_path / "model", INTERMEDIATE)
+    # SGLang's own CPU attention computes a cached prefix again, which would take all of the time.
+    args = ["--hier-kv-level", f"remote={FINEST}", "--attention-backend", "cpu_extend"]
+    with start(tmp_path / "one", redis.port, "hier", *PROFILE, *args, model=model) as one:
         said = [upload(one, first, ANSWER_TOKENS) for first in firsts]
     prompts = [[*so_far, *next(seconds)] for so_far, _ in said]
     whole = said[0][1]
     proxy = Proxy(redis.port, Network(bytes_per_s=SLOW_BYTES_PER_S))
-    # SGLang's own CPU attention computes a cached prefix again, which would take all of the time.
-    slo = ["--hier-kv-slo-ms", str(SLO_MS), "--attention-backend", "cpu_extend"]
+    slo = ["--hier-kv-slo-ms", str(SLO_MS)]
     try:
-        with start(tmp_path / "two", proxy.port, "hier", *level, *slo) as two:
+        with start(tmp_path / "two", proxy.port, "hier", *args, *slo, model=model) as two:
             slow = [fetched(two, prompt) for prompt in prompts[:NUM_SLOW]]
             proxy.set(bytes_per_s=0.0)
             fast: list[Fetched] = []

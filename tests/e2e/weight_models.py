@@ -57,6 +57,24 @@ def strange(seed: int) -> Callable[[Weights], None]:
     return change
 
 
+def slower(folder: Path, intermediate: int) -> Path:
+    """The bundled model with a wider MLP of zeros: the same tokens and KV, for more computing."""
+
+    def change(weights: Weights) -> None:
+        for name, values in weights.items():
+            more = intermediate - max(values.shape)
+            if "gate_proj" in name or "up_proj" in name:
+                weights[name] = torch.nn.functional.pad(values, (0, 0, 0, more))
+            elif "down_proj" in name:
+                weights[name] = torch.nn.functional.pad(values, (0, more))
+
+    variant(folder, change)
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] = intermediate
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def one_value(weights: Weights) -> None:
     """The least change there is: one value of one tensor, by one bit."""
     weights["model.layers.5.mlp.down_proj.weight"].view(torch.int16)[17, 23] ^= 1

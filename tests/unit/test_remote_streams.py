@@ -133,6 +133,34 @@ def test_what_is_sooner_computed_is_not_fetched(world: World) -> None:
     assert host.count("remote_text_pages") == NUM_PAGES - num_ready > 0
 
 
+def test_a_link_that_has_become_fast_is_noticed_though_all_is_computed(world: World) -> None:
+    def prefill_s(num_new: int, num_before: int) -> float:
+        return num_new / (NUM_PAGES * 64 / 4.0)
+
+    host = world.add(prefill_s=prefill_s)
+    world.proxy.set(bytes_per_s=world.sizes()[LEVEL] / 80.0)
+    host.fetch(range(200, 203))  # nothing is known of the link yet
+    assert host.ready(range(200, 203)) == 3
+    host.fetch(range(NUM_PAGES))
+    assert host.ready(range(NUM_PAGES)) == 0
+    assert until(lambda: host.count("remote_probes") == 1)
+    world.proxy.set(bytes_per_s=FAST)
+
+    def fetched() -> bool:
+        host.fetch(range(NUM_PAGES))
+        return host.ready(range(NUM_PAGES)) == NUM_PAGES
+
+    assert until(fetched), host.store.stats()
+    assert 2 <= host.count("remote_probes") <= 10
+
+
+def test_what_would_be_computed_on_any_link_is_not_measured(world: World) -> None:
+    host = world.add(prefill_s=lambda num_new, num_before: 1e-6 * num_new, slo_s=60.0)
+    host.fetch(range(NUM_PAGES))
+    assert host.count("remote_text_pages") == NUM_PAGES
+    assert host.count("remote_probes") == host.ready(range(NUM_PAGES)) == 0
+
+
 def test_two_contexts_share_the_link(world: World) -> None:
     host = world.add()
     world.proxy.set(bytes_per_s=world.sizes()[LEVEL] / 2.0)

@@ -1,0 +1,90 @@
+"""A little of what is computed is fetched all the same, to notice that a link has become fast.
+
+While every context is sooner computed than fetched nothing is fetched, and what is known of the
+link, or of the decoder, would never change again. Nobody waits for a probe, and what it brings is
+thrown away: the pages are being computed, exactly.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_ext.remote.lookup import FoundPage
+from sglang_ext.remote.publish import Publisher
+from sglang_ext.remote.run import Run
+from sglang_ext.streaming import Fetch, LinkEstimator
+from sglang_ext.tiers.policy.cost_model import PROBE_BYTES, PROBE_SHARE
+from sglang_ext.tiers.record import ByteArray
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Leading pages of a stretch, to be fetched at the coarsest level and decoded.
+
+    Attributes:
+        run: the stretch, of which nothing else is fetched.
+        pages: of its first chunk.
+    """
+
+    run: Run
+    pages: list[FoundPage]
+
+    @property
+    def fetch(self) -> Fetch:
+        """What to read of the first chunk; only the parts of `pages` of it."""
+        return Fetch(0, 0, 0, sum(page.sizes[0] for page in self.pages))
+
+
+class Prober:
+    """At most one probe at a time. `decode` needs no lock; the rest is guarded by its owner's."""
+
+    def __init__(self, publisher: Publisher, slot_bytes: int) -> None:
+        self._publisher = publisher
+        self._slot_bytes = slot_bytes
+        self._next: Probe | None = None
+        self._is_under_way = False
+
+    def consider(
+        self, run: Run, link: LinkEstimator, decoding: LinkEstimator, now_s: float
+    ) -> None:
+        """Plans a probe of a stretch that is computed, if a faster link would have changed that.
+
+        It takes the part `PROBE_SHARE` of the time that computing takes, and one page at least.
+        """
+        if self._next is not None or self._is_under_way or not run.would_load(now_s):
+            return
+        chunk = run.chunks[0]
+        num_bytes = np.cumsum([page.sizes[0] for page in chunk])
+        raw_bytes = self._slot_bytes * np.arange(1, len(chunk) + 1)
+        expected_s = num_bytes / (link.bytes_per_s or np.inf)
+        expected_s += raw_bytes / (decoding.bytes_per_s or np.inf)
+        fits = (expected_s <= PROBE_SHARE * run.text_s) & (num_bytes <= PROBE_BYTES)
+        self._next = Probe(run, chunk[: max(1, int(fits.sum()))])
+
+    def take(self) -> Probe | None:
+        """The probe to run now; `done` has to follow."""
+        probe, self._next = self._next, None
+        self._is_under_way |= probe is not None
+        return probe
+
+    def done(self) -> None:
+        """It is over, well or not."""
+        self._is_under_way = False
+
+    def decode(self, probe: Probe, good: list[ByteArray]) -> tuple[int, float]:
+        """Decodes what came into memory that is thrown away.
+
+        Returns:
+            Raw bytes, and the seconds that they took.
+        """
+        room = np.empty(self._slot_bytes, np.uint8)
+        started_s, num = time.monotonic(), 0
+        for page, data in zip(probe.pages, good, strict=False):
+            num += self._publisher.decode(page, data, 0, room)
+        return num * self._slot_bytes, time.monotonic() - started_s
