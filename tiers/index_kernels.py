@@ -27,6 +27,8 @@ import numba
 import numpy as np
 from numba import types
 
+from sglang_ext.tiers.compiled import compiled_for
+
 # Slots of `state i64[NUM_STATE]`.
 COUNT = 0  # live rows
 TOP = 1  # rows ever used
@@ -65,20 +67,6 @@ _IN_KEYS = _readonly(types.uint64, 2)
 _IN_ROWS = _readonly(types.int64, 1)
 _U64 = types.uint64
 _I64 = types.int64
-
-
-def _compiled(signature: Any) -> Callable[[_Function], _Function]:
-    def decorate(function: _Function) -> _Function:
-        options = {"nogil": True, "boundscheck": False}
-        try:
-            compiled: _Function = numba.njit(signature, cache=True, **options)(function)
-        except RuntimeError:
-            # Neither the package's folder nor the user's cache can be written, as in a read-only
-            # container: then every process compiles for itself, some seconds at import.
-            compiled = numba.njit(signature, **options)(function)
-        return compiled
-
-    return decorate
 
 
 def _inlined(function: _Function) -> _Function:
@@ -193,7 +181,7 @@ def _find_block(
             )
 
 
-@_compiled(types.void(_KEYS, _U32S, _U32S, _U64, _U64, _IN_KEYS, _U64, _I64S))
+@compiled_for(types.void(_KEYS, _U32S, _U32S, _U64, _U64, _IN_KEYS, _U64, _I64S))
 def lookup(
     keys: Any,
     namespaces: Any,
@@ -217,7 +205,7 @@ def lookup(
         )  # fmt: skip
 
 
-@_compiled(_I64(_KEYS, _U32S, _U32S, _U64, _U64, _IN_KEYS, _U64, _I64S, _U8S, types.uint8))
+@compiled_for(_I64(_KEYS, _U32S, _U32S, _U64, _U64, _IN_KEYS, _U64, _I64S, _U8S, types.uint8))
 def prefix(
     keys: Any,
     namespaces: Any,
@@ -264,7 +252,7 @@ def _take_row(state: Any, next_row: Any, capacity: int) -> Any:
     return np.int64(-1)
 
 
-@_compiled(
+@compiled_for(
     _I64(
         _KEYS, _U32S, _U32S, _U64, _U64, _IN_KEYS, _U64, _I64S, types.boolean[::1],
         _I64S, _U32S, _U32S, _I32S, _U32S, _U32S, _U16S, _U8S, _U8S, _U8S, _U16S, _U32S,
@@ -386,7 +374,7 @@ def _is_live(row: Any, state: Any, prev_row: Any) -> Any:
     return row >= 0 and row < state[TOP] and prev_row[row] != FREE
 
 
-@_compiled(_I64(_KEYS, _U32S, _U32S, _U64, _U64, _IN_ROWS, _I64S, _U32S, _U32S, _I32S, _U32S))
+@compiled_for(_I64(_KEYS, _U32S, _U32S, _U64, _U64, _IN_ROWS, _I64S, _U32S, _U32S, _I32S, _U32S))
 def remove(
     keys: Any,
     namespaces: Any,
@@ -431,7 +419,7 @@ def remove(
 # ---- LRU list ---------------------------------------------------------------------------------
 
 
-@_compiled(types.void(_IN_ROWS, types.boolean, _I64S, _U32S, _U32S))
+@compiled_for(types.void(_IN_ROWS, types.boolean, _I64S, _U32S, _U32S))
 def lru_touch(rows: Any, add: Any, state: Any, prev_row: Any, next_row: Any) -> None:
     """Make each row the most recent, in order; rows not listed are added only if `add`."""
     for i in range(rows.size):
@@ -447,7 +435,7 @@ def lru_touch(rows: Any, add: Any, state: Any, prev_row: Any, next_row: Any) -> 
         _push(row, LRU_NEW, LRU_OLD, state, prev_row, next_row)
 
 
-@_compiled(types.void(_IN_ROWS, _I64S, _U32S, _U32S))
+@compiled_for(types.void(_IN_ROWS, _I64S, _U32S, _U32S))
 def lru_sink(rows: Any, state: Any, prev_row: Any, next_row: Any) -> None:
     """Make each row the least recent, in order; rows not listed are passed over."""
     for i in range(rows.size):
@@ -459,7 +447,7 @@ def lru_sink(rows: Any, state: Any, prev_row: Any, next_row: Any) -> None:
             _push(row, LRU_OLD, LRU_NEW, state, next_row, prev_row)
 
 
-@_compiled(types.void(_IN_ROWS, _I64S, _U32S, _U32S))
+@compiled_for(types.void(_IN_ROWS, _I64S, _U32S, _U32S))
 def lru_remove(rows: Any, state: Any, prev_row: Any, next_row: Any) -> None:
     """Take each row out of the list; rows not listed are passed over."""
     for i in range(rows.size):
@@ -468,7 +456,7 @@ def lru_remove(rows: Any, state: Any, prev_row: Any, next_row: Any) -> None:
             _unlink(row, state, prev_row, next_row)
 
 
-@_compiled(_I64(_I64S, _I64S, _U32S, _U8S, types.uint8))
+@compiled_for(_I64(_I64S, _I64S, _U32S, _U8S, types.uint8))
 def lru_tail(rows: Any, state: Any, next_row: Any, flags: Any, skip: Any) -> Any:
     """Fill `rows` with the least recent rows that have no flag of `skip`; returns how many."""
     num = np.int64(0)
@@ -484,7 +472,7 @@ def lru_tail(rows: Any, state: Any, next_row: Any, flags: Any, skip: Any) -> Any
 # ---- columns ----------------------------------------------------------------------------------
 
 
-@_compiled(types.void(_IN_ROWS, types.uint32, _U16S, _U32S))
+@compiled_for(types.void(_IN_ROWS, types.uint32, _U16S, _U32S))
 def note_hits(rows: Any, clock: Any, hits: Any, stamp: Any) -> None:
     """Count a hit (up to 65535) and stamp the clock on each row; negative rows are passed over."""
     for i in range(rows.size):
@@ -495,7 +483,7 @@ def note_hits(rows: Any, clock: Any, hits: Any, stamp: Any) -> None:
             stamp[row] = clock
 
 
-@_compiled(_I64S(_U32S, types.uint32, _I64S, _U32S))
+@compiled_for(_I64S(_U32S, types.uint32, _I64S, _U32S))
 def rows_where(column: Any, value: Any, state: Any, prev_row: Any) -> Any:
     """Live rows whose `column` equals `value`, ascending: two scans, no temporaries."""
     num = 0

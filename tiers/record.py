@@ -20,8 +20,9 @@ A raw record is the same bytes in DRAM, where it fills one slot, and on disk. A 
 
 The fields in front of the checksum need no cover: magic, version and header length have one legal
 value each, and another `payload_bytes` means another hash input. See docs/formats.md, which also
-says why xxh3_64 was chosen. Every function here is thread-safe as long as no two threads write to
-one slot; hashing releases the GIL.
+says why xxh3_64 was chosen. This module writes and reads headers; `sglang_ext.tiers.record_checks`
+puts checksums in and checks them. Every function of the two is thread-safe as long as no two
+threads write to one slot.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from typing import Any, TypeAlias
 import msgpack
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from sglang_ext.tiers.errors import TierError
 
@@ -50,13 +50,12 @@ MAX_CODEC_BYTES = 32
 MAX_PROFILE_BYTES = 64
 
 _FIXED = struct.Struct("<4sHHQQI")
-_CHECKSUM_OFFSET = 16
-_CHECKED_FROM = 24
+CHECKSUM_OFFSET = 16
+CHECKED_FROM = 24
 _MAP_OFFSET = _FIXED.size
 _MAX_MAP_BYTES = HEADER_BYTES - _MAP_OFFSET
 _MAP_KEYS = ("k", "n", "l", "p", "c", "v", "r", "q", "t", "h")  # stored on disk; never rename
 _U32 = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
 _BYTE_FIELDS = (
     ("k", "page_hash", (DIGEST_BYTES,)),
     ("n", "namespace", (DIGEST_BYTES,)),
@@ -150,58 +149,6 @@ def write_meta(slot: ByteArray, meta: RecordMeta, payload_bytes: int) -> None:
     slot[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
 
 
-def seal(slot: ByteArray) -> int:
-    """Computes the checksum of `slot` and stores it in the header.
-
-    Args:
-        slot: u8 [slot_bytes] with a header from `write_meta` and its payload in place.
-
-    Returns:
-        The checksum, xxh3_64.
-
-    Raises:
-        RecordError: the slot has no header of this version, or a length that does not fit.
-    """
-    payload_bytes, _ = _read_fixed(slot)
-    return _store_checksum(slot, payload_bytes)
-
-
-def seal_record(slot: ByteArray, namespace: bytes) -> tuple[RecordMeta, int]:
-    """Seals a record of this namespace; returns what its header says, and payload_bytes.
-
-    Args:
-        slot: as for `seal`.
-        namespace: the 32 bytes of its namespace.
-
-    Raises:
-        RecordError: as `read_meta` does, or `kind` is FOREIGN; the slot is as it was.
-    """
-    fields, payload_bytes = _parse(slot)
-    if fields["n"] != namespace:
-        raise RecordError(VerifyResult.FOREIGN, "the record is of another namespace")
-    _store_checksum(slot, payload_bytes)
-    return _meta_of(fields), payload_bytes
-
-
-def sealed_header(slot: ByteArray) -> ByteArray:
-    """Returns a copy of the header with the checksum in it, u8 [512]; leaves `slot` as it is.
-
-    For who sends a record away while others may read or seal the slot.
-
-    Args:
-        slot: as for `seal`.
-
-    Raises:
-        RecordError: as `seal` does.
-    """
-    payload_bytes, _ = _read_fixed(slot)
-    header = slot[:HEADER_BYTES].copy()
-    header[_CHECKSUM_OFFSET:_CHECKED_FROM] = np.frombuffer(
-        _U64.pack(_digest(slot, payload_bytes)), np.uint8
-    )
-    return header
-
-
 def read_meta(slot: ByteArray) -> RecordMeta:
     """Parses the header of `slot`; does not look at the checksum or the payload.
 
@@ -221,53 +168,16 @@ def parse_header(slot: ByteArray, room_bytes: int | None = None) -> tuple[Record
         slot: u8 [at least 512].
         room_bytes: no record may be longer; `slot.size` by default.
     """
-    fields, payload_bytes = _parse(slot, room_bytes)
-    return _meta_of(fields), payload_bytes
+    fields, payload_bytes = parse_fields(slot, room_bytes)
+    return meta_of(fields), payload_bytes
 
 
-def verify(slot: ByteArray, page_hash: bytes, namespace: bytes, lora: bytes) -> VerifyResult:
-    """Checks that `slot` holds an intact record of exactly this page. Never raises.
+def read_fixed(slot: ByteArray, room_bytes: int | None = None) -> tuple[int, bytes]:
+    """Checks what stands in front of the map; returns payload_bytes and the header's 512 bytes.
 
-    Args:
-        slot: u8 [slot_bytes].
-        page_hash: the 32 bytes asked for.
-        namespace: the 32 bytes of the namespace asked for.
-        lora: the 32 bytes of the adapter's digest, or empty.
-
-    Returns:
-        OK only when the whole key matches and the checksum over header and payload is right.
+    Raises:
+        RecordError: as `read_meta` does.
     """
-    try:
-        fields, payload_bytes = _parse(slot)
-        if not checksum_matches(slot, payload_bytes):
-            return VerifyResult.BAD_CHECKSUM
-    except RecordError as error:
-        return error.kind
-    except Exception:  # e.g. not a one-dimensional u8 array: whatever it is, it is no record
-        return VerifyResult.BAD_HEADER
-    if (fields["k"], fields["n"], fields["l"]) != (page_hash, namespace, lora):
-        return VerifyResult.FOREIGN
-    return VerifyResult.OK
-
-
-def checksum_matches(slot: ByteArray, payload_bytes: int) -> bool:
-    """Says whether the stored checksum is that of the bytes; `payload_bytes` must fit."""
-    stored = slot[_CHECKSUM_OFFSET:_CHECKED_FROM].tobytes()
-    return _U64.pack(_digest(slot, payload_bytes)) == stored
-
-
-def _store_checksum(slot: ByteArray, payload_bytes: int) -> int:
-    checksum = _digest(slot, payload_bytes)
-    slot[_CHECKSUM_OFFSET:_CHECKED_FROM] = np.frombuffer(_U64.pack(checksum), np.uint8)
-    return checksum
-
-
-def _digest(slot: ByteArray, payload_bytes: int) -> int:
-    checked = slot[_CHECKED_FROM : HEADER_BYTES + payload_bytes]
-    return int(xxhash.xxh3_64_intdigest(checked.data))
-
-
-def _read_fixed(slot: ByteArray, room_bytes: int | None = None) -> tuple[int, bytes]:
     room_bytes = slot.size if room_bytes is None else room_bytes
     header = slot[:HEADER_BYTES].tobytes()
     if len(header) < HEADER_BYTES:
@@ -306,14 +216,14 @@ def _values(meta: RecordMeta) -> tuple[object, ...]:
     )
 
 
-def _parse(slot: ByteArray, room_bytes: int | None = None) -> tuple[dict[str, Any], int]:
+def parse_fields(slot: ByteArray, room_bytes: int | None = None) -> tuple[dict[str, Any], int]:
     """Returns the checked fields of the map, by their stored keys, and payload_bytes.
 
     Raises:
         RecordError: as `read_meta` does.
     """
-    payload_bytes, header = _read_fixed(slot, room_bytes)
-    (map_bytes,) = _U32.unpack_from(header, _CHECKED_FROM)
+    payload_bytes, header = read_fixed(slot, room_bytes)
+    (map_bytes,) = _U32.unpack_from(header, CHECKED_FROM)
     if map_bytes > _MAX_MAP_BYTES:
         raise _bad_header(f"map length must be at most {_MAX_MAP_BYTES}, got {map_bytes}")
     end = _MAP_OFFSET + map_bytes
@@ -333,7 +243,8 @@ def _parse(slot: ByteArray, room_bytes: int | None = None) -> tuple[dict[str, An
     return fields, payload_bytes
 
 
-def _meta_of(fields: dict[str, Any]) -> RecordMeta:
+def meta_of(fields: dict[str, Any]) -> RecordMeta:
+    """What `parse_fields` found, as a value."""
     return RecordMeta(
         page_hash=fields["k"],
         namespace=fields["n"],

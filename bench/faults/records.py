@@ -17,9 +17,9 @@ from sglang_ext.tiers.record import (
     RecordError,
     RecordMeta,
     parse_header,
-    seal,
     write_meta,
 )
+from sglang_ext.tiers.record_checks import seal
 
 
 @dataclass(frozen=True)

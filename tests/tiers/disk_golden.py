@@ -20,7 +20,8 @@ from sglang_ext.tiers.disk.layout import (
     encode_header,
     segment_file_bytes,
 )
-from sglang_ext.tiers.record import ByteArray, RecordMeta, seal, write_meta
+from sglang_ext.tiers.record import ByteArray, RecordMeta, write_meta
+from sglang_ext.tiers.record_checks import seal
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 RECORD = GOLDEN / "record-v1.bin"

@@ -11,7 +11,8 @@ import pytest
 
 from sglang_ext.tiers.base import Location
 from sglang_ext.tiers.disk import DiskTier
-from sglang_ext.tiers.record import HEADER_BYTES, VerifyResult, seal
+from sglang_ext.tiers.record import HEADER_BYTES, VerifyResult
+from sglang_ext.tiers.record_checks import seal
 from tests.tiers.tier_pages import (
     ADAPTER,
     NAMESPACE,

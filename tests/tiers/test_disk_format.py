@@ -28,7 +28,8 @@ from sglang_ext.tiers.disk.layout import (
     segment_file_bytes,
     table_pages,
 )
-from sglang_ext.tiers.record import VerifyResult, read_meta, verify
+from sglang_ext.tiers.record import VerifyResult, read_meta
+from sglang_ext.tiers.record_checks import verify
 from tests.tiers import disk_golden as golden
 
 rows = st.lists(

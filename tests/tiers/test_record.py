@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import struct
 from typing import Any
 
@@ -16,9 +17,15 @@ from sglang_ext.tiers.record import (
     RecordMeta,
     VerifyResult,
     read_meta,
-    seal,
-    verify,
     write_meta,
+)
+from sglang_ext.tiers.record_checks import (
+    RecordKey,
+    Sealed,
+    seal,
+    seal_records,
+    verify,
+    verify_records,
 )
 
 digests = st.binary(min_size=32, max_size=32)
@@ -208,3 +215,37 @@ def test_an_odd_array_is_no_record() -> None:
     assert check(slot[::2]) is not VerifyResult.OK
     assert check(slot.reshape(2, -1)) is not VerifyResult.OK
     assert check(slot.view(np.uint16)) is not VerifyResult.OK
+
+
+def test_records_are_verified_together_as_alone() -> None:
+    other = RecordMeta(b"q" * 32, b"n" * 32, b"", 0, 64, "pre")
+    torn, flipped = sealed(), sealed()
+    torn[0] = 0
+    flipped[2000] ^= 1
+    odd: Any = np.zeros(512, np.uint16)
+    slots = [sealed(), torn, flipped, odd, sealed(other), sealed(), sealed()[:100]]
+    key = RecordKey(META.page_hash, META.namespace, META.lora)
+    found = verify_records(slots, [key] * len(slots))
+    assert found == [check(slot) for slot in slots]
+    assert [result.value for result in found] == [
+        "ok", "bad_magic", "bad_checksum", "bad_header", "foreign", "ok", "bad_header"
+    ]  # fmt: skip
+    assert verify_records([], []) == []
+
+
+def test_records_are_sealed_together_but_for_those_that_cannot_be() -> None:
+    slots = [sealed() for _ in range(4)]
+    expected = [slot.copy() for slot in slots]
+    for slot in slots:
+        slot[16:24] = 0
+    slots[1][0] = 0
+    write_meta(slots[2], dataclasses.replace(META, namespace=b"o" * 32), 3000)
+    before = [slot.copy() for slot in slots]
+    found = seal_records(slots, META.namespace)
+    assert found[0] == found[3] == Sealed(META, 3000)
+    errors = [error for error in found[1:3] if isinstance(error, RecordError)]
+    assert [error.kind for error in errors] == [VerifyResult.BAD_MAGIC, VerifyResult.FOREIGN]
+    for at in (0, 3):
+        assert (slots[at] == expected[at]).all()
+    for at in (1, 2):
+        assert (slots[at] == before[at]).all()

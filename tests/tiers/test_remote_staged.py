@@ -13,9 +13,9 @@ from sglang_ext.tiers.record import (
     RecordError,
     RecordMeta,
     parse_header,
-    seal,
     write_meta,
 )
+from sglang_ext.tiers.record_checks import seal
 from sglang_ext.tiers.remote.staged import MAX_STAGES, START_BYTES, read_stages, stage, unstage
 
 PAGE, SPACE = (hashlib.sha256(name).digest() for name in (b"page", b"space"))

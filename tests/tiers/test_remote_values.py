@@ -11,7 +11,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.tiers.record import HEADER_BYTES, VerifyResult, verify
+from sglang_ext.tiers.record import HEADER_BYTES, VerifyResult
+from sglang_ext.tiers.record_checks import verify
 from sglang_ext.tiers.remote.base import RemoteKey, level_name, value_name
 from sglang_ext.tiers.remote.redis_nodes import slot_of
 from sglang_ext.tiers.remote.values import HeaderFacts, checked_facts, part_names, split

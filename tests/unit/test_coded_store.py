@@ -17,9 +17,9 @@ from sglang_ext.tiers.record import (
     RecordMeta,
     parse_header,
     read_meta,
-    seal,
     write_meta,
 )
+from sglang_ext.tiers.record_checks import seal
 from sglang_ext.tiers.transcoder import PageTranscoder, coded_record, raw_header
 from tests.unit.coded_world import DIGEST, PAYLOAD, SLOT, Rig, Zstd, content, lossy, pages
 

@@ -29,7 +29,7 @@ from sglang_ext.tiers.disk.layout import (
 from sglang_ext.tiers.disk.sealing import write_footer
 from sglang_ext.tiers.record import ByteArray, RecordMeta
 
-Prepare = Callable[[int], RecordMeta | None]
+Prepare = Callable[[range], list[RecordMeta | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,8 @@ class ActiveSegment:
 
         Args:
             records: u8 [n * 4096] each, whole slots unless the segment is packed; they fit.
-            prepare: makes the record of an index ready and says what is in its header; None where
-                it cannot be stored. Called once for each, by several threads.
+            prepare: makes the records of a run ready and says what is in their headers; None where
+                one cannot be stored. Called once for each run, by several threads.
 
         Returns:
             What is stored: all of them, or those before the first that `prepare` refused or the
@@ -234,14 +234,12 @@ class ActiveSegment:
 
     def _write_run(self, batch: _Batch, run: range, offset: int) -> None:
         """Prepares and writes one run at `offset`, up to the first record that is refused."""
-        end = run.start
         try:
-            for index in run:
-                batch.metas[index] = batch.prepare(index)
-                if batch.metas[index] is None:
-                    batch.refused.append(index)
-                elif end == index:
-                    end += 1
+            metas = batch.prepare(run)
+            batch.metas[run.start : run.stop] = metas
+            refused = [index for index, meta in zip(run, metas, strict=True) if meta is None]
+            batch.refused += refused
+            end = min(refused, default=run.stop)
             if end > run.start:
                 records = batch.records[run.start : end]
                 self._context.write_records(self._fd, records, offset)

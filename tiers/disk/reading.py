@@ -9,7 +9,8 @@ from sglang_ext.tiers.base import BLOCK_BYTES, ReadRequest
 from sglang_ext.tiers.disk.catalog import Segment
 from sglang_ext.tiers.disk.context import DiskContext, usable_slot
 from sglang_ext.tiers.disk.fileio import IOV_MAX
-from sglang_ext.tiers.record import VerifyResult, verify
+from sglang_ext.tiers.record import VerifyResult
+from sglang_ext.tiers.record_checks import RecordKey, verify_records
 
 
 def read_records(
@@ -110,5 +111,10 @@ def _read_run(
         context.counters.error("io_read")
         return
     context.counters.add("bytes_read", sum(lengths[:arrived]) * BLOCK_BYTES)
-    for index, request, out in zip(indices[:arrived], requests, outs, strict=False):
-        results[index] = verify(out, request.page_hash, segment.namespace, request.lora)
+    keys = [
+        RecordKey(request.page_hash, segment.namespace, request.lora)
+        for request in requests[:arrived]
+    ]
+    found = verify_records(outs[:arrived], keys)
+    for index, result in zip(indices, found, strict=False):
+        results[index] = result

@@ -26,7 +26,7 @@ from sglang_ext.tiers.disk.fileio import aligned_array
 from sglang_ext.tiers.disk.layout import FutureVersionError
 from sglang_ext.tiers.disk.recovery import read_footer
 from sglang_ext.tiers.record import ByteArray, RecordError, RecordMeta, VerifyResult, read_meta
-from sglang_ext.tiers.record import verify as verify_record
+from sglang_ext.tiers.record_checks import verify as verify_record
 
 SALVAGE_SHARE = 4
 """At most one in this many blocks of a victim is salvaged."""
@@ -197,7 +197,7 @@ class Reclaimer:
             slot[: _blocks_in(active, pages, row) * BLOCK_BYTES]
             for slot, row in zip(slots, kept, strict=False)
         ]
-        locations = active.append(records, metas.__getitem__).locations
+        locations = active.append(records, lambda run: [*metas[run.start : run.stop]]).locations
         if not locations:
             return
         kept = kept[: len(locations)]

@@ -30,13 +30,8 @@ from sglang_ext.tiers.disk.layout import (
     table_pages,
 )
 from sglang_ext.tiers.disk.sealing import write_footer
-from sglang_ext.tiers.record import (
-    MAGIC,
-    ByteArray,
-    RecordError,
-    checksum_matches,
-    parse_header,
-)
+from sglang_ext.tiers.record import MAGIC, ByteArray, RecordError, parse_header
+from sglang_ext.tiers.record_checks import checksum_matches
 
 _TAIL_BYTES = 64 << 10
 _SCAN_BYTES = 8 << 20

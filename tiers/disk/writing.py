@@ -13,13 +13,8 @@ from sglang_ext.tiers.disk.context import DiskContext, Owner, usable_slot
 from sglang_ext.tiers.disk.folder import SegmentIds
 from sglang_ext.tiers.disk.layout import segment_file_bytes
 from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE, Reclaimer
-from sglang_ext.tiers.record import (
-    ByteArray,
-    RecordError,
-    RecordMeta,
-    VerifyResult,
-    seal_record,
-)
+from sglang_ext.tiers.record import ByteArray, RecordError, RecordMeta, VerifyResult
+from sglang_ext.tiers.record_checks import seal_records
 
 
 class _Batch:
@@ -38,16 +33,20 @@ class _Batch:
         self._namespace = namespace
         self._slots = slots
 
-    def prepare(self, index: int) -> RecordMeta | None:
-        """Checks the header of a record and computes its checksum."""
-        row = self.rows[index]
-        try:
-            meta, self.payload_bytes[index] = seal_record(self._slots[row], self._namespace)
-        except RecordError as error:
-            is_foreign = error.kind is VerifyResult.FOREIGN
-            self.refused[row] = "foreign" if is_foreign else "malformed"
-            return None
-        return meta
+    def prepare(self, run: range) -> list[RecordMeta | None]:
+        """Checks the headers of neighbouring records and computes their checksums."""
+        metas: list[RecordMeta | None] = []
+        rows = [self.rows[index] for index in run]
+        sealed = seal_records([self._slots[row] for row in rows], self._namespace)
+        for index, row, result in zip(run, rows, sealed, strict=True):
+            if isinstance(result, RecordError):
+                is_foreign = result.kind is VerifyResult.FOREIGN
+                self.refused[row] = "foreign" if is_foreign else "malformed"
+                metas.append(None)
+            else:
+                self.payload_bytes[index] = result.payload_bytes
+                metas.append(result.meta)
+        return metas
 
 
 class Writer:

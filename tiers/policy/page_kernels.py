@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.policy.compiled import compiled
+from sglang_ext.tiers.compiled import compiled
 
 NONE = -1
 _CAP = 255

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.policy.compiled import compiled
+from sglang_ext.tiers.compiled import compiled
 
 NONE = -1
 UNLINKED = -2  # as `prev` of an entry, while the queue is put in order

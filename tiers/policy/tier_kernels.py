@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.policy.compiled import compiled
+from sglang_ext.tiers.compiled import compiled
 from sglang_ext.tiers.policy.page_kernels import LEFT_BEHIND, NUM_CLASSES
 from sglang_ext.tiers.policy.return_kernels import age_bin
 

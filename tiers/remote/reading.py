@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, VerifyResult, verify
+from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, VerifyResult
+from sglang_ext.tiers.record_checks import verify
 from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, OnResult
 from sglang_ext.tiers.remote.values import (

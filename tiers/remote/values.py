@@ -19,8 +19,8 @@ from sglang_ext.tiers.record import (
     RecordMeta,
     VerifyResult,
     parse_header,
-    sealed_header,
 )
+from sglang_ext.tiers.record_checks import sealed_header
 from sglang_ext.tiers.remote.base import RemoteKey, level_name
 
 MIN_PART_BYTES = 64 << 10

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.tiers.policy.compiled import compiled
+from sglang_ext.tiers.compiled import compiled
 from sglang_ext.tiers.store.types import Rows
 
 
