@@ -6,6 +6,7 @@ disk. Runs of the things compared alternate, and medians are compared.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from bench.case import Options, Report
@@ -14,7 +15,7 @@ from bench.plots import plot_bars
 from bench.speed import MEMCPY_BYTES
 from bench.stats import median, median_interval
 from bench.tiers_copy import SHAPES, measure_copies
-from bench.tiers_disk import HELPER_THREADS, measure_disk
+from bench.tiers_disk import BUSY, HELPER_THREADS, measure_disk
 from bench.tiers_index import measure_index
 
 _HEADLINE_SHAPE = "16x8x64 eager"
@@ -87,7 +88,7 @@ def _report(
 
 def _ratios(copies: dict[str, Any], by_slot: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Paired ratios: median of the rounds' ratios, its 95 % interval, and the target."""
-    pairs = {
+    pairs: dict[str, tuple[list[float], list[float], float | None]] = {
         f"save {name}": (values["save"], values["memcpy"], _SAVE_TARGET)
         for name, values in copies.items()
     }
@@ -97,7 +98,11 @@ def _ratios(copies: dict[str, Any], by_slot: dict[str, Any]) -> dict[str, dict[s
     }
     for kind in ("write", "read"):
         pairs |= {
-            f"disk {kind} {name}": (values[kind], values[f"raw_{kind}"], _DISK_TARGET)
+            f"disk {kind} {name}": (
+                values[kind],
+                values[f"raw_{kind}"],
+                None if name == BUSY else _DISK_TARGET,
+            )
             for name, values in by_slot.items()
         }
     ratios = {}
@@ -115,6 +120,8 @@ def _ratios(copies: dict[str, Any], by_slot: dict[str, Any]) -> dict[str, dict[s
 def _verdict(ratio: dict[str, Any]) -> tuple[float, str, str]:
     low, high = ratio["ci95"]
     interval = f"{low:.2f} to {high:.2f}"
+    if ratio["target"] is None:
+        return ratio["median"], interval, "none"
     reached = "ok" if ratio["median"] >= ratio["target"] else "missed"
     if low <= ratio["target"] <= high:
         reached = "inconclusive"
@@ -175,6 +182,6 @@ def _plot(report: Report, options: Options) -> None:
         list(ratios),
         [ratio["median"] for ratio in ratios.values()],
         intervals=[ratio["ci95"] for ratio in ratios.values()],
-        targets=[ratio["target"] for ratio in ratios.values()],
+        targets=[ratio["target"] or math.nan for ratio in ratios.values()],
     )
     report.notes.append(f"plot: {path}")

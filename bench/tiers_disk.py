@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, RecordMeta, VerifyR
 
 # A page of 64 tokens: the bundled model's, and one of Llama-3.2-1B's shape.
 SLOT_SIZES = {"260 KiB": 266_240, "2 MiB": 2_101_248}
+BUSY = "260 KiB, Python busy"
+"""Beside a thread that never gives the GIL up by itself, as a busy scheduler's."""
 HELPER_THREADS = 2  # the plugin's default, so three threads with the caller
 _BATCH_BYTES = 32 << 20  # what the spiller writes at a time
 _NAMESPACE = hashlib.sha256(b"bench").digest()
@@ -32,22 +37,43 @@ def measure_disk(repeats: int, num_bytes: int, progress: Progress) -> dict[str, 
         progress: where to say how far it is.
 
     Returns:
-        `mode`, and `by_slot`: for each size of `SLOT_SIZES` lists `raw_write`, `raw_read`,
-        `write` and `read` in GB/s, one value a round.
+        `mode`, and `by_slot`: for each size of `SLOT_SIZES`, and for `BUSY`, lists `raw_write`,
+        `raw_read`, `write` and `read` in GB/s, one value a round.
 
     Raises:
         CaseFailedError: a page was not stored, or came back other than it was.
     """
     with disk_folder("bench-disk-") as folder:
         by_slot, mode = {}, ""
-        for name, slot_bytes in SLOT_SIZES.items():
-            bench = _DiskBench(folder, slot_bytes, num_bytes)
+        for name, slot_bytes in [*SLOT_SIZES.items(), (BUSY, SLOT_SIZES["260 KiB"])]:
+            is_busy = name == BUSY
+            bench = _DiskBench(folder, slot_bytes, num_bytes // 4 if is_busy else num_bytes)
             mode = bench.mode
             try:
-                by_slot[name] = _rounds(bench, repeats, progress.update, name)
+                with _busy_python() if is_busy else nullcontext():
+                    by_slot[name] = _rounds(bench, repeats, progress.update, name)
             finally:
                 bench.close()
         return {"mode": mode, "by_slot": by_slot}
+
+
+@contextmanager
+def _busy_python() -> Iterator[None]:
+    """Keeps a thread computing in Python."""
+    is_over = threading.Event()
+
+    def compute() -> None:
+        number = 0
+        while not is_over.is_set():
+            number += 1
+
+    thread = threading.Thread(target=compute, name="busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _rounds(bench: _DiskBench, repeats: int, say: Any, name: str) -> dict[str, list[float]]:

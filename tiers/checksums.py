@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from sglang_ext.tiers.compiled import compiled_for
-
-ByteArray: TypeAlias = npt.NDArray[np.uint8]
+from sglang_ext.tiers.record import ByteArray
 
 # The first is the one for the best instructions that the machine has; not on every platform.
 _SYMBOLS = ("XXH3_64bits_dispatch", "XXH3_64bits")
@@ -29,7 +28,7 @@ _I64 = ir.IntType(64)
 
 
 def digests(arrays: Sequence[ByteArray]) -> list[int]:
-    """Returns the xxh3_64 of each array; the GIL is free meanwhile.
+    """Returns the xxh3_64 of each array; the GIL is free while several are hashed.
 
     Args:
         arrays: u8 [n], contiguous.
@@ -46,7 +45,7 @@ def digests(arrays: Sequence[ByteArray]) -> list[int]:
     return found.tolist()
 
 
-def is_plain(array: object) -> bool:
+def is_plain(array: object) -> TypeGuard[ByteArray]:
     """Whether `digests` takes it."""
     return (
         isinstance(array, np.ndarray)
@@ -66,7 +65,7 @@ def _find_function() -> int:
     """The address of the C function; 0 where the package does not show it."""
     try:
         library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
-    except (ImportError, OSError):
+    except (AttributeError, ImportError, OSError):
         return 0
     for symbol in _SYMBOLS:
         function = getattr(library, symbol, None)
@@ -90,7 +89,6 @@ def _call(typingctx: Any, function: Any, data: Any, size: Any) -> Any:
 _call_hash = cast("Callable[..., Any]", intrinsic(_call))
 
 
-_FUNCTION = _find_function()
 _ARRAY = types.uint64[::1]
 
 
@@ -103,3 +101,17 @@ def _digest_all(
 ) -> None:
     for at in range(len(out)):
         out[at] = _call_hash(function, addresses[at], sizes[at])
+
+
+def _proven(function: int) -> int:
+    """The address, if it is that of the right function."""
+    sample = np.arange(1021, dtype=np.uint32).view(np.uint8)
+    found = np.zeros(1, np.uint64)
+    sizes = np.array([sample.size], np.uint64)
+    if function:
+        address = sample.__array_interface__["data"][0]
+        _digest_all(function, np.array([address], np.uint64), sizes, found)
+    return function if int(found[0]) == xxhash.xxh3_64_intdigest(sample.data) else 0
+
+
+_FUNCTION = _proven(_find_function())

@@ -19,8 +19,8 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False}
 def compiled(function: _Function) -> _Function:
     """Compiles a loop for the types of its first call.
 
-    `PlacementPolicy` makes those first calls when the first policy of a process is built, so that
-    nothing compiles while serving.
+    `PlacementPolicy` and `Lineage` make those first calls when the first of a process is built, so
+    that nothing compiles while serving.
     """
     return _compile((), function)
 

@@ -69,6 +69,7 @@ def _unrotate_run(
     b: Any,
     half: Any,
     bad: Any,
+    m: Any,
 ) -> None:
     use_wide_vectors()
     cos, sin, inverse_cos, inverse_sin = tables
@@ -99,7 +100,7 @@ def _unrotate_run(
             put_first(out, b + j, pack(x1, w1))
             put_second(out, b + half + j, pack(x2, w1))
         # A NaN makes v1 one; it is always listed, for `load` writes the one quiet NaN.
-        put_mark(bad, j, np.uint8(not (found & (v1 == v1))))
+        put_mark(bad, m + j, np.uint8(not (found & (v1 == v1))))
 
 
 @jit(forceinline=True)
@@ -170,25 +171,26 @@ def _unrotate_head(
     b: Any,
     half: Any,
     bad: Any,
+    m: Any,
 ) -> None:
     # Eight loops, each with its rule and pairing as constants.
     if paired:
         if rule == 0:
-            _unrotate_run(0, True, pool, a, tables, k, out, b, half, bad)
+            _unrotate_run(0, True, pool, a, tables, k, out, b, half, bad, m)
         elif rule == 1:
-            _unrotate_run(1, True, pool, a, tables, k, out, b, half, bad)
+            _unrotate_run(1, True, pool, a, tables, k, out, b, half, bad, m)
         elif rule == 2:
-            _unrotate_run(2, True, pool, a, tables, k, out, b, half, bad)
+            _unrotate_run(2, True, pool, a, tables, k, out, b, half, bad, m)
         else:
-            _unrotate_run(3, True, pool, a, tables, k, out, b, half, bad)
+            _unrotate_run(3, True, pool, a, tables, k, out, b, half, bad, m)
     elif rule == 0:
-        _unrotate_run(0, False, pool, a, tables, k, out, b, half, bad)
+        _unrotate_run(0, False, pool, a, tables, k, out, b, half, bad, m)
     elif rule == 1:
-        _unrotate_run(1, False, pool, a, tables, k, out, b, half, bad)
+        _unrotate_run(1, False, pool, a, tables, k, out, b, half, bad, m)
     elif rule == 2:
-        _unrotate_run(2, False, pool, a, tables, k, out, b, half, bad)
+        _unrotate_run(2, False, pool, a, tables, k, out, b, half, bad, m)
     else:
-        _unrotate_run(3, False, pool, a, tables, k, out, b, half, bad)
+        _unrotate_run(3, False, pool, a, tables, k, out, b, half, bad, m)
 
 
 @jit(forceinline=True)
@@ -236,25 +238,26 @@ def _invert(
 def _list_misses(
     pool: Any,
     a: Any,
-    gap: Any,
-    stride: Any,
+    geometry: Any,
     cos: Any,
     sin: Any,
     k: Any,
     tag: Any,
-    half: Any,
     bad: Any,
     misses: Any,
     num: Any,
 ) -> Any:
-    """Append the pairs of one head that `bad` marks to the list of misses."""
+    """Append the pairs of one row that `bad` marks, head by head, to the list of misses."""
+    heads, dim, half, stride, gap = geometry
     tags, y1, y2, c, s = misses
-    for start in range(_U(0), half, _U(64)):
+    for start in range(_U(0), heads * half, _U(64)):
         bits = mark_bits(bad, start)
         while bits:
-            j = start + trailing_zeros(bits)
+            at = start + trailing_zeros(bits)
             bits &= bits - _ONE
-            i = j * stride
+            head = at // half
+            j = at - head * half
+            i = head * dim + j * stride
             tags[num] = tag + i
             y1[num] = pool[a + i]
             y2[num] = pool[a + i + gap]
@@ -370,8 +373,9 @@ def save(
     end = first + half + half
     width, page_rows = heads * dim, _U(page_size)
     stride, gap = (_TWO, _ONE) if interleaved else (_ONE, half)
-    bad = np.zeros(half + _U(64), np.uint8)  # read 64 at a time; beyond `half` never set
-    room = _U(_CHUNK) + half + _LANES
+    bad = np.zeros(heads * half + _U(64), np.uint8)  # read 64 at a time; the end is never set
+    geometry = (heads, dim, half, stride, gap)
+    room = _U(_CHUNK) + heads * half + _LANES
     y1 = np.empty(room, pool.dtype)
     angle = np.empty(room, np.float32)
     misses = (np.empty(room, np.uint64), y1, np.empty_like(y1), angle, np.empty_like(angle))
@@ -394,34 +398,24 @@ def save(
             t = page * page_rows + row
             a, k, element = rows[t], angles[t], row * width
             _invert(cos, sin, k, pool[a], inverse_cos, inverse_sin, half)
+            mark = _U(0)
             for _ in range(heads):
                 b = bases[page] + element
                 _copy(pool, a, pages, b, first)
                 _unrotate_head(
-                    rule, interleaved, pool, a + first, tables, k, pages, b + first, half, bad
+                    rule, interleaved, pool, a + first, tables, k, pages, b + first, half, bad, mark
                 )
                 _copy(pool, a + end, pages, b + end, dim - end)
-                tag = (page << _SHIFT32) + element + first
-                num = _list_misses(
-                    pool, a + first, gap, stride, cos, sin, k, tag, half, bad, misses, num
-                )
-                if num >= _U(_CHUNK):
-                    num_fixes = _search_misses(
-                        rule,
-                        misses,
-                        num,
-                        gap,
-                        pages,
-                        bases,
-                        slack,
-                        found,
-                        further,
-                        fixes,
-                        num_fixes,
-                    )
-                    num = _U(0)
                 a += dim
                 element += dim
+                mark += half
+            tag = (page << _SHIFT32) + row * width + first
+            num = _list_misses(pool, rows[t] + first, geometry, cos, sin, k, tag, bad, misses, num)
+            if num >= _U(_CHUNK):
+                num_fixes = _search_misses(
+                    rule, misses, num, gap, pages, bases, slack, found, further, fixes, num_fixes
+                )
+                num = _U(0)
     return _search_misses(
         rule, misses, num, gap, pages, bases, slack, found, further, fixes, num_fixes
     )

@@ -22,6 +22,7 @@ class LinkMeter:
         self.busy_s = self.needed_s = 0.0
         self._is_sized = False
         self._in_flight = 0
+        self._is_alone = True  # no fetch began beside another since the link was idle
         self._is_needed = False
         self._last_s = 0.0  # of the clock
         self._busy_since_s = 0.0  # time with a fetch under way that no measurement covers
@@ -55,6 +56,7 @@ class LinkMeter:
 
     def began(self) -> None:
         """A fetch begins; `tick` was called."""
+        self._is_alone = not self._in_flight
         self._in_flight += 1
 
     def arrived(self, num_bytes: int) -> None:
@@ -64,6 +66,8 @@ class LinkMeter:
     def ended(self, *, probe: bool = False) -> None:
         """A fetch ended; `tick` was called. Measures all that came since the last one ended."""
         self._in_flight -= 1
-        observe = self.estimator.observe_probe if probe else self.estimator.observe
-        observe(self._bytes, self._busy_since_s)
+        if probe and self._is_alone:
+            self.estimator.observe_probe(self._bytes, self._busy_since_s)
+        else:
+            self.estimator.observe(self._bytes, self._busy_since_s)
         self._bytes, self._busy_since_s = 0, 0.0

@@ -7,7 +7,6 @@ thrown away: the pages are being computed, exactly.
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 
@@ -16,16 +15,20 @@ import numpy as np
 from sglang_ext.remote.lookup import FoundPage
 from sglang_ext.remote.publish import Publisher
 from sglang_ext.remote.run import Run
+from sglang_ext.remote.transfer import Part
 from sglang_ext.streaming import Fetch, LinkEstimator
 from sglang_ext.tiers.policy.cost_model import PROBE_BYTES, PROBE_SHARE
-from sglang_ext.tiers.record import ByteArray
+from sglang_ext.tiers.record import RAW_CODEC, ByteArray
 
-logger = logging.getLogger(__name__)
+# After a probe there is none for so many times as long as it took.
+_PAUSE_FACTOR = 4.0
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Leading pages of a stretch, to be fetched at the coarsest level and decoded.
+    """Leading pages of a stretch, to be fetched at the finest level and decoded.
+
+    Coarser ones are decoded faster, and would make the decoder look better than it is.
 
     Attributes:
         run: the stretch, of which nothing else is fetched.
@@ -36,9 +39,12 @@ class Probe:
     pages: list[FoundPage]
 
     @property
-    def fetch(self) -> Fetch:
-        """What to read of the first chunk; only the parts of `pages` of it."""
-        return Fetch(0, 0, 0, sum(page.sizes[0] for page in self.pages))
+    def parts(self) -> list[Part]:
+        """What to read."""
+        num_bytes = sum(page.sizes[-1] for page in self.pages)
+        return self.run.parts(Fetch(0, len(self.pages[0].sizes) - 1, 0, num_bytes))[
+            : len(self.pages)
+        ]
 
 
 class Prober:
@@ -49,6 +55,7 @@ class Prober:
         self._slot_bytes = slot_bytes
         self._next: Probe | None = None
         self._is_under_way = False
+        self._started_s = self._not_before_s = 0.0
 
     def consider(
         self, run: Run, link: LinkEstimator, decoding: LinkEstimator, now_s: float
@@ -57,34 +64,40 @@ class Prober:
 
         It takes the part `PROBE_SHARE` of the time that computing takes, and one page at least.
         """
-        if self._next is not None or self._is_under_way or not run.would_load(now_s):
+        is_pending = self._next is not None or self._is_under_way
+        if is_pending or now_s < self._not_before_s or not run.would_load(now_s):
             return
         chunk = run.chunks[0]
-        num_bytes = np.cumsum([page.sizes[0] for page in chunk])
+        num_bytes = np.cumsum([page.sizes[-1] for page in chunk])
         raw_bytes = self._slot_bytes * np.arange(1, len(chunk) + 1)
         expected_s = num_bytes / (link.bytes_per_s or np.inf)
         expected_s += raw_bytes / (decoding.bytes_per_s or np.inf)
         fits = (expected_s <= PROBE_SHARE * run.text_s) & (num_bytes <= PROBE_BYTES)
         self._next = Probe(run, chunk[: max(1, int(fits.sum()))])
 
-    def take(self) -> Probe | None:
+    def take(self, now_s: float) -> Probe | None:
         """The probe to run now; `done` has to follow."""
         probe, self._next = self._next, None
-        self._is_under_way |= probe is not None
+        if probe is not None:
+            self._is_under_way, self._started_s = True, now_s
         return probe
 
-    def done(self) -> None:
+    def done(self, now_s: float) -> None:
         """It is over, well or not."""
         self._is_under_way = False
+        self._not_before_s = now_s + _PAUSE_FACTOR * (now_s - self._started_s)
 
     def decode(self, probe: Probe, good: list[ByteArray]) -> tuple[int, float]:
         """Decodes what came into memory that is thrown away.
 
         Returns:
-            Raw bytes, and the seconds that they took.
+            Raw bytes, and the seconds that they took; none where pages are raw.
         """
+        if probe.pages[0].meta.codec == RAW_CODEC:
+            return 0, 0.0
+        step = len(probe.pages[0].sizes) - 1
         room = np.empty(self._slot_bytes, np.uint8)
         started_s, num = time.monotonic(), 0
         for page, data in zip(probe.pages, good, strict=False):
-            num += self._publisher.decode(page, data, 0, room)
+            num += self._publisher.decode(page, data, step, room)
         return num * self._slot_bytes, time.monotonic() - started_s

@@ -1,5 +1,7 @@
 """The threads of coded fetches: two keep the link busy, one decodes and publishes.
 
+Where nothing is worth fetching the first two measure link and decoder now and then (`probe`).
+
 A context is one waiting request's pages. The planner (`sglang_ext.streaming`) says which bytes come
 next, at which level, and when the forward should begin; `LinkShare` whose turn it is. A page is
 published once, whole, at the level that it has then. What the planner leaves out is computed.
@@ -147,7 +149,7 @@ class RemoteStreams:
         taken = None if self._is_backed_up() else self._share.next_fetch(now_s)
         self._link.tick(now_s, needed=self._is_needed())
         if taken is None:
-            probe = self._prober.take() if self._link.is_idle else None
+            probe = self._prober.take(now_s) if self._link.is_idle else None
             if probe is not None:
                 self._link.began()
             return probe
@@ -253,14 +255,13 @@ class RemoteStreams:
 
     def _run_probe(self, probe: Probe) -> None:
         """Measures link and decoder with bytes that nobody waits for."""
-        self._directory.counters.add("remote_probes")
+        counters = self._directory.counters
         good: list[ByteArray] = []
         decoded = 0, 0.0
         try:
-            parts = probe.run.parts(probe.fetch)[: len(probe.pages)]
-            good = read_parts(self._remote, parts, self._count_bytes)
+            good = read_parts(self._remote, probe.parts, self._count_bytes)
         except Exception:
-            self._directory.counters.add("remote_failures")
+            counters.add("remote_failures")
             logger.exception("hier-kv: the link to the remote store could not be measured")
         with self._lock:
             self._link.tick(time.monotonic(), needed=self._is_needed())
@@ -268,11 +269,13 @@ class RemoteStreams:
         try:
             decoded = self._prober.decode(probe, good)
         except Exception:
+            counters.add("remote_failures")
             logger.exception("hier-kv: pages of a measurement could not be decoded")
         with self._lock:
             self._decoding.observe_probe(*decoded)
-            self._prober.done()
+            self._prober.done(time.monotonic())
             self._lock.notify_all()
+        counters.add("remote_probes")
 
     def _count_bytes(self, num_bytes: int) -> None:
         with self._lock:
@@ -366,14 +369,15 @@ class RemoteStreams:
         if at == len(run.chunks):
             self._begin_run(context)
             return
-        if at not in run.partial:
+        is_text = at not in run.partial
+        if is_text:
             num_text = sum(len(chunk) for chunk in run.chunks[at:])
             num_text += sum(len(pages) for pages in context.runs)
             self._directory.counters.add("remote_text_pages", num_text)
-            if not at and not run.partial:
-                estimator = self._link.estimator
-                self._prober.consider(run, estimator, self._decoding, time.monotonic())
         self._end(context)
+        if is_text and not at:  # nothing was fetched, so nothing was learned
+            self._prober.consider(run, self._link.estimator, self._decoding, time.monotonic())
+            self._lock.notify_all()
 
     def _end(self, context: Context) -> None:
         """Nothing more comes for a context. The caller holds the lock."""

@@ -50,9 +50,12 @@ class LinkEstimator:
         """Counts a short transfer that was made to see whether the speed has risen.
 
         Next to what is remembered it would weigh nothing: where it is much faster than that, what
-        is remembered holds no more.
+        is remembered holds no more. One that is slower says nothing, as it is short and may only
+        show the round trip.
         """
         known = self.bytes_per_s
+        if seconds <= 0 or (known is not None and num_bytes <= known * seconds):
+            return
         if known is not None and num_bytes > _CHANGED_FACTOR * known * seconds:
             self._bytes = self._seconds = 0.0
         self.observe(num_bytes, seconds)

@@ -236,8 +236,8 @@ class ActiveSegment:
         """Prepares and writes one run at `offset`, up to the first record that is refused."""
         try:
             metas = batch.prepare(run)
-            batch.metas[run.start : run.stop] = metas
             refused = [index for index, meta in zip(run, metas, strict=True) if meta is None]
+            batch.metas[run.start : run.stop] = metas
             batch.refused += refused
             end = min(refused, default=run.stop)
             if end > run.start:

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages
+from sglang_ext.tiers.checksums import is_plain
 from sglang_ext.tiers.disk.catalog import Catalog
 from sglang_ext.tiers.disk.config import DiskConfig
 from sglang_ext.tiers.disk.counters import Counters
@@ -157,11 +158,8 @@ def usable_slot(slot: object, slot_bytes: int, *, writable: bool, packed: bool =
     That is u8 [slot_bytes], contiguous; with `packed` also fewer whole blocks.
     """
     return (
-        isinstance(slot, np.ndarray)
-        and slot.dtype == np.uint8
-        and slot.ndim == 1
+        is_plain(slot)
         and (slot.size == slot_bytes or (packed and _is_part(slot.size, slot_bytes)))
-        and slot.flags.c_contiguous
         and (slot.flags.writeable or not writable)
     )
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
+from sglang_ext.tiers.checksums import is_plain
 from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, VerifyResult
 from sglang_ext.tiers.record_checks import verify
 from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine
@@ -175,11 +174,4 @@ class _Parts:
 
 def is_room(out: object) -> bool:
     """Says whether a record can be read into `out`."""
-    return (
-        isinstance(out, np.ndarray)
-        and out.dtype == np.uint8
-        and out.ndim == 1
-        and out.size > HEADER_BYTES
-        and bool(out.flags.c_contiguous)
-        and bool(out.flags.writeable)
-    )
+    return is_plain(out) and out.size > HEADER_BYTES and bool(out.flags.writeable)
