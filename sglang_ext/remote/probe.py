@@ -7,16 +7,17 @@ thrown away: the pages are being computed, exactly.
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from sglang_ext.remote.lookup import FoundPage
 from sglang_ext.remote.publish import Publisher
-from sglang_ext.remote.run import Run
+from sglang_ext.remote.run import Run, parts_of
 from sglang_ext.remote.transfer import Part
-from sglang_ext.streaming import Fetch, LinkEstimator
+from sglang_ext.streaming import LinkEstimator
 from sglang_ext.tiers.policy.cost_model import PROBE_BYTES, PROBE_SHARE
 from sglang_ext.tiers.record import RAW_CODEC, ByteArray
 
@@ -24,27 +25,23 @@ from sglang_ext.tiers.record import RAW_CODEC, ByteArray
 _PAUSE_FACTOR = 4.0
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Leading pages of a stretch, to be fetched at the finest level and decoded.
+class Probe(NamedTuple):
+    """Neighbouring pages of one kind, to be fetched at the finest level and decoded.
 
     Coarser ones are decoded faster, and would make the decoder look better than it is.
-
-    Attributes:
-        run: the stretch, of which nothing else is fetched.
-        pages: of its first chunk.
     """
 
-    run: Run
     pages: list[FoundPage]
+
+    @property
+    def step(self) -> int:
+        """Its level, as a position in `FoundPage.sizes`."""
+        return len(self.pages[0].sizes) - 1
 
     @property
     def parts(self) -> list[Part]:
         """What to read."""
-        num_bytes = sum(page.sizes[-1] for page in self.pages)
-        return self.run.parts(Fetch(0, len(self.pages[0].sizes) - 1, 0, num_bytes))[
-            : len(self.pages)
-        ]
+        return parts_of(self.pages, self.step)
 
 
 class Prober:
@@ -54,8 +51,8 @@ class Prober:
         self._publisher = publisher
         self._slot_bytes = slot_bytes
         self._next: Probe | None = None
-        self._is_under_way = False
-        self._started_s = self._not_before_s = 0.0
+        self._started_s = 0.0
+        self._not_before_s = 0.0  # infinite while a probe is under way
 
     def consider(
         self, run: Run, link: LinkEstimator, decoding: LinkEstimator, now_s: float
@@ -64,8 +61,8 @@ class Prober:
 
         It takes the part `PROBE_SHARE` of the time that computing takes, and one page at least.
         """
-        is_pending = self._next is not None or self._is_under_way
-        if is_pending or now_s < self._not_before_s or not run.would_load(now_s):
+        is_due = self._next is None and now_s >= self._not_before_s
+        if not is_due or not run.would_load(now_s):
             return
         chunk = run.chunks[0]
         num_bytes = np.cumsum([page.sizes[-1] for page in chunk])
@@ -73,18 +70,17 @@ class Prober:
         expected_s = num_bytes / (link.bytes_per_s or np.inf)
         expected_s += raw_bytes / (decoding.bytes_per_s or np.inf)
         fits = (expected_s <= PROBE_SHARE * run.text_s) & (num_bytes <= PROBE_BYTES)
-        self._next = Probe(run, chunk[: max(1, int(fits.sum()))])
+        self._next = Probe(chunk[: max(1, int(fits.sum()))])
 
     def take(self, now_s: float) -> Probe | None:
         """The probe to run now; `done` has to follow."""
         probe, self._next = self._next, None
         if probe is not None:
-            self._is_under_way, self._started_s = True, now_s
+            self._started_s, self._not_before_s = now_s, math.inf
         return probe
 
     def done(self, now_s: float) -> None:
         """It is over, well or not."""
-        self._is_under_way = False
         self._not_before_s = now_s + _PAUSE_FACTOR * (now_s - self._started_s)
 
     def decode(self, probe: Probe, good: list[ByteArray]) -> tuple[int, float]:
@@ -95,9 +91,8 @@ class Prober:
         """
         if probe.pages[0].meta.codec == RAW_CODEC:
             return 0, 0.0
-        step = len(probe.pages[0].sizes) - 1
         room = np.empty(self._slot_bytes, np.uint8)
         started_s, num = time.monotonic(), 0
         for page, data in zip(probe.pages, good, strict=False):
-            num += self._publisher.decode(page, data, step, room)
+            num += self._publisher.decode(page, data, probe.step, room)
         return num * self._slot_bytes, time.monotonic() - started_s

@@ -61,6 +61,16 @@ def chunks_of(pages: Sequence[FoundPage]) -> list[list[FoundPage]]:
     return [list(pages[at:end]) for at, end in zip(starts, [*starts[1:], None], strict=True)]
 
 
+def parts_of(pages: Sequence[FoundPage], level: int, have: int = -1) -> list[Part]:
+    """What lifts pages from a level (-1: nothing) to another, both positions in their `sizes`."""
+    parts = []
+    for page in pages:
+        base = START_BYTES if page.stages is not None else 0
+        start = page.sizes[have] if have >= 0 else 0
+        parts.append(Part(page, base + start, base + page.sizes[level]))
+    return parts
+
+
 class Partial(NamedTuple):
     """Leading pages of a chunk, at a level."""
 
@@ -133,14 +143,8 @@ class Run:
     def parts(self, fetch: Fetch) -> list[Part]:
         """What a fetch is of, page by page."""
         chunk = self.chunks[fetch.chunk]
-        offer = _offer(chunk)
-        have = offer.prefix_bytes.index(fetch.start) if fetch.start else -1
-        found = []
-        for page in chunk:
-            base = START_BYTES if page.stages is not None else 0
-            start = page.sizes[have] if have >= 0 else 0
-            found.append(Part(page, base + start, base + page.sizes[fetch.level]))
-        return found
+        have = _offer(chunk).prefix_bytes.index(fetch.start) if fetch.start else -1
+        return parts_of(chunk, fetch.level, have)
 
     def add(self, page: FoundPage, start: int, data: ByteArray) -> None:
         """Bytes of a page from `start` on are there, verified. Ignored once it is published."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from sglang_ext.remote.link import LinkMeter
-from sglang_ext.remote.probe import Prober
+from sglang_ext.remote.probe import Probe, Prober
 from sglang_ext.remote.publish import Publisher
 from sglang_ext.remote.run import Run, Speeds
+from sglang_ext.remote.transfer import Part
 from sglang_ext.streaming import LinkEstimator
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.record import RAW_CODEC
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
@@ -137,7 +142,14 @@ def test_what_cannot_be_decoded_measures_nothing(prober: Prober) -> None:
     part = probe.parts[0]
     good = value[part.start : part.end]
     assert prober.decode(probe, [good])[0] == LAYOUT.slot_bytes
-    torn = good.copy()
-    torn[: len(torn) // 2] = 0
-    assert prober.decode(probe, [torn])[0] in (0, LAYOUT.slot_bytes)
+    assert prober.decode(probe, [np.zeros_like(good)])[0] == 0
     assert prober.decode(probe, [])[0] == 0
+
+
+def test_a_copy_of_raw_pages_says_nothing_of_the_decoder(prober: Prober) -> None:
+    where, value, _ = found(0)
+    meta = replace(where.meta, codec=RAW_CODEC)
+    raw = replace(where, meta=meta, stages=None, sizes=(value.size,))
+    probe = Probe([raw])
+    assert probe.parts == [Part(raw, 0, value.size)]
+    assert prober.decode(probe, [value]) == (0, 0.0)
