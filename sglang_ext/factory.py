@@ -95,7 +95,12 @@ def build_cache(ctx: Any) -> Any:
         forward_stream=runner.forward_stream,
     )
     linker.loads.on_load = feeds.on_load
-    timer = ForwardTimer(cost, linker.loads.seconds, feeds.on_prefill)
+    timer = ForwardTimer(
+        cost,
+        linker.loads.seconds,
+        feeds.on_prefill,
+        runs_in_launch=pool.device.type == "cpu",
+    )
     metrics = MetricsReporter(
         store,
         disk,

@@ -5,6 +5,9 @@ SGLang launches a batch (`Scheduler.run_batch`) and later handles its result
 launched by then. A batch's time begins when it was launched or when the one before it was done,
 whichever is later. Nothing here waits for the device.
 
+A CPU has no queue: its forward runs within `run_batch`, and with the overlap scheduling the next
+batch's runs before the result is handled. There a batch is done when `run_batch` returns.
+
 Scheduler's thread only.
 """
 
@@ -26,6 +29,7 @@ class _Launched(NamedTuple):
     start_s: float
     work: list[tuple[int, int]]  # (new tokens, tokens before them) of each request; empty: decode
     load_index: int  # of the batch of loads that ran beside it; -1 for none
+    done_s: float | None  # None: when its result is handled
 
 
 class ForwardTimer:
@@ -36,6 +40,7 @@ class ForwardTimer:
         load_s: seconds that the batch of loads with some index took; inf while that is not known.
         note: called with expected and measured seconds of each prefill that was expected.
         clock: seconds, monotonic; the one that SGLang stamps launches with.
+        runs_in_launch: forwards are done when they have been launched, as on a CPU.
     """
 
     def __init__(
@@ -44,11 +49,14 @@ class ForwardTimer:
         load_s: Callable[[int], float],
         note: Callable[[float, float], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        runs_in_launch: bool = False,
     ) -> None:
         self._cost = cost
         self._load_s = load_s
         self._note = note
         self._clock = clock
+        self._runs_in_launch = runs_in_launch
         self._done_s = 0.0
         self._decoded_s = -math.inf
         self._step_s = 0.0
@@ -74,19 +82,22 @@ class ForwardTimer:
             work = []
         else:
             return
-        launched = _Launched(batch.launch_ts, work, batch.hicache_consumer_index)
+        done_s = self._clock() if self._runs_in_launch else None
+        launched = _Launched(batch.launch_ts, work, batch.hicache_consumer_index, done_s)
         setattr(result, _ATTRIBUTE, launched)
 
     def finished(self, result: Any) -> None:
         """A batch's result was handled."""
-        now_s, before_s = self._clock(), self._done_s
-        self._done_s = now_s
         launched: _Launched | None = getattr(result, _ATTRIBUTE, None)
+        done_s, before_s = self._clock(), self._done_s
+        if launched is not None and launched.done_s is not None:
+            done_s = launched.done_s
+        self._done_s = done_s
         if launched is None:
             return
-        seconds = now_s - max(launched.start_s, before_s)
+        seconds = done_s - max(launched.start_s, before_s)
         if not launched.work:
-            self._decoded_s, self._step_s = now_s, seconds
+            self._decoded_s, self._step_s = done_s, seconds
             self._cost.note_step(seconds)
             return
         load_s = self._load_s(launched.load_index) if launched.load_index >= 0 else 0.0

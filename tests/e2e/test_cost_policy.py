@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from bench.requests import flush_device
+from bench.requests import flush_device, timed
 from bench.server import Server
+from bench.stats import median
 from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
 from tests.e2e.hier_server import (
     PAGE,
@@ -96,3 +98,15 @@ def test_the_speeds_are_reported(run: Run) -> None:
     judged = [line for line in run.log if line["e"] == "judged"]
     assert len(judged) == NUM_CRAWLING + NUM_LIFTED
     assert {line["choice"] for line in judged} >= {"load", "recompute"}
+
+
+def test_prefills_are_timed_one_by_one_while_several_are_in_flight(tmp_path: Path) -> None:
+    prompts = list(real_prompts([300, 1500, 700, 1100] * 6 + [1024] * 3, seed=8))
+    with (
+        Server(hier_args(tmp_path), log_path=tmp_path / "server.log", stop="kill") as server,
+        ThreadPoolExecutor(3) as clients,
+    ):
+        list(clients.map(lambda prompt: ask(server, prompt), prompts[:-3]))
+        expected_ms = state(server)["cost"]["prefill_1024_tokens_ms"]
+        alone_ms = [timed(server, prompt).ttft_ms for prompt in prompts[-3:]]
+    assert 0.5 < expected_ms / median(alone_ms) < 2, (expected_ms, alone_ms)

@@ -31,7 +31,7 @@ class Mode:
 class Rig:
     """A timer with a model that records what it is told."""
 
-    def __init__(self, load_s: float = math.inf) -> None:
+    def __init__(self, load_s: float = math.inf, runs_in_launch: bool = False) -> None:
         self.now_s = 100.0
         self.cost = CostModel(2.0)
         self.prefills: list[tuple[list[tuple[int, int]], float, float]] = []
@@ -43,15 +43,19 @@ class Rig:
         )
         recorder.note_step = lambda s: self.steps.append(round(s, 6))
         self.timer = ForwardTimer(
-            self.cost, lambda index: load_s, lambda *two: self.notes.append(two), lambda: self.now_s
-        )
+            self.cost, lambda index: load_s, lambda *two: self.notes.append(two),
+            lambda: self.now_s, runs_in_launch=runs_in_launch,
+        )  # fmt: skip
 
-    def launch(self, name: str, lens: Any = (), prefix: Any = (), load_index: int = -1) -> Any:
+    def launch(
+        self, name: str, lens: Any = (), prefix: Any = (), load_index: int = -1, takes_s: float = 0
+    ) -> Any:
         batch = SimpleNamespace(
             forward_mode=Mode(name), launch_ts=self.now_s, extend_lens=list(lens),
             prefix_lens=list(prefix), hicache_consumer_index=load_index,
         )  # fmt: skip
         result = SimpleNamespace()
+        self.now_s += takes_s
         self.timer.launched(batch, result)
         return result
 
@@ -85,6 +89,18 @@ def test_with_overlap_a_batch_begins_when_the_one_before_it_is_done() -> None:
     rig.finish(third, 0.6)
     assert [seconds for _, seconds, _ in rig.prefills] == [0.5, 0.6]
     assert rig.steps == [0.05]
+
+
+def test_where_the_launch_computes_a_batch_does_not_last_until_the_next_one_is_computed() -> None:
+    rig = Rig(runs_in_launch=True)
+    first = rig.launch("extend", [1000], [0], takes_s=0.5)
+    second = rig.launch("extend", [100], [0], takes_s=0.05)  # before the first is handled
+    rig.finish(first, 0.01)
+    third = rig.launch("decode", takes_s=0.002)
+    rig.finish(second, 0.01)
+    rig.finish(third, 0.01)
+    assert [seconds for _, seconds, _ in rig.prefills] == [0.5, 0.05]
+    assert rig.steps == [0.002]
 
 
 def test_loads_beside_a_prefill_are_told() -> None:
