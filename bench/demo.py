@@ -68,6 +68,8 @@ def _run_side(side: str, material: Material, tokens: int, progress: Progress) ->
     pool = max(4096, int(tokens * _POOL_SHARE) // _PAGE * _PAGE)
     with tempfile.TemporaryDirectory(prefix="demo-disk-", dir=BUILD) as folder:
         args: list[Any] = ["--page-size", _PAGE, "--max-total-tokens", pool]
+        # torch_native computes a cached prefix's attention again; a GPU's backends do not.
+        args += ["--attention-backend", "cpu_extend"]
         if side == "with":
             dram_bytes = int(tokens * _DRAM_SHARE) // _PAGE * _SLOT_BYTES
             args += ["--enable-hier-kv", "--hier-kv-host-size", dram_bytes / 2**30]
