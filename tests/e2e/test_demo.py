@@ -1,0 +1,37 @@
+"""The demo in small: chats and documents from SGLang's frontend, the plugin with its defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.demo_chats import drive, make_material
+from bench.server import Server
+from bench.workload import load_tokenizer
+from tests.e2e.hier_server import PAGE, hier_args
+
+pytestmark = pytest.mark.e2e
+
+POOL_TOKENS = 4096
+
+
+def test_what_comes_back_is_not_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "127.0.0.1,localhost")  # the frontend would ask a proxy
+    material = make_material(num_chats=10, num_turns=3, num_documents=4, num_questions=3)
+    tokens = material.distinct_tokens(load_tokenizer())
+    args = [*hier_args(tmp_path, host_pages=tokens // PAGE // 2, policy="cost")]
+    args += ["--page-size", str(PAGE), "--max-total-tokens", str(POOL_TOKENS)]
+    args += ["--attention-backend", "cpu_extend"]
+    with Server(args, log_path=tmp_path / "server.log", stop="kill") as server:
+        served = drive(server.url, material, lambda done: None)
+    assert len(served) == material.num_requests
+    reusable = sum(one.reusable for one in served)
+    assert reusable > 4 * POOL_TOKENS
+    reused = sum(one.reused for one in served)
+    assert reused >= 0.9 * reusable, [(one.reusable, one.by_tier) for one in served]
+    for tier in ("host", "disk"):
+        assert sum(one.by_tier.get(tier, 0) for one in served) > 0
