@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,14 @@ from bench.speed import RawFile, drop_page_cache, pages_like_the_arenas
 from sglang_ext.tiers.base import Location, ReadRequest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, RecordMeta, VerifyResult, write_meta
+from sglang_ext.tiers.store import promoter, spiller
+from sglang_ext.tiers.store.piece_size import PieceSize
 
 # A page of 64 tokens: the bundled model's, and one of Llama-3.2-1B's shape.
 SLOT_SIZES = {"260 KiB": 266_240, "2 MiB": 2_101_248}
 BUSY = "260 KiB, Python busy"
 """Beside a thread that never gives the GIL up by itself, as a busy scheduler's."""
 HELPER_THREADS = 2  # the plugin's default, so three threads with the caller
-_BATCH_BYTES = 32 << 20  # what the spiller writes at a time
 _NAMESPACE = hashlib.sha256(b"bench").digest()
 
 
@@ -91,7 +94,11 @@ def _rounds(bench: _DiskBench, repeats: int, say: Any, name: str) -> dict[str, l
 
 
 class _DiskBench:
-    """Pages in aligned memory, and where they go."""
+    """Pages in aligned memory, and where they go.
+
+    Through the tier they go as the store moves them: written in batches by one thread, read in
+    pieces by as many as bring pages to DRAM, of the sizes that it would choose.
+    """
 
     def __init__(self, folder: Path, slot_bytes: int, num_bytes: int) -> None:
         num = num_bytes // slot_bytes
@@ -99,6 +106,10 @@ class _DiskBench:
         self._num_bytes = num * slot_bytes
         self._slots = pages_like_the_arenas(num, slot_bytes)
         self._back = pages_like_the_arenas(num, slot_bytes)
+        self._batch = PieceSize(spiller.BATCH_S, spiller.MIN_BATCH_BYTES, spiller.MAX_BATCH_BYTES)
+        self._piece = PieceSize(
+            promoter.PIECE_S, promoter.MIN_PIECE_BYTES, promoter.MAX_PIECE_BYTES
+        )
         self._hashes = [
             hashlib.sha256(index.to_bytes(8, "little")).digest() for index in range(num)
         ]
@@ -131,11 +142,13 @@ class _DiskBench:
 
     def tier(self) -> tuple[float, float]:
         """Write and read through the tier, GB/s; every byte is compared."""
-        per_batch = max(1, _BATCH_BYTES // self._slots[0].size)
         locations: list[Location | None] = []
         start_s = time.perf_counter()
-        for first in range(0, len(self._slots), per_batch):
-            locations += self._disk.write(_NAMESPACE, self._slots[first : first + per_batch])
+        while len(locations) < len(self._slots):
+            batch = self._slots[len(locations) :][: self._per_call(self._batch)]
+            begun_s = time.perf_counter()
+            locations += self._disk.write(_NAMESPACE, batch)
+            self._batch.note(len(batch) * batch[0].size, time.perf_counter() - begun_s)
         write = self._rate(start_s)
         if None in locations:
             raise CaseFailedError(f"the disk tier did not store every page: {self._disk.stats()}")
@@ -152,15 +165,25 @@ class _DiskBench:
             ReadRequest(location, page_hash, b"", out)
             for location, page_hash, out in zip(locations, self._hashes, self._back, strict=True)
         ]
-        per_batch = max(1, _BATCH_BYTES // self._slots[0].size)
-        results: list[VerifyResult] = []
-        start_s = time.perf_counter()
-        for first in range(0, len(requests), per_batch):
-            results += self._disk.read(_NAMESPACE, requests[first : first + per_batch])
+        per_piece = self._per_call(self._piece)
+        pieces = [requests[at : at + per_piece] for at in range(0, len(requests), per_piece)]
+
+        def read(piece: list[ReadRequest]) -> list[VerifyResult]:
+            begun_s = time.perf_counter()
+            results = self._disk.read(_NAMESPACE, piece)
+            self._piece.note(len(piece) * piece[0].out.size, time.perf_counter() - begun_s)
+            return results
+
+        with ThreadPoolExecutor(promoter.NUM_THREADS) as pool:
+            start_s = time.perf_counter()
+            results = list(itertools.chain.from_iterable(pool.map(read, pieces)))
         rate = self._rate(start_s)
         if any(result is not VerifyResult.OK for result in results) or not self._same():
             raise CaseFailedError("a page came back from disk other than it was written")
         return rate
+
+    def _per_call(self, size: PieceSize) -> int:
+        return max(1, size.num_bytes // self._slots[0].size)
 
     def _same(self) -> bool:
         def equal(a: ByteArray, b: ByteArray) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from sglang_ext.tiers.base import ReadRequest
 from sglang_ext.tiers.record import VerifyResult
 from sglang_ext.tiers.store import Plan
+from sglang_ext.tiers.store.piece_size import PieceSize
 from sglang_ext.tiers.store.types import FILLING, ON_DISK
 from tests.unit.store_rig import Make, Rig, check_content, on_disk_only, pages, rigs
 
@@ -44,8 +45,7 @@ class Reads:
 
         promoter._next = noted  # type: ignore[method-assign]
         disk.read = held  # type: ignore[method-assign]
-        promoter._piece_bytes = 1  # a page
-        promoter._fit_pieces = lambda bytes_per_s: None  # type: ignore[method-assign]
+        promoter._piece = PieceSize(1.0, 1, 1)  # a page
         self._rig, self._promoter = rig, promoter
 
     def until_begun(self, num_left: int) -> None:

@@ -27,6 +27,7 @@ from sglang_ext.tiers.disk.layout import (
     table_pages,
 )
 from sglang_ext.tiers.disk.sealing import write_footer
+from sglang_ext.tiers.disk.workers import Run
 from sglang_ext.tiers.record import ByteArray, RecordMeta
 
 Prepare = Callable[[range], list[RecordMeta | None]]
@@ -62,6 +63,12 @@ class _Batch:
     metas: list[RecordMeta | None]
     refused: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
+
+    def prepare_run(self, run: range) -> None:
+        """Prepares neighbours."""
+        metas = self.prepare(run)
+        self.metas[run.start : run.stop] = metas
+        self.refused += [index for index, meta in zip(run, metas, strict=True) if meta is None]
 
 
 class ActiveSegment:
@@ -157,9 +164,7 @@ class ActiveSegment:
         return len(blocks)
 
     def append(self, records: Sequence[ByteArray], prepare: Prepare) -> Appended:
-        """Writes records behind the last one, each run prepared by the thread that writes it.
-
-        So one run is checked and its checksums are computed while others are on their way.
+        """Writes records behind the last one, each run prepared while others are on their way.
 
         Args:
             records: u8 [n * 4096] each, whole slots unless the segment is packed; they fit.
@@ -174,11 +179,17 @@ class ActiveSegment:
         sizes = [record.size for record in records]
         starts = [0, *itertools.accumulate(sizes)]
         batch = _Batch(records, prepare, [None] * len(records))
-        tasks = [
-            partial(self._write_run, batch, run, first_block * BLOCK_BYTES + starts[run.start])
-            for run in context.split_runs(sizes)
-        ]
-        context.workers.run(tasks)
+        context.work(
+            [
+                Run(
+                    prepare=partial(batch.prepare_run, run),
+                    move=partial(
+                        self._write_run, batch, run, first_block * BLOCK_BYTES + starts[run.start]
+                    ),
+                )
+                for run in context.split_runs(sizes)
+            ]
+        )
         if context.config.fsync == "always" and not batch.failed:
             try:
                 context.io.sync(self._fd)
@@ -233,21 +244,18 @@ class ActiveSegment:
             self._context.io.close(self._fd)
 
     def _write_run(self, batch: _Batch, run: range, offset: int) -> None:
-        """Prepares and writes one run at `offset`, up to the first record that is refused."""
+        """Writes one run at `offset`, up to the first record that was refused."""
+        refused = (index for index in run if batch.metas[index] is None)
+        records = batch.records[run.start : next(refused, run.stop)]
+        if not records:
+            return
         try:
-            metas = batch.prepare(run)
-            refused = [index for index, meta in zip(run, metas, strict=True) if meta is None]
-            batch.metas[run.start : run.stop] = metas
-            batch.refused += refused
-            end = min(refused, default=run.stop)
-            if end > run.start:
-                records = batch.records[run.start : end]
-                self._context.write_records(self._fd, records, offset)
-                num_bytes = sum(record.size for record in records)
-                self._context.counters.add("bytes_written", num_bytes)
+            self._context.write_records(self._fd, records, offset)
         except OSError:
             self._context.counters.error("io_write")
             batch.failed.append(run.start)
+        else:
+            self._context.counters.add("bytes_written", sum(record.size for record in records))
 
 
 def _publish(context: DiskContext, fd: int, temp: Path, path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,7 +25,7 @@ from sglang_ext.tiers.disk.fileio import (
     read_all,
     write_all,
 )
-from sglang_ext.tiers.disk.workers import Workers
+from sglang_ext.tiers.disk.workers import Run, Workers
 from sglang_ext.tiers.record import ByteArray
 
 MAX_RUN_BYTES = 4 << 20
@@ -62,7 +61,6 @@ class DiskContext:
         fds: open files for reading.
         failpoint: a test's hook, called with the name of the step about to happen.
         bounce: buffers for arrays that O_DIRECT refuses.
-        in_flight: held during calls that move records.
     """
 
     config: DiskConfig
@@ -74,11 +72,6 @@ class DiskContext:
     fds: FdCache
     failpoint: Callable[[str], None] | None = None
     bounce: BounceBuffers = field(default_factory=BounceBuffers)
-    in_flight: threading.BoundedSemaphore = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Bounds how many calls the disk is given at once."""
-        self.in_flight = threading.BoundedSemaphore(self.config.helper_threads + 1)
 
     @property
     def direct_flag(self) -> int:
@@ -128,8 +121,7 @@ class DiskContext:
             buffer = self.bounce.get(sum(record.size for record in records))
             np.concatenate(records, out=buffer)
             records = [buffer]
-        with self.in_flight:
-            write_all(self.io, fd, records, offset)
+        write_all(self.io, fd, records, offset)
 
     def read_records(self, fd: int, outs: Sequence[ByteArray], offset: int) -> int:
         """Reads neighbouring records; returns how many of them arrived whole.
@@ -139,14 +131,21 @@ class DiskContext:
         """
         ends = list(itertools.accumulate(out.size for out in outs))
         buffer = self.bounce.get(ends[-1]) if self._needs_bounce(outs) else None
-        with self.in_flight:
-            num_bytes = read_all(self.io, fd, outs if buffer is None else [buffer], offset)
+        num_bytes = read_all(self.io, fd, outs if buffer is None else [buffer], offset)
         arrived = bisect.bisect_right(ends, num_bytes)
         if buffer is None:
             return arrived
         for end, out in zip(ends[:arrived], outs, strict=False):
             out[:] = buffer[end - out.size : end]
         return arrived
+
+    def work(self, runs: Sequence[Run]) -> None:
+        """Takes runs through their steps; see `Workers.run`.
+
+        Through the page cache a run is in the core's cache when it has been moved, so one thread
+        does all of its steps.
+        """
+        self.workers.run(runs if self.direct else [run.whole() for run in runs])
 
     def _needs_bounce(self, arrays: Sequence[ByteArray]) -> bool:
         return self.direct and not all(is_aligned(array) for array in arrays)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 
 from sglang_ext.tiers.base import BLOCK_BYTES, ReadRequest
 from sglang_ext.tiers.disk.catalog import Segment
 from sglang_ext.tiers.disk.context import DiskContext, usable_slot
 from sglang_ext.tiers.disk.fileio import IOV_MAX
-from sglang_ext.tiers.record import VerifyResult
+from sglang_ext.tiers.disk.workers import Run
+from sglang_ext.tiers.record import ByteArray, VerifyResult
 from sglang_ext.tiers.record_checks import RecordKey, verify_records
 
 
@@ -22,19 +23,22 @@ def read_records(
     lengths = [_num_blocks(segments.get(request.location[0]), request) for request in requests]
     wanted = [index for index, num_blocks in enumerate(lengths) if num_blocks]
     wanted.sort(key=lambda index: requests[index].location)
-    tasks = [
-        partial(
-            _read_run,
-            context,
-            segments[requests[run[0]].location[0]],
-            [requests[index] for index in run],
-            [lengths[index] for index in run],
-            run,
-            results,
-        )
-        for run in _runs(context, requests, lengths, wanted)
-    ]
-    context.workers.run(tasks)
+    context.work(
+        [
+            Run(move=read.move, finish=read.finish)
+            for read in (
+                _Read(
+                    context,
+                    segments[requests[run[0]].location[0]],
+                    [requests[index] for index in run],
+                    [lengths[index] for index in run],
+                    run,
+                    results,
+                )
+                for run in _runs(context, requests, lengths, wanted)
+            )
+        ]
+    )
     num_right = 0
     for result in results:
         if result is VerifyResult.OK:
@@ -88,33 +92,42 @@ def _runs(
     return runs
 
 
-def _read_run(
-    context: DiskContext,
-    segment: Segment,
-    requests: Sequence[ReadRequest],
-    lengths: Sequence[int],
-    indices: Sequence[int],
-    results: list[VerifyResult],
-) -> None:
-    """Reads neighbours and sets their `results`, which stay MISSING where no bytes arrived."""
-    offset = requests[0].location[1] * BLOCK_BYTES
-    outs = [
-        request.out[: num_blocks * BLOCK_BYTES]
-        for request, num_blocks in zip(requests, lengths, strict=True)
-    ]
-    try:
-        with context.fds.reading(segment.segment_id, segment.path) as fd:
-            arrived = context.read_records(fd, outs, offset)
-    except FileNotFoundError:
-        return  # reclaimed between look-up and read
-    except OSError:
-        context.counters.error("io_read")
-        return
-    context.counters.add("bytes_read", sum(lengths[:arrived]) * BLOCK_BYTES)
-    keys = [
-        RecordKey(request.page_hash, segment.namespace, request.lora)
-        for request in requests[:arrived]
-    ]
-    found = verify_records(outs[:arrived], keys)
-    for index, result in zip(indices, found, strict=False):
-        results[index] = result
+@dataclass(slots=True)
+class _Read:
+    """Neighbours that are read in one call; their `results` stay MISSING where no bytes arrive."""
+
+    context: DiskContext
+    segment: Segment
+    requests: Sequence[ReadRequest]
+    lengths: Sequence[int]
+    indices: Sequence[int]
+    results: list[VerifyResult]
+    arrived: Sequence[ByteArray] = ()
+
+    def move(self) -> None:
+        """Reads."""
+        context, segment = self.context, self.segment
+        outs = [
+            request.out[: num_blocks * BLOCK_BYTES]
+            for request, num_blocks in zip(self.requests, self.lengths, strict=True)
+        ]
+        try:
+            with context.fds.reading(segment.segment_id, segment.path) as fd:
+                offset = self.requests[0].location[1] * BLOCK_BYTES
+                self.arrived = outs[: context.read_records(fd, outs, offset)]
+        except FileNotFoundError:
+            return  # reclaimed between look-up and read
+        except OSError:
+            context.counters.error("io_read")
+            return
+
+    def finish(self) -> None:
+        """Verifies what was read."""
+        self.context.counters.add("bytes_read", sum(out.size for out in self.arrived))
+        keys = [
+            RecordKey(request.page_hash, self.segment.namespace, request.lora)
+            for request in self.requests[: len(self.arrived)]
+        ]
+        found = verify_records(self.arrived, keys)
+        for index, result in zip(self.indices, found, strict=False):
+            self.results[index] = result

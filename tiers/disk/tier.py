@@ -112,7 +112,7 @@ class DiskTier(Tier):
             config=config,
             io=self._io,
             direct=direct,
-            workers=Workers(config.num_helpers, "hier-kv-disk"),
+            workers=Workers(config.num_helpers, config.helper_threads + 1, "hier-kv-disk"),
             counters=Counters(),
             catalog=self._catalog,
             fds=FdCache(self._io, flags),

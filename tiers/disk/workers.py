@@ -1,7 +1,9 @@
-"""Threads that share the tasks of a call with the thread that made it.
+"""Threads that share the runs of a call with the thread that made it.
 
-A record's checksum takes CPU while a neighbour's bytes are on their way, so a few threads that each
-read and then verify keep the disk busy. The caller works too: with no helper free it does all.
+A run is prepared, moved and finished: before a write its checksums are computed, after a read they
+are checked. That takes CPU while other runs are on their way, so a few threads keep the disk busy.
+A thread whose bytes have moved gives the disk the next run before anything else: another one would
+have to be woken for it, and the disk would wait. The caller works too; with no helper it does all.
 """
 
 from __future__ import annotations
@@ -9,80 +11,178 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from dataclasses import dataclass
 
 Task = Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring records that are moved in one call. Its steps follow one another.
+
+    Attributes:
+        move: gives it to the disk and waits for it.
+        prepare: what takes CPU before that; None: nothing.
+        finish: what takes CPU behind it; None: nothing.
+    """
+
+    move: Task
+    prepare: Task | None = None
+    finish: Task | None = None
+
+    def whole(self) -> Run:
+        """All of its steps as one."""
+        steps = [step for step in (self.prepare, self.move, self.finish) if step is not None]
+
+        def move() -> None:
+            for step in steps:
+                step()
+
+        return Run(move)
+
+
 class _Batch:
-    """The tasks of one call. `deque.popleft` hands each to one thread."""
+    """The runs of one call, by what is to be done with them next. Guarded by the workers' lock."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self._tasks = deque(tasks)
-        self._left = len(tasks)  # guarded by _lock
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._error: BaseException | None = None  # guarded by _lock
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.to_prepare = deque(run for run in runs if run.prepare is not None)
+        self.to_move = deque(run for run in runs if run.prepare is None)
+        self.to_finish: deque[Run] = deque()
+        self.num_moving = 0
+        self.num_left = len(runs)
+        self.error: BaseException | None = None
 
-    def work(self) -> None:
-        """Runs tasks until none is left to start."""
-        while True:
-            try:
-                task = self._tasks.popleft()
-            except IndexError:
-                return
-            error: BaseException | None = None
-            try:
-                task()
-            except BaseException as caught:  # handed to the caller by wait()
-                error = caught
-            with self._lock:
-                self._left -= 1
-                self._error = self._error or error
-                if self._left == 0:
-                    self._done.set()
 
-    def wait(self) -> None:
-        """Waits for tasks that other threads started; raises the first error of any task."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a thread does with a run; `queue` is the one that it was taken from."""
+
+    batch: _Batch
+    run: Run
+    queue: deque[Run]
+    task: Task | None
 
 
 class Workers:
-    """A few helper threads. Thread-safe; several calls may share them."""
+    """A few helper threads. Thread-safe; several calls share them.
 
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._queue: SimpleQueue[_Batch | None] = SimpleQueue()
+    Args:
+        num_threads: helper threads.
+        num_moving: runs that move at a time, of all calls.
+        name: of the threads.
+    """
+
+    def __init__(self, num_threads: int, num_moving: int, name: str) -> None:
+        self._changed = threading.Condition()
+        # All guarded by _changed.
+        self._batches: list[_Batch] = []
+        self._num_slots = num_moving
+        self._num_idle = 0
+        self._is_stopped = False
         self._threads = [
-            threading.Thread(target=self._serve, name=f"{name}-{index}", daemon=True)
+            threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True)
             for index in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
 
-    def run(self, tasks: Sequence[Task]) -> None:
-        """Runs every task, on this thread and the helpers, and returns when all have ended.
+    def run(self, runs: Sequence[Run]) -> None:
+        """Takes runs through their steps, on this thread and the helpers; returns when all ended.
 
         Raises:
-            BaseException: the first error that a task raised, after all have ended.
+            BaseException: the first error of a step, after all have ended.
         """
-        if not tasks:
+        if not runs:
             return
-        batch = _Batch(tasks)
-        for _ in range(min(len(self._threads), len(tasks) - 1)):
-            self._queue.put(batch)
-        batch.work()
-        batch.wait()
+        batch = _Batch(runs)
+        with self._changed:
+            self._batches.append(batch)
+            self._changed.notify(len(runs) - 1)
+        self._work(batch)
+        if batch.error is not None:
+            raise batch.error
 
     def stop(self) -> None:
         """Ends the helper threads and waits for them."""
-        for _ in self._threads:
-            self._queue.put(None)
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join()
         self._threads = []
 
-    def _serve(self) -> None:
-        while (batch := self._queue.get()) is not None:
-            batch.work()
+    def _work(self, own: _Batch | None = None) -> None:
+        """Does steps of any call until `own` has ended, or without one until the threads stop."""
+        step: _Step | None = None
+        error: BaseException | None = None
+        while True:
+            with self._changed:
+                if step is not None:
+                    self._note(step, error)
+                step = self._next(own)
+            if step is None:
+                return
+            error = None
+            try:
+                if step.task is not None:
+                    step.task()
+            except BaseException as caught:  # handed to the caller by run()
+                error = caught
+
+    def _next(self, own: _Batch | None) -> _Step | None:
+        """Waits for a step to do; None when there is no more reason to. The lock is held."""
+        while True:
+            leaves = self._is_stopped if own is None else not own.num_left
+            step = None if leaves else self._take()
+            if leaves or step is not None:
+                if self._num_idle and self._has_more():
+                    self._changed.notify()  # somebody else's
+                return step
+            self._num_idle += 1
+            self._changed.wait()
+            self._num_idle -= 1
+
+    def _take(self) -> _Step | None:
+        """Takes the most urgent step: the disk must not wait, nor who waits for what was read."""
+        waiting = [batch for batch in self._batches if batch.to_move]
+        if waiting and self._num_slots:
+            batch = min(waiting, key=lambda batch: batch.num_moving)
+            self._num_slots -= 1
+            batch.num_moving += 1
+            run = batch.to_move.popleft()
+            return _Step(batch, run, batch.to_move, run.move)
+        for batch in self._batches:
+            if batch.to_finish:
+                run = batch.to_finish.popleft()
+                return _Step(batch, run, batch.to_finish, run.finish)
+        for batch in self._batches:
+            if batch.to_prepare:
+                run = batch.to_prepare.popleft()
+                return _Step(batch, run, batch.to_prepare, run.prepare)
+        return None
+
+    def _has_more(self) -> bool:
+        return any(
+            batch.to_finish or batch.to_prepare or (batch.to_move and self._num_slots)
+            for batch in self._batches
+        )
+
+    def _note(self, step: _Step, error: BaseException | None) -> None:
+        """A step has ended: what comes next for its run."""
+        batch, run = step.batch, step.run
+        has_moved = step.queue is batch.to_move
+        if has_moved:
+            self._num_slots += 1
+            batch.num_moving -= 1
+        if error is not None:
+            batch.error = batch.error or error
+        elif step.queue is batch.to_prepare:
+            batch.to_move.append(run)
+            return
+        elif has_moved and run.finish is not None:
+            batch.to_finish.append(run)
+            return
+        batch.num_left -= 1
+        if not batch.num_left:
+            self._batches.remove(batch)
+            self._changed.notify_all()

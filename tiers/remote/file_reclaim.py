@@ -47,6 +47,7 @@ class Reclaimer:
         self._new_bytes = 0  # written by this server since; guarded by _changed
         self._closed = False  # guarded by _changed
         self._is_due = True  # guarded by _changed
+        self._is_scanning = False  # guarded by _changed
         self.num_removed = 0
         self.num_scans = 0  # guarded by _changed
         self._thread = threading.Thread(
@@ -76,8 +77,7 @@ class Reclaimer:
     def wait_scanned(self, timeout_s: float) -> bool:
         """Waits until a scan that began after this call has ended; for tests."""
         with self._changed:
-            # One may be under way that began before.
-            target = self.num_scans + (1 if self._is_due else 2)
+            target = self.num_scans + 1 + self._is_scanning  # that one began before
             self._is_due = True
             self._changed.notify_all()
             while self.num_scans < target:
@@ -101,7 +101,7 @@ class Reclaimer:
                 self._changed.wait_for(lambda: self._is_due or self._closed, every_s)
                 if self._closed:
                     return
-                self._is_due = False
+                self._is_due, self._is_scanning = False, True
                 before = self._new_bytes
             used = None
             try:
@@ -113,6 +113,7 @@ class Reclaimer:
                     self._used_bytes = used
                     self._new_bytes -= before
                 self.num_scans += 1
+                self._is_scanning = False
                 self._changed.notify_all()
 
     def _scan(self) -> int | None:

@@ -16,17 +16,20 @@ from sglang_ext.tiers.record import VerifyResult
 from sglang_ext.tiers.store.coding import PageDecoder
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.piece_size import PieceSize
 from sglang_ext.tiers.store.read_meter import ReadMeter
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan, Rows, Slots
 from sglang_ext.tiers.transcoder import PageTranscoder
 
 logger = logging.getLogger(__name__)
 
-# A piece should take a thread so long: enough that what goes with each counts little, and short
-# enough that a plan that comes first is not kept waiting. The bounds hold at any speed of the disk.
-_PIECE_S = 0.04
-_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 8 << 20, 32 << 20
-_NUM_THREADS = 2
+PIECE_S = 0.04
+"""What a piece should take a thread: short enough that a plan that comes first need not wait."""
+
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 8 << 20, 32 << 20
+
+NUM_THREADS = 2
+"""Pieces that are read at a time."""
 
 
 Mask = npt.NDArray[np.bool_]
@@ -71,12 +74,13 @@ class Promoter:
         self._decoder = PageDecoder(transcoder, directory.arena.slot_bytes, decoded)
         self._meter = meter or ReadMeter()
         self._lock = threading.Condition()
-        self._piece_bytes = _MIN_PIECE_BYTES  # of the plans that begin now; guarded by _lock
+        # Of the plans that begin now; guarded by _lock.
+        self._piece = PieceSize(PIECE_S, MIN_PIECE_BYTES, MAX_PIECE_BYTES)
         self._reads: dict[Plan, deque[_Read]] = {}  # not begun, by plan, oldest first; guarded
         self._closing = False  # guarded by _lock
         self._threads = [
             threading.Thread(target=self._run, name=f"hier-kv-promote-{index}", daemon=True)
-            for index in range(_NUM_THREADS)
+            for index in range(NUM_THREADS)
         ]
         for thread in self._threads:
             thread.start()
@@ -101,7 +105,7 @@ class Promoter:
         plan.priority = priority
         if not len(rows):
             return plan
-        piece_pages = -(-self._piece_bytes // self._directory.arena.slot_bytes)
+        piece_pages = -(-self._piece.num_bytes // self._directory.arena.slot_bytes)
         starts = range(0, len(rows), piece_pages)
         left = [len(starts)]
         ends = [start + piece_pages for start in starts]
@@ -175,12 +179,8 @@ class Promoter:
             )
             self._finish(read, ok, quality)
             if ok.all():
-                self._fit_pieces(read.num_bytes / max(read.read_s, 1e-6))
-
-    def _fit_pieces(self, bytes_per_s: float) -> None:
-        wanted = int(bytes_per_s * _PIECE_S)
-        with self._lock:
-            self._piece_bytes = min(max(wanted, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
+                with self._lock:
+                    self._piece.note(read.num_bytes, read.read_s)
 
     def _next(self) -> _Read | None:
         """Takes the next piece of the first plan. The caller holds the lock, or is alone."""

@@ -14,12 +14,18 @@ from sglang_ext.tiers.quality import Quality
 from sglang_ext.tiers.store.coding import DiskRecord, KeepRaw, PageEncoder
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.piece_size import PieceSize
 from sglang_ext.tiers.store.types import DiskCopies, KeySpace, SpillEntry
 from sglang_ext.tiers.transcoder import PageTranscoder
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 32 << 20
+BATCH_S = 0.05
+"""What a batch should take: its pages cannot leave DRAM until all of it is written."""
+
+MIN_BATCH_BYTES, MAX_BATCH_BYTES = 32 << 20, 128 << 20
+
+_BATCH_SHARE = 1 / 8  # of the arena, at most
 _CLEANING_POLL_S = 0.02
 
 
@@ -48,17 +54,20 @@ class Spiller:
         self._disk = disk
         self._space_of = space_of
         self._low_water_pages = low_water_pages
-        self._batch_pages = max(1, _BATCH_BYTES // directory.arena.slot_bytes)
+        most_bytes = int(directory.arena.nbytes * _BATCH_SHARE)
         self._encoder: PageEncoder | None = None  # guarded by _writing
         if transcoder is not None and transcoder.encodes:
+            most_bytes = MIN_BATCH_BYTES  # coded records need memory of their own
             self._encoder = PageEncoder(
                 transcoder,
                 directory.arena.slot_bytes,
-                self._batch_pages,
+                max(1, MIN_BATCH_BYTES // directory.arena.slot_bytes),
                 directory.counters,
                 keep_raw,
                 decoded,
             )
+        # Guarded by _writing.
+        self._batch = PieceSize(BATCH_S, MIN_BATCH_BYTES, min(most_bytes, MAX_BATCH_BYTES))
         self._stop = False  # guarded by directory.lock
         self._writing = threading.Lock()  # held during a write; `paused` takes it
         self._thread = threading.Thread(target=self._run, name="hier-kv-spill", daemon=True)
@@ -78,7 +87,7 @@ class Spiller:
         while time.monotonic() < deadline_s:
             # Asked again when the queue was empty: the thread may have taken the last of it.
             if not self._write_batch() and not directory.queue_coldest(
-                self._space_of, self._batch_pages
+                self._space_of, self._batch_pages()
             ):
                 break
         return directory.num_unwritten()
@@ -103,16 +112,19 @@ class Spiller:
                     return
             try:
                 if cleans and directory.needs_cleaning(self._low_water_pages):
-                    directory.queue_coldest(self._space_of, self._batch_pages)
+                    directory.queue_coldest(self._space_of, self._batch_pages())
                 self._write_batch()
             except Exception:
                 # Kept alive: a dead spiller would let DRAM fill with pages that can never leave.
                 directory.counters.add("spill_failures")
                 logger.exception("hier-kv: a batch of pages could not be written to disk")
 
+    def _batch_pages(self) -> int:
+        return max(1, self._batch.num_bytes // self._directory.arena.slot_bytes)
+
     def _write_batch(self) -> bool:
         with self._writing:
-            entry = self._directory.take_spills(self._batch_pages)
+            entry = self._directory.take_spills(self._batch_pages())
             if entry is None:
                 return False
             arena = self._directory.arena.slots
@@ -122,7 +134,11 @@ class Spiller:
             try:
                 if self._encoder is not None:
                     records = self._encoder.encode(slots)
+                started_s = time.monotonic()
                 locations = self._disk.write(entry.space.digest, [r.data for r in records])
+                if None not in locations:
+                    num_bytes = sum(record.data.size for record in records)
+                    self._batch.note(num_bytes, time.monotonic() - started_s)
             finally:
                 self._finish(entry, records, locations)
             return True
