@@ -23,8 +23,11 @@ from sglang_ext.tiers.transcoder import PageTranscoder
 
 logger = logging.getLogger(__name__)
 
-PIECE_S = 0.04
-"""What a piece should take a thread: short enough that a plan that comes first need not wait."""
+PIECE_S = 0.08
+"""What a piece should take a thread: short enough that a plan that comes first need not wait long.
+
+Beside a busy interpreter a small piece takes nearly as long as a large one, and must not seem slow.
+"""
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 8 << 20, 32 << 20
 
