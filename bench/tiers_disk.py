@@ -145,7 +145,8 @@ class _DiskBench:
         locations: list[Location | None] = []
         start_s = time.perf_counter()
         while len(locations) < len(self._slots):
-            batch = self._slots[len(locations) :][: self._per_call(self._batch)]
+            per_batch = max(1, self._batch.num_bytes // self._slots[0].size)
+            batch = self._slots[len(locations) :][:per_batch]
             begun_s = time.perf_counter()
             locations += self._disk.write(_NAMESPACE, batch)
             self._batch.note(len(batch) * batch[0].size, time.perf_counter() - begun_s)
@@ -165,13 +166,17 @@ class _DiskBench:
             ReadRequest(location, page_hash, b"", out)
             for location, page_hash, out in zip(locations, self._hashes, self._back, strict=True)
         ]
-        per_piece = self._per_call(self._piece)
+        per_piece = -(-self._piece.num_bytes // self._slots[0].size)
         pieces = [requests[at : at + per_piece] for at in range(0, len(requests), per_piece)]
+
+        lock = threading.Lock()
 
         def read(piece: list[ReadRequest]) -> list[VerifyResult]:
             begun_s = time.perf_counter()
             results = self._disk.read(_NAMESPACE, piece)
-            self._piece.note(len(piece) * piece[0].out.size, time.perf_counter() - begun_s)
+            took_s = time.perf_counter() - begun_s
+            with lock:
+                self._piece.note(len(piece) * piece[0].out.size, took_s)
             return results
 
         with ThreadPoolExecutor(promoter.NUM_THREADS) as pool:
@@ -181,9 +186,6 @@ class _DiskBench:
         if any(result is not VerifyResult.OK for result in results) or not self._same():
             raise CaseFailedError("a page came back from disk other than it was written")
         return rate
-
-    def _per_call(self, size: PieceSize) -> int:
-        return max(1, size.num_bytes // self._slots[0].size)
 
     def _same(self) -> bool:
         def equal(a: ByteArray, b: ByteArray) -> bool:

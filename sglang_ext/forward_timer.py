@@ -89,15 +89,17 @@ class ForwardTimer:
     def finished(self, result: Any) -> None:
         """A batch's result was handled."""
         launched: _Launched | None = getattr(result, _ATTRIBUTE, None)
-        done_s, before_s = self._clock(), self._done_s
-        if launched is not None and launched.done_s is not None:
+        now_s = done_s = self._clock()
+        if self._runs_in_launch:
+            if launched is None or launched.done_s is None:
+                return
             done_s = launched.done_s
-        self._done_s = done_s
+        before_s, self._done_s = self._done_s, done_s
         if launched is None:
             return
         seconds = done_s - max(launched.start_s, before_s)
         if not launched.work:
-            self._decoded_s, self._step_s = done_s, seconds
+            self._decoded_s, self._step_s = now_s, seconds
             self._cost.note_step(seconds)
             return
         load_s = self._load_s(launched.load_index) if launched.load_index >= 0 else 0.0

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from .misses import CHUNK, list_misses, new_lists, search_misses
 from .rotate import rotate, rotated
-from .search import inverse, rotates_to, solve_pair, try_neighbours, unrotate, unrotate_words
+from .search import inverse, rotates_to, unrotate, unrotate_words
 from .words import (
     beside,
     decode,
@@ -20,7 +21,6 @@ from .words import (
     fetch,
     jit,
     load_pair,
-    mark_bits,
     near,
     on_a_line,
     pack,
@@ -30,14 +30,11 @@ from .words import (
     rounds_to,
     store_pair,
     stream_line,
-    trailing_zeros,
     use_wide_vectors,
 )
 
-_CHUNK = 512  # listed pairs searched at a time; their scratch stays in the L1 cache
 _U = np.uint64
 _ONE, _TWO, _SHIFT32, _MASK32 = _U(1), _U(2), _U(32), _U(0xFFFFFFFF)
-_LANES = _U(16)  # lists are searched in whole vectors; what lies beyond their end is ignored
 
 
 @jit(forceinline=True)
@@ -234,103 +231,6 @@ def _invert(
         inverse_cos[j], inverse_sin[j] = inverse(cos[k + j], sin[k + j], like)
 
 
-@jit(forceinline=True)
-def _list_misses(
-    pool: Any,
-    a: Any,
-    geometry: Any,
-    cos: Any,
-    sin: Any,
-    k: Any,
-    tag: Any,
-    bad: Any,
-    misses: Any,
-    num: Any,
-) -> Any:
-    """Append the pairs of one row that `bad` marks, head by head, to the list of misses."""
-    heads, dim, half, stride, gap = geometry
-    tags, y1, y2, c, s = misses
-    for start in range(_U(0), heads * half, _U(64)):
-        bits = mark_bits(bad, start)
-        while bits:
-            at = start + trailing_zeros(bits)
-            bits &= bits - _ONE
-            head = at // half
-            j = at - head * half
-            i = head * dim + j * stride
-            tags[num] = tag + i
-            y1[num] = pool[a + i]
-            y2[num] = pool[a + i + gap]
-            c[num] = cos[k + j]
-            s[num] = sin[k + j]
-            num += _ONE
-    return num
-
-
-@jit(forceinline=True)
-def _whole(num: Any) -> Any:
-    return (num + _LANES - _ONE) // _LANES * _LANES
-
-
-@jit()
-def _search_further(rule: Any, misses: Any, num: Any, found: Any, further: Any) -> None:
-    """Look further for the pairs that are still not found, listed once more."""
-    _, y1, y2, c, s = misses
-    x1, x2, ok = found
-    index, z1, z2, cz, sz, xz1, xz2, okz = further
-    count = _U(0)
-    for i in range(num):
-        if not ok[i]:
-            index[count] = i
-            z1[count], z2[count], cz[count], sz[count] = y1[i], y2[i], c[i], s[i]
-            count += _ONE
-    try_neighbours(rule, 2, z1, z2, cz, sz, xz1, xz2, okz, _whole(count))
-    for k in range(count):
-        i = index[k]
-        x1[i], x2[i], ok[i] = xz1[k], xz2[k], okz[k]
-
-
-@jit()
-def _search_misses(
-    rule: Any,
-    misses: Any,
-    num: Any,
-    gap: Any,
-    pages: Any,
-    bases: Any,
-    slack: Any,
-    found: Any,
-    further: Any,
-    fixes: Any,
-    num_fixes: Any,
-) -> Any:
-    """Search for the listed pairs and write them; what is not found goes to `fixes`."""
-    tags, y1, y2, c, s = misses
-    x1, x2, ok = found
-    fix_page, fix_element, fix_bits = fixes
-    try_neighbours(rule, 1, y1, y2, c, s, x1, x2, ok, _whole(num))
-    _search_further(rule, misses, num, found, further)
-    for i in range(num):
-        page, element = tags[i] >> _SHIFT32, tags[i] & _MASK32
-        a, b = x1[i], x2[i]
-        if not ok[i]:
-            solved, a, b = solve_pair(rule, y1[i], y2[i], c[i], s[i], slack)
-            if not solved:
-                o1, o2 = rotate(rule, a, b, c[i], s[i])
-                for wrong, at, bits in (
-                    (o1 != y1[i], element, y1[i]),
-                    (o2 != y2[i], element + gap, y2[i]),
-                ):
-                    if wrong:
-                        fix_page[num_fixes] = page
-                        fix_element[num_fixes] = at
-                        fix_bits[num_fixes] = bits
-                        num_fixes += 1
-        pages[bases[page] + element] = a
-        pages[bases[page] + element + gap] = b
-    return num_fixes
-
-
 @jit()
 def save(
     rule: Any,
@@ -375,21 +275,7 @@ def save(
     stride, gap = (_TWO, _ONE) if interleaved else (_ONE, half)
     bad = np.zeros(heads * half + _U(64), np.uint8)  # read 64 at a time; the end is never set
     geometry = (heads, dim, half, stride, gap)
-    room = _U(_CHUNK) + heads * half + _LANES
-    y1 = np.empty(room, pool.dtype)
-    angle = np.empty(room, np.float32)
-    misses = (np.empty(room, np.uint64), y1, np.empty_like(y1), angle, np.empty_like(angle))
-    found = (np.empty_like(y1), np.empty_like(y1), np.empty(room, np.uint8))
-    further = (
-        np.empty(room, np.uint64),
-        np.empty_like(y1),
-        np.empty_like(y1),
-        np.empty_like(angle),
-        np.empty_like(angle),
-        np.empty_like(y1),
-        np.empty_like(y1),
-        np.empty(room, np.uint8),
-    )
+    misses, found, further = new_lists(pool, heads * half)
     num, num_fixes = _U(0), 0
     inverse_cos, inverse_sin = scratch[:half], scratch[half:]
     tables = (cos, sin, inverse_cos, inverse_sin)
@@ -410,13 +296,13 @@ def save(
                 element += dim
                 mark += half
             tag = (page << _SHIFT32) + row * width + first
-            num = _list_misses(pool, rows[t] + first, geometry, cos, sin, k, tag, bad, misses, num)
-            if num >= _U(_CHUNK):
-                num_fixes = _search_misses(
+            num = list_misses(pool, rows[t] + first, geometry, cos, sin, k, tag, bad, misses, num)
+            if num >= _U(CHUNK):
+                num_fixes = search_misses(
                     rule, misses, num, gap, pages, bases, slack, found, further, fixes, num_fixes
                 )
                 num = _U(0)
-    return _search_misses(
+    return search_misses(
         rule, misses, num, gap, pages, bases, slack, found, further, fixes, num_fixes
     )
 

@@ -96,21 +96,68 @@ def test_what_others_read_is_finished_while_the_disk_works() -> None:
         made.run([Run(lambda: None, None, has_finished.set), Run(second, None, lambda: None)])
 
 
-@pytest.mark.parametrize("bad", ["prepare", "move", "finish"])
-def test_an_error_is_raised_when_all_others_have_ended(bad: str) -> None:
+@pytest.mark.parametrize(
+    ("bad", "done"),
+    [("prepare", []), ("move", ["prepare"]), ("finish", ["prepare", "move"])],
+)
+def test_after_an_error_a_run_goes_no_further_and_all_others_end(bad: str, done: list[str]) -> None:
     log = Log()
 
     def fail() -> None:
         raise OSError(bad)
 
-    steps = {"prepare": None, "move": lambda: None, "finish": None, bad: fail}
-    failing = Run(steps["move"], steps["prepare"], steps["finish"])  # type: ignore[arg-type]
+    good = log.run(5)
+    assert good.prepare is not None
+    assert good.finish is not None
+    steps = {"prepare": good.prepare, "move": good.move, "finish": good.finish, bad: fail}
+    failing = Run(steps["move"], steps["prepare"], steps["finish"])
     with workers(2) as made:
         with pytest.raises(OSError, match=bad):
             made.run([log.run(0), failing, *(log.run(index, pause_s=1e-3) for index in (1, 2, 3))])
-        assert len(log.steps) == 12
+        assert log.of(5) == done
+        assert len(log.steps) == 12 + len(done)
         made.run([log.run(9)])  # and the next call is none the worse
         assert log.of(9) == ["prepare", "move", "finish"]
+
+
+def test_a_caller_does_not_wait_for_the_moves_of_another_call() -> None:
+    begun, ends = threading.Semaphore(0), [threading.Event() for _ in range(3)]
+
+    def until(end: threading.Event) -> Run:
+        def move() -> None:
+            begun.release()
+            assert end.wait(20)
+
+        return Run(move)
+
+    with workers(1) as made:
+        quick = threading.Thread(target=made.run, args=([until(end) for end in ends[:2]],))
+        quick.start()  # its caller moves one, the helper the other
+        assert all(begun.acquire(timeout=10) for _ in range(2))
+        slow = threading.Thread(target=made.run, args=([until(ends[2])] * 2,))
+        slow.start()
+        assert begun.acquire(timeout=10)
+        ends[0].set()
+        time.sleep(0.1)  # the call that is through with its own now could move one of the other's
+        ends[1].set()
+        quick.join(10)
+        is_kept = quick.is_alive()
+        ends[2].set()
+        slow.join(10)
+        assert not is_kept
+
+
+def test_threads_stop_when_a_call_under_way_has_ended() -> None:
+    log = Log()
+    made = Workers(2, NUM_MOVING, "test-disk")
+    runs = [log.run(index, pause_s=2e-3) for index in range(30)]
+    call = threading.Thread(target=made.run, args=(runs,))
+    call.start()
+    time.sleep(0.01)
+    made.stop()
+    call.join(20)
+    assert not call.is_alive()
+    assert len(log.steps) == 90
 
 
 def test_nobody_is_left_waiting_whoever_leaves_first() -> None:

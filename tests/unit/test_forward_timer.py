@@ -103,6 +103,15 @@ def test_where_the_launch_computes_a_batch_does_not_last_until_the_next_one_is_c
     assert rig.steps == [0.002]
 
 
+def test_where_the_launch_computes_a_batch_without_a_time_changes_nothing() -> None:
+    rig = Rig(runs_in_launch=True)
+    idle = rig.launch("idle", [5], [0])
+    prefill = rig.launch("extend", [1000], [0], takes_s=0.5)
+    rig.finish(idle, 0.01)
+    rig.finish(prefill, 0.01)
+    assert [seconds for _, seconds, _ in rig.prefills] == [0.5]
+
+
 def test_loads_beside_a_prefill_are_told() -> None:
     rig = Rig(load_s=0.3)
     rig.finish(rig.launch("extend", [100], [64], load_index=7), 0.5)

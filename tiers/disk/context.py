@@ -143,9 +143,10 @@ class DiskContext:
         """Takes runs through their steps; see `Workers.run`.
 
         Through the page cache a run is in the core's cache when it has been moved, so one thread
-        does all of its steps.
+        does all of its steps; as it does where it is the only one.
         """
-        self.workers.run(runs if self.direct else [run.whole() for run in runs])
+        shared = self.direct and self.config.num_helpers > 0
+        self.workers.run(runs if shared else [run.whole() for run in runs])
 
     def _needs_bounce(self, arrays: Sequence[ByteArray]) -> bool:
         return self.direct and not all(is_aligned(array) for array in arrays)

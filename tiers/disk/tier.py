@@ -112,7 +112,12 @@ class DiskTier(Tier):
             config=config,
             io=self._io,
             direct=direct,
-            workers=Workers(config.num_helpers, config.helper_threads + 1, "hier-kv-disk"),
+            # Through the page cache threads compute while they move; see `DiskContext.work`.
+            workers=Workers(
+                config.num_helpers,
+                1 + (config.helper_threads if direct else config.num_helpers),
+                "hier-kv-disk",
+            ),
             counters=Counters(),
             catalog=self._catalog,
             fds=FdCache(self._io, flags),

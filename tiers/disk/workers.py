@@ -97,7 +97,7 @@ class Workers:
         batch = _Batch(runs)
         with self._changed:
             self._batches.append(batch)
-            self._changed.notify(len(runs) - 1)
+            self._changed.notify_all()
         self._work(batch)
         if batch.error is not None:
             raise batch.error
@@ -112,17 +112,17 @@ class Workers:
         self._threads = []
 
     def _work(self, own: _Batch | None = None) -> None:
-        """Does steps of any call until `own` has ended, or without one until the threads stop."""
+        """Does steps until `own` has ended, or without one until the threads stop."""
         step: _Step | None = None
         error: BaseException | None = None
         while True:
             with self._changed:
                 if step is not None:
                     self._note(step, error)
+                step = error = None  # who waits keeps no record alive
                 step = self._next(own)
             if step is None:
                 return
-            error = None
             try:
                 if step.task is not None:
                     step.task()
@@ -131,22 +131,26 @@ class Workers:
 
     def _next(self, own: _Batch | None) -> _Step | None:
         """Waits for a step to do; None when there is no more reason to. The lock is held."""
+        has_waited = False
         while True:
             leaves = self._is_stopped if own is None else not own.num_left
-            step = None if leaves else self._take()
+            step = None if leaves else self._take(own)
+            if leaves or step is not None or not has_waited:
+                self._wake_others()
             if leaves or step is not None:
-                if self._num_idle and self._has_more():
-                    self._changed.notify()  # somebody else's
                 return step
             self._num_idle += 1
             self._changed.wait()
             self._num_idle -= 1
+            has_waited = True  # nothing new to tell others
 
-    def _take(self) -> _Step | None:
-        """Takes the most urgent step: the disk must not wait, nor who waits for what was read."""
-        waiting = [batch for batch in self._batches if batch.to_move]
-        if waiting and self._num_slots:
-            batch = min(waiting, key=lambda batch: batch.num_moving)
+    def _take(self, own: _Batch | None) -> _Step | None:
+        """Takes the most urgent step: the disk must not wait, nor who waits for what was read.
+
+        A caller moves runs of its own call only: it could not return while it waits for the disk.
+        """
+        batch = self._moves_next()
+        if batch is not None and own in (None, batch):
             self._num_slots -= 1
             batch.num_moving += 1
             run = batch.to_move.popleft()
@@ -161,11 +165,21 @@ class Workers:
                 return _Step(batch, run, batch.to_prepare, run.prepare)
         return None
 
-    def _has_more(self) -> bool:
-        return any(
-            batch.to_finish or batch.to_prepare or (batch.to_move and self._num_slots)
-            for batch in self._batches
-        )
+    def _moves_next(self) -> _Batch | None:
+        """The call whose run should move now: of those with the fewest on their way the oldest."""
+        waiting = [batch for batch in self._batches if batch.to_move]
+        if not waiting or not self._num_slots:
+            return None
+        return min(waiting, key=lambda batch: batch.num_moving)
+
+    def _wake_others(self) -> None:
+        """Somebody who waits can do what this thread does not."""
+        if not self._num_idle:
+            return
+        if self._moves_next() is not None:
+            self._changed.notify_all()  # not everybody may move it
+        elif any(batch.to_finish or batch.to_prepare for batch in self._batches):
+            self._changed.notify()
 
     def _note(self, step: _Step, error: BaseException | None) -> None:
         """A step has ended: what comes next for its run."""

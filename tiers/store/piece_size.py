@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PieceSize:
-    """Bytes of a call, learned from the calls before. One thread at a time.
+    """Bytes of a call, learned from the calls before. One thread at a time notes; any may ask.
 
     What goes with each call counts little in a long one; a short one does not keep others waiting,
     and its pages come free soon.

@@ -77,7 +77,7 @@ class Promoter:
         self._decoder = PageDecoder(transcoder, directory.arena.slot_bytes, decoded)
         self._meter = meter or ReadMeter()
         self._lock = threading.Condition()
-        # Of the plans that begin now; guarded by _lock.
+        # Of the plans that begin now; noted under _lock.
         self._piece = PieceSize(PIECE_S, MIN_PIECE_BYTES, MAX_PIECE_BYTES)
         self._reads: dict[Plan, deque[_Read]] = {}  # not begun, by plan, oldest first; guarded
         self._closing = False  # guarded by _lock
@@ -183,7 +183,8 @@ class Promoter:
             self._finish(read, ok, quality)
             if ok.all():
                 with self._lock:
-                    self._piece.note(read.num_bytes, read.read_s)
+                    num_bytes = len(read.rows) * self._directory.arena.slot_bytes
+                    self._piece.note(num_bytes, read.read_s)  # pieces are cut by slots
 
     def _next(self) -> _Read | None:
         """Takes the next piece of the first plan. The caller holds the lock, or is alone."""

@@ -25,7 +25,7 @@ BATCH_S = 0.05
 
 MIN_BATCH_BYTES, MAX_BATCH_BYTES = 32 << 20, 128 << 20
 
-_BATCH_SHARE = 1 / 8  # of the arena, at most
+_BATCH_SHARE = 1 / 16  # of the arena: no more, unless it is the least
 _CLEANING_POLL_S = 0.02
 
 
@@ -66,7 +66,7 @@ class Spiller:
                 keep_raw,
                 decoded,
             )
-        # Guarded by _writing.
+        # Noted under _writing.
         self._batch = PieceSize(BATCH_S, MIN_BATCH_BYTES, min(most_bytes, MAX_BATCH_BYTES))
         self._stop = False  # guarded by directory.lock
         self._writing = threading.Lock()  # held during a write; `paused` takes it
