@@ -26,10 +26,10 @@ class Pages(NamedTuple):
     """Columns by row, all owned by `PlacementPolicy`; 38 bytes a row.
 
     Attributes:
-        known: u8, 1 while the page is one that was used and not forgotten.
+        known: u8, 1 while the page is one that was linked or used, and not forgotten.
         parent: i32, the page before it in its path, -1 for a root.
         depth: i32, its place in the path.
-        uses: u8, how often it was used, saturating.
+        uses: u8, how often it was used, saturating; 0 while it was only linked.
         turn: u8, turns of its lineage when it was used last, saturating.
         tail: u8, pages behind it in that path, saturating.
         shared: u8, 1 once a path departed from another one behind it.
@@ -84,7 +84,7 @@ def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> No
         old_parents: i32[N], out: each page's parent before; -2 where it was not known.
     """
     known = 0
-    while known < path.size and pages.known[path[known]]:
+    while known < path.size and pages.known[path[known]] and pages.uses[path[known]]:
         known += 1
     # The lineage goes on where the known part ends where an earlier path ended: a shared prefix
     # ends in the middle of the paths it is shared by. The last page may have been a partial one.
@@ -118,6 +118,41 @@ def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> No
             steps = (_step(turn) * 4 + _length_step(path.size)) * 4
             pages.kind[row] = steps + _step(pages.uses[row])
         parent = row
+
+
+@compiled
+def link(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> bool:
+    """Pages are stored by a path, root first, and nobody used them yet; whether that is news.
+
+    A path may begin in the middle: what is known of the page before its first one stays.
+
+    Args:
+        pages: The columns.
+        path: i64[N], all rows valid.
+        clock: Logical time.
+        now_s: Time.
+        old_parents: i32[N], out: each page's parent before; -2 where it was not known.
+    """
+    changed = False
+    for i in range(path.size):
+        row = path[i]
+        parent = path[i - 1] if i else NONE
+        if not pages.known[row]:
+            old_parents[i] = -2
+            pages.known[row] = 1
+            pages.uses[row] = 0
+            pages.shared[row] = 0
+            pages.kind[row] = 0
+            pages.first[row] = pages.last[row] = clock
+            pages.last_s[row] = now_s
+        else:
+            old_parents[i] = pages.parent[row]
+            if i == 0 or pages.parent[row] == parent:
+                continue
+        changed = True
+        pages.parent[row] = parent
+        pages.depth[row] = pages.depth[parent] + 1 if i else 0
+    return changed
 
 
 @compiled

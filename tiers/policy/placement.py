@@ -105,6 +105,29 @@ class PlacementPolicy:
 
     # ---- what happened ----
 
+    def link(self, path: Rows, now_s: float) -> None:
+        """Pages are stored, or were found, one behind the other; that is no use of them.
+
+        Until they are used this is what says which of them lead to which.
+
+        Args:
+            path: root first, or from any page on; unknown rows are passed over.
+            now_s: time.
+        """
+        path = _as_rows(path)
+        inside = (path >= 0) & (path < self.num_rows)
+        path = path if inside.all() else path[inside]
+        old_parents = np.empty(len(path), np.int32)
+        if page_kernels.link(self.pages, path, self._clock, now_s, old_parents):
+            for tier in self.tiers:
+                tier.adopt(path, old_parents)
+
+    def touched(self, rows: Rows) -> None:
+        """Somebody is about to use these pages: they leave as late as if they were used now."""
+        if self.order.restamps_on_use:
+            for tier in self.tiers:
+                tier.touched(_as_rows(rows))
+
     def used(
         self,
         path: Rows,
@@ -272,6 +295,10 @@ def _compile_loops() -> None:
             tier.release(path)
     return_kernels.rescore(policy.return_times.directory, 9.0, 1.0)
     policy.set_order(list(range(7, -1, -1)))
+    policy.link(np.arange(40, 44), 9.0)
+    policy.touched(np.arange(4))
+    tier.hold_where(np.arange(4), np.zeros(4, np.bool_))
+    tier.next_to_leave(4, 9.0)
     policy.victims(np.arange(32), 8, 9.0)
     policy.wanted(np.arange(4))
     policy.window(10)

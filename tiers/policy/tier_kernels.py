@@ -157,6 +157,38 @@ def hold(lists: Any, rows: Any, change: int, young: bool) -> None:
 
 
 @compiled
+def hold_where(lists: Any, rows: Any, stay: Any, young: bool) -> None:
+    """Sets whether pages are held."""
+    for i in range(rows.size):
+        row = rows[i]
+        lists.holds[row] = stay[i]
+        _settle(lists, row, young)
+
+
+@compiled
+def put_back(lists: Any, pages: Any, rows: Any, young: bool) -> None:
+    """Undoes the taking out of pages, given in the order in which they were taken out."""
+    for i in range(rows.size - 1, -1, -1):
+        row = rows[i]
+        lists.counts[COUNT] += 1
+        if pages.known[row] and pages.parent[row] != NONE:
+            lists.children[pages.parent[row]] += 1
+        _unpark(lists, row, young)
+
+
+@compiled
+def touch(lists: Any, rows: Any) -> None:
+    """Moves pages that lie here to the young ends of their lists; the first one is the last."""
+    for i in range(rows.size - 1, -1, -1):
+        row = rows[i]
+        if row < 0 or row >= lists.state.size or lists.state[row] == ABSENT:
+            continue
+        if lists.state[row] == LISTED:
+            _cut(lists, row)
+        _link_young(lists, row, lists.kind[row])
+
+
+@compiled
 def settle(lists: Any, rows: Any, young: bool) -> None:
     """Puts parked pages back that nobody waits for any more."""
     for i in range(rows.size):

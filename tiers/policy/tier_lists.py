@@ -44,6 +44,11 @@ class TierLists:
         present: npt.NDArray[np.bool_] = self._lists.state[rows] != kernels.ABSENT
         return present
 
+    def held(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which pages are held."""
+        held: npt.NDArray[np.bool_] = self._lists.holds[rows] != 0
+        return held
+
     def enter(self, rows: Rows) -> None:
         """Pages are in the tier now; root first, and after `used` where they are new."""
         kernels.enter(self._lists, self._policy.pages, rows)
@@ -60,6 +65,17 @@ class TierLists:
     def release(self, rows: Rows) -> None:
         """Undoes one `hold`."""
         kernels.hold(self._lists, rows, -1, self._young)
+
+    def hold_where(self, rows: Rows, stay: npt.NDArray[np.bool_]) -> None:
+        """Says of each of some pages whether it must stay; what was said of it before is over."""
+        kernels.hold_where(self._lists, rows, stay, self._young)
+
+    def next_to_leave(self, count: int, now_s: float) -> Rows:
+        """Up to `count` pages that `evict` would take out first; they stay. O(count)."""
+        rows = self.evict(count, now_s)
+        kernels.put_back(self._lists, self._policy.pages, rows, self._young)
+        kernels.mark_dirty(self._policy.queue.needs, rows, self._bit)
+        return rows
 
     def evict(self, count: int, now_s: float, *, spare: int | None = 0) -> Rows:
         """Takes out up to `count` pages and returns them in the order of leaving.
@@ -93,6 +109,10 @@ class TierLists:
         """Notes a use; see `PlacementPolicy.used`."""
         restamps = self._policy.order.restamps_on_use
         kernels.used(self._lists, self._policy.pages, path, old_parents, restamps, self._young)
+
+    def touched(self, rows: Rows) -> None:
+        """Makes pages the last of their classes to leave; see `PlacementPolicy.touched`."""
+        kernels.touch(self._lists, rows)
 
     def adopt(self, path: Rows, old_parents: npt.NDArray[np.int32]) -> None:
         """Notes that pages have other parents now; see `PlacementPolicy.enqueue`."""

@@ -91,7 +91,7 @@ class Directory(RemoteBook):
             path = np.concatenate([self.index.lookup(ancestors, space.number), rows])
             wanted = created | self._worse(rows, quality) if self.has_inexact else created
             pages = np.flatnonzero(wanted)
-            self.lineage.link(path)
+            self._link(path)
             self._touch(path)  # before room is made: the path must not be pushed out by its child
             slots = self._alloc(len(pages), keep=self.num_reserved)
             num = len(slots)
@@ -117,7 +117,7 @@ class Directory(RemoteBook):
             rows = ticket.rows[new]
             rows = rows[self._still_filling(rows, ticket.slots[new])]
             replaced = self._replace(ticket, ok=ok)
-            self.arena.unpin(ticket.slots)
+            self._unpin_slots(ticket.slots)
             if ok:
                 self._publish(rows)
                 if self.on_published is not None:
@@ -142,7 +142,7 @@ class Directory(RemoteBook):
         new = ~ticket.replaces
         self._begin_filling(ticket.rows[new], ticket.slots[new])
         self.index.quality[ticket.rows[new]] = ticket.quality[new]
-        self.arena.pin(ticket.slots[ticket.replaces])
+        self._pin_slots(ticket.slots[ticket.replaces])
         self.has_inexact |= bool(ticket.quality.any())
 
     def _replace(self, ticket: SaveTicket, *, ok: bool) -> Rows:
@@ -212,7 +212,7 @@ class Directory(RemoteBook):
     def _pin(self, rows: Rows) -> LoadTicket:
         quality = self.index.quality[rows]
         slots = self.index.host_slot[rows].copy()
-        self.arena.pin(slots)
+        self._pin_slots(slots)
         return LoadTicket(rows, slots, quality)
 
     def _use(self, space: KeySpace, rows: Rows) -> None:
@@ -253,13 +253,13 @@ class Directory(RemoteBook):
             ready = rows >= 0
             ready[ready] = (self.index.flags[rows[ready]] & READY) != 0
             slots = self.index.host_slot[rows[ready]].copy()
-            self.arena.pin(slots)
+            self._pin_slots(slots)
         return hashes[ready], slots
 
     def release(self, slots: Slots) -> None:
         """Gives pins back."""
         with self.lock:
-            self.arena.unpin(slots)
+            self._unpin_slots(slots)
 
     # ---- everything ----
 

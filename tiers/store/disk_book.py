@@ -63,6 +63,7 @@ class DiskBook(PageTable):
             in_dram = (self.index.flags[rows] & (READY | FILLING)) != 0
             # Not written a second time, which could go round for ever, so they may leave DRAM.
             self.index.flags[rows[in_dram]] |= WRITE_DROPPED
+            self._may_leave_changed(rows[in_dram])
             lost, kept = self._log_keys(rows[~in_dram]), self._log_keys(rows[in_dram])
             self._remove(rows[~in_dram])
         self.counters.add("disk_reclaimed_pages", len(rows))
@@ -124,7 +125,8 @@ class DiskBook(PageTable):
             rows = np.concatenate([entry.rows for entry in taken])
             slots = np.concatenate([entry.slots for entry in taken])
             self.index.flags[rows] |= SPILLING
-            self.arena.pin(slots)
+            self._may_leave_changed(rows)
+            self._pin_slots(slots)
             self.num_spilling = num
             return SpillEntry(taken[0].space, rows, slots, np.empty(0, np.uint32))
 
@@ -152,7 +154,8 @@ class DiskBook(PageTable):
             self._place(done, copies._replace(quality=quality))
             self.index.flags[done] |= ON_DISK
             self.index.flags[rows[same & ~stored]] |= WRITE_DROPPED
-            self.arena.unpin(entry.slots)
+            self._may_leave_changed(rows[same])
+            self._unpin_slots(entry.slots)
             hashes = self._log_keys(done)
         self.counters.add("written_pages", int(stored.sum()))
         self.counters.add("write_dropped_pages", int((~stored).sum()))

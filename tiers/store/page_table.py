@@ -3,8 +3,8 @@
 All state is guarded by `PageTable.lock`. Nothing here blocks on I/O.
 
 A page in DRAM is evicted only when it is ready, unpinned, not being written to disk, and either on
-disk already or not meant for it. The LRU list is touched child before parent, so a page never
-outlives, in DRAM, the pages that lead to it.
+disk already or not meant for it. With a policy `DramOrder` says which; without one the LRU list
+does, touched child before parent: a page never outlives, in DRAM, the pages that lead to it.
 
 `index.quality` is that of the best copy, the one in DRAM where there is one; a copy on disk is
 never better than that in DRAM.
@@ -25,6 +25,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import NO_SLOT, PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.quality import Qualities, Quality
+from sglang_ext.tiers.store.dram_order import DramOrder
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.lineage import Lineage
 from sglang_ext.tiers.store.types import (
@@ -47,8 +48,8 @@ from sglang_ext.tiers.store.types import (
 
 # Rows of the LRU tail that one eviction looks at, so that it stays short when none can leave.
 _MAX_EVICTION_SCAN = 4096
-# Candidates for each page to evict: by age alone, where some cannot leave, and for the policy.
-_SCAN_BY_AGE, _SCAN_FOR_POLICY = 4, 16
+# Candidates for each page to evict by age alone, where some cannot leave.
+_SCAN_BY_AGE = 4
 # Share of DRAM that may be pinned for waiting requests; the rest stays free to move.
 _PLAN_SHARE = 0.5
 # Share of DRAM that saves leave free for promotions, where a policy looks ahead.
@@ -77,6 +78,10 @@ class PageTable:
         self.lineage = Lineage(index.capacity)  # guarded by lock
         # What leaves DRAM; None for the least recent page. Guarded by lock.
         self.policy = policy
+        disk_first = has_disk and write_policy != "selective"
+        self.order: DramOrder | None = None  # guarded by lock
+        if policy is not None:
+            self.order = DramOrder(arena, index, policy, disk_first=disk_first)
         looks_ahead = has_disk and policy is not None
         # Slots that saves leave free, so that a promotion never waits for room.
         self.num_reserved = int(arena.num_slots * _RESERVE_SHARE) if looks_ahead else 0
@@ -128,6 +133,10 @@ class PageTable:
             alone = on_disk & ~in_dram
             assert (quality[alone] == disk_quality[alone]).all(), "quality is not the copy's"
             assert self.has_inexact or not quality.any()
+            if self.order is not None:
+                ready = (self.index.flags[rows] & READY) != 0
+                assert (self.order.has(rows) == ready).all(), "DRAM and its order disagree"
+                self.order.check()
 
     # ---- private; the caller holds the lock ----
 
@@ -167,21 +176,19 @@ class PageTable:
 
     def _victims(self, count: int) -> Rows:
         """Up to `count` pages to evict, in the order in which they leave."""
-        if self.policy is None:
+        if self.policy is None or self.order is None:
             return self.lineage.children_first(self._evictable(_SCAN_BY_AGE * count), count)
-        rows = self._evictable(_SCAN_FOR_POLICY * count)
-        wanted = self.policy.wanted(rows)
-        if len(rows) - int(wanted.sum()) < count:
-            # Looked for further up; those met here get out of the way of the next look. Children
-            # come first in the list, so parents stay the younger ones.
-            self.index.lru_touch(rows[wanted])
-            rows = self._evictable(_MAX_EVICTION_SCAN)
-        leaving = self.policy.victims(rows, len(rows), time.monotonic())
-        victims = self.lineage.children_first(leaving, count)
+        victims = self.order.take(count, self._now_s())
         num_wanted = int(self.policy.wanted(victims).sum())
         self.num_wanted_evicted += num_wanted
         self.counters.add("evicted_wanted_pages", num_wanted)
         return victims
+
+    def _next_to_leave(self, count: int) -> Rows:
+        """Up to `count` pages of DRAM that would leave next."""
+        if self.order is None:
+            return self.index.lru_tail(count, FILLING)
+        return self.order.next_to_leave(count, self._now_s())
 
     def _evictable(self, scan: int) -> Rows:
         """Those of the least recent pages that may leave DRAM now, coldest first."""
@@ -207,7 +214,7 @@ class PageTable:
     def _begin_filling(self, rows: Rows, slots: Slots) -> None:
         self.index.host_slot[rows] = slots
         self.index.flags[rows] |= FILLING
-        self.arena.pin(slots)
+        self._pin_slots(slots)
 
     def _still_filling(self, rows: Rows, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which rows are still the pages that began to fill these slots (not cleared since)."""
@@ -219,6 +226,8 @@ class PageTable:
         self.index.flags[rows] &= np.uint8(0xFF ^ FILLING)
         self.index.flags[rows] |= READY
         self.index.lru_add(rows[::-1])
+        if self.order is not None:
+            self.order.enter(rows)
 
     def _forget(self, rows: Rows) -> None:
         """Removes pages whose slot never became ready; a copy on disk proved unreadable."""
@@ -236,12 +245,39 @@ class PageTable:
         self.index.lru_touch(rows[::-1])
         if len(rows) and rows[0] >= 0:
             self.index.lru_touch(self.lineage.above(int(rows[0])))
+        if self.policy is not None:
+            self.policy.touched(rows)
+
+    def _link(self, path: Rows) -> None:
+        """Notes which page follows which."""
+        self.lineage.link(path)
+        if self.policy is not None:
+            self.policy.link(path, self._now_s())
+
+    def _pin_slots(self, slots: Slots) -> None:
+        self.arena.pin(slots)
+        if self.order is not None:
+            self.order.changed_slots(slots)
+
+    def _unpin_slots(self, slots: Slots) -> None:
+        self.arena.unpin(slots)
+        if self.order is not None:
+            self.order.changed_slots(slots)
+
+    def _may_leave_changed(self, rows: Rows) -> None:
+        """Flags changed that say whether pages may leave DRAM."""
+        if self.order is not None:
+            self.order.changed(rows)
+
+    def _now_s(self) -> float:
+        return time.monotonic()
 
     def _queue_spill(self, space: KeySpace, rows: Rows) -> None:
         flags = self.index.flags[rows]
         rows = rows[(flags & (ON_DISK | QUEUED | SPILLING)) == 0]
         if len(rows):
             self.index.flags[rows] |= QUEUED
+            self._may_leave_changed(rows)
             slots = self.index.host_slot[rows].copy()
             generations = self.arena.generation[slots].copy()
             self.spill_queue.append(SpillEntry(space, rows, slots, generations))

@@ -49,23 +49,23 @@ class PlanBook(DiskBook):
         """
         with self.lock:
             known = self._known_prefix(space, hashes, max_quality)
-            self.lineage.link(known)
+            self._link(known)
             rows = known[: self._num_affordable(known)]
             flags = self.index.flags[rows]
             # Pins first: making room for what comes must not push out what is there.
             in_dram = (flags & (READY | FILLING)) != 0
             held, missing = np.flatnonzero(in_dram), np.flatnonzero(~in_dram)
             held_slots = self.index.host_slot[rows[held]].copy()
-            self.arena.pin(held_slots)
+            self._pin_slots(held_slots)
             slots = self._alloc(len(missing))
             if len(slots) < len(missing):
                 end = missing[len(slots)]
-                self.arena.unpin(held_slots[held >= end])
+                self._unpin_slots(held_slots[held >= end])
                 held_slots = held_slots[held < end]
                 rows, missing = rows[:end], missing[: len(slots)]
             to_read = rows[missing]
             self._begin_filling(to_read, slots)
-            self.arena.pin(slots)  # the plan's own pin beside the reader's
+            self._pin_slots(slots)  # the plan's own pin beside the reader's
             pending = rows[(self.index.flags[rows] & READY) == 0]
             plan = Plan(rows, remaining=len(pending), num_stored=len(known))
             plan.slots = np.concatenate([held_slots, slots])
@@ -97,7 +97,7 @@ class PlanBook(DiskBook):
         """
         with self.lock:
             filling = self._still_filling(rows, slots)
-            self.arena.unpin(slots)
+            self._unpin_slots(slots)
             good, bad = rows[ok & filling], rows[~ok & filling]
             self.index.quality[good] = self.index.disk_quality[good] = quality[ok & filling]
             self.has_inexact |= bool(quality[ok].any())
@@ -125,7 +125,7 @@ class PlanBook(DiskBook):
                 plan.cancelled = True
                 self._end_reservation(plan)
                 self._count_pins(plan.slots, -1)
-                self.arena.unpin(plan.slots)
+                self._unpin_slots(plan.slots)
 
     def withdraw(self, rows: Rows, slots: Slots) -> Plan | None:
         """A cancelled plan's read that has not begun: another's, or nobody's, from now on.
@@ -143,7 +143,7 @@ class PlanBook(DiskBook):
             heirs = [plan for plan in waiting if not plan.cancelled]
             if heirs:
                 return min(heirs, key=lambda plan: plan.priority)
-            self.arena.unpin(slots)
+            self._unpin_slots(slots)
             kept = rows[self._still_filling(rows, slots)]
             on_disk = (self.index.flags[kept] & ON_DISK) != 0
             self._forget(kept[~on_disk])  # its segment was deleted meanwhile
@@ -180,7 +180,7 @@ class PlanBook(DiskBook):
         """Rows of the first `num_above` pages, as far as known, and of those stored behind them."""
         above = self.index.lookup(hashes[:num_above], space.number)
         below = self._known_prefix(space, hashes[num_above:], max_quality)
-        self.lineage.link(np.concatenate([above, below]))
+        self._link(np.concatenate([above, below]))
         return above[above >= 0], below
 
     def _count_tiers(self, rows: Rows) -> TierCounts:

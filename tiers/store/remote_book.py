@@ -9,7 +9,6 @@ import numpy as np
 
 from sglang_ext.tiers.store.plan_book import PlanBook
 from sglang_ext.tiers.store.types import (
-    FILLING,
     ON_DISK,
     READY,
     SENT,
@@ -62,7 +61,7 @@ class RemoteBook(PlanBook):
             num = min(len(rows), plan.num_remote_left)
             if not plan.cancelled:
                 slots = self.index.host_slot[rows[:num]].copy()
-                self.arena.pin(slots)
+                self._pin_slots(slots)
                 self._count_pins(slots, 1)
                 plan.slots = np.concatenate([plan.slots, slots])
                 used = min(num, plan.num_reserved)
@@ -110,14 +109,14 @@ class RemoteBook(PlanBook):
             num = low_water_pages - self.arena.num_free
             if num <= 0:
                 return None
-            rows = self.index.lru_tail(num, FILLING)
+            rows = self._next_to_leave(num)
             rows = rows[(self.index.flags[rows] & SENT) == 0]
             if not len(rows):
                 return None
             hashes, numbers = self.index.keys(rows)
             mine = np.flatnonzero(numbers == numbers[0])[:max_pages]
             slots = self.index.host_slot[rows[mine]].copy()
-            self.arena.pin(slots)
+            self._pin_slots(slots)
             return int(numbers[0]), hashes[mine], slots
 
     def end_sending(self, number: int, hashes: Hashes, slots: Slots) -> None:
@@ -127,7 +126,7 @@ class RemoteBook(PlanBook):
             known = rows >= 0
             same = rows[known][self.index.host_slot[rows[known]] == slots[known]]
             self.index.flags[same] |= np.uint8(SENT)
-            self.arena.unpin(slots)
+            self._unpin_slots(slots)
 
     def on_disk(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, DiskCopies]:
         """Those of some pages that lie on disk, and where."""
