@@ -18,6 +18,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 # Two test files run at a time, and an idle scheduler would spin on a core that the other one needs.
 os.environ.setdefault("CPU_IDLE_SLEEP_MS", "0.5")
 
+# A server that is forked from a process which has imported SGLang starts in a third of the time.
+os.environ.setdefault("HIER_KV_FORK_SERVERS", "1")
+
 # Every server is three processes, which would compile the plugin's modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -1,0 +1,145 @@
+"""Servers forked from a process that has imported SGLang; see `runtime_cpu.zygote`."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import IO
+
+from runtime_cpu.zygote import Job
+
+# Variables that are read when a server runs. Others may decide what an import does.
+_READ_LATE = ("SGLANG_HIER_KV_", "PYTEST_CURRENT_TEST")
+_RANK_OPTIONS = ("--tp-size", "--tensor-parallel-size", "--tp")
+# With these SGLang starts processes from processes that it has started.
+_NESTED = ("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--nnodes", "--enable-dp")
+
+
+class ForkedServer:
+    """A server's main process, with what `bench.server` uses of `subprocess.Popen`.
+
+    Attributes:
+        pid: process id.
+        returncode: how it ended, as `subprocess` counts it; None while it runs.
+    """
+
+    def __init__(self, status: socket.socket) -> None:
+        self._status = status
+        self._lines = status.makefile("rb")
+        self.pid = int(self._next("pid"))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._look(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        code = self._look(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def _look(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            self.returncode = int(self._next("returncode"))
+            self._lines.close()
+            self._status.close()
+        return self.returncode
+
+    def _next(self, key: str) -> int:
+        line = self._lines.readline()
+        if not line:
+            raise RuntimeError("the process that forks servers ended; see build/logs/zygote-*.log")
+        return int(json.loads(line)[key])
+
+
+class Nursery:
+    """One zygote, started when it is first needed, that ends with this process. Thread-safe.
+
+    Args:
+        env: environment in which SGLang is imported.
+        log_path: file for what the import prints.
+    """
+
+    def __init__(self, env: Mapping[str, str], log_path: Path) -> None:
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None  # guarded by _lock
+        self._process: subprocess.Popen[bytes] | None = None  # guarded by _lock
+        self._base = dict(env)
+        self._log_path = log_path
+
+    def can_start(self, args: Sequence[str], env: Mapping[str, str]) -> bool:
+        """Whether a server with these would be the same when it is forked."""
+        changed = {
+            name
+            for name in {*env, *self._base}
+            if env.get(name) != self._base.get(name) and not name.startswith(_READ_LATE)
+        }
+        return not changed and not any(arg.startswith(_NESTED) for arg in args)
+
+    def start(self, args: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> ForkedServer:
+        """Forks a server.
+
+        Args:
+            args: arguments behind ``python -m sglang.launch_server``.
+            env: its whole environment.
+            log: takes stdout and stderr.
+        """
+        job = Job(list(args), dict(env), os.getcwd(), 1 + _num_ranks(args))
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            socket.send_fds(
+                self._connected(),
+                [json.dumps(asdict(job)).encode()],
+                [log.fileno(), theirs.fileno()],
+            )
+        return ForkedServer(ours)
+
+    def _connected(self) -> socket.socket:
+        if self._control is None or self._process is None or self._process.poll() is not None:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            with theirs, self._log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "runtime_cpu.zygote", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._base,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        return self._control
+
+
+def _num_ranks(args: Sequence[str]) -> int:
+    for option, value in pairwise(args):
+        if option in _RANK_OPTIONS and value.isdigit():
+            return int(value)
+    return 1

@@ -1,0 +1,235 @@
+"""A process that has imported SGLang and forks servers: ``python -m runtime_cpu.zygote FD``.
+
+Each of a server's three processes spends about eight seconds of a core on importing SGLang; a fork
+of a process that has done so spends none. `runtime_cpu.forked` starts a zygote and asks it for
+servers. A forked server runs the same module with the same arguments as ``python -m
+sglang.launch_server``. Its children get what they run pickled through a pipe, as `multiprocessing`
+spawns them, but wake up in a copy of the process as it was before the server began.
+
+The zygote has one thread, or no copy of it would be sound. It ends, and its servers with it, when
+the other end of its control socket is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import multiprocessing.util
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from setproctitle import getproctitle, setproctitle
+
+SERVER_MODULE = "sglang.launch_server"
+# What a server's processes import before they look at their arguments. `SERVER_MODULE` itself is
+# not among them: it runs as the main module of each server.
+PRELOADED = (
+    "torch",
+    "numba",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.models.registry",
+    "sglang.srt.models.llama",
+)
+MAX_MESSAGE_BYTES = 1 << 20
+_MAX_FDS = 64
+_SPAWNED = "--multiprocessing-fork"
+_FIRST_HIGH_FD = 200  # above every descriptor that a server has open when it starts a child
+
+
+@dataclass(frozen=True)
+class Job:
+    """One server.
+
+    Attributes:
+        argv: arguments behind ``python -m sglang.launch_server``.
+        env: the whole environment.
+        cwd: the working directory.
+        num_children: processes that it will start.
+    """
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    num_children: int
+
+
+class _Child:
+    """A copy of this process, made before the server begins, that waits for what to run."""
+
+    def __init__(self, others: Sequence[_Child]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            for other in others:
+                other._socket.close()
+            self._socket.close()
+            _run_spawned(theirs)
+        theirs.close()
+
+    def start(self, program: str, fds: Sequence[int]) -> int:
+        """Lets it run a spawned interpreter's program with these descriptors; returns its pid."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
+        message = {"program": program, "fds": list(fds), "env": dict(os.environ)}
+        socket.send_fds(self._socket, [json.dumps(message).encode()], list(fds))
+        self._socket.close()
+        return self.pid
+
+
+def _run_spawned(inbox: socket.socket) -> None:
+    """Waits for a program and runs it as a spawned interpreter would; never returns."""
+    data, fds, _, _ = socket.recv_fds(inbox, MAX_MESSAGE_BYTES, _MAX_FDS)
+    inbox.close()
+    if not data:
+        os._exit(0)  # the server ended, or needed fewer children
+    message = json.loads(data)
+    _renumber(fds, message["fds"])
+    os.environ.clear()
+    os.environ.update(message["env"])
+    random.seed()  # or every copy would draw the same numbers
+    sys.argv = ["-c", _SPAWNED]
+    # The program is the one that `multiprocessing` has put on a command line.
+    exec(message["program"], {"__name__": "__main__"})
+    sys.exit(0)
+
+
+def _renumber(fds: Sequence[int], wanted: Sequence[int]) -> None:
+    """Gives received descriptors the numbers that they have in the sender."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _FIRST_HIGH_FD) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(high, wanted, strict=True):
+        os.dup2(fd, number, inheritable=False)
+        os.close(fd)
+
+
+def _use_children(children: list[_Child]) -> None:
+    """Lets `multiprocessing` start these processes instead of interpreters, as long as any is left.
+
+    Its other helper, the resource tracker, starts as ever.
+    """
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def start(path: Any, args: Sequence[str], passfds: Sequence[int]) -> int:
+        if args[-1] == _SPAWNED and children:
+            return children.pop(0).start(args[-2], passfds)
+        return int(spawn(path, args, passfds))
+
+    multiprocessing.util.spawnv_passfds = start
+
+
+def _run_server(job: Job, log_fd: int) -> None:
+    """Becomes a server: the rest of this process's life is that of ``sglang.launch_server``."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY)
+    for fd, target in ((null, 0), (log_fd, 1), (log_fd, 2)):
+        os.dup2(fd, target)
+    os.close(null)
+    os.close(log_fd)
+    os.chdir(job.cwd)
+    os.environ.clear()
+    os.environ.update(job.env)
+    random.seed()
+    children: list[_Child] = []
+    for _ in range(job.num_children):
+        children.append(_Child(children))
+    _use_children(children)
+    setproctitle(" ".join([sys.executable, "-m", SERVER_MODULE, *job.argv]))
+    sys.argv = [SERVER_MODULE, *job.argv]
+    runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
+
+
+class Zygote:
+    """Forks a server for each request on a control socket, and tells how each ended.
+
+    Args:
+        control: takes requests, each with two descriptors: the server's log, and a socket that is
+            sent the pid first and the exit code last.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._servers: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: pid and its socket
+
+    def serve(self) -> tuple[Job, int] | None:
+        """Serves requests until the control socket is closed.
+
+        Returns:
+            In a forked process what it is to run, and the log's descriptor; None in the zygote.
+        """
+        while True:
+            control_fd = self._control.fileno()
+            readable, _, _ = select.select([control_fd, *self._servers], [], [])
+            for ready in readable:
+                if ready != control_fd:
+                    self._reap(ready)
+                    continue
+                data, fds, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 2)
+                if not data:
+                    self._kill_all()
+                    return None
+                forked = self._fork(Job(**json.loads(data)), fds)
+                if forked is not None:
+                    return forked
+
+    def _fork(self, job: Job, fds: Sequence[int]) -> tuple[Job, int] | None:
+        log_fd, status_fd = fds
+        status = socket.socket(fileno=status_fd)
+        pid = os.fork()
+        if pid == 0:
+            status.close()
+            self._control.close()
+            for pidfd, (_, other) in self._servers.items():
+                os.close(pidfd)
+                other.close()
+            return job, log_fd
+        os.close(log_fd)
+        self._servers[os.pidfd_open(pid)] = pid, status
+        _tell(status, {"pid": pid})
+        return None
+
+    def _reap(self, pidfd: int) -> None:
+        pid, status = self._servers.pop(pidfd)
+        os.close(pidfd)
+        _, code = os.waitpid(pid, 0)
+        _tell(status, {"returncode": os.waitstatus_to_exitcode(code)})
+        status.close()
+
+    def _kill_all(self) -> None:
+        for pid, _ in self._servers.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def _tell(status: socket.socket, message: dict[str, int]) -> None:
+    with contextlib.suppress(OSError):  # nobody wants to know any more
+        status.sendall(json.dumps(message).encode() + b"\n")
+
+
+def main() -> None:
+    """Imports SGLang, then serves; a forked process goes on as a server."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    setproctitle(getproctitle())  # it finds its room only while the environment is untouched
+    for module in PRELOADED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what was imported is never walked again, so its pages stay shared
+    forked = Zygote(control).serve()
+    if forked is not None:
+        _run_server(*forked)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Forked servers look like others, tell how they ended, and end with whoever started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.server import FORK_SERVERS, ROOT, Server
+
+pytestmark = pytest.mark.e2e
+
+_HOLD = """
+import sys, time
+from bench.server import Server
+with Server(["--max-total-tokens", "2048"], stop="kill") as server:
+    print(server.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def _wait_until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120.0
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_forked_server_looks_and_ends_like_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FORK_SERVERS, "1")
+    with Server(["--max-total-tokens", "2048"]) as server:
+        titles = [" ".join(process.cmdline()) for process in server.tree()]
+        assert "-m sglang.launch_server" in titles[0]
+        assert psutil.Process(server.scheduler_pid).ppid() == server.pid
+        assert any("sglang::detokenizer" in title for title in titles)
+        assert not any("zygote" in title for title in titles)
+        left = server.terminate()
+    assert left.exit_code == 0
+    assert left.clean
+    with Server(["--max-total-tokens", "2048"]) as server:
+        server.kill()
+        assert not server.alive()
+        assert not server.tree()
+
+
+def test_servers_end_with_a_process_that_was_killed() -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD],
+        cwd=ROOT,
+        env={**os.environ, FORK_SERVERS: "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    session = int(holder.stdout.readline())
+    assert _session(session)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    holder.stdout.close()
+    _wait_until(lambda: not _session(session))
+
+
+def _session(number: int) -> list[int]:
+    """Processes of a session that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(path.name)) == number:
+                found.append(int(path.name))
+        except ProcessLookupError:
+            continue
+    return found
