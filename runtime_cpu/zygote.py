@@ -122,9 +122,9 @@ def _use_children(children: list[_Child]) -> None:
     """
     spawn = multiprocessing.util.spawnv_passfds
 
-    def start(path: Any, args: Sequence[str], passfds: Sequence[int]) -> int:
+    def start(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
         if args[-1] == _SPAWNED and children:
-            return children.pop(0).start(args[-2], passfds)
+            return children.pop(0).start(str(args[-2]), passfds)
         return int(spawn(path, args, passfds))
 
     multiprocessing.util.spawnv_passfds = start
