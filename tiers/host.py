@@ -10,6 +10,7 @@ another page have it. So at any time: free + used + deferred == num_slots.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from typing import Final
@@ -72,10 +73,9 @@ class HostArena:
         self.slot_bytes = slot_bytes
         self.nbytes = num_slots * slot_bytes
         self._lock = threading.Lock()
-        self._mapping = map_anonymous(self.nbytes, hugepages=hugepages)
-        flat = np.frombuffer(self._mapping, dtype=np.uint8)
-        self._slots: npt.NDArray[np.uint8] | None = flat.reshape(num_slots, slot_bytes)
-        self._address = int(flat.ctypes.data)
+        self._slots: npt.NDArray[np.uint8] | None
+        self._mapping, self._slots = self._map(hugepages=hugepages)
+        self._address = int(self._slots.ctypes.data)
         self.generation: npt.NDArray[np.uint32] = np.zeros(num_slots, np.uint32)
         self._state = np.zeros(num_slots, np.uint8)
         self._pins = np.zeros(num_slots, np.int32)
@@ -86,6 +86,12 @@ class HostArena:
         self._num_deferred = 0
 
     # ---- memory ----------------------------------------------------------------------------
+
+    def _map(self, *, hugepages: bool) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
+        """Maps the memory; returns it and u8[num_slots, slot_bytes] over it."""
+        mapping = map_anonymous(self.nbytes, hugepages=hugepages)
+        flat = np.frombuffer(mapping, dtype=np.uint8)
+        return mapping, flat.reshape(self.num_slots, self.slot_bytes)
 
     @property
     def slots(self) -> npt.NDArray[np.uint8]:

@@ -9,7 +9,6 @@ own pages, or of what changed in the queue.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -70,7 +69,7 @@ class LookAhead:
             path = np.concatenate([above, below])
             directory._touch(path)
             # Pages that nothing stored follows are the device's alone to keep.
-            self._policy.enqueue(request, path if len(below) else below, time.monotonic())
+            self._policy.enqueue(request, path if len(below) else below, directory.now_s())
             self._miss(request, space, hashes[num_above + len(below) :])
             return directory._count_tiers(below)
 
@@ -107,7 +106,7 @@ class LookAhead:
         directory = self._directory
         with directory.lock:
             rows = directory.index.lookup(hashes, space.number)
-            left = self._policy.leave_behind(rows[first:end], time.monotonic())
+            left = self._policy.leave_behind(rows[first:end], directory.now_s())
             if not len(left):
                 return
             directory.lineage.depart(rows[:first], rows[end:])
@@ -136,7 +135,7 @@ class LookAhead:
             # Any 64 bits of a page's key: one page in two key spaces is two.
             names = np.ascontiguousarray(hashes[: len(rows)]).view(np.uint64)[:, 0]
             names = names ^ np.uint64(space.number * _MIX & _U64)
-            self._policy.used(rows, time.monotonic(), names=names, arrived_s=arrived_s)
+            self._policy.used(rows, directory.now_s(), names=names, arrived_s=arrived_s)
 
     def set_order(self, requests: Sequence[Hashable]) -> None:
         """The order in which the scheduler will take the waiting requests."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from sglang_ext.tiers.store.coding import KeepRaw
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
+from sglang_ext.tiers.store.executor import Executor, Threads
 from sglang_ext.tiers.store.jitter import add_jitter, max_jitter_s
 from sglang_ext.tiers.store.leaving_pages import LeavingPages
 from sglang_ext.tiers.store.lookahead import LookAhead
@@ -98,6 +100,9 @@ class PageStore:
         remote: RemoteStore | None = None,
         on_fetch: OnMeasured | None = None,
         open_coded: OpenCoded | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
     ) -> None:
         """Starts the store's threads.
 
@@ -114,6 +119,8 @@ class PageStore:
             remote: a store that other servers share; None for none. Closed with this one.
             on_fetch: takes measurements of its speed.
             open_coded: codes pages for that store; None stores them there as they are.
+            clock: seconds, monotonic; what is decided about DRAM and disk goes by it.
+            executor: runs what moves between the two; None for threads.
         """
         self.arena = arena
         self.counters = StoreCounters()
@@ -138,6 +145,7 @@ class PageStore:
             counters=self.counters,
             events=self.events,
             policy=policy,
+            clock=clock,
         )
         self.lookahead = LookAhead(self._directory, policy) if policy is not None else None
         if transcoder is not None and transcoder.encodes:
@@ -161,7 +169,8 @@ class PageStore:
                 )
         self._spiller: Spiller | None = None
         self._promoter: Promoter | None = None
-        self._read_meter = ReadMeter(on_read)
+        self._read_meter = ReadMeter(on_read, clock)
+        executor = executor or Threads()
         if disk is not None:
             low_water = max(1, int(arena.num_slots * _LOW_WATER_SHARE))
             self._spiller = Spiller(
@@ -169,11 +178,14 @@ class PageStore:
                 disk,
                 self._space_of,
                 low_water_pages=low_water,
+                executor=executor,
                 transcoder=transcoder,
                 keep_raw=keep_raw,
                 decoded=decoded,
             )
-            self._promoter = Promoter(self._directory, disk, transcoder, self._read_meter, decoded)
+            self._promoter = Promoter(
+                self._directory, disk, executor, transcoder, self._read_meter, decoded
+            )
         if max_jitter_s():
             add_jitter(self._directory, _DELAYED, max_jitter_s())
 
@@ -383,7 +395,7 @@ class PageStore:
         """Writes what is only in DRAM to disk, as far as the time allows; returns pages left."""
         if self._spiller is None:
             return 0
-        return self._spiller.flush(time.monotonic() + timeout_s)
+        return self._spiller.flush(self._directory.now_s() + timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Flushes, ends all threads and closes the disk tier. Safe to call twice."""
@@ -402,7 +414,7 @@ class PageStore:
         if self._spiller is not None:
             # What would be gone with the process is not worth the time.
             lasts = self._disk is not None and self._disk.persistent
-            left = self._spiller.flush(time.monotonic() + (timeout_s if lasts else 0.0))
+            left = self._spiller.flush(self._directory.now_s() + (timeout_s if lasts else 0.0))
             self.counters.add("shutdown_lost_pages", left)
             self._spiller.close()
         if self._leaving is not None:

@@ -69,7 +69,9 @@ class PageTable:
         counters: StoreCounters,
         events: EventLog,
         policy: PlacementPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.now_s = clock  # time, in seconds; monotonic
         self.lock = threading.Lock()
         self.spill_ready = threading.Condition(self.lock)
         self.arena = arena
@@ -178,7 +180,7 @@ class PageTable:
         """Up to `count` pages to evict, in the order in which they leave."""
         if self.policy is None or self.order is None:
             return self.lineage.children_first(self._evictable(_SCAN_BY_AGE * count), count)
-        victims = self.order.take(count, self._now_s())
+        victims = self.order.take(count, self.now_s())
         num_wanted = int(self.policy.wanted(victims).sum())
         self.num_wanted_evicted += num_wanted
         self.counters.add("evicted_wanted_pages", num_wanted)
@@ -188,7 +190,7 @@ class PageTable:
         """Up to `count` pages of DRAM that would leave next."""
         if self.order is None:
             return self.index.lru_tail(count, FILLING)
-        return self.order.next_to_leave(count, self._now_s())
+        return self.order.next_to_leave(count, self.now_s())
 
     def _evictable(self, scan: int) -> Rows:
         """Those of the least recent pages that may leave DRAM now, coldest first."""
@@ -252,7 +254,7 @@ class PageTable:
         """Notes which page follows which."""
         self.lineage.link(path)
         if self.policy is not None:
-            self.policy.link(path, self._now_s())
+            self.policy.link(path, self.now_s())
 
     def _pin_slots(self, slots: Slots) -> None:
         self.arena.pin(slots)
@@ -268,9 +270,6 @@ class PageTable:
         """Flags changed that say whether pages may leave DRAM."""
         if self.order is not None:
             self.order.changed(rows)
-
-    def _now_s(self) -> float:
-        return time.monotonic()
 
     def _queue_spill(self, space: KeySpace, rows: Rows) -> None:
         flags = self.index.flags[rows]

@@ -1,11 +1,11 @@
-"""Threads that bring pages from disk to DRAM for requests that wait in the queue."""
+"""What brings pages from disk to DRAM for requests that wait in the queue."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from sglang_ext.tiers.record import VerifyResult
 from sglang_ext.tiers.store.coding import PageDecoder
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.executor import Executor, Job, Work
 from sglang_ext.tiers.store.piece_size import PieceSize
 from sglang_ext.tiers.store.read_meter import ReadMeter
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan, Rows, Slots
@@ -53,7 +54,7 @@ class _Read:
         self.left = left  # pieces of the plan that are not done, shared; guarded by the promoter
 
 
-class Promoter:
+class Promoter(Work):
     """Reads plans' pages, page order first, and verifies every byte before it is published.
 
     The plan whose request comes first in the queue is read first, whatever was asked for before: a
@@ -68,6 +69,7 @@ class Promoter:
         self,
         directory: Directory,
         disk: Tier,
+        executor: Executor,
         transcoder: PageTranscoder | None = None,
         meter: ReadMeter | None = None,
         decoded: DecodedPages | None = None,
@@ -81,12 +83,8 @@ class Promoter:
         self._piece = PieceSize(PIECE_S, MIN_PIECE_BYTES, MAX_PIECE_BYTES)
         self._reads: dict[Plan, deque[_Read]] = {}  # not begun, by plan, oldest first; guarded
         self._closing = False  # guarded by _lock
-        self._threads = [
-            threading.Thread(target=self._run, name=f"hier-kv-promote-{index}", daemon=True)
-            for index in range(NUM_THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._executor = executor
+        executor.start("promote", self, NUM_THREADS)
 
     def start(
         self, space: KeySpace, hashes: Hashes, max_quality: int = ANY, priority: int = 0
@@ -148,8 +146,7 @@ class Promoter:
         with self._lock:
             self._closing = True
             self._lock.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._executor.join(self)
         while (read := self._next()) is not None:
             self._meter.queued(-read.num_bytes)
             self._finish(read, *_nothing(read))
@@ -159,32 +156,40 @@ class Promoter:
         slot_blocks = self._directory.arena.slot_bytes // BLOCK_BYTES
         return int(np.where(num_blocks > 0, num_blocks, slot_blocks).sum()) * BLOCK_BYTES
 
-    def _run(self) -> None:
-        while True:
+    def wait(self) -> bool:
+        """See `Work.wait`."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._closing or bool(self._reads))
+            return not self._closing
+
+    def take(self) -> Job | None:
+        """See `Work.take`: the next piece of the plan whose request comes first."""
+        with self._lock:
+            read = None if self._closing else self._next()
+        if read is None:
+            return None
+        self._meter.began(read.num_bytes)
+        return Job(read.num_bytes, partial(self._run, read))
+
+    def _run(self, read: _Read) -> None:
+        ok, quality = _nothing(read)
+        try:
+            ok, quality = self._read(read)
+        except Exception:
+            self._directory.counters.add("promotion_failures")
+            logger.exception("hier-kv: pages could not be read from disk; they are recomputed")
+        self._meter.ended(
+            read.num_bytes,
+            read_s=read.read_s,
+            decode_bytes=read.decode_bytes,
+            decode_s=read.decode_s,
+            whole=bool(ok.all()),
+        )
+        self._finish(read, ok, quality)
+        if ok.all():
             with self._lock:
-                self._lock.wait_for(lambda: self._closing or bool(self._reads))
-                read = None if self._closing else self._next()
-            if read is None:
-                return
-            ok, quality = _nothing(read)
-            self._meter.began(read.num_bytes)
-            try:
-                ok, quality = self._read(read)
-            except Exception:
-                self._directory.counters.add("promotion_failures")
-                logger.exception("hier-kv: pages could not be read from disk; they are recomputed")
-            self._meter.ended(
-                read.num_bytes,
-                read_s=read.read_s,
-                decode_bytes=read.decode_bytes,
-                decode_s=read.decode_s,
-                whole=bool(ok.all()),
-            )
-            self._finish(read, ok, quality)
-            if ok.all():
-                with self._lock:
-                    num_bytes = len(read.rows) * self._directory.arena.slot_bytes
-                    self._piece.note(num_bytes, read.read_s)  # pieces are cut by slots
+                num_bytes = len(read.rows) * self._directory.arena.slot_bytes
+                self._piece.note(num_bytes, read.read_s)  # pieces are cut by slots
 
     def _next(self) -> _Read | None:
         """Takes the next piece of the first plan. The caller holds the lock, or is alone."""
@@ -211,18 +216,18 @@ class Promoter:
                 strict=True,
             )
         ]
-        started_s = time.monotonic()
+        started_s = self._directory.now_s()
         results = self._disk.read(read.space.digest, requests)
-        read.read_s = time.monotonic() - started_s
+        read.read_s = self._directory.now_s() - started_s
         ok, qualities = _nothing(read)
         for index, (result, request) in enumerate(zip(results, requests, strict=True)):
             kind = result.value
             if result is VerifyResult.OK:
-                started_s = time.monotonic()
+                started_s = self._directory.now_s()
                 quality, decoded_bytes = self._decoder.decode(request.out)
                 if decoded_bytes:
                     read.decode_bytes += decoded_bytes
-                    read.decode_s += time.monotonic() - started_s
+                    read.decode_s += self._directory.now_s() - started_s
                 if quality is not None:
                     ok[index], qualities[index] = True, quality
                     continue

@@ -1,11 +1,11 @@
-"""The one thread that writes pages to disk: lazily, in large batches, in the order of saving."""
+"""What writes pages to disk, one batch at a time: lazily, in large ones, in the order of saving."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from sglang_ext.tiers.quality import Quality
 from sglang_ext.tiers.store.coding import DiskRecord, KeepRaw, PageEncoder
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.store.executor import Executor, Job, Work
 from sglang_ext.tiers.store.piece_size import PieceSize
 from sglang_ext.tiers.store.types import DiskCopies, KeySpace, SpillEntry
 from sglang_ext.tiers.transcoder import PageTranscoder
@@ -29,7 +30,7 @@ _BATCH_SHARE = 1 / 16  # of the arena: no more, unless it is the least
 _CLEANING_POLL_S = 0.02
 
 
-class Spiller:
+class Spiller(Work):
     """Drains the directory's spill queue into the disk tier.
 
     With the write-back policy it also cleans the coldest pages whenever the pages that could leave
@@ -46,6 +47,7 @@ class Spiller:
         space_of: Callable[[int], KeySpace],
         *,
         low_water_pages: int,
+        executor: Executor,
         transcoder: PageTranscoder | None = None,
         keep_raw: KeepRaw | None = None,
         decoded: DecodedPages | None = None,
@@ -69,9 +71,10 @@ class Spiller:
         # Noted under _writing.
         self._batch = PieceSize(BATCH_S, MIN_BATCH_BYTES, min(most_bytes, MAX_BATCH_BYTES))
         self._stop = False  # guarded by directory.lock
-        self._writing = threading.Lock()  # held during a write; `paused` takes it
-        self._thread = threading.Thread(target=self._run, name="hier-kv-spill", daemon=True)
-        self._thread.start()
+        # Held from when a batch is taken until it is written; `paused` takes it.
+        self._writing = threading.Lock()
+        self._executor = executor
+        executor.start("spill", self, 1)
 
     def paused(self) -> threading.Lock:
         """A lock under which no write is in progress and none starts."""
@@ -81,67 +84,85 @@ class Spiller:
         """Writes everything that is not on disk yet until a deadline; returns pages left in DRAM.
 
         Args:
-            deadline_s: monotonic time at which to give up.
+            deadline_s: time, on the directory's clock, at which to give up.
         """
         directory = self._directory
-        while time.monotonic() < deadline_s:
+        while directory.now_s() < deadline_s:
             # Asked again when the queue was empty: the thread may have taken the last of it.
-            if not self._write_batch() and not directory.queue_coldest(
-                self._space_of, self._batch_pages()
-            ):
+            job = self._take_batch()
+            if job is not None:
+                job.run()
+            elif not directory.queue_coldest(self._space_of, self._batch_pages()):
                 break
         return directory.num_unwritten()
 
     def close(self) -> None:
-        """Ends the thread after the batch it is writing."""
+        """Ends the work after the batch that is being written."""
         with self._directory.lock:
             self._stop = True
             self._directory.spill_ready.notify_all()
-        self._thread.join()
+        self._executor.join(self)
 
-    def _run(self) -> None:
+    def wait(self) -> bool:
+        """See `Work.wait`; returns now and then with write-back, for pages to be cleaned."""
         directory = self._directory
-        cleans = directory.write_policy == "write_back"
-        while True:
-            with directory.lock:
-                directory.spill_ready.wait_for(
-                    lambda: self._stop or bool(directory.spill_queue),
-                    _CLEANING_POLL_S if cleans else None,
-                )
-                if self._stop:
-                    return
-            try:
-                if cleans and directory.needs_cleaning(self._low_water_pages):
-                    directory.queue_coldest(self._space_of, self._batch_pages())
-                self._write_batch()
-            except Exception:
-                # Kept alive: a dead spiller would let DRAM fill with pages that can never leave.
-                directory.counters.add("spill_failures")
-                logger.exception("hier-kv: a batch of pages could not be written to disk")
+        with directory.lock:
+            directory.spill_ready.wait_for(
+                lambda: self._stop or bool(directory.spill_queue),
+                _CLEANING_POLL_S if self._cleans else None,
+            )
+            return not self._stop
+
+    def take(self) -> Job | None:
+        """See `Work.take`. Until it has run, no other batch can be taken."""
+        if self._cleans and self._directory.needs_cleaning(self._low_water_pages):
+            self._directory.queue_coldest(self._space_of, self._batch_pages())
+        return self._take_batch()
+
+    @property
+    def _cleans(self) -> bool:
+        return self._directory.write_policy == "write_back"
 
     def _batch_pages(self) -> int:
         return max(1, self._batch.num_bytes // self._directory.arena.slot_bytes)
 
-    def _write_batch(self) -> bool:
-        with self._writing:
+    def _take_batch(self) -> Job | None:
+        entry = None
+        self._writing.acquire()
+        try:
             entry = self._directory.take_spills(self._batch_pages())
+        finally:
             if entry is None:
-                return False
-            arena = self._directory.arena.slots
-            slots = [arena[slot] for slot in entry.slots]
-            records = [DiskRecord(slot, Quality.EXACT) for slot in slots]
-            locations: list[Location | None] = [None] * len(records)
-            try:
-                if self._encoder is not None:
-                    records = self._encoder.encode(slots)
-                started_s = time.monotonic()
-                locations = self._disk.write(entry.space.digest, [r.data for r in records])
-                if None not in locations:
-                    num_bytes = sum(record.data.size for record in records)
-                    self._batch.note(num_bytes, time.monotonic() - started_s)
-            finally:
-                self._finish(entry, records, locations)
-            return True
+                self._writing.release()
+        if entry is None:
+            return None
+        num_bytes = len(entry.rows) * self._directory.arena.slot_bytes
+        return Job(num_bytes, partial(self._run, entry))
+
+    def _run(self, entry: SpillEntry) -> None:
+        try:
+            self._write(entry)
+        except Exception:
+            self._directory.counters.add("spill_failures")
+            logger.exception("hier-kv: a batch of pages could not be written to disk")
+        finally:
+            self._writing.release()
+
+    def _write(self, entry: SpillEntry) -> None:
+        arena = self._directory.arena.slots
+        slots = [arena[slot] for slot in entry.slots]
+        records = [DiskRecord(slot, Quality.EXACT) for slot in slots]
+        locations: list[Location | None] = [None] * len(records)
+        try:
+            if self._encoder is not None:
+                records = self._encoder.encode(slots)
+            started_s = self._directory.now_s()
+            locations = self._disk.write(entry.space.digest, [r.data for r in records])
+            if None not in locations:
+                num_bytes = sum(record.data.size for record in records)
+                self._batch.note(num_bytes, self._directory.now_s() - started_s)
+        finally:
+            self._finish(entry, records, locations)
 
     def _finish(
         self, entry: SpillEntry, records: list[DiskRecord], locations: list[Location | None]
