@@ -181,7 +181,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             return
         ticket = self.lockstep.promises.take_last(req.cache_request_handle, last.tobytes())
         if ticket is not None and int(ticket.quality.max()) <= limit:
-            self.hier_linker.restore_pinned(ticket, last, rows, start)
+            self.hier_linker.restore_pinned(ticket, space, last, rows, start)
         elif ticket is not None:
             self.store.release(ticket.slots)
 
@@ -420,6 +420,18 @@ class HierKVRadixCache(UnifiedRadixCache):
             UnifiedRadixCache.check_hicache_events(self)
         else:
             self.lockstep.drain_saves()
+
+    def weights_change(self) -> None:
+        """Weights or adapters are about to change: what was planned under those of now is void.
+
+        Pending saves are done first: they hold KV of the present weights, and would make SGLang
+        refuse its flush. A request that waits is computed, or reuses what is ready when it runs.
+        With several ranks all of them come here in the same step.
+        """
+        self.quiesce()
+        self.release_all_plans()
+        self.linker.hit_markers.clear()
+        self.store.end_epoch()
 
     def reset(self) -> None:
         """Drops the device tier; the tiers below stay (`/flush_cache`)."""

@@ -89,12 +89,13 @@ class HierKVLinker(UnifiedCacheLinker):
         if place.composition is not None:
             hashes = place.composition.hashes
         ticket = self._pin(place, hashes) if place.take is None else place.take(hashes)
-        if ticket is None:
+        pages = None if ticket is None else self.store.gate.load(ticket, place.space)
+        if pages is None:
             self.store.counters.add("load_vanished")
             return False
         self.store.events.pages("admitted", hashes, rid=rid, position=place.position)
         self._pending_loads[rid] = LoadJob(
-            ticket, transfer.device_indices, place.position, place.composition
+            pages, transfer.device_indices, place.position, place.composition
         )
         return True
 
@@ -141,8 +142,18 @@ class HierKVLinker(UnifiedCacheLinker):
         self._pending_loads.clear()
         index = self.layer_done_counter.update_producer()
         self._streams.fence_loads(self.forward_stream)
-        self.loads.start(index, jobs)
+        if all(self.store.gate.is_live(job.pages) for job in jobs):
+            self.loads.start(index, jobs)
+        else:
+            self._refuse(index, jobs)
         return index
+
+    def _refuse(self, index: int, jobs: list[LoadJob]) -> None:
+        """Fails a batch of which a load was overtaken by a change of weights or adapters."""
+        logger.warning("hier-kv: loads were queued before the weights changed; they are given up")
+        for job in jobs:
+            self.store.release(job.ticket.slots)
+        self.layer_done_counter.fail(index, RuntimeError("the weights changed before the load"))
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """Waits until a batch stopped writing to the device; True when every layer landed."""
@@ -176,12 +187,21 @@ class HierKVLinker(UnifiedCacheLinker):
             the stored KV and others the recomputed one; each is KV of the same tokens.
         """
         ticket = self.store.pin_ready(space, hashes, max_quality)
-        return ticket is not None and self.restore_pinned(ticket, hashes, token_slots, position)
+        return ticket is not None and self.restore_pinned(
+            ticket, space, hashes, token_slots, position
+        )
 
     def restore_pinned(
-        self, ticket: LoadTicket, hashes: Hashes, token_slots: torch.Tensor, position: int
+        self,
+        ticket: LoadTicket,
+        space: KeySpace,
+        hashes: Hashes,
+        token_slots: torch.Tensor,
+        position: int,
     ) -> bool:
         """As `restore_pages`, with pages that are pinned already; gives the pins back."""
+        if self.store.gate.load(ticket, space) is None:
+            return False
         try:
             rows = token_slots.to(torch.int64).cpu().numpy()
             self._streams.fence_loads(self.forward_stream)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.consensus import MAX_REQUESTS, Settled, Told
-from sglang_ext.tiers.store import LoadTicket, PageStore, TierCounts
+from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
 from sglang_ext.tiers.store.types import Hashes, Rows, Slots
 from sglang_ext.waiting import Progress, WaitingRoom
 from sglang_ext.waiting_request import Wish
@@ -108,7 +108,7 @@ class PromiseBook:
         self.leave(handle)
         self._note(f"+{handle}:{wish.num_above}:{len(wish.hashes)}")
         found = self._room.enter(handle, wish)
-        promise = _Promise(wish, prompt, wish.num_above, _nothing())
+        promise = _Promise(wish, prompt, wish.num_above, _nothing(wish.space))
         self._promises[handle] = self._open[handle] = promise
         return found
 
@@ -224,19 +224,28 @@ class PromiseBook:
         promise = self._promises.get(handle)
         return promise.prompt if promise is not None else None
 
-    def num_promised(self, handle: Hashable, device_pages: int) -> int:
-        """Pages promised behind a device prefix; 0 where the device lost pages meanwhile."""
+    def num_promised(self, handle: Hashable, space: KeySpace, device_pages: int) -> int:
+        """Pages promised behind a device prefix.
+
+        0 where the device lost pages meanwhile, or where the promise was made in another key space
+        than the request's of now.
+        """
         promise = self._promises.get(handle)
-        settled = promise.settled if promise is not None else None
-        if settled is None or device_pages < settled.first_page:
+        if promise is None or promise.settled is None or promise.wish.space != space:
+            return 0
+        settled = promise.settled
+        if device_pages < settled.first_page:
             return 0
         return max(0, settled.end_page - device_pages)
 
-    def take(self, handle: Hashable, device_pages: int, hashes: Hashes) -> LoadTicket | None:
+    def take(
+        self, handle: Hashable, space: KeySpace, device_pages: int, hashes: Hashes
+    ) -> LoadTicket | None:
         """Hands over the pins of promised pages for a load; the request keeps those behind them.
 
         Args:
             handle: of the request.
+            space: the request's, as of now.
             device_pages: index of the first page to load.
             hashes: u8 `[n, 32]`, the pages, all of them promised.
 
@@ -245,7 +254,7 @@ class PromiseBook:
             they are not what was promised, on all ranks alike.
         """
         end_page = device_pages + len(hashes)
-        if self.num_promised(handle, device_pages) < len(hashes):
+        if self.num_promised(handle, space, device_pages) < len(hashes):
             return None
         promise = self._promises[handle]
         settled = promise.settled
@@ -277,7 +286,7 @@ class PromiseBook:
                 quality = np.full(1, settled.quality, np.uint8)
                 page_hash = promise.wish.hashes[last_page].tobytes()
                 kept = page_hash, replace(promise.ticket, quality=quality)
-                promise.ticket = _nothing()
+                promise.ticket = _nothing(promise.wish.space)
         self.leave(handle, admitted=True)
         if kept is not None:
             self._last_pages[handle] = kept
@@ -291,18 +300,22 @@ class PromiseBook:
         return ticket
 
 
-def _nothing() -> LoadTicket:
-    return LoadTicket(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
+def _nothing(space: KeySpace) -> LoadTicket:
+    return LoadTicket(space, np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
 
 
 def _part(ticket: LoadTicket, start: int, end: int) -> LoadTicket:
     part = slice(start, end)
-    return LoadTicket(ticket.rows[part], ticket.slots[part], ticket.quality[part])
+    return replace(
+        ticket, rows=ticket.rows[part], slots=ticket.slots[part], quality=ticket.quality[part]
+    )
 
 
 def _joined(first: LoadTicket, second: LoadTicket) -> LoadTicket:
-    return LoadTicket(
-        np.concatenate([first.rows, second.rows]),
-        np.concatenate([first.slots, second.slots]),
-        np.concatenate([first.quality, second.quality]),
+    """Both of the same wish, so of the same key space."""
+    return replace(
+        first,
+        rows=np.concatenate([first.rows, second.rows]),
+        slots=np.concatenate([first.slots, second.slots]),
+        quality=np.concatenate([first.quality, second.quality]),
     )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.tiers.quality import ANY, Qualities
-from sglang_ext.tiers.store import KeySpace, LoadTicket
+from sglang_ext.tiers.store import KeySpace, LivePages, LoadTicket
 from sglang_ext.truncation.extents import Composition
 
 Hashes = npt.NDArray[np.uint8]
@@ -74,13 +74,18 @@ class LoadJob:
     """A request's pages on their way to rows of its own.
 
     Attributes:
-        ticket: the pages, pinned.
+        pages: the pages, pinned, as the gate let them through.
         token_slots: `[N * P]`, rows of the device pool.
         position: position of the first token.
         composition: how the pages are made of the ticket's; None: they are the ticket's.
     """
 
-    ticket: LoadTicket
+    pages: LivePages
     token_slots: torch.Tensor
     position: int
     composition: Composition | None = None
+
+    @property
+    def ticket(self) -> LoadTicket:
+        """The pages' pins."""
+        return self.pages.ticket

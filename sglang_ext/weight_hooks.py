@@ -48,8 +48,7 @@ def _around_weight_change(original: Any, self: Any, *args: Any, **kwargs: Any) -
     cache = _cache_of(self.scheduler)
     if cache is None:
         return original(self, *args, **kwargs)
-    # Pending saves still hold KV of the present weights, and would make SGLang refuse its flush.
-    cache.quiesce()
+    cache.weights_change()
     cache.identity.begin_update(device_is_empty=_device_is_empty(self.scheduler, cache))
     try:
         return original(self, *args, **kwargs)
@@ -71,7 +70,7 @@ def _around_check(original: Any, self: Any, recv_req: Any) -> Any:
 def _around_adapter_change(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     cache = _cache_of(self)
     if cache is not None:
-        cache.quiesce()
+        cache.weights_change()
     try:
         return original(self, *args, **kwargs)
     finally:

@@ -66,7 +66,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         lockstep = self.cache.lockstep
         if lockstep is not None:
             first_page = device_len // self.cache.page_size
-            promised = lockstep.promises.num_promised(req.cache_request_handle, first_page)
+            promised = lockstep.promises.num_promised(req.cache_request_handle, space, first_page)
             return min(promised, len(tail))
         hashes, lineage = hashes_from_hex(tail), self.cache.truncated.lineage_of(req)
         if lineage is not None:
@@ -89,7 +89,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             _NO_HASHES,
             max_quality=max_quality_of(req),
             composition=composition,
-            take=self._take_promised(req, start),
+            take=self._take_promised(req, space, start),
         )
         try:
             loaded, node = super().load_back(req)
@@ -108,13 +108,15 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             self.cache.release_plan(req.cache_request_handle)
         return loaded, node
 
-    def _take_promised(self, req: Any, start: int) -> Callable[[Hashes], LoadTicket | None] | None:
+    def _take_promised(
+        self, req: Any, space: KeySpace, start: int
+    ) -> Callable[[Hashes], LoadTicket | None] | None:
         """With several ranks, what hands over the pages that all of them promised."""
         lockstep = self.cache.lockstep
         if lockstep is None:
             return None
         handle, first_page = req.cache_request_handle, start // self.cache.page_size
-        return lambda hashes: lockstep.promises.take(handle, first_page, hashes)
+        return lambda hashes: lockstep.promises.take(handle, space, first_page, hashes)
 
     def end_loads(self) -> tuple[list[str], bool]:
         """Waits for the loads of the batch that just ran, on this rank.

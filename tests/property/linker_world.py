@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +174,11 @@ class Running:
 
 @dataclass
 class Batch:
+    """Loads of one forward; `stale`: the weights changed before they began."""
+
     index: int
     requests: list[Running] = field(default_factory=list)
+    stale: bool = False
 
 
 class World:
@@ -415,11 +418,12 @@ class World:
         """A batch begins: its loads start, and the forward reads layer by layer."""
         if not self.queued:
             return False
+        stale = not all(self.store.gate.is_open(each.chain.space) for each in self.queued)
         index = self.linker.start_layer_wise_loading()
-        batch = Batch(index, self.queued)
+        batch = Batch(index, self.queued, stale=stale)
         self.queued = []
         self.batches.append(batch)
-        if self.rng.random() < 0.6:
+        if self.rng.random() < 0.6 and not stale:
             self.read_layers(batch)
         return None
 
@@ -440,6 +444,7 @@ class World:
         batch = self.batches.pop(0)
         self.linker.layer_done_counter.set_consumer(-1)
         landed = self.linker.finish_layer_wise_loading(batch.index)
+        assert not (landed and batch.stale), "a load outlived the weights of its pages"
         for request in batch.requests:
             if not landed or self.rng.random() < 0.4:  # aborted, or retracted
                 self.give_back(request.pages)
@@ -501,6 +506,25 @@ class World:
             return False
         self.store.clear()
         return None
+
+    def change_weights(self) -> None:
+        """Weights change under whatever is pending; nobody waits for it, and nothing is dropped.
+
+        What was asked for under the former key spaces must come to nothing, or be what these say.
+        """
+        self.store.end_epoch()
+        if self.rng.random() < 0.2:  # a request that kept its key space
+            chain = self.rng.choice(self.chains)
+            self.linker.place = Place(chain.space, 0, chain.hashes[:0])
+            transfer = PoolTransfer(
+                name=PoolName.KV, device_indices=self.slots_of([0]), keys=chain.keys(0, 1)
+            )
+            assert not self.linker.load("stale", [transfer])
+            self.linker.place = None
+        self.chains = [
+            replace(chain, space=self.store.space(chain.space.digest, chain.space.lora))
+            for chain in self.chains
+        ]
 
     def trouble(self) -> None:
         """The disk and the kernels change their mood."""
@@ -573,7 +597,7 @@ class World:
 _WEIGHTS = {
     "save": 16, "collect": 14, "evict_device": 8, "load": 18, "abort": 4, "forward": 12,
     "finish": 12, "plan": 7, "cancel_plan": 6, "change_queue": 5, "flush": 1.5, "clear": 2,
-    "trouble": 1.5, "look": 2, "breathe": 4,
+    "change_weights": 2, "trouble": 1.5, "look": 2, "breathe": 4,
 }  # fmt: skip
 
 

@@ -4,6 +4,11 @@ Every rank is a thread that runs the same scheduler on the same random script, o
 `Lockstep`, `PromiseBook`, `WaitingRoom` and `PageStore`. What differs between ranks is what differs
 in a server: how long the store takes, what fails, what is damaged, what else presses on DRAM.
 
+Weights and an adapter change at any point of it, in each of SGLang's pause modes, with a flush and
+without, in one call or in a session. What a page holds follows from the weights and the adapter
+that computed it, whatever name it is stored under, so a page that reaches the device under others
+shows.
+
 Each decision goes into the rank's trace; the traces must be equal.
 """
 
@@ -21,26 +26,36 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import torch
 
-from sglang_ext.consensus import Vector
-from sglang_ext.lockstep import AgreedPrompt, Lockstep
-from sglang_ext.tiers.disk import DiskConfig, DiskTier
-from sglang_ext.tiers.disk.fileio import FileIO
-from sglang_ext.tiers.host import HostArena
-from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.policy import PolicyConfig
-from sglang_ext.tiers.remote import RemoteStore
-from sglang_ext.tiers.store import LoadTicket, PageStore, StoreConfig
-from sglang_ext.tiers.store.jitter import add_jitter
-from sglang_ext.waiting import WaitingRoom
-from sglang_ext.waiting_request import Wish
-from tests.tiers.remote_cases import open_store
-from tests.tiers.tier_pages import NAMESPACE, SLOT_BYTES, key, make_slot
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang_ext.cache import HierKVRadixCache  # noqa: E402
+from sglang_ext.consensus import Vector  # noqa: E402
+from sglang_ext.lockstep import AgreedPrompt, Lockstep  # noqa: E402
+from sglang_ext.model_identity import ModelIdentity  # noqa: E402
+from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
+from sglang_ext.tiers.disk.fileio import FileIO  # noqa: E402
+from sglang_ext.tiers.host import HostArena  # noqa: E402
+from sglang_ext.tiers.index import PageIndex  # noqa: E402
+from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
+from sglang_ext.tiers.record import HEADER_BYTES  # noqa: E402
+from sglang_ext.tiers.remote import RemoteStore  # noqa: E402
+from sglang_ext.tiers.store import KeySpace, LivePages, PageStore, StoreConfig  # noqa: E402
+from sglang_ext.tiers.store.jitter import add_jitter  # noqa: E402
+from sglang_ext.waiting import WaitingRoom  # noqa: E402
+from sglang_ext.waiting_request import Wish  # noqa: E402
+from tests.tiers.remote_cases import open_store  # noqa: E402
+from tests.tiers.tier_pages import PAYLOAD_BYTES, SLOT_BYTES, key, make_slot, payload  # noqa: E402
 
 PAGE = 4
 NUM_SLOTS = 20
 NUM_DOCUMENTS, PAGES_PER_DOCUMENT, SHARED_PAGES = 8, 7, 2
 WAIT_S = 30.0
+NUM_WEIGHTS, NUM_ADAPTERS = 3, 2  # few, so that old ones come back and their pages are of use
+ADAPTER_ID = "tone"
 JITTER_S, DISK_DELAY_S, REMOTE_DELAY_S, TIMEOUT_MS = 0.001, 0.01, 0.004, 8.0
 
 
@@ -97,6 +112,23 @@ class Request(NamedTuple):
     document: int
     num_pages: int
 
+    @property
+    def lora_id(self) -> str | None:
+        """Two of the documents are asked for under the adapter."""
+        return ADAPTER_ID if self.document >= NUM_DOCUMENTS - 2 else None
+
+
+# What computed a page: numbers of the weights and of the adapter, -1 without; several are a mix.
+Makers = frozenset[tuple[int, int]]
+
+
+class Running(NamedTuple):
+    """An admitted request; `made_by` is of what it attended to so far."""
+
+    request: Request
+    pages: LivePages | None
+    made_by: Makers
+
 
 def page_number(document: int, page: int) -> int:
     """Documents come in pairs that share their first pages."""
@@ -107,6 +139,11 @@ def hashes_of(document: int, num_pages: int) -> Any:
     """u8 `[N, 32]`."""
     numbers = [page_number(document, page) for page in range(num_pages)]
     return np.frombuffer(b"".join(map(key, numbers)), np.uint8).reshape(-1, 32)
+
+
+def content(number: int, made_by: Makers) -> Any:
+    """Payload of a page, u8 `[PAYLOAD_BYTES]`, by what computed it."""
+    return payload(key(number), repr(sorted(made_by)).encode())
 
 
 class Rank:
@@ -123,8 +160,10 @@ class Rank:
         failure: float,
         lookahead: bool,
         remote: bool,
+        changes: bool,
     ) -> None:
         self.number = number
+        self.changes = changes
         self.script = random.Random(seed)  # the same on all ranks
         self.own = random.Random(1000 * seed + number)
         self.failure = failure
@@ -143,8 +182,12 @@ class Rank:
             self.store.connect(self.disk)
         names = ("begin_save", "finish_save", "begin_plan", "finish_promotion", "pin_leading")
         add_jitter(self.store._directory, names, JITTER_S, seed=self.own.randrange(1 << 30))
-        self.store.open_namespace(NAMESPACE, {})
-        self.space = self.store.space(NAMESPACE)
+        self.weights, self.adapter = 0, 0
+        self.model = torch.nn.Linear(2, 2, bias=False)
+        self.lora = SimpleNamespace(layers=[], scaling=1.0)
+        self.identity = ModelIdentity(self.model, {}, {}, lambda: {ADAPTER_ID: self.lora})
+        self._write_weights(0)
+        self.session_open = False
 
         # What `Lockstep` asks of a cache.
         self.page_size = PAGE
@@ -153,6 +196,8 @@ class Rank:
         )
         self.linker = self
         self.hier_linker = self
+        self.hit_markers: dict[str, Any] = {}
+        self.quotes = None
         self.tree_core = SimpleNamespace(match_full_device_prefix=self._match)
         self.lockstep = Lockstep(
             cast(Any, self),
@@ -161,11 +206,11 @@ class Rank:
         )
 
         self.queue: list[Request] = []
-        self.running: list[tuple[Request, LoadTicket | None]] = []
-        self.on_device = [0] * NUM_DOCUMENTS
+        self.running: list[Running] = []
+        self.device: list[list[Makers]] = [[] for _ in range(NUM_DOCUMENTS)]
         self.pending: deque[tuple[int, int, int]] = deque()
         self.ended: deque[bool] = deque()
-        self.to_save: deque[tuple[int, int, int] | None] = deque()
+        self.to_save: deque[tuple[KeySpace, Any, list[int], list[Makers]] | None] = deque()
         self.work = threading.Condition()
         self.trace: list[Any] = []
         self.counts: dict[str, int] = {}
@@ -209,7 +254,22 @@ class Rank:
 
     def _match(self, document_and_length: tuple[int, int]) -> tuple[int, None, int]:
         document, num_pages = document_and_length
-        return PAGE * min(self.on_device[document], num_pages), None, 0
+        return PAGE * min(len(self.device[document]), num_pages), None, 0
+
+    def quiesce(self) -> None:
+        """As the cache does: waits for the saves and takes their results."""
+        end_s = time.monotonic() + WAIT_S
+        while len(self.ended) < len(self.pending):
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+        self.lockstep.drain_saves()
+        assert not self.pending
+
+    def weights_change(self) -> None:
+        HierKVRadixCache.weights_change(cast(Any, self))
+
+    def release_all_plans(self) -> None:
+        HierKVRadixCache.release_all_plans(cast(Any, self))
 
     # ---- the scheduler ----
 
@@ -221,8 +281,10 @@ class Rank:
             self._abort()
         for document in range(NUM_DOCUMENTS):
             if self.script.random() < 0.2:  # the device is small
-                self.on_device[document] = self.script.randint(0, self.on_device[document])
+                del self.device[document][self.script.randint(0, len(self.device[document])) :]
         self.num_steps += 1
+        if self.changes:
+            self._change()
         if self.num_steps % 70 == 0:
             self._clear()
         self.press()
@@ -244,7 +306,8 @@ class Rank:
         if self.own.random() < 0.2:
             number = 50_000 + self.own.randrange(40)
             hashes = np.frombuffer(key(number), np.uint8).reshape(1, 32)
-            self._save(hashes, [number])
+            space = self.store.space(bytes(32))  # of nothing that is asked for
+            self._save(space, hashes, [number], [frozenset()])
 
     def drain(self) -> None:
         """Runs until every request was served; fails when they wait for each other."""
@@ -292,8 +355,10 @@ class Rank:
     def _enqueue(self, request: Request) -> None:
         key_of_prompt = (request.document, request.num_pages)
         num_above = self._match(key_of_prompt)[0] // PAGE
-        wish = Wish(self.space, hashes_of(*key_of_prompt), num_above, 255)
-        self.lockstep.promises.enter(request.handle, wish, AgreedPrompt(key_of_prompt))
+        space = self.identity.space_of(request, self.store)
+        if space is not None:
+            wish = Wish(space, hashes_of(*key_of_prompt), num_above, 255)
+            self.lockstep.promises.enter(request.handle, wish, AgreedPrompt(key_of_prompt))
         self.queue.append(request)
 
     def _abort(self) -> None:
@@ -301,76 +366,175 @@ class Rank:
         self.lockstep.promises.leave(request.handle)
 
     def _clear(self) -> None:
-        end_s = time.monotonic() + WAIT_S
-        while len(self.ended) < len(self.pending):
-            assert time.monotonic() < end_s
-            time.sleep(0.001)
-        self.lockstep.drain_saves()
-        assert not self.pending
+        self.quiesce()
         self.lockstep.promises.leave_all()
         self.store.clear()
         self.note("cleared", len(self.queue))
 
     def _try(self, request: Request) -> None:
         handle, document, num_pages = request
-        promises = self.lockstep.promises
+        promises, space = self.lockstep.promises, self.identity.space_of(request, self.store)
         admitted = self.lockstep.may_admit(handle)
         self.note("admitted" if admitted else "held", handle)
         if not admitted:
             return
-        on_device = min(self.on_device[document], num_pages - 1)
+        on_device = min(len(self.device[document]), num_pages - 1)
+        made_by: Makers = frozenset().union(*self.device[document][:on_device])
         # SGLang always computes the last token: of whole pages, the last is not promised.
-        promised = min(promises.num_promised(handle, on_device), num_pages - 1 - on_device)
-        ticket = None
-        if promised > 0:
+        promised = 0
+        if space is not None:
+            num = promises.num_promised(handle, space, on_device)
+            promised = min(num, num_pages - 1 - on_device)
+        pages = None
+        if promised > 0 and space is not None:
             hashes = hashes_of(document, num_pages)[on_device : on_device + promised]
-            ticket = promises.take(handle, on_device, hashes)
+            ticket = promises.take(handle, space, on_device, hashes)
             assert ticket is not None
-            self._check_content(ticket, document, on_device)
+            pages = self.store.gate.load(ticket, space)
+            assert pages is not None
+            self._check_content(pages, request, on_device)
             self.note("loaded", handle, on_device, promised, ticket.quality.tolist())
+            self.note("loaded under", *self._maker(request))
             self.lockstep.loads_ended([handle], landed=self.own.random() >= self.failure)
             if self.script.random() < 0.3:  # its result is used at once
                 for failed in self.lockstep.settle_loads([handle]):
                     self.note("failed", failed)
         self.queue.remove(request)
         promises.admit(handle, num_pages - 1)
-        self.running.append((request, ticket))
+        self.running.append(Running(request, pages, made_by | {self._maker(request)}))
 
     def _finish(self) -> None:
-        (handle, document, num_pages), ticket = self.running.pop(0)
-        if ticket is not None:
-            self._check_content(ticket, document, None)
-            self.store.release(ticket.slots)
-        promises = self.lockstep.promises
-        if self.script.random() < 0.1:  # retracted
-            promises.leave(handle)
-            self._enqueue(Request(handle._replace(attempt=handle.attempt + 1), document, num_pages))
+        running = self.running.pop(0)
+        request, made_by = running.request, running.made_by | {self._maker(running.request)}
+        handle, document, num_pages = request
+        self._end_load(running)
+        if self.script.random() < 0.1:
+            self._retract(request)
             return
+        space = self.identity.space_of(request, self.store)
+        promises = self.lockstep.promises
         last = promises.take_last(handle, key(page_number(document, num_pages - 1)))
         self.note("last page", handle, last is not None)
-        if last is not None:
-            self._check_content(last, document, num_pages - 1)
+        pages = None
+        if last is not None and space is not None:
+            pages = self.store.gate.load(last, space)
+        elif last is not None:
             self.store.release(last.slots)
+        if pages is not None:
+            self._check_content(pages, request, num_pages - 1)
+            self.store.release(pages.ticket.slots)
         promises.leave(handle)
-        start = self.on_device[document]
+        start = len(self.device[document])
         if num_pages > start:
-            self.on_device[document] = num_pages
-            self.pending.append((document, start, num_pages))
-            with self.work:
-                self.to_save.append((document, start, num_pages))
-                self.work.notify()
+            self.device[document] += [made_by] * (num_pages - start)
+            if space is not None:
+                self._offload(space, document, start)
+
+    def _end_load(self, running: Running) -> None:
+        if running.pages is not None:
+            self._check_content(running.pages, running.request, None)
+            self.store.release(running.pages.ticket.slots)
+
+    def _retract(self, request: Request) -> None:
+        """It gives up its KV and goes back to the queue."""
+        handle = request.handle
+        self.lockstep.promises.leave(handle)
+        self._enqueue(request._replace(handle=handle._replace(attempt=handle.attempt + 1)))
+
+    def _offload(self, space: KeySpace, document: int, start: int) -> None:
+        made_by = self.device[document][start:]
+        end = start + len(made_by)
+        self.pending.append((document, start, end))
+        numbers = [page_number(document, page) for page in range(start, end)]
+        with self.work:
+            self.to_save.append((space, hashes_of(document, end)[start:], numbers, made_by))
+            self.work.notify()
+
+    # ---- weights and adapters ----
+
+    def _change(self) -> None:
+        if self.script.random() < 0.06:
+            self._change_weights()
+        if self.script.random() < 0.03:
+            self._change_adapter()
+        if self.session_open and self.script.random() < 0.5:
+            self._change_weights()
+        if not self.running and self.script.random() < 0.3:
+            self._flush()
+
+    def _change_weights(self) -> None:
+        """One of SGLang's calls that write weights, as `weight_hooks.py` goes around it."""
+        mode = self.script.choice(("none", "in_place", "retract", "abort"))
+        if mode in ("retract", "abort"):
+            self._pause(retract=mode == "retract")
+        if not self.running and self.script.random() < 0.5:  # all was evicted, or never there
+            self._drop_device()
+        self.weights_change()
+        self.identity.begin_update(device_is_empty=self._device_is_empty())
+        fails = self.script.random() < 0.1
+        if not fails:
+            self._write_weights(self.script.randrange(NUM_WEIGHTS))
+        flush = self.script.random() < 0.6
+        if flush and not self.running:
+            self._flush()
+        self.session_open = self.script.random() < 0.2
+        self.identity.end_update(
+            device_is_empty=self._device_is_empty(), incomplete=self.session_open
+        )
+        self.note(f"weights, {mode}, {'flush' if flush else 'no flush'}", self.weights)
+
+    def _flush(self) -> None:
+        """`/flush_cache`; waiting requests are no hindrance in a pause."""
+        self.lockstep.promises.leave_all()
+        self._drop_device()
+        self.identity.device_was_reset()
+
+    def _pause(self, *, retract: bool) -> None:
+        running, self.running = self.running, []
+        for each in running:
+            self._end_load(each)
+            if retract:
+                self._retract(each.request)
+            else:
+                self.lockstep.promises.leave(each.request.handle)
+
+    def _change_adapter(self) -> None:
+        """The adapter is loaded again under its id, with other weights."""
+        self.weights_change()
+        self.adapter = self.script.randrange(NUM_ADAPTERS)
+        weights = {"lora_A": torch.full((2, 2), float(self.adapter))}
+        self.lora = SimpleNamespace(layers=[SimpleNamespace(weights=weights)], scaling=1.0)
+        self.identity.adapters_changed()
+        self.note("adapter", self.adapter)
+
+    def _write_weights(self, number: int) -> None:
+        self.weights = number
+        with torch.no_grad():
+            self.model.weight.fill_(1.0 + number)
+
+    def _drop_device(self) -> None:
+        for pages in self.device:
+            pages.clear()
+
+    def _device_is_empty(self) -> bool:
+        return not self.running and not any(self.device)
+
+    def _maker(self, request: Request) -> tuple[int, int]:
+        return self.weights, self.adapter if request.lora_id is not None else -1
 
     # ---- pages ----
 
-    def _check_content(self, ticket: LoadTicket, document: int, first: int | None) -> None:
-        for at, slot in enumerate(ticket.slots.tolist()):
+    def _check_content(self, pages: LivePages, request: Request, first: int | None) -> None:
+        """Pages are what the weights and the adapter of now compute; None: as they were before."""
+        for at, slot in enumerate(pages.ticket.slots.tolist()):
             digest = hashlib.sha256(self.arena.slots[slot].tobytes()).hexdigest()
             if first is None:
                 assert digest == self._seen[slot], "a page changed while it was loaded"
             else:
-                wanted = page_number(document, first + at)
-                found = self.arena.slots[slot][512 : 512 + 64].tobytes()
-                assert found == make_slot(wanted)[512 : 512 + 64].tobytes(), (wanted, slot)
+                wanted = page_number(request.document, first + at)
+                found = self.arena.slots[slot][HEADER_BYTES : HEADER_BYTES + 64].tobytes()
+                right = content(wanted, frozenset([self._maker(request)]))[:64].tobytes()
+                assert found == right, ("KV of other weights", wanted, slot)
                 self._seen[slot] = digest
 
     def _run_saves(self) -> None:
@@ -380,14 +544,18 @@ class Rank:
                 job = self.to_save.popleft()
             if job is None:
                 return
-            document, start, end = job
-            numbers = [page_number(document, page) for page in range(start, end)]
-            self.ended.append(self._save(hashes_of(document, end)[start:], numbers))
+            self.ended.append(self._save(*job))
 
-    def _save(self, hashes: Any, numbers: list[int]) -> bool:
-        ticket = self.store.begin_save(self.space, hashes, np.empty((0, 32), np.uint8))
+    def _save(
+        self, space: KeySpace, hashes: Any, numbers: list[int], made_by: list[Makers]
+    ) -> bool:
+        ticket = self.store.begin_save(space, hashes, np.empty((0, 32), np.uint8))
         for page, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True):
-            self.arena.slots[slot] = make_slot(numbers[page])
+            record = make_slot(numbers[page], space.digest, space.lora)
+            record[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = content(
+                numbers[page], made_by[page]
+            )
+            self.arena.slots[slot] = record
         ok = self.own.random() >= self.failure
         self.store.finish_save(ticket, ok=ok)
         return ok and ticket.dropped == 0
@@ -403,16 +571,18 @@ def run_ranks(
     failure: float = 0.05,
     lookahead: bool = True,
     remote: bool = False,
+    changes: bool = False,
 ) -> tuple[list[Rank], Wire]:
     """Runs all ranks through the script, lets every request end, and checks the accounts.
 
-    With `remote` each rank has a remote store behind its DRAM, and no disk.
+    With `remote` each rank has a remote store behind its DRAM, and no disk; with `changes` the
+    weights and an adapter change.
     """
     wire = Wire(num_ranks)
     ranks = [
         Rank(
             folder, number, wire, seed=seed, policy=policy, failure=failure, lookahead=lookahead,
-            remote=remote,
+            remote=remote, changes=changes,
         )
         for number in range(num_ranks)
     ]  # fmt: skip

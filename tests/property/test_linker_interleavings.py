@@ -48,12 +48,21 @@ def test_no_page_is_read_before_it_is_written_or_written_after_it_is_freed(
                 world.settle()
         stats = world.store.stats()
         print(name, seed, world.counts, stats)
-        for operation in ("save", "load", "abort", "forward", "finish", "flush", "clear"):
+        for operation in (
+            "save",
+            "load",
+            "abort",
+            "forward",
+            "finish",
+            "flush",
+            "clear",
+            "change_weights",
+        ):
             assert world.counts.get(operation, 0) > 0, f"{operation} never ran"
         if "pre" in name:
             assert stats["saved_pre_pages"] > 0
             assert stats["saved_bound_pages"] > 0
-        moved = ["saved_pages", "loaded_pages", "evicted_pages"]
+        moved = ["saved_pages", "loaded_pages", "evicted_pages", "stale_load_pages"]
         if world.disk is not None:
             moved += ["written_pages", "promoted_pages"]
             assert world.counts["plan"] > 0

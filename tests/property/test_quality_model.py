@@ -24,6 +24,7 @@ from sglang_ext.tiers.store.types import (
     SPILLING,
     WRITE_DROPPED,
     DiskCopies,
+    Epoch,
     KeySpace,
     LoadTicket,
     Plan,
@@ -33,7 +34,7 @@ from sglang_ext.tiers.store.types import (
     StoreCounters,
 )
 
-SPACE = KeySpace(0, b"n" * 32, b"")
+SPACE = KeySpace(0, b"n" * 32, b"", Epoch())
 NUM_PAGES, CHAIN, NUM_SLOTS, SEGMENT_PAGES = 15, 5, 11, 12
 PAGES = np.stack(
     [np.frombuffer(hashlib.sha256(b"%d" % page).digest(), np.uint8) for page in range(NUM_PAGES)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 
 from sglang_ext.consensus import RankDivergenceError
+from sglang_ext.promises import PromiseBook
+from sglang_ext.tiers.store import LivePages, gate
+from sglang_ext.tiers.store.gate import Gate
 from tests.property import ranks_world
 from tests.property.ranks_world import run_ranks
 
@@ -54,6 +58,82 @@ def test_ranks_decide_alike(
         brought = "remote_promoted_pages" if remote else "promoted_pages"
         for counter in (brought, "evicted_pages", "damaged_pages", "loaded_pages"):
             assert stats.get(counter, 0) > 0, (counter, stats)
+
+
+WEIGHT_CASES = [
+    (2, "timeout", True, False), (2, "wait_complete", False, True), (1, "timeout", True, False),
+]  # fmt: skip
+# So many worlds of each kind; the long form is 20.
+NUM_SEEDS = int(os.environ.get("HIER_KV_UPDATE_SEEDS", "1"))
+
+
+@pytest.mark.parametrize("seed", range(1, NUM_SEEDS + 1))
+@pytest.mark.parametrize(("num_ranks", "policy", "lookahead", "remote"), WEIGHT_CASES)
+def test_no_page_meets_other_weights_than_those_that_made_it(
+    num_ranks: int,
+    policy: str,
+    lookahead: bool,
+    remote: bool,
+    seed: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Weights and an adapter change at any point; what reaches the device is checked at once."""
+    caplog.set_level(logging.CRITICAL)
+    ranks, _ = run_ranks(
+        tmp_path, num_ranks=num_ranks, num_steps=2 * NUM_STEPS, seed=seed, policy=policy,
+        lookahead=lookahead, remote=remote, changes=True,
+    )  # fmt: skip
+    assert all(rank.trace == ranks[0].trace for rank in ranks)
+    counts = ranks[0].counts
+    print(counts)
+    for rank in ranks:
+        assert "stale_load_pages" not in rank.store.stats()  # all was dropped before
+    assert counts.get("loaded", 0) > 0
+
+
+def run_updates(folder: Path, seed: int) -> list[ranks_world.Rank]:
+    return run_ranks(
+        folder, num_ranks=2, num_steps=2 * NUM_STEPS, seed=seed, policy="wait_complete",
+        changes=True,
+    )[0]  # fmt: skip
+
+
+def test_the_gate_alone_turns_stale_promises_into_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A change that forgets to drop a promise costs a hit, on all ranks alike, and is counted."""
+    caplog.set_level(logging.CRITICAL)
+
+    def forgets(self: Any) -> None:
+        self.quiesce()
+        self.store.end_epoch()
+
+    monkeypatch.setattr(ranks_world.Rank, "weights_change", forgets)
+    ranks = run_updates(tmp_path, 1)
+    assert ranks[0].trace == ranks[1].trace
+    for rank in ranks:
+        assert rank.store.stats()["stale_load_pages"] > 0
+
+
+def test_promises_that_outlive_their_weights_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Promises that are neither dropped nor compared bring KV of other weights to the device."""
+    caplog.set_level(logging.CRITICAL)
+    num_promised = PromiseBook.num_promised
+
+    def of_any_space(self: Any, handle: Any, space: Any, device_pages: int) -> int:
+        promise = self._promises.get(handle)
+        space = space if promise is None else promise.wish.space
+        return num_promised(self, handle, space, device_pages)
+
+    monkeypatch.setattr(ranks_world.Rank, "weights_change", lambda self: self.quiesce())
+    monkeypatch.setattr(PromiseBook, "num_promised", of_any_space)
+    monkeypatch.setattr(Gate, "load", lambda self, ticket, space: LivePages(ticket, gate._KEY))
+    monkeypatch.setattr(ranks_world, "WAIT_S", 5.0)
+    with pytest.raises(AssertionError, match="KV of other weights"):
+        run_updates(tmp_path, 1)
 
 
 def test_ranks_that_promise_what_they_have_themselves_are_found_out(

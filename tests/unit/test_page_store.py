@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.tiers.store import KeySpace
+from sglang_ext.tiers.store import Epoch, KeySpace
 from sglang_ext.tiers.store.types import READY, WRITE_DROPPED, DiskCopies
 from tests.unit.store_rig import (
     DIGEST,
@@ -338,7 +338,7 @@ def test_nothing_stored_is_no_plan(make: Make) -> None:
 
 
 def make_space() -> KeySpace:
-    return KeySpace(0, DIGEST, b"")
+    return KeySpace(0, DIGEST, b"", Epoch())
 
 
 # ---- clear, segments, shutdown -------------------------------------------------------------------

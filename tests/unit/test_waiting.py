@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from sglang_ext.tiers.store import KeySpace, Plan, TierCounts
+from sglang_ext.tiers.store import Epoch, KeySpace, Plan, TierCounts
 from sglang_ext.tiers.store.types import StoreCounters
 from sglang_ext.waiting import MAX_ATTEMPTS, WaitingRoom
 from sglang_ext.waiting_request import LONGEST_PAUSE_S, Wish
 
-SPACE = KeySpace(0, bytes(32), b"")
+SPACE = KeySpace(0, bytes(32), b"", Epoch())
 
 
 @dataclass

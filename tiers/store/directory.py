@@ -180,7 +180,7 @@ class Directory(RemoteBook):
             rows = self.index.prefix_rows(hashes, space.number, READY)
             if len(self._good_prefix(rows, max_quality)) < len(hashes):
                 return None
-            ticket = self._pin(rows)
+            ticket = self._pin(space, rows)
             self._use(space, rows)
         self._count_load(ticket, hashes)
         return ticket
@@ -192,7 +192,7 @@ class Directory(RemoteBook):
         """
         with self.lock:
             rows = self.index.prefix_rows(hashes, space.number, READY)
-            return self._pin(self._good_prefix(rows, max_quality))
+            return self._pin(space, self._good_prefix(rows, max_quality))
 
     def begin_load(self, space: KeySpace, ticket: LoadTicket, hashes: Hashes) -> None:
         """Counts pages of `pin_leading` as loaded, by whoever takes their pins over. Cannot fail.
@@ -209,11 +209,11 @@ class Directory(RemoteBook):
             self._use(space, ticket.rows[same])
         self._count_load(ticket, hashes)
 
-    def _pin(self, rows: Rows) -> LoadTicket:
+    def _pin(self, space: KeySpace, rows: Rows) -> LoadTicket:
         quality = self.index.quality[rows]
         slots = self.index.host_slot[rows].copy()
         self._pin_slots(slots)
-        return LoadTicket(rows, slots, quality)
+        return LoadTicket(space, rows, slots, quality)
 
     def _use(self, space: KeySpace, rows: Rows) -> None:
         self._touch(rows)

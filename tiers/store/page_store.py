@@ -24,6 +24,7 @@ from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.executor import Executor, Threads
+from sglang_ext.tiers.store.gate import Gate
 from sglang_ext.tiers.store.jitter import add_jitter, max_jitter_s
 from sglang_ext.tiers.store.leaving_pages import LeavingPages
 from sglang_ext.tiers.store.lookahead import LookAhead
@@ -85,6 +86,7 @@ class PageStore:
         arena: the slots; a page's bytes are written and read through it by whoever holds a ticket.
         counters: counts since start.
         events: the store's own log.
+        gate: what every load and every save of a device's pages passes.
         lookahead: tells the placement policy what waits; None without one.
     """
 
@@ -147,6 +149,7 @@ class PageStore:
             policy=policy,
             clock=clock,
         )
+        self.gate = Gate(self.counters, self._directory.release)
         self.lookahead = LookAhead(self._directory, policy) if policy is not None else None
         if transcoder is not None and transcoder.encodes:
             self._directory.disk_floor = transcoder.quality
@@ -192,14 +195,27 @@ class PageStore:
     # ---- key spaces ----
 
     def space(self, digest: bytes, lora: bytes = NO_LORA) -> KeySpace:
-        """The key space of an opened namespace and a LoRA adapter. Cheap after the first call."""
+        """The key space of an opened namespace and a LoRA adapter. Cheap after the first call.
+
+        Loads and saves pass under it until `end_epoch`.
+        """
         with self._spaces_lock:
             space = self._numbers.get((digest, lora))
             if space is None:
-                space = KeySpace(len(self._spaces), digest, lora)
+                space = KeySpace(len(self._spaces), digest, lora, self.gate.epoch)
                 self._spaces.append(space)
                 self._numbers[digest, lora] = space
+            elif not self.gate.is_open(space):
+                space = space._replace(epoch=self.gate.epoch)
+                self._spaces[space.number] = self._numbers[digest, lora] = space
             return space
+
+    def end_epoch(self) -> None:
+        """Weights or adapters change: tickets and key spaces given out so far pass no more.
+
+        Pages that are stored stay, and so does what moves between the tiers.
+        """
+        self.gate.end_epoch()
 
     def open_namespace(self, digest: bytes, label: dict[str, Any]) -> int:
         """Makes a namespace usable and enters the pages a former run left on disk.
@@ -273,11 +289,21 @@ class PageStore:
         ancestors: Hashes,
         quality: Qualities | None = None,
     ) -> SaveTicket:
-        """Slots for those pages that are not stored as well yet. See `Directory.begin_save`."""
-        return self._directory.begin_save(space, hashes, ancestors, quality)
+        """Slots for those pages that are not stored as well yet. See `Directory.begin_save`.
+
+        A key space of an epoch that is over gets none.
+        """
+        if self.gate.save(space, len(hashes)):
+            return self._directory.begin_save(space, hashes, ancestors, quality)
+        nothing = self._directory.begin_save(space, hashes[:0], ancestors[:0])
+        return replace(nothing, dropped=len(hashes))
 
     def finish_save(self, ticket: SaveTicket, *, ok: bool) -> None:
-        """Publishes the pages of a ticket, or forgets them when `ok` is false."""
+        """Publishes the pages of a ticket, or forgets them when `ok` is false.
+
+        They are forgotten, too, when weights or adapters changed since it began.
+        """
+        ok = ok and self.gate.save(ticket.space, len(ticket.rows))
         self._directory.finish_save(ticket, ok=ok)
         if self._remote is not None and ok:
             self._remote.saved(ticket.space, ticket.hashes)

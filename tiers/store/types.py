@@ -26,6 +26,12 @@ SENT = 64  # offered to the remote store as it lies in DRAM (policy `on_eviction
 WRITE_DROPPED = 32  # the disk did not take it (full, failing); it may leave DRAM all the same
 
 
+class Epoch:
+    """A time in which neither weights nor adapters change. Equal to itself only."""
+
+    __slots__ = ()
+
+
 class KeySpace(NamedTuple):
     """A namespace and a LoRA adapter, with the number the index knows the pair by.
 
@@ -33,11 +39,14 @@ class KeySpace(NamedTuple):
         number: u32, the index's namespace number.
         digest: 32 bytes, namespace digest.
         lora: 32 bytes, digest of the adapter's weights, or empty.
+        epoch: when it was given out. Pages outlast it; what connects them with the device does not
+            (`gate.py`).
     """
 
     number: int
     digest: bytes
     lora: bytes
+    epoch: Epoch
 
 
 class TierCounts(NamedTuple):
@@ -113,11 +122,13 @@ class LoadTicket:
     """Pages pinned for a load; ends with `PageStore.release`.
 
     Attributes:
+        space: where the pages belong.
         rows: i64 `[n]`.
         slots: i32 `[n]`, pinned.
         quality: u8 `[n]`.
     """
 
+    space: KeySpace
     rows: Rows
     slots: Slots
     quality: Qualities
