@@ -17,9 +17,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_calibrate(commands.add_parser("calibrate", help="measure a model's codec profile"))
+    _add_keygen(commands.add_parser("keygen", help="make a key for --hier-kv-key-file"))
     chosen = parser.parse_args(arguments)
     try:
-        return _calibrate(chosen)
+        return int(chosen.run(chosen))
     except (ValueError, OSError, ImportError) as error:
         print(f"hier-kv: {error}", file=sys.stderr)  # noqa: T201
         return 1
@@ -30,6 +31,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
         "Runs a Hugging Face model on text and writes a profile for the codec hier, beside the "
         "model or in the cache folder, where a server finds it."
     )
+    parser.set_defaults(run=_calibrate)
     add = parser.add_argument
     add("model", help="folder or name of a Llama-, Qwen- or Mistral-like model")
     add("--text", nargs="+", metavar="FILE", help="text to run it on; Python's reference if absent")
@@ -40,6 +42,23 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     add("--levels", type=int, help="quality levels")
     add("--default-level", type=int, help="the level whose damage is set")
     add("--target-kl", type=float, help="that damage: mean KL divergence in nats")
+
+
+def _add_keygen(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Writes a new random key to a file that only its owner may read. An existing file is left "
+        "as it is."
+    )
+    parser.set_defaults(run=_keygen)
+    parser.add_argument("file", help="the file to make")
+
+
+def _keygen(chosen: argparse.Namespace) -> int:
+    from sglang_ext.tiers.protection import write_key_file
+
+    write_key_file(Path(chosen.file))
+    print(chosen.file)  # noqa: T201
+    return 0
 
 
 def _calibrate(chosen: argparse.Namespace) -> int:

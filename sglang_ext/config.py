@@ -80,6 +80,20 @@ class HierKVConfig:
         "enters the queue. Empty: none.",
         metavar="URL",
     )
+    key_file: str = _knob(
+        "",
+        "File with the deployment's key, from `hier-kv keygen FILE`, readable by its owner alone. "
+        "With it nothing is read from disk or from the remote store that was not written with the "
+        "key (docs/security.md). The first of several keys, one a line, writes; all read. Empty: "
+        "checksums only, which stop nobody who can write there.",
+        metavar="FILE",
+    )
+    protect: str = _knob(
+        "tag",
+        "What the key of --hier-kv-key-file does to pages on disk and in the remote store: tag "
+        "proves who wrote them, encrypt also hides them, their hashes and their names.",
+        choices=("tag", "encrypt"),
+    )
     remote_policy: str = _knob(
         "all",
         "Which pages go to the remote store: all that are saved, those that a request reused from "
@@ -237,6 +251,7 @@ class HierKVConfig:
                 "--hier-kv-remote-policy has no effect without --hier-kv-remote-url; add it or "
                 "leave the policy out."
             )
+        self._validate_key()
         self._validate_codec()
         self._validate_remote_codec()
         for item in fields(self):
@@ -246,6 +261,17 @@ class HierKVConfig:
                     f"{flag_name(item.name)} must be one of {', '.join(choices)}, got "
                     f"{getattr(self, item.name)!r}."
                 )
+
+    def _validate_key(self) -> None:
+        if self.protect != "tag" and not self.key_file:
+            raise HierKVConfigError(
+                "--hier-kv-protect needs a key; add --hier-kv-key-file or leave it out."
+            )
+        if self.key_file and not self.disk_dir and not self.remote_url:
+            raise HierKVConfigError(
+                "--hier-kv-key-file has no effect without --hier-kv-disk-dir or "
+                "--hier-kv-remote-url; add one of them or leave it out."
+            )
 
     def _validate_codec(self) -> None:
         disk, host = (self.of_tier("codec", tier) for tier in ("disk", "host"))

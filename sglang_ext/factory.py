@@ -18,6 +18,7 @@ from sglang_ext.cost_feeds import CostFeeds
 from sglang_ext.forward_timer import ForwardTimer
 from sglang_ext.hash_fallback import ensure_page_hash
 from sglang_ext.kernels import rope as rope_kernels
+from sglang_ext.key_setup import Trust, build_trust
 from sglang_ext.layout import LAYOUT_VERSION, PageLayout
 from sglang_ext.linker import HierKVLinker
 from sglang_ext.load_or_compute import LoadOrCompute
@@ -182,16 +183,17 @@ def _build_store(
             f"--hier-kv-host-size must hold at least 2 pages of {layout.slot_bytes} bytes a rank, "
             f"got {config.host_size:g} GB; give a larger size."
         )
+    trust = build_trust(config)
     try:
         arena = HostArena(num_slots, layout.slot_bytes)
-        disk = _record_tier(config)
+        disk = _record_tier(config, trust)
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error
     factor = page_codec.max_pages_a_slot if page_codec is not None else 1
     record_bytes = config.disk_bytes or config.coded_host_bytes
     capacity = num_slots + factor * (record_bytes // layout.slot_bytes)
     index = PageIndex(max(1024, int(capacity * _INDEX_SLACK)))
-    remote = open_remote(config.remote_url) if config.remote_url else None
+    remote = open_remote(config.remote_url, trust) if config.remote_url else None
     store_config = StoreConfig(
         config.write_policy,
         config.event_log,
@@ -229,11 +231,11 @@ def _build_store(
     return store, disk
 
 
-def _record_tier(config: HierKVConfig) -> RecordTier | None:
+def _record_tier(config: HierKVConfig, trust: Trust) -> RecordTier | None:
     """What keeps pages as records: the disk, DRAM with the records coded, or both."""
     if not config.disk_dir:
         return MemoryTier(config.coded_host_bytes) if config.coded_host_bytes else None
-    disk = DiskTier(_disk_config(config))
+    disk = DiskTier(_disk_config(config), seals=trust.seals)
     return CachedDiskTier(disk, config.coded_host_bytes) if config.coded_host_bytes else disk
 
 

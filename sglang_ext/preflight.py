@@ -11,11 +11,12 @@ import tempfile
 from pathlib import Path
 
 from sglang_ext.config import GIB, HierKVConfig, HierKVConfigError
+from sglang_ext.key_setup import build_trust
 from sglang_ext.remote_setup import check_remote
 
 
 def check_machine(config: HierKVConfig) -> None:
-    """Checks that memory, disk folder and event log are there and usable.
+    """Checks that memory, disk folder, key and event log are there and usable.
 
     Raises:
         HierKVConfigError: with one sentence.
@@ -23,6 +24,7 @@ def check_machine(config: HierKVConfig) -> None:
     _check_memory(config)
     if config.disk_dir:
         _check_folder(Path(config.disk_dir))
+    build_trust(config)
     if config.remote_url:
         check_remote(config.remote_url)
     if config.event_log:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang_ext.config import HierKVConfigError
+from sglang_ext.key_setup import Trust
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteStore, StoreConfig, open_engine, parse_remote_url
 
@@ -26,11 +27,12 @@ def check_remote(text: str) -> None:
         raise HierKVConfigError(str(error)) from error
 
 
-def open_remote(text: str) -> RemoteStore:
+def open_remote(text: str, trust: Trust) -> RemoteStore:
     """The store of `--hier-kv-remote-url`. It connects in the background: it may be down.
 
     Args:
         text: the URL.
+        trust: how records are protected there.
 
     Raises:
         HierKVConfigError: the URL cannot work; one sentence, without the secrets in it.
@@ -38,6 +40,8 @@ def open_remote(text: str) -> RemoteStore:
     try:
         url = parse_remote_url(text)
         config = StoreConfig.from_url(url)
-        return RemoteStore(open_engine(url), config, shown=url.shown)
+        return RemoteStore(
+            open_engine(url), config, seals=trust.seals, hide=trust.hide, shown=url.shown
+        )
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error

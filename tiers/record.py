@@ -42,6 +42,7 @@ ByteArray: TypeAlias = npt.NDArray[np.uint8]
 
 MAGIC = b"HKVR"  # stored on disk; never change
 FORMAT_VERSION = 1  # stored on disk; a change of encoded bytes needs a new number
+PROTECTED_VERSION = 2  # stored on disk; the format of `sglang_ext.tiers.protection.header`
 HEADER_BYTES = 512
 DIGEST_BYTES = 32
 ROPE_STATES = ("pre", "bound", "delta")  # stored on disk as text; never rename
@@ -78,6 +79,9 @@ class VerifyResult(enum.Enum):
     BAD_VERSION = "bad_version"
     BAD_HEADER = "bad_header"
     BAD_CHECKSUM = "bad_checksum"
+    UNAUTHENTIC = "unauthentic"  # a key is set and the record has no tag, or a wrong one
+    UNKNOWN_KEY = "unknown_key"  # a key is set and the record was protected with another
+    PROTECTED = "protected"  # no key is set and the record is protected with one
     FOREIGN = "foreign"  # an intact record of another page, namespace or LoRA adapter
     MISSING = "missing"  # no bytes to check: unknown segment, short read, I/O error
 
@@ -185,6 +189,8 @@ def read_fixed(slot: ByteArray, room_bytes: int | None = None) -> tuple[int, byt
     magic, version, header_bytes, payload_bytes, _, _ = _FIXED.unpack_from(header)
     if magic != MAGIC:
         raise RecordError(VerifyResult.BAD_MAGIC, f"magic must be {MAGIC!r}, got {magic!r}")
+    if version == PROTECTED_VERSION:
+        raise RecordError(VerifyResult.PROTECTED, "the record is protected with a key")
     if version != FORMAT_VERSION:
         raise RecordError(
             VerifyResult.BAD_VERSION,

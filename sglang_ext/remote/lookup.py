@@ -21,9 +21,8 @@ from sglang_ext.tiers.record import (
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
 from sglang_ext.tiers.remote.items import GetResult
 from sglang_ext.tiers.remote.ranges import RangeRequest
-from sglang_ext.tiers.remote.staged import START_BYTES, Stages, read_stages
+from sglang_ext.tiers.remote.staged import START_BYTES, Stages
 from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.remote.values import checked_facts
 from sglang_ext.tiers.store.remote_coding import RemoteCodec
 from sglang_ext.tiers.store.remote_profiles import RemoteProfiles
 from sglang_ext.tiers.store.types import Hashes, KeySpace, StoreCounters
@@ -184,7 +183,7 @@ class Finder:
         if result.outcome is not Outcome.OK:
             return None
         start, key = request.out[: result.num_bytes], request.key
-        facts = checked_facts(start, key, self._slot_bytes)
+        facts = self._remote.facts(start, key, self._slot_bytes)
         if isinstance(facts, VerifyResult):
             self._remote.reject(key, facts.value)
             return None
@@ -198,7 +197,7 @@ class Finder:
         self, number: int, key: RemoteKey, start: ByteArray, total_bytes: int
     ) -> FoundPage | None:
         try:
-            stages = read_stages(start, self._slot_bytes)
+            stages = self._remote.read_stages(start, key, self._slot_bytes)
         except RecordError as error:
             self._remote.reject(key, error.kind.value)
             return None

@@ -99,7 +99,13 @@ def assert_right(key: RemoteKey, record: ByteArray) -> None:
     assert record[HEADER_BYTES:].tobytes() == payload(key, payload_bytes)
 
 
-def open_store(text: str, *, breaker: BreakerConfig | None = None, **changes: Any) -> RemoteStore:
+def open_store(
+    text: str,
+    *,
+    breaker: BreakerConfig | None = None,
+    trust: dict[str, Any] | None = None,
+    **changes: Any,
+) -> RemoteStore:
     """Opens the store of a URL, with small parts and a breaker that is quick to try again."""
     url = parse_remote_url(text)
     config = StoreConfig.from_url(url)
@@ -107,7 +113,10 @@ def open_store(text: str, *, breaker: BreakerConfig | None = None, **changes: An
     defaults: dict[str, Any] = {"part_bytes": PART_BYTES, "breaker": breaker, "timeout_s": WAIT_S}
     values = {name: getattr(config, name) for name in StoreConfig.__dataclass_fields__}
     return RemoteStore(
-        open_engine(url), StoreConfig(**(values | defaults | changes)), shown=url.shown
+        open_engine(url),
+        StoreConfig(**(values | defaults | changes)),
+        shown=url.shown,
+        **(trust or {}),
     )
 
 

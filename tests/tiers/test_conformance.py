@@ -15,7 +15,9 @@ from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.record import VerifyResult
+from sglang_ext.tiers.record_seals import CHECKSUMS
 from sglang_ext.tiers.registry import register_tier, tier_class, tier_ids
+from tests.tiers.protection_cases import seals
 from tests.tiers.tier_pages import (
     ADAPTER,
     NAMESPACE,
@@ -33,12 +35,21 @@ OK, MISSING, FOREIGN = VerifyResult.OK, VerifyResult.MISSING, VerifyResult.FOREI
 
 
 def _disk(
-    direct_io: str, helper_threads: int, kind: type[DiskTier] = DiskTier
+    direct_io: str,
+    helper_threads: int,
+    kind: type[DiskTier] = DiskTier,
+    mode: str = "plain",
 ) -> Callable[[Path], Tier]:
-    return lambda path: _disk_tier(path, direct_io, helper_threads, kind)
+    return lambda path: _disk_tier(path, direct_io, helper_threads, kind, mode)
 
 
-def _disk_tier(path: Path, direct_io: str, helper_threads: int, kind: type[DiskTier]) -> DiskTier:
+def _disk_tier(
+    path: Path,
+    direct_io: str,
+    helper_threads: int,
+    kind: type[DiskTier] = DiskTier,
+    mode: str = "plain",
+) -> DiskTier:
     config = DiskConfig(
         path,
         max_bytes=64 << 20,
@@ -47,7 +58,7 @@ def _disk_tier(path: Path, direct_io: str, helper_threads: int, kind: type[DiskT
         direct_io=direct_io,  # type: ignore[arg-type]
         helper_threads=helper_threads,
     )
-    return kind(config)
+    return kind(config, seals=CHECKSUMS if mode == "plain" else seals(mode))
 
 
 TIERS: dict[str, Callable[[Path], Tier]] = {
@@ -57,10 +68,17 @@ TIERS: dict[str, Callable[[Path], Tier]] = {
     "disk-three-helpers": _disk("auto", 3),
     "disk-packed": _disk("auto", 1, PackedDisk),
     "disk-packed-buffered": _disk("off", 1, PackedDisk),
+    "disk-tag": _disk("auto", 1, mode="tag"),
+    "disk-packed-tag": _disk("auto", 1, PackedDisk, "tag"),
+    "disk-encrypt-buffered": _disk("off", 0, mode="encrypt"),
+    "disk-packed-encrypt": _disk("auto", 1, PackedDisk, "encrypt"),
     "coded-host": lambda path: MemoryTier(64 << 20),
-    "coded-host-disk": lambda path: CachedDiskTier(_disk_tier(path, "auto", 1, DiskTier), 1 << 20),
+    "coded-host-disk": lambda path: CachedDiskTier(_disk_tier(path, "auto", 1), 1 << 20),
+    "coded-host-disk-tag": lambda path: CachedDiskTier(
+        _disk_tier(path, "auto", 1, mode="tag"), 1 << 20
+    ),
     "coded-host-disk-small": lambda path: CachedDiskTier(
-        _disk_tier(path, "auto", 1, DiskTier), 3 * SLOT_BYTES
+        _disk_tier(path, "auto", 1), 3 * SLOT_BYTES
     ),
 }
 

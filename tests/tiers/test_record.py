@@ -130,7 +130,8 @@ def test_a_field_of_a_wrong_kind_is_a_bad_header(field: str, value: object) -> N
     ("offset", "data", "expected"),
     [
         (0, b"XXXX", VerifyResult.BAD_MAGIC),
-        (4, struct.pack("<H", 2), VerifyResult.BAD_VERSION),
+        (4, struct.pack("<H", 2), VerifyResult.PROTECTED),
+        (4, struct.pack("<H", 3), VerifyResult.BAD_VERSION),
         (6, struct.pack("<H", 511), VerifyResult.BAD_HEADER),
         (8, struct.pack("<Q", 2**64 - 1), VerifyResult.BAD_HEADER),
         (8, struct.pack("<Q", 4096), VerifyResult.BAD_HEADER),

@@ -18,7 +18,16 @@ LINKED = ("kernels", "tiers")
 # llvmlite is the part of numba that its intrinsics are written with.
 KERNEL_IMPORTS = {"llvmlite", "numba", "numpy", "torch", "triton"}
 # The clients of remote stores are optional and imported when a store is asked for.
-TIER_IMPORTS = {"llvmlite", "mooncake", "msgpack", "numba", "numpy", "xxhash", "zstandard"}
+TIER_IMPORTS = {
+    "cryptography",
+    "llvmlite",
+    "mooncake",
+    "msgpack",
+    "numba",
+    "numpy",
+    "xxhash",
+    "zstandard",
+}
 # SGLang brings prometheus_client, and transformers for calibration.
 PLUGIN_IMPORTS = KERNEL_IMPORTS | TIER_IMPORTS | {"prometheus_client", "transformers"}
 

@@ -15,7 +15,7 @@ from sglang_ext.tiers.disk.counters import DiskStats
 from sglang_ext.tiers.disk.tier import DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, RecordError, VerifyResult, parse_header
-from sglang_ext.tiers.record_checks import verify
+from sglang_ext.tiers.record_checks import seal, verify
 
 
 class CachedDiskTier(Tier):
@@ -115,12 +115,16 @@ class CachedDiskTier(Tier):
             }
 
     def _keep(self, location: Location, slot: ByteArray) -> None:
-        """Takes a copy of a sealed record; a segment that went meanwhile takes it along."""
+        """Takes a copy of a record, with a checksum; a segment that went meanwhile takes it along.
+
+        The disk tier leaves none in the slot where it has better seals.
+        """
         try:
             size = HEADER_BYTES + parse_header(slot)[1]
         except RecordError:
             return
         record = slot[:size].copy()
+        seal(record)
         with self._lock:
             old = self._records.pop(location, None)
             self._used_bytes += record.size - (old.size if old is not None else 0)

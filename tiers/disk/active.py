@@ -29,8 +29,9 @@ from sglang_ext.tiers.disk.layout import (
 from sglang_ext.tiers.disk.sealing import write_footer
 from sglang_ext.tiers.disk.workers import Run
 from sglang_ext.tiers.record import ByteArray, RecordMeta
+from sglang_ext.tiers.record_seals import SealedRecord
 
-Prepare = Callable[[range], list[RecordMeta | None]]
+Prepare = Callable[[range], list[SealedRecord | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class _Batch:
         records: as in `append`.
         prepare: as in `append`.
         metas: of each record that was prepared.
+        pieces: what to write of each, from when it was prepared until it was written.
         refused: indices of records that cannot be stored.
         failed: first index of each run that was not written.
     """
@@ -61,14 +63,17 @@ class _Batch:
     records: Sequence[ByteArray]
     prepare: Prepare
     metas: list[RecordMeta | None]
+    pieces: list[tuple[ByteArray, ...]]
     refused: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
 
     def prepare_run(self, run: range) -> None:
         """Prepares neighbours."""
-        metas = self.prepare(run)
-        self.metas[run.start : run.stop] = metas
-        self.refused += [index for index, meta in zip(run, metas, strict=True) if meta is None]
+        for index, sealed in zip(run, self.prepare(run), strict=True):
+            if sealed is None:
+                self.refused.append(index)
+            else:
+                self.metas[index], self.pieces[index] = sealed.meta, sealed.pieces
 
 
 class ActiveSegment:
@@ -113,6 +118,7 @@ class ActiveSegment:
                         file_bytes,
                         namespace.digest,
                         namespace.packed,
+                        context.seals.footers is not None,
                     )
                 ),
                 np.uint8,
@@ -168,8 +174,8 @@ class ActiveSegment:
 
         Args:
             records: u8 [n * 4096] each, whole slots unless the segment is packed; they fit.
-            prepare: makes the records of a run ready and says what is in their headers; None where
-                one cannot be stored. Called once for each run, by several threads.
+            prepare: makes the records of a run ready and says what to write; None where one
+                cannot be stored. Called once for each run, by several threads.
 
         Returns:
             What is stored: all of them, or those before the first that `prepare` refused or the
@@ -178,7 +184,7 @@ class ActiveSegment:
         context, first_block = self._context, self._table.end_block
         sizes = [record.size for record in records]
         starts = [0, *itertools.accumulate(sizes)]
-        batch = _Batch(records, prepare, [None] * len(records))
+        batch = _Batch(records, prepare, [None] * len(records), [()] * len(records))
         context.work(
             [
                 Run(
@@ -227,6 +233,7 @@ class ActiveSegment:
                 segment.segment_id,
                 segment.namespace,
                 sync=context.config.fsync != "none",
+                seal=context.seals.footers,
                 failpoint=context.failpoint,
             )
             footer_bytes = end - self._table.end_block * BLOCK_BYTES
@@ -246,16 +253,22 @@ class ActiveSegment:
     def _write_run(self, batch: _Batch, run: range, offset: int) -> None:
         """Writes one run at `offset`, up to the first record that was refused."""
         refused = (index for index in run if batch.metas[index] is None)
-        records = batch.records[run.start : next(refused, run.stop)]
-        if not records:
+        pieces = [
+            piece
+            for index in range(run.start, next(refused, run.stop))
+            for piece in batch.pieces[index]
+        ]
+        if not pieces:
             return
         try:
-            self._context.write_records(self._fd, records, offset)
+            self._context.write_records(self._fd, pieces, offset)
         except OSError:
             self._context.counters.error("io_write")
             batch.failed.append(run.start)
         else:
-            self._context.counters.add("bytes_written", sum(record.size for record in records))
+            self._context.counters.add("bytes_written", sum(piece.size for piece in pieces))
+        finally:
+            batch.pieces[run.start : run.stop] = [()] * len(run)  # they may be copies
 
 
 def _publish(context: DiskContext, fd: int, temp: Path, path: Path) -> None:

@@ -27,6 +27,7 @@ from sglang_ext.tiers.disk.fileio import (
 )
 from sglang_ext.tiers.disk.workers import Run, Workers
 from sglang_ext.tiers.record import ByteArray
+from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
 
 MAX_RUN_BYTES = 4 << 20
 """Longest run of neighbours in one call with O_DIRECT."""
@@ -59,6 +60,7 @@ class DiskContext:
         counters: what is counted.
         catalog: which segments exist.
         fds: open files for reading.
+        seals: what proves that records are whole, or whose they are.
         failpoint: a test's hook, called with the name of the step about to happen.
         bounce: buffers for arrays that O_DIRECT refuses.
     """
@@ -70,6 +72,7 @@ class DiskContext:
     counters: Counters
     catalog: Catalog
     fds: FdCache
+    seals: RecordSeals = CHECKSUMS
     failpoint: Callable[[str], None] | None = None
     bounce: BounceBuffers = field(default_factory=BounceBuffers)
 

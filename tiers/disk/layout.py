@@ -4,14 +4,14 @@ A segment is an append-only file of records, all integers little-endian::
 
     0           header, one block of 4096 bytes
     4096        records (sglang_ext.tiers.record), one behind the other
-                    version 1: each in a slot of slot_bytes
-                    version 2: each in as many blocks of 4096 bytes as it fills ("packed")
+                    versions 1, 3: each in a slot of slot_bytes
+                    versions 2, 4: each in as many blocks of 4096 bytes as it fills ("packed")
     behind them footer: a table of the n records; only once sealed
     end - 128   trailer; only once sealed
 
     header                          trailer, the last 128 bytes
     0   4  magic "HKVS"             0   4  magic "HKVT"
-    4   2  format version, 1 or 2   4   2  format version
+    4   2  format version, 1 to 4   4   2  format version
     6   2  header length, 4096      6   2  trailer length, 128
     8   4  segment id               8   4  segment id
     12  4  whole slots it has room  12  4  records n
@@ -27,11 +27,13 @@ A segment is an append-only file of records, all integers little-endian::
     6   2  entry length, 40
     8   4  records n
     12  4  adapters a
-    16  .. a digests of 32 bytes, then n entries, then zeros up to the trailer
+    16  .. a digests of 32 bytes, then n entries, then zeros up to the trailer;
+           versions 3 and 4: origin and tag (56 bytes) in front of the digests, and digests and
+           entries encrypted or not (sglang_ext.tiers.protection)
 
     entry: 0 32 page hash | 32 4 adapter, 0 = none, else 1 + row | 36 1 quality |
            37 1 flags (1: a record lies here) |
-           38 2 version 1: zeros; version 2: blocks, of the record or of the hole
+           38 2 versions 1, 3: zeros; 2, 4: blocks, of the record or of the hole
 
 docs/formats.md has a worked example and the reasoning about crashes.
 """
@@ -46,15 +48,20 @@ import numpy.typing as npt
 import xxhash
 
 from sglang_ext.tiers.base import BLOCK_BYTES, MAX_RECORD_BLOCKS, RecoveredPages
+from sglang_ext.tiers.record_seals import FooterSeal
 
 SLOTTED_VERSION = 1  # stored on disk; never renumber
 PACKED_VERSION = 2  # stored on disk; never renumber
-LATEST_VERSION = PACKED_VERSION  # a change of encoded bytes needs a new number
+PROTECTED_SLOTTED_VERSION = 3  # stored on disk; never renumber
+PROTECTED_PACKED_VERSION = 4  # stored on disk; never renumber
+LATEST_VERSION = PROTECTED_PACKED_VERSION  # a change of encoded bytes needs a new number
 HEADER_MAGIC = b"HKVS"  # stored on disk; never change
 FOOTER_MAGIC = b"HKVF"  # stored on disk; never change
 TRAILER_MAGIC = b"HKVT"  # stored on disk; never change
 TRAILER_BYTES = 128
 ENTRY_BYTES = 40
+SEAL_BYTES = 56
+"""What protecting a footer adds to it."""
 FLAG_PRESENT = 1  # stored on disk; never renumber
 MAX_SLOTS = 1 << 20
 """Most records in a segment."""
@@ -62,6 +69,7 @@ MAX_SLOTS = 1 << 20
 _HEADER = struct.Struct("<4sHHIIQQ32s")
 _FOOTER = struct.Struct("<4sHHII")
 _TRAILER = struct.Struct("<4sHHIIQQQ32sQ")
+_PLACE = struct.Struct("<IQQ")  # what a protected footer's tag covers besides
 _U64 = struct.Struct("<Q")
 _ENTRY = np.dtype(
     [
@@ -74,13 +82,20 @@ _ENTRY = np.dtype(
 )
 
 
+class LockedFooterError(Exception):
+    """A footer is intact and was not written with any key that is here."""
+
+
 class FutureVersionError(Exception):
     """The bytes were written by a later release, in a format that this one cannot read."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What the first block of a segment says."""
+    """What the first block of a segment says.
+
+    `protected`: whether records and footer can only be written by who has a key.
+    """
 
     segment_id: int
     num_slots: int
@@ -88,6 +103,7 @@ class SegmentHeader:
     file_bytes: int
     namespace: bytes
     packed: bool = False
+    protected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +118,7 @@ class Trailer:
     namespace: bytes
     footer_checksum: int
     packed: bool
+    protected: bool
 
     @property
     def end_block(self) -> int:
@@ -179,7 +196,7 @@ def record_offset(index: int, slot_bytes: int) -> int:
 
 def footer_bytes_bound(num_slots: int) -> int:
     """Returns the most bytes a footer of `num_slots` records takes, trailer included."""
-    return _round_up(_FOOTER.size + num_slots * (ENTRY_BYTES + 32) + TRAILER_BYTES)
+    return _round_up(_FOOTER.size + SEAL_BYTES + num_slots * (ENTRY_BYTES + 32) + TRAILER_BYTES)
 
 
 def segment_file_bytes(num_slots: int, slot_bytes: int) -> int:
@@ -191,7 +208,7 @@ def encode_header(header: SegmentHeader) -> bytes:
     """Returns the first block of a segment."""
     fixed = _HEADER.pack(
         HEADER_MAGIC,
-        _version(header.packed),
+        _version(header.packed, header.protected),
         BLOCK_BYTES,
         header.segment_id,
         header.num_slots,
@@ -222,12 +239,23 @@ def decode_header(block: bytes) -> SegmentHeader | None:
         return None
     if slot_bytes == 0 or slot_bytes % BLOCK_BYTES or num_slots > MAX_SLOTS:
         return None
-    packed = version == PACKED_VERSION
-    return SegmentHeader(segment_id, num_slots, slot_bytes, file_bytes, namespace, packed)
+    packed, protected = _kind(version)
+    return SegmentHeader(
+        segment_id, num_slots, slot_bytes, file_bytes, namespace, packed, protected
+    )
 
 
-def encode_footer(table: SegmentTable, segment_id: int, namespace: bytes) -> bytes:
-    """Returns footer and trailer of a sealed segment, a multiple of 4096 bytes."""
+def encode_footer(
+    table: SegmentTable, segment_id: int, namespace: bytes, seal: FooterSeal | None = None
+) -> bytes:
+    """Returns footer and trailer of a sealed segment, a multiple of 4096 bytes.
+
+    Args:
+        table: its records.
+        segment_id: its id.
+        namespace: its namespace.
+        seal: what protects the table, if the segment is protected.
+    """
     adapters = sorted({lora for lora in table.lora if lora})
     rows = {lora: row + 1 for row, lora in enumerate(adapters)} | {b"": 0}
     entries = np.zeros(len(table), _ENTRY)
@@ -237,9 +265,13 @@ def encode_footer(table: SegmentTable, segment_id: int, namespace: bytes) -> byt
         entries["quality"] = table.quality
         entries["flags"] = np.asarray(table.present, np.uint8) * FLAG_PRESENT
         entries["num_blocks"] = table.num_blocks if table.packed else 0
-    version = _version(table.packed)
+    version = _version(table.packed, seal is not None)
     fixed = _FOOTER.pack(FOOTER_MAGIC, version, ENTRY_BYTES, len(table), len(adapters))
-    body = fixed + b"".join(adapters) + entries.tobytes()
+    body = b"".join(adapters) + entries.tobytes()
+    slot_bytes, end_bytes = table.slot_blocks * BLOCK_BYTES, table.end_block * BLOCK_BYTES
+    if seal is not None:
+        body = seal.seal(namespace, fixed + _PLACE.pack(segment_id, slot_bytes, end_bytes), body)
+    body = fixed + body
     total = _round_up(len(body) + TRAILER_BYTES)
     body = body.ljust(total - TRAILER_BYTES, b"\0")
     trailer = _TRAILER.pack(
@@ -248,8 +280,8 @@ def encode_footer(table: SegmentTable, segment_id: int, namespace: bytes) -> byt
         TRAILER_BYTES,
         segment_id,
         len(table),
-        table.slot_blocks * BLOCK_BYTES,
-        table.end_block * BLOCK_BYTES,
+        slot_bytes,
+        end_bytes,
         total,
         namespace,
         xxhash.xxh3_64_intdigest(body),
@@ -276,30 +308,58 @@ def decode_trailer(tail: bytes, file_bytes: int) -> Trailer | None:
         return None
     if slot_bytes == 0 or slot_bytes % BLOCK_BYTES or num_records > MAX_SLOTS:
         return None
-    packed = version == PACKED_VERSION
+    packed, protected = _kind(version)
     if not packed and offset != record_offset(num_records, slot_bytes):
         return None
     if offset < BLOCK_BYTES or offset % BLOCK_BYTES or offset + footer_bytes != file_bytes:
         return None
     return Trailer(
-        segment_id, num_records, slot_bytes, offset, footer_bytes, namespace, checksum, packed
+        segment_id,
+        num_records,
+        slot_bytes,
+        offset,
+        footer_bytes,
+        namespace,
+        checksum,
+        packed,
+        protected,
     )
 
 
-def decode_footer(footer: bytes, trailer: Trailer) -> RecoveredPages | None:
-    """Parses a footer, trailer included, that `trailer` describes; None if damaged."""
+def decode_footer(
+    footer: bytes, trailer: Trailer, seal: FooterSeal | None = None
+) -> RecoveredPages | None:
+    """Parses a footer, trailer included, that `trailer` describes; None if damaged, or forged.
+
+    Args:
+        footer: the bytes.
+        trailer: from `decode_trailer`.
+        seal: what protects it; None where segments are not protected.
+
+    Raises:
+        LockedFooterError: it is not what `seal` made.
+    """
     body = footer[:-TRAILER_BYTES]
     if len(footer) != trailer.footer_bytes or len(body) < _FOOTER.size:
         return None
     if xxhash.xxh3_64_intdigest(body) != trailer.footer_checksum:
         return None
     magic, version, entry_bytes, num_records, num_adapters = _FOOTER.unpack_from(body)
-    if (magic, version, entry_bytes) != (FOOTER_MAGIC, _version(trailer.packed), ENTRY_BYTES):
+    wanted = (FOOTER_MAGIC, _version(trailer.packed, seal is not None), ENTRY_BYTES)
+    if (magic, version, entry_bytes) != wanted or num_records != trailer.num_records:
         return None
-    entries_at = _FOOTER.size + 32 * num_adapters
-    if num_records != trailer.num_records or entries_at + num_records * ENTRY_BYTES > len(body):
+    entries_at, fixed, body = 32 * num_adapters, body[: _FOOTER.size], body[_FOOTER.size :]
+    table_bytes = entries_at + num_records * ENTRY_BYTES
+    if seal is not None:
+        place = _PLACE.pack(trailer.segment_id, trailer.slot_bytes, trailer.footer_offset)
+        sealed = body[: SEAL_BYTES + table_bytes]
+        opened = seal.open(trailer.namespace, fixed + place, sealed)
+        if opened is None:
+            raise LockedFooterError
+        body = opened
+    if table_bytes > len(body):
         return None
-    adapters = np.frombuffer(body, np.uint8, 32 * num_adapters, _FOOTER.size).reshape(-1, 32)
+    adapters = np.frombuffer(body, np.uint8, 32 * num_adapters).reshape(-1, 32)
     entries = np.frombuffer(body, _ENTRY, num_records, entries_at)
     if num_records and int(entries["lora"].max()) > num_adapters:
         return None
@@ -344,8 +404,16 @@ def _pages(
     )
 
 
-def _version(packed: bool) -> int:
+def _version(packed: bool, protected: bool) -> int:
+    if protected:
+        return PROTECTED_PACKED_VERSION if packed else PROTECTED_SLOTTED_VERSION
     return PACKED_VERSION if packed else SLOTTED_VERSION
+
+
+def _kind(version: int) -> tuple[bool, bool]:
+    """Whether segments of a version are packed, and whether they are protected."""
+    packed = version in (PACKED_VERSION, PROTECTED_PACKED_VERSION)
+    return packed, version >= PROTECTED_SLOTTED_VERSION
 
 
 def _round_up(num_bytes: int) -> int:

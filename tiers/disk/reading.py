@@ -11,7 +11,7 @@ from sglang_ext.tiers.disk.context import DiskContext, usable_slot
 from sglang_ext.tiers.disk.fileio import IOV_MAX
 from sglang_ext.tiers.disk.workers import Run
 from sglang_ext.tiers.record import ByteArray, VerifyResult
-from sglang_ext.tiers.record_checks import RecordKey, verify_records
+from sglang_ext.tiers.record_checks import RecordKey
 
 
 def read_records(
@@ -128,6 +128,6 @@ class _Read:
             RecordKey(request.page_hash, self.segment.namespace, request.lora)
             for request in self.requests[: len(self.arrived)]
         ]
-        found = verify_records(self.arrived, keys)
+        found = self.context.seals.open(self.arrived, keys)
         for index, result in zip(self.indices, found, strict=False):
             self.results[index] = result

@@ -23,10 +23,11 @@ from sglang_ext.tiers.disk.active import ActiveSegment
 from sglang_ext.tiers.disk.catalog import Segment
 from sglang_ext.tiers.disk.context import DiskContext, Owner
 from sglang_ext.tiers.disk.fileio import aligned_array
-from sglang_ext.tiers.disk.layout import FutureVersionError
+from sglang_ext.tiers.disk.layout import FutureVersionError, LockedFooterError
 from sglang_ext.tiers.disk.recovery import read_footer
-from sglang_ext.tiers.record import ByteArray, RecordError, RecordMeta, VerifyResult, read_meta
-from sglang_ext.tiers.record_checks import verify as verify_record
+from sglang_ext.tiers.record import ByteArray, RecordError, VerifyResult
+from sglang_ext.tiers.record_checks import RecordKey
+from sglang_ext.tiers.record_seals import SealedRecord
 
 SALVAGE_SHARE = 4
 """At most one in this many blocks of a victim is salvaged."""
@@ -82,7 +83,7 @@ class Reclaimer:
         self._context.reach("reclaim:before_salvage")
         try:
             self._salvage(victim)
-        except (OSError, FutureVersionError):
+        except (OSError, FutureVersionError, LockedFooterError):
             self._context.counters.error("io_read")
         self._context.reach("reclaim:before_drop")
         given_back = self.drop(victim)
@@ -150,12 +151,18 @@ class Reclaimer:
         Raises:
             OSError: the victim cannot be read.
             FutureVersionError: another release sealed the victim meanwhile.
+            LockedFooterError: it was sealed with another key.
         """
         active = self._actives.get(victim.namespace)
         limit = (victim.end_block - 1) // SALVAGE_SHARE
         if active is None or not limit or not active.free_blocks:
             return
-        _, pages = read_footer(self._context.io, victim.path, victim.path.stat().st_size)
+        _, pages = read_footer(
+            self._context.io,
+            victim.path,
+            victim.path.stat().st_size,
+            self._context.seals.footers,
+        )
         if pages is None or not len(pages):
             return
         hot = self._call(lambda: self._owner.is_hot(victim.namespace, pages.hashes), None)
@@ -178,26 +185,30 @@ class Reclaimer:
         rows: list[int],
         slots: list[ByteArray],
     ) -> None:
-        """Copies the records `rows` of `pages`; each is verified on the way."""
+        """Copies the records `rows` of `pages`; each is verified on the way, and sealed again."""
         context = self._context
         kept: list[int] = []
-        metas: list[RecordMeta] = []
         with context.fds.reading(victim.segment_id, victim.path) as fd:
             for row in rows:
                 slot = slots[len(kept)]
                 record = slot[: int(pages.num_blocks[row]) * BLOCK_BYTES]
                 if context.read_records(fd, [record], int(pages.block[row]) * BLOCK_BYTES) != 1:
                     continue
-                meta = _verified(record, pages.hashes[row].tobytes(), victim.namespace)
-                if meta is not None:
+                page_hash, lora = pages.hashes[row].tobytes(), pages.lora[row].tobytes()
+                key = RecordKey(page_hash, victim.namespace, lora if any(lora) else b"")
+                if context.seals.open([record], [key])[0] is VerifyResult.OK:
                     kept.append(row)
-                    metas.append(meta)
                     slot[record.size :] = 0  # goes to disk too where a record takes a whole slot
         records = [
             slot[: _blocks_in(active, pages, row) * BLOCK_BYTES]
             for slot, row in zip(slots, kept, strict=False)
         ]
-        locations = active.append(records, lambda run: [*metas[run.start : run.stop]]).locations
+
+        def prepare(run: range) -> list[SealedRecord | None]:
+            found = context.seals.seal(records[run.start : run.stop], victim.namespace)
+            return [None if isinstance(each, RecordError) else each for each in found]
+
+        locations = active.append(records, prepare).locations
         if not locations:
             return
         kept = kept[: len(locations)]
@@ -234,12 +245,3 @@ def _that_fit(
     blocks = [_blocks_in(active, pages, row) for row in rows.tolist()]
     within = int(np.searchsorted(np.cumsum(blocks), limit, side="right")) if blocks else 0
     return rows[: active.count_fitting(blocks[:within])]
-
-
-def _verified(slot: ByteArray, page_hash: bytes, namespace: bytes) -> RecordMeta | None:
-    try:
-        meta = read_meta(slot)
-    except RecordError:
-        return None
-    good = verify_record(slot, page_hash, namespace, meta.lora) is VerifyResult.OK
-    return meta if good else None

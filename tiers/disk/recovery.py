@@ -22,6 +22,7 @@ from sglang_ext.tiers.disk.fileio import FileIO, aligned_array, read_all, read_s
 from sglang_ext.tiers.disk.layout import (
     MAX_SLOTS,
     FutureVersionError,
+    LockedFooterError,
     SegmentTable,
     Trailer,
     decode_footer,
@@ -30,8 +31,8 @@ from sglang_ext.tiers.disk.layout import (
     table_pages,
 )
 from sglang_ext.tiers.disk.sealing import write_footer
-from sglang_ext.tiers.record import MAGIC, ByteArray, RecordError, parse_header
-from sglang_ext.tiers.record_checks import checksum_matches
+from sglang_ext.tiers.record import MAGIC, ByteArray
+from sglang_ext.tiers.record_seals import CHECKSUMS, FooterSeal, RecordSeals
 
 _TAIL_BYTES = 64 << 10
 _SCAN_BYTES = 8 << 20
@@ -45,6 +46,7 @@ class SegmentState(enum.Enum):
     EMPTY = "empty"  # ours, and without a record
     DAMAGED_FOOTER = "damaged_footer"  # scanned, then sealed
     STALE_LAYOUT = "stale_layout"  # of this namespace, with records of another size
+    LOCKED = "locked_segment"  # protected, and its key is not here; or not, and a key is asked for
     FOREIGN = "foreign_file"
     FUTURE = "future_version"
     UNREADABLE = "damaged_segment"
@@ -72,7 +74,14 @@ class Recovered:
 
 
 def recover_segment(
-    io: FileIO, path: Path, segment_id: int, namespace: bytes, slot_bytes: int, *, sync: bool
+    io: FileIO,
+    path: Path,
+    segment_id: int,
+    namespace: bytes,
+    slot_bytes: int,
+    *,
+    sync: bool,
+    seals: RecordSeals = CHECKSUMS,
 ) -> Recovered:
     """Returns the records of the segment at `path`; seals it if it is not. Never raises OSError.
 
@@ -83,13 +92,16 @@ def recover_segment(
         namespace: digest of the namespace that the folder belongs to.
         slot_bytes: size of the namespace's slots.
         sync: wait for the device when sealing.
+        seals: what proves its records.
     """
     try:
         file_bytes = path.stat().st_size
         try:
-            return _recover(io, path, segment_id, namespace, slot_bytes, file_bytes, sync)
+            return _recover(io, path, segment_id, namespace, slot_bytes, file_bytes, sync, seals)
         except FutureVersionError:
             return _nothing(SegmentState.FUTURE, file_bytes)
+        except LockedFooterError:
+            return _nothing(SegmentState.LOCKED, file_bytes)
     except OSError:
         return _nothing(SegmentState.UNREADABLE, 0)
 
@@ -102,13 +114,17 @@ def _recover(
     slot_bytes: int,
     file_bytes: int,
     sync: bool,
+    seals: RecordSeals,
 ) -> Recovered:
-    trailer, pages = read_footer(io, path, file_bytes)
+    is_protected = seals.footers is not None
+    trailer, pages = read_footer(io, path, file_bytes, seals.footers)
     if trailer is not None:
         if (trailer.segment_id, trailer.namespace) != (segment_id, namespace):
             return _nothing(SegmentState.FOREIGN, file_bytes)
         if trailer.slot_bytes != slot_bytes:
             return _nothing(SegmentState.STALE_LAYOUT, file_bytes)
+        if trailer.protected is not is_protected:
+            return _nothing(SegmentState.LOCKED, file_bytes)
         if pages is not None:
             return Recovered(
                 SegmentState.SEALED, pages, trailer.end_block, file_bytes, trailer.packed
@@ -119,19 +135,23 @@ def _recover(
             return _nothing(SegmentState.FOREIGN, file_bytes)
         if header.slot_bytes != slot_bytes:
             return _nothing(SegmentState.STALE_LAYOUT, file_bytes)
+        if header.protected is not is_protected:
+            return _nothing(SegmentState.LOCKED, file_bytes)
     # Only a segment that was never sealed still has the size it was preallocated at.
     never_sealed = header is not None and file_bytes == header.file_bytes and trailer is None
     # With neither header nor trailer the version is not known; a walk finds slots as well.
     source = header or trailer
     table = SegmentTable(slot_bytes // BLOCK_BYTES, packed=source is None or source.packed)
-    _scan(io, path, namespace, table, stop_at_hole=never_sealed)
+    _scan(io, path, namespace, table, seals, stop_at_hole=never_sealed)
     if not len(table):
+        if is_protected and _begins_with_record(io, path):
+            return _nothing(SegmentState.LOCKED, file_bytes)
         ours = header is not None or trailer is not None
         return _nothing(SegmentState.EMPTY if ours else SegmentState.FOREIGN, file_bytes)
     state = SegmentState.RESEALED if never_sealed else SegmentState.DAMAGED_FOOTER
     fd = io.open(path, os.O_RDWR)
     try:
-        end = write_footer(io, fd, table, segment_id, namespace, sync=sync)
+        end = write_footer(io, fd, table, segment_id, namespace, sync=sync, seal=seals.footers)
     except OSError:
         end = file_bytes  # a full or failing disk: the records are there all the same
     finally:
@@ -142,13 +162,16 @@ def _recover(
 
 
 def read_footer(
-    io: FileIO, path: Path, file_bytes: int
+    io: FileIO, path: Path, file_bytes: int, seal: FooterSeal | None
 ) -> tuple[Trailer | None, RecoveredPages | None]:
     """Reads the end of a segment: its trailer and table, each None when damaged or absent.
+
+    The table is None too where it is not protected as `seal` would, or not at all with None.
 
     Raises:
         OSError: the disk failed.
         FutureVersionError: sealed by a later release.
+        LockedFooterError: sealed with another key.
     """
     start = max(0, file_bytes - _TAIL_BYTES)
     tail = read_small(io, path, start, file_bytes - start)
@@ -157,11 +180,17 @@ def read_footer(
         return None, None
     if trailer.footer_offset < start:
         tail = read_small(io, path, trailer.footer_offset, trailer.footer_bytes)
-    return trailer, decode_footer(tail[-trailer.footer_bytes :], trailer)
+    return trailer, decode_footer(tail[-trailer.footer_bytes :], trailer, seal)
 
 
 def _scan(
-    io: FileIO, path: Path, namespace: bytes, table: SegmentTable, *, stop_at_hole: bool
+    io: FileIO,
+    path: Path,
+    namespace: bytes,
+    table: SegmentTable,
+    seals: RecordSeals,
+    *,
+    stop_at_hole: bool,
 ) -> None:
     """Reads and verifies the records in order and enters them into an empty table.
 
@@ -183,7 +212,7 @@ def _scan(
             while table.end_block <= stop and len(table) < MAX_SLOTS:
                 at = (table.end_block - first) * BLOCK_BYTES
                 rest = buffer[at : num_blocks * BLOCK_BYTES][: slot_blocks * BLOCK_BYTES]
-                if not _add_if_record(table, rest, namespace) and stop_at_hole:
+                if not _add_if_record(table, rest, namespace, seals) and stop_at_hole:
                     return
             if is_end or len(table) >= MAX_SLOTS:
                 return
@@ -192,16 +221,21 @@ def _scan(
         table.strip_holes()
 
 
-def _add_if_record(table: SegmentTable, slot: ByteArray, namespace: bytes) -> bool:
+def _begins_with_record(io: FileIO, path: Path) -> bool:
+    """Whether there is what may be a record, so that a segment is not empty."""
+    return read_small(io, path, BLOCK_BYTES, len(MAGIC)) == MAGIC
+
+
+def _add_if_record(
+    table: SegmentTable, slot: ByteArray, namespace: bytes, seals: RecordSeals
+) -> bool:
     """Enters what lies at the start of `slot`: a record, or a hole where there is none."""
     if bytes(slot[: len(MAGIC)]) == MAGIC:  # most blocks behind damage are no record's first
-        with contextlib.suppress(RecordError):
-            meta, payload_bytes = parse_header(slot)
-            num_blocks = record_blocks(payload_bytes)
-            fits = num_blocks * BLOCK_BYTES <= slot.size
-            if fits and meta.namespace == namespace and checksum_matches(slot, payload_bytes):
-                table.add(meta.page_hash, meta.lora, meta.quality, num_blocks)
-                return True
+        found = seals.open_any(slot, namespace)
+        if found is not None:
+            meta, payload_bytes = found
+            table.add(meta.page_hash, meta.lora, meta.quality, record_blocks(payload_bytes))
+            return True
     table.add_hole()
     return False
 
@@ -219,7 +253,7 @@ def identify(io: FileIO, path: Path, segment_id: int) -> bytes | None:
         header = decode_header(read_small(io, path, 0, BLOCK_BYTES))
         if header is not None:
             return header.namespace if header.segment_id == segment_id else None
-        trailer, _ = read_footer(io, path, path.stat().st_size)
+        trailer, _ = read_footer(io, path, path.stat().st_size, None)
         if trailer is not None and trailer.segment_id == segment_id:
             return trailer.namespace
     return None

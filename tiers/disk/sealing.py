@@ -20,6 +20,7 @@ import numpy as np
 from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk.fileio import FileIO, aligned_array, write_all
 from sglang_ext.tiers.disk.layout import SegmentTable, encode_footer
+from sglang_ext.tiers.record_seals import FooterSeal
 
 
 def write_footer(
@@ -30,9 +31,20 @@ def write_footer(
     namespace: bytes,
     *,
     sync: bool,
+    seal: FooterSeal | None,
     failpoint: Callable[[str], None] | None = None,
 ) -> int:
     """Seals the segment open at `fd`, whose records `table` lists.
+
+    Args:
+        io: the system calls.
+        fd: the file.
+        table: its records.
+        segment_id: its id.
+        namespace: its namespace.
+        sync: wait for the device.
+        seal: what protects the table, if the segment is protected.
+        failpoint: a test's hook.
 
     Returns:
         The file's size from now on.
@@ -40,7 +52,7 @@ def write_footer(
     Raises:
         OSError: the disk failed; the segment counts as never sealed and loses nothing.
     """
-    footer = encode_footer(table, segment_id, namespace)
+    footer = encode_footer(table, segment_id, namespace, seal)
     block = aligned_array(len(footer))
     block[:] = np.frombuffer(footer, np.uint8)
     offset = table.end_block * BLOCK_BYTES

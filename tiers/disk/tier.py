@@ -44,6 +44,7 @@ from sglang_ext.tiers.disk.workers import Workers
 from sglang_ext.tiers.disk.writing import Writer
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.record import ByteArray, VerifyResult
+from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
 
 _READABLE = (SegmentState.SEALED, SegmentState.RESEALED, SegmentState.DAMAGED_FOOTER)
 _QUIET = (SegmentState.SEALED, SegmentState.RESEALED, SegmentState.EMPTY)
@@ -78,6 +79,7 @@ class DiskTier(Tier):
         self,
         config: DiskConfig,
         *,
+        seals: RecordSeals = CHECKSUMS,
         io: FileIO | None = None,
         failpoints: Callable[[str], None] | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class DiskTier(Tier):
 
         Args:
             config: the settings.
+            seals: what proves that records are whole, or whose they are.
             io: system calls; tests put a failing disk here.
             failpoints: called with the name of each critical step; for tests only.
 
@@ -121,6 +124,7 @@ class DiskTier(Tier):
             counters=Counters(),
             catalog=self._catalog,
             fds=FdCache(self._io, flags),
+            seals=seals,
             failpoint=failpoints,
         )
         self._writer = Writer(self._context, self, ids)
@@ -303,6 +307,7 @@ class DiskTier(Tier):
             namespace.digest,
             namespace.slot_bytes,
             sync=self._config.fsync != "none",
+            seals=self._context.seals,
         )
         counters = self._context.counters
         counters.add("bytes_written", result.bytes_written)

@@ -13,8 +13,8 @@ from sglang_ext.tiers.disk.context import DiskContext, Owner, usable_slot
 from sglang_ext.tiers.disk.folder import SegmentIds
 from sglang_ext.tiers.disk.layout import segment_file_bytes
 from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE, Reclaimer
-from sglang_ext.tiers.record import ByteArray, RecordError, RecordMeta, VerifyResult
-from sglang_ext.tiers.record_checks import seal_records
+from sglang_ext.tiers.record import ByteArray, RecordError, VerifyResult
+from sglang_ext.tiers.record_seals import RecordSeals, SealedRecord
 
 
 class _Batch:
@@ -26,27 +26,30 @@ class _Batch:
         refused: reasons of the rows that hold no record of the namespace.
     """
 
-    def __init__(self, namespace: bytes, slots: Sequence[ByteArray], rows: list[int]) -> None:
+    def __init__(
+        self, seals: RecordSeals, namespace: bytes, slots: Sequence[ByteArray], rows: list[int]
+    ) -> None:
         self.rows = rows
         self.payload_bytes = [0] * len(rows)
         self.refused: dict[int, str] = {}
+        self._seals = seals
         self._namespace = namespace
         self._slots = slots
 
-    def prepare(self, run: range) -> list[RecordMeta | None]:
-        """Checks the headers of neighbouring records and computes their checksums."""
-        metas: list[RecordMeta | None] = []
+    def prepare(self, run: range) -> list[SealedRecord | None]:
+        """Checks the headers of neighbouring records and seals them."""
+        found: list[SealedRecord | None] = []
         rows = [self.rows[index] for index in run]
-        sealed = seal_records([self._slots[row] for row in rows], self._namespace)
+        sealed = self._seals.seal([self._slots[row] for row in rows], self._namespace)
         for index, row, result in zip(run, rows, sealed, strict=True):
             if isinstance(result, RecordError):
                 is_foreign = result.kind is VerifyResult.FOREIGN
                 self.refused[row] = "foreign" if is_foreign else "malformed"
-                metas.append(None)
+                found.append(None)
             else:
                 self.payload_bytes[index] = result.payload_bytes
-                metas.append(result.meta)
-        return metas
+                found.append(result)
+        return found
 
 
 class Writer:
@@ -70,7 +73,8 @@ class Writer:
             if active is None:
                 self._context.counters.drop("full", len(rows))
                 break
-            batch = _Batch(namespace.digest, slots, rows[: active.count_fitting(blocks)])
+            fitting = rows[: active.count_fitting(blocks)]
+            batch = _Batch(self._context.seals, namespace.digest, slots, fitting)
             done = active.append([slots[row] for row in batch.rows], batch.prepare)
             for row, location in zip(batch.rows, done.locations, strict=False):
                 locations[row] = location

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from sglang_ext.tiers.checksums import is_plain
 from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, VerifyResult
-from sglang_ext.tiers.record_checks import verify
+from sglang_ext.tiers.record_checks import RecordKey
+from sglang_ext.tiers.record_seals import RecordSeals
 from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, OnResult
 from sglang_ext.tiers.remote.values import (
@@ -41,11 +42,13 @@ class Reading:
         requests: Sequence[GetRequest],
         on_result: OnResult | None,
         part_bytes: int,
+        seals: RecordSeals,
     ) -> None:
         self._names = names
         self._requests = requests
         self._on_result = on_result
         self._part_bytes = part_bytes
+        self._seals = seals
         self._is_done = [False] * len(requests)
         self.results: list[GetResult] = [GetResult(Outcome.UNAVAILABLE)] * len(requests)
         self.num_bytes = 0
@@ -111,7 +114,9 @@ class Reading:
                 self._finish(index, Outcome.MISSING)
                 return
             name, request = self._names[index], self._requests[index]
-            facts = checked_facts(request.out[:num_bytes], request.key, request.out.size)
+            facts = checked_facts(
+                request.out[:num_bytes], request.key, request.out.size, self._seals
+            )
             if isinstance(facts, VerifyResult):
                 self._reject(index, facts.value)
             elif facts.total_bytes <= num_bytes:
@@ -138,7 +143,8 @@ class Reading:
 
     def _verify(self, index: int, facts: HeaderFacts, names: list[str]) -> None:
         key, out = self._requests[index].key, self._requests[index].out
-        found = verify(out[: facts.total_bytes], key.page_hash, key.namespace, key.lora)
+        wanted = RecordKey(key.page_hash, key.namespace, key.lora)
+        (found,) = self._seals.open([out[: facts.total_bytes]], [wanted])
         if found is not VerifyResult.OK:
             self._reject(index, found.value)
             return

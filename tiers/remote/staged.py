@@ -7,7 +7,7 @@ Little-endian (stored; a change needs another version)::
 
     0     512   the record's header
     512   4     magic "HKVL"
-    516   1     version, 1
+    516   1     version, 1 (a protected record has version 2, see `protection.seals`)
     517   1     number of stages n, 1 to 16
     518   1     first level: what the bytes up to the first end decode to
     519   1     zero
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -37,6 +37,7 @@ from sglang_ext.tiers.record import (
     parse_header,
     write_meta,
 )
+from sglang_ext.tiers.record_seals import StageOpener
 
 MAX_STAGES = 16
 TABLE_BYTES = 256
@@ -58,21 +59,26 @@ class Stages:
         first_level: what the first stage alone decodes to.
         ends: of each stage, from the record's start.
         checksums: of each stage's bytes.
+        opener: what proves a stage in place of its checksum, if the record is protected.
     """
 
     meta: RecordMeta
     first_level: int
     ends: tuple[int, ...]
     checksums: tuple[int, ...]
+    opener: StageOpener | None = field(default=None, compare=False)
 
     def start_of(self, stage: int) -> int:
         """Where a stage's bytes begin."""
         return self.ends[stage - 1] if stage else START_BYTES
 
     def is_sound(self, stage: int, data: ByteArray) -> bool:
-        """Whether `data` are a stage's bytes, all of them."""
-        length = self.ends[stage] - self.start_of(stage)
-        return data.size == length and _digest(data) == self.checksums[stage]
+        """Whether `data` are a stage's bytes, all of them; asked once, it makes them plain."""
+        if data.size != self.ends[stage] - self.start_of(stage):
+            return False
+        if self.opener is not None:
+            return self.opener(stage, data)
+        return _digest(data) == self.checksums[stage]
 
 
 def stage(record: ByteArray, first_level: int, ends: Sequence[int]) -> ByteArray:
@@ -97,13 +103,29 @@ def stage(record: ByteArray, first_level: int, ends: Sequence[int]) -> ByteArray
     staged = np.zeros(TABLE_BYTES + ends[-1], np.uint8)
     write_meta(staged, meta, TABLE_BYTES + payload_bytes)
     staged[START_BYTES:] = record[HEADER_BYTES : ends[-1]]
-    table = _HEAD.pack(_MAGIC, _VERSION, len(ends), first_level, 0)
-    for start, end in pairwise(bounds):
-        table += _STAGE.pack(end + TABLE_BYTES, _digest(record[start:end]))
-    staged[HEADER_BYTES : HEADER_BYTES + len(table)] = np.frombuffer(table, np.uint8)
-    checksum = _CHECKSUM.pack(_digest_of_start(staged))
-    staged[_CHECKSUM_AT:START_BYTES] = np.frombuffer(checksum, np.uint8)
+    ends = [end + TABLE_BYTES for end in ends]
+    checksums = [_digest(staged[start:end]) for start, end in pairwise((START_BYTES, *ends))]
+    write_table(staged, first_level, ends, checksums)
     return staged
+
+
+def write_table(
+    start: ByteArray, first_level: int, ends: Sequence[int], checksums: Sequence[int]
+) -> None:
+    """Writes the table of a staged record behind its header, which is there.
+
+    Args:
+        start: u8 [at least START_BYTES], writable.
+        first_level: what the first stage decodes to.
+        ends: of each stage, from the record's start.
+        checksums: of each stage's bytes, xxh3_64.
+    """
+    table = _HEAD.pack(_MAGIC, _VERSION, len(ends), first_level, 0)
+    table += b"".join(map(_STAGE.pack, ends, checksums))
+    padded = table.ljust(TABLE_BYTES, b"\0")
+    start[HEADER_BYTES:START_BYTES] = np.frombuffer(padded, np.uint8)
+    checksum = _CHECKSUM.pack(_digest_of_start(start))
+    start[_CHECKSUM_AT:START_BYTES] = np.frombuffer(checksum, np.uint8)
 
 
 def read_stages(start: ByteArray, room_bytes: int) -> Stages:

@@ -6,14 +6,15 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from sglang_ext.tiers.disk.counters import Counters
 from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.record import HEADER_BYTES, VerifyResult
+from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, VerifyResult
+from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
 from sglang_ext.tiers.remote.base import (
     Deadline,
     Fetch,
@@ -28,6 +29,7 @@ from sglang_ext.tiers.remote.guard import Guard
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, HeadResult, OnResult, PutItem
 from sglang_ext.tiers.remote.ranges import RangeReading, RangeRequest
 from sglang_ext.tiers.remote.reading import Reading
+from sglang_ext.tiers.remote.staged import Stages, read_stages
 from sglang_ext.tiers.remote.url import RemoteUrl
 from sglang_ext.tiers.remote.values import (
     MAX_PART_BYTES,
@@ -115,12 +117,23 @@ class RemoteStore:
     TTL. A store that is down at start is found when it comes up.
     """
 
-    def __init__(self, engine: RemoteEngine, config: StoreConfig, *, shown: str = "") -> None:
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        config: StoreConfig,
+        *,
+        seals: RecordSeals = CHECKSUMS,
+        hide: Callable[[RemoteKey], RemoteKey] | None = None,
+        shown: str = "",
+    ) -> None:
         """Starts the store's thread, which connects. Does not block.
 
         Args:
             engine: what speaks to the store; closed by `close`.
             config: the settings.
+            seals: what proves that records are whole, or whose they are.
+            hide: gives keys other digests, so that names do not say what they are of; None where
+                names may.
             shown: the store's address without secrets, for logs.
 
         Raises:
@@ -129,6 +142,8 @@ class RemoteStore:
         config.check(engine)
         self._engine = engine
         self._config = config
+        self._seals = seals
+        self._hide = hide
         self._part_bytes = min(config.part_bytes, engine.max_value_bytes)
         self.counters = Counters()
         self._lock = threading.Lock()
@@ -188,7 +203,7 @@ class RemoteStore:
             One result a request, in order.
         """
         names = self._names([request.key for request in requests])
-        reading = Reading(names, requests, on_result, self._part_bytes)
+        reading = Reading(names, requests, on_result, self._part_bytes, self._seals)
         deadline = self._deadline(timeout_s)
         error = self._guard.run(
             lambda: reading.run(self._engine, deadline), failed=reading.is_all_garbage
@@ -225,6 +240,32 @@ class RemoteStore:
         read = zip(names, reading.results, strict=True)
         self._note_used([name for name, result in read if result.outcome is Outcome.OK])
         return reading.results
+
+    def facts(
+        self, start: ByteArray, key: RemoteKey, room_bytes: int
+    ) -> HeaderFacts | VerifyResult:
+        """What the header at the start of a value says, read with `read_ranges`.
+
+        Args:
+            start: u8 [any number]; stays as it is.
+            key: what was asked for.
+            room_bytes: no record may be longer.
+        """
+        return checked_facts(start, key, room_bytes, self._seals)
+
+    def read_stages(self, start: ByteArray, key: RemoteKey, room_bytes: int) -> Stages:
+        """What the first bytes of a staged record say, read with `read_ranges`.
+
+        Args:
+            start: u8 [at least `START_BYTES`]; stays as it is.
+            key: what was asked for.
+            room_bytes: no record may be longer.
+
+        Raises:
+            RecordError: they are no such bytes, of another version, damaged or forged.
+        """
+        plain, opener = self._seals.open_start(start, key.namespace)
+        return replace(read_stages(plain, room_bytes), opener=opener)
 
     def reject(self, key: RemoteKey, kind: str) -> None:
         """What `read_ranges` brought is not what it should be: a miss until it is stored anew."""
@@ -294,7 +335,8 @@ class RemoteStore:
             bad = set(self._bad)
         if is_full:
             return self._count_puts([Outcome.FULL] * len(items), 0)
-        writing = Writing(self._names([item.key for item in items]), items, self._part_bytes, bad)
+        names = self._names([item.key for item in items])
+        writing = Writing(names, items, self._part_bytes, bad, self._seals)
         if timeout_s is None:
             timeout_s = self.transfer_timeout_s(writing.num_bytes)
         deadline = Deadline.after(timeout_s)
@@ -348,7 +390,10 @@ class RemoteStore:
         names: list[str] = []
         for key in keys:
             try:
-                names.append(value_name(self._config.prefix, key))
+                name = value_name(self._config.prefix, key)
+                if self._hide is not None:
+                    name = value_name(self._config.prefix, self._hide(key))
+                names.append(name)
             except (ValueError, TypeError, AttributeError):
                 names.append("")
         return names
@@ -364,7 +409,7 @@ class RemoteStore:
 
         def on_fetched(position: int, num_bytes: int) -> None:
             index = wanted[position]
-            facts = checked_facts(outs[index, :num_bytes], keys[index])
+            facts = checked_facts(outs[index, :num_bytes], keys[index], seals=self._seals)
             if num_bytes == 0 or names[index] in bad:
                 found[index] = Outcome.MISSING
             else:

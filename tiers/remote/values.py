@@ -20,7 +20,7 @@ from sglang_ext.tiers.record import (
     VerifyResult,
     parse_header,
 )
-from sglang_ext.tiers.record_checks import sealed_header
+from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
 from sglang_ext.tiers.remote.base import RemoteKey, level_name
 
 MIN_PART_BYTES = 64 << 10
@@ -54,19 +54,25 @@ class HeaderFacts(NamedTuple):
 
 
 def checked_facts(
-    start: ByteArray, key: RemoteKey, room_bytes: int = MAX_RECORD_BYTES
+    start: ByteArray,
+    key: RemoteKey,
+    room_bytes: int = MAX_RECORD_BYTES,
+    seals: RecordSeals = CHECKSUMS,
 ) -> HeaderFacts | VerifyResult:
     """Reads the header at the start of a value, and says what is wrong if it is not the key's.
 
-    The checksum is not looked at: only a whole record can be verified.
+    A checksum is not looked at: only a whole record can be verified. The tag of a protected
+    record's header is.
 
     Args:
         start: u8 [any number]; what was read.
         key: what was asked for.
         room_bytes: no record may be longer.
+        seals: what proves records of this store. `start` stays as it is.
     """
     try:
-        facts = _header_facts(start, room_bytes)
+        plain = seals.plain_header(start, key.namespace)
+        facts = _header_facts(plain, start, room_bytes)
     except RecordError as error:
         return error.kind
     meta = facts.meta
@@ -74,31 +80,36 @@ def checked_facts(
     return facts if found == key else VerifyResult.FOREIGN
 
 
-def _header_facts(start: ByteArray, room_bytes: int) -> HeaderFacts:
-    meta, payload_bytes = parse_header(start, room_bytes)
+def _header_facts(plain: ByteArray, start: ByteArray, room_bytes: int) -> HeaderFacts:
+    """What a plain header says, and with it the checksum, or start of a tag, that is stored."""
+    meta, payload_bytes = parse_header(plain, room_bytes)
     (checksum,) = _CHECKSUM.unpack_from(start[:24].tobytes())
     return HeaderFacts(meta, HEADER_BYTES + payload_bytes, checksum)
 
 
-def split(name: str, record: ByteArray, part_bytes: int) -> list[NamedPieces]:
+def split(
+    name: str, record: ByteArray, part_bytes: int, seals: RecordSeals = CHECKSUMS
+) -> list[NamedPieces]:
     """Cuts a record into values; the first is the one to store last.
 
     Args:
         name: of the key.
-        record: u8 [n], header and payload; what follows the payload is left out. Not changed: the
-            checksum goes into a copy of the header.
+        record: u8 [n], header and payload; what follows the payload is left out. Not changed: what
+            seals it goes into a copy of the header.
         part_bytes: longest value.
+        seals: what puts seals on records of this store.
 
     Raises:
         RecordError: it is no record.
     """
-    header = sealed_header(record)
-    facts = _header_facts(header, record.size)
-    body = record[: facts.total_bytes]
-    values = [NamedPieces(name, (header, body[HEADER_BYTES:part_bytes]))]
+    header, payload = seals.seal_to_send(record)
+    facts = _header_facts(record, header, record.size)
+    first_bytes = part_bytes - HEADER_BYTES
+    values = [NamedPieces(name, (header, payload[:first_bytes]))]
     names = part_names(name, facts, part_bytes)
-    for number, part_name in enumerate(names, start=1):
-        piece = body[number * part_bytes : (number + 1) * part_bytes]
+    for number, part_name in enumerate(names):
+        start = first_bytes + number * part_bytes
+        piece = payload[start : start + part_bytes]
         values.append(NamedPieces(part_name, (piece,)))
     return values
 

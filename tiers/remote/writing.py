@@ -8,6 +8,7 @@ import numpy as np
 
 from sglang_ext.tiers.quality import Quality
 from sglang_ext.tiers.record import HEADER_BYTES, RecordError, VerifyResult
+from sglang_ext.tiers.record_seals import RecordSeals
 from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine, Value
 from sglang_ext.tiers.remote.items import PutItem
 from sglang_ext.tiers.remote.values import NamedPieces, checked_facts, split
@@ -31,10 +32,12 @@ class Writing:
         items: Sequence[PutItem],
         part_bytes: int,
         bad: set[str],
+        seals: RecordSeals,
     ) -> None:
         self._names = names
         self._items = items
         self._bad = bad
+        self._seals = seals
         self._values: list[list[NamedPieces] | None] = []
         self._quality: list[int] = []
         self._outcomes: list[Outcome | None] = [None] * len(items)
@@ -75,7 +78,7 @@ class Writing:
             if name and is_record_array(item.record):
                 facts = checked_facts(item.record[:HEADER_BYTES], item.key, item.record.size)
                 if not isinstance(facts, VerifyResult):
-                    values = split(name, item.record, part_bytes)
+                    values = split(name, item.record, part_bytes, self._seals)
                     quality = facts.meta.quality
         except RecordError:
             values = None
@@ -100,7 +103,8 @@ class Writing:
             index = wanted[at]
             if num_bytes == 0:
                 return
-            facts = checked_facts(outs[at, :num_bytes], self._items[index].key)
+            key = self._items[index].key
+            facts = checked_facts(outs[at, :num_bytes], key, seals=self._seals)
             is_sound = not isinstance(facts, VerifyResult) and self._names[index] not in self._bad
             if not is_sound:
                 replaces[index] = True
