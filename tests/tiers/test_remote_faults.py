@@ -478,7 +478,9 @@ def test_a_wrong_password_is_told_once_and_never_shown(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     with RedisServer(tmp_path, password="right-secret") as server:
-        store = open_(f"redis://:wrong-secret@127.0.0.1:{server.port}")
+        password = tmp_path / "password"
+        password.write_text("wrong-secret")
+        store = open_(f"redis://127.0.0.1:{server.port}?password-file={password}")
         assert until(lambda: store.stats().get("error_auth", 0) >= 3)
         assert read(store, [make_item(1)]) == [UNAVAILABLE]
         assert not store.usable

@@ -37,7 +37,7 @@ from sglang_ext.tiers.remote.base import (
 )
 from sglang_ext.tiers.remote.file_reclaim import TEMP_PREFIX, Reclaimer
 from sglang_ext.tiers.remote.patience import Errand, Patience
-from sglang_ext.tiers.remote.url import Options, RemoteUrl, one_of, size
+from sglang_ext.tiers.remote.url import Options, RemoteUrl, folder_size, one_of, size
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ _NO_LINK_ERRORS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, e
 
 def options(scheme: str) -> Options:
     """See `register_engine`."""
-    readers = {"size": size, "free": size, "fsync": one_of("none", "always")}
+    readers = {"size": folder_size, "free": size, "fsync": one_of("none", "always")}
     return Options(readers, path="folder", max_hosts=0)
 
 
@@ -63,9 +63,14 @@ def open_engine(url: RemoteUrl) -> RemoteEngine:
         TierConfigError: the folder is not there or cannot be written to.
     """
     folder = Path(url.path)
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError:  # a name that is too long
+        is_folder = False
+    if not is_folder:
+        shown = url.path if len(url.path) <= 100 else url.path[:100] + "..."
         raise TierConfigError(
-            f"--hier-kv-remote-url: {folder} must be a folder that is there; mount or make it"
+            f"--hier-kv-remote-url: {shown} must be a folder that is there; mount or make it"
         )
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise TierConfigError(

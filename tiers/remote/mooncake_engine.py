@@ -355,6 +355,8 @@ def _own_host(master: str) -> str:
 def _metadata(text: str) -> str:
     if text != "P2PHANDSHAKE" and not text.startswith(("http://", "https://", "etcd://")):
         raise ValueError("P2PHANDSHAKE, or the http:// URL of Mooncake's metadata server")
+    if "@" in text:
+        raise ValueError("a URL without a user or password in it")
     return text
 
 

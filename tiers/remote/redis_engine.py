@@ -23,6 +23,7 @@ from sglang_ext.tiers.remote.base import (
     Usage,
     Value,
 )
+from sglang_ext.tiers.remote.password import ENV_PASSWORD
 from sglang_ext.tiers.remote.redis_nodes import Address, Lease, Nodes
 from sglang_ext.tiers.remote.resp import Argument, Connection, Login, ReplyError, refusal
 from sglang_ext.tiers.remote.url import (
@@ -70,7 +71,8 @@ def open_engine(url: RemoteUrl) -> RemoteEngine:
         )
     if url.user and not url.password:
         raise TierConfigError(
-            "--hier-kv-remote-url has a user and no password; add password-file=PATH"
+            "--hier-kv-remote-url has a user and no password; add password-file=PATH or set"
+            f" {ENV_PASSWORD}"
         )
     login = Login(url.user, url.password, int(url.path or 0), _tls(url))
     return RedisEngine(url.hosts, login, is_cluster=is_cluster, ttl_s=url.options.get("ttl", 0.0))
@@ -259,6 +261,11 @@ class RedisEngine(RemoteEngine):
             moved = self._round(commands, deadline)
             if not moved:
                 return
+            if not self._nodes.is_cluster:
+                raise RemoteUnavailableError(
+                    "the server is one of a cluster and points to another, which is followed with"
+                    " cluster=yes in --hier-kv-remote-url only"
+                )
             commands = [command for command, _ in moved]
             asks = [(c, error) for c, error in moved if str(error).startswith("ASK ")]
             for command, error in asks:
@@ -290,8 +297,14 @@ class RedisEngine(RemoteEngine):
         return window.moved
 
     def _ask(self, command: _Command, error: ReplyError, deadline: Deadline) -> None:
-        """Runs one command at the node that its slot is moving to."""
+        """Runs one command at the node that its slot is moving to.
+
+        Where that is none of the cluster's nodes known so far, the command is left out: the item
+        is not reported, and so counts as failed.
+        """
         address = self._nodes.redirect_address(str(error))
+        if address is None:
+            return
         with Lease(self._nodes) as lease:
             connection = lease.get(address, deadline)
             connection.send([("ASKING",), command.arguments], deadline)
@@ -313,11 +326,12 @@ def _tls(url: RemoteUrl) -> ssl.SSLContext | None:
     try:
         context = ssl.create_default_context(cafile=files[0] and str(files[0]))
         if files[1] is not None:
-            context.load_cert_chain(str(files[1]), str(files[2]))
+            # Without a password here OpenSSL would ask for one at the terminal.
+            context.load_cert_chain(str(files[1]), str(files[2]), password="")
     except (OSError, ValueError) as error:
         raise TierConfigError(
             "--hier-kv-remote-url: ca-file, cert-file and key-file must be PEM files that belong"
-            f" together ({error})"
+            f" together, the key without a passphrase ({error})"
         ) from error
     if url.options.get("verify") == "none":
         context.check_hostname = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import binascii
+import re
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -60,16 +61,23 @@ class Nodes:
                 raise RemoteUnavailableError("no node of the cluster has this value's slot")
             return self._known[index]
 
-    def redirect_address(self, error: str) -> Address:
-        """The node that `ASK slot host:port` or `MOVED slot host:port` names.
+    @property
+    def is_cluster(self) -> bool:
+        """Whether a server may point to another one."""
+        return self._is_cluster
 
-        Raises:
-            RemoteUnavailableError: it names none.
+    def redirect_address(self, error: str) -> Address | None:
+        """The node that `ASK slot host:port` names, if it is one that may be asked.
+
+        The password is sent to every node that is connected to, so only those are that the URL or
+        the cluster's list of slots names: a node that has no slots yet is not asked.
         """
         host, _, port = error.rpartition(" ")[2].rpartition(":")
-        if not port.isdecimal() or not 0 < int(port) < 65536:
-            raise RemoteUnavailableError("the cluster points to no node")
-        return (host.strip("[]") or self._seeds[0][0], int(port))
+        if not re.fullmatch(r"[0-9]{1,5}", port):
+            return None
+        address = (host.strip("[]") or self._seeds[0][0], int(port))
+        with self._lock:
+            return address if address in self._known or address in self._seeds else None
 
     def refresh(self, deadline: Deadline) -> None:
         """Asks the cluster which node has which slots; nothing for a single server.

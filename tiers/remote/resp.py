@@ -173,7 +173,7 @@ class Connection:
             plain = socket.create_connection(self.address, timeout=deadline.left_s())
         except TimeoutError as error:
             raise RemoteTimeoutError(f"no connection to {host}:{port} in time") from error
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter of a name that no host can have
             raise RemoteUnavailableError(f"no connection to {host}:{port}: {error}") from error
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -195,13 +195,22 @@ class Connection:
     def _log_in(self, login: Login, deadline: Deadline) -> None:
         try:
             if login.password:
-                user = [login.user] if login.user else []
-                self.call(["AUTH", *user, login.password], deadline)
+                self._authenticate(login, deadline)
             if login.database:
                 self.call(["SELECT", login.database], deadline)
             self.call(["PING"], deadline)
         except ReplyError as error:
             raise refusal(error) from error
+
+    def _authenticate(self, login: Login, deadline: Deadline) -> None:
+        user = [login.user] if login.user else []
+        try:
+            self.call(["AUTH", *user, login.password], deadline)
+        except ReplyError as error:
+            # A server that does not know AUTH answers with its arguments, so the answer is kept
+            # out of what is raised and logged.
+            known = next((start for start in _AUTH_ERRORS if str(error).startswith(start)), "ERR")
+            raise refusal(ReplyError(f"{known} (the server refused the login)")) from None
 
     def _send(self, data: bytearray | memoryview, deadline: Deadline) -> None:
         if not len(data):

@@ -6,6 +6,7 @@ What is wrong with it is said at start, in one sentence, and secrets in it are n
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.remote.password import read_password, refuse_inline
 from sglang_ext.tiers.remote.registry import scheme_options
 
 _FLAG = "--hier-kv-remote-url"
@@ -20,6 +22,14 @@ _PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _SIZE_UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
 _TIME_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _MAX_PORT = 65535
+_MAX_DATABASE = 99_999
+_MAX_SIZE_BYTES = 1 << 60
+_MIN_FOLDER_BYTES = 64 << 10
+_MIN_LIFE_S, _MAX_LIFE_S = 1.0, 3650 * 86400.0
+_MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 0.001, 86400.0
+# A name that does not fit in the domain name system cannot even be looked up.
+_MAX_HOST_CHARS, _MAX_LABEL_CHARS = 253, 63
+_SHOWN_CHARS = 60
 
 
 def number_with_unit(text: str, units: Mapping[str, float], what: str) -> float:
@@ -28,7 +38,7 @@ def number_with_unit(text: str, units: Mapping[str, float], what: str) -> float:
     Raises:
         ValueError: it is none; the message says what one looks like.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", text)
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([A-Za-z]*)", text)
     if match is None or match[2] not in units or float(match[1]) <= 0:
         shown = ", ".join(unit for unit in units if unit)
         raise ValueError(f"a positive {what} such as 4{next(u for u in units if u)} ({shown})")
@@ -37,12 +47,34 @@ def number_with_unit(text: str, units: Mapping[str, float], what: str) -> float:
 
 def size(text: str) -> int:
     """Reads a size: bytes, or a number and KB, MB, GB or TB, which are powers of 1024."""
-    return int(number_with_unit(text, _SIZE_UNITS, "size"))
+    num_bytes = int(number_with_unit(text, _SIZE_UNITS, "size"))
+    if not 1 <= num_bytes <= _MAX_SIZE_BYTES:
+        raise ValueError(f"a positive size of at most {_MAX_SIZE_BYTES >> 40}TB")
+    return num_bytes
 
 
-def duration_s(text: str) -> float:
-    """Reads a time: a number and s, m, h or d."""
-    return number_with_unit(text, _TIME_UNITS, "time")
+def folder_size(text: str) -> int:
+    """Reads how much may lie in a folder."""
+    num_bytes = size(text)
+    if num_bytes < _MIN_FOLDER_BYTES:
+        raise ValueError(f"a size of at least {_MIN_FOLDER_BYTES >> 10}KB, such as 100GB")
+    return num_bytes
+
+
+def life_s(text: str) -> float:
+    """Reads how long a value stays: a number and s, m, h or d."""
+    return _between(number_with_unit(text, _TIME_UNITS, "time"), _MIN_LIFE_S, _MAX_LIFE_S)
+
+
+def timeout_s(text: str) -> float:
+    """Reads how long a call may take: a number and s, m, h or d."""
+    return _between(number_with_unit(text, _TIME_UNITS, "time"), _MIN_TIMEOUT_S, _MAX_TIMEOUT_S)
+
+
+def _between(seconds: float, least_s: float, most_s: float) -> float:
+    if not least_s <= seconds <= most_s:
+        raise ValueError(f"a positive time from {least_s:g}s to {most_s:.0f}s")
+    return seconds
 
 
 def yes_or_no(text: str) -> bool:
@@ -54,7 +86,7 @@ def yes_or_no(text: str) -> bool:
 
 def count(text: str) -> int:
     """Reads a number from 1 to 64."""
-    if not text.isdecimal() or not 1 <= int(text) <= 64:
+    if not _is_number(text, 64) or int(text) < 1:
         raise ValueError("a number from 1 to 64")
     return int(text)
 
@@ -70,11 +102,19 @@ def readable_file(text: str) -> Path:
     """Reads the path of a file that is there and can be read."""
     path = Path(text)
     try:
+        # Opening a pipe waits until somebody writes to it.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError("a file that can be read (this is none)")
         with path.open("rb"):
             pass
     except OSError as error:
         raise ValueError(f"a file that can be read ({error.strerror})") from error
     return path
+
+
+def _is_number(text: str, most: int) -> bool:
+    """Whether `text` is a number from 0 to `most` in plain digits."""
+    return bool(re.fullmatch(r"[0-9]{1,9}", text)) and int(text) <= most
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
@@ -97,7 +137,7 @@ class Options:
         default_port: of the store; 0 where a URL names no host.
         path: `db` for a number, `folder` for an absolute path, `none`.
         max_hosts: how many HOST:PORT may be given, with commas between.
-        has_login: whether USER:PASSWORD@ may stand in front of the host.
+        has_login: whether USER@ may stand in front of the host, and a password goes with it.
     """
 
     readers: Mapping[str, Callable[[str], Any]]
@@ -110,8 +150,8 @@ class Options:
 # What every scheme may say; `StoreConfig` of store.py has what they mean.
 COMMON_READERS: Mapping[str, Callable[[str], Any]] = {
     "prefix": name_prefix,
-    "ttl": duration_s,
-    "timeout": duration_s,
+    "ttl": life_s,
+    "timeout": timeout_s,
     "part": size,
     "calls": count,
 }
@@ -126,7 +166,7 @@ class RemoteUrl:
         hosts: (host, port), as given.
         path: what stands behind the host, decoded.
         user: login name, or "".
-        password: or ""; from the URL or from `password-file`. Not part of the repr.
+        password: or ""; from `password-file` or the environment. Not part of the repr.
         options: values of the query by name, as their readers gave them.
         shown: the URL without its secrets, for logs and reports.
     """
@@ -151,10 +191,11 @@ def parse_remote_url(text: str) -> RemoteUrl:
     try:
         parts = urlsplit(text)
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-    except ValueError as error:
+    except ValueError:
+        # The error's own text repeats the host's part of the URL, where a password may stand.
         raise TierConfigError(
             f"{_FLAG} must be SCHEME://PLACE?NAME=VALUE&..., and this cannot be read as one"
-        ) from error
+        ) from None
     if "://" not in text:
         raise TierConfigError(
             f"{_FLAG} must be SCHEME://PLACE, such as redis://HOST:PORT or file:///FOLDER"
@@ -162,20 +203,20 @@ def parse_remote_url(text: str) -> RemoteUrl:
     options = scheme_options(parts.scheme)
     if "@" not in parts.netloc and "@" in f"{parts.path}{parts.query}{parts.fragment}":
         raise TierConfigError(
-            f"{_FLAG}: '/', '?', '#' and '@' in a password or a path are written %2F, %3F, %23, %40"
+            f"{_FLAG}: '/', '?', '#' and '@' in a user or a path are written %2F, %3F, %23, %40"
         )
     if parts.fragment:
         raise TierConfigError(f"{_FLAG} must have no '#'; write %23 where one is meant")
     login, at, place = parts.netloc.rpartition("@")
     if at and not options.has_login:
-        raise TierConfigError(f"{_FLAG}: a {parts.scheme}:// URL has no USER:PASSWORD@")
-    user, _, password = login.partition(":")
+        raise TierConfigError(f"{_FLAG}: a {parts.scheme}:// URL has no USER@")
+    refuse_inline(login)
     values = _read_query(parts.scheme, query, options)
     hosts = _read_hosts(parts.scheme, place, options)
     path = _read_path(parts.scheme, unquote(parts.path), options)
-    password = _password(unquote(password), values)
+    password = read_password(values.get("password-file")) if options.has_login else ""
     shown = f"{parts.scheme}://{'***@' if at else ''}{place}{parts.path}"
-    return RemoteUrl(parts.scheme, hosts, path, unquote(user), password, values, shown)
+    return RemoteUrl(parts.scheme, hosts, path, unquote(login), password, values, shown)
 
 
 def _read_query(scheme: str, query: list[tuple[str, str]], options: Options) -> dict[str, Any]:
@@ -185,22 +226,31 @@ def _read_query(scheme: str, query: list[tuple[str, str]], options: Options) -> 
         if name not in readers:
             known = ", ".join(sorted(readers))
             raise TierConfigError(
-                f"{_FLAG}: a {scheme}:// URL has no option {name!r}; there are {known}"
+                f"{_FLAG}: a {scheme}:// URL has no option {_cut(name)}; there are {known}"
             )
         if name in values:
             raise TierConfigError(f"{_FLAG}: option {name!r} is given twice")
+        # Who takes `password-file` for the password itself must not find it in a log.
+        got = "" if name == "password-file" or "@" in text else f", got {_cut(text)}"
+        if not text.isprintable():
+            raise TierConfigError(f"{_FLAG}: {name} must be printable text{got}")
         try:
             values[name] = readers[name](text)
         except ValueError as error:
-            raise TierConfigError(f"{_FLAG}: {name} must be {error}, got {text!r}") from error
+            raise TierConfigError(f"{_FLAG}: {name} must be {error}{got}") from None
     return values
+
+
+def _cut(text: str) -> str:
+    """What was given, for a message."""
+    return repr(text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "...")
 
 
 def _read_hosts(scheme: str, place: str, options: Options) -> tuple[tuple[str, int], ...]:
     if options.max_hosts == 0:
         if place not in ("", "localhost"):
             raise TierConfigError(
-                f"{_FLAG}: a {scheme}:// URL has three slashes and no host, got host {place!r}"
+                f"{_FLAG}: a {scheme}:// URL has three slashes and no host, got host {_cut(place)}"
             )
         return ()
     given = place.split(",")
@@ -216,45 +266,43 @@ def _read_host(scheme: str, text: str, default_port: int) -> tuple[str, int]:
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(.*))?", text)
     if match is None:
         raise TierConfigError(
-            f"{_FLAG}: a {scheme}:// URL names its host as HOST:PORT, got {text!r}"
+            f"{_FLAG}: a {scheme}:// URL names its host as HOST:PORT, of letters, digits, dots and"
+            " hyphens"
+        )
+    host = match[1].strip("[]")
+    labels = host.removesuffix(".").split(".")
+    if len(host) > _MAX_HOST_CHARS or not all(
+        1 <= len(part) <= _MAX_LABEL_CHARS for part in labels
+    ):
+        raise TierConfigError(
+            f"{_FLAG}: a host's name has at most {_MAX_HOST_CHARS} letters, {_MAX_LABEL_CHARS}"
+            " between two dots and none of them empty; correct it"
         )
     port = match[2]
     if port is None:
-        return match[1].strip("[]"), default_port
-    if not port.isdecimal() or not 1 <= int(port) <= _MAX_PORT:
-        raise TierConfigError(f"{_FLAG}: a port is a number from 1 to {_MAX_PORT}, got {port!r}")
-    return match[1].strip("[]"), int(port)
+        return host, default_port
+    if not _is_number(port, _MAX_PORT) or int(port) < 1:
+        # No number, and it may be a password whose @HOST was left out.
+        got = f", got {port}" if _is_number(port, 999_999_999) else ""
+        raise TierConfigError(f"{_FLAG}: a port is a number from 1 to {_MAX_PORT}{got}")
+    return host, int(port)
 
 
 def _read_path(scheme: str, path: str, options: Options) -> str:
+    if not path.isprintable():
+        raise TierConfigError(f"{_FLAG}: the path of a {scheme}:// URL must be printable text")
     if options.path == "folder":
         if not path.startswith("/") or path == "/":
             raise TierConfigError(
-                f"{_FLAG}: a {scheme}:// URL names a folder, as in {scheme}:///mnt/kv, got {path!r}"
+                f"{_FLAG}: a {scheme}:// URL names a folder, as in {scheme}:///mnt/kv, got"
+                f" {_cut(path)}"
             )
         return path
     path = path.removeprefix("/")
-    if options.path == "db" and (not path or path.isdecimal()):
+    if options.path == "db" and (not path or _is_number(path, _MAX_DATABASE)):
         return path
     if path:
-        raise TierConfigError(f"{_FLAG}: a {scheme}:// URL ends with its port, got {'/' + path!r}")
-    return path
-
-
-def _password(given: str, values: dict[str, Any]) -> str:
-    path = values.get("password-file")
-    if path is None:
-        return given
-    if given:
-        raise TierConfigError(f"{_FLAG} has a password and a password-file; leave one out")
-    try:
-        text: str = path.read_text("utf-8").strip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TierConfigError(f"{_FLAG}: password-file {path} is no text that can be read") from (
-            error
-        )
-    if not text or "\n" in text:
         raise TierConfigError(
-            f"{_FLAG}: password-file {path} must hold the password alone, on one line"
+            f"{_FLAG}: a {scheme}:// URL ends with its port, got {_cut('/' + path)}"
         )
-    return text
+    return path
