@@ -65,6 +65,7 @@ def _calibrate(chosen: argparse.Namespace) -> int:
     from sglang_ext.codec.calibrate import CalibrationOptions, calibrate_model
     from sglang_ext.codec.default_text import default_texts
     from sglang_ext.codec.profile_paths import path_to_write
+    from sglang_ext.tiers.access import make_folder
 
     given = {
         "num_windows": chosen.windows,
@@ -88,7 +89,7 @@ def _calibrate(chosen: argparse.Namespace) -> int:
         device=chosen.device,
         progress=lambda line: _tell(time.monotonic() - begin, line),
     )
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     profile.save(target)
     print(target)  # noqa: T201
     return 0

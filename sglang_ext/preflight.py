@@ -13,6 +13,7 @@ from pathlib import Path
 from sglang_ext.config import GIB, HierKVConfig, HierKVConfigError
 from sglang_ext.key_setup import build_trust
 from sglang_ext.remote_setup import check_remote
+from sglang_ext.tiers.access import make_folder, problem_of
 
 
 def check_machine(config: HierKVConfig) -> None:
@@ -26,7 +27,7 @@ def check_machine(config: HierKVConfig) -> None:
         _check_folder(Path(config.disk_dir))
     build_trust(config)
     if config.remote_url:
-        check_remote(config.remote_url)
+        check_remote(config.remote_url, config.disk_dir)
     if config.event_log:
         parent = Path(config.event_log).resolve().parent
         if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -58,7 +59,10 @@ def _check_folder(folder: Path) -> None:
             f"--hier-kv-disk-dir must be a folder, but {folder} is a file; choose another path."
         )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        problem = problem_of(os.stat(folder), os.geteuid())
+        if problem:
+            raise HierKVConfigError(f"--hier-kv-disk-dir: {folder} {problem}.")
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from sglang_ext.config import HierKVConfigError
 from sglang_ext.key_setup import Trust
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteStore, StoreConfig, open_engine, parse_remote_url
 
 
-def check_remote(text: str) -> None:
+def check_remote(text: str, disk_dir: str = "") -> None:
     """Checks a URL, and what it needs on this machine, without asking the store.
 
     Args:
         text: the URL.
+        disk_dir: the disk tier's folder; empty for none.
 
     Raises:
         HierKVConfigError: as `open_remote`.
     """
     try:
         url = parse_remote_url(text)
+        if disk_dir and url.scheme == "file":
+            _refuse_nesting(url.path, disk_dir)
         config = StoreConfig.from_url(url)
         engine = open_engine(url)
         engine.close()
         config.check(engine)
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error
+
+
+def _refuse_nesting(shared: str, disk_dir: str) -> None:
+    """Refuses folders of which one lies in the other, or is the other, by whatever names."""
+    store, disk = Path(shared).resolve(), Path(disk_dir).resolve()
+    if store.is_relative_to(disk) or disk.is_relative_to(store):
+        raise HierKVConfigError(
+            "the folders of --hier-kv-disk-dir and --hier-kv-remote-url must not lie in each other,"
+            f" got {disk} and {store}; give each a folder of its own."
+        )
 
 
 def open_remote(text: str, trust: Trust) -> RemoteStore:

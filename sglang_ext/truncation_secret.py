@@ -6,6 +6,8 @@ import os
 import secrets
 from pathlib import Path
 
+from sglang_ext.tiers.access import FILE_MODE, make_folder
+
 _FILE_NAME = "truncation.key"
 _BYTES = 32
 
@@ -24,8 +26,8 @@ def lineage_secret(disk_dir: str) -> str:
         return fresh
     path = Path(disk_dir) / _FILE_NAME
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        make_folder(path.parent)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "w") as file:
             file.write(fresh)
     except FileExistsError:
         return _read(path) or fresh
@@ -37,7 +39,10 @@ def lineage_secret(disk_dir: str) -> str:
 def _read(path: Path) -> str:
     """The secret in a file; empty when that holds none, as after a crash while it was written."""
     try:
-        text = path.read_text(encoding="ascii").strip()
+        with open(
+            os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="ascii"
+        ) as file:
+            text = file.read(4 * _BYTES).strip()
         return text if len(bytes.fromhex(text)) == _BYTES else ""
     except (OSError, ValueError):
         return ""

@@ -22,6 +22,7 @@ from sglang_ext.codec.base import MAX_CHANNELS, MAX_PLANES, CodecError, PlaneArr
 from sglang_ext.codec.cachegen_stream import finite_plane
 from sglang_ext.codec.float_bits import F32
 from sglang_ext.kernels import ac
+from sglang_ext.tiers.access import write_private
 
 GROUP_TOKENS = 10
 ANCHOR_MAX = 127
@@ -79,7 +80,7 @@ class PaperTables:
         num_planes, num_channels, _ = self.anchor_freqs.shape
         head = _HEAD.pack(_MAGIC, _VERSION, self.planes_per_layer, num_planes, num_channels)
         body = head + zstandard.ZstdCompressor(level=9).compress(self._content())
-        path.write_bytes(body + xxhash.xxh3_64_digest(body))
+        write_private(path, body + xxhash.xxh3_64_digest(body))
 
     @classmethod
     def load(cls, path: Path) -> PaperTables:

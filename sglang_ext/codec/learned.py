@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.codec.base import CodecError, PlaneArray
+from sglang_ext.tiers.access import make_folder, tighten, write_private
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ class LearnedFolder:
             self._known[codec_id, digest] = learned
         if self._folder is None:
             return learned
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
+        tighten(self._folder)
         path = self._folder / f"{digest.hex()}{kind.suffix}"
         if not path.exists():
             _publish(path, learned.save)
@@ -159,4 +161,4 @@ def _publish(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, "ascii")
+    write_private(path, text.encode("ascii"))

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from sglang_ext.codec.base import CodecError
 from sglang_ext.codec.profile_file import ARRAYS, INTS, MAX_LEVELS, pack, unpack
 from sglang_ext.kernels.kvquant.spec import TransformArrays
+from sglang_ext.tiers.access import write_private
 
 PROB_SUM = 4096
 ALPHABET = 256
@@ -151,11 +152,11 @@ class Profile:
         return digest.digest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that :meth:`load` reads; it appears whole or not at all."""
+        """Write a file that :meth:`load` reads, for this user; it appears whole or not at all."""
         target = Path(path)
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
         try:
-            part.write_bytes(self.to_bytes())
+            write_private(part, self.to_bytes())
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from sglang_ext.tiers.access import problem_of
 from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.disk.fileio import FileIO
 from sglang_ext.tiers.errors import TierConfigError
@@ -396,3 +398,83 @@ def test_closing_leaves_no_preallocated_rest(open_tier: OpenTier, tmp_path: Path
     size = (tmp_path / "disk" / folder / "seg-00000001.hkv").stat().st_size
     assert size == 4096 + 3 * SLOT_BYTES + 4096
     assert np.fromfile(tmp_path / "disk" / folder / "seg-00000001.hkv", np.uint8).size == size
+
+
+# ---- other users of the machine ------------------------------------------------------------------
+
+
+def modes(folder: Path) -> set[str]:
+    kinds = {True: "folder", False: "file"}
+    paths = [folder, *folder.rglob("*")]
+    return {f"{kinds[p.is_dir()]} {stat.S_IMODE(p.stat().st_mode):o}" for p in paths}
+
+
+def test_what_the_tier_makes_is_for_its_user_alone(open_tier: OpenTier, tmp_path: Path) -> None:
+    folder = tmp_path / "above" / "disk"
+    old = os.umask(0)
+    try:
+        tier = open_tier(path=folder, direct_io="auto")
+        tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+        store(tier, range(200))
+        tier.close()
+        assert modes(tmp_path / "above") == {"folder 700", "file 600"}
+        # What an earlier release made is taken from the others, in folders of other models too.
+        for path in (folder, folder / NAMESPACE.hex()[:16]):
+            path.chmod(0o755)
+        open_tier(path=folder).close()
+        assert stat.S_IMODE((folder / NAMESPACE.hex()[:16]).stat().st_mode) == 0o700
+    finally:
+        os.umask(old)
+
+
+def test_a_folder_that_everybody_writes_to_is_refused(open_tier: OpenTier, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk").chmod(0o1777)
+    with pytest.raises(TierConfigError, match="every user of the machine; take that away"):
+        open_tier()
+
+
+def test_another_users_folder_is_refused_but_to_root(tmp_path: Path) -> None:
+    status = os.stat_result((stat.S_IFDIR | 0o700, 0, 0, 0, 1234, 0, 0, 0, 0, 0))
+    assert problem_of(status, 1234) == ""
+    assert problem_of(status, 0) == ""
+    assert "belongs to user 1234 and not to user 99" in problem_of(status, 99)
+
+
+@pytest.mark.parametrize("name", ["LOCK", "folder.msgpack.tmp", "direct-io-probe.tmp"])
+def test_a_planted_link_leads_to_no_file(open_tier: OpenTier, tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / name).symlink_to(victim)
+    try:
+        open_tier().close()
+    except TierConfigError as error:
+        assert name == "LOCK" and "symbolic link" in str(error)  # noqa: PT017, PT018
+    assert victim.read_bytes() == b"precious"
+
+
+def test_links_to_namespaces_and_segments_are_left_alone(
+    open_tier: OpenTier, tmp_path: Path
+) -> None:
+    tier = open_tier()
+    tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+    store(tier, range(8))
+    tier.close()
+    home = tmp_path / "disk" / NAMESPACE.hex()[:16]
+    [segment] = home.glob("seg-*")
+    away = tmp_path / "away"
+    away.mkdir()
+    segment.rename(away / segment.name)
+    segment.symlink_to(away / segment.name)
+    before = (away / segment.name).read_bytes()
+    tier = open_tier()
+    assert len(tier.open_namespace(NAMESPACE, SLOT_BYTES, {})) == 0
+    tier.clear(None)
+    tier.close()
+    assert (away / segment.name).read_bytes() == before
+    home.rename(tmp_path / "home")
+    home.symlink_to(tmp_path / "home")
+    tier = open_tier()
+    with pytest.raises(TierConfigError, match="no symbolic link"):
+        tier.open_namespace(NAMESPACE, SLOT_BYTES, {})

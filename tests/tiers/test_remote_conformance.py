@@ -52,8 +52,11 @@ def _password(path: Path) -> Iterator[str]:
 
 def _tls(path: Path) -> Iterator[str]:
     files = TlsFiles(path)
+    secret = path / "password"
+    secret.write_text("hunter2")
     with RedisServer(path, tls=files, password="hunter2") as server:
-        yield f"rediss://default:hunter2@localhost:{server.port}?ca-file={files.ca}"
+        query = f"ca-file={files.ca}&password-file={secret}"
+        yield f"rediss://default@localhost:{server.port}?{query}"
 
 
 def _cluster(path: Path) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -12,13 +14,17 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteStore
 from sglang_ext.tiers.remote.file_engine import FileEngine
+from tests.tiers import tier_pages
 from tests.tiers.remote_cases import (
     FULL,
     KEPT,
     LONG_BYTES,
     MISSING,
+    NAMESPACE,
     OK,
     PAGE_BYTES,
     REJECTED,
@@ -104,7 +110,8 @@ def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_record(
         writer.wait()
         writer.stdout.close()
         assert set(read(store, items)) <= {OK, MISSING, REJECTED}
-    left = [tmp_path / f"hkv-1/{n}" for n in (".hkv-tmp-1", ".hkv-tmp-2")]
+    folder = _values(tmp_path)[0].parent
+    left = [folder / f".hkv-tmp-77-0123abcd-{number}" for number in range(2)]
     for path in left:
         path.write_bytes(b"half")
     os.utime(left[0], (1.0, 1.0))
@@ -145,6 +152,103 @@ def test_other_files_are_left_alone(open_: Open, tmp_path: Path) -> None:
     store.put(make_items(range(4, 8)))
     assert _reclaimer(store).wait_scanned(WAIT_S)
     assert mine.exists()
+
+
+def test_a_disk_tier_in_the_folder_keeps_every_page(open_: Open, tmp_path: Path) -> None:
+    """It is refused at start; where two servers do it all the same, nothing is lost."""
+    config = DiskConfig(tmp_path / "kv", 64 << 20, 0, segment_bytes=256 << 10)
+    disk = DiskTier(config)
+    disk.open_namespace(tier_pages.NAMESPACE, tier_pages.SLOT_BYTES, {})
+    tier_pages.store(disk, range(8))
+    segments = _values(tmp_path)
+    assert segments
+    store = open_(f"size={4 * PAGE_BYTES}&free=1")
+    for path in segments:
+        os.utime(path, (1.0, 1.0))
+    strangers = [
+        tmp_path / "hkv-1" / "notes.hkv",
+        tmp_path / "hkv-1" / NAMESPACE.hex() / "ab" / "cd" / "notes.hkv",
+        tmp_path / "other-1" / NAMESPACE.hex() / "ab" / "cd" / f"{'ab' * 32}.-.raw.hkv",
+    ]
+    for path in strangers:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(10**6))
+        os.utime(path, (1.0, 1.0))
+    store.put(make_items(range(8)))
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert _reclaimer(store).num_removed > 0
+    assert [path for path in [*segments, *strangers] if not path.exists()] == []
+    disk.close()
+
+
+def test_no_link_leads_out_of_the_folder(open_: Open, tmp_path: Path) -> None:
+    away = tmp_path.parent / f"{tmp_path.name}-away"
+    store = open_(f"size={4 * PAGE_BYTES}&free=1")
+    items = make_items(range(6))
+    store.put(items[:1])
+    [known] = _values(tmp_path)
+    # The folder of another page is a link, the file of the first one too, and their targets have
+    # files that are named as ours are.
+    page = items[1].key.page_hash.hex()
+    there = away / page[2:4]
+    there.mkdir(parents=True)
+    bait = there / known.name.replace(items[0].key.page_hash.hex(), page)
+    bait.write_bytes(known.read_bytes())
+    os.utime(bait, (1.0, 1.0))
+    (known.parents[2] / page[:2]).symlink_to(away)
+    victim = away / "victim"
+    victim.write_bytes(known.read_bytes())
+    os.utime(victim, (1.0, 1.0))
+    known.unlink()
+    known.symlink_to(victim)
+    assert OK not in read(store, items[:2])
+    assert OK not in store.put(items[:2])
+    store.delete([items[1].key])
+    store.put(items[2:])
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert bait.read_bytes() == victim.read_bytes()
+    assert (bait.stat().st_mtime, victim.stat().st_mtime) == (1.0, 1.0)
+    assert sorted(path.name for path in there.iterdir()) == [bait.name]
+
+
+def _modes(folder: Path) -> set[str]:
+    kinds = {True: "folder", False: "file"}
+    return {
+        f"{kinds[path.is_dir()]} {stat.S_IMODE(path.stat().st_mode):o}"
+        for path in folder.rglob("*")
+    }
+
+
+def test_what_is_stored_is_for_one_user_or_a_group(open_: Open, tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        open_("size=1GB&free=1").put([make_item(1), make_item(2, LONG_BYTES)])
+        assert _modes(tmp_path) == {"folder 700", "file 600"}
+        group = grp.getgrgid(os.getegid()).gr_name
+        open_(f"size=1GB&free=1&prefix=team&group={group}").put([make_item(1)])
+        assert _modes(tmp_path / "team-1") == {"folder 2770", "file 660"}
+    finally:
+        os.umask(old)
+
+
+def test_what_an_earlier_release_left_open_is_closed(open_: Open, tmp_path: Path) -> None:
+    (tmp_path / "hkv-1").mkdir()
+    (tmp_path / "hkv-1").chmod(0o755)
+    open_()
+    assert stat.S_IMODE((tmp_path / "hkv-1").stat().st_mode) == 0o700
+
+
+def test_a_folder_in_which_everybody_writes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hkv-1").symlink_to(tmp_path)
+    with pytest.raises(TierConfigError, match="hkv-1 must be a folder"):
+        open_store(f"file://{tmp_path}?size=1GB")
+    (tmp_path / "hkv-1").unlink()
+    tmp_path.chmod(0o1777)
+    with pytest.raises(TierConfigError, match=r"every user.*chmod o-w.*group=NAME"):
+        open_store(f"file://{tmp_path}?size=1GB")
+    tmp_path.chmod(0o700)
+    with pytest.raises(TierConfigError, match="group must be the name of a group"):
+        open_store(f"file://{tmp_path}?size=1GB&group=no-such-group-here")
 
 
 def test_nothing_is_written_where_space_is_short(open_: Open) -> None:

@@ -218,6 +218,17 @@ def test_the_plugins_settings_say_the_same() -> None:
         HierKVConfig.from_dict({"remote_policy": "second_hit"})
 
 
+@pytest.mark.parametrize(
+    ("disk", "shared"), [("a", "a"), ("a/b", "a"), ("a", "a/b"), ("link", "a")]
+)
+def test_the_disk_tiers_folder_is_apart(tmp_path: Path, disk: str, shared: str) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    with pytest.raises(HierKVConfigError, match="must not lie in each other"):
+        check_remote(f"file://{tmp_path}/{shared}?size=1GB", str(tmp_path / disk))
+    check_remote(f"file://{tmp_path}/a/b?size=1GB", str(tmp_path / "c"))
+
+
 def _open(text: str) -> None:
     url = parse_remote_url(text)
     config = StoreConfig.from_url(url)

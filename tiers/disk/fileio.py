@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sglang_ext.tiers.access import FILE_MODE
 from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.record import ByteArray
 
@@ -27,8 +28,10 @@ class FileIO:
     """The system calls that the tier makes, one method each. Thread-safe; holds no state."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Opens `path` and returns a file descriptor."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o644)
+        """Opens `path` and returns a file descriptor. A symbolic link to a file is refused."""
+        # The tier's own folder may be reached through a link; nothing in it is one.
+        link = 0 if flags & os.O_DIRECTORY else os.O_NOFOLLOW
+        return os.open(path, flags | os.O_CLOEXEC | link, FILE_MODE)
 
     def close(self, fd: int) -> None:
         """Closes `fd`."""

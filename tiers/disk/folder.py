@@ -26,6 +26,7 @@ from typing import Any
 
 import msgpack
 
+from sglang_ext.tiers.access import make_folder, problem_of, tighten
 from sglang_ext.tiers.base import NO_SEGMENT
 from sglang_ext.tiers.disk.fileio import FileIO, read_small, write_file
 from sglang_ext.tiers.errors import TierConfigError
@@ -58,7 +59,10 @@ class FolderLock:
         """
         self._io = io
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
+            problem = problem_of(os.stat(folder), os.geteuid())
+            if problem:
+                raise TierConfigError(f"the disk folder {folder} {problem}")
             self._fd = io.open(folder / "LOCK", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise TierConfigError(_cannot_use(folder, error)) from error
@@ -138,9 +142,12 @@ class SegmentIds:
 
 
 def namespace_folders(folder: Path) -> list[Path]:
-    """Returns the subfolders that are named as namespaces are, sorted."""
+    """Returns the subfolders that are named as namespaces are, sorted; links and others' not.
+
+    What an earlier release made readable for other users is taken from them.
+    """
     return sorted(
-        path for path in folder.iterdir() if _NAMESPACE_NAME.fullmatch(path.name) and path.is_dir()
+        path for path in folder.iterdir() if _NAMESPACE_NAME.fullmatch(path.name) and tighten(path)
     )
 
 
@@ -149,9 +156,13 @@ def segment_files(folder: Path) -> list[tuple[int, Path]]:
     found = []
     for path in folder.iterdir():
         match = _SEGMENT_NAME.fullmatch(path.name)
-        if match and path.is_file() and segment_path(folder, int(match[1])) == path:
+        if match and _is_own_file(path) and segment_path(folder, int(match[1])) == path:
             found.append((int(match[1]), path))
     return sorted(found)
+
+
+def _is_own_file(path: Path) -> bool:
+    return not path.is_symlink() and path.is_file()
 
 
 def segment_path(folder: Path, segment_id: int) -> Path:
@@ -165,6 +176,18 @@ def remove_temp_files(io: FileIO, folder: Path) -> None:
         if _TEMP_NAME.fullmatch(path.name):
             with contextlib.suppress(OSError):
                 io.unlink(path)
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuses what lies in a namespace folder's place and is another user's, or a link.
+
+    Raises:
+        TierConfigError: it is.
+    """
+    if os.path.lexists(folder) and not tighten(folder):
+        raise TierConfigError(
+            f"the namespace folder {folder} must be this user's and no symbolic link; remove it"
+        )
 
 
 def read_namespace_file(io: FileIO, folder: Path) -> NamespaceFile | None:
@@ -203,7 +226,7 @@ def write_namespace_file(io: FileIO, folder: Path, entry: NamespaceFile, *, sync
         }
     )
     try:
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         write_file(io, folder / "ns.msgpack", data, sync=sync)
     except OSError as error:
         raise TierConfigError(_cannot_use(folder, error)) from error
@@ -228,6 +251,8 @@ def _read_owner(fd: int) -> str:
 def _cannot_use(folder: Path, error: OSError) -> str:
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return f"the disk folder {folder} must be a folder, but it or a parent is a file"
+    if error.errno == errno.ELOOP:
+        return f"the disk folder {folder} must have no symbolic links in it; remove its LOCK"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"the disk folder {folder} must be writable for this user: {error.strerror}"
     return f"the disk folder {folder} cannot be used: {error.strerror or error}"

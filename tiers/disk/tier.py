@@ -33,6 +33,7 @@ from sglang_ext.tiers.disk.folder import (
     SegmentIds,
     namespace_folders,
     read_namespace_file,
+    refuse_foreign,
     remove_temp_files,
     segment_files,
     write_namespace_file,
@@ -286,8 +287,9 @@ class DiskTier(Tier):
         """Writes `ns.msgpack` unless it says the same.
 
         Raises:
-            TierConfigError: a later release or another namespace owns the folder.
+            TierConfigError: a later release, another namespace or another user owns the folder.
         """
+        refuse_foreign(folder)
         found = read_namespace_file(self._io, folder)
         if found is not None and found.digest != wanted.digest:
             raise TierConfigError(

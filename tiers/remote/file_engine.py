@@ -1,8 +1,7 @@
 """A shared mount: `file:///folder`. Many writers, no lock: a value is a file, published whole.
 
-`FOLDER/PREFIX-1/NAMESPACE/ab/cd/PAGE.LORA.LEVEL.hkv`, and `...+CHECKSUM.1.hkv` for a part; `ab`
-and `cd` are the first digits of the page hash. A mount that hangs costs the calls in its hands
-their time and no more: system calls run on threads that are left behind.
+Where it lies is up to `value_folders.py`. A mount that hangs costs the calls in its hands their
+time and no more: system calls run on threads that are left behind.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from sglang_ext.tiers.access import Access
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.record import ByteArray
 from sglang_ext.tiers.remote.base import (
@@ -35,24 +35,30 @@ from sglang_ext.tiers.remote.base import (
     Usage,
     Value,
 )
-from sglang_ext.tiers.remote.file_reclaim import TEMP_PREFIX, Reclaimer
+from sglang_ext.tiers.remote.file_reclaim import Reclaimer
 from sglang_ext.tiers.remote.patience import Errand, Patience
 from sglang_ext.tiers.remote.url import Options, RemoteUrl, folder_size, one_of, size
+from sglang_ext.tiers.remote.value_folders import TEMP_PREFIX, ValueFolders
 
 T = TypeVar("T")
 
-_SUFFIX = ".hkv"
 _MAX_THREADS = 16
 # A file that is read is made young again if it is older, for the order in which they are removed.
 _RENEW_AFTER_S = 600.0
 _FREE_CHECK_S = 1.0
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOTHING_THERE = (FileNotFoundError, NotADirectoryError)
 _NO_LINK_ERRORS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def options(scheme: str) -> Options:
     """See `register_engine`."""
-    readers = {"size": folder_size, "free": size, "fsync": one_of("none", "always")}
+    readers = {
+        "size": folder_size,
+        "free": size,
+        "fsync": one_of("none", "always"),
+        "group": Access.of_group,
+    }
     return Options(readers, path="folder", max_hosts=0)
 
 
@@ -82,9 +88,17 @@ def open_engine(url: RemoteUrl) -> RemoteEngine:
             " another"
         )
     given = url.options
+    folders = ValueFolders(folder, given.get("prefix", "hkv"), given.get("group", Access()))
+    try:
+        folders.check()
+    except OSError as error:
+        raise TierConfigError(
+            f"--hier-kv-remote-url: {folder} cannot be looked at ({error.strerror}); mount or make"
+            " it"
+        ) from error
     return FileEngine(
         FileConfig(
-            folder=folder,
+            folders=folders,
             max_bytes=given["size"],
             min_free_bytes=given.get("free", FileConfig.min_free_bytes),
             fsync=given.get("fsync", "none") == "always",
@@ -98,7 +112,7 @@ class FileConfig:
     """How a folder is used.
 
     Attributes:
-        folder: on the mount; there already.
+        folders: on the mount; the shared folder is there already.
         max_bytes: bound on all values in it, kept by removing the oldest. It is checked from time
             to time, so several writers may go over it by some percent for a while.
         min_free_bytes: nothing is written while the file system has less than this left.
@@ -107,7 +121,7 @@ class FileConfig:
         ttl_s: life of a value after it was stored or read; 0 for no end.
     """
 
-    folder: Path
+    folders: ValueFolders
     max_bytes: int
     min_free_bytes: int = 1 << 30
     fsync: bool = False
@@ -134,21 +148,23 @@ class FileEngine(RemoteEngine):
             config: the settings.
         """
         self._config = config
+        self._folders = config.folders
+        self._root = config.folders.root
         self._patience = Patience(_MAX_THREADS, "hier-kv-remote-file")
         self._writer_id = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
-        self._device = os.stat(config.folder).st_dev
+        self._device = os.stat(self._root).st_dev
         self._free_lock = threading.Lock()
         self._free_checked_s = 0.0  # guarded by _free_lock
         self._is_low = False  # guarded by _free_lock
-        self.reclaimer = Reclaimer(config.folder, config.max_bytes, config.ttl_s)
+        self.reclaimer = Reclaimer(config.folders, config.max_bytes, config.ttl_s)
 
     def ping(self, deadline: Deadline) -> None:
         """See `RemoteEngine.ping`. Lists the folder."""
 
         def work(errand: Errand[_Got]) -> None:
             self._check_mount()
-            with os.scandir(self._config.folder) as entries:
+            with os.scandir(self._root) as entries:
                 next(entries, None)
 
         self._run(work, lambda _: None, deadline)
@@ -159,7 +175,7 @@ class FileEngine(RemoteEngine):
 
         def work(errand: Errand[_Got]) -> None:
             for index, (name, offset, num_bytes) in enumerate(asked):
-                errand.emit(_Got(index, self._read(self._path(name), offset, num_bytes)))
+                errand.emit(_Got(index, self._read(name, offset, num_bytes)))
 
         def take(got: _Got) -> None:
             fetches[got.position].out[: got.data.size] = got.data
@@ -187,8 +203,11 @@ class FileEngine(RemoteEngine):
 
         def work(errand: Errand[bool]) -> None:
             for name in names:
-                status = _status(self._path(name))
-                errand.emit(status is not None and not self._is_expired(status))
+                with _suppress_absence(), self._folders.folder_of(name) as (folder, file):
+                    status = _status(folder, file)
+                    errand.emit(status is not None and not self._is_expired(status))
+                    continue
+                errand.emit(False)
 
         self._run(work, found.append, deadline)
         return found
@@ -199,8 +218,11 @@ class FileEngine(RemoteEngine):
         def work(errand: Errand[None]) -> None:
             for name in names:
                 errand.check()
-                with contextlib.suppress(FileNotFoundError, PermissionError):
-                    os.utime(self._path(name))
+                with (
+                    contextlib.suppress(*_NOTHING_THERE, PermissionError),
+                    self._folders.folder_of(name) as (folder, file),
+                ):
+                    os.utime(file, dir_fd=folder, follow_symlinks=False)
 
         self._run(work, lambda _: None, deadline)
 
@@ -211,11 +233,9 @@ class FileEngine(RemoteEngine):
         def work(errand: Errand[None]) -> None:
             for name in names:
                 errand.check()
-                try:
-                    os.unlink(self._path(name))
-                except FileNotFoundError:
-                    continue
-                errand.emit(None)
+                with _suppress_absence(), self._folders.folder_of(name) as (folder, file):
+                    os.unlink(file, dir_fd=folder)
+                    errand.emit(None)
 
         self._run(work, removed.append, deadline)
         return len(removed)
@@ -243,19 +263,18 @@ class FileEngine(RemoteEngine):
                 raise RemoteFullError(f"{error.strerror}") from error
             raise RemoteUnavailableError(f"the folder fails: {error.strerror}") from error
 
-    def _path(self, name: str) -> Path:
-        value, _, part = name.partition("/")
-        prefix, version, namespace, page, lora, level = value.split(":")
-        folder = self._config.folder / f"{prefix}-{version}" / namespace / page[:2] / page[2:4]
-        return folder / f"{page}.{lora}.{level}{'+' if part else ''}{part}{_SUFFIX}"
-
-    def _read(self, path: Path, offset: int, num_bytes: int) -> ByteArray:
+    def _read(self, name: str, offset: int, num_bytes: int) -> ByteArray:
         """Reads a range; empty when there is no file or its time is over."""
         nothing = np.empty(0, np.uint8)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
+            with self._folders.folder_of(name) as (folder, file):
+                fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        except _NOTHING_THERE:
             return nothing
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a symbolic link is none of ours
+                return nothing
+            raise
         try:
             status = os.fstat(fd)
             if self._is_expired(status):
@@ -280,35 +299,31 @@ class FileEngine(RemoteEngine):
 
     def _write(self, value: Value, errand: Errand[tuple[int, bool]]) -> bool:
         """Writes a value under a name of its own and publishes it; whether it was published."""
-        path = self._path(value.name)
-        if not value.replaces and (status := _status(path)) and not self._is_expired(status):
-            return False
-        temp = path.with_name(f"{TEMP_PREFIX}{self._writer_id}-{next(self._numbers)}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            fd = os.open(temp, flags, 0o644)
-        except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(temp, flags, 0o644)
-        try:
+        with self._folders.folder_of(value.name, make=True) as (folder, file):
+            status = None if value.replaces else _status(folder, file)
+            if status is not None and not self._is_expired(status):
+                return False
+            temp = f"{TEMP_PREFIX}{self._writer_id}-{next(self._numbers)}"
+            fd = self._folders.make_file(folder, temp)
             try:
-                _write_all(fd, value.pieces)
-                if self._config.fsync:
-                    os.fsync(fd)
+                try:
+                    _write_all(fd, value.pieces)
+                    if self._config.fsync:
+                        os.fsync(fd)
+                finally:
+                    os.close(fd)
+                errand.check()  # later the bytes may be others'
+                return self._publish(folder, temp, file, replaces=value.replaces)
             finally:
-                os.close(fd)
-            errand.check()  # later the bytes may be others'
-            return self._publish(temp, path, replaces=value.replaces)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temp)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temp, dir_fd=folder)
 
-    def _publish(self, temp: Path, path: Path, *, replaces: bool) -> bool:
-        if not replaces and (status := _status(path)) and self._is_expired(status):
+    def _publish(self, folder: int, temp: str, file: str, *, replaces: bool) -> bool:
+        if not replaces and (status := _status(folder, file)) and self._is_expired(status):
             replaces = True
         if not replaces:
             try:
-                os.link(temp, path)
+                os.link(temp, file, src_dir_fd=folder, dst_dir_fd=folder)
             except FileExistsError:
                 return False
             except OSError as error:
@@ -316,18 +331,14 @@ class FileEngine(RemoteEngine):
                     raise
                 replaces = True  # a mount without hard links: the last of two writers wins
         if replaces:
-            os.replace(temp, path)
+            os.replace(temp, file, src_dir_fd=folder, dst_dir_fd=folder)
         if self._config.fsync:
-            fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            os.fsync(folder)
         return True
 
     def _check_mount(self) -> None:
         """Raises RemoteUnavailableError where another file system lies there than at the start."""
-        if os.stat(self._config.folder).st_dev != self._device:
+        if os.stat(self._root).st_dev != self._device:
             raise RemoteUnavailableError("the folder's file system is no longer mounted there")
 
     def _check_room(self) -> None:
@@ -339,7 +350,7 @@ class FileEngine(RemoteEngine):
             if is_due:
                 self._free_checked_s = time.monotonic()
         if is_due:
-            status = os.statvfs(self._config.folder)
+            status = os.statvfs(self._root)
             is_low = status.f_bavail * status.f_frsize < self._config.min_free_bytes
             with self._free_lock:
                 self._is_low = is_low
@@ -352,10 +363,15 @@ class FileEngine(RemoteEngine):
         return bool(ttl_s) and time.time() - status.st_mtime > ttl_s
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _suppress_absence() -> contextlib.suppress:
+    return contextlib.suppress(*_NOTHING_THERE)
+
+
+def _status(folder: int, file: str) -> os.stat_result | None:
+    """Of a file in an open folder; None where there is none. Of a link, the link's own."""
     try:
-        return path.stat()
-    except (FileNotFoundError, NotADirectoryError):
+        return os.stat(file, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
         return None
 
 

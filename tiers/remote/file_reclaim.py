@@ -9,11 +9,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+
+from sglang_ext.tiers.remote.value_folders import Found, ValueFolders
 
 logger = logging.getLogger(__name__)
 
-TEMP_PREFIX = ".hkv-tmp-"
 LOCK_NAME = "reclaim.lock"
 _TEMP_AGE_S = 3600.0
 _LOCK_AGE_S = 900.0
@@ -25,21 +25,21 @@ _BUCKET_S = 60
 
 
 class Reclaimer:
-    """A thread that looks through the folder and removes the oldest files when there are too many.
+    """A thread that looks through a deployment's values and removes the oldest of too many.
 
     Servers that share a folder each have one. A file that says who is at work spares them doing it
     all at once; nothing depends on it, for a removed file is only a miss.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, ttl_s: float = 0.0) -> None:
-        """Starts the thread, which looks through the folder at once.
+    def __init__(self, folders: ValueFolders, max_bytes: int, ttl_s: float = 0.0) -> None:
+        """Starts the thread, which looks through the folders at once.
 
         Args:
-            folder: whose files, at any depth.
+            folders: of the values.
             max_bytes: bound on their sizes.
             ttl_s: age at which a file goes in any case; 0 for none.
         """
-        self._folder = folder
+        self._folders = folders
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._changed = threading.Condition()
@@ -107,7 +107,9 @@ class Reclaimer:
             try:
                 used = self._scan()
             except OSError as error:
-                logger.warning("hier-kv: %s could not be looked through: %s", self._folder, error)
+                logger.warning(
+                    "hier-kv: %s could not be looked through: %s", self._folders.root, error
+                )
             with self._changed:
                 if used is not None:
                     self._used_bytes = used
@@ -118,7 +120,14 @@ class Reclaimer:
 
     def _scan(self) -> int | None:
         """Removes what must go; returns the bytes left, None when another server is at work."""
-        if not self._take_lock():
+        try:
+            with self._folders.top() as top:
+                return self._scan_in(top)
+        except FileNotFoundError:
+            return 0
+
+    def _scan_in(self, top: int) -> int | None:
+        if not self._take_lock(top):
             return None
         try:
             now_s = time.time()
@@ -128,20 +137,21 @@ class Reclaimer:
             return total - self._remove_oldest(ages, total - int(self._max_bytes * _KEEP_SHARE))
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(self._folder / LOCK_NAME)
+                os.unlink(LOCK_NAME, dir_fd=top)
 
     def _count(self, now_s: float) -> tuple[Counter[int], int]:
         """Bytes by age in buckets, and in all; removes what is too old and leftovers of writers."""
         ages: Counter[int] = Counter()
         total = 0
-        for path, status in self._files():
+        for found in self._files():
+            status = found.status
             age_s = now_s - status.st_mtime
-            if path.name.startswith(TEMP_PREFIX):
+            if found.is_temp:
                 if age_s > _TEMP_AGE_S:
-                    self._remove(path)
+                    self._remove(found)
                 continue
             if self._ttl_s and age_s > self._ttl_s:
-                self._remove(path)
+                self._remove(found)
                 continue
             ages[int(status.st_mtime) // _BUCKET_S] += status.st_size
             total += status.st_size
@@ -155,42 +165,35 @@ class Reclaimer:
             if rest <= 0:
                 break
         removed = 0
-        for path, status in self._files():
-            bucket = int(status.st_mtime) // _BUCKET_S
-            if path.name.startswith(TEMP_PREFIX) or bucket > last:
+        for found in self._files():
+            bucket = int(found.status.st_mtime) // _BUCKET_S
+            if found.is_temp or bucket > last:
                 continue
             if bucket == last and removed >= excess:
                 continue
-            self._remove(path)
-            removed += status.st_size
+            self._remove(found)
+            removed += found.status.st_size
         return removed
 
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        folders = [str(self._folder)]
-        while folders:
-            with contextlib.suppress(FileNotFoundError), os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    with self._changed:
-                        if self._closed:
-                            return
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-                    elif entry.name.endswith(".hkv") or entry.name.startswith(TEMP_PREFIX):
-                        with contextlib.suppress(FileNotFoundError):
-                            yield Path(entry.path), entry.stat(follow_symlinks=False)
+    def _files(self) -> Iterator[Found]:
+        for found in self._folders.files():
+            with self._changed:
+                if self._closed:
+                    return
+            yield found
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, found: Found) -> None:
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            os.unlink(found.name, dir_fd=found.folder)
             self.num_removed += 1
 
-    def _take_lock(self) -> bool:
-        path = self._folder / LOCK_NAME
+    def _take_lock(self, top: int) -> bool:
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _LOCK_AGE_S:
-                os.unlink(path)
+            status = os.stat(LOCK_NAME, dir_fd=top, follow_symlinks=False)
+            if time.time() - status.st_mtime > _LOCK_AGE_S:
+                os.unlink(LOCK_NAME, dir_fd=top)
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+            os.close(self._folders.make_file(top, LOCK_NAME))
         except FileExistsError:
             return False
         return True

@@ -1,0 +1,209 @@
+"""Where the values of a shared folder lie, and nothing else of it.
+
+`FOLDER/PREFIX-1/NAMESPACE/ab/cd/PAGE.LORA.LEVEL.hkv`, and `...+CHECKSUM.1.hkv` for a part; `ab`
+and `cd` are the first digits of the page hash. Every step below FOLDER is taken from an open folder
+and through no symbolic link, so whoever may write there leads nobody out of it; what is not named
+as here is never counted, read or removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang_ext.tiers.access import Access, problem_of
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.remote.base import NAME_VERSION
+
+TEMP_PREFIX = ".hkv-tmp-"
+_SUFFIX = ".hkv"
+_STEPS = [re.compile(pattern) for pattern in ("[0-9a-f]{64}", "[0-9a-f]{2}", "[0-9a-f]{2}")]
+_VALUE = re.compile(
+    r"[0-9a-f]{64}\.(?:[0-9a-f]{64}|-)\.[A-Za-z0-9.-]{1,40}(?:\+[0-9a-f]{16}\.[0-9]{1,4})?\.hkv"
+)
+_TEMP = re.compile(r"\.hkv-tmp-[0-9]{1,10}-[0-9a-f]{8}-[0-9]{1,19}")
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Found(NamedTuple):
+    """A file of ours, while its folder is open.
+
+    Attributes:
+        folder: descriptor of its folder.
+        name: in it.
+        status: its own.
+        is_temp: whether a writer is at it, or was when it was killed.
+    """
+
+    folder: int
+    name: str
+    status: os.stat_result
+    is_temp: bool
+
+
+class ValueFolders:
+    """The folders of one deployment's values. Thread-safe; keeps nothing open."""
+
+    def __init__(self, root: Path, prefix: str, access: Access) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            root: the shared folder.
+            prefix: of this deployment's names.
+            access: who may read what is made.
+        """
+        self.root = root
+        self._top = f"{prefix}-{NAME_VERSION}"
+        self._access = access
+
+    def check(self) -> None:
+        """Refuses a folder in which others may change things, and tightens what is ours in it.
+
+        Raises:
+            TierConfigError: one sentence.
+        """
+        flag = "--hier-kv-remote-url"
+        problem = self._problem_of(os.stat(self.root))
+        if problem:
+            raise TierConfigError(f"{flag}: {self.root} {problem}, or name a group with group=NAME")
+        try:
+            top = os.open(self.root / self._top, _FOLDER_FLAGS)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise TierConfigError(
+                f"{flag}: {self.root / self._top} must be a folder ({error.strerror}); remove it or"
+                " choose another prefix="
+            ) from error
+        try:
+            status = os.fstat(top)
+            problem = self._problem_of(status)
+            if problem:
+                raise TierConfigError(
+                    f"{flag}: {self.root / self._top} {problem}, or choose another prefix="
+                )
+            mode = self._access.folder_mode
+            if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != mode:
+                with contextlib.suppress(OSError):  # a mount without permissions has none to take
+                    os.fchmod(top, mode)
+                    self._access.apply(top)
+        finally:
+            os.close(top)
+
+    def _problem_of(self, status: os.stat_result) -> str:
+        # With a group the folder is of whoever made it; everybody's it must not be all the same.
+        uid = os.geteuid() if self._access.group < 0 else status.st_uid
+        return problem_of(status, uid)
+
+    @contextlib.contextmanager
+    def folder_of(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        """The open folder in which a value lies, and the name of its file there.
+
+        Args:
+            name: of the value, or of a part.
+            make: whether to make the folders that are absent.
+
+        Raises:
+            OSError: FileNotFoundError or NotADirectoryError where there is none.
+        """
+        value, _, part = name.partition("/")
+        prefix, version, namespace, page, lora, level = value.split(":")
+        steps = (f"{prefix}-{version}", namespace, page[:2], page[2:4])
+        folder = self._open_steps(steps, make=make)
+        try:
+            yield folder, f"{page}.{lora}.{level}{'+' if part else ''}{part}{_SUFFIX}"
+        finally:
+            os.close(folder)
+
+    @contextlib.contextmanager
+    def top(self) -> Iterator[int]:
+        """The open folder of this deployment's values.
+
+        Raises:
+            OSError: FileNotFoundError where nothing was stored yet.
+        """
+        folder = self._open_steps((self._top,))
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    def files(self) -> Iterator[Found]:
+        """Every file of this deployment, in no order."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self.top() as top:
+            yield from _files(top, 0)
+
+    def make_file(self, folder: int, name: str) -> int:
+        """Makes a file and opens it for writing.
+
+        Raises:
+            OSError: it cannot be made, or is there.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(name, flags, self._access.file_mode, dir_fd=folder)
+        try:
+            self._access.apply(fd)
+        except OSError:
+            os.close(fd)
+            os.unlink(name, dir_fd=folder)
+            raise
+        return fd
+
+    def _open_steps(self, steps: tuple[str, ...], *, make: bool = False) -> int:
+        folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for step in steps:
+            try:
+                below = self._open_step(folder, step, make=make)
+            finally:
+                os.close(folder)
+            folder = below
+        return folder
+
+    def _open_step(self, folder: int, step: str, *, make: bool) -> int:
+        try:
+            return os.open(step, _FOLDER_FLAGS, dir_fd=folder)
+        except FileNotFoundError:
+            if not make:
+                raise
+        is_new = True
+        try:
+            os.mkdir(step, self._access.folder_mode & 0o777, dir_fd=folder)
+        except FileExistsError:  # another server was quicker
+            is_new = False
+        below = os.open(step, _FOLDER_FLAGS, dir_fd=folder)
+        try:
+            if is_new:
+                self._access.apply(below)
+        except OSError:
+            os.close(below)
+            raise
+        return below
+
+
+def _files(folder: int, depth: int) -> Iterator[Found]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = entry.name
+            if depth < len(_STEPS):
+                if not _STEPS[depth].fullmatch(name):
+                    continue
+                try:
+                    below = os.open(name, _FOLDER_FLAGS, dir_fd=folder)
+                except OSError:  # removed meanwhile, or no folder
+                    continue
+                try:
+                    yield from _files(below, depth + 1)
+                finally:
+                    os.close(below)
+                continue
+            is_temp = _TEMP.fullmatch(name) is not None
+            if is_temp or _VALUE.fullmatch(name):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        yield Found(folder, name, status, is_temp)
