@@ -303,7 +303,13 @@ class HierKVRadixCache(UnifiedRadixCache):
 
         self.truncator = truncator
         alone = getattr(self, "lockstep", None) is None  # a search ends when it ends
-        self.quotes = QuoteSearch(self, truncator) if truncator is not None and alone else None
+        if truncator is not None and truncator.allows_match and alone:
+            self.quotes = QuoteSearch(self, truncator)
+            logger.info(
+                "hier-kv: --hier-kv-truncation %s: only requests with a cache_salt or an extra_key "
+                "are searched for stored text, and found, each inside its own",
+                truncator.mode,
+            )
 
     def prefix_device_indices(self, req: Any) -> Any:
         """Rows of an admitted request's prefix; its pages need no plan any more."""

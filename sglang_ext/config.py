@@ -173,8 +173,8 @@ class HierKVConfig:
         "overflow: a prompt over the context length keeps its head and drops the oldest of the "
         "rest, and what is kept keeps its KV; without it SGLang refuses the prompt. match: a "
         "prompt that fits and begins and goes on like a stored conversation reuses the KV of both "
-        "(an approximation). all: both. A request may choose with "
-        '`custom_params: {"hier_kv_truncation": ...}` unless it is off here.',
+        "(an approximation), inside one salt and extra_key only. all: both. A request may choose "
+        'less than this with `custom_params: {"hier_kv_truncation": ...}`, never more.',
         choices=("off", "overflow", "match", "all"),
     )
     truncation_ratio: float = _knob(
@@ -188,6 +188,12 @@ class HierKVConfig:
         "Tokens at the beginning of a prompt that are never dropped, even without a system prompt, "
         "which is kept in any case.",
         metavar="N",
+    )
+    truncation_longest: int = _knob(
+        8,
+        "Most contexts that a prompt may be long to be cut; a longer one is answered with 400 "
+        "before more is done with it.",
+        metavar="CONTEXTS",
     )
     lookahead: str = _knob(
         "on",
@@ -245,6 +251,11 @@ class HierKVConfig:
         if self.truncation_head < 0:
             raise HierKVConfigError(
                 f"--hier-kv-truncation-head must be 0 or more, got {self.truncation_head}."
+            )
+        if self.truncation_longest < 1:
+            raise HierKVConfigError(
+                "--hier-kv-truncation-longest must be 1 or more contexts, got "
+                f"{self.truncation_longest}; leave it out for 8."
             )
         if self.remote_policy != "all" and not self.remote_url:
             raise HierKVConfigError(

@@ -78,25 +78,10 @@ class ModelIdentity:
             self._device_digest = _MIXED
             return None
         lora_id = getattr(req, "lora_id", None)
-        if self._claims_another_adapter(getattr(req, "extra_key", None), lora_id):
-            return None
         if lora_id is None:
             return store.space(digest)
         lora = self._lora_digest(lora_id)
         return None if lora is None else store.space(digest, lora)
-
-    def _claims_another_adapter(self, extra_key: str | None, lora_id: str | None) -> bool:
-        """Whether a request's key can be taken for that of an adapter it does not use.
-
-        SGLang appends the adapter's id to `extra_key` without a separator, so the device tree may
-        mix the two. The adapter is off then, until the device is flushed.
-        """
-        if not extra_key:
-            return False
-        others = [a for a in self._lora_adapters() if a != lora_id and extra_key.endswith(a)]
-        for adapter in others:
-            self._lora_on_device[adapter] = _MIXED
-        return bool(others)
 
     def _try_open(self, store: PageStore) -> bytes | None:
         if self._unusable:

@@ -50,7 +50,7 @@ def attach(server_args: Any, config: Any) -> None:
     server_args.radix_cache_backend = "hier_kv"
     if server_args.page_size is None:
         server_args.page_size = DEFAULT_PAGE_SIZE
-    _hook_tokenizer_manager(truncates=config.truncation != "off")
+    _hook_tokenizer_manager()
 
 
 def _after_add_cli_args(result: Any, parser: Any) -> None:
@@ -85,21 +85,18 @@ def _extend_engine() -> None:
     engine._hier_kv_extended = True
 
 
-def _hook_tokenizer_manager(*, truncates: bool) -> None:
+def _hook_tokenizer_manager() -> None:
     """Registered late: importing the tokenizer manager before the arguments are parsed is slow."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_ext.report import unpack_details
+    from sglang_ext.truncation_front import around_validate, before_tokenizing
 
     HookRegistry.register(
         f"{_TOKENIZER}._handle_batch_output",
         unpack_details,
         HookType.BEFORE,
     )
-    if truncates:
-        from sglang_ext.truncation_front import around_validate
-
-        HookRegistry.register(
-            f"{_TOKENIZER}._validate_one_request", around_validate, HookType.AROUND
-        )
+    HookRegistry.register(f"{_TOKENIZER}._validate_one_request", around_validate, HookType.AROUND)
+    HookRegistry.register(f"{_TOKENIZER}._tokenize_texts", before_tokenizing, HookType.BEFORE)
     HookRegistry.apply_hooks()

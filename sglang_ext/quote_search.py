@@ -1,8 +1,13 @@
 """Searches the prompts of waiting requests for stored text, on a thread of its own.
 
-A request that opted in, and whose exact prefix is stored no further than its head, is held for the
-moment that the search takes. What is found makes it a request of a lineage before it is matched for
-admission; nothing found, or found too late, leaves it an exact request.
+Stored text attended to what came before it in *its* conversation, so who finds it learns of that.
+Only conversations that opted in are noted (the server's flag says `match` or `all`, and the request
+did not decline), only under a named tenant, and only for requests of the same tenant, owner and
+session.
+
+A request whose exact prefix is stored no further than its head is held for the moment that the
+search takes. What is found makes it a request of a lineage before it is matched for admission;
+nothing found, or found too late, leaves it an exact request.
 
 But for the thread's two jobs everything runs on the scheduler's thread.
 """
@@ -20,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sglang_ext.request_state import wants_exact
+from sglang_ext.tenancy import Tenant, tenant_of
 from sglang_ext.tiers.store import KeySpace
 from sglang_ext.truncation.lineage import QuoteLineage, attach_lineage, lineage_of, quote_name
 from sglang_ext.truncation.quotes import I32, StoredRun, StoredText
@@ -44,6 +50,7 @@ class _Search:
     future: Future[StoredRun | None]
     req: Any
     space: KeySpace
+    group: int
     head: int
     deadline_s: float
 
@@ -51,11 +58,9 @@ class _Search:
 class QuoteSearch:
     """The searches of one cache, and the text that they search.
 
-    Nothing is kept before the first request asks for it (or the server's flag does).
-
     Args:
         cache: the cache.
-        truncator: says who may, and where heads end.
+        truncator: says who may, and where heads end; its mode is `match` or `all`.
         max_pages: pages whose text is kept.
     """
 
@@ -64,28 +69,27 @@ class QuoteSearch:
     ) -> None:
         self._cache = cache
         self._truncator = truncator
-        self._max_pages = max_pages
-        self._text: StoredText | None = None
+        self._text = StoredText(cache.page_size, max_pages)
         self._thread = ThreadPoolExecutor(1, "hier-kv-quotes")
         self._notes: list[Future[None]] = []
         self._searches: dict[Hashable, _Search] = {}
-        if truncator.matches_by_default:
-            self._start()
+        self._thread.submit(_warm_up, cache.page_size)
 
-    def _start(self) -> StoredText:
-        if self._text is None:
-            self._text = StoredText(self._cache.page_size, self._max_pages)
-            self._thread.submit(_warm_up, self._cache.page_size)
-        return self._text
+    def _tenant_of(self, req: Any) -> Tenant | None:
+        """The tenant of a request that opted in; None for who neither quotes nor is quoted.
+
+        A truncated request does neither: what its pages rest on is an approximation already.
+        """
+        if lineage_of(req) is not None or not self._truncator.may_quote(req):
+            return None
+        return tenant_of(req) if self._truncator.wants_match(req) else None
 
     # ---- what is stored ----
 
     def note(self, req: Any, space: KeySpace, num_tokens: int) -> None:
-        """A request ended, and its pages are saved: they may be quoted from now on.
-
-        Pages of a lineage are not: what they rest on is an approximation already.
-        """
-        if self._text is None or lineage_of(req) is not None or not self._truncator.may_quote(req):
+        """A request ended, and its pages are saved: its tenant may quote them from now on."""
+        tenant = self._tenant_of(req)
+        if tenant is None or not tenant.is_named:
             return
         size = self._cache.page_size
         tokens = array("q", req.full_untruncated_fill_ids[: num_tokens // size * size])
@@ -94,7 +98,7 @@ class QuoteSearch:
             return
         hashes = self._truncator.hash_of(tokens, req.extra_key, req.cache_salt)
         head = self._truncator.head_of(req.origin_input_ids)
-        group = _group(space, req, tokens[:head])
+        group = self._group(space, tenant, tokens[:head])
         self._notes.append(
             self._thread.submit(self._text.add, group, _words(tokens), hashes, -(-head // size))
         )
@@ -109,22 +113,26 @@ class QuoteSearch:
             space: of its pages.
             num_found: tokens of its exact prefix that are stored or on the device.
         """
-        if lineage_of(req) is not None or wants_exact(req) or not self._truncator.may_quote(req):
+        if wants_exact(req) or not self._cache.hier_linker.copier.movable:
             return
-        if not self._truncator.wants_match(req) or not self._cache.hier_linker.copier.movable:
+        tenant = self._tenant_of(req)
+        if tenant is None:
             return
-        text, size = self._start(), self._cache.page_size
+        if not tenant.is_named:
+            self._cache.store.counters.add("quote_unnamed_requests")
+            return
+        size = self._cache.page_size
         head, num = self._truncator.head_of(req.origin_input_ids), len(req.origin_input_ids)
         if num_found > head + size or num - head < _MIN_RUN_PAGES * size:
             return
         if len(self._searches) >= _MAX_JOBS:
             return
         tokens = req.origin_input_ids[:]
-        group = _group(space, req, tokens[:head])
+        group, words = self._group(space, tenant, tokens[:head]), _words(tokens)
         self._cache.store.counters.add("quote_searches")
-        future = self._thread.submit(text.find, group, _words(tokens), head, _MIN_RUN_PAGES * size)
-        deadline_s = time.monotonic() + _DEADLINE_S
-        self._searches[req.cache_request_handle] = _Search(future, req, space, head, deadline_s)
+        future = self._thread.submit(self._text.find, group, words, head, _MIN_RUN_PAGES * size)
+        search = _Search(future, req, space, group, head, time.monotonic() + _DEADLINE_S)
+        self._searches[req.cache_request_handle] = search
 
     def may_admit(self, handle: Hashable) -> bool:
         """False while a request's prompt is searched. O(1), but for when a search has ended."""
@@ -163,9 +171,15 @@ class QuoteSearch:
         """Ends the thread."""
         self._thread.shutdown(cancel_futures=True)
 
+    def _group(self, space: KeySpace, tenant: Tenant, head: array[int]) -> int:
+        """Who may quote whom: the same namespace, adapter, tenant, owner, session and head."""
+        whose = (tenant.extra_key, tenant.salt, tenant.owner, tenant.session)
+        secret = self._truncator.secret
+        return group_id(secret, space.digest, space.lora, *whose, head.tobytes())
+
     def _found(self, search: _Search, run: StoredRun) -> None:
         req, cache = search.req, self._cache
-        name = quote_name(self._truncator.secret, run, req.extra_key, req.cache_salt)
+        name = quote_name(self._truncator.secret, search.group, run)
         lineage = QuoteLineage(
             req.origin_input_ids[:], run, search.head, cache.page_size, name, req.extra_key
         )
@@ -180,12 +194,6 @@ def _warm_up(page_size: int) -> None:
     text, tokens = StoredText(page_size, 4), np.arange(2 * page_size, dtype=np.int32)
     text.add(0, tokens, np.arange(64, dtype=np.uint8).reshape(2, 32), 1)
     text.find(0, tokens[page_size:], 0, 1)
-
-
-def _group(space: KeySpace, req: Any, head: array[int]) -> int:
-    """Who may quote whom: the same namespace, adapter, salt, extra key and head."""
-    keys = repr((req.extra_key, req.cache_salt))
-    return group_id(space.digest, space.lora, keys, head.tobytes())
 
 
 def _words(tokens: array[int]) -> I32:

@@ -13,6 +13,7 @@ from sglang_ext.report import DETAILS_KEY, pack_details
 from sglang_ext.request_state import find_state, wants_exact
 from sglang_ext.rope_discovery import rope_digest
 from sglang_ext.self_check import run_self_check
+from sglang_ext.tenancy import note_tenant
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.quality import Quality, name_of
 from sglang_ext.truncation.lineage import lineage_of
@@ -34,6 +35,7 @@ def register_scheduler_hooks() -> None:
     if BACKEND not in registry.registered_radix_cache_backends():
         registry.register_radix_cache_backend(BACKEND, build_cache)
     HookRegistry.register(f"{_SCHEDULER}.__init__", _after_init)
+    HookRegistry.register(f"{_SCHEDULER}._create_generation_req", _after_create)
     HookRegistry.register(f"{_SCHEDULER}.run_batch", _after_run_batch)
     HookRegistry.register(f"{_SCHEDULER}.process_batch_result", _after_process_batch_result)
     HookRegistry.register(
@@ -66,6 +68,12 @@ def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         cache.identity.open(cache.store)
     except TierConfigError as error:
         raise HierKVConfigError(f"{error}.") from error
+
+
+def _after_create(result: Any, self: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
+    # Before anything is looked up by the request's key: a session's turns come past here too.
+    if isinstance(self.tree_cache, HierKVRadixCache):
+        note_tenant(result, recv_req)
 
 
 def _after_run_batch(result: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

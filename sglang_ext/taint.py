@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ON_SESSION = "_hier_kv_taint"
+_SESSION_KEY = "_hier_kv_key"
 _SPARE_MARKS = 1024
 
 
@@ -174,24 +175,30 @@ class TaintKeeper:
         """A turn is about to be matched: it will go on with the KV of the turns before it.
 
         A turn that asks for exact KV where that is not gets none of it: the session's KV is given
-        up, as SGLang does where it cannot be used, and the prompt is computed.
+        up, as SGLang does where it cannot be used, and the prompt is computed. So is a turn's with
+        another adapter, `extra_key` or salt than those before it: SGLang would go on with KV of
+        the other adapter, and keep it under this turn's key if the turn is aborted.
         """
         session = self._cache.session
         if not session.will_lend_record(req):
             return
-        taint = getattr(session.slots[req.session.session_id], _ON_SESSION, Quality.EXACT)
-        if taint == Quality.EXACT:
-            return
-        if wants_exact(req):
+        slot = session.slots[req.session.session_id]
+        taint = getattr(slot, _ON_SESSION, Quality.EXACT)
+        own_key = _session_key(req)
+        is_another = getattr(slot, _SESSION_KEY, own_key) != own_key
+        if is_another or (taint > Quality.EXACT and wants_exact(req)):
             session.release_session(req.session.session_id)
-        else:
+        elif taint > Quality.EXACT:
             state_of(req).note_reused(int(taint))
 
     def leave_session(self, req: Any) -> None:
         """A turn ends or is retracted; its session may keep its KV."""
         slot = self._cache.session.borrowed_slot(req)
+        if slot is None:
+            return
+        setattr(slot, _SESSION_KEY, _session_key(req))
         state = find_state(req)
-        if slot is not None and state is not None and state.taint > Quality.EXACT:
+        if state is not None and state.taint > Quality.EXACT:
             setattr(slot, _ON_SESSION, state.taint)
 
     def clear(self) -> None:
@@ -207,3 +214,8 @@ class TaintKeeper:
     def _live_keys(self) -> Iterable[str]:
         for node in self._cache.tree_core._node_arena.values():
             yield from node.hash_value or ()
+
+
+def _session_key(req: Any) -> tuple[str | None, str | None, str | None]:
+    """What must be equal for one turn to go on with the KV of another."""
+    return req.lora_id, req.extra_key, req.cache_salt

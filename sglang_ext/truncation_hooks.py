@@ -18,6 +18,7 @@ from sglang_ext.truncation.lineage import CutLineage, attach_lineage, lineage_of
 from sglang_ext.truncation.marks import MessageMarks, marks_of_tokenizer
 from sglang_ext.truncation.policy import (
     STATED,
+    check_length,
     cuts_overflow,
     matches_content,
     mode_of,
@@ -76,6 +77,7 @@ class Truncator:
     ) -> None:
         self.mode = config.truncation
         self.secret = secret
+        self._longest = config.truncation_longest
         self._context_len = context_len
         self._max_input_len = max_input_len
         self.hash_of = page_hashes(page_size)
@@ -94,12 +96,12 @@ class Truncator:
             ) from error
 
     @property
-    def matches_by_default(self) -> bool:
-        """Whether prompts that fit are searched for stored text unless they decline."""
+    def allows_match(self) -> bool:
+        """Whether prompts that fit may be searched for stored text at all."""
         return matches_content(self.mode)
 
     def wants_match(self, req: Any) -> bool:
-        """Whether a request's prompt may be searched for stored text."""
+        """Whether a request opted in: it may be searched for stored text, and found later."""
         try:
             return matches_content(mode_of(req.sampling_params.custom_params, self.mode))
         except ValueError:
@@ -122,6 +124,7 @@ class Truncator:
 
         Raises:
             CutRefusedError: it cannot be cut to anything useful.
+            ValueError: it is too long to be cut, or asks for what it may not have.
         """
         params = req.sampling_params
         custom = params.custom_params if isinstance(params.custom_params, dict) else {}
@@ -131,6 +134,7 @@ class Truncator:
             return None
         if not cuts_overflow(mode_of(custom, self.mode)):
             return None
+        check_length(len(tokens), self._context_len, self._longest)  # sessions grow on this side
         limit = min(self._rule.context_len - self._rule.room(wish), self._max_input_len - 1)
         messages = self._marks.find(tokens)
         cut = self._rule.cut(len(tokens), limit, self._rule.head_len(messages.first), messages)

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sglang_ext.tenancy import OF_LINEAGE
 from sglang_ext.truncation.cut import Cut
 from sglang_ext.truncation.extents import Bools, Composition, Hashes, Source
+from sglang_ext.truncation.keyed_names import encode_parts
 from sglang_ext.truncation.quotes import StoredRun
 
 _ATTRIBUTE = "_hier_kv_lineage"
-_MARK = "hier-kv-truncated:"
 # Lineages before the last one that are searched, newest first, beside the whole prompt.
 MAX_ANCESTORS = 8
 
@@ -48,22 +49,20 @@ def names_of(
         secret: of the server.
         tokens: the whole prompt.
         cut: where it is cut.
-        extra_key: the client's, with the adapter's id.
+        extra_key: of the client and the adapter (`tenancy.tree_key`).
         salt: the client's.
     """
-    parts = [b"\0" if part is None else b"\1" + part.encode() for part in (extra_key, salt)]
-    parts.append(cut.head.to_bytes(8, "little"))
-    digest = hmac.new(secret, digestmod=hashlib.sha256)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
+    parts = encode_parts("cut", extra_key, salt, cut.head)
+    digest = hmac.new(secret, parts, hashlib.sha256)
     names: dict[int, str] = {}
     view, done = memoryview(tokens).cast("B"), 0
     for number, start in enumerate(cut.starts, start=1):
         digest.update(view[done * tokens.itemsize : start * tokens.itemsize])
         done = start
         named = digest.copy()
-        named.update(b"starts" + np.array(cut.starts[:number], "<i8").tobytes())
-        names[start] = _MARK + named.hexdigest() + ":"
+        # Read from the end: how many places, the places, and so the number of tokens before them.
+        named.update(np.array([*cut.starts[:number], number], "<i8").tobytes())
+        names[start] = OF_LINEAGE + named.hexdigest() + ":"
     return names
 
 
@@ -86,7 +85,7 @@ class Lineage(ABC):
     @property
     @abstractmethod
     def key(self) -> str:
-        """The request's `extra_key`; its end is the client's, where an adapter's id is sought."""
+        """The request's `extra_key`: its lineage's name, then that of the client and adapter."""
 
     @property
     def num_dropped(self) -> int:
@@ -117,7 +116,7 @@ class CutLineage(Lineage):
 
     Attributes:
         cut: what of the prompt is kept.
-        extra_key: the client's, with the adapter's id.
+        extra_key: of the client and the adapter (`tenancy.tree_key`).
         salt: the client's.
         names: see `names_of`.
         hash_of: page hashes of (tokens, extra_key, salt), u8 `[N, 32]`.
@@ -184,8 +183,8 @@ class QuoteLineage(Lineage):
         run: what of the prompt is stored, and where.
         head: tokens before it.
         page_size: P.
-        name: in front of the client's `extra_key`; of the conversation up to where the run begins.
-        extra_key: the client's, with the adapter's id.
+        name: in front of `extra_key`; of the conversation up to where the run begins.
+        extra_key: of the client and the adapter (`tenancy.tree_key`).
     """
 
     run: StoredRun
@@ -211,14 +210,18 @@ class QuoteLineage(Lineage):
         ]
 
 
-def quote_name(secret: bytes, run: StoredRun, extra_key: str | None, salt: str | None) -> str:
+def quote_name(secret: bytes, group: int, run: StoredRun) -> str:
     """Name of the lineage of prompts that quote a conversation from some place on.
 
     A page's hash covers everything up to its end, what the client left out included.
+
+    Args:
+        secret: of the server.
+        group: see `quote_group`.
+        run: what is quoted.
     """
-    parts = (repr((extra_key, salt, run.position)).encode(), run.hashes[0].tobytes())
-    digest = hmac.new(secret, b"quote" + b"".join(parts), hashlib.sha256)
-    return _MARK + digest.hexdigest() + ":"
+    parts = encode_parts("quote", group, run.position, run.hashes[0].tobytes())
+    return OF_LINEAGE + hmac.new(secret, parts, hashlib.sha256).hexdigest() + ":"
 
 
 def lineage_of(req: Any) -> Lineage | None:

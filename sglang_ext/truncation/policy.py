@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 OFF, OVERFLOW, MATCH, ALL = MODES = ("off", "overflow", "match", "all")
+# What a request may choose, by the server's flag: never more than that.
+CHOICES = {OFF: (OFF,), OVERFLOW: (OFF, OVERFLOW), MATCH: (OFF, MATCH), ALL: MODES}
 PARAM = "hier_kv_truncation"
 # Set by the front process where the client stated max_new_tokens; the scheduler cannot tell.
 STATED = "hier_kv_stated_max_new_tokens"
@@ -47,23 +49,46 @@ def why_not_cut(request: Any) -> str:
 
 
 def mode_of(custom_params: Any, default: str) -> str:
-    """The mode of a request: its own, or the server's. Off in the server is off for all.
+    """The mode of a request: its own, or the server's. It may choose less than that, never more.
 
     Args:
         custom_params: the request's, from its sampling parameters.
         default: of the server.
 
     Raises:
-        ValueError: the request names no mode.
+        ValueError: the request names no mode, or one that the server's flag does not allow.
     """
-    if default == OFF or not isinstance(custom_params, dict) or PARAM not in custom_params:
+    if not isinstance(custom_params, dict) or PARAM not in custom_params:
         return default
     mode = custom_params[PARAM]
     if mode not in MODES:
         raise ValueError(
-            f"custom_params[{PARAM!r}] must be one of {', '.join(MODES)}, got {mode!r}."
+            f"custom_params[{PARAM!r}] must be one of {', '.join(MODES)}, got {str(mode)[:80]!r}."
+        )
+    if mode not in CHOICES[default]:
+        raise ValueError(
+            f"custom_params[{PARAM!r}] must be {' or '.join(CHOICES[default])} on this server, "
+            f"which runs with --hier-kv-truncation {default}, got {mode!r}."
         )
     return str(mode)
+
+
+def check_length(num_tokens: int, context_len: int, longest: int) -> None:
+    """Refuses a prompt on which the server would work for long only to drop most of it.
+
+    Args:
+        num_tokens: of the whole prompt.
+        context_len: of the model, in tokens.
+        longest: contexts that a prompt may be long.
+
+    Raises:
+        ValueError: it is longer.
+    """
+    if num_tokens > longest * context_len:
+        raise ValueError(
+            f"A prompt may have {longest * context_len} tokens on this server ({longest} contexts, "
+            f"--hier-kv-truncation-longest), got {num_tokens}; send less of the conversation."
+        )
 
 
 def cuts_overflow(mode: str) -> bool:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.memory import lazy_zeros
 from sglang_ext.truncation import rolling_kernels as kernels
+from sglang_ext.truncation.keyed_names import Part, encode_parts
 
 I32 = npt.NDArray[np.int32]
 
@@ -48,15 +49,16 @@ class Run:
     offset: int
 
 
-def group_id(*parts: bytes | str) -> int:
-    """63 bits that stand for a group: namespace, salt, extra key, adapter, tokens of the head.
+def group_id(secret: bytes, *parts: Part) -> int:
+    """63 bits that stand for a group: all that must be equal besides the text.
 
-    A part's length counts, so that parts cannot run into each other.
+    Keyed, so that nobody can look for parts that give the number of another's group.
+
+    Args:
+        secret: at most 64 bytes.
+        parts: of the group; see `encode_parts`.
     """
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little") + data)
+    digest = hashlib.blake2b(encode_parts(*parts), digest_size=8, key=secret)
     return int.from_bytes(digest.digest(), "little") >> 1
 
 

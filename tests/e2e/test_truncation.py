@@ -30,7 +30,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def ask(server: Server, prompt: list[int], mode: str = "", **params: Any) -> Answer:
+def ask(
+    server: Server, prompt: list[int], mode: str = "", *, cache_salt: str = "", **params: Any
+) -> Answer:
     custom = params.pop("custom", {}) | ({"hier_kv_truncation": mode} if mode else {})
     return server.generate(
         input_ids=prompt,
@@ -38,6 +40,7 @@ def ask(server: Server, prompt: list[int], mode: str = "", **params: Any) -> Ans
             "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "custom_params": custom, **params
         },
         return_logprob=True,
+        cache_salt=cache_salt,
     )  # fmt: skip
 
 
@@ -125,8 +128,6 @@ def test_what_cannot_be_cut_is_refused_as_without_it(server: Server) -> None:
         )  # fmt: skip
     with pytest.raises(ServerError, match="longer than the model's context"):
         ask(server, prompt, max_new_tokens=400)
-    with pytest.raises(ServerError, match="must be one of off, overflow, match, all"):
-        ask(server, prompt, "sometimes")
     # A prompt that fits is cut only where SGLang would refuse it for the answer that it wants.
     wide = ask(server, prompt[:490], max_new_tokens=40)
     assert wide["meta_info"]["completion_tokens"] == 40
@@ -135,39 +136,53 @@ def test_what_cannot_be_cut_is_refused_as_without_it(server: Server) -> None:
     assert default["meta_info"]["prompt_tokens"] == 490
 
 
-def begin_to_match(server: Server, prompt: list[int]) -> None:
-    """From the first request that asks on text is kept; searches are compiled, if they must be."""
-    for attempt in range(100):
-        before = state(server)["host"].get("quote_search_timeouts", 0)
-        ask(server, [*prompt[:4], attempt, *prompt[5:]], "match")
-        if attempt and state(server)["host"].get("quote_search_timeouts", 0) == before:
-            return
-    raise AssertionError("no search ends in time")
+def ask_for_match(server: Server, prompt: list[int]) -> Answer:
+    """A request for more than the flag allows; a client that is refused asks without."""
+    try:
+        return ask(server, prompt, "match")
+    except ServerError:
+        return ask(server, prompt)
 
 
-def test_a_prompt_that_the_client_cut_meets_its_stored_tail(server: Server) -> None:
-    stored, other, new = real_prompts([360, 100, 30], seed=8)
-    begin_to_match(server, other)
-    ask(server, stored)
-    for first in (101, 118, 160):
-        prompt = [*stored[:4], *stored[first:350], *new, first]
-        answer = ask(server, prompt, "match")
-        kept = (4 + 350 - first) // PAGE * PAGE
-        assert answer["meta_info"]["cached_tokens"] == kept
-        assert report(answer)["moved"] == kept - 4
-        assert report(answer)["quality"] == "approximated"
-        longer = [*prompt, *answer["output_ids"], *new]
-        again = ask(server, longer, "match")
-        assert again["meta_info"]["cached_tokens"] >= len(prompt) // PAGE * PAGE
-        salted = server.generate(
-            input_ids=longer, cache_salt=f"other-{first}",
-            sampling_params={"max_new_tokens": 1, "custom_params": {"hier_kv_truncation": "match"}},
-        )  # fmt: skip
-        assert salted["meta_info"]["cached_tokens"] == 0
-    exact = ask(server, longer, "match", custom={"hier_kv_exact": True})
-    for declined in (exact, ask(server, prompt)):
-        details = declined["meta_info"]["cached_tokens_details"] or {}
-        assert "moved" not in details.get("hier_kv", {})
+def test_who_asks_for_more_than_the_flag_gets_nobodys_text(server: Server) -> None:
+    """B learns nothing of what A wrote before a text that both have."""
+    head, secret, public, question = real_prompts([4, 90, 200, 20], seed=8)
+    for probe in range(8):
+        ask_for_match(server, [*head, probe, *question, *public[100:]])
+    ask(server, [*head, *secret, *public, *question])
+    settled(server)
+    for first in range(6):
+        prompt = [*head, *public[first:], *question]
+        honest = ask(server, prompt, cache_salt=f"nobody else's {first}")
+        answer = ask_for_match(server, prompt)
+        assert answer["meta_info"]["cached_tokens"] == 0
+        assert tokens_and_logprobs(answer) == tokens_and_logprobs(honest)
+    assert "quote_searches" not in state(server)["host"]
+
+
+@pytest.mark.parametrize(
+    ("custom", "refusal"),
+    [
+        ({"hier_kv_truncation": "match"}, "must be off or overflow on this server"),
+        ({"hier_kv_truncation": "all"}, "must be off or overflow on this server"),
+        ({"hier_kv_truncation": "sometimes"}, "must be one of off, overflow, match, all"),
+        ({"hier_kv_owner": 7}, "must be a text of 1 to 256 bytes"),
+    ],
+)
+def test_wishes_that_are_refused(server: Server, custom: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(ServerError, match=refusal) as refused:
+        ask(server, [1, 2, 3], custom=custom)
+    assert refused.value.status == 400
+
+
+def test_a_prompt_of_very_many_contexts_is_refused_before_anything_is_done(server: Server) -> None:
+    with pytest.raises(ServerError, match="may have 4096 tokens on this server") as refused:
+        ask(server, [5] * 4097)
+    assert refused.value.status == 400
+    with pytest.raises(ServerError, match="may have 65536 characters on this server") as refused:
+        server.generate(text="a " * 40_000, sampling_params={"max_new_tokens": 1})
+    assert refused.value.status == 400
+    assert ask(server, [5] * 4096)["meta_info"]["completion_tokens"] == NEW_TOKENS
 
 
 def test_chat_completions_keep_the_system_prompt_and_cut_between_messages(server: Server) -> None:

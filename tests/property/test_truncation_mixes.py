@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.property import truncation_world
 from tests.property.truncation_world import TruncationWorld, world
 
 CASES = int(os.environ.get("HIER_KV_PROPERTY_CASES", "1200"))
@@ -40,8 +41,33 @@ def test_nobody_meets_kv_that_is_not_theirs(
         )
     finally:
         served.close()
-    assert served.num_cut > cases // 8
+    assert served.num_cut > cases // 12
     assert served.num_exact_cut > 0
     assert served.num_quoting > 0
     assert stats["moved_tokens"] > cases // 4, stats
     assert stats["aliased_pages"] > 0, stats
+
+
+SPLITS = (
+    ("a", "bc"), ("ab", "c"), ("abc", None), (None, "abc"), (None, None), ("a", None), (None, "a"),
+    ("('a', 'bc')", None), ("a|bc", None), ("a\0bc", None),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+def test_one_prompt_under_keys_and_salts_cut_otherwise_shares_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, core: str
+) -> None:
+    monkeypatch.setattr(truncation_world, "KEYS", SPLITS)
+    served = world(tmp_path, monkeypatch, 1, core=core, lossy=False)
+    prompt = [*range(1, 25), 1]
+    try:
+        for device_holds_all in (True, False):
+            for key in range(len(SPLITS)):
+                req = served.arrive(prompt, exact=True, key=key)
+                found = req.prefix_len + req.host_hit_length
+                assert (found > 0) != device_holds_all, SPLITS[key]
+                served.drain()
+            served.cache.reset()
+    finally:
+        served.close()

@@ -38,6 +38,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey  # isort: skip
 
 from sglang_ext.config import HierKVConfig
 from sglang_ext.request_state import state_of, wants_exact
+from sglang_ext.tenancy import Tenant, note_tenant, tenant_of
 from sglang_ext.tiers.quality import Quality
 from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
 from sglang_ext.truncation_hooks import Truncator
@@ -48,6 +49,7 @@ _BITS = (1 << 28) - 1
 KEYS: tuple[tuple[str | None, str | None], ...] = (
     (None, None), ("team", None), (None, "salt"), ("hier-kv-truncated:00:", None),
 )  # fmt: skip
+_OFTEN_NAMED = (0, 1, 1, 2, 2, 3)
 
 
 @dataclass
@@ -57,10 +59,12 @@ class CutRequest(Request):
     finished_reason: None = None
     to_finish: None = None
     mode: str = "overflow"
+    owner: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         custom = {**(self.sampling_params.custom_params or {}), "hier_kv_truncation": self.mode}
+        custom["hier_kv_owner"] = self.owner
         self.sampling_params = SimpleNamespace(custom_params=custom, max_new_tokens=ROOM)
         self._hier_kv_not_cut = ""
 
@@ -100,7 +104,7 @@ class TruncationWorld(World):
         patch.setattr(taint_world, "MAX_TOKENS", 2 * CONTEXT)
         super().__init__(folder, patch, seed, **options)
         self.truncator = Truncator(
-            HierKVConfig(truncation_head=self.rng.choice((0, 3, 4))),
+            HierKVConfig(truncation="all", truncation_head=self.rng.choice((0, 3, 4))),
             b"secret" + bytes([seed % 256]),
             context_len=CONTEXT,
             max_req_len=CONTEXT + 1,
@@ -109,8 +113,9 @@ class TruncationWorld(World):
             tokenizer=None,
         )
         self.cache.truncate_with(self.truncator)
-        # Fingerprints of rows of exact prompts that ended: (seed, head, token) of each.
-        self.known: dict[int, set[tuple[int, tuple[int, ...], int]]] = {}
+        # Fingerprints of rows of exact prompts that ended and may be quoted: whose each is, its
+        # head and its token.
+        self.known: dict[int, set[tuple[Tenant, tuple[int, ...], int]]] = {}
         self.talks: list[tuple[list[int], int]] = []  # (tokens, index of KEYS)
         self.num_served = 0
         self.num_cut = 0
@@ -126,14 +131,14 @@ class TruncationWorld(World):
             ("new", "on", "fork", "other key", "quote", "twin"), (1, 14, 3, 1, 5, 2)
         )[0]
         if not talks or kind == "new":
-            tokens, key = self.tokens() + self.tokens(), rng.randrange(len(KEYS))
+            tokens, key = self.tokens() + self.tokens(), rng.choice(_OFTEN_NAMED)
         else:
             old, key = rng.choice(talks)
             tokens = list(old)
             if kind == "fork":
                 tokens = tokens[: rng.randint(1, len(tokens))]
             elif kind == "other key":
-                key = rng.randrange(len(KEYS))
+                key = rng.choice(_OFTEN_NAMED)
             elif kind == "quote":  # the head and a tail, as a client would cut it
                 at = rng.randint(0, len(tokens))
                 tokens = tokens[: rng.choice((len(self.head(tokens)), 8))]
@@ -159,9 +164,12 @@ class TruncationWorld(World):
             list(tokens),
             self.rng.randint(0, min(num_new, ROOM)),
             self.rng.random() < 0.3 if exact is None else exact,
-            mode=self.rng.choice(("overflow", "all")),
+            mode=self.rng.choice(("overflow", "all", "all", "all")),
+            owner=self.rng.choice((None, None, None, None, "me")),
         )
         req.extra_key, req.cache_salt = KEYS[key]
+        message = {"extra_key": req.extra_key, "cache_salt": req.cache_salt}
+        note_tenant(req, SimpleNamespace(**message, session_id=None, session_params=None))
         self._next += 1
         self.num_served += 1
         lineage = self.truncator.cut(req)
@@ -275,19 +283,21 @@ class TruncationWorld(World):
 
     def check_quote(self, req: Request, found: list[int]) -> None:
         """Rows of a prompt that quotes: computed on the row before, or of a prompt like it."""
-        before, seed, head = self.seed(req), self.seed(req), self.head(req.tokens)
+        before, tenant, head = self.seed(req), tenant_of(req), self.head(req.tokens)
+        if tenant is None or not tenant.is_named or req.mode == "overflow":
+            raise Wrong(f"{req.rid} quotes, and is nobody's or declined")
         for token, value in zip(req.tokens, found, strict=False):
-            stored = (seed, head, token) in self.known.get(value, ())
+            stored = (tenant, head, token) in self.known.get(value, ())
             if value != step_print(before, token) and not stored:
                 raise Wrong(f"rows of {req.rid} are another's, or of other text")
             before = value
 
     def finish(self, req: Request) -> None:
-        if lineage_of(req) is None:
-            seed, head = self.seed(req), self.head(req.tokens[: req.prompt_len])
-            tokens = req.tokens[: req.prefix_len]
-            for token, value in zip(tokens, prints_of(tokens, seed), strict=True):
-                self.known.setdefault(value, set()).add((seed, head, token))
+        tenant = tenant_of(req)
+        if lineage_of(req) is None and tenant is not None and req.mode != "overflow":
+            head, tokens = self.head(req.tokens[: req.prompt_len]), req.tokens[: req.prefix_len]
+            for token, value in zip(tokens, prints_of(tokens, self.seed(req)), strict=True):
+                self.known.setdefault(value, set()).add((tenant, head, token))
         self.num_quoting += isinstance(lineage_of(req), QuoteLineage)
         super().finish(req)
 

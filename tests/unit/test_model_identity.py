@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_ext.model_identity import ModelIdentity
+from sglang_ext.tenancy import tree_key
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.store import KeySpace, PageStore, StoreConfig
@@ -204,12 +205,12 @@ def test_how_k_is_stored_opens_another_namespace_and_is_known_before_any() -> No
     assert spaces[0].digest != spaces[1].digest
 
 
-def test_an_extra_key_that_looks_like_an_adapter_keeps_nothing_for_either(world: Fixture) -> None:
+def test_an_extra_key_that_ends_in_an_adapters_id_keeps_both_going(world: Fixture) -> None:
     world.adapters["adapter-1"] = adapter(1.0)
-    assert world.space("adapter-1", "tenant-adapter-1") is not None
-    assert world.space(extra_key="tenant") is not None
-    assert world.space(extra_key="tenant-adapter-1") is None
-    assert world.space("adapter-1", "tenant-adapter-1") is None
-    assert world.space(extra_key="tenant") is not None
-    world.identity.device_was_reset()
-    assert world.space("adapter-1", "tenant-adapter-1") is not None
+    plain = world.space()
+    for _ in range(2):
+        adapted = world.space("adapter-1", tree_key("tenant", "adapter-1"))
+        assert adapted is not None
+        assert adapted != plain
+        assert world.space(extra_key=tree_key("tenantadapter-1", None)) == plain
+        assert world.space(extra_key=tree_key("adapter-1", None)) == plain

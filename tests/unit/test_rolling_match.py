@@ -18,10 +18,11 @@ def test_pages_of_another_group_are_never_found() -> None:
 
 
 def test_parts_of_a_group_cannot_run_into_each_other() -> None:
-    ids = {group_id("a", "bc"), group_id("ab", "c"), group_id("abc"), group_id("a", "bc", "")}
-    assert len(ids) == 4
+    parts = [("a", "bc"), ("ab", "c"), ("abc",), ("a", "bc", ""), ("a", "bc", None), ("a", b"bc")]
+    ids = {group_id(b"secret", *each) for each in parts}
+    assert len(ids) == len(parts)
     assert all(0 <= value < 1 << 63 for value in ids)
-    assert group_id("x", b"y") == group_id(b"x", "y")
+    assert group_id(b"another", "a", "bc") not in ids
 
 
 def test_a_full_index_says_so_and_goes_on_after_a_removal() -> None:

@@ -247,6 +247,18 @@ def test_a_session_hands_its_kv_to_the_next_turn_with_what_it_is_worth(make: Mak
     assert state_of(third).taint == Quality.EXACT
 
 
+@pytest.mark.parametrize("name", ["extra_key", "cache_salt", "lora_id"])
+def test_a_turn_of_other_keys_or_adapter_computes_its_prompt(make: Make, name: str) -> None:
+    cache = make().cache
+    sessions = cache.session = Sessions()
+    for expected, value in (([], "one"), ([], "one"), (["s"], "other")):
+        req = turn()
+        setattr(req, name, value)
+        cache.taint.meet_session(req)
+        assert sessions.released == expected
+        cache.taint.leave_session(req)
+
+
 class Session:
     """What SGLang's streaming sessions ask of a session."""
 

@@ -12,10 +12,16 @@ import numpy as np
 import pytest
 
 from sglang_ext.truncation.cut import Cut
-from sglang_ext.truncation.lineage import CutLineage, attach_lineage, lineage_of, names_of
+from sglang_ext.truncation.lineage import (
+    CutLineage,
+    attach_lineage,
+    lineage_of,
+    names_of,
+    quote_name,
+)
 from sglang_ext.truncation.policy import STATED, mode_of, why_not_cut
-from sglang_ext.truncation.quotes import StoredText
-from sglang_ext.truncation_front import around_validate
+from sglang_ext.truncation.quotes import StoredRun, StoredText
+from sglang_ext.truncation_front import around_validate, before_tokenizing
 from sglang_ext.truncation_secret import lineage_secret
 
 TOKENS = array("q", range(100))
@@ -71,12 +77,34 @@ def test_a_request_of_a_lineage_is_what_is_kept_in_a_namespace_of_its_own() -> N
     ]
 
 
-def test_modes_of_requests() -> None:
-    assert mode_of(None, "overflow") == "overflow"
-    assert mode_of({"hier_kv_truncation": "off"}, "overflow") == "off"
-    assert mode_of({"hier_kv_truncation": "all"}, "off") == "off"
+@pytest.mark.parametrize(
+    ("flag", "allowed"),
+    [
+        ("off", {"off"}),
+        ("overflow", {"off", "overflow"}),
+        ("match", {"off", "match"}),
+        ("all", {"off", "overflow", "match", "all"}),
+    ],
+)
+def test_a_request_chooses_no_more_than_the_flag_allows(flag: str, allowed: set[str]) -> None:
+    assert mode_of(None, flag) == mode_of({}, flag) == mode_of("all", flag) == flag
+    for mode in ("off", "overflow", "match", "all"):
+        if mode in allowed:
+            assert mode_of({"hier_kv_truncation": mode}, flag) == mode
+        else:
+            with pytest.raises(ValueError, match=f"runs with --hier-kv-truncation {flag}"):
+                mode_of({"hier_kv_truncation": mode}, flag)
     with pytest.raises(ValueError, match="must be one of"):
-        mode_of({"hier_kv_truncation": 1}, "overflow")
+        mode_of({"hier_kv_truncation": ["all"]}, flag)
+
+
+def test_names_of_quotes_keep_groups_and_places_apart() -> None:
+    runs = [StoredRun(4, 64, at, np.full((2, 32), fill, np.uint8), np.zeros((1, 32), np.uint8))
+            for at in (20, 36) for fill in (1, 2)]  # fmt: skip
+    named = {
+        quote_name(key, group, run) for key in (b"a", b"b") for group in (1, 2) for run in runs
+    }
+    assert len(named) == 16
 
 
 @pytest.mark.parametrize(
@@ -103,6 +131,7 @@ def test_what_indexes_the_prompt_is_not_cut(field: dict[str, Any]) -> None:
         (100, {}, 99, False),
         (500, {"max_new_tokens": 40}, 60, True),
         (500, {"max_new_tokens": 51}, 500, False),
+        (800, {}, 99, False),
         (500, {"custom_params": {"hier_kv_truncation": "off"}}, 500, False),
     ],
 )
@@ -112,13 +141,39 @@ def test_the_front_process_checks_the_length_after_the_cut(
     seen: list[int] = []
     manager = SimpleNamespace(
         context_len=100, num_reserved_tokens=0,
-        server_args=SimpleNamespace(_hier_kv={"truncation": "overflow"}),
+        server_args=SimpleNamespace(_hier_kv={"truncation": "overflow", "truncation_longest": 8}),
     )  # fmt: skip
     obj, ids = SimpleNamespace(sampling_params=dict(params)), list(range(num))
     around_validate(lambda self, obj, ids: seen.append(len(ids)), manager, obj, ids)
     assert seen == [checked]
     assert len(ids) == num
     assert (obj.sampling_params.get("custom_params") or {}).get(STATED, False) == marked
+
+
+def refusal(num: int, flag: str = "overflow", **custom: Any) -> str:
+    """Why the front process refuses a prompt; empty where it lets it through."""
+    settings = {"truncation": flag, "truncation_longest": 8}
+    manager = SimpleNamespace(
+        context_len=100, num_reserved_tokens=0, server_args=SimpleNamespace(_hier_kv=settings)
+    )
+    obj = SimpleNamespace(sampling_params={"custom_params": custom})
+    try:
+        around_validate(lambda self, obj, ids: None, manager, obj, [1] * num)
+        before_tokenizing(manager, ["x", "x" * 16 * num])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_the_front_process_refuses_what_is_too_long_and_what_is_not_allowed() -> None:
+    assert not refusal(800)
+    assert "800 tokens on this server (8 contexts" in refusal(801)
+    assert "12800 characters on this server" in refusal(801, hier_kv_truncation="off")
+    assert not refusal(801, "off")  # SGLang refuses it
+    assert not refusal(801, "match")
+    assert "must be off on this server" in refusal(10, "off", hier_kv_truncation="overflow")
+    assert "must be a text of 1 to 256 bytes" in refusal(10, hier_kv_owner="")
+    assert not refusal(10, hier_kv_owner="me")
 
 
 def test_the_secret_outlives_the_process_where_pages_do(tmp_path: Path) -> None:
