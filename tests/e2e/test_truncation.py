@@ -175,6 +175,16 @@ def test_wishes_that_are_refused(server: Server, custom: dict[str, Any], refusal
     assert refused.value.status == 400
 
 
+@pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
+def test_half_a_character_in_a_key_is_refused_and_hurts_nobody(server: Server, name: str) -> None:
+    with pytest.raises(ServerError) as refused:
+        server.generate(
+            input_ids=[5] * 40, sampling_params={"max_new_tokens": 1}, **{name: "\ud800"}
+        )
+    assert 400 <= refused.value.status < 500
+    assert ask(server, [5] * 40)["meta_info"]["completion_tokens"] == NEW_TOKENS
+
+
 def test_a_prompt_of_very_many_contexts_is_refused_before_anything_is_done(server: Server) -> None:
     with pytest.raises(ServerError, match="may have 4096 tokens on this server") as refused:
         ask(server, [5] * 4097)

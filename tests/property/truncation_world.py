@@ -78,6 +78,11 @@ class CutRequest(Request):
         self.prompt_len = len(self.tokens)
 
 
+def opted_in(req: Request) -> bool:
+    """Whether a request may quote, and be quoted."""
+    return isinstance(req, CutRequest) and req.mode == "all"
+
+
 def step_print(before: int, token: int) -> int:
     """Fingerprint of a row from that of the row before it."""
     return zlib.crc32(token.to_bytes(4, "little"), before) & _BITS
@@ -284,7 +289,7 @@ class TruncationWorld(World):
     def check_quote(self, req: Request, found: list[int]) -> None:
         """Rows of a prompt that quotes: computed on the row before, or of a prompt like it."""
         before, tenant, head = self.seed(req), tenant_of(req), self.head(req.tokens)
-        if tenant is None or not tenant.is_named or req.mode == "overflow":
+        if tenant is None or not tenant.is_named or not opted_in(req):
             raise Wrong(f"{req.rid} quotes, and is nobody's or declined")
         for token, value in zip(req.tokens, found, strict=False):
             stored = (tenant, head, token) in self.known.get(value, ())
@@ -294,7 +299,7 @@ class TruncationWorld(World):
 
     def finish(self, req: Request) -> None:
         tenant = tenant_of(req)
-        if lineage_of(req) is None and tenant is not None and req.mode != "overflow":
+        if lineage_of(req) is None and tenant is not None and opted_in(req):
             head, tokens = self.head(req.tokens[: req.prompt_len]), req.tokens[: req.prefix_len]
             for token, value in zip(tokens, prints_of(tokens, self.seed(req)), strict=True):
                 self.known.setdefault(value, set()).add((tenant, head, token))
