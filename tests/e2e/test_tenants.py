@@ -224,7 +224,8 @@ class Sender:
 
 def answers_of_b(server: Server, played: Round, *, with_a: bool) -> list[Any]:
     """What B is told: tokens, log-probabilities and how much of its prompts was reused."""
-    sender, told = Sender(server, played.keys), []
+    sender = Sender(server, played.keys)
+    told: list[Any] = []
     for step in played.steps:
         items = [item for item in step if with_a or item.who == "B"]
         if not items:
