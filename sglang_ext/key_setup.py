@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from sglang_ext.config import HierKVConfig, HierKVConfigError
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
-from sglang_ext.tiers.remote import RemoteKey
 
 
 class Trust(NamedTuple):
@@ -17,11 +16,11 @@ class Trust(NamedTuple):
 
     Attributes:
         seals: of records.
-        hide: gives keys of a remote store other digests; None where names may say what they are of.
+        name_keys: what hides the names of values in a remote store; none where they need not be.
     """
 
     seals: RecordSeals = CHECKSUMS
-    hide: Callable[[RemoteKey], RemoteKey] | None = None
+    name_keys: Sequence[bytes] = ()
 
 
 def build_trust(config: HierKVConfig) -> Trust:
@@ -36,7 +35,7 @@ def build_trust(config: HierKVConfig) -> Trust:
     from sglang_ext.tiers.protection import open_protection
 
     try:
-        seals, hide = open_protection(Path(config.key_file), config.protect)
+        seals, name_keys = open_protection(Path(config.key_file), config.protect)
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error
-    return Trust(seals, hide)
+    return Trust(seals, name_keys)

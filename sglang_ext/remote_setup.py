@@ -55,8 +55,11 @@ def open_remote(text: str, trust: Trust) -> RemoteStore:
     try:
         url = parse_remote_url(text)
         config = StoreConfig.from_url(url)
-        return RemoteStore(
-            open_engine(url), config, seals=trust.seals, hide=trust.hide, shown=url.shown
-        )
+        engine = open_engine(url)
+        if trust.name_keys:
+            from sglang_ext.tiers.protection import HidingEngine
+
+            engine = HidingEngine(engine, trust.name_keys)
+        return RemoteStore(engine, config, seals=trust.seals, shown=url.shown)
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error

@@ -79,7 +79,8 @@ class VerifyResult(enum.Enum):
     BAD_VERSION = "bad_version"
     BAD_HEADER = "bad_header"
     BAD_CHECKSUM = "bad_checksum"
-    UNAUTHENTIC = "unauthentic"  # a key is set and the record has no tag, or a wrong one
+    UNPROTECTED = "unprotected"  # a key is set and the record has no tag
+    UNAUTHENTIC = "unauthentic"  # a key is set and a tag of the record is wrong
     UNKNOWN_KEY = "unknown_key"  # a key is set and the record was protected with another
     PROTECTED = "protected"  # no key is set and the record is protected with one
     FOREIGN = "foreign"  # an intact record of another page, namespace or LoRA adapter

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.record_seals import CHECKSUMS
 
 _spec = importlib.util.spec_from_file_location(
     "tests.tiers.tier_pages", Path(__file__).with_name("tier_pages.py")
@@ -27,14 +28,18 @@ def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
     """Opens disk tiers on one folder; those left open are closed when the test ends."""
     opened: list[DiskTier] = []
 
-    def open_one(*, io: Any = None, failpoints: Any = None, **settings: Any) -> DiskTier:
+    def open_one(
+        *, seals: Any = CHECKSUMS, io: Any = None, failpoints: Any = None, **settings: Any
+    ) -> DiskTier:
         defaults: dict[str, Any] = {
             "path": tmp_path / "disk",
             "max_bytes": 64 << 20,
             "min_free_bytes": 0,
             "segment_bytes": 256 << 10,
         }
-        tier = DiskTier(DiskConfig(**(defaults | settings)), io=io, failpoints=failpoints)
+        tier = DiskTier(
+            DiskConfig(**(defaults | settings)), seals=seals, io=io, failpoints=failpoints
+        )
         opened.append(tier)
         return tier
 

@@ -1,9 +1,9 @@
 """Writes pages as fast as it can until it is killed, logging each page that was acknowledged.
 
-Arguments: folder, log file, first page number, direct_io, layout ("slots" or "packed"), step,
-count. `step` is where the process kills itself at the `count`-th time: a failpoint of the tier,
-"record" (half-way through writing records) or "footer" (half-way through a footer); "none" leaves
-it to the parent.
+Arguments: folder, log file, first page number, direct_io, layout ("slots" or "packed", and "-tag"
+or "-encrypt" where a key is set), step, count. `step` is where the process kills itself at the
+`count`-th time: a failpoint of the tier, "record" (half-way through writing records) or "footer"
+(half-way through a footer); "none" leaves it to the parent.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import numpy as np
 from sglang_ext.tiers.base import RecoveredPages
 from sglang_ext.tiers.disk import DiskConfig, DiskTier, context
 from sglang_ext.tiers.disk.fileio import FileIO
+from sglang_ext.tiers.protection import KeyedSeals, Mode, Protection
+from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
 
 
 def load_pages() -> Any:
@@ -78,6 +80,7 @@ class TearingDisk(FileIO):
 def main() -> None:
     folder, log_path, first, direct_io, layout, step, count = sys.argv[1:]
     pages = load_pages()
+    layout, _, mode = layout.partition("-")
     packed = layout == "packed"
     make = pages.make_record if packed else pages.make_slot
     context.MIN_RUN_BYTES = (
@@ -92,7 +95,10 @@ def main() -> None:
         direct_io=direct_io,  # type: ignore[arg-type]
     )
     io = TearingDisk(countdown, 4096 if direct_io == "auto" else 1)
-    tier = DiskTier(config, io=io, failpoints=countdown.reach)
+    seals: RecordSeals = CHECKSUMS
+    if mode:
+        seals = KeyedSeals(Protection([bytes(range(32))], Mode[mode.upper()]))
+    tier = DiskTier(config, seals=seals, io=io, failpoints=countdown.reach)
 
     def on_drop(digest: bytes, segment_id: int) -> None:
         os.write(log, f"drop {segment_id}\n".encode())

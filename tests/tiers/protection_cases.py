@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_ext.tiers.protection import KeyedSeals, Mode, Protection
-from sglang_ext.tiers.protection.names import hidden_key
+from sglang_ext.tiers.protection import HidingEngine, KeyedSeals, Mode, Protection
+from sglang_ext.tiers.remote.base import RemoteEngine
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 
@@ -15,10 +15,11 @@ def seals(mode: str, *keys: bytes) -> KeyedSeals:
     return KeyedSeals(Protection(keys or (KEY,), Mode[mode.upper()]))
 
 
-def store_settings(mode: str, *keys: bytes) -> dict[str, Any]:
-    """What `RemoteStore` takes; nothing for `plain`."""
+def protected_store(engine: RemoteEngine, mode: str, *keys: bytes) -> dict[str, Any]:
+    """What `RemoteStore` takes, the engine too; `plain` is without a key."""
     if mode == "plain":
-        return {}
+        return {"engine": engine}
     protection = Protection(keys or (KEY,), Mode[mode.upper()])
-    hide = hidden_key(protection) if mode == "encrypt" else None
-    return {"seals": KeyedSeals(protection), "hide": hide}
+    if mode == "encrypt":
+        engine = HidingEngine(engine, protection.name_keys)
+    return {"engine": engine, "seals": KeyedSeals(protection)}

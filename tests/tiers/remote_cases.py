@@ -23,6 +23,7 @@ from sglang_ext.tiers.remote import (
     parse_remote_url,
 )
 from sglang_ext.tiers.remote.breaker import BreakerConfig
+from tests.tiers.protection_cases import protected_store
 
 NAMESPACE = hashlib.sha256(b"namespace").digest()
 OTHER_NAMESPACE = hashlib.sha256(b"other namespace").digest()
@@ -103,7 +104,7 @@ def open_store(
     text: str,
     *,
     breaker: BreakerConfig | None = None,
-    trust: dict[str, Any] | None = None,
+    protect: tuple[str, *tuple[bytes, ...]] = ("plain",),
     **changes: Any,
 ) -> RemoteStore:
     """Opens the store of a URL, with small parts and a breaker that is quick to try again."""
@@ -113,10 +114,9 @@ def open_store(
     defaults: dict[str, Any] = {"part_bytes": PART_BYTES, "breaker": breaker, "timeout_s": WAIT_S}
     values = {name: getattr(config, name) for name in StoreConfig.__dataclass_fields__}
     return RemoteStore(
-        open_engine(url),
-        StoreConfig(**(values | defaults | changes)),
+        config=StoreConfig(**(values | defaults | changes)),
         shown=url.shown,
-        **(trust or {}),
+        **protected_store(open_engine(url), *protect),
     )
 
 

@@ -15,6 +15,8 @@ from sglang_ext.tiers.base import Location, ReadRequest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.fileio import aligned_array
 from sglang_ext.tiers.record import VerifyResult, read_meta
+from sglang_ext.tiers.record_seals import CHECKSUMS
+from tests.tiers.protection_cases import seals
 from tests.tiers.tier_pages import NAMESPACE, PACKED_SLOT_BYTES, is_right
 
 CHILD = Path(__file__).with_name("kill_child.py")
@@ -38,10 +40,12 @@ FORCED = [
 ]
 
 
-def run_child(folder: Path, log: Path, index: int, step: str, count: int, *, packed: bool) -> None:
+def run_child(
+    folder: Path, log: Path, index: int, step: str, count: int, *, packed: bool, key: str = ""
+) -> None:
     """Runs the child until it is dead; the parent kills it where `step` is "none"."""
     mode = "auto" if index % 2 else "off"
-    layout = "packed" if packed else "slots"
+    layout = ("packed" if packed else "slots") + key
     command = [sys.executable, str(CHILD), str(folder), str(log), str((index + 1) * 1_000_000)]
     command += [mode, layout, step, str(count)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as child:
@@ -74,12 +78,13 @@ def replay(pages: set[Page], log: Path) -> set[Page]:
     return pages
 
 
-def found_after_restart(folder: Path) -> set[Page]:
+def found_after_restart(folder: Path, key: str = "") -> set[Page]:
     """Opens the folder, reads every page that is found, and returns those that are right.
 
     Every page found must be right: nothing was damaged here, only cut short.
     """
-    with DiskTier(DiskConfig(folder, max_bytes=8 << 20, min_free_bytes=0)) as tier:
+    config = DiskConfig(folder, max_bytes=8 << 20, min_free_bytes=0)
+    with DiskTier(config, seals=seals(key[1:]) if key else CHECKSUMS) as tier:
         pages = tier.open_namespace(NAMESPACE, PACKED_SLOT_BYTES, {})
         assert not list(folder.rglob("*.tmp"))
         found = set()
@@ -104,17 +109,35 @@ def test_acknowledged_pages_survive_33_kills_in_one_folder(tmp_path: Path, layou
     folder, log = tmp_path / "disk", tmp_path / "log"
     points = FORCED + [("none", 0)] * 8
     random.Random(0).shuffle(points)
+    assert _kill_and_look(folder, log, points, layout) > 3000
+
+
+@pytest.mark.parametrize("key", ["-tag", "-encrypt"])
+def test_acknowledged_pages_survive_kills_where_a_key_is_set(tmp_path: Path, key: str) -> None:
+    """Every page that is found was written with the key, and the rest of the folder is not."""
+    points = FORCED[2::3] + [("none", 0)] * 2
+    assert _kill_and_look(tmp_path / "disk", tmp_path / "log", points, "both", key) > 500
+    with DiskTier(DiskConfig(tmp_path / "disk", max_bytes=8 << 20, min_free_bytes=0)) as tier:
+        assert not len(tier.open_namespace(NAMESPACE, PACKED_SLOT_BYTES, {}))
+        assert set(tier.stats().errors) == {"locked_segment"}
+    assert found_after_restart(tmp_path / "disk", key)
+
+
+def _kill_and_look(
+    folder: Path, log: Path, points: list[tuple[str, int]], layout: str, key: str = ""
+) -> int:
+    """Kills writers of one folder in turns; returns how many pages were acknowledged."""
     pages: set[Page] = set()
     num_acknowledged = 0
     for index, (step, count) in enumerate(points):
         log.unlink(missing_ok=True)
         packed = layout == "both" and index % 4 > 0
-        run_child(folder, log, index, step, count, packed=packed)
+        run_child(folder, log, index, step, count, packed=packed, key=key)
         pages = replay(pages, log)
         num_acknowledged += log.read_text().count("page ")
-        found = found_after_restart(folder)
+        found = found_after_restart(folder, key)
         assert pages <= found, f"lost {len(pages - found)} pages at {step} {count}"
         pages = found
-    assert num_acknowledged > 3000
     files = sum(file.stat().st_size for file in folder.rglob("*.hkv"))
     assert files <= 8 << 20
+    return num_acknowledged

@@ -13,7 +13,6 @@ from bench.remote.mooncake_server import MooncakeServer, mooncake_missing
 from bench.remote.redis_server import RedisCluster, RedisServer, TlsFiles, redis_binary
 from sglang_ext.tiers.remote import GetRequest, GetResult, PutItem, RemoteStore
 from sglang_ext.tiers.remote.ranges import RangeRequest
-from tests.tiers.protection_cases import store_settings
 from tests.tiers.remote_cases import (
     ADAPTER,
     KEPT,
@@ -111,7 +110,7 @@ def reopen(request: pytest.FixtureRequest, url: str) -> Iterator[Callable[[], Re
     prefix = f"test-{next(_PREFIXES)}"
 
     def another() -> RemoteStore:
-        store = open_store(url, prefix=prefix, trust=store_settings(mode))
+        store = open_store(url, prefix=prefix, protect=(mode,))
         opened.append(store)
         assert store.wait_usable(WAIT_S), store.stats()
         return store

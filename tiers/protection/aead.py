@@ -9,7 +9,6 @@ of 2^-64 after 2^32 of them; the counter has 64 bits.
 from __future__ import annotations
 
 import enum
-import hmac
 import itertools
 import os
 import struct
@@ -138,13 +137,16 @@ class Protection:
     Args:
         keys: of at least 32 bytes each; the first writes, all read.
         mode: what is written.
+
+    Attributes:
+        name_keys: for names that say nothing, one of each key.
     """
 
     def __init__(self, keys: Sequence[bytes], mode: Mode) -> None:
         self.mode = mode
         self._roots = {_derive(key, b"", b"key id", 8): key for key in keys}
         self._key_id = next(iter(self._roots))
-        self._names = _derive(keys[0], b"", b"names")
+        self.name_keys = tuple(_derive(key, b"", b"names") for key in keys)
         self._lock = threading.Lock()
         self._derived: OrderedDict[tuple[bytes, ...], SealKey] = OrderedDict()  # guarded by _lock
         self._pid = 0  # guarded by _lock, as are the next two
@@ -177,10 +179,6 @@ class Protection:
             while len(self._derived) > _MAX_DERIVED:
                 self._derived.popitem(last=False)
         return made
-
-    def name(self, purpose: bytes, data: bytes) -> bytes:
-        """A name of 32 bytes for something, from which nobody without the key can tell what."""
-        return hmac.digest(self._names, purpose + b":" + data, "sha256")
 
 
 def _derive(key: bytes, salt: bytes, info: bytes, length: int = 32) -> bytes:

@@ -116,16 +116,16 @@ def open_header(
     """Proves the header that `start` begins with, which stays as it is.
 
     Returns:
-        What it says; UNAUTHENTIC where it has no tag or a wrong one, UNKNOWN_KEY where it names a
-        key that is not here.
+        What it says; UNPROTECTED where it has no tag, UNAUTHENTIC where it has a wrong one,
+        UNKNOWN_KEY where it names a key that is not here.
     """
     header = start[:HEADER_BYTES].copy()
     if header.size < HEADER_BYTES or header[: len(MAGIC)].tobytes() != MAGIC:
         return VerifyResult.BAD_MAGIC
     (version,) = _VERSION.unpack_from(header.data, _VERSION_AT)
     if version != PROTECTED_VERSION:
-        known_one = version == FORMAT_VERSION
-        return VerifyResult.UNAUTHENTIC if known_one else VerifyResult.BAD_VERSION
+        is_plain = version == FORMAT_VERSION
+        return VerifyResult.UNPROTECTED if is_plain else VerifyResult.BAD_VERSION
     origin = Origin.unpack(header[_BODY_END:_ORIGIN_END].tobytes())
     if origin is None:
         return VerifyResult.BAD_HEADER

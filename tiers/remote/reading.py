@@ -20,6 +20,10 @@ from sglang_ext.tiers.remote.values import (
 
 # As much is asked for at once as keeps a link busy; more would only lie in the store's buffers.
 _GROUP_BYTES = 32 << 20
+_OTHERS = frozenset(
+    kind.value
+    for kind in (VerifyResult.UNPROTECTED, VerifyResult.PROTECTED, VerifyResult.UNKNOWN_KEY)
+)
 
 
 class Reading:
@@ -88,8 +92,11 @@ class Reading:
                 self._finish(index, outcome)
 
     def is_all_garbage(self) -> bool:
-        """Whether there were values and none was what it should be."""
-        return bool(self.rejected) and not self.used
+        """Whether there were values and none was what it should be.
+
+        What others stored, with another key or with none, does not speak against the store.
+        """
+        return any(kind not in _OTHERS for kind in self.rejected) and not self.used
 
     def _groups(self) -> list[list[int]]:
         """Positions to begin together. One that may have parts is alone, for they come next."""

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -123,7 +123,6 @@ class RemoteStore:
         config: StoreConfig,
         *,
         seals: RecordSeals = CHECKSUMS,
-        hide: Callable[[RemoteKey], RemoteKey] | None = None,
         shown: str = "",
     ) -> None:
         """Starts the store's thread, which connects. Does not block.
@@ -132,8 +131,6 @@ class RemoteStore:
             engine: what speaks to the store; closed by `close`.
             config: the settings.
             seals: what proves that records are whole, or whose they are.
-            hide: gives keys other digests, so that names do not say what they are of; None where
-                names may.
             shown: the store's address without secrets, for logs.
 
         Raises:
@@ -143,7 +140,6 @@ class RemoteStore:
         self._engine = engine
         self._config = config
         self._seals = seals
-        self._hide = hide
         self._part_bytes = min(config.part_bytes, engine.max_value_bytes)
         self.counters = Counters()
         self._lock = threading.Lock()
@@ -390,10 +386,7 @@ class RemoteStore:
         names: list[str] = []
         for key in keys:
             try:
-                name = value_name(self._config.prefix, key)
-                if self._hide is not None:
-                    name = value_name(self._config.prefix, self._hide(key))
-                names.append(name)
+                names.append(value_name(self._config.prefix, key))
             except (ValueError, TypeError, AttributeError):
                 names.append("")
         return names
