@@ -21,13 +21,14 @@ import numpy.typing as npt
 from sglang_ext.kernels.rope import Corrections, PagedView, RopeSpec
 from sglang_ext.layout import (
     ROPE_BOUND,
-    ROPE_DELTA,
+    ROPE_NAMES,
     ROPE_PRE,
     PageLayout,
     PageTails,
     read_tails,
     write_tail,
 )
+from sglang_ext.page_rules import LocalPages
 from sglang_ext.pools import DevicePool
 from sglang_ext.rope_discovery import LayerRope, refresh_spec
 
@@ -131,7 +132,7 @@ class PageCopier:
         self._layout = layout
         self._slots = slots
         self._kernels = kernels
-        self._pre = mode == "pre"
+        self.rules = LocalPages(layout, ropes, mode)
         # A load of K is bound by arithmetic, one of V by memory; on a CPU pool they share no limit.
         self._v_thread: ThreadPoolExecutor | None = None
         if parallel_loads and pool.v:
@@ -159,13 +160,6 @@ class PageCopier:
         """Whether K of every layer can be loaded at another position than it was saved at."""
         return all(rope.movable for rope in self.ropes)
 
-    @property
-    def _saved_state(self) -> int:
-        """One layer that is bound to its position binds the page."""
-        if not self.movable:
-            return ROPE_BOUND
-        return ROPE_PRE if self._pre else ROPE_DELTA
-
     # ---- save ----
 
     def save(self, token_slots: I64, position: int, page_slots: I64) -> list[SavedPage]:
@@ -181,7 +175,7 @@ class PageCopier:
         """
         positions = position + np.arange(len(token_slots), dtype=np.int64)
         found: list[Corrections] = []
-        state = self._saved_state
+        state = self.rules.saved_state
         for layer in range(self.pool.num_layers):
             spec = refresh_spec(self.ropes[layer]) if state == ROPE_PRE else None
             view = self._k_view(page_slots, layer)
@@ -331,24 +325,26 @@ class PageCopier:
         return parts
 
     def damaged(self, page_slots: I64) -> I64:
-        """Finds the slots that hold no page of this layout, as indices into `page_slots`."""
-        if read_tails(self._slots, page_slots, self._layout) is not None:
+        """Finds the slots that hold no page of this model, as indices into `page_slots`."""
+        if self._are_sound(page_slots):
             return np.empty(0, np.int64)
         one = range(len(page_slots))
-        bad = [
-            at
-            for at in one
-            if read_tails(self._slots, page_slots[at : at + 1], self._layout) is None
-        ]
+        bad = [at for at in one if not self._are_sound(page_slots[at : at + 1])]
         return np.array(bad, np.int64)
 
-    def unusable(self, page_slots: I64, position: int) -> I64:
-        """Finds the pages that `prepare_load` would refuse, as indices into `page_slots`.
+    def _are_sound(self, page_slots: I64) -> bool:
+        tails = read_tails(self._slots, page_slots, self._layout)
+        return tails is not None and bool(self.rules.sound_tails(tails).all())
 
-        A page is verified when it comes to DRAM, so these are pages that memory corrupted since.
+    def unusable(self, page_slots: I64, position: int) -> I64:
+        """Finds the pages that cannot be loaded as what follows a prefix, by index.
+
+        That is what `prepare_load` would refuse, and pages of another position: a page's key chains
+        all tokens before it, so it has one position. A page is verified when it comes to DRAM, so
+        these are pages that memory corrupted since.
         """
         try:
-            self._tails(page_slots, position)
+            self._tails(page_slots, position, may_move=False)
         except CopyError:
             return np.array(
                 [at for at in range(len(page_slots)) if not self._usable(page_slots, position, at)]
@@ -357,13 +353,14 @@ class PageCopier:
 
     def _usable(self, page_slots: I64, position: int, at: int) -> bool:
         try:
-            self._tails(page_slots[at : at + 1], position + at * self._layout.page_size)
+            first = position + at * self._layout.page_size
+            self._tails(page_slots[at : at + 1], first, may_move=False)
         except CopyError:
             return False
         return True
 
     def _tails(
-        self, page_slots: I64, position: int, *, may_rotate: bool = False
+        self, page_slots: I64, position: int, *, may_rotate: bool = False, may_move: bool = True
     ) -> tuple[PageTails, npt.NDArray[np.bool_]]:
         """Decodes the pages' tails, and says which pages were saved at another position.
 
@@ -373,11 +370,18 @@ class PageCopier:
         tails = read_tails(self._slots, page_slots, self._layout)
         if tails is None:
             raise CopyError(f"one of slots {page_slots.tolist()} holds no page of this layout")
-        if (tails.rope_state == ROPE_PRE).any() and self._saved_state == ROPE_BOUND:
-            # The namespace tells the two apart; here it would be K without its rotation.
-            raise CopyError("a page has position-free K and a layer's rotation is not known")
+        sound = self.rules.sound_tails(tails)
+        if not sound.all():
+            # The namespace tells ways of storing apart; here it would be K without its rotation, or
+            # a look-up behind the end of a rotary table.
+            state, saved = tails.rope_state[~sound][0], tails.position[~sound][0]
+            raise CopyError(
+                f"a page with {ROPE_NAMES[int(state)]} K saved at {saved} is none of this model's"
+            )
         size = self._layout.page_size
         moved = tails.position != position + size * np.arange(len(page_slots))
+        if moved.any() and not may_move:
+            raise CopyError(f"a page of position {tails.position[moved][0]} is not of this prefix")
         if not may_rotate and (moved & (tails.rope_state == ROPE_BOUND)).any():
             raise CopyError(
                 f"a page bound to position {tails.position[moved][0]} cannot be loaded elsewhere"

@@ -26,6 +26,7 @@ from sglang_ext.lockstep import exchange, group_of
 from sglang_ext.metrics import MetricsReporter
 from sglang_ext.model_identity import ModelIdentity
 from sglang_ext.page_codec import PageCodec
+from sglang_ext.page_rules import LocalPages
 from sglang_ext.pinning import pin_memory
 from sglang_ext.pools import DevicePool, describe_pool
 from sglang_ext.ranks import Exchange, RankPlace
@@ -74,7 +75,8 @@ def build_cache(ctx: Any) -> Any:
     remote_codec = build_remote_codec(config, pool, layout, kv_pool.dtype, runner)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
     feeds = CostFeeds(cost, layout.kv_bytes)
-    store, disk = _build_store(config, layout, page_codec, feeds, remote_codec)
+    rules = LocalPages(layout, ropes, config.rope)
+    store, disk = _build_store(config, layout, page_codec, feeds, remote_codec, rules)
     if pool.device.type == "cuda":
         pin_memory(store.arena)
     copier = PageCopier(
@@ -176,6 +178,7 @@ def _build_store(
     page_codec: PageCodec | None,
     feeds: CostFeeds,
     remote_codec: RemotePageCodec | None,
+    rules: LocalPages,
 ) -> tuple[PageStore, RecordTier | None]:
     num_slots = config.host_bytes // layout.slot_bytes
     if num_slots < 2:
@@ -216,6 +219,7 @@ def _build_store(
         open_coded=None
         if remote_codec is None
         else coded_pages(remote_codec, feeds.cost.prefill_s, config.slo_ms / 1e3 or None),
+        rules=rules,
     )
     feeds.bind(store)
     if disk is not None:

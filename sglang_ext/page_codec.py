@@ -187,6 +187,8 @@ class PageCodec(PageTranscoder):
         if codec is None:
             self._count("pages_of_unknown_codec")
             return False
+        if not is_consistent(codec, meta):
+            return False
         payload = record[HEADER_BYTES : HEADER_BYTES + payload_bytes]
         layout = self._shape.layout
         if len(payload) < TAIL_LENGTH.size:
@@ -339,6 +341,12 @@ def parse_level(codec_id: str, text: str) -> int | None:
         known = f"{', '.join(names)} or " if names else ""
         raise CodecError(f"levels are {known}0 to {num_levels - 1}, got {text!r}")
     return int(text)
+
+
+def is_consistent(codec: Codec, meta: RecordMeta) -> bool:
+    """Whether a record can be what the codec makes: a level it has, and no better than it is."""
+    is_good_enough = not codec.lossy or meta.quality >= Quality.LOSSY
+    return meta.level < codec.num_levels and is_good_enough
 
 
 def _raw_tokens(codec: Codec, meta: RecordMeta) -> int | None:

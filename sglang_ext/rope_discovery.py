@@ -84,6 +84,13 @@ def discover_ropes(model: torch.nn.Module, pool: DevicePool) -> list[LayerRope]:
     return ropes
 
 
+def num_positions(rope: LayerRope) -> int | None:
+    """Rows of the layer's rotary table as it is now; None for a layer without. O(1)."""
+    if rope.spec is None:
+        return None
+    return int(rope.module.cos_sin_cache.shape[0]) if rope.module is not None else rope.spec.max_pos
+
+
 def refresh_spec(rope: LayerRope) -> RopeSpec | None:
     """The layer's spec, re-read from the live module when its table was replaced or grew."""
     if rope.spec is None or rope.module is None:

@@ -149,6 +149,7 @@ def save_k(
     pool: torch.Tensor, token_slots: I64, positions: I64, spec: RopeSpec, out: PagedView
 ) -> Corrections:
     """As `api.save_k`, with a spec."""
+    _check_positions(positions, spec)
     pages = _staging(pool, token_slots.size)
     wrong = save_rows(pool, _indices(token_slots, pool), _indices(positions, pool), spec, pages)
     _to_view(pages, out, 0)
@@ -176,6 +177,7 @@ def load_k(
     first_row: int = 0,
 ) -> None:
     """As `api.load_k`, with a spec."""
+    _check_positions(positions, spec)
     pages = _from_view(src, pool, token_slots.size, first_row)
     load_rows(pages, _indices(positions, pool), spec, pool, _indices(token_slots, pool))
     if corrections is not None and len(corrections):
@@ -192,6 +194,8 @@ def move_k(
     first_row: int = 0,
 ) -> None:
     """As `api.move_k`, with a spec."""
+    _check_positions(positions, spec)
+    _check_positions(saved_positions, spec)
     pages = _from_view(src, pool, token_slots.size, first_row)
     move_rows(
         pages,
@@ -218,6 +222,16 @@ def copy_pages_to_rows(
     """As `api.copy_pages_to_rows`."""
     pages = _from_view(src, pool, token_slots.size, first_row)
     scatter_rows(pages, pool, _indices(token_slots, pool))
+
+
+def _check_positions(positions: I64, spec: RopeSpec) -> None:
+    """Kernels look positions up in a table without a look at its length.
+
+    Raises:
+        IndexError: one is not in the table.
+    """
+    if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < spec.max_pos:
+        raise IndexError(f"positions must lie in [0, {spec.max_pos})")
 
 
 def _interpreted() -> bool:

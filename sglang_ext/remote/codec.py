@@ -10,7 +10,7 @@ from sglang_ext.codec.base import Codec, CodecError, PlaneArray, codec_class
 from sglang_ext.codec.container import read_header
 from sglang_ext.codec.learned import kind_of
 from sglang_ext.layout import HEADER_BYTES, U8
-from sglang_ext.page_codec import TAIL_LENGTH, CodedShape, PageCodec
+from sglang_ext.page_codec import TAIL_LENGTH, CodedShape, PageCodec, is_consistent
 from sglang_ext.tiers.record import RecordMeta, parse_header
 from sglang_ext.tiers.store.remote_coding import Levels, RemoteCodec
 
@@ -71,7 +71,8 @@ class RemotePageCodec(PageCodec, RemoteCodec):
         """See `RemoteCodec.knows`."""
         if meta.profile and not self._known.has(meta.codec, meta.profile):
             return False
-        return self._codec(meta.codec, meta.profile) is not None
+        codec = self._codec(meta.codec, meta.profile)
+        return codec is not None and is_consistent(codec, meta)
 
     def learn(self, meta: RecordMeta, profile: bytes) -> bool:
         """See `RemoteCodec.learn`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from sglang_ext.remote.lookup import Finder
 from sglang_ext.remote.publish import Publisher
 from sglang_ext.remote.streams import RemoteStreams
+from sglang_ext.tiers.page_rules import PageRules
 from sglang_ext.tiers.remote.base import Outcome
 from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
@@ -63,13 +64,14 @@ def coded_pages(
         slo_s: time to the first token that fetches aim at; None for as soon as possible.
     """
 
-    def open_coded(directory: Directory, remote: RemoteStore, decoded: DecodedPages) -> CodedPages:
+    def open_coded(
+        directory: Directory, remote: RemoteStore, decoded: DecodedPages, rules: PageRules
+    ) -> CodedPages:
         profiles = RemoteProfiles(remote, codec)
         counters, slot_bytes = directory.counters, directory.arena.slot_bytes
-        finder = Finder(remote, codec, profiles, counters, slot_bytes)
-        streams = RemoteStreams(
-            directory, remote, finder, Publisher(directory, codec, decoded), prefill_s, slo_s
-        )
+        finder = Finder(remote, codec, profiles, counters, slot_bytes, rules)
+        publisher = Publisher(directory, remote, codec, decoded, rules)
+        streams = RemoteStreams(directory, remote, finder, publisher, prefill_s, slo_s)
         uploads = CodedUploads(directory, remote, codec, profiles, decoded)
         return CodedPages(uploads, finder, streams, codec)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sglang_ext.tiers.page_rules import PageRules
 from sglang_ext.tiers.record import (
     HEADER_BYTES,
     RAW_CODEC,
@@ -118,8 +119,10 @@ class Finder:
         profiles: RemoteProfiles,
         counters: StoreCounters,
         slot_bytes: int,
+        rules: PageRules,
     ) -> None:
         self._remote = remote
+        self._rules = rules
         self._profiles = profiles
         self._counters = counters
         self._slot_bytes = slot_bytes
@@ -186,6 +189,9 @@ class Finder:
         facts = self._remote.facts(start, key, self._slot_bytes)
         if isinstance(facts, VerifyResult):
             self._remote.reject(key, facts.value)
+            return None
+        if not self._rules.admits_header(facts.meta, facts.total_bytes - HEADER_BYTES):
+            self._remote.reject(key, "unsound")
             return None
         if facts.meta.quality > max_quality:
             return None

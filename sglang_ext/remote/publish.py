@@ -9,8 +9,10 @@ import numpy as np
 
 from sglang_ext.remote.lookup import FoundPage
 from sglang_ext.remote.run import Run
+from sglang_ext.tiers.page_rules import PageRules
 from sglang_ext.tiers.record import RAW_CODEC, ByteArray, RecordError, parse_header, read_meta
 from sglang_ext.tiers.remote.staged import START_BYTES, read_stages, unstage
+from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.remote_coding import Lookup, RemoteCodec
@@ -22,8 +24,17 @@ logger = logging.getLogger(__name__)
 class Publisher:
     """Decodes pages into slots and publishes them, as a save does. One thread, but `decode`."""
 
-    def __init__(self, directory: Directory, codec: RemoteCodec, decoded: DecodedPages) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        remote: RemoteStore,
+        codec: RemoteCodec,
+        decoded: DecodedPages,
+        rules: PageRules,
+    ) -> None:
         self._directory = directory
+        self._remote = remote
+        self._rules = rules
         self._codec = codec
         self._decoded = decoded
 
@@ -74,9 +85,30 @@ class Publisher:
         return self.decode(page, data, step, slot)
 
     def decode(self, page: FoundPage, data: ByteArray, step: int, slot: ByteArray) -> bool:
-        """Decodes what was read of a page up to a level; returns whether it worked. Any thread."""
+        """Decodes what was read of a page up to a level; returns whether it worked. Any thread.
+
+        What proves to be no page is not asked for again until it is stored anew.
+        """
+        if page.meta.codec != RAW_CODEC and not self._codec.knows(page.meta):
+            return False  # its profile was forgotten meanwhile, which is not the store's fault
+        kind = self._misfit(page, data, step, slot)
+        if not kind:
+            return True
+        self._directory.counters.add(f"rejected_{kind}")
+        self._remote.reject(page.key, kind)
+        return False
+
+    def _misfit(self, page: FoundPage, data: ByteArray, step: int, slot: ByteArray) -> str:
+        """Fills a slot; returns what is wrong with the page, or ""."""
         if page.meta.codec == RAW_CODEC:
-            return self._copy(page, data, slot)
+            is_read = self._copy(page, data, slot)
+        else:
+            is_read = self._decode(page, data, step, slot)
+        if not is_read:
+            return "codec"
+        return "" if self._rules.admits_page(slot) else "unsound"
+
+    def _decode(self, page: FoundPage, data: ByteArray, step: int, slot: ByteArray) -> bool:
         try:
             if page.stages is not None:
                 record = unstage(page.stages, step, data)
@@ -87,10 +119,7 @@ class Publisher:
                 record = unstage(stages, len(stages.ends) - 1, data[START_BYTES:])
         except RecordError:
             return False
-        if self._codec.decode(record, slot) and is_decoded(read_meta(record), slot):
-            return True
-        self._directory.counters.add("rejected_codec")
-        return False
+        return self._codec.decode(record, slot) and is_decoded(read_meta(record), slot)
 
     @staticmethod
     def _copy(page: FoundPage, data: ByteArray, slot: ByteArray) -> bool:

@@ -175,7 +175,7 @@ def test_position_free_pages_are_refused_where_a_layer_has_no_known_rotation() -
     rig.fill(ROWS, 0)
     rig.copier.save(ROWS, 0, np.array([0, 1, 2]))
     rig.copier.bind(0, "a test")
-    with pytest.raises(CopyError, match="rotation is not known"):
+    with pytest.raises(CopyError, match="pre K saved at 0 is none of this model's"):
         rig.copier.prepare_load(np.array([0, 1, 2]), OTHER, 0)
 
 

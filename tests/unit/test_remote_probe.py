@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +17,13 @@ from sglang_ext.remote.transfer import Part
 from sglang_ext.streaming import LinkEstimator
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.page_rules import AnyPage
 from sglang_ext.tiers.record import RAW_CODEC
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.types import StoreCounters
+from tests.tiers.remote_cases import open_store
 from tests.unit.remote_world import codec_of
 from tests.unit.test_page_codec import LAYOUT
 from tests.unit.test_remote_run import found
@@ -44,7 +48,7 @@ def run_of(link: LinkEstimator, deadline_s: float | None = None, token_s: float 
 
 
 @pytest.fixture
-def prober() -> Prober:
+def prober(tmp_path: Path) -> Iterator[Prober]:
     arena = HostArena(4, LAYOUT.slot_bytes)
     codec = codec_of("hier", 3)
     directory = Directory(
@@ -55,7 +59,10 @@ def prober() -> Prober:
         counters=StoreCounters(),
         events=EventLog(""),
     )
-    return Prober(Publisher(directory, codec, DecodedPages()), LAYOUT.slot_bytes)
+    remote = open_store(f"file://{tmp_path}?size=1GB&free=1")
+    publisher = Publisher(directory, remote, codec, DecodedPages(), AnyPage())
+    yield Prober(publisher, LAYOUT.slot_bytes)
+    remote.close()
 
 
 @pytest.mark.parametrize(

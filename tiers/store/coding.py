@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from sglang_ext.tiers.base import BLOCK_BYTES, record_blocks
 from sglang_ext.tiers.disk.fileio import aligned_array
+from sglang_ext.tiers.page_rules import AnyPage, PageRules
 from sglang_ext.tiers.quality import Quality
 from sglang_ext.tiers.record import (
     HEADER_BYTES,
@@ -132,8 +133,10 @@ class PageDecoder:
         transcoder: PageTranscoder | None,
         slot_bytes: int,
         decoded: DecodedPages | None = None,
+        rules: PageRules | None = None,
     ) -> None:
         self._transcoder = transcoder
+        self._rules = rules or AnyPage()
         self._decoded = decoded
         self._slot_bytes = slot_bytes
         self._local = threading.local()
@@ -154,14 +157,17 @@ class PageDecoder:
             meta, payload_bytes = parse_header(slot)
             if self._decoded is not None:
                 self._decoded.note(meta)
+            if not self._rules.admits_header(meta, payload_bytes):
+                return None, 0
             if meta.codec == RAW_CODEC:
-                return meta.quality, 0
+                return (meta.quality if self._rules.admits_page(slot) else None), 0
             if self._transcoder is None:
                 return None, 0
             num_bytes = HEADER_BYTES + payload_bytes
             record = self._scratch()[:num_bytes]
             record[:] = slot[:num_bytes]
-            if self._transcoder.decode(record, slot) and is_decoded(meta, slot):
+            is_page = self._transcoder.decode(record, slot) and is_decoded(meta, slot)
+            if is_page and self._rules.admits_page(slot):
                 return meta.quality, parse_header(slot)[1]
         except Exception:
             if not self._has_warned:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.base import Location, ReadRequest, Tier
 from sglang_ext.tiers.disk.fileio import aligned_array
+from sglang_ext.tiers.page_rules import PageRules
 from sglang_ext.tiers.record import RAW_CODEC, VerifyResult
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey
 from sglang_ext.tiers.remote.items import PutItem
@@ -64,6 +65,7 @@ class LeavingPages:
         disk: Tier | None,
         transcoder: PageTranscoder | None,
         space_of: Callable[[int], KeySpace],
+        rules: PageRules | None = None,
     ) -> None:
         self._directory = directory
         self._remote = remote
@@ -75,7 +77,7 @@ class LeavingPages:
         # What is being sent is pinned, so that others would leave in its place.
         self._batch_pages = max(1, min(_BATCH_PAGES, self._low_water_pages // 4))
         slot_bytes = directory.arena.slot_bytes
-        self._decoder = PageDecoder(transcoder, slot_bytes)
+        self._decoder = PageDecoder(transcoder, slot_bytes, rules=rules)
         # Committed when pages are first read back.
         room = aligned_array(_DISK_BATCH_PAGES * slot_bytes if disk is not None else 0)
         self._room = room.reshape(-1, slot_bytes)

@@ -15,6 +15,7 @@ from sglang_ext.tiers.base import RecoveredPages, Tier
 from sglang_ext.tiers.disk.context import Owner
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.page_rules import PageRules
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
 from sglang_ext.tiers.policy.cost_model import DiskQueue
 from sglang_ext.tiers.quality import ANY, Qualities
@@ -105,6 +106,7 @@ class PageStore:
         *,
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
+        rules: PageRules | None = None,
     ) -> None:
         """Starts the store's threads.
 
@@ -123,6 +125,7 @@ class PageStore:
             open_coded: codes pages for that store; None stores them there as they are.
             clock: seconds, monotonic; what is decided about DRAM and disk goes by it.
             executor: runs what moves between the two; None for threads.
+            rules: what a page from below must be; None takes any record of the right key.
         """
         self.arena = arena
         self.counters = StoreCounters()
@@ -165,11 +168,13 @@ class PageStore:
                 self._fetch_meter,
                 decoded,
                 open_coded,
+                rules,
             )
             if config.remote_policy == "on_eviction":
                 self._leaving = LeavingPages(
-                    self._directory, remote, self._remote.send, disk, transcoder, self._space_of
-                )
+                    self._directory, remote, self._remote.send, disk, transcoder, self._space_of,
+                    rules,
+                )  # fmt: skip
         self._spiller: Spiller | None = None
         self._promoter: Promoter | None = None
         self._read_meter = ReadMeter(on_read, clock)
@@ -187,7 +192,7 @@ class PageStore:
                 decoded=decoded,
             )
             self._promoter = Promoter(
-                self._directory, disk, executor, transcoder, self._read_meter, decoded
+                self._directory, disk, executor, transcoder, self._read_meter, decoded, rules
             )
         if max_jitter_s():
             add_jitter(self._directory, _DELAYED, max_jitter_s())

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import BLOCK_BYTES, Location, ReadRequest, Tier
+from sglang_ext.tiers.page_rules import PageRules
 from sglang_ext.tiers.quality import ANY, Qualities
 from sglang_ext.tiers.record import VerifyResult
 from sglang_ext.tiers.store.coding import PageDecoder
@@ -73,10 +74,11 @@ class Promoter(Work):
         transcoder: PageTranscoder | None = None,
         meter: ReadMeter | None = None,
         decoded: DecodedPages | None = None,
+        rules: PageRules | None = None,
     ) -> None:
         self._directory = directory
         self._disk = disk
-        self._decoder = PageDecoder(transcoder, directory.arena.slot_bytes, decoded)
+        self._decoder = PageDecoder(transcoder, directory.arena.slot_bytes, decoded, rules)
         self._meter = meter or ReadMeter()
         self._lock = threading.Condition()
         # Of the plans that begin now; noted under _lock.

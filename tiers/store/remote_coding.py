@@ -6,6 +6,7 @@ import abc
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from sglang_ext.tiers.page_rules import PageRules
 from sglang_ext.tiers.record import ByteArray, RecordMeta
 from sglang_ext.tiers.remote.base import Outcome
 from sglang_ext.tiers.remote.store import RemoteStore
@@ -102,5 +103,5 @@ class CodedRemote(Protocol):
         """Ends what was begun. The store is closed after it."""
 
 
-OpenCoded = Callable[[Directory, RemoteStore, DecodedPages], CodedRemote]
-"""Connects a coded remote tier to a page store's books."""
+OpenCoded = Callable[[Directory, RemoteStore, DecodedPages, PageRules], CodedRemote]
+"""Connects a coded remote tier to a page store's books; pages that break the rules are misses."""

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.record import RAW_CODEC, RecordError, parse_header
+from sglang_ext.tiers.page_rules import AnyPage, PageRules
+from sglang_ext.tiers.record import HEADER_BYTES, RAW_CODEC, RecordError, parse_header
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey
 from sglang_ext.tiers.remote.items import GetRequest, PutItem
 from sglang_ext.tiers.remote.store import RemoteStore
@@ -63,6 +64,7 @@ class RemotePages:
         meter: ReadMeter | None = None,
         decoded: DecodedPages | None = None,
         open_coded: OpenCoded | None = None,
+        rules: PageRules | None = None,
     ) -> None:
         """Starts the threads.
 
@@ -74,6 +76,7 @@ class RemotePages:
             meter: measures what is fetched.
             decoded: told of pages that come from the store as less than exact.
             open_coded: moves pages coded; None moves them as they are.
+            rules: what a page must be; None takes any record.
 
         Raises:
             TierConfigError: no policy has this name.
@@ -86,9 +89,10 @@ class RemotePages:
         self._directory = directory
         self._remote = remote
         self._decoded = decoded or DecodedPages()
+        self._rules = rules or AnyPage()
         self._coded: CodedRemote | None = None
         if open_coded is not None:
-            self._coded = open_coded(directory, remote, self._decoded)
+            self._coded = open_coded(directory, remote, self._decoded, self._rules)
         self._uploads: queue.Queue[_Upload | None] = queue.Queue(_UPLOAD_QUEUE)
         self._lookups: FetchQueue[Lookup] = FetchQueue(_FETCH_QUEUE)
         self._meter = meter or ReadMeter()
@@ -331,8 +335,12 @@ class RemotePages:
     def _heads(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[tuple[int, int]]:
         """(quality, bytes) of the leading pages that the remote store has and are good enough."""
         found: list[tuple[int, int]] = []
-        for head in self._remote.head([_key(space, row.tobytes()) for row in hashes]):
+        keys = [_key(space, row.tobytes()) for row in hashes]
+        for key, head in zip(keys, self._remote.head(keys), strict=True):
             if head.meta is None or head.meta.quality > max_quality:
+                break
+            if not self._rules.admits_header(head.meta, head.num_bytes - HEADER_BYTES):
+                self._remote.reject(key, "unsound")
                 break
             found.append((head.meta.quality, head.num_bytes))
         return found
@@ -352,12 +360,14 @@ class RemotePages:
             ]
             timeout_s = self._remote.transfer_timeout_s(sum(each.out.size for each in requests))
             results = self._remote.get(requests, timeout_s=timeout_s)
-            ok = all(
+            # Every page is looked at, so that all bad ones are known and left out from now on.
+            sound = [
                 result.outcome is Outcome.OK and self._is_page(request, expected)
                 for result, request, expected in zip(
                     results, requests, ticket.quality.tolist(), strict=True
                 )
-            )
+            ]
+            ok = all(sound)
         finally:
             directory.finish_save(ticket, ok=ok)
         self._count("remote_promoted_pages" if ok else "remote_failed_pages", len(ticket.slots))
@@ -374,13 +384,16 @@ class RemotePages:
         return self._directory.adopt(lookup.plan, lookup.space, hashes, lookup.max_quality)
 
     def _is_page(self, request: GetRequest, quality: int) -> bool:
-        """Whether a verified record is a raw page, as good as its header said when found."""
+        """Whether a verified record is a page, as good as its header said when found."""
         try:
             meta, _ = parse_header(request.out)
         except RecordError:
             return False
         self._decoded.note(meta)
-        return meta.codec == RAW_CODEC and meta.quality == quality
+        if not self._rules.admits_page(request.out):
+            self._remote.reject(request.key, "unsound")
+            return False
+        return meta.quality == quality
 
     def _count(self, name: str, amount: int = 1) -> None:
         self._directory.counters.add(name, amount)
