@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.codec.base import Codec, CodecError, PlaneArray, codec_class, create_codec, kv_dtype
-from sglang_ext.codec.learned import LearnedFolder, kind_of
+from sglang_ext.codec.learned import MAX_KNOWN, MAX_KNOWN_BYTES, LearnedFolder, kind_of
+from sglang_ext.codec.memo import Memo
 from sglang_ext.layout import HEADER_BYTES, ROPE_NAMES, U8, PageLayout, read_tails, write_tail
 from sglang_ext.tiers.quality import Quality
 from sglang_ext.tiers.record import RecordMeta, parse_header, write_meta
@@ -132,7 +133,8 @@ class PageCodec(PageTranscoder):
         self._known, self._owner = LearnedFolder(folder), owner
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()  # guarded by _lock
-        self._codecs: dict[tuple[str, bytes], Codec | None] = {}  # guarded by _lock
+        # By id and digest of what was learned; None: not to be had. Guarded by _lock.
+        self._codecs: Memo[Codec | None] = Memo(MAX_KNOWN, MAX_KNOWN_BYTES)
         self._samples: list[PlaneArray] = []  # guarded by _lock
         self._num_samples = 0  # tokens; guarded by _lock
         self._closed = False  # guarded by _lock
@@ -257,15 +259,17 @@ class PageCodec(PageTranscoder):
         key = (codec_id, digest)
         with self._lock:
             if key in self._codecs:
-                return self._codecs[key]
+                return self._codecs.get(key)
         codec: Codec | None = None
+        learned = None
         try:
             learned = self._known.find(codec_id, digest) if digest else None
             codec = create_codec(codec_id, dtype=self._shape.dtype, profile=learned)
         except CodecError as error:
             logger.warning("hier-kv: pages of codec %r cannot be decoded: %s", codec_id, error)
         with self._lock:
-            return self._codecs.setdefault(key, codec)
+            self._codecs.put(key, codec, learned.nbytes if learned is not None else 0)
+        return codec
 
     def _sample(self, planes: PlaneArray) -> None:
         """Keeps a copy of a page to learn from, and begins to learn once there are enough."""

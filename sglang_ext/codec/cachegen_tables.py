@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from sglang_ext.codec.base import MAX_CHANNELS, MAX_PLANES, CodecError, PlaneArray, kv_dtype
 from sglang_ext.codec.cachegen_stream import finite_plane
 from sglang_ext.codec.float_bits import F32
+from sglang_ext.codec.profile_file import LearnedShape
 from sglang_ext.kernels import ac
 from sglang_ext.tiers.access import write_private
 
@@ -75,6 +76,11 @@ class PaperTables:
         digest = hashlib.blake2b(self._content(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.deviations.nbytes + self.anchor_freqs.nbytes + self.delta_freqs.nbytes
+
     def save(self, path: Path) -> None:
         """Writes a file that `load` reads."""
         num_planes, num_channels, _ = self.anchor_freqs.shape
@@ -89,26 +95,39 @@ class PaperTables:
         Raises:
             CodecError: it is no such file, or a damaged one.
         """
-        data = path.read_bytes()
+        try:
+            return cls.from_bytes(path.read_bytes())
+        except CodecError as error:
+            raise CodecError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_bytes(cls, data: bytes, shape: LearnedShape | None = None) -> PaperTables:
+        """The tables in a file's content; of this shape, where somebody else may have made it.
+
+        Raises:
+            CodecError: there are none, they are damaged, or of another model.
+        """
         if len(data) < _HEAD.size + 8 or xxhash.xxh3_64_digest(data[:-8]) != data[-8:]:
-            raise CodecError(f"{path} holds no tables of cachegen-paper, or is damaged")
+            raise CodecError("these are no tables of cachegen-paper, or they are damaged")
         magic, version, per_layer, num_planes, num_channels = _HEAD.unpack_from(data)
         if (magic, version) != (_MAGIC, _VERSION) or per_layer not in (1, 2):
-            raise CodecError(f"{path}: expected {_MAGIC!r} version {_VERSION}")
+            raise CodecError(f"expected {_MAGIC!r} version {_VERSION}")
         num_rows = num_planes * num_channels * (1 + len(FACTORS))
         if not (0 < num_planes <= MAX_PLANES and 0 < num_channels <= MAX_CHANNELS):
-            raise CodecError(f"{path}: no model has {num_planes} planes of {num_channels} channels")
+            raise CodecError(f"no model has {num_planes} planes of {num_channels} channels")
+        if shape is not None and (num_planes, num_channels) != shape:
+            raise CodecError(f"tables of {num_planes} planes of {num_channels}, not of {shape}")
         size = 4 * num_planes + 2 * NUM_SYMBOLS * num_rows
         if num_planes % per_layer or size > _MAX_VALUES:
-            raise CodecError(f"{path}: {num_planes} planes of {num_channels} channels do not fit")
-        content = _decompress(data[_HEAD.size : -8], size, path)
+            raise CodecError(f"{num_planes} planes of {num_channels} channels do not fit")
+        content = _decompress(data[_HEAD.size : -8], size)
         deviations = np.frombuffer(content, "<f4", num_planes)
         freqs = np.frombuffer(content, "<u2", offset=4 * num_planes)
         freqs = freqs.reshape(-1, num_planes, num_channels, NUM_SYMBOLS)
         if not np.all(np.isfinite(deviations) & (deviations > 0)):
-            raise CodecError(f"{path}: a deviation is no positive number")
+            raise CodecError("a deviation is no positive number")
         if freqs.min() < 1 or np.any(freqs.sum(axis=-1, dtype=np.int64) != ac.api.TOTAL):
-            raise CodecError(f"{path}: frequencies are 0 or do not sum to {ac.api.TOTAL}")
+            raise CodecError(f"frequencies are 0 or do not sum to {ac.api.TOTAL}")
         return cls(per_layer, deviations, freqs[0], freqs[1:])
 
     def _content(self) -> bytes:
@@ -116,13 +135,19 @@ class PaperTables:
         return self.deviations.astype("<f4").tobytes() + b"".join(a.tobytes() for a in arrays)
 
 
-def _decompress(data: bytes, size: int, path: Path) -> bytes:
+def max_file_bytes(shape: LearnedShape) -> int:
+    """No file of a model is longer."""
+    num_rows = shape.num_planes * shape.num_channels * (1 + len(FACTORS))
+    return (1 << 16) + (4 * shape.num_planes + 2 * NUM_SYMBOLS * num_rows) * 65 // 64
+
+
+def _decompress(data: bytes, size: int) -> bytes:
     try:
         content = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
     except zstandard.ZstdError as error:
-        raise CodecError(f"{path}: {error}") from error
+        raise CodecError(str(error)) from error
     if len(content) != size:
-        raise CodecError(f"{path}: expected {size} bytes, got {len(content)}")
+        raise CodecError(f"expected {size} bytes, got {len(content)}")
     return content
 
 

@@ -1,8 +1,9 @@
 """What codecs learn about a model, kept in files under its digest.
 
 A profile (`hier`) or tables (`cachegen-paper`) name themselves by a digest, records carry that
-digest, and a folder keeps every one that was ever used, so that what was coded under an older one
-can still be decoded.
+digest, and a folder keeps those that were used here, so that what was coded under an older one can
+still be decoded. What other servers learned comes from a store, is only ever used to decode the
+records that name it, and stays in memory. All of it is bounded, and the least recent leave first.
 """
 
 from __future__ import annotations
@@ -11,16 +12,22 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.codec.base import CodecError, PlaneArray
+from sglang_ext.codec.memo import Memo
+from sglang_ext.codec.profile_file import LearnedShape
 from sglang_ext.tiers.access import make_folder, tighten, write_private
 
 logger = logging.getLogger(__name__)
 
 MAX_DIGEST_BYTES = 64
+# In memory, and in a folder. What leaves memory and lies in the folder is read again.
+MAX_KNOWN, MAX_KNOWN_BYTES = 32, 1 << 30
+MAX_FILES, MAX_FILE_BYTES = 64, 4 << 30
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,9 @@ class LearnedKind:
     Attributes:
         suffix: of its files.
         load: reads a file; raises `CodecError` or `OSError`.
+        read: the content of a file that anybody may have made, for a model of this shape; raises
+            `CodecError`, and takes no more memory than such a model needs.
+        max_file_bytes: no such file is longer.
         digest: bytes that name the content.
         num_levels: of what `build` makes.
         build: from chunks `[S, T, C]`, the dtype's name, head dim and a note on their origin.
@@ -37,6 +47,8 @@ class LearnedKind:
 
     suffix: str
     load: Callable[[Path], Any]
+    read: Callable[[bytes, LearnedShape], Any]
+    max_file_bytes: Callable[[LearnedShape], int]
     digest: Callable[[Any], bytes]
     num_levels: int
     build: Callable[[Sequence[PlaneArray], str, int, str], Any]
@@ -47,10 +59,13 @@ def kind_of(codec_id: str) -> LearnedKind | None:
     if codec_id == "hier":
         from sglang_ext.codec.calibrate import CalibrationOptions, profile_from_planes
         from sglang_ext.codec.profile import Profile
+        from sglang_ext.codec.profile_file import max_file_bytes
 
         return LearnedKind(
             ".hkp",
             Profile.load,
+            Profile.from_bytes,
+            max_file_bytes,
             lambda profile: bytes(profile.digest),
             CalibrationOptions().num_levels,
             lambda chunks, dtype, head_dim, source: profile_from_planes(
@@ -58,11 +73,18 @@ def kind_of(codec_id: str) -> LearnedKind | None:
             ),
         )
     if codec_id == "cachegen-paper":
-        from sglang_ext.codec.cachegen_tables import FACTORS, PaperTables, measure_tables
+        from sglang_ext.codec.cachegen_tables import (
+            FACTORS,
+            PaperTables,
+            max_file_bytes,
+            measure_tables,
+        )
 
         return LearnedKind(
             ".hkct",
             PaperTables.load,
+            PaperTables.from_bytes,
+            max_file_bytes,
             lambda tables: int(tables.digest).to_bytes(8, "little"),
             len(FACTORS),
             lambda chunks, dtype, _head_dim, _source: measure_tables(chunks, dtype),
@@ -71,7 +93,7 @@ def kind_of(codec_id: str) -> LearnedKind | None:
 
 
 class LearnedFolder:
-    """Files of one folder by digest. Thread-safe; a file is read once.
+    """Files of one folder by digest, and what came from elsewhere. Thread-safe.
 
     Args:
         folder: made when something is stored; None keeps everything in memory.
@@ -80,19 +102,28 @@ class LearnedFolder:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, bytes], Any] = {}  # guarded by _lock; None: not to be had
+        # By codec and digest; None: not to be had. Guarded by _lock.
+        self._known: Memo[Any] = Memo(MAX_KNOWN, MAX_KNOWN_BYTES)
+        self._own: dict[str, tuple[bytes, Any]] = {}  # learned last, by codec; guarded by _lock
 
     def find(self, codec_id: str, digest: bytes) -> Any | None:
         """What has this digest, or None. A missing or damaged file is reported once."""
         key = (codec_id, digest)
         with self._lock:
+            own = self._own.get(codec_id)
+            if own is not None and own[0] == digest:
+                return own[1]
             if key not in self._known:
-                self._known[key] = self._read(codec_id, digest)
-            return self._known[key]
+                found = self._read(codec_id, digest)
+                self._known.put(key, found, found.nbytes if found is not None else 0)
+            return self._known.get(key)
 
     def has(self, codec_id: str, digest: bytes) -> bool:
         """Whether `find` would look at something, in memory or in a file."""
         with self._lock:
+            own = self._own.get(codec_id)
+            if own is not None and own[0] == digest:
+                return True
             if self._known.get((codec_id, digest)) is not None:
                 return True
         kind = kind_of(codec_id)
@@ -110,8 +141,15 @@ class LearnedFolder:
             return None
         return self.find(codec_id, digest)
 
+    def remember(self, codec_id: str, learned: Any) -> None:
+        """Keeps what another server learned, in memory and as long as there is room."""
+        kind = kind_of(codec_id)
+        if kind is not None:
+            with self._lock:
+                self._known.put((codec_id, kind.digest(learned)), learned, learned.nbytes)
+
     def store(self, codec_id: str, learned: Any, owner: str = "") -> Any:
-        """Keeps something and writes its file, atomically; returns it.
+        """Keeps what was learned here and writes its file, atomically; returns it.
 
         Args:
             codec_id: whose knowledge it is.
@@ -123,7 +161,7 @@ class LearnedFolder:
             raise ValueError(f"{codec_id} learns nothing")
         digest = kind.digest(learned)
         with self._lock:
-            self._known[codec_id, digest] = learned
+            self._own[codec_id] = digest, learned
         if self._folder is None:
             return learned
         make_folder(self._folder)
@@ -133,7 +171,22 @@ class LearnedFolder:
             _publish(path, learned.save)
         if owner:
             _publish(self._pointer(codec_id, owner), lambda temp: _write_text(temp, digest.hex()))
+        self._trim(kind, keep=path)
         return learned
+
+    def _trim(self, kind: LearnedKind, keep: Path) -> None:
+        """Removes the files that were used longest ago; a page that needs one is a miss."""
+        try:
+            files = [(path.stat(), path) for path in Path(self._folder or "").iterdir()]
+        except OSError:  # another server is at it
+            return
+        files = [(stat, path) for stat, path in files if path.suffix == kind.suffix]
+        files.sort(key=lambda item: (item[1] == keep, item[0].st_mtime), reverse=True)
+        num_bytes = 0
+        for at, (stat, path) in enumerate(files):
+            num_bytes += stat.st_size
+            if path != keep and (at >= MAX_FILES or num_bytes > MAX_FILE_BYTES):
+                path.unlink(missing_ok=True)
 
     def _pointer(self, codec_id: str, owner: str) -> Path:
         return Path(self._folder or "") / f"{owner}.{codec_id}"
@@ -148,7 +201,10 @@ class LearnedFolder:
     @staticmethod
     def _read_file(kind: LearnedKind, path: Path) -> Any | None:
         try:
-            return kind.load(path)
+            found = kind.load(path)
+            with suppress(OSError):
+                os.utime(path)  # the least recent files leave first
+            return found
         except (CodecError, OSError) as error:
             logger.warning("hier-kv: %s cannot be used: %s", path, error)
             return None

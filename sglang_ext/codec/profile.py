@@ -18,7 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.codec.base import CodecError
-from sglang_ext.codec.profile_file import ARRAYS, INTS, MAX_LEVELS, pack, unpack
+from sglang_ext.codec.profile_file import (
+    ARRAYS,
+    INTS,
+    MAX_LEVELS,
+    MAX_TABLES,
+    LearnedShape,
+    num_array_bytes,
+    pack,
+    unpack,
+)
 from sglang_ext.kernels.kvquant.spec import TransformArrays
 from sglang_ext.tiers.access import write_private
 
@@ -26,7 +35,6 @@ PROB_SUM = 4096
 ALPHABET = 256
 MAX_RADIUS = 126
 NUM_CONTEXTS = 3
-MAX_TABLES = 4096
 MAX_RAW_TOKENS = 64
 # Of coefficients that lie outside their table: more would cost as much as a refinement layer does.
 _MAX_ESCAPES = 3e-4
@@ -151,6 +159,11 @@ class Profile:
             digest.update(np.ascontiguousarray(getattr(self, name), kind).data)
         return digest.digest()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return num_array_bytes(self._ints())
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that :meth:`load` reads, for this user; it appears whole or not at all."""
         target = Path(path)
@@ -179,13 +192,17 @@ class Profile:
             raise CodecError(f"{path}: {error}") from error
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Profile:
+    def from_bytes(cls, data: bytes, shape: LearnedShape | None = None) -> Profile:
         """The profile in a file's content.
 
+        Args:
+            data: the content.
+            shape: of the model that it must be of, where somebody else may have made the file.
+
         Raises:
-            CodecError: it is none, or damaged.
+            CodecError: it is none, damaged, or of another model.
         """
-        arrays, ints, source = unpack(data)
+        arrays, ints, source = unpack(data, shape)
         fields: dict[str, Any] = arrays | ints
         fields.pop("num_tables")
         return cls(**fields, source=source)

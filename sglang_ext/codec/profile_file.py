@@ -2,13 +2,14 @@
 
 ``HKVP``, version u16, length of the header u32, the header (msgpack), the arrays (one zstandard
 frame; each little-endian in the narrowest integers that hold it, bytes of equal weight together),
-and xxh3-64 of all that. Sizes are bounded before memory is taken.
+and xxh3-64 of all that. Sizes are bounded before memory is taken: by what any model could need, and
+for a file of another server by the local model's planes and by the file's own length.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -22,10 +23,14 @@ from sglang_ext.codec.base import MAX_CHANNELS, MAX_PLANES, CodecError
 _MAGIC, _VERSION = b"HKVP", 1
 _HEAD = struct.Struct("<4sHI")
 _MAX_HEADER_BYTES = 1 << 16
-_MAX_CONTENT_BYTES = 1 << 32
+_MAX_ARRAY_BYTES = 1 << 32
+# What `hier-kv calibrate` makes is a fourth as long in a file as in memory.
+_MAX_GROWTH, _FREE_BYTES = 64, 8 << 20
+MAX_BLOCK_CHANNELS = 512
 
 ALPHABET = 256
 MAX_LEVELS = 16
+MAX_TABLES = 4096
 _MAX_SOURCE_CHARACTERS = 4096
 
 INTS = (
@@ -50,6 +55,18 @@ ARRAYS: dict[str, str] = {
 }
 
 
+class LearnedShape(NamedTuple):
+    """The model that something learned must be of.
+
+    Attributes:
+        num_planes: S.
+        num_channels: C.
+    """
+
+    num_planes: int
+    num_channels: int
+
+
 def pack(arrays: dict[str, npt.NDArray[Any]], ints: dict[str, int], source: str) -> bytes:
     """A file of these arrays, one for each of `ARRAYS`, and integers, one for each of `INTS`."""
     stored = {name: _narrow(arrays[name], kind) for name, kind in ARRAYS.items()}
@@ -63,11 +80,17 @@ def pack(arrays: dict[str, npt.NDArray[Any]], ints: dict[str, int], source: str)
     return bytes(body + xxhash.xxh3_64_digest(body))
 
 
-def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, int], str]:
+def unpack(
+    data: bytes, shape: LearnedShape | None = None
+) -> tuple[dict[str, Any], dict[str, int], str]:
     """Arrays, integers and the note in a file. Shapes fit the integers; values may be anything.
 
+    Args:
+        data: the file's content.
+        shape: of the model that it must be of, where somebody else may have made the file.
+
     Raises:
-        CodecError: it is none, or damaged.
+        CodecError: it is none, damaged, of another model, or larger than one can be.
     """
     if len(data) < _HEAD.size + 8 or data[:4] != _MAGIC:
         raise CodecError("expected a profile (magic HKVP)")
@@ -79,7 +102,44 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, int], str]:
     if num_header > min(_MAX_HEADER_BYTES, len(data) - _HEAD.size - 8):
         raise CodecError(f"profile header of {num_header} bytes is too long")
     ints, widths, source = _parse_header(data[_HEAD.size : _HEAD.size + num_header])
-    return _parse_arrays(data[_HEAD.size + num_header : -8], ints, widths), ints, source
+    frame = data[_HEAD.size + num_header : -8]
+    if shape is not None:
+        _check_shape(ints, shape, len(frame))
+    return _parse_arrays(frame, ints, widths), ints, source
+
+
+def max_file_bytes(shape: LearnedShape) -> int:
+    """No file of a model is longer."""
+    n = min(MAX_BLOCK_CHANNELS, shape.num_planes * shape.num_channels)
+    largest = dict.fromkeys(INTS, 0) | {
+        "num_planes": shape.num_planes,
+        "num_channels": -(-shape.num_channels // n) * n,
+        "block_channels": n,
+        "num_levels": MAX_LEVELS,
+        "num_tables": MAX_TABLES,
+    }
+    return 2 * _MAX_HEADER_BYTES + num_array_bytes(largest) * 65 // 64
+
+
+def num_array_bytes(ints: dict[str, int]) -> int:
+    """Bytes that a profile of these integers takes in memory."""
+    return sum(
+        int(np.prod(axes, dtype=object)) * np.dtype(ARRAYS[name]).itemsize
+        for name, axes in _shapes(ints).items()
+    )
+
+
+def _check_shape(ints: dict[str, int], shape: LearnedShape, frame_bytes: int) -> None:
+    found = LearnedShape(ints["num_planes"], ints["num_channels"])
+    if found != shape:
+        raise CodecError(f"the profile is of a model of {found}, this one is of {shape}")
+    if not 0 < ints["block_channels"] <= MAX_BLOCK_CHANNELS or ints["num_tables"] > MAX_TABLES:
+        raise CodecError(
+            f"a profile has blocks of at most {MAX_BLOCK_CHANNELS} channels and {MAX_TABLES}"
+            f" tables, got {ints['block_channels']} and {ints['num_tables']}"
+        )
+    if num_array_bytes(ints) > _FREE_BYTES + _MAX_GROWTH * frame_bytes:
+        raise CodecError(f"{frame_bytes} bytes would grow to {num_array_bytes(ints)}")
 
 
 def _parse_header(data: bytes) -> tuple[dict[str, int], dict[str, int], str]:
@@ -106,12 +166,27 @@ def _parse_header(data: bytes) -> tuple[dict[str, int], dict[str, int], str]:
 
 
 def _parse_arrays(frame: bytes, ints: dict[str, int], widths: dict[str, int]) -> dict[str, Any]:
-    n, levels, tables = ints["block_channels"], ints["num_levels"], ints["num_tables"]
-    total = ints["num_planes"] * ints["num_channels"]
+    n, total = ints["block_channels"], ints["num_planes"] * ints["num_channels"]
     if not n or not total or total % n:
         raise CodecError(f"profile: blocks of {n} channels do not cover {total}")
-    b = total // n
-    shapes = dict.fromkeys(ARRAYS, (levels, b, n)) | {
+    if num_array_bytes(ints) > _MAX_ARRAY_BYTES:
+        raise CodecError(f"profile of {num_array_bytes(ints)} bytes is too large")
+    shapes = _shapes(ints)
+    sizes = {name: int(np.prod(shape, dtype=object)) for name, shape in shapes.items()}
+    expected = sum(sizes[name] * widths[name] for name in ARRAYS)
+    content = _decompress(frame, expected)
+    arrays, start = {}, 0
+    for name, kind in ARRAYS.items():
+        end = start + sizes[name] * widths[name]
+        arrays[name] = _unshuffled(content[start:end], kind, widths[name]).reshape(shapes[name])
+        start = end
+    return arrays
+
+
+def _shapes(ints: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    n, levels, tables = ints["block_channels"], ints["num_levels"], ints["num_tables"]
+    b = ints["num_planes"] * ints["num_channels"] // n
+    return dict.fromkeys(ARRAYS, (levels, b, n)) | {
         "grid_exp": (b, n),
         "mean": (b, n),
         "mean_f32": (b, n),
@@ -121,17 +196,6 @@ def _parse_arrays(frame: bytes, ints: dict[str, int], widths: dict[str, int]) ->
         "freqs": (tables, ALPHABET),
         "radius": (tables,),
     }
-    sizes = {name: int(np.prod(shape, dtype=object)) for name, shape in shapes.items()}
-    expected = sum(sizes[name] * widths[name] for name in ARRAYS)
-    if expected > _MAX_CONTENT_BYTES:
-        raise CodecError(f"profile of {expected} bytes is too large")
-    content = _decompress(frame, expected)
-    arrays, start = {}, 0
-    for name, kind in ARRAYS.items():
-        end = start + sizes[name] * widths[name]
-        arrays[name] = _unshuffled(content[start:end], kind, widths[name]).reshape(shapes[name])
-        start = end
-    return arrays
 
 
 def _decompress(frame: bytes, expected: int) -> memoryview:

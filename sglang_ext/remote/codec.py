@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.codec.base import Codec, CodecError, PlaneArray, codec_class
 from sglang_ext.codec.container import read_header
 from sglang_ext.codec.learned import kind_of
+from sglang_ext.codec.profile_file import LearnedShape
 from sglang_ext.layout import HEADER_BYTES, U8
 from sglang_ext.page_codec import TAIL_LENGTH, CodedShape, PageCodec, is_consistent
 from sglang_ext.tiers.record import RecordMeta, parse_header
@@ -19,11 +21,14 @@ class RemotePageCodec(PageCodec, RemoteCodec):
     """A `PageCodec` whose streams hold all levels up to one, where the codec can.
 
     What it learned about the model leaves as the bytes of its file, and what other servers learned
-    comes in so. A server that has learned nothing itself yet goes on with what it got.
+    comes in so. That decodes the records that name it, and nothing else: who can write to a store
+    that proves no origin could otherwise decide how badly this server codes its own pages.
 
     Attributes:
         codec_id: what pages are coded with.
         level: the finest level of their streams.
+        adopts: whether a server that has learned nothing itself yet codes with what it got, because
+            the store proves that a server of this deployment made it.
     """
 
     def __init__(
@@ -35,7 +40,9 @@ class RemotePageCodec(PageCodec, RemoteCodec):
         learned: Any = None,
         folder: Path | None = None,
         owner: str = "",
+        adopts: bool = False,
     ) -> None:
+        self.adopts = adopts
         cls = codec_class(codec_id)
         self.codec_id = codec_id
         self.level = cls.default_level if level is None else level
@@ -80,20 +87,26 @@ class RemotePageCodec(PageCodec, RemoteCodec):
         if kind is None:
             return False
         try:
-            with tempfile.TemporaryDirectory(prefix="hier-kv-") as folder:
-                path = Path(folder) / "profile"
-                path.write_bytes(profile)
-                learned = kind.load(path)
+            learned = kind.read(profile, self._learned_shape)
             if kind.digest(learned) != meta.profile:
                 return False
-            self._known.store(meta.codec, learned)
+            self._known.remember(meta.codec, learned)
             with self._lock:
-                self._codecs.pop((meta.codec, meta.profile), None)
-            if meta.codec == self._codec_id and self._encoder is None:
+                self._codecs.drop((meta.codec, meta.profile))
+            if self.adopts and meta.codec == self._codec_id and self._encoder is None:
                 self._use(learned)
-        except (CodecError, OSError):
+        except (CodecError, MemoryError):
             return False
         return self.knows(meta)
+
+    def max_profile_bytes(self, codec_id: str) -> int:
+        """See `RemoteCodec.max_profile_bytes`."""
+        kind = kind_of(codec_id)
+        return kind.max_file_bytes(self._learned_shape) if kind is not None else 0
+
+    @cached_property
+    def _learned_shape(self) -> LearnedShape:
+        return LearnedShape(self._shape.num_planes, self._shape.num_channels)
 
     def _stream(self, codec: Codec, planes: PlaneArray, raw_tokens: int | None) -> bytes:
         if not self._layered:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def _header(number: int, **fields: Any) -> U8:
     return slot
 
 
-FORGERIES = {
+FORGERIES: dict[str, Callable[[int], U8]] = {
     "far": far,
     "short": short,
     "hidden": hidden,

@@ -188,7 +188,7 @@ def test_an_exact_request_takes_raw_pages_and_no_lossy_ones(make: Make) -> None:
 
 
 def test_no_page_is_coded_twice(make: Make, server: RedisServer) -> None:
-    one, two, three = make(), make(learns=False), make(learns=False)
+    one, two, three = make(), make(), make(learns=False)
     one.save(range(8))
     assert one.uploaded(8)
     two.fetch(range(8))

@@ -57,7 +57,14 @@ class RemoteCodec(PageTranscoder):
 
     @abc.abstractmethod
     def learn(self, meta: RecordMeta, profile: bytes) -> bool:
-        """Takes what a record's profile is said to be; False when it is not that."""
+        """Takes what a record's profile is said to be; False when it is not that.
+
+        It is used to decode the records that name it. What is kept is bounded.
+        """
+
+    @abc.abstractmethod
+    def max_profile_bytes(self, codec_id: str) -> int:
+        """No profile of a codec is longer for the local model; 0 for a codec that has none."""
 
 
 class Lookup(NamedTuple):

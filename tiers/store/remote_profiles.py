@@ -20,11 +20,10 @@ from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.remote_coding import RemoteCodec
 
 _CODEC = "profile"  # stored; never rename
-_MAX_BYTES = 1 << 29
 # A store may evict a profile that is read once by each server; who uploads looks after it.
 _LOOK_AFTER_S = 60.0
 _TRY_AGAIN_S = 5.0
-_MAX_NAMES = 1024  # from then on those whose pause is over are forgotten
+_MAX_NAMES = 1024  # from then on the oldest are forgotten
 
 
 class RemoteProfiles:
@@ -61,7 +60,8 @@ class RemoteProfiles:
             return False
         key = _key(meta)
         (head,) = self._remote.head([key])
-        if head.meta is None or not HEADER_BYTES < head.num_bytes <= _MAX_BYTES:
+        most = HEADER_BYTES + self._codec.max_profile_bytes(meta.codec)
+        if head.meta is None or not HEADER_BYTES < head.num_bytes <= most:
             return False
         out = np.empty(head.num_bytes, np.uint8)
         result = self._read(key, out)
@@ -71,7 +71,10 @@ class RemoteProfiles:
                 self._remote.delete([key])  # for who has it to store it anew: they see its start
         if result.outcome is not Outcome.OK:
             return False
-        return self._codec.learn(meta, out[HEADER_BYTES : result.num_bytes].tobytes())
+        if self._codec.learn(meta, out[HEADER_BYTES : result.num_bytes].tobytes()):
+            return True
+        self._remote.reject(key, "profile")  # not read again until it is stored anew
+        return False
 
     def _read(self, key: RemoteKey, out: ByteArray) -> GetResult:
         timeout_s = self._remote.transfer_timeout_s(out.size)
@@ -96,9 +99,9 @@ class RemoteProfiles:
         with self._lock:
             if now_s < times.get(name, 0.0):
                 return False
-            if len(times) >= _MAX_NAMES:
-                for other in [other for other, until_s in times.items() if until_s <= now_s]:
-                    del times[other]
+            times.pop(name, None)
+            while len(times) >= _MAX_NAMES:
+                del times[next(iter(times))]
             times[name] = now_s + pause_s
         return True
 
