@@ -13,9 +13,10 @@ from pathlib import Path
 from bench.remote.processes import EndedWithBlock, Process
 from bench.server import free_port
 from sglang_ext.tiers.remote.base import Deadline
-from sglang_ext.tiers.remote.resp import Connection, Login, Reply
+from sglang_ext.tiers.remote.resp import Connection, Login, Reply, ReplyBounds
 
 _TIMEOUT_S = 20.0
+_ANY_REPLY = ReplyBounds(depth=8, num_items=1 << 20, num_bytes=64 << 20)
 
 
 def redis_binary() -> str | None:
@@ -84,7 +85,7 @@ class RedisServer(EndedWithBlock):
         deadline = Deadline.after(_TIMEOUT_S)
         connection = Connection("127.0.0.1", self.port, self._login(), deadline)
         try:
-            return connection.call(command, deadline)
+            return connection.call(command, deadline, _ANY_REPLY)
         finally:
             connection.close()
 

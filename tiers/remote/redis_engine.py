@@ -25,7 +25,14 @@ from sglang_ext.tiers.remote.base import (
 )
 from sglang_ext.tiers.remote.password import ENV_PASSWORD
 from sglang_ext.tiers.remote.redis_nodes import Address, Lease, Nodes
-from sglang_ext.tiers.remote.resp import Argument, Connection, Login, ReplyError, refusal
+from sglang_ext.tiers.remote.resp import (
+    Argument,
+    Connection,
+    Login,
+    ReplyBounds,
+    ReplyError,
+    refusal,
+)
 from sglang_ext.tiers.remote.url import (
     Options,
     RemoteUrl,
@@ -38,6 +45,7 @@ _WINDOW_BYTES = 16 << 20
 _WINDOW_COMMANDS = 256
 # A slot that moves is asked for at its old node, then at its new one; twice is for bad luck.
 _MAX_ROUNDS = 4
+_INFO_BOUNDS = ReplyBounds(num_bytes=1 << 18)
 _REDIRECTS = ("MOVED ", "ASK ")
 
 
@@ -229,7 +237,9 @@ class RedisEngine(RemoteEngine):
         with Lease(self._nodes) as lease:
             for address in self._nodes.addresses():
                 try:
-                    reply = lease.get(address, deadline).call(["INFO", "memory"], deadline)
+                    reply = lease.get(address, deadline).call(
+                        ["INFO", "memory"], deadline, _INFO_BOUNDS
+                    )
                 except ReplyError as error:
                     raise refusal(error) from error
                 facts = _info(reply)

@@ -12,12 +12,22 @@ from typing import Self
 import numpy as np
 
 from sglang_ext.tiers.remote.base import Deadline, RemoteError, RemoteUnavailableError
-from sglang_ext.tiers.remote.resp import Connection, Login, Reply, ReplyError, refusal
+from sglang_ext.tiers.remote.resp import (
+    Connection,
+    Login,
+    Reply,
+    ReplyBounds,
+    ReplyError,
+    refusal,
+)
 
 Address = tuple[str, int]
 
 _NUM_SLOTS = 16384
 _MAX_IDLE = 16  # connections kept a node
+_MAX_NODES = 2048  # with slots; twice as many as clusters are made for
+# Ranges of slots, in each its nodes, of these names and numbers, and of some what else there is.
+_SLOTS_BOUNDS = ReplyBounds(depth=4, num_items=1 << 18, num_bytes=8 << 20)
 
 
 def slot_of(name: str) -> int:
@@ -93,7 +103,8 @@ class Nodes:
         for address in asked:
             try:
                 with Lease(self) as lease:
-                    reply = lease.get(address, deadline).call(["CLUSTER", "SLOTS"], deadline)
+                    connection = lease.get(address, deadline)
+                    reply = connection.call(["CLUSTER", "SLOTS"], deadline, _SLOTS_BOUNDS)
                 self._enter(reply, address[0])
                 return
             except ReplyError as error:
@@ -144,7 +155,10 @@ class Nodes:
         known: list[Address] = []
         try:
             for first, last, master, *_ in reply:  # type: ignore[union-attr, misc]
-                host = bytes(master[0] or b"").decode() or asked_host  # type: ignore[index, arg-type]
+                name = master[0] or b""  # type: ignore[index]
+                if not isinstance(name, bytes) or len(known) > _MAX_NODES:
+                    raise ValueError("no list of slots of a cluster")
+                host = name.decode() or asked_host
                 address = (host, int(master[1]))  # type: ignore[index, arg-type]
                 if address not in known:
                     known.append(address)

@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,9 +30,6 @@ from sglang_ext.tiers.remote.base import (
 _BUFFER_BYTES = 64 << 10
 _SMALL_PIECE_BYTES = 4096  # copied into one system call with what is around it
 _MAX_LINE_BYTES = 32 << 10
-_MAX_ITEMS = 1 << 20
-# Longest bulk string that is kept in memory of this module: replies to CLUSTER SLOTS, INFO.
-_MAX_SMALL_BYTES = 1 << 20
 _FULL_ERRORS = ("OOM", "MISCONF")
 _AUTH_ERRORS = ("WRONGPASS", "NOAUTH", "NOPERM", "ERR AUTH", "ERR invalid password")
 
@@ -39,8 +37,33 @@ Argument = bytes | str | int | tuple[ByteArray, ...]
 Reply = bytes | int | None | list["Reply"]
 
 
+class ReplyBounds(NamedTuple):
+    """The most that an honest server answers to a command; what is more is no answer to it.
+
+    Attributes:
+        depth: arrays inside of each other; 0 for a reply that is none.
+        num_items: items of all its arrays together.
+        num_bytes: of all its bulk strings together, which are kept in memory.
+    """
+
+    depth: int = 0
+    num_items: int = 0
+    num_bytes: int = 4096
+
+
 class ReplyError(Exception):
     """The server answered with an error; the connection is still good."""
+
+
+@dataclass
+class _Room:
+    """What is left of the bounds of a reply that is being read."""
+
+    num_items: int
+    num_bytes: int
+
+
+_SHORT = ReplyBounds()
 
 
 @dataclass(frozen=True)
@@ -107,13 +130,21 @@ class Connection:
                 small += b"\r\n"
         self._send(small, deadline)
 
-    def reply(self, deadline: Deadline) -> Reply:
+    def reply(self, deadline: Deadline, bounds: ReplyBounds = _SHORT) -> Reply:
         """Reads one reply of bounded size.
+
+        Args:
+            deadline: for the whole reply.
+            bounds: what can be answered to the command.
 
         Raises:
             ReplyError: the server says that the command failed.
-            RemoteError: the connection is broken, the time is over, or this is not the protocol.
+            RemoteError: the connection is broken, the time is over, this is not the protocol, or
+                more than the bounds allow.
         """
+        return self._reply(deadline, _Room(bounds.num_items, bounds.num_bytes), bounds.depth)
+
+    def _reply(self, deadline: Deadline, room: _Room, depth: int) -> Reply:
         kind, rest = self._line(deadline)
         if kind in b":+":
             return self._number(rest) if kind == b":" else rest
@@ -121,16 +152,21 @@ class Connection:
             size = self._number(rest)
             if size < 0:
                 return None
-            if size > _MAX_SMALL_BYTES:
+            room.num_bytes -= size
+            if room.num_bytes < 0:
                 raise _broken("a reply is longer than any that was asked for")
             out = np.empty(size, np.uint8)
             self._read_into(out, deadline)
             return out.tobytes()
         if kind == b"*":
             num = self._number(rest)
-            if num > _MAX_ITEMS:
-                raise _broken("a reply has more items than any that was asked for")
-            return [self.reply(deadline) for _ in range(num)]
+            room.num_items -= max(0, num)
+            if room.num_items < 0 or not depth:
+                raise _broken("a reply has more items, or levels, than any that was asked for")
+            try:
+                return [self._reply(deadline, room, depth - 1) for _ in range(num)]
+            except ReplyError as error:  # the rest of the array is still to come
+                raise _broken(f"an error inside of a reply: {error}") from error
         raise _broken("the server does not speak RESP2")
 
     def bulk_into(self, out: ByteArray, deadline: Deadline) -> int:
@@ -149,10 +185,12 @@ class Connection:
             self._read_into(out[:size], deadline)
         return max(size, 0)
 
-    def call(self, command: Sequence[Argument], deadline: Deadline) -> Reply:
+    def call(
+        self, command: Sequence[Argument], deadline: Deadline, bounds: ReplyBounds = _SHORT
+    ) -> Reply:
         """Sends one command and reads its reply."""
         self.send([command], deadline)
-        return self.reply(deadline)
+        return self.reply(deadline, bounds)
 
     def is_stale(self) -> bool:
         """Whether an idle connection was closed by the server, or has bytes nobody asked for."""
