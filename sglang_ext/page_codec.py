@@ -23,6 +23,7 @@ import numpy as np
 from sglang_ext.codec.base import Codec, CodecError, PlaneArray, codec_class, create_codec, kv_dtype
 from sglang_ext.codec.learned import MAX_KNOWN, MAX_KNOWN_BYTES, LearnedFolder, kind_of
 from sglang_ext.codec.memo import Memo
+from sglang_ext.codec.profile_file import LearnedShape
 from sglang_ext.layout import HEADER_BYTES, ROPE_NAMES, U8, PageLayout, read_tails, write_tail
 from sglang_ext.tiers.quality import Quality
 from sglang_ext.tiers.record import RecordMeta, parse_header, write_meta
@@ -130,7 +131,8 @@ class PageCodec(PageTranscoder):
         # Room in the index: a page is expected to shrink by no more than this.
         self.max_pages_a_slot = (12 if lossy else 3) if self.encodes else 1
         self._shape, self._codec_id, self._level = shape, codec_id, level
-        self._known, self._owner = LearnedFolder(folder), owner
+        self._learned_shape = LearnedShape(shape.num_planes, shape.num_channels)
+        self._known, self._owner = LearnedFolder(folder, self._learned_shape), owner
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()  # guarded by _lock
         # By id and digest of what was learned; None: not to be had. Guarded by _lock.

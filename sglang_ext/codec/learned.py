@@ -96,11 +96,14 @@ class LearnedFolder:
     """Files of one folder by digest, and what came from elsewhere. Thread-safe.
 
     Args:
-        folder: made when something is stored; None keeps everything in memory.
+        folder: made when something is stored; None keeps everything in memory. Whoever can write to
+            it is believed no more than a store.
+        shape: of the model that everything here is of.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, shape: LearnedShape) -> None:
         self._folder = folder
+        self._shape = shape
         self._lock = threading.Lock()
         # By codec and digest; None: not to be had. Guarded by _lock.
         self._known: Memo[Any] = Memo(MAX_KNOWN, MAX_KNOWN_BYTES)
@@ -136,7 +139,8 @@ class LearnedFolder:
         if self._folder is None:
             return None
         try:
-            digest = bytes.fromhex(self._pointer(codec_id, owner).read_text("ascii"))
+            with self._pointer(codec_id, owner).open("rb") as file:
+                digest = bytes.fromhex(file.read(2 * MAX_DIGEST_BYTES).decode("ascii"))
         except (OSError, ValueError):
             return None
         return self.find(codec_id, digest)
@@ -198,10 +202,14 @@ class LearnedFolder:
         found = self._read_file(kind, self._folder / f"{digest.hex()}{kind.suffix}")
         return found if found is not None and kind.digest(found) == digest else None
 
-    @staticmethod
-    def _read_file(kind: LearnedKind, path: Path) -> Any | None:
+    def _read_file(self, kind: LearnedKind, path: Path) -> Any | None:
+        most = kind.max_file_bytes(self._shape)
         try:
-            found = kind.load(path)
+            with path.open("rb") as file:
+                data = file.read(most + 1)
+            if len(data) > most:
+                raise CodecError(f"longer than the {most} bytes of any file for this model")
+            found = kind.read(data, self._shape)
             with suppress(OSError):
                 os.utime(path)  # the least recent files leave first
             return found

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.codec.base import Codec, CodecError, PlaneArray, codec_class
 from sglang_ext.codec.container import read_header
 from sglang_ext.codec.learned import kind_of
-from sglang_ext.codec.profile_file import LearnedShape
 from sglang_ext.layout import HEADER_BYTES, U8
 from sglang_ext.page_codec import TAIL_LENGTH, CodedShape, PageCodec, is_consistent
 from sglang_ext.tiers.record import RecordMeta, parse_header
@@ -103,10 +101,6 @@ class RemotePageCodec(PageCodec, RemoteCodec):
         """See `RemoteCodec.max_profile_bytes`."""
         kind = kind_of(codec_id)
         return kind.max_file_bytes(self._learned_shape) if kind is not None else 0
-
-    @cached_property
-    def _learned_shape(self) -> LearnedShape:
-        return LearnedShape(self._shape.num_planes, self._shape.num_channels)
 
     def _stream(self, codec: Codec, planes: PlaneArray, raw_tokens: int | None) -> bytes:
         if not self._layered:

@@ -275,3 +275,14 @@ def test_a_later_header_is_told_from_damage() -> None:
     block[64:72] = xxhash.xxh3_64_digest(bytes(block[:64]))[::-1]
     with pytest.raises(FutureVersionError):
         decode_header(bytes(block))
+
+
+def test_no_footer_is_longer_than_its_records_need() -> None:
+    import xxhash
+
+    good = encode_footer(SegmentTable(1), 5, b"n" * 32)
+    fixed = bytearray(good[-128:-8])
+    fixed[32:40] = (1 << 40).to_bytes(8, "little")
+    trailer = bytes(fixed) + xxhash.xxh3_64_intdigest(bytes(fixed)).to_bytes(8, "little")
+    assert decode_trailer(good, 4096 + len(good)) is not None
+    assert decode_trailer(trailer, 4096 + (1 << 40)) is None

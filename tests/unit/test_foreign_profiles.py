@@ -17,11 +17,13 @@ from sglang_ext.codec import learned as learned_module
 from sglang_ext.codec.learned import LearnedFolder, kind_of
 from sglang_ext.codec.memo import Memo
 from sglang_ext.codec.profile import Profile
-from sglang_ext.codec.profile_file import _HEAD, ARRAYS, INTS, num_array_bytes
+from sglang_ext.codec.profile_file import _HEAD, ARRAYS, INTS, LearnedShape, num_array_bytes
 from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.tiers.record import RecordMeta, parse_header
 from tests.faults.hostile_pages import DIM, LAYERS, SHAPE, codec_of, page, profile
 from tests.unit.codec_cases import make_profile
+
+MODEL = LearnedShape(2 * LAYERS, DIM)
 
 
 def meta_of(known: Any, codec_id: str = "hier") -> RecordMeta:
@@ -130,7 +132,7 @@ def test_foreign_profiles_and_their_decoders_are_bounded(monkeypatch: pytest.Mon
 
 def test_a_folder_of_profiles_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(learned_module, "MAX_FILES", 5)
-    folder = LearnedFolder(tmp_path)
+    folder = LearnedFolder(tmp_path, MODEL)
     kept = variants(12)
     for each in kept:
         folder.store("hier", each, "owner")
@@ -138,9 +140,25 @@ def test_a_folder_of_profiles_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert len(files) <= 5
     kind = kind_of("hier")
     assert kind is not None
-    found = LearnedFolder(tmp_path).latest("hier", "owner")
+    found = LearnedFolder(tmp_path, MODEL).latest("hier", "owner")
     assert found is not None
     assert kind.digest(found) == kept[-1].digest
+
+
+def test_a_file_that_somebody_put_there_does_not_grow_large(tmp_path: Path) -> None:
+    known = profile()
+    path = tmp_path / f"{bytes(known.digest).hex()}.hkp"
+    folder = LearnedFolder(tmp_path, MODEL)
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    tracemalloc.start()
+    try:
+        assert folder.find("hier", known.digest) is None
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    known.save(path)
+    assert LearnedFolder(tmp_path, MODEL).find("hier", known.digest) is not None
 
 
 def test_the_least_recent_leave_a_memo_first() -> None:

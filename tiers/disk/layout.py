@@ -313,6 +313,8 @@ def decode_trailer(tail: bytes, file_bytes: int) -> Trailer | None:
         return None
     if offset < BLOCK_BYTES or offset % BLOCK_BYTES or offset + footer_bytes != file_bytes:
         return None
+    if footer_bytes > footer_bytes_bound(num_records):  # it is read into memory at once
+        return None
     return Trailer(
         segment_id,
         num_records,
