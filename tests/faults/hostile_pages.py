@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,13 +20,14 @@ from sglang_ext.pools import DevicePool
 from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.rope_discovery import LayerRope
 from sglang_ext.tiers.record import RecordMeta, parse_header, write_meta
-from sglang_ext.tiers.store.types import KeySpace
+from sglang_ext.tiers.store.types import Epoch, KeySpace
+from tests.faults.guarded_arrays import GuardedPool
 from tests.unit.codec_cases import make_profile
 
 LAYERS, DIM, PAGE, MAX_POSITION = 2, 32, 8, 512
 LAYOUT = PageLayout(PAGE, (2 * DIM,) * LAYERS, (2 * DIM,) * LAYERS, 2)
 SHAPE = CodedShape.of(LAYOUT, "bf16", DIM)
-SPACE = KeySpace(0, bytes(range(32)), b"")
+SPACE = KeySpace(0, bytes(range(32)), b"", Epoch())
 CODECS = ("zstd", "lossless", "hier")
 
 
@@ -94,15 +96,33 @@ class Device:
 
     num_pages = 4
 
-    def __init__(self, slots: U8, kernels: Any = cpu_kernels, mode: str = "pre") -> None:
+    def __init__(
+        self,
+        slots: U8,
+        kernels: Any = cpu_kernels,
+        mode: str = "pre",
+        empty: Callable[..., Any] = np.empty,
+    ) -> None:
         shape = (self.num_pages * PAGE, 1, DIM)
-        self.k = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
-        self.v = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
+        rows = [torch.from_numpy(empty(shape, np.int16)) for _ in range(2 * LAYERS)]
+        self.k = [each.view(torch.bfloat16) for each in rows[:LAYERS]]
+        self.v = [each.view(torch.bfloat16) for each in rows[LAYERS:]]
+        self.slots = slots
         pool = DevicePool(
             "mha", torch.bfloat16, tuple(self.k), tuple(self.v), 0, self.num_pages * PAGE
         )
         assert pool.layout(PAGE) == LAYOUT
         self.copier = PageCopier(pool, LAYOUT, ropes(), slots, mode=mode, kernels=kernels)
+
+    @classmethod
+    def guarded(cls, num_slots: int, kernels: str = "numba", mode: str = "pre") -> Device:
+        """One whose arena and pool lie between memory that nobody can touch."""
+        pool = GuardedPool(1 + 2 * LAYERS, 1 << 16)
+        module: Any = cpu_kernels
+        if kernels == "triton":
+            from sglang_ext.kernels.rope import gpu as module
+        slots = pool.empty((num_slots, LAYOUT.slot_bytes), np.uint8)
+        return cls(slots, module, mode, pool.empty)
 
     def load(self, page_slots: list[int], position: int) -> bytes | None:
         """As the server loads: pages that cannot be used are dropped, the others are loaded.
@@ -119,6 +139,12 @@ class Device:
             self.copier.load_layer(job, layer)
         tensors = [t[: len(rows)].view(torch.int16).numpy() for t in (*self.k, *self.v)]
         return b"".join(tensor.tobytes() for tensor in tensors)
+
+
+def clear_device(device: Device) -> None:
+    """Nothing was loaded yet."""
+    for tensor in (*device.k, *device.v):
+        tensor.zero_()
 
 
 def rules(mode: str = "pre") -> LocalPages:
