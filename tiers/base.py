@@ -10,7 +10,7 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -136,6 +136,37 @@ class RecoveredPages:
             num_blocks=np.concatenate([part.num_blocks for part in parts]),
             quality=np.concatenate([part.quality for part in parts]),
         )
+
+
+NO_LORA_ROW = bytes(32)
+"""A row of `RecoveredPages.lora` for a page without an adapter."""
+
+
+class PageKeeper(Protocol):
+    """What a tier's owner says of the records in it, page by page.
+
+    Called by the writing thread under the write lock, so the owner must not hold a lock that these
+    methods take when it calls `Tier.write`. The owner enters the locations that one call of `write`
+    returned before it begins the next: what it does not name as a page by then is overwritten.
+    """
+
+    def give_up(self, num_blocks: int) -> int:
+        """Forgets the records that are needed least, until they have as many blocks.
+
+        Returns:
+            The blocks that were given up; 0 where there are no more.
+        """
+
+    def live_records(
+        self, segment: int
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]] | None:
+        """First blocks, ascending, and lengths of those records of a segment that are pages."""
+
+    def num_live_blocks(self, segment: int) -> int:
+        """Blocks of these records."""
+
+    def take_thinned(self) -> dict[int, int]:
+        """Segments that lost pages since the last call, with the blocks of those left."""
 
 
 class Tier(abc.ABC):

@@ -25,14 +25,12 @@ from sglang_ext.tiers.protection import KeyedSeals, Mode, Protection
 from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
 
 
-def load_pages() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "tier_pages", Path(__file__).with_name("tier_pages.py")
-    )
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["tier_pages"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -79,8 +77,9 @@ class TearingDisk(FileIO):
 
 def main() -> None:
     folder, log_path, first, direct_io, layout, step, count = sys.argv[1:]
-    pages = load_pages()
-    layout, _, mode = layout.partition("-")
+    pages = load("tier_pages")
+    layout, *modes = layout.split("-")
+    reused, mode = "reused" in modes, "".join(each for each in modes if each != "reused")
     packed = layout == "packed"
     make = pages.make_record if packed else pages.make_slot
     context.MIN_RUN_BYTES = (
@@ -115,15 +114,24 @@ def main() -> None:
     tier.on_drop = on_drop
     tier.on_moved = on_moved
     tier.is_hot = lambda digest, hashes: hashes[:, 0] % 2 == 0
-    tier.open_namespace(pages.NAMESPACE, pages.PACKED_SLOT_BYTES, {}, packed=packed)
+    found = tier.open_namespace(pages.NAMESPACE, pages.PACKED_SLOT_BYTES, {}, packed=packed)
+    books = None
+    if reused:
+        books = load("page_books").PageBooks(
+            int(first), lambda at: os.write(log, f"gone {at.segment} {at.block}\n".encode())
+        )
+        books.connect(tier)
+        books.add_recovered(found)
     rng = np.random.default_rng(int(first))
     number = int(first)
     while True:
         batch = range(number, number + int(rng.integers(1, 13)))
         number = batch.stop
-        locations = tier.write(
-            pages.NAMESPACE, [make(n, slot_bytes=pages.PACKED_SLOT_BYTES) for n in batch]
-        )
+        records = [make(n, slot_bytes=pages.PACKED_SLOT_BYTES) for n in batch]
+        locations = tier.write(pages.NAMESPACE, records)
+        if books is not None:
+            hashes = [pages.key(n) for n in batch]
+            books.add(hashes, locations, [record.size // 4096 for record in records])
         lines = [
             f"page {pages.key(n).hex()} {at.segment} {at.block}\n"
             for n, at in zip(batch, locations, strict=True)

@@ -40,12 +40,32 @@ FORCED = [
 ]
 
 
+FORCED_REUSED = [
+    *[("record", count) for count in (1, 2, 3, 5, 9, 40, 110)],
+    *[("reuse:before_open", count) for count in (1, 4)],
+    *[("reuse:opened", count) for count in (1, 3, 7)],
+    ("footer", 2),
+    ("footer", 5),
+    ("seal:before_footer", 4),
+    ("seal:before_truncate", 5),
+    ("seal:done", 6),
+]
+
+
 def run_child(
-    folder: Path, log: Path, index: int, step: str, count: int, *, packed: bool, key: str = ""
+    folder: Path,
+    log: Path,
+    index: int,
+    step: str,
+    count: int,
+    *,
+    packed: bool,
+    key: str = "",
+    reused: bool = False,
 ) -> None:
     """Runs the child until it is dead; the parent kills it where `step` is "none"."""
     mode = "auto" if index % 2 else "off"
-    layout = ("packed" if packed else "slots") + key
+    layout = ("packed" if packed else "slots") + key + ("-reused" if reused else "")
     command = [sys.executable, str(CHILD), str(folder), str(log), str((index + 1) * 1_000_000)]
     command += [mode, layout, step, str(count)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as child:
@@ -71,6 +91,9 @@ def replay(pages: set[Page], log: Path) -> set[Page]:
         kind, *fields = line.split()
         if kind == "page":
             pages.add((bytes.fromhex(fields[0]), Location(int(fields[1]), int(fields[2]))))
+        elif kind == "gone":
+            gone = Location(int(fields[0]), int(fields[1]))
+            pages = {page for page in pages if page[1] != gone}
         elif kind == "drop":
             pages = {page for page in pages if page[1].segment != int(fields[0])}
         else:
@@ -124,15 +147,21 @@ def test_acknowledged_pages_survive_kills_where_a_key_is_set(tmp_path: Path, key
 
 
 def _kill_and_look(
-    folder: Path, log: Path, points: list[tuple[str, int]], layout: str, key: str = ""
+    folder: Path,
+    log: Path,
+    points: list[tuple[str, int]],
+    layout: str,
+    key: str = "",
+    *,
+    reused: bool = False,
 ) -> int:
     """Kills writers of one folder in turns; returns how many pages were acknowledged."""
     pages: set[Page] = set()
     num_acknowledged = 0
     for index, (step, count) in enumerate(points):
         log.unlink(missing_ok=True)
-        packed = layout == "both" and index % 4 > 0
-        run_child(folder, log, index, step, count, packed=packed, key=key)
+        packed = layout == "packed" or (layout == "both" and index % 4 > 0)
+        run_child(folder, log, index, step, count, packed=packed, key=key, reused=reused)
         pages = replay(pages, log)
         num_acknowledged += log.read_text().count("page ")
         found = found_after_restart(folder, key)
@@ -141,3 +170,16 @@ def _kill_and_look(
     files = sum(file.stat().st_size for file in folder.rglob("*.hkv"))
     assert files <= 8 << 20
     return num_acknowledged
+
+
+@pytest.mark.parametrize(("layout", "key"), [("slots", ""), ("packed", "-encrypt")])
+def test_acknowledged_pages_survive_20_kills_of_segments_filled_again(
+    tmp_path: Path, layout: str, key: str
+) -> None:
+    """A page that was given up may be found or not; one that was not given up is found."""
+    points = FORCED_REUSED + [("none", 0)] * 3
+    random.Random(1).shuffle(points)
+    # The first fills the disk; from then on every record takes the place of another one.
+    points.insert(0, ("reuse:opened", 2))
+    folder, log = tmp_path / "disk", tmp_path / "log"
+    assert _kill_and_look(folder, log, points, layout, key, reused=True) > 500

@@ -1,4 +1,4 @@
-"""What leaves DRAM is what the queue needs least, over all of it; what must stay does."""
+"""What leaves DRAM and the disk is what the queue needs least, over all of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.store_rig import Make, Rig, pages, rigs
+from tests.unit.store_rig import Make, Rig, check_content, pages, rigs
 
 
 @pytest.fixture
@@ -92,3 +92,73 @@ def test_the_order_survives_clearing_and_saving_again(make: Make) -> None:
         if turn % 2:
             rig.store.clear()
         rig.settle()
+
+
+CHATS, CHAT_PAGES = 90, 4
+
+
+def _small_disk(make: Make) -> Rig:
+    """DRAM for 16 pages, a disk for some 120."""
+    return make(slots=16, lookahead=True, index=1024, max_bytes=1 << 20, segment_bytes=128 << 10)
+
+
+def _stored(rig: Rig, chat: np.ndarray) -> int:
+    return rig.store.locate_prefix(rig.space, chat).total
+
+
+def test_the_disk_keeps_what_waits_wherever_it_lies(make: Make) -> None:
+    """Every fourth chat waits: some pages of every segment, so no segment is of no use."""
+    rig = _small_disk(make)
+    waiting = []
+    for number in range(CHATS):
+        chat = pages(f"chat{number}-", CHAT_PAGES)
+        rig.save(chat)
+        rig.settle()
+        if number % 4 == 0 and number < 80:
+            waiting.append(chat)
+            _expect(rig, str(number), chat)
+    assert [_stored(rig, chat) for chat in waiting] == [CHAT_PAGES] * 20
+    assert rig.count("lost_wanted_pages") == 0
+    assert rig.disk is not None
+    stats = rig.disk.stats()
+    assert stats.segments_reused > 0
+    assert stats.bytes_moved == stats.segments_dropped == 0
+    assert stats.used_bytes <= 1 << 20
+
+
+def test_of_what_waits_the_tail_of_the_queue_leaves_the_disk_first(make: Make) -> None:
+    rig = _small_disk(make)
+    chats = [pages(f"chat{number}-", CHAT_PAGES) for number in range(60)]
+    for number, chat in enumerate(chats):
+        rig.save(chat)
+        rig.settle()
+        _expect(rig, str(number), chat)
+    stored = [_stored(rig, chat) for chat in chats]
+    assert stored[:25] == [CHAT_PAGES] * 25
+    assert sum(stored) < 60 * CHAT_PAGES
+    assert rig.count("lost_wanted_pages") > 0
+
+
+def test_pages_on_disk_survive_a_restart_and_go_on_being_placed(make: Make, tmp_path: Path) -> None:
+    rig = _small_disk(make)
+    for number in range(CHATS):
+        rig.save(pages(f"chat{number}-", CHAT_PAGES))
+        rig.settle()
+    rig.store.close()
+    again = _small_disk(make)
+    assert again.found > 80
+    old = [pages(f"chat{number}-", CHAT_PAGES) for number in range(CHATS)]
+    waiting = [chat for chat in old if _stored(again, chat) == CHAT_PAGES][::2]
+    for number, chat in enumerate(waiting):
+        _expect(again, str(number), chat)
+    for number in range(CHATS):
+        again.save(pages(f"new{number}-", CHAT_PAGES))
+        again.settle()
+    assert [_stored(again, chat) for chat in waiting] == [CHAT_PAGES] * len(waiting)
+    plan = again.store.plan(again.space, waiting[0])
+    assert plan is not None
+    again.wait(plan)
+    assert plan.done and not plan.failed
+    check_content(again, waiting[0])
+    again.store.cancel_plan(plan)
+    again.settle()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.tiers.base import Location, ReadRequest, RecoveredPages, Tier
+from sglang_ext.tiers.base import Location, PageKeeper, ReadRequest, RecoveredPages, Tier
 from sglang_ext.tiers.disk.context import usable_slot
 from sglang_ext.tiers.disk.counters import DiskStats
 from sglang_ext.tiers.disk.tier import DiskTier
@@ -29,7 +29,7 @@ class CachedDiskTier(Tier):
         max_bytes: bound on the records in memory, headers and payloads.
 
     Attributes:
-        on_drop, on_moved, is_hot, num_needed: as in `DiskTier`.
+        on_drop, on_moved, is_hot, num_needed, keeper: as in `DiskTier`.
         num_hits: records read from memory since start.
     """
 
@@ -58,6 +58,15 @@ class CachedDiskTier(Tier):
         self._used_bytes = 0
         self._slot_bytes: dict[bytes, int] = {}  # by namespace; guarded by _lock
         self.num_hits = 0
+
+    @property
+    def keeper(self) -> PageKeeper | None:
+        """As in `DiskTier`, which asks it."""
+        return self._disk.keeper
+
+    @keeper.setter
+    def keeper(self, keeper: PageKeeper | None) -> None:
+        self._disk.keeper = keeper
 
     def open_namespace(
         self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False

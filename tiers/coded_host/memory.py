@@ -1,8 +1,8 @@
 """Records in DRAM, without a disk below: gone when the process ends.
 
 Records are kept at their own length, in groups that are called segments as on disk, because the
-owner is told of losses by segment. Room is made by dropping the segment that was used longest ago;
-what its owner calls hot moves on.
+owner is told of losses by segment. Room is made record by record where the owner says which to
+give up; else the segment that was used longest ago goes, and what its owner calls hot moves on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.tiers.base import (
+    BLOCK_BYTES,
     Location,
+    PageKeeper,
     ReadRequest,
     RecoveredPages,
     Tier,
@@ -42,6 +44,7 @@ class _Segment:
     namespace: bytes
     records: dict[int, ByteArray] = field(default_factory=dict)
     num_bytes: int = 0
+    num_appended: int = 0
     last_used: int = 0
 
 
@@ -61,7 +64,7 @@ class MemoryTier(Tier):
         max_bytes: the bound, on headers and payloads.
 
     Attributes:
-        on_drop, on_moved, is_hot, num_needed: as in `DiskTier`.
+        on_drop, on_moved, is_hot, num_needed, keeper: as in `DiskTier`.
     """
 
     persistent = False
@@ -69,6 +72,7 @@ class MemoryTier(Tier):
     on_moved: Callable[[bytes, int, RecoveredPages], None]
     is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]]
     num_needed: Callable[[int], int]
+    keeper: PageKeeper | None
 
     def __init__(self, max_bytes: int) -> None:
         if max_bytes < 1:
@@ -77,6 +81,8 @@ class MemoryTier(Tier):
         self.on_moved = lambda digest, segment_id, pages: None
         self.is_hot = lambda digest, hashes: np.zeros(len(hashes), np.bool_)
         self.num_needed = lambda segment_id: 0
+        self.keeper = None
+        self._fresh: set[Location] = set()  # of the call in hand; guarded by _write_lock
         self._max_bytes = max_bytes
         self._counters = Counters()
         self._write_lock = threading.RLock()
@@ -114,6 +120,7 @@ class MemoryTier(Tier):
             if is_closed or namespace is None:
                 self._counters.drop("closed" if is_closed else "namespace", len(slots))
                 return [None] * len(slots)
+            self._fresh.clear()
             locations = [self._write_one(digest, namespace, slot) for slot in slots]
             with self._lock:  # room for the last ones may have been made of the first
                 return [
@@ -158,6 +165,8 @@ class MemoryTier(Tier):
             records_written=totals.get("records_written", 0),
             records_read=totals.get("records_read", 0),
             records_salvaged=totals.get("records_salvaged", 0),
+            bytes_moved=0,
+            segments_reused=0,
             records_recovered=0,
             segments=num_segments,
             segments_sealed=0,
@@ -189,6 +198,7 @@ class MemoryTier(Tier):
             self._counters.drop("full")
             return None
         location = self._append(digest, record)
+        self._fresh.add(location)
         self._counters.add("records_written")
         self._counters.add("useful_bytes", payload_bytes)
         self._counters.add("bytes_written", record.size)
@@ -200,7 +210,8 @@ class MemoryTier(Tier):
             segment = self._active[digest] = _Segment(self._next_id, digest)
             self._next_id += 1
         with self._lock:
-            block = len(segment.records) + 1
+            segment.num_appended += 1
+            block = segment.num_appended
             segment.records[block] = record
             segment.num_bytes += record.size
             self._used_bytes += record.size
@@ -212,11 +223,45 @@ class MemoryTier(Tier):
         if num_bytes > self._max_bytes:
             return False
         while self._used_bytes + num_bytes > self._max_bytes:
+            if self._free_records(num_bytes):
+                continue
             victim = self._victim()
             self._salvage(victim)
             self._drop(victim)
             self._counters.add("segments_dropped")
         return True
+
+    def _free_records(self, num_bytes: int) -> bool:
+        """Frees records that are no pages any more, having some given up; whether there were any.
+
+        Without a keeper there are none: segments go as a whole.
+        """
+        keeper, before = self.keeper, self._used_bytes
+        if keeper is None:
+            return False
+        for give_up in (0, -(-num_bytes // BLOCK_BYTES)):
+            if give_up and not keeper.give_up(give_up):
+                return False
+            for segment_id in keeper.take_thinned():
+                self._keep_live(segment_id, keeper)
+            if self._used_bytes < before:
+                return True
+        return False
+
+    def _keep_live(self, segment_id: int, keeper: PageKeeper) -> None:
+        live = keeper.live_records(segment_id)
+        with self._lock:
+            segment = self._segments.get(segment_id)
+            if segment is None or live is None:
+                return
+            pages = set(live[0].tolist())
+            for block in list(segment.records):
+                if block not in pages and Location(segment_id, block) not in self._fresh:
+                    num_bytes = segment.records.pop(block).size
+                    segment.num_bytes -= num_bytes
+                    self._used_bytes -= num_bytes
+            if not segment.records and self._active.get(segment.namespace) is not segment:
+                del self._segments[segment_id]
 
     def _victim(self) -> _Segment:
         """Of the segments used longest ago the one with the fewest pages that are needed soon."""

@@ -155,6 +155,11 @@ class ActiveSegment:
         free = self.segment.file_bytes // BLOCK_BYTES - self._table.end_block - footer_blocks
         return max(0, free)
 
+    @property
+    def may_be_split(self) -> bool:
+        """Whether a batch that does not fit as a whole begins here all the same."""
+        return False
+
     def count_fitting(self, blocks: Sequence[int]) -> int:
         """Returns how many of the next records, of these lengths, still fit behind the last."""
         table = self._table
@@ -181,19 +186,18 @@ class ActiveSegment:
             What is stored: all of them, or those before the first that `prepare` refused or the
             first failed write. Later writes start where those end.
         """
-        context, first_block = self._context, self._table.end_block
+        context = self._context
         sizes = [record.size for record in records]
-        starts = [0, *itertools.accumulate(sizes)]
+        blocks = [size // BLOCK_BYTES for size in sizes]
+        places = self._find_places(blocks)
         batch = _Batch(records, prepare, [None] * len(records), [()] * len(records))
         context.work(
             [
                 Run(
                     prepare=partial(batch.prepare_run, run),
-                    move=partial(
-                        self._write_run, batch, run, first_block * BLOCK_BYTES + starts[run.start]
-                    ),
+                    move=partial(self._write_run, batch, run, places[run.start] * BLOCK_BYTES),
                 )
-                for run in context.split_runs(sizes)
+                for run in context.split_runs(sizes, places)
             ]
         )
         if context.config.fsync == "always" and not batch.failed:
@@ -203,14 +207,11 @@ class ActiveSegment:
                 context.counters.error("io_write")
                 batch.failed.append(0)
         stored = min((*batch.failed, *batch.refused), default=len(records))
-        for meta, size in zip(batch.metas[:stored], sizes, strict=False):
-            assert meta is not None
-            self._table.add(meta.page_hash, meta.lora, meta.quality, size // BLOCK_BYTES)
-        context.catalog.grow(self.segment, self._table.end_block)
-        locations = [
-            Location(self.segment.segment_id, first_block + start // BLOCK_BYTES)
-            for start in starts[:stored]
-        ]
+        metas = [meta for meta in batch.metas[:stored] if meta is not None]
+        assert len(metas) == stored
+        self._note(metas, places[:stored], blocks[:stored])
+        context.catalog.grow(self.segment, self._end_block())
+        locations = [Location(self.segment.segment_id, place) for place in places[:stored]]
         return Appended(locations, bool(batch.failed))
 
     def pages(self) -> RecoveredPages:
@@ -224,19 +225,19 @@ class ActiveSegment:
         later process finds its records one by one.
         """
         context, segment = self._context, self.segment
-        end = segment.file_bytes
+        end, table = segment.file_bytes, self._final_table()
         try:
             end = write_footer(
                 context.io,
                 self._fd,
-                self._table,
+                table,
                 segment.segment_id,
                 segment.namespace,
                 sync=context.config.fsync != "none",
                 seal=context.seals.footers,
                 failpoint=context.failpoint,
             )
-            footer_bytes = end - self._table.end_block * BLOCK_BYTES
+            footer_bytes = end - table.end_block * BLOCK_BYTES
             context.counters.add("bytes_written", footer_bytes)
         except OSError:
             context.counters.error("io_seal")
@@ -249,6 +250,23 @@ class ActiveSegment:
         """Closes the file without sealing it."""
         with contextlib.suppress(OSError):
             self._context.io.close(self._fd)
+
+    def _find_places(self, blocks: Sequence[int]) -> list[int]:
+        """First blocks of records of these lengths, for all of which there is room."""
+        return list(itertools.accumulate(blocks, initial=self._table.end_block))[:-1]
+
+    def _note(
+        self, metas: Sequence[RecordMeta], places: Sequence[int], blocks: Sequence[int]
+    ) -> None:
+        """Enters records that were written in the places that were found for them."""
+        for meta, num_blocks in zip(metas, blocks, strict=True):
+            self._table.add(meta.page_hash, meta.lora, meta.quality, num_blocks)
+
+    def _end_block(self) -> int:
+        return self._table.end_block
+
+    def _final_table(self) -> SegmentTable:
+        return self._table
 
     def _write_run(self, batch: _Batch, run: range, offset: int) -> None:
         """Writes one run at `offset`, up to the first record that was refused."""

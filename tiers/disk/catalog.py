@@ -126,6 +126,11 @@ class Catalog:
         sealed = [segment for segment in self.segments() if segment.sealed]
         return sorted(sealed, key=lambda segment: (segment.last_used, segment.segment_id))
 
+    def sealed_of_others(self, digest: bytes) -> list[Segment]:
+        """Returns the sealed segments of all namespaces but one."""
+        others = [each.digest for each in self.namespaces() if each.digest != digest]
+        return [each for other in others for each in self.segments(other) if each.sealed]
+
     def find(self, digest: bytes, segment_ids: Iterable[int]) -> dict[int, Segment]:
         """Returns the segments that may be read and marks them as used now."""
         with self._lock:
@@ -155,6 +160,18 @@ class Catalog:
             self._used_bytes += file_bytes - segment.file_bytes
             segment.file_bytes = file_bytes
             segment.sealed = True
+
+    def mark_reopened(self, segment: Segment, most_bytes: int) -> None:
+        """Notes that a sealed segment is written to again and how long it may be when sealed."""
+        with self._lock:
+            self._used_bytes += most_bytes - segment.file_bytes
+            segment.file_bytes = most_bytes
+            segment.sealed = False
+
+    def has_segment(self, segment_id: int) -> bool:
+        """Whether there is a segment of this id, of any namespace."""
+        with self._lock:
+            return any(segment_id in each.segments for each in self._namespaces.values())
 
     def now(self) -> int:
         """Returns a time for `Segment.last_used`, later than every one before."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages
+from sglang_ext.tiers.base import BLOCK_BYTES, PageKeeper, RecoveredPages
 from sglang_ext.tiers.checksums import is_plain
 from sglang_ext.tiers.disk.catalog import Catalog
 from sglang_ext.tiers.disk.config import DiskConfig
@@ -46,6 +46,7 @@ class Owner(Protocol):
     on_moved: Callable[[bytes, int, RecoveredPages], None]
     is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]]
     num_needed: Callable[[int], int]
+    keeper: PageKeeper | None
 
 
 @dataclass(slots=True)
@@ -102,13 +103,22 @@ class DiskContext:
         even = -(-num_bytes // (num_rounds * threads)) + record_bytes - 1
         return min(longest, max(MIN_RUN_BYTES, even))
 
-    def split_runs(self, sizes: Sequence[int]) -> list[range]:
-        """Splits neighbours of `sizes` bytes into runs of indices, one system call each."""
+    def split_runs(self, sizes: Sequence[int], places: Sequence[int]) -> list[range]:
+        """Splits records into runs of neighbours, by index, one system call each.
+
+        Args:
+            sizes: bytes of each.
+            places: first block of each.
+        """
         longest = self.run_bytes(sum(sizes), max(sizes, default=0))
         runs: list[range] = []
         first = run_bytes = 0
         for index, size in enumerate(sizes):
-            if index > first and (run_bytes + size > longest or index - first == IOV_MAX):
+            apart = index > 0 and (
+                places[index] != places[index - 1] + sizes[index - 1] // BLOCK_BYTES
+            )
+            full = run_bytes + size > longest or index - first == IOV_MAX
+            if index > first and (apart or full):
                 runs.append(range(first, index))
                 first, run_bytes = index, 0
             run_bytes += size

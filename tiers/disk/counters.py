@@ -19,6 +19,8 @@ class DiskStats:
         records_written: records stored for the first time.
         records_read: records read and found right.
         records_salvaged: records moved out of a segment before it was dropped.
+        bytes_moved: bytes of these.
+        segments_reused: segments opened again to fill the places of records that were given up.
         records_recovered: records found when namespaces were opened.
         segments: segments in the folder that this release can use, of every namespace.
         segments_sealed: segments sealed.
@@ -40,6 +42,8 @@ class DiskStats:
     records_written: int
     records_read: int
     records_salvaged: int
+    bytes_moved: int
+    segments_reused: int
     records_recovered: int
     segments: int
     segments_sealed: int

@@ -170,6 +170,13 @@ class SegmentTable:
         else:
             self._append(bytes(32), b"", 0, 1, False)
 
+    def add_holes(self, num_blocks: int) -> None:
+        """Appends places without a record, in the whole so many blocks long."""
+        step = MAX_RECORD_BLOCKS if self.packed else self.slot_blocks
+        while num_blocks > 0:
+            self._append(bytes(32), b"", 0, min(step, num_blocks), False)
+            num_blocks -= step
+
     def strip_holes(self) -> None:
         """Removes the holes after the last record."""
         while self.present and not self.present[-1]:
@@ -202,6 +209,14 @@ def footer_bytes_bound(num_slots: int) -> int:
 def segment_file_bytes(num_slots: int, slot_bytes: int) -> int:
     """Returns the size at which a segment with room for `num_slots` slots is preallocated."""
     return record_offset(num_slots, slot_bytes) + footer_bytes_bound(num_slots)
+
+
+def reopened_file_bytes(header: SegmentHeader) -> int:
+    """Returns the length of a segment's file while its free places are filled.
+
+    It is longer than a segment in any other state.
+    """
+    return header.file_bytes + BLOCK_BYTES
 
 
 def encode_header(header: SegmentHeader) -> bytes:

@@ -66,10 +66,28 @@ class Reclaimer:
         shortfall = self._shortfall(num_bytes)
         if self._droppable() < shortfall:
             return False
-        victims = self._context.catalog.oldest_sealed()
+        victims = self._victims()
         while victims and shortfall > 0:
             shortfall -= self.reclaim(victims.pop(self._least_needed(victims)))
         return shortfall <= 0
+
+    def has_room(self, num_bytes: int, digest: bytes) -> bool:
+        """Whether a new segment fits, once what nobody can read is gone.
+
+        That is what other namespaces have left in the folder of which the owner keeps no page:
+        their oldest segments go first.
+        """
+        keeper = self._owner.keeper
+        while self._shortfall(num_bytes) > 0:
+            idle = [
+                segment
+                for segment in self._context.catalog.sealed_of_others(digest)
+                if keeper is None or not keeper.num_live_blocks(segment.segment_id)
+            ]
+            if not idle:
+                return False
+            self.reclaim(min(idle, key=lambda segment: segment.last_used))
+        return True
 
     def reclaim_oldest(self) -> bool:
         """Drops the oldest sealed segment; returns whether there was one."""
@@ -120,6 +138,13 @@ class Reclaimer:
 
     def _droppable(self) -> int:
         return sum(segment.file_bytes for segment in self._context.catalog.oldest_sealed())
+
+    def _victims(self) -> list[Segment]:
+        """Sealed segments: those with least in them that is a page first, then the oldest."""
+        victims, keeper = self._context.catalog.oldest_sealed(), self._owner.keeper
+        if keeper is None:
+            return victims
+        return sorted(victims, key=lambda each: keeper.num_live_blocks(each.segment_id))
 
     def _least_needed(self, victims: Sequence[Segment]) -> int:
         """Index of the segment to drop among the oldest; the oldest of equal ones."""
@@ -213,6 +238,7 @@ class Reclaimer:
             return
         kept = kept[: len(locations)]
         context.counters.add("records_salvaged", len(kept))
+        context.counters.add("bytes_moved", sum(record.size for record in records[: len(kept)]))
         moved = dataclasses.replace(
             pages.take(np.array(kept)),
             segment=np.array([location.segment for location in locations], np.uint32),

@@ -2,8 +2,9 @@
 
 A sealed segment costs one read of its end. One that was never sealed (its process was killed) is
 read record by record, every checksum verified, up to the first place that holds none: everything
-acknowledged lies before it, because records are written and acknowledged in order. A sealed one
-whose footer is damaged is read in the same way, to its end. Either is then sealed.
+acknowledged lies before it, because records are written and acknowledged in order. One whose free
+places were being filled (its length says so), or whose footer is damaged, is read in the same way
+to its end. All are then sealed.
 
 Where records are packed, the length in one record's header leads to the next, and behind damage
 the search goes on block by block.
@@ -28,6 +29,7 @@ from sglang_ext.tiers.disk.layout import (
     decode_footer,
     decode_header,
     decode_trailer,
+    reopened_file_bytes,
     table_pages,
 )
 from sglang_ext.tiers.disk.sealing import write_footer
@@ -139,6 +141,9 @@ def _recover(
             return _nothing(SegmentState.LOCKED, file_bytes)
     # Only a segment that was never sealed still has the size it was preallocated at.
     never_sealed = header is not None and file_bytes == header.file_bytes and trailer is None
+    was_reopened = (
+        header is not None and file_bytes == reopened_file_bytes(header) and trailer is None
+    )
     # With neither header nor trailer the version is not known; a walk finds slots as well.
     source = header or trailer
     table = SegmentTable(slot_bytes // BLOCK_BYTES, packed=source is None or source.packed)
@@ -148,7 +153,8 @@ def _recover(
             return _nothing(SegmentState.LOCKED, file_bytes)
         ours = header is not None or trailer is not None
         return _nothing(SegmentState.EMPTY if ours else SegmentState.FOREIGN, file_bytes)
-    state = SegmentState.RESEALED if never_sealed else SegmentState.DAMAGED_FOOTER
+    scanned = never_sealed or was_reopened
+    state = SegmentState.RESEALED if scanned else SegmentState.DAMAGED_FOOTER
     fd = io.open(path, os.O_RDWR)
     try:
         end = write_footer(io, fd, table, segment_id, namespace, sync=sync, seal=seals.footers)

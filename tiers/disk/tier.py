@@ -15,6 +15,7 @@ from sglang_ext.tiers.base import (
     BLOCK_BYTES,
     MAX_RECORD_BLOCKS,
     Location,
+    PageKeeper,
     ReadRequest,
     RecoveredPages,
     Tier,
@@ -69,12 +70,15 @@ class DiskTier(Tier):
             highest values first.
         num_needed: called with a segment id; returns how many pages in it will be read soon. Of
             the oldest segments the one with the fewest is dropped.
+        keeper: says which records are pages and which of them to give up, so that room is made
+            page by page, in place; None: whole segments go.
     """
 
     on_drop: Callable[[bytes, int], None]
     on_moved: Callable[[bytes, int, RecoveredPages], None]
     is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]]
     num_needed: Callable[[int], int]
+    keeper: PageKeeper | None
 
     def __init__(
         self,
@@ -100,6 +104,7 @@ class DiskTier(Tier):
         self.on_moved = lambda digest, segment_id, pages: None
         self.is_hot = lambda digest, hashes: np.zeros(len(hashes), np.bool_)
         self.num_needed = lambda segment_id: 0
+        self.keeper = None
         self._config = config
         self._io = io or default_io()
         self._lock = FolderLock(self._io, config.path)
@@ -224,6 +229,8 @@ class DiskTier(Tier):
             records_written=totals.get("records_written", 0),
             records_read=totals.get("records_read", 0),
             records_salvaged=totals.get("records_salvaged", 0),
+            bytes_moved=totals.get("bytes_moved", 0),
+            segments_reused=totals.get("segments_reused", 0),
             records_recovered=totals.get("records_recovered", 0),
             segments=len(self._catalog.segments()),
             segments_sealed=totals.get("segments_sealed", 0),

@@ -13,6 +13,7 @@ from sglang_ext.tiers.disk.context import DiskContext, Owner, usable_slot
 from sglang_ext.tiers.disk.folder import SegmentIds
 from sglang_ext.tiers.disk.layout import segment_file_bytes
 from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE, Reclaimer
+from sglang_ext.tiers.disk.reuse import Reuser
 from sglang_ext.tiers.record import ByteArray, RecordError, VerifyResult
 from sglang_ext.tiers.record_seals import RecordSeals, SealedRecord
 
@@ -61,12 +62,16 @@ class Writer:
         self.reclaimer = Reclaimer(context, owner, self.actives)
         self._context = context
         self._ids = ids
+        self._owner = owner
+        self._reuser = Reuser(context)
+        self._fresh: set[int] = set()  # segments that the call in hand wrote to
         self._is_full_for_good = False
 
     def write(self, namespace: Namespace, slots: Sequence[ByteArray]) -> list[Location | None]:
         """Stores one record per slot; the contract is `Tier.write`'s."""
         locations: list[Location | None] = [None] * len(slots)
         rows = self._usable(namespace, slots)
+        self._fresh.clear()
         while rows:
             blocks = [slots[row].size // BLOCK_BYTES for row in rows]
             active = self._active(namespace, blocks)
@@ -78,6 +83,7 @@ class Writer:
             done = active.append([slots[row] for row in batch.rows], batch.prepare)
             for row, location in zip(batch.rows, done.locations, strict=False):
                 locations[row] = location
+            self._fresh.add(active.segment.segment_id)
             self._count(batch, len(done.locations))
             rows = [row for row in rows[len(done.locations) :] if row not in batch.refused]
             if done.failed:
@@ -143,16 +149,30 @@ class Writer:
         if active is not None:
             nearly_full = active.free_blocks <= active.room_blocks // SALVAGE_SHARE
             split = active.free_blocks < sum(blocks) <= active.room_blocks
-            if active.count_fitting(blocks[:1]) and not (nearly_full and split):
+            early = nearly_full and split and not active.may_be_split
+            if active.count_fitting(blocks[:1]) and not early:
                 return active
             self.seal(namespace.digest)
         needed = segment_file_bytes(namespace.num_slots, namespace.slot_bytes)
+        reused = self._reuse(namespace, blocks, needed)
+        if reused is not None:
+            self.actives[namespace.digest] = reused
+            return reused
         if not self.reclaimer.make_room(needed, namespace.digest):
             return None
         active = self._create(namespace)
         if active is not None:
             self.actives[namespace.digest] = active
         return active
+
+    def _reuse(
+        self, namespace: Namespace, blocks: Sequence[int], needed: int
+    ) -> ActiveSegment | None:
+        """Opens a segment with free places where there is no room for a new one."""
+        keeper = self._owner.keeper
+        if keeper is None or self.reclaimer.has_room(needed, namespace.digest):
+            return None
+        return self._reuser.open(namespace, keeper, blocks, self._fresh)
 
     def _create(self, namespace: Namespace) -> ActiveSegment | None:
         """Makes a segment; on a full disk drops an old one and tries once more.
@@ -177,5 +197,7 @@ class Writer:
 
     def _reclaim_early(self, namespace: Namespace, active: ActiveSegment) -> None:
         """Reclaims while the active segment still has room for what is worth keeping."""
+        if self._owner.keeper is not None:
+            return  # room is made page by page
         if 0 < active.free_blocks <= active.room_blocks // SALVAGE_SHARE:
             self.reclaimer.make_room(active.segment.file_bytes, namespace.digest)

@@ -73,9 +73,13 @@ class TierLists:
     def next_to_leave(self, count: int, now_s: float) -> Rows:
         """Up to `count` pages that `evict` would take out first; they stay. O(count)."""
         rows = self.evict(count, now_s)
+        self.put_back(rows)
+        return rows
+
+    def put_back(self, rows: Rows) -> None:
+        """Undoes the eviction of the last pages that `evict` took out, in the order it gave."""
         kernels.put_back(self._lists, self._policy.pages, rows, self._young)
         kernels.mark_dirty(self._policy.queue.needs, rows, self._bit)
-        return rows
 
     def evict(self, count: int, now_s: float, *, spare: int | None = 0) -> Rows:
         """Takes out up to `count` pages and returns them in the order of leaving.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang_ext.tiers.index import NO_SEGMENT, NO_SLOT
+from sglang_ext.tiers.index import NO_SLOT
 from sglang_ext.tiers.quality import ANY, Qualities, Quality
 from sglang_ext.tiers.store.remote_book import RemoteBook
 from sglang_ext.tiers.store.types import (
@@ -164,8 +164,7 @@ class Directory(RemoteBook):
         gone = QUEUED | SPILLING | WRITE_DROPPED | SENT
         # A record on disk that this page would improve is forgotten, so that this one is written.
         stale = self.index.disk_quality[rows] > np.maximum(quality, self.disk_floor)
-        self.index.segment[rows[stale]] = NO_SEGMENT
-        self.index.flags[rows[stale]] &= np.uint8(0xFF ^ ON_DISK)
+        self._take_off_disk(rows[stale])
         self.index.flags[rows] &= np.uint8(0xFF ^ gone)
         self._publish(rows)
         return rows

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import RecoveredPages
-from sglang_ext.tiers.index import NO_SEGMENT
 from sglang_ext.tiers.store.page_table import PageTable
 from sglang_ext.tiers.store.types import (
     FILLING,
@@ -20,6 +19,7 @@ from sglang_ext.tiers.store.types import (
     DiskCopies,
     Hashes,
     KeySpace,
+    Rows,
     SpillEntry,
 )
 
@@ -41,7 +41,8 @@ class DiskBook(PageTable):
             rows = rows[known]
             self._place(rows, pages.take(known))
             self.index.quality[rows] = self.index.disk_quality[rows]
-            self.index.flags[rows] |= ON_DISK
+            if self.disk_order is not None:  # copies that do not count, holes
+                self.disk_order.note_thin(pages.segment)
             return int(known.sum())
 
     def move_on_disk(self, space: KeySpace, old_segment: int, pages: RecoveredPages) -> None:
@@ -52,24 +53,57 @@ class DiskBook(PageTable):
             moved = (rows >= 0) & (self.index.segment[held] == old_segment)
             # The segment may also hold the worse copy that this one replaced.
             moved &= self.index.disk_quality[held] == pages.quality
-            self._place(rows[moved], pages.take(moved))
+            rows, pages = rows[moved], pages.take(moved)
+            if self.disk_order is not None:
+                self.disk_order.lift(rows)
+            self._set_place(rows, pages)
+            if self.disk_order is not None:
+                self.disk_order.lie(rows)
 
     def drop_segment(self, segment: int) -> None:
         """Forgets the disk copies in a segment that is about to be deleted."""
         with self.lock:
-            rows = self.index.rows_of_segment(segment)
-            self.index.flags[rows] &= np.uint8(0xFF ^ ON_DISK)
-            self.index.segment[rows] = NO_SEGMENT
-            in_dram = (self.index.flags[rows] & (READY | FILLING)) != 0
-            # Not written a second time, which could go round for ever, so they may leave DRAM.
-            self.index.flags[rows[in_dram]] |= WRITE_DROPPED
-            self._may_leave_changed(rows[in_dram])
-            lost, kept = self._log_keys(rows[~in_dram]), self._log_keys(rows[in_dram])
-            self._remove(rows[~in_dram])
-        self.counters.add("disk_reclaimed_pages", len(rows))
-        if lost is not None and kept is not None:
-            self.events.pages("lost", lost)
-            self.events.pages("reclaimed", kept)
+            self._drop_from_disk(self._rows_of_segment(segment))
+
+    def give_up(self, num_blocks: int) -> int:
+        """Forgets the disk copies that are needed least, so that many blocks of them or what is.
+
+        Returns:
+            The blocks given up; 0 where there is nothing left, or segments go as a whole.
+        """
+        if self.disk_order is None:
+            return 0
+        with self.lock:
+            rows = self.disk_order.take(num_blocks, self.now_s())
+            given_up = int(self.index.num_blocks[rows].sum())
+            self._drop_from_disk(rows)
+        return given_up
+
+    def live_records(
+        self, segment: int
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]] | None:
+        """First blocks, ascending, and lengths of those records of a segment that are pages.
+
+        None where that is not known page by page.
+        """
+        if self.disk_order is None:
+            return None
+        with self.lock:
+            return self.disk_order.live(segment)
+
+    def num_live_blocks(self, segment: int) -> int:
+        """Blocks of these records; 0 where that is not known."""
+        if self.disk_order is None:
+            return 0
+        with self.lock:
+            return self.disk_order.num_live(segment)
+
+    def take_thinned(self) -> dict[int, int]:
+        """Segments that lost pages since the last call, and the blocks of those left."""
+        if self.disk_order is None:
+            return {}
+        with self.lock:
+            return self.disk_order.take_thinned()
 
     def heat(self, space: KeySpace, hashes: Hashes, clock: int) -> npt.NDArray[np.uint8]:
         """What pages are worth: 2 where a waiting request needs one, 1 where one was loaded.
@@ -89,12 +123,35 @@ class DiskBook(PageTable):
                 heat[known[self.policy.wanted(rows)]] = 2
             return heat
 
+    def _rows_of_segment(self, segment: int) -> Rows:
+        if self.disk_order is None:
+            return self.index.rows_of_segment(segment)
+        return self.disk_order.rows_of(segment)
+
+    def _drop_from_disk(self, rows: Rows) -> None:
+        """Forgets disk copies; what DRAM does not have either is gone."""
+        in_dram = (self.index.flags[rows] & (READY | FILLING)) != 0
+        if self.policy is not None:
+            wanted = self.policy.wanted(rows)
+            self.counters.add("disk_evicted_wanted_pages", int(wanted.sum()))
+            self.counters.add("lost_wanted_pages", int(wanted[~in_dram].sum()))
+        self._take_off_disk(rows)
+        # Not written a second time, which could go round for ever, so they may leave DRAM.
+        self.index.flags[rows[in_dram]] |= WRITE_DROPPED
+        self._may_leave_changed(rows[in_dram])
+        self.counters.add("disk_reclaimed_pages", len(rows))
+        lost, kept = self._log_keys(rows[~in_dram]), self._log_keys(rows[in_dram])
+        self._remove(rows[~in_dram])
+        if lost is not None and kept is not None:
+            self.events.pages("lost", lost)
+            self.events.pages("reclaimed", kept)
+
     def num_needed(self, segment: int) -> int:
         """Pages in a disk segment that waiting requests need and DRAM does not have (linear)."""
         if self.policy is None:
             return 0
         with self.lock:
-            rows = self.index.rows_of_segment(segment)
+            rows = self._rows_of_segment(segment)
             rows = rows[(self.index.flags[rows] & READY) == 0]
             return int(self.policy.wanted(rows).sum())
 
@@ -152,7 +209,6 @@ class DiskBook(PageTable):
             # A page that is lossy in DRAM is no better on disk, however it is coded there.
             quality = np.maximum(copies.quality, self.index.quality[done])
             self._place(done, copies._replace(quality=quality))
-            self.index.flags[done] |= ON_DISK
             self.index.flags[rows[same & ~stored]] |= WRITE_DROPPED
             self._may_leave_changed(rows[same])
             self._unpin_slots(entry.slots)

@@ -507,6 +507,8 @@ class PageStore:
 
         disk.is_hot, disk.on_moved, disk.on_drop = is_hot, on_moved, on_drop
         disk.num_needed = directory.num_needed
+        if directory.disk_order is not None:
+            disk.keeper = directory
 
     def _spaces_with(self, digest: bytes) -> list[KeySpace]:
         with self._spaces_lock:

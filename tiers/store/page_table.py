@@ -22,9 +22,10 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.base import RecoveredPages
 from sglang_ext.tiers.host import HostArena
-from sglang_ext.tiers.index import NO_SLOT, PageIndex
+from sglang_ext.tiers.index import NO_SEGMENT, NO_SLOT, PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.quality import Qualities, Quality
+from sglang_ext.tiers.store.disk_order import DiskOrder
 from sglang_ext.tiers.store.dram_order import DramOrder
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.lineage import Lineage
@@ -84,6 +85,10 @@ class PageTable:
         self.order: DramOrder | None = None  # guarded by lock
         if policy is not None:
             self.order = DramOrder(arena, index, policy, disk_first=disk_first)
+        # What leaves the disk, page by page; None where whole segments do. Guarded by lock.
+        self.disk_order: DiskOrder | None = None
+        if policy is not None and has_disk:
+            self.disk_order = DiskOrder(index, policy)
         looks_ahead = has_disk and policy is not None
         # Slots that saves leave free, so that a promotion never waits for room.
         self.num_reserved = int(arena.num_slots * _RESERVE_SHARE) if looks_ahead else 0
@@ -139,14 +144,33 @@ class PageTable:
                 ready = (self.index.flags[rows] & READY) != 0
                 assert (self.order.has(rows) == ready).all(), "DRAM and its order disagree"
                 self.order.check()
+            if self.disk_order is not None:
+                self.disk_order.check(rows[on_disk])
 
     # ---- private; the caller holds the lock ----
 
     def _place(self, rows: Rows, copies: DiskCopies | RecoveredPages) -> None:
+        """Notes where pages lie on disk now; of a row that is named twice the last place counts."""
+        self._take_off_disk(rows)
+        self._set_place(rows, copies)
+        self.index.flags[rows] |= ON_DISK
+        if self.disk_order is not None:
+            _, first = np.unique(rows, return_index=True)
+            self.disk_order.enter(rows[np.sort(first)])
+
+    def _set_place(self, rows: Rows, copies: DiskCopies | RecoveredPages) -> None:
         self.index.segment[rows] = copies.segment
         self.index.block[rows] = copies.block
         self.index.num_blocks[rows] = copies.num_blocks
         self.index.disk_quality[rows] = copies.quality
+
+    def _take_off_disk(self, rows: Rows) -> None:
+        """Forgets the copies on disk of those of some rows that have one."""
+        rows = rows[(self.index.flags[rows] & ON_DISK) != 0]
+        if self.disk_order is not None and len(rows):
+            self.disk_order.leave(np.unique(rows))
+        self.index.flags[rows] &= np.uint8(0xFF ^ ON_DISK)
+        self.index.segment[rows] = NO_SEGMENT
 
     def _alloc(self, count: int, keep: int = 0) -> Slots:
         """Takes up to `count` slots, and makes room for them, so that `keep` others stay free."""
@@ -203,6 +227,7 @@ class PageTable:
     def _remove(self, rows: Rows) -> int:
         """Forgets pages; the policy is told, as the numbers of their rows are used again."""
         live = rows[self.index.is_live(rows)]
+        self._take_off_disk(live)
         self.lineage.forget(live)
         if self.policy is not None:
             self.policy.forget(live)
@@ -216,6 +241,7 @@ class PageTable:
     def _begin_filling(self, rows: Rows, slots: Slots) -> None:
         self.index.host_slot[rows] = slots
         self.index.flags[rows] |= FILLING
+        self._may_leave_changed(rows)
         self._pin_slots(slots)
 
     def _still_filling(self, rows: Rows, slots: Slots) -> npt.NDArray[np.bool_]:
@@ -227,6 +253,7 @@ class PageTable:
     def _publish(self, rows: Rows) -> None:
         self.index.flags[rows] &= np.uint8(0xFF ^ FILLING)
         self.index.flags[rows] |= READY
+        self._may_leave_changed(rows)
         self.index.lru_add(rows[::-1])
         if self.order is not None:
             self.order.enter(rows)
@@ -267,9 +294,11 @@ class PageTable:
             self.order.changed_slots(slots)
 
     def _may_leave_changed(self, rows: Rows) -> None:
-        """Flags changed that say whether pages may leave DRAM."""
+        """Flags changed that say whether pages may leave DRAM or the disk."""
         if self.order is not None:
             self.order.changed(rows)
+        if self.disk_order is not None:
+            self.disk_order.changed(rows)
 
     def _queue_spill(self, space: KeySpace, rows: Rows) -> None:
         flags = self.index.flags[rows]

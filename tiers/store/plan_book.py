@@ -151,6 +151,7 @@ class PlanBook(DiskBook):
             self.arena.free(self.index.host_slot[kept])
             self.index.host_slot[kept] = NO_SLOT
             self.index.flags[kept] &= np.uint8(0xFF ^ (FILLING | WRITE_DROPPED))
+            self._may_leave_changed(kept)
             self._settle(rows, failed=True)
         self.counters.add("withdrawn_pages", len(rows))
         return None

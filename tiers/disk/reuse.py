@@ -1,0 +1,269 @@
+"""Writing new records into the places of records that no page needs any more.
+
+A sealed segment is opened again, its free places are filled, and it is sealed anew. So room is made
+page by page, and nothing is copied to make it. What a kill at any instant leaves:
+
+- before a byte is overwritten the file is lengthened past the size it was preallocated at. That one
+  step takes its trailer from its end, and no segment in another state has that length, so a later
+  process knows that the footer is not to be believed, and verifies every record;
+- sealing writes a new footer behind the last record and cuts the file there, as for a new segment.
+
+The owner says which records are pages. The others may be anything: their places are free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+from sglang_ext.tiers.base import BLOCK_BYTES, NO_LORA_ROW, PageKeeper, RecoveredPages
+from sglang_ext.tiers.disk.active import ActiveSegment
+from sglang_ext.tiers.disk.catalog import Namespace, Segment
+from sglang_ext.tiers.disk.context import DiskContext
+from sglang_ext.tiers.disk.fileio import read_small
+from sglang_ext.tiers.disk.layout import (
+    MAX_SLOTS,
+    FutureVersionError,
+    LockedFooterError,
+    SegmentTable,
+    decode_header,
+    footer_bytes_bound,
+    reopened_file_bytes,
+)
+from sglang_ext.tiers.disk.recovery import read_footer
+from sglang_ext.tiers.record import RecordMeta
+
+# A segment is opened again for at least so many times the bytes that its new footer takes.
+_WORTH_FOOTERS = 8
+_GIVE_UP_SHARE = 8  # of a segment, at least one in so many is given up at once
+_MAX_ROUNDS = 16  # of giving up, until a segment is worth opening
+
+_Entry = tuple[bytes, bytes, int, int]  # page hash, adapter, quality, blocks
+
+
+class ReusedSegment(ActiveSegment):
+    """A sealed segment whose free places are filled. Used under the write lock only."""
+
+    def __init__(
+        self,
+        context: DiskContext,
+        segment: Segment,
+        fd: int,
+        kept: dict[int, _Entry],
+        footer_bytes: int,
+    ) -> None:
+        super().__init__(context, segment, fd, 0)
+        self._entries = kept
+        self._footer_bytes = footer_bytes
+        self._gaps = _gaps(kept, segment.end_block)
+        self._gap, self._at = 0, self._gaps[0][0] if self._gaps else segment.end_block
+        self.room_blocks = self.free_blocks
+
+    @classmethod
+    def open(
+        cls, context: DiskContext, segment: Segment, keeper: PageKeeper, first_blocks: int
+    ) -> ReusedSegment | None:
+        """Opens a sealed segment for writing; None where that cannot be, or is of no use.
+
+        Args:
+            context: the tier's.
+            segment: sealed.
+            keeper: says which of its records are pages.
+            first_blocks: length of a record for which there must be a place.
+
+        Raises:
+            OSError: the disk failed; the segment is as it was, or counts as never sealed.
+            FutureVersionError: another release sealed it meanwhile.
+            LockedFooterError: somebody with another key did.
+        """
+        header = decode_header(read_small(context.io, segment.path, 0, BLOCK_BYTES))
+        trailer, pages = read_footer(
+            context.io, segment.path, segment.path.stat().st_size, context.seals.footers
+        )
+        live = keeper.live_records(segment.segment_id)
+        if header is None or trailer is None or pages is None or live is None:
+            return None
+        kept = _entries(pages, live[0].tolist(), live[1].tolist())
+        if kept is None or trailer.end_block != segment.end_block:
+            return None
+        room = header.file_bytes - segment.end_block * BLOCK_BYTES
+        spare = context.config.max_bytes - context.catalog.used_bytes
+        room = min(room, trailer.footer_bytes + max(0, spare))
+        fd = context.io.open(segment.path, os.O_RDWR | context.direct_flag)
+        try:
+            opened = cls(context, segment, fd, kept, room)
+            if opened.count_fitting([first_blocks]):
+                context.reach("reuse:before_open")
+                context.io.truncate(fd, reopened_file_bytes(header))
+                if context.config.fsync != "none":
+                    context.io.sync(fd)
+                context.reach("reuse:opened")
+                context.catalog.mark_reopened(segment, segment.end_block * BLOCK_BYTES + room)
+                return opened
+        except BaseException:
+            with contextlib.suppress(OSError):
+                context.io.close(fd)
+            raise
+        context.io.close(fd)
+        return None
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks not yet written that records may take."""
+        if self._gap >= len(self._gaps):
+            return 0
+        rest = sum(end - start for start, end in self._gaps[self._gap + 1 :])
+        return rest + self._gaps[self._gap][1] - self._at
+
+    @property
+    def may_be_split(self) -> bool:
+        """Its places are what there is: a batch fills them, and goes on elsewhere."""
+        return True
+
+    def count_fitting(self, blocks: Sequence[int]) -> int:
+        """Returns how many of the next records, of these lengths, find places."""
+        return len(self._places(blocks)[0])
+
+    def _places(self, blocks: Sequence[int]) -> tuple[list[int], tuple[int, int]]:
+        """First blocks of the leading records that fit, and where the next one is looked for."""
+        gap, at = self._gap, self._at
+        places: list[int] = []
+        most = self._max_records()
+        for num_blocks in blocks[:most]:
+            while gap < len(self._gaps) and at + num_blocks > self._gaps[gap][1]:
+                gap += 1
+                at = self._gaps[gap][0] if gap < len(self._gaps) else at
+            if gap == len(self._gaps):
+                break
+            places.append(at)
+            at += num_blocks
+        return places, (gap, at)
+
+    def _max_records(self) -> int:
+        """How many records more the footer has room for, each with a hole behind it."""
+        if not self.segment.packed:
+            return MAX_SLOTS  # a slot has its entry, whether a record lies in it or not
+        num = len(self._entries) + len(self._gaps)
+        low = 0
+        while num + 2 * (low + 1) <= MAX_SLOTS and (
+            footer_bytes_bound(num + 2 * (low + 1)) <= self._footer_bytes
+        ):
+            low += 1
+        return low
+
+    def _find_places(self, blocks: Sequence[int]) -> list[int]:
+        return self._places(blocks)[0]
+
+    def _note(
+        self, metas: Sequence[RecordMeta], places: Sequence[int], blocks: Sequence[int]
+    ) -> None:
+        _, (self._gap, self._at) = self._places(blocks)
+        for meta, place, num_blocks in zip(metas, places, blocks, strict=True):
+            self._entries[place] = (meta.page_hash, meta.lora, meta.quality, num_blocks)
+
+    def _end_block(self) -> int:
+        return self.segment.end_block
+
+    def _final_table(self) -> SegmentTable:
+        table = SegmentTable(self.slot_blocks, self.segment.packed)
+        for place in sorted(self._entries):
+            table.add_holes(place - table.end_block)
+            table.add(*self._entries[place])
+        table.add_holes(self.segment.end_block - table.end_block)
+        return table
+
+
+class Reuser:
+    """Finds the segment that the next records go to. Used under the write lock only."""
+
+    def __init__(self, context: DiskContext) -> None:
+        self._context = context
+        self._live_blocks: dict[int, int] = {}  # of segments that lost pages
+
+    def open(
+        self, namespace: Namespace, keeper: PageKeeper, blocks: Sequence[int], fresh: set[int]
+    ) -> ReusedSegment | None:
+        """Opens the segment in which most is free, and has pages given up where none is worth it.
+
+        Args:
+            namespace: the segment's.
+            keeper: the owner.
+            blocks: lengths of the records to write.
+            fresh: segments whose records the owner may not know yet.
+
+        Returns:
+            None where there is no place: the owner keeps everything, or segments go as a whole.
+        """
+        segment_blocks = namespace.num_slots * namespace.slot_bytes // BLOCK_BYTES
+        step = max(min(sum(blocks), segment_blocks), segment_blocks // _GIVE_UP_SHARE, 1)
+        for _ in range(_MAX_ROUNDS):
+            self._live_blocks.update(keeper.take_thinned())
+            while (segment := self._emptiest(namespace, blocks[0], fresh)) is not None:
+                del self._live_blocks[segment.segment_id]
+                try:
+                    opened = ReusedSegment.open(self._context, segment, keeper, blocks[0])
+                except (OSError, FutureVersionError, LockedFooterError):
+                    self._context.counters.error("io_read")
+                    continue
+                if opened is not None:
+                    self._context.counters.add("segments_reused")
+                    return opened
+            if not keeper.give_up(step):
+                return None
+        return None
+
+    def _emptiest(self, namespace: Namespace, first_blocks: int, fresh: set[int]) -> Segment | None:
+        best, most = None, 0
+        for segment_id, live in list(self._live_blocks.items()):
+            segment = namespace.segments.get(segment_id)
+            if segment is None:
+                if not self._context.catalog.has_segment(segment_id):
+                    del self._live_blocks[segment_id]
+                continue
+            usable = segment.sealed and segment.packed == namespace.packed
+            if not usable or segment.slot_bytes != namespace.slot_bytes or segment_id in fresh:
+                continue
+            free = segment.end_block - 1 - live
+            if free > most and free >= max(first_blocks, _worth_blocks(segment)):
+                best, most = segment, free
+        return best
+
+
+def _worth_blocks(segment: Segment) -> int:
+    num_records = (segment.end_block - 1) * BLOCK_BYTES // segment.slot_bytes
+    footer_blocks = footer_bytes_bound(num_records) // BLOCK_BYTES
+    return min(_WORTH_FOOTERS * footer_blocks, segment.end_block - 1)
+
+
+def _entries(
+    pages: RecoveredPages, blocks: Sequence[int], lengths: Sequence[int]
+) -> dict[int, _Entry] | None:
+    """Entries of the footer for the records in these blocks; None where one is not in it."""
+    rows = {block: row for row, block in enumerate(pages.block.tolist())}
+    kept: dict[int, _Entry] = {}
+    for block, num_blocks in zip(blocks, lengths, strict=True):
+        row = rows.get(block)
+        if row is None or int(pages.num_blocks[row]) != num_blocks:
+            return None
+        lora = pages.lora[row].tobytes()
+        kept[block] = (
+            pages.hashes[row].tobytes(),
+            b"" if lora == NO_LORA_ROW else lora,
+            int(pages.quality[row]),
+            num_blocks,
+        )
+    return kept
+
+
+def _gaps(kept: dict[int, _Entry], end_block: int) -> list[tuple[int, int]]:
+    """Runs of blocks in [1, end_block) that no kept record covers."""
+    gaps: list[tuple[int, int]] = []
+    at = 1
+    for block in sorted(kept):
+        if block > at:
+            gaps.append((at, block))
+        at = block + kept[block][3]
+    if end_block > at:
+        gaps.append((at, end_block))
+    return gaps
