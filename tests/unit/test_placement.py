@@ -158,7 +158,8 @@ def test_pages_on_disk_survive_a_restart_and_go_on_being_placed(make: Make, tmp_
     plan = again.store.plan(again.space, waiting[0])
     assert plan is not None
     again.wait(plan)
-    assert plan.done and not plan.failed
+    assert plan.done
+    assert not plan.failed
     check_content(again, waiting[0])
     again.store.cancel_plan(plan)
     again.settle()
