@@ -99,6 +99,13 @@ def check_arguments(server_args: Any, config: HierKVConfig) -> None:
     for name, expected in switches.items():
         if getattr(server_args, name, False):
             _refuse(expected, f"--{name.replace('_', '-')}", "remove one of the two flags")
+    if getattr(server_args, "elastic_ep_backend", None):
+        # A rank that recovers reloads experts from disk by itself, whatever the weights are by now.
+        _refuse(
+            "experts that stay where they are",
+            f"--elastic-ep-backend {server_args.elastic_ep_backend}",
+            "leave it out",
+        )
     if (getattr(server_args, "tp_size", 1) or 1) > 1:
         _check_tensor_parallel(config)
     backend = getattr(server_args, "radix_cache_backend", None)

@@ -36,6 +36,8 @@ from sglang_ext.remote_setup import open_remote
 from sglang_ext.rope_discovery import LayerRope, discover_ropes
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.disk.folder import SharedFolderLock
+from sglang_ext.tiers.disk.throttle import default_io
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
@@ -61,7 +63,10 @@ def build_cache(ctx: Any) -> Any:
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
     place = rank_place(ctx)
-    config = place.config_of(HierKVConfig.from_dict(ctx.server_args._hier_kv))
+    config = HierKVConfig.from_dict(ctx.server_args._hier_kv)
+    if config.disk_dir and place.num_ranks > 1:
+        _share_folder(Path(config.disk_dir), ctx.server_args._hier_kv_server)
+    config = place.config_of(config)
     check_model(ctx)
     ensure_page_hash()
     ctx.params.tree_core_backend = config.tree_core
@@ -170,6 +175,14 @@ def rank_place(ctx: Any) -> RankPlace:
 
     parallel = get_parallel()
     return RankPlace(ctx.tp_rank, ctx.tp_size, parallel.dp_rank or 0, parallel.dp_size)
+
+
+def _share_folder(folder: Path, server: str) -> None:
+    """Keeps other servers out of a folder that the ranks of this one share, as long as it runs."""
+    try:
+        SharedFolderLock(default_io(), folder, server)
+    except TierConfigError as error:
+        raise HierKVConfigError(str(error)) from error
 
 
 def _build_store(

@@ -6,6 +6,7 @@ may fail runs later, from hooks, where an error ends the start with a sentence.
 
 from __future__ import annotations
 
+import secrets
 import sys
 from typing import Any
 
@@ -47,6 +48,7 @@ def attach(server_args: Any, config: Any) -> None:
     check_machine(config)
     server_args._hier_kv = config.to_dict()
     server_args._hier_kv_secret = lineage_secret(config.disk_dir)
+    server_args._hier_kv_server = secrets.token_hex(16)  # for its ranks to know each other by
     server_args.radix_cache_backend = "hier_kv"
     if server_args.page_size is None:
         server_args.page_size = DEFAULT_PAGE_SIZE

@@ -38,6 +38,12 @@ def test_a_model_of_another_kind_is_refused(fact: str, words: str) -> None:
     assert sentence.endswith("; start this model without --enable-hier-kv.")
 
 
+def test_experts_that_are_reloaded_without_a_call_are_refused() -> None:
+    """A recovered rank reads them from disk, whatever weights were sent since."""
+    with pytest.raises(HierKVConfigError, match="--elastic-ep-backend mooncake; leave it out"):
+        check_arguments(SimpleNamespace(elastic_ep_backend="mooncake"), HierKVConfig())
+
+
 def test_diffusion_models_are_refused() -> None:
     with pytest.raises(HierKVConfigError, match="--dllm-algorithm LowConfidence; leave one"):
         check_arguments(SimpleNamespace(dllm_algorithm="LowConfidence"), HierKVConfig())

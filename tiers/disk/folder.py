@@ -2,7 +2,9 @@
 
 ::
 
-    LOCK                          flock; JSON of the owner's pid and host, for the error message
+    LOCK                          flock; JSON of the owner's pid and host, for the error message.
+                                  Of a folder whose subfolders belong to the ranks of one server:
+                                  held by all of them, with the server's name in the JSON
     folder.msgpack                {"version": 1, "next_segment": n}; every id below n is spent
     <16 hex of digest>/ns.msgpack {"version": 1, "digest", "slot_bytes", "label"}
     <16 hex of digest>/seg-%08d.hkv
@@ -20,6 +22,7 @@ import json
 import os
 import re
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from sglang_ext.tiers.errors import TierConfigError
 FOLDER_VERSION = 1  # stored on disk; a change of files or names needs a new number
 _ID_STEP = 64
 _MAX_STATE_BYTES = 1 << 20
+_SHARE_PATIENCE_S, _SHARE_POLL_S = 10.0, 0.02
 _NAMESPACE_NAME = re.compile(r"[0-9a-f]{16}")
 _SEGMENT_NAME = re.compile(r"seg-(\d{8,10})\.hkv")
 _TEMP_NAME = re.compile(r"(seg-\d{8,10}\.hkv|ns\.msgpack|folder\.msgpack|direct-io-probe)\.tmp")
@@ -58,27 +62,13 @@ class FolderLock:
             TierConfigError: the folder cannot be used, or another process owns it.
         """
         self._io = io
-        try:
-            make_folder(folder)
-            problem = problem_of(os.stat(folder), os.geteuid())
-            if problem:
-                raise TierConfigError(f"the disk folder {folder} {problem}")
-            self._fd = io.open(folder / "LOCK", os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise TierConfigError(_cannot_use(folder, error)) from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = _read_owner(self._fd)
+        self._fd = _open_lock(io, folder)
+        if not _lock(self._fd, fcntl.LOCK_EX):
+            error = _in_use(folder, self._fd)
             io.close(self._fd)
-            raise TierConfigError(
-                f"the disk folder {folder} is in use by {owner}; give each server a folder of its"
-                " own"
-            ) from error
+            raise error
         try:
-            os.ftruncate(self._fd, 0)
-            text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
-            io.pwritev(self._fd, [memoryview(text.encode())], 0)
+            _write_owner(io, self._fd, {})
         except OSError as error:
             io.close(self._fd)
             raise TierConfigError(_cannot_use(folder, error)) from error
@@ -88,6 +78,52 @@ class FolderLock:
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, 0)
         self._io.close(self._fd)
+
+
+class SharedFolderLock:
+    """Holds a folder in which each rank of one server has a subfolder of its own.
+
+    All ranks of the server hold it together; no other server gets it, whatever its ranks, nor one
+    that wants the folder for its only rank (`FolderLock`). Until the end of the process.
+    """
+
+    def __init__(
+        self, io: FileIO, folder: Path, server: str, *, patience_s: float = _SHARE_PATIENCE_S
+    ) -> None:
+        """Takes the lock, making the folder if it is absent.
+
+        Args:
+            io: system calls.
+            folder: of all ranks.
+            server: names the server; the same on its ranks, and on no other server.
+            patience_s: how long another rank may take to enter the name.
+
+        Raises:
+            TierConfigError: the folder cannot be used, or another server has it.
+        """
+        fd = _open_lock(io, folder)
+        deadline_s = time.monotonic() + patience_s
+        try:
+            while not self._join(io, fd, server):
+                if time.monotonic() >= deadline_s:
+                    raise _in_use(folder, fd)
+                time.sleep(_SHARE_POLL_S)
+            # To share a lock that was exclusive, the system may give it up for a moment.
+            if _owner_of(fd).get("server") != server:
+                raise _in_use(folder, fd)
+        except OSError as error:
+            io.close(fd)
+            raise TierConfigError(_cannot_use(folder, error)) from error
+        except TierConfigError:
+            io.close(fd)
+            raise
+
+    @staticmethod
+    def _join(io: FileIO, fd: int, server: str) -> bool:
+        """Whether the lock is shared now, with whoever holds it; the first enters its name."""
+        if _lock(fd, fcntl.LOCK_EX):
+            _write_owner(io, fd, {"server": server})
+        return _lock(fd, fcntl.LOCK_SH)
 
 
 class SegmentIds:
@@ -240,9 +276,49 @@ def _read_state(io: FileIO, path: Path) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def _read_owner(fd: int) -> str:
+def _open_lock(io: FileIO, folder: Path) -> int:
+    try:
+        make_folder(folder)
+        problem = problem_of(os.stat(folder), os.geteuid())
+        if problem:
+            raise TierConfigError(f"the disk folder {folder} {problem}")
+        return io.open(folder / "LOCK", os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise TierConfigError(_cannot_use(folder, error)) from error
+
+
+def _lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _in_use(folder: Path, fd: int) -> TierConfigError:
+    return TierConfigError(
+        f"the disk folder {folder} is in use by {_read_owner(fd)}; give each server a folder of its"
+        " own"
+    )
+
+
+def _write_owner(io: FileIO, fd: int, more: dict[str, str]) -> None:
+    os.ftruncate(fd, 0)
+    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), **more})
+    io.pwritev(fd, [memoryview(text.encode())], 0)
+
+
+def _owner_of(fd: int) -> dict[str, Any]:
     try:
         owner = json.loads(os.pread(fd, 4096, 0))
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _read_owner(fd: int) -> str:
+    try:
+        owner = _owner_of(fd)
         return f"process {int(owner['pid'])} on host {owner['host']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
