@@ -435,6 +435,9 @@ class HierKVRadixCache(UnifiedRadixCache):
         With several ranks all of them come here in the same step.
         """
         self.quiesce()
+        self._void_promises()
+
+    def _void_promises(self) -> None:
         self.release_all_plans()
         self.linker.hit_markers.clear()
         self.store.end_epoch()
@@ -450,12 +453,14 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.taint.clear()
 
     def clear_storage_backend(self) -> bool:
-        """Drops the tiers below the device (`/hicache/storage-backend/clear`)."""
-        self.quiesce()
-        self.release_all_plans()
-        self.linker.hit_markers.clear()
+        """Drops the tiers below the device (`/hicache/storage-backend/clear`).
+
+        Waits for nothing: saves under way end as not stored, and the disk deletes its pages when it
+        gets to it.
+        """
+        self._void_promises()
         cleared = self.store.clear()
-        logger.info("hier-kv: cleared %d pages from DRAM and disk", cleared)
+        logger.info("hier-kv: %d pages are forgotten; the disk deletes its own next", cleared)
         return True
 
     def release_host_resources(self) -> None:

@@ -22,6 +22,7 @@ _GAUGES = {
     "host_capacity_pages",
     "planned_pages",
     "spill_queue_pages",
+    "clears_pending",
     "save_queue",
     "waiting_requests",
     "window_requests",

@@ -268,6 +268,9 @@ class Rank:
     def weights_change(self) -> None:
         HierKVRadixCache.weights_change(cast(Any, self))
 
+    def _void_promises(self) -> None:
+        HierKVRadixCache._void_promises(cast(Any, self))
+
     def release_all_plans(self) -> None:
         HierKVRadixCache.release_all_plans(cast(Any, self))
 
@@ -366,8 +369,8 @@ class Rank:
         self.lockstep.promises.leave(request.handle)
 
     def _clear(self) -> None:
-        self.quiesce()
-        self.lockstep.promises.leave_all()
+        """As the cache does, under whatever is on its way."""
+        self._void_promises()
         self.store.clear()
         self.note("cleared", len(self.queue))
 

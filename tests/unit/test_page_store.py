@@ -362,12 +362,8 @@ def test_clear_during_a_promotion(make: Make) -> None:
     rig.io.open_gate.clear()
     plan = rig.store.plan(rig.space, pages("a", 4))
     assert plan is not None
-    clearing = threading.Thread(target=rig.store.clear)
-    clearing.start()
-    time.sleep(0.05)
+    rig.store.clear()
     rig.io.open_gate.set()
-    clearing.join(15)
-    assert not clearing.is_alive()
     rig.wait(plan)
     rig.store.cancel_plan(plan)
     rig.settle()
@@ -380,14 +376,51 @@ def test_clear_during_a_write(make: Make) -> None:
     rig.io.open_gate.clear()
     rig.save(pages("a", 4))
     rig.until(lambda: bool(rig.arena.pinned(np.arange(8)).any()))
-    clearing = threading.Thread(target=rig.store.clear)
-    clearing.start()
-    time.sleep(0.02)
+    rig.store.clear()
     rig.io.open_gate.set()
-    clearing.join(15)
     rig.settle()
     assert rig.ready(pages("a", 4)) == 0
     rig.store.close()
+    assert make().found == 0
+
+
+def test_a_clear_waits_for_no_disk_and_takes_only_what_was_there(make: Make) -> None:
+    """What is saved while the disk still has to delete outlives that, and a restart."""
+    rig = make(slots=16)
+    rig.save(pages("a", 4))
+    rig.settle()
+    assert rig.on_disk(pages("a", 4)) == 4
+    rig.io.open_gate.clear()  # the disk hangs
+    rig.save(pages("b", 4))
+    rig.until(lambda: bool(rig.arena.pinned(np.arange(16)).any()))
+    assert rig.store.clear() == 8  # returns all the same
+    assert rig.store.locate_prefix(rig.space, pages("a", 4)).total == 0
+    assert rig.store.locate_prefix(rig.space, pages("b", 4)).total == 0
+    assert rig.store.stats()["clears_pending"] == 1
+    rig.save(pages("c", 4))
+    assert rig.ready(pages("c", 4)) == 4
+    rig.io.open_gate.set()
+    rig.until(lambda: rig.on_disk(pages("c", 4)) == 4)
+    assert rig.store.stats()["clears_pending"] == 0
+    rig.settle()
+    rig.store.close()
+    again = make(slots=16)
+    assert again.found == 4
+    assert again.on_disk(pages("c", 4)) == 4
+
+
+def test_what_was_cleared_is_deleted_before_the_end(make: Make) -> None:
+    rig = make()
+    rig.save(pages("a", 4))
+    rig.settle()
+    assert rig.store._spiller is not None
+    with rig.store._spiller._writing:  # the thread cannot begin
+        rig.store.clear()
+        closing = threading.Thread(target=rig.store.close, kwargs={"timeout_s": 0.0})
+        closing.start()
+        rig.until(lambda: rig.store._spiller is not None and rig.store._spiller._stop)
+    closing.join(15)
+    assert not closing.is_alive()
     assert make().found == 0
 
 
@@ -481,7 +514,7 @@ def test_stale_entries_of_one_key_space_do_not_end_a_flush(make: Make) -> None:
     rig.store.open_namespace(OTHER, {})
     other = rig.store.space(OTHER)
     assert rig.store._spiller is not None
-    with rig.store._spiller.paused():
+    with rig.store._spiller._writing:
         rig.save(pages("a", 3))
         rig.directory.queue_coldest(rig.store._space_of, 16)
         rows = rig.directory.index.lookup(pages("a", 3), 0)

@@ -6,6 +6,8 @@ an underscore. Nothing here blocks on I/O, so the scheduler's thread may call it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from sglang_ext.tiers.index import NO_SLOT
@@ -262,10 +264,18 @@ class Directory(RemoteBook):
 
     # ---- everything ----
 
-    def forget_namespace(self, numbers: list[int]) -> int:
-        """Forgets all pages of some key spaces; what is in flight for them ends in nothing."""
+    def forget_namespace(self, numbers: list[int], digests: Iterable[bytes] = ()) -> int:
+        """Forgets all pages of some key spaces; what is in flight for them ends in nothing.
+
+        Args:
+            numbers: of the key spaces.
+            digests: of the namespaces of which the disk is to lose everything that it has now;
+                nothing is given to it to write before that.
+        """
         with self.lock:
             self.spill_queue.clear()
+            self.to_clear.update(digests)
+            self.spill_ready.notify_all()
             total = 0
             for number in numbers:
                 rows = self.index.rows_of_namespace(number)

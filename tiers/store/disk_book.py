@@ -160,9 +160,24 @@ class DiskBook(PageTable):
         """Logical time: number of loads so far."""
         return self._clock
 
-    def take_spills(self, max_pages: int) -> SpillEntry | None:
-        """Takes queued pages of one key space for the spiller, pinned; None when there are none."""
+    def take_clears(self) -> list[bytes]:
+        """Takes the namespaces that the disk is to clear; ends with `end_clears`."""
         with self.lock:
+            return sorted(self.to_clear)
+
+    def end_clears(self, digests: list[bytes]) -> None:
+        """The disk was told to clear these: it may get pages again."""
+        with self.lock:
+            self.to_clear.difference_update(digests)
+
+    def take_spills(self, max_pages: int) -> SpillEntry | None:
+        """Takes queued pages of one key space for the spiller, pinned; None when there are none.
+
+        None, too, while the disk has namespaces to clear: what it got now would go with them.
+        """
+        with self.lock:
+            if self.to_clear:
+                return None
             taken: list[SpillEntry] = []
             num = 0
             while self.spill_queue and num < max_pages:

@@ -81,7 +81,7 @@ class StoreConfig:
 class PageStore:
     """Pages of KV in DRAM and on disk, by their full key.
 
-    Thread-safe. No method but `clear`, `flush` and `close` waits for I/O.
+    Thread-safe. No method but `flush` and `close` waits for I/O.
 
     Attributes:
         arena: the slots; a page's bytes are written and read through it by whoever holds a ticket.
@@ -409,16 +409,16 @@ class PageStore:
         return self._directory.wait_idle(timeout_s)
 
     def clear(self) -> int:
-        """Removes every page of every opened namespace from DRAM and, durably, from disk."""
+        """Forgets every page of every opened namespace; returns how many these were.
+
+        No page of before is found from now on. What the disk has of them is deleted next, by the
+        thread that writes to it and before it writes more (`clears_pending` in `stats`); a process
+        that is killed before that finds them again.
+        """
         with self._spaces_lock:
             numbers = [space.number for space in self._spaces]
-            digests = set(self._opened)
-        if self._spiller is None or self._disk is None:
-            return self._directory.forget_namespace(numbers)
-        with self._spiller.paused():
-            forgotten = self._directory.forget_namespace(numbers)
-            for digest in digests:
-                self._disk.clear(digest)
+            digests = set(self._opened) if self._disk is not None else set()
+        forgotten = self._directory.forget_namespace(numbers, digests)
         self.events.note("cleared")
         return forgotten
 
@@ -468,6 +468,7 @@ class PageStore:
             stats["window_requests"] = self.lookahead.num_in_window
         stats["planned_pages"] = self._directory.num_planned_pages
         stats["spill_queue_pages"] = spilling
+        stats["clears_pending"] = int(bool(self._directory.take_clears()))
         return stats
 
     def remote_stats(self) -> dict[str, int] | None:

@@ -96,6 +96,8 @@ class PageTable:
         self.counters = counters
         self.events = events
         self.spill_queue: deque[SpillEntry] = deque()  # guarded by lock
+        # Namespaces of which the disk is to lose what it has, before it gets more. Guarded by lock.
+        self.to_clear: set[bytes] = set()
         self.num_spilling = 0  # pages taken from it whose end is not counted; one writer at a time
         self.num_in_flight = 0  # saves and promotions that own FILLING rows; guarded by lock
         self.idle = threading.Condition(self.lock)

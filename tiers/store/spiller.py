@@ -71,14 +71,10 @@ class Spiller(Work):
         # Noted under _writing.
         self._batch = PieceSize(BATCH_S, MIN_BATCH_BYTES, min(most_bytes, MAX_BATCH_BYTES))
         self._stop = False  # guarded by directory.lock
-        # Held from when a batch is taken until it is written; `paused` takes it.
+        # Held from when a batch, or what is to be cleared, is taken until that is done.
         self._writing = threading.Lock()
         self._executor = executor
         executor.start("spill", self, 1)
-
-    def paused(self) -> threading.Lock:
-        """A lock under which no write is in progress and none starts."""
-        return self._writing
 
     def flush(self, deadline_s: float) -> int:
         """Writes everything that is not on disk yet until a deadline; returns pages left in DRAM.
@@ -102,13 +98,17 @@ class Spiller(Work):
             self._stop = True
             self._directory.spill_ready.notify_all()
         self._executor.join(self)
+        while self._directory.take_clears():  # forgotten pages must not come back with a restart
+            job = self._take_batch()
+            if job is not None:
+                job.run()
 
     def wait(self) -> bool:
         """See `Work.wait`; returns now and then with write-back, for pages to be cleaned."""
         directory = self._directory
         with directory.lock:
             directory.spill_ready.wait_for(
-                lambda: self._stop or bool(directory.spill_queue),
+                lambda: self._stop or bool(directory.spill_queue or directory.to_clear),
                 _CLEANING_POLL_S if self._cleans else None,
             )
             return not self._stop
@@ -127,17 +127,31 @@ class Spiller(Work):
         return max(1, self._batch.num_bytes // self._directory.arena.slot_bytes)
 
     def _take_batch(self) -> Job | None:
-        entry = None
+        job = None
         self._writing.acquire()
         try:
-            entry = self._directory.take_spills(self._batch_pages())
+            digests = self._directory.take_clears()
+            if digests:
+                job = Job(0, partial(self._run_clear, digests))
+            elif (entry := self._directory.take_spills(self._batch_pages())) is not None:
+                num_bytes = len(entry.rows) * self._directory.arena.slot_bytes
+                job = Job(num_bytes, partial(self._run, entry))
         finally:
-            if entry is None:
+            if job is None:
                 self._writing.release()
-        if entry is None:
-            return None
-        num_bytes = len(entry.rows) * self._directory.arena.slot_bytes
-        return Job(num_bytes, partial(self._run, entry))
+        return job
+
+    def _run_clear(self, digests: list[bytes]) -> None:
+        """Deletes what the disk has of namespaces, after what was being written of them."""
+        try:
+            for digest in digests:
+                self._disk.clear(digest)
+        except Exception:
+            self._directory.counters.add("clear_failures")
+            logger.exception("hier-kv: pages that were cleared could not all be deleted from disk")
+        finally:
+            self._directory.end_clears(digests)
+            self._writing.release()
 
     def _run(self, entry: SpillEntry) -> None:
         try:
