@@ -15,7 +15,7 @@ from bench.plots import plot_bars
 from bench.speed import MEMCPY_BYTES
 from bench.stats import median, median_interval
 from bench.tiers_copy import SHAPES, measure_copies
-from bench.tiers_disk import BUSY, HELPER_THREADS, measure_disk
+from bench.tiers_disk import HELPER_THREADS, SLOT_SIZES, measure_disk
 from bench.tiers_index import measure_index
 
 _HEADLINE_SHAPE = "16x8x64 eager"
@@ -78,9 +78,9 @@ def _report(
             f"memcpy: one core, {MEMCPY_BYTES >> 20} MiB to {MEMCPY_BYTES >> 20} MiB, bytes moved "
             "counted once. Copies: K and V bytes, transform and search included, pinned to one "
             f"core. Disk: {disk['mode']} I/O, {HELPER_THREADS + 1} threads on both sides, "
-            "checksums on the tier's. The keys without a shape are those of "
-            f"{_HEADLINE_SHAPE} (layers x KV heads x head dim, rounding rule) and of pages of "
-            f"{_HEADLINE_SLOT}."
+            "checksums, or with a key tags or encryption, on the tier's. The keys without a shape "
+            f"are those of {_HEADLINE_SHAPE} (layers x KV heads x head dim, rounding rule) and of "
+            f"pages of {_HEADLINE_SLOT}."
         ),
     ]
     return Report(results, samples, {"copies": repeats, "disk": repeats}, tables, notes)
@@ -101,7 +101,7 @@ def _ratios(copies: dict[str, Any], by_slot: dict[str, Any]) -> dict[str, dict[s
             f"disk {kind} {name}": (
                 values[kind],
                 values[f"raw_{kind}"],
-                None if name == BUSY else _DISK_TARGET,
+                _DISK_TARGET if name in SLOT_SIZES else None,
             )
             for name, values in by_slot.items()
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,16 @@ from bench.output import Progress
 from bench.speed import RawFile, drop_page_cache, pages_like_the_arenas
 from sglang_ext.tiers.base import Location, ReadRequest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
-from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, RecordMeta, VerifyResult, write_meta
+from sglang_ext.tiers.protection import KeyedSeals, Mode, Protection
+from sglang_ext.tiers.record import (
+    CHECKED_FROM,
+    HEADER_BYTES,
+    ByteArray,
+    RecordMeta,
+    VerifyResult,
+    write_meta,
+)
+from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
 from sglang_ext.tiers.store import promoter, spiller
 from sglang_ext.tiers.store.piece_size import PieceSize
 
@@ -27,6 +37,12 @@ from sglang_ext.tiers.store.piece_size import PieceSize
 SLOT_SIZES = {"260 KiB": 266_240, "2 MiB": 2_101_248}
 BUSY = "260 KiB, Python busy"
 """Beside a thread that never gives the GIL up by itself, as a busy scheduler's."""
+PROTECTED = {
+    f"{name}, {way}": (way, slot_bytes)
+    for name, slot_bytes in SLOT_SIZES.items()
+    for way in ("tag", "encrypt")
+}
+"""Pages protected with a key."""
 HELPER_THREADS = 2  # the plugin's default, so three threads with the caller
 _NAMESPACE = hashlib.sha256(b"bench").digest()
 
@@ -40,17 +56,22 @@ def measure_disk(repeats: int, num_bytes: int, progress: Progress) -> dict[str, 
         progress: where to say how far it is.
 
     Returns:
-        `mode`, and `by_slot`: for each size of `SLOT_SIZES`, and for `BUSY`, lists `raw_write`,
-        `raw_read`, `write` and `read` in GB/s, one value a round.
+        `mode`, and `by_slot`: for each size of `SLOT_SIZES`, for each of `PROTECTED` and for
+        `BUSY`, alone and with each way of protection, lists `raw_write`, `raw_read`, `write` and
+        `read` in GB/s, one value a round.
 
     Raises:
         CaseFailedError: a page was not stored, or came back other than it was.
     """
     with disk_folder("bench-disk-") as folder:
         by_slot, mode = {}, ""
-        for name, slot_bytes in [*SLOT_SIZES.items(), (BUSY, SLOT_SIZES["260 KiB"])]:
-            is_busy = name == BUSY
-            bench = _DiskBench(folder, slot_bytes, num_bytes // 4 if is_busy else num_bytes)
+        small = SLOT_SIZES["260 KiB"]
+        cases = {name: ("", slot_bytes) for name, slot_bytes in SLOT_SIZES.items()}
+        cases |= PROTECTED | {BUSY: ("", small)}
+        cases |= {f"{BUSY}, {way}": (way, small) for way in ("tag", "encrypt")}
+        for name, (way, slot_bytes) in cases.items():
+            is_busy = name.startswith(BUSY)
+            bench = _DiskBench(folder, slot_bytes, num_bytes // 4 if is_busy else num_bytes, way)
             mode = bench.mode
             try:
                 with _busy_python() if is_busy else nullcontext():
@@ -93,6 +114,13 @@ def _rounds(bench: _DiskBench, repeats: int, say: Any, name: str) -> dict[str, l
     return rates
 
 
+def _seals(way: str) -> RecordSeals:
+    """What proves the records: checksums, or with a key tags or encryption."""
+    if not way:
+        return CHECKSUMS
+    return KeyedSeals(Protection([secrets.token_bytes(32)], Mode[way.upper()]))
+
+
 class _DiskBench:
     """Pages in aligned memory, and where they go.
 
@@ -100,7 +128,7 @@ class _DiskBench:
     pieces by as many as bring pages to DRAM, of the sizes that it would choose.
     """
 
-    def __init__(self, folder: Path, slot_bytes: int, num_bytes: int) -> None:
+    def __init__(self, folder: Path, slot_bytes: int, num_bytes: int, way: str) -> None:
         num = num_bytes // slot_bytes
         rng = np.random.default_rng(5)
         self._num_bytes = num * slot_bytes
@@ -119,16 +147,17 @@ class _DiskBench:
             write_meta(slot, meta, slot_bytes - HEADER_BYTES)
         self._disk = DiskTier(
             DiskConfig(
-                folder / f"tier-{slot_bytes}",
+                folder / f"tier-{slot_bytes}{way}",
                 max_bytes=8 * num_bytes + (4 << 30),
                 min_free_bytes=0,
                 helper_threads=HELPER_THREADS,
-            )
+            ),
+            seals=_seals(way),
         )
         self._disk.open_namespace(_NAMESPACE, slot_bytes, {"model": "bench"})
         self.mode = self._disk.stats().mode
         self._raw = RawFile(
-            folder / f"raw-{slot_bytes}",
+            folder / f"raw-{slot_bytes}{way}",
             self._slots,
             self._back,
             direct=self.mode == "direct",
@@ -189,7 +218,8 @@ class _DiskBench:
 
     def _same(self) -> bool:
         def equal(a: ByteArray, b: ByteArray) -> bool:
-            return bool((a == b).all())
+            # The header's checksum, which only what is not protected has, may differ.
+            return bool((a[CHECKED_FROM:] == b[CHECKED_FROM:]).all())
 
         return all(equal(a, b) for a, b in zip(self._slots, self._back, strict=True))
 
