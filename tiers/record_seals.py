@@ -8,7 +8,7 @@ without a key can make.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from sglang_ext.tiers.record import (
@@ -35,11 +35,16 @@ class SealedRecord(NamedTuple):
         meta: what its header says.
         payload_bytes: length of its payload.
         pieces: u8 [n] each; what to write, one behind the other, as long as the slot it is from.
+            Empty where `fill` makes it.
+        fill: puts what to write into memory as long as the slot, where it cannot be made in place:
+            when it is about to be moved, so that little of it is held at a time. The slot must not
+            change until then.
     """
 
     meta: RecordMeta
     payload_bytes: int
     pieces: tuple[ByteArray, ...]
+    fill: Callable[[ByteArray], None] | None = None
 
 
 class StageOpener(Protocol):

@@ -55,7 +55,7 @@ class _Batch:
         records: as in `append`.
         prepare: as in `append`.
         metas: of each record that was prepared.
-        pieces: what to write of each, from when it was prepared until it was written.
+        sealed: what to write of each, from when it was prepared until it was written.
         refused: indices of records that cannot be stored.
         failed: first index of each run that was not written.
     """
@@ -63,7 +63,7 @@ class _Batch:
     records: Sequence[ByteArray]
     prepare: Prepare
     metas: list[RecordMeta | None]
-    pieces: list[tuple[ByteArray, ...]]
+    sealed: list[SealedRecord | None]
     refused: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
 
@@ -73,7 +73,7 @@ class _Batch:
             if sealed is None:
                 self.refused.append(index)
             else:
-                self.metas[index], self.pieces[index] = sealed.meta, sealed.pieces
+                self.metas[index], self.sealed[index] = sealed.meta, sealed
 
 
 class ActiveSegment:
@@ -190,7 +190,7 @@ class ActiveSegment:
         sizes = [record.size for record in records]
         blocks = [size // BLOCK_BYTES for size in sizes]
         places = self._find_places(blocks)
-        batch = _Batch(records, prepare, [None] * len(records), [()] * len(records))
+        batch = _Batch(records, prepare, [None] * len(records), [None] * len(records))
         context.work(
             [
                 Run(
@@ -271,14 +271,11 @@ class ActiveSegment:
     def _write_run(self, batch: _Batch, run: range, offset: int) -> None:
         """Writes one run at `offset`, up to the first record that was refused."""
         refused = (index for index in run if batch.metas[index] is None)
-        pieces = [
-            piece
-            for index in range(run.start, next(refused, run.stop))
-            for piece in batch.pieces[index]
-        ]
-        if not pieces:
+        good = range(run.start, next(refused, run.stop))
+        if not good:
             return
         try:
+            pieces = self._pieces([batch.records[at].size for at in good], batch.sealed, good)
             self._context.write_records(self._fd, pieces, offset)
         except OSError:
             self._context.counters.error("io_write")
@@ -286,7 +283,21 @@ class ActiveSegment:
         else:
             self._context.counters.add("bytes_written", sum(piece.size for piece in pieces))
         finally:
-            batch.pieces[run.start : run.stop] = [()] * len(run)  # they may be copies
+            batch.sealed[run.start : run.stop] = [None] * len(run)  # they may hold copies
+
+    def _pieces(
+        self, sizes: Sequence[int], sealed: Sequence[SealedRecord | None], rows: range
+    ) -> list[ByteArray]:
+        """What to write of neighbours; in this thread's buffer where it is made only now."""
+        records = [record for record in sealed[rows.start : rows.stop] if record is not None]
+        if any(record.fill is None for record in records):
+            return [piece for record in records for piece in record.pieces]
+        buffer = self._context.bounce.get(sum(sizes))
+        ends = itertools.accumulate(sizes)
+        for record, size, end in zip(records, sizes, ends, strict=True):
+            assert record.fill is not None
+            record.fill(buffer[end - size : end])
+        return [buffer]
 
 
 def _publish(context: DiskContext, fd: int, temp: Path, path: Path) -> None:

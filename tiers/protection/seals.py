@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -70,28 +71,34 @@ class KeyedSeals(RecordSeals):
         self, slots: Sequence[ByteArray], namespace: bytes
     ) -> list[SealedRecord | RecordError]:
         """See `RecordSeals.seal`."""
-        return [self._sealed(slot, namespace) for slot in slots]
+        blocks = aligned_array(len(slots) * BLOCK_BYTES).reshape(-1, BLOCK_BYTES)
+        return [
+            self._sealed(slot, namespace, block) for slot, block in zip(slots, blocks, strict=True)
+        ]
 
-    def _sealed(self, slot: ByteArray, namespace: bytes) -> SealedRecord | RecordError:
+    def _sealed(
+        self, slot: ByteArray, namespace: bytes, block: ByteArray
+    ) -> SealedRecord | RecordError:
         try:
             meta, payload_bytes = parse_header(slot)
             if meta.namespace != namespace:
                 return RecordError(VerifyResult.FOREIGN, "the record is of another namespace")
-            end = HEADER_BYTES + payload_bytes
-            is_copied = self._protection.mode is Mode.ENCRYPT
-            # What is only tagged goes to disk from where it is, but for its first block.
-            first = aligned_array(slot.size if is_copied else BLOCK_BYTES)
-            header, _ = self._seal_whole(
-                slot[:end], namespace, first[HEADER_BYTES:end] if is_copied else None
-            )
+            record = slot[: HEADER_BYTES + payload_bytes]
+            if self._protection.mode is Mode.ENCRYPT:
+                fill = partial(self._encrypt, record, namespace)
+                return SealedRecord(meta, payload_bytes, (), fill)
+            header, _ = self._seal_whole(record, namespace, None)
         except RecordError as error:
             return error
-        first[:HEADER_BYTES] = header
-        if is_copied:
-            first[end:] = 0
-            return SealedRecord(meta, payload_bytes, (first,))
-        first[HEADER_BYTES:] = slot[HEADER_BYTES:BLOCK_BYTES]
-        return SealedRecord(meta, payload_bytes, (first, slot[BLOCK_BYTES:]))
+        # What is only tagged goes to disk from where it is, but for its first block.
+        block[:HEADER_BYTES] = header
+        block[HEADER_BYTES:] = slot[HEADER_BYTES:BLOCK_BYTES]
+        return SealedRecord(meta, payload_bytes, (block, slot[BLOCK_BYTES:]))
+
+    def _encrypt(self, record: ByteArray, namespace: bytes, out: ByteArray) -> None:
+        header, _ = self._seal_whole(record, namespace, out[HEADER_BYTES : record.size])
+        out[:HEADER_BYTES] = header
+        out[record.size :] = 0
 
     def open(self, slots: Sequence[ByteArray], keys: Sequence[RecordKey]) -> list[VerifyResult]:
         """See `RecordSeals.open`."""
