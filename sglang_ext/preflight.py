@@ -29,12 +29,22 @@ def check_machine(config: HierKVConfig) -> None:
     if config.remote_url:
         check_remote(config.remote_url, config.disk_dir)
     if config.event_log:
-        parent = Path(config.event_log).resolve().parent
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise HierKVConfigError(
-                f"--hier-kv-event-log must be a file in a writable folder, got {config.event_log}; "
-                f"create {parent} or choose another path."
-            )
+        _check_log(config.event_log)
+
+
+def _check_log(text: str) -> None:
+    path = Path(text)
+    parent = Path(os.path.abspath(path.parent))
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise HierKVConfigError(
+            f"--hier-kv-event-log must be a file in a writable folder, got {text}; create {parent} "
+            "or choose another path."
+        )
+    if os.path.lexists(path) and not (path.is_file() and not path.is_symlink()):
+        raise HierKVConfigError(
+            f"--hier-kv-event-log must be a file, but {text} is a folder, a link or a device; "
+            "choose another path."
+        )
 
 
 def _check_memory(config: HierKVConfig) -> None:

@@ -461,6 +461,8 @@ class PageStore:
         """Counters, and how full DRAM is, in pages."""
         spilling = self._directory.num_queued  # before what it counts towards
         stats = self.counters.snapshot()
+        if self.events.on:
+            stats["event_log_dropped_lines"] = self.events.num_dropped
         stats["host_pages"] = self.arena.num_used
         stats["host_capacity_pages"] = self.arena.num_slots
         if self.lookahead is not None:

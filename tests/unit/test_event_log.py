@@ -1,0 +1,83 @@
+"""The event log never fails what it tells of, has a bound, and is for its user alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.store.events import EventLog
+
+# No file of this process may grow over 4 kB, as on a full file system, and later it may again.
+_FULL = """
+import resource, sys
+from sglang_ext.tiers.store.events import EventLog
+log = EventLog(sys.argv[1])
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+for number in range(200):
+    log.note("full", number=number)
+assert 0 < log.num_dropped < 200, log.num_dropped
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+log.note("room", dropped=log.num_dropped)
+log.close()
+log.note("closed")
+"""
+
+
+def _lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_full_file_system_costs_lines_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    done = subprocess.run(
+        [sys.executable, "-c", _FULL, str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "takes no more" in done.stderr
+    lines = _lines(path)  # each is whole
+    assert lines[-1]["e"] == "room"
+    assert lines[-1]["dropped"] == 200 - len(lines) + 1
+
+
+def test_two_files_are_its_bound(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    log = EventLog(str(path), 1000)
+    for number in range(100):
+        log.note("saved", number=number)
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 2000
+    assert log.num_dropped == 0
+    log.close()
+    numbers = [line["number"] for line in _lines(tmp_path / "events.1") + _lines(path)]
+    assert numbers == list(range(int(str(numbers[0])), 100))
+    again = EventLog(str(path), 1000)  # goes on behind what is there
+    again.note("saved", number=100)
+    again.close()
+    assert _lines(path)[-1]["number"] == 100
+
+
+def test_it_is_for_its_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    path.touch(mode=0o644)
+    log = EventLog(str(path), 300)
+    for _ in range(10):
+        log.note("saved")
+    log.close()
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o600}
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "link", "pipe", "no/such"):
+        with pytest.raises(TierConfigError, match="must be a file that can be written to"):
+            EventLog(str(tmp_path / name))
+    assert not (tmp_path / "victim").exists()
