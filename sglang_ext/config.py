@@ -6,6 +6,7 @@ options; the parsed settings travel to SGLang's other processes as a plain dict.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
@@ -13,6 +14,13 @@ from typing import Any
 
 from sglang_ext.codec.base import codec_ids
 
+# Past these a value is a slip, and arithmetic and the system's calls no longer take it.
+_MAX_GB = 1e9
+_MAX_MS = 86_400_000.0
+_MAX_TOKENS = (1 << 31) - 1
+_MIN_HOST_BYTES = 64 << 10
+_MIN_SEGMENT_BYTES = 4096
+_SHOWN_CHARS = 60
 CODED_TIERS = ("host", "disk", "remote")
 GIB = 1 << 30
 MIB = 1 << 20
@@ -76,7 +84,7 @@ class HierKVConfig:
     remote_url: str = _knob(
         "",
         "Store that several servers share: redis://, rediss://, mooncake:// or file:// "
-        "(docs/remote.md). Pages go there in the background and are looked up when a request "
+        "(docs/remote.md), without a password in it. Pages go there in the background and are looked up when a request "
         "enters the queue. Empty: none.",
         metavar="URL",
     )
@@ -215,7 +223,8 @@ class HierKVConfig:
     event_log: str = _knob(
         "",
         "File to which every saved, written, promoted, dropped and rejected page is logged, one "
-        "JSON object a line. For tests and audits; empty: off.",
+        "JSON object a line. For tests and audits; empty: off. At 512 MB it becomes FILE.1 and a new "
+        "one begins; what cannot be written is counted (event_log_dropped_lines).",
         metavar="FILE",
     )
 
@@ -227,6 +236,11 @@ class HierKVConfig:
                 raise HierKVConfigError(
                     f"{flag_name(item.name)} must be a finite number, got {value:g}; give a number "
                     "or leave the flag out."
+                )
+            if isinstance(value, str) and not value.isprintable():
+                raise HierKVConfigError(
+                    f"{flag_name(item.name)} must be printable text on one line, and has other "
+                    "characters in it; take them out."
                 )
         for name in ("host_size", "disk_segment_size", "prefetch_timeout_ms"):
             if not getattr(self, name) > 0:
@@ -263,6 +277,7 @@ class HierKVConfig:
                 "leave the policy out."
             )
         self._validate_key()
+        self._validate_range()
         self._validate_codec()
         self._validate_remote_codec()
         for item in fields(self):
@@ -270,7 +285,7 @@ class HierKVConfig:
             if choices and getattr(self, item.name) not in choices:
                 raise HierKVConfigError(
                     f"{flag_name(item.name)} must be one of {', '.join(choices)}, got "
-                    f"{getattr(self, item.name)!r}."
+                    f"{_cut(getattr(self, item.name))}."
                 )
 
     def _validate_key(self) -> None:
@@ -284,12 +299,34 @@ class HierKVConfig:
                 "--hier-kv-remote-url; add one of them or leave it out."
             )
 
+    def _validate_range(self) -> None:
+        """Refuses what is far too much, or too little to hold anything."""
+        sizes = ("host_size", "disk_size", "disk_free_floor", "disk_segment_size")
+        most = dict.fromkeys(sizes, _MAX_GB) | {
+            "prefetch_timeout_ms": _MAX_MS,
+            "slo_ms": _MAX_MS,
+            "truncation_head": _MAX_TOKENS,
+        }
+        for name, limit in most.items():
+            if getattr(self, name) > limit:
+                raise HierKVConfigError(
+                    f"{flag_name(name)} must be at most {limit:g}, got "
+                    f"{_cut(getattr(self, name))}; give a smaller value."
+                )
+        least = {"host_size": _MIN_HOST_BYTES, "disk_segment_size": _MIN_SEGMENT_BYTES}
+        for name, num_bytes in least.items():
+            if getattr(self, name) * GIB < num_bytes:
+                raise HierKVConfigError(
+                    f"{flag_name(name)} must be at least {num_bytes} bytes, got "
+                    f"{getattr(self, name):g} GB; give a greater value."
+                )
+
     def _validate_codec(self) -> None:
         disk, host = (self.of_tier("codec", tier) for tier in ("disk", "host"))
         for codec in (disk, host):
             if codec not in codec_ids():
                 raise HierKVConfigError(
-                    f"--hier-kv-codec must be one of {', '.join(codec_ids())}, got {codec!r}."
+                    f"--hier-kv-codec must be one of {', '.join(codec_ids())}, got {_cut(codec)}."
                 )
         if disk != "none" and not self.disk_dir:
             raise HierKVConfigError(
@@ -321,7 +358,7 @@ class HierKVConfig:
         codec = self.of_tier("codec", "remote")
         if codec not in codec_ids():
             raise HierKVConfigError(
-                f"--hier-kv-codec must be one of {', '.join(codec_ids())}, got {codec!r}."
+                f"--hier-kv-codec must be one of {', '.join(codec_ids())}, got {_cut(codec)}."
             )
         if codec != "none" and not self.remote_url:
             raise HierKVConfigError(
@@ -353,7 +390,7 @@ class HierKVConfig:
             if not equals or key not in CODED_TIERS or key in values or not value:
                 raise HierKVConfigError(
                     f"{flag_name(name)} must be a value or a list of TIER=VALUE with tiers among "
-                    f"{', '.join(CODED_TIERS)}, each once, got {text!r}."
+                    f"{', '.join(CODED_TIERS)}, each once, got {_cut(text)}."
                 )
             values[key] = value
         return values.get(tier, default)
@@ -400,7 +437,7 @@ class HierKVConfig:
         for name, value in values.items():
             if name not in known:
                 raise HierKVConfigError(
-                    f"unknown setting hier_kv_{name}; known settings are "
+                    f"unknown setting hier_kv_{_cut(name)[1:-1]}; known settings are "
                     f"{', '.join('hier_kv_' + known_name for known_name in known)}."
                 )
             clean[name] = _coerce(name, value, type(known[name].default))
@@ -411,14 +448,15 @@ class HierKVConfig:
     @classmethod
     def from_json(cls, text: str) -> HierKVConfig:
         """Builds settings from a JSON object of field names and values."""
+        expected = "SGLANG_HIER_KV_CONFIG must be a JSON object of settings"
         try:
             values = json.loads(text)
-        except ValueError as error:
-            raise HierKVConfigError(
-                f"SGLANG_HIER_KV_CONFIG must be a JSON object, got {text!r} ({error})."
-            ) from error
+        except (ValueError, RecursionError) as error:
+            # Not the text itself, which may hold what was meant for nobody's log.
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise HierKVConfigError(f"{expected}, and cannot be read as one ({reason}).") from None
         if not isinstance(values, dict):
-            raise HierKVConfigError(f"SGLANG_HIER_KV_CONFIG must be a JSON object, got {text!r}.")
+            raise HierKVConfigError(f"{expected}, got a {type(values).__name__}.")
         return cls.from_dict(values)
 
 
@@ -430,16 +468,24 @@ def flag_name(field_name: str) -> str:
 _KINDS = {float: "a number", int: "a whole number", str: "a string"}
 
 
+def _cut(value: object) -> str:
+    """What was given, for a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        text = "a number of very many digits"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
 def _coerce(name: str, value: Any, kind: type) -> Any:
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
     if kind is str and isinstance(value, str):
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
         return value
-    try:
-        if kind is float and isinstance(value, str):
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
             return float(value)
-    except ValueError:
-        pass
-    raise HierKVConfigError(f"{flag_name(name)} must be {_KINDS[kind]}, got {value!r}.")
+    # A URL that is no text may hold a password all the same.
+    is_plain = isinstance(value, (str, int, float))
+    got = _cut(value) if is_plain else f"a {type(value).__name__}"
+    raise HierKVConfigError(f"{flag_name(name)} must be {_KINDS[kind]}, got {got}.")

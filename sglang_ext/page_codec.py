@@ -343,9 +343,9 @@ def parse_level(codec_id: str, text: str) -> int | None:
     if text in names:
         return int(names.index(text))
     num_levels = kind.num_levels if kind is not None else cls.num_levels
-    if not text.isascii() or not text.isdigit() or int(text) >= num_levels:
+    if not text.isascii() or not text.isdigit() or len(text) > 4 or int(text) >= num_levels:
         known = f"{', '.join(names)} or " if names else ""
-        raise CodecError(f"levels are {known}0 to {num_levels - 1}, got {text!r}")
+        raise CodecError(f"levels are {known}0 to {num_levels - 1}, got {text[:40]!r}")
     return int(text)
 
 

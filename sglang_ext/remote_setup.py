@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sglang_ext.config import HierKVConfigError
 from sglang_ext.key_setup import Trust
+from sglang_ext.tiers.access import shown
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteStore, StoreConfig, open_engine, parse_remote_url
 
@@ -29,7 +30,7 @@ def check_remote(text: str, disk_dir: str = "") -> None:
         engine.close()
         config.check(engine)
     except TierConfigError as error:
-        raise HierKVConfigError(str(error)) from error
+        raise HierKVConfigError(f"{error}.") from error
 
 
 def _refuse_nesting(shared: str, disk_dir: str) -> None:
@@ -38,7 +39,7 @@ def _refuse_nesting(shared: str, disk_dir: str) -> None:
     if store.is_relative_to(disk) or disk.is_relative_to(store):
         raise HierKVConfigError(
             "the folders of --hier-kv-disk-dir and --hier-kv-remote-url must not lie in each other,"
-            f" got {disk} and {store}; give each a folder of its own."
+            f" got {shown(disk)} and {shown(store)}; give each a folder of its own."
         )
 
 
@@ -62,4 +63,4 @@ def open_remote(text: str, trust: Trust) -> RemoteStore:
             engine = HidingEngine(engine, trust.name_keys)
         return RemoteStore(engine, config, seals=trust.seals, shown=url.shown)
     except TierConfigError as error:
-        raise HierKVConfigError(str(error)) from error
+        raise HierKVConfigError(f"{error}.") from error

@@ -17,6 +17,7 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 _GROUP_FOLDER_MODE = 0o2770  # what is made in it belongs to the group too
 _GROUP_FILE_MODE = 0o660
+_SHOWN_CHARS = 160
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,12 @@ def problem_of(status: os.stat_result, uid: int) -> str:
     if not _is_trusted(status, uid):
         return f"belongs to user {status.st_uid} and not to user {uid}; give the server its own"
     return ""
+
+
+def shown(path: object) -> str:
+    """A path for a message: as much of it as a sentence bears."""
+    text = str(path)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _is_trusted(status: os.stat_result, uid: int) -> bool:

@@ -99,6 +99,25 @@ REFUSED_ARGUMENTS = {
     "folder below a file": (["--hier-kv-disk-dir", "@/file/sub"], ["--hier-kv-disk-dir", "@/file"]),
     "read-only folder": (["--hier-kv-disk-dir", "/proc/hier-kv"], ["writable", "/proc/hier-kv"]),
     "no log folder": (["--hier-kv-event-log", "@/no/log"], ["--hier-kv-event-log", "create"]),
+    "sizes past all sense": (["--hier-kv-host-size", "1e308"], ["--hier-kv-host-size", "at most"]),
+    "floor past all sense": (
+        ["--hier-kv-disk-dir", "@/disk", "--hier-kv-disk-free-floor", "1e308"],
+        ["--hier-kv-disk-free-floor", "at most"],
+    ),
+    "floor above the disk": (
+        ["--hier-kv-disk-dir", "@/disk", "--hier-kv-disk-free-floor", "1e8"],
+        ["--hier-kv-disk-free-floor", "all of the file system"],
+    ),
+    "log is a folder": (["--hier-kv-event-log", "@/"], ["--hier-kv-event-log", "is a folder"]),
+    "password in the URL": (
+        ["--hier-kv-remote-url", "redis://:hunter2@127.0.0.1"],
+        ["--hier-kv-remote-url must have no password in it", "password-file=PATH"],
+    ),
+    "store in the disk folder": (
+        ["--hier-kv-disk-dir", "@/disk", "--hier-kv-remote-url", "file://@/disk/x?size=1GB"],
+        ["must not lie in each other"],
+    ),
+    "a store of one byte": (["--hier-kv-remote-url", "file://@/?size=1"], ["at least 64KB"]),
     # What argparse itself refuses.
     "unknown rope": (["--hier-kv-rope", "post"], ["--hier-kv-rope", "'post'", "pre", "delta"]),
     "unknown policy": (["--hier-kv-write-policy", "lazy"], ["--hier-kv-write-policy", "'lazy'"]),
@@ -172,6 +191,7 @@ def test_is_refused_with_one_sentence(parsed: Parsed, folder: Path, name: str) -
     result = parsed[name]
     assert result.get("exit") in (1, 2), result
     assert_one_sentence(result["stderr"], REFUSED_ARGUMENTS[name][1], folder)
+    assert "hunter2" not in result["stderr"]
     if result["exit"] == 1:  # ours; argparse ends with 2
         sentence = result["stderr"].strip().splitlines()[-1]
         assert sentence.startswith("sglang-hier-kv: "), sentence
@@ -277,9 +297,10 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Pat
     """A server whose disk folder lies on a file system below its free-space floor."""
     folder = tmp_path_factory.mktemp("floor")
     status = os.statvfs(folder)
-    floor_gb = 2 * status.f_frsize * status.f_blocks / (1 << 30)
+    # All of it but a thousandth, as what is all of it is refused at start.
+    floor_gb = 0.999 * status.f_frsize * status.f_blocks / (1 << 30)
     args = [*hier_args(folder, host_pages=60), "--max-total-tokens", "8192"]
-    args += ["--hier-kv-disk-free-floor", f"{floor_gb:.1f}"]
+    args += ["--hier-kv-disk-free-floor", f"{floor_gb:.4f}"]
     with Server(args, log_path=folder / "server.log", stop="kill") as server:
         yield server, folder
 

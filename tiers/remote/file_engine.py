@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from sglang_ext.tiers.access import Access
+from sglang_ext.tiers.access import Access, shown
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.record import ByteArray
 from sglang_ext.tiers.remote.base import (
@@ -74,13 +74,13 @@ def open_engine(url: RemoteUrl) -> RemoteEngine:
     except OSError:  # a name that is too long
         is_folder = False
     if not is_folder:
-        shown = url.path if len(url.path) <= 100 else url.path[:100] + "..."
         raise TierConfigError(
-            f"--hier-kv-remote-url: {shown} must be a folder that is there; mount or make it"
+            f"--hier-kv-remote-url: {shown(folder)} must be a folder that is there; mount or make"
+            " it"
         )
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise TierConfigError(
-            f"--hier-kv-remote-url: {folder} cannot be read and written by this user"
+            f"--hier-kv-remote-url: {shown(folder)} cannot be read and written by this user"
         )
     if "size" not in url.options:
         raise TierConfigError(
@@ -93,8 +93,8 @@ def open_engine(url: RemoteUrl) -> RemoteEngine:
         folders.check()
     except OSError as error:
         raise TierConfigError(
-            f"--hier-kv-remote-url: {folder} cannot be looked at ({error.strerror}); mount or make"
-            " it"
+            f"--hier-kv-remote-url: {shown(folder)} cannot be looked at ({error.strerror}); mount"
+            " or make it"
         ) from error
     return FileEngine(
         FileConfig(

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_ext.tiers.access import Access, problem_of
+from sglang_ext.tiers.access import Access, problem_of, shown
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote.base import NAME_VERSION
 
@@ -70,22 +70,24 @@ class ValueFolders:
         flag = "--hier-kv-remote-url"
         problem = self._problem_of(os.stat(self.root))
         if problem:
-            raise TierConfigError(f"{flag}: {self.root} {problem}, or name a group with group=NAME")
+            raise TierConfigError(
+                f"{flag}: {shown(self.root)} {problem}, or name a group with group=NAME"
+            )
         try:
             top = os.open(self.root / self._top, _FOLDER_FLAGS)
         except FileNotFoundError:
             return
         except OSError as error:
             raise TierConfigError(
-                f"{flag}: {self.root / self._top} must be a folder ({error.strerror}); remove it or"
-                " choose another prefix="
+                f"{flag}: {shown(self.root / self._top)} must be a folder ({error.strerror}); remove"
+                " it or choose another prefix="
             ) from error
         try:
             status = os.fstat(top)
             problem = self._problem_of(status)
             if problem:
                 raise TierConfigError(
-                    f"{flag}: {self.root / self._top} {problem}, or choose another prefix="
+                    f"{flag}: {shown(self.root / self._top)} {problem}, or choose another prefix="
                 )
             mode = self._access.folder_mode
             if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != mode:
