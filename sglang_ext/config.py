@@ -84,8 +84,8 @@ class HierKVConfig:
     remote_url: str = _knob(
         "",
         "Store that several servers share: redis://, rediss://, mooncake:// or file:// "
-        "(docs/remote.md), without a password in it. Pages go there in the background and are looked up when a request "
-        "enters the queue. Empty: none.",
+        "(docs/remote.md), without a password in it. Pages go there in the background and are "
+        "looked up when a request enters the queue. Empty: none.",
         metavar="URL",
     )
     key_file: str = _knob(
@@ -223,8 +223,8 @@ class HierKVConfig:
     event_log: str = _knob(
         "",
         "File to which every saved, written, promoted, dropped and rejected page is logged, one "
-        "JSON object a line. For tests and audits; empty: off. At 512 MB it becomes FILE.1 and a new "
-        "one begins; what cannot be written is counted (event_log_dropped_lines).",
+        "JSON object a line. For tests and audits; empty: off. At 512 MB it becomes FILE.1 and a "
+        "new one begins; what cannot be written is counted (event_log_dropped_lines).",
         metavar="FILE",
     )
 

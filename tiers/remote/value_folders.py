@@ -79,8 +79,8 @@ class ValueFolders:
             return
         except OSError as error:
             raise TierConfigError(
-                f"{flag}: {shown(self.root / self._top)} must be a folder ({error.strerror}); remove"
-                " it or choose another prefix="
+                f"{flag}: {shown(self.root / self._top)} must be a folder ({error.strerror});"
+                " remove it or choose another prefix="
             ) from error
         try:
             status = os.fstat(top)
