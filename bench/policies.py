@@ -1,12 +1,13 @@
 """The case `policies`: what the queue's look-ahead is worth, simulated in virtual time.
 
-The policy is the server's own code (tiers/policy); the machine, its clock and its users are
-simulated (bench/policies_engine.py). docs/policies.md tells the workloads and reads the figures.
+The store, its policy and the waiting room are the server's own code; the machine, its clock and its
+users are simulated (bench/policies_engine.py, bench/policies_store.py). docs/policies.md tells the
+workloads and reads the figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from bench import policies_sections as sections
 from bench.case import Options, Report
 from bench.output import Table
-from bench.policies_checks import check_against_order, check_all, order_bound
+from bench.policies_checks import check_all
 from bench.policies_flags import TraceFlags
 from bench.policies_jobs import POLICIES, VARIANTS, Job, Result, simulate_all
 from bench.policies_overlap import measure_ratios, measure_read_buffer
@@ -37,7 +38,7 @@ from bench.policies_setups import (
     trace_system,
 )
 from bench.policies_speed import decisions_per_s
-from bench.policies_trace import BUNDLED, Line, read_trace
+from bench.policies_trace import Line, read_trace
 
 _HEADLINE_JOB = "LLaMA-13B 128G/10T"
 _COMPARED = {
@@ -61,7 +62,6 @@ def run(options: Options) -> Report:
     options.progress.stage("policies: simulations")
     results = simulate_all(jobs, options.progress)
     check_all(jobs, results)
-    _check_trace_jobs(read_trace(BUNDLED, limit=sizes.trace_requests), jobs, results)
     report = _report(sizes, results)
     _add_speed(report, options)
     _plot(report, options.out_dir)
@@ -141,21 +141,6 @@ def _plot(report: Report, out_dir: Path) -> None:
     report.notes.append(f"plots: {', '.join(str(path) for path in plots)}")
 
 
-def _check_trace_jobs(
-    lines: Sequence[Line], jobs: Sequence[Job], results: Mapping[str, Result]
-) -> None:
-    for job in jobs:
-        if job.name.startswith("trace "):
-            _check_trace(lines, job, results[job.name])
-
-
-def _check_trace(lines: Sequence[Line], job: Job, result: Result) -> None:
-    capacity = job.system.dram_bytes + job.system.disk_bytes
-    reusable = result.figures["lru"]["reusable_tokens"]
-    bound = order_bound(lines, capacity, job.system.kv_bytes_per_token, reusable)
-    check_against_order(job.name, result.figures, bound)
-
-
 def _run_trace(options: Options, flags: TraceFlags) -> Report:
     limit = QUICK.trace_requests if options.quick else None
     lines = read_trace(flags.path, limit=limit)
@@ -173,8 +158,6 @@ def _run_trace(options: Options, flags: TraceFlags) -> Report:
     options.progress.stage("policies: simulations")
     results = simulate_all(jobs, options.progress)
     check_all(jobs, results)
-    for job in jobs:
-        _check_trace(lines, job, results[job.name])
     report = _trace_report(lines, flags, results)
     _add_speed(report, options)
     return report
@@ -186,8 +169,8 @@ def _trace_report(lines: list[Line], flags: TraceFlags, results: Mapping[str, Re
     table = Table(
         f"{flags.path.name}: {len(lines):,} requests, footprint {footprint_gb:,.0f} GB, DRAM and "
         f"SSD {share:.1f} % of it: hit rate %",
-        ("times", "offered load", "look-ahead", "queue only", "returns only", "LRU", "FIFO",
-         "Belady", "gap closed %", "DRAM %", "queue"),
+        ("times", "offered load", "look-ahead", "queue only", "returns only", "off", "LRU", "FIFO",
+         "waiting, then LRU", "Belady", "gap closed %", "DRAM %", "queue"),
         [(name, each.offered_load, *sections.comparison_cells(each.figures))
          for name, each in results.items()],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Simulates serving in virtual time, with the placement policy that the server uses.
+"""Simulates serving in virtual time, over the server's own page store and waiting room.
 
     outcome = run(conversations, system, "lookahead", warmup_turns=10_000)
 
@@ -17,7 +17,6 @@ import numpy as np
 from bench.policies_engine_loop import Simulator
 from bench.policies_engine_source import ConversationSource, ReplaySource, Source, TraceSource
 from bench.policies_engine_tally import Tally
-from bench.policies_engine_tiers import Future
 from bench.policies_types import (
     Conversation,
     Outcome,
@@ -28,7 +27,7 @@ from bench.policies_types import (
     Turn,
     Workload,
 )
-from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
+from sglang_ext.tiers.policy import PolicyConfig
 
 __all__ = [
     "POLICIES",
@@ -45,14 +44,12 @@ __all__ = [
     "run",
 ]
 
-POLICIES: dict[str, PolicyConfig] = {
+POLICIES: dict[str, PolicyConfig | None] = {
     "lookahead": PolicyConfig(),
-    "lru": PolicyConfig(lookahead=False, return_times=False),
-    "fifo": PolicyConfig(order="fifo", lookahead=False, return_times=False),
-    "belady": PolicyConfig(return_times=False),
-    "recompute": PolicyConfig(lookahead=False, return_times=False),
+    "off": None,
+    "recompute": None,
 }
-"""`lru` and `fifo` fetch at arrival only (HiCache's rule); `recompute` stores nothing."""
+"""Settings of the server: `--hier-kv-lookahead` on and off; `recompute` stores nothing."""
 
 
 def run(
@@ -64,13 +61,8 @@ def run(
     measured_turns: int | None = None,
     config: PolicyConfig | None = None,
     recorded: Recorded | None = None,
-    future: Future | None = None,
 ) -> Outcome:
-    """Runs a workload under one policy.
-
-    `belady` needs the future. A trace has it. For conversations the arrivals of a `lookahead` run
-    are replayed at the times at which they came there, and each page's next use is read from that
-    order: the optimum for the same sequence of requests.
+    """Runs a workload on one server.
 
     Args:
         workload: conversations or a trace.
@@ -79,9 +71,8 @@ def run(
         warmup_turns: turns, in order of admission, that are not measured.
         measured_turns: turns that are, `None` for all others.
         config: instead of the policy's own.
-        recorded: `Outcome.recorded` of a run of the same workload: replayed instead of it. Spares
-            `belady` the run that fixes the order; other policies take it too.
-        future: what `belady` knows, instead of everything.
+        recorded: `Outcome.recorded` of a run of the same workload: replayed instead of it, at the
+            times at which its requests came there.
 
     Raises:
         ValueError: no such policy, an empty workload, or no turn to measure.
@@ -90,37 +81,16 @@ def run(
         raise ValueError(f"no policy is called {policy!r}; known are {', '.join(POLICIES)}")
     if not workload:
         raise ValueError("the workload is empty; give conversations or trace requests")
-    conversations = isinstance(workload[0], Conversation)
     if policy == "recompute":
-        system = dataclasses.replace(system, dram_bytes=0, disk_bytes=0, hbm_bytes=0)
-    if policy == "belady" and recorded is None:
-        first = run(workload, system, "lookahead" if conversations else "recompute")
-        recorded = first.recorded
-    if policy == "belady" and recorded is not None:
-        future = future or Future(recorded)
-    source: Source
+        system = dataclasses.replace(system, dram_bytes=0, disk_bytes=0)
+    source = _source(workload, system)
     if recorded is not None:
-        source = ReplaySource(recorded, stores_answers=conversations)
-    else:
-        source = _source(workload, system)
-    return _run(source, system, policy, config or POLICIES[policy], warmup_turns, measured_turns,
-                future)  # fmt: skip
-
-
-def _run(
-    source: Source, system: System, policy: str, config: PolicyConfig, warmup_turns: int,
-    measured_turns: int | None, future: Future | None,
-) -> Outcome:  # fmt: skip
-    placement = PlacementPolicy(max(source.num_pages, 1), config)
+        source = ReplaySource(recorded, stores_answers=source.stores_answers)
     tally = Tally(system, warmup_turns, measured_turns, source.num_requests)
-    ahead = config.lookahead and not system.prefetch_at_enqueue_only
-    simulator = Simulator(source, system, placement, future, lookahead=ahead, tally=tally)
+    simulator = Simulator(source, system, config or POLICIES[policy], tally)
     simulator.run()
-    counters: dict[str, float] = dict(simulator.store.counters)
-    if placement.tiers:
-        counters |= placement.tiers[0].return_times.counters()
-    done = Recorded(simulator.requests, placement.num_rows)
-    return tally.outcome(policy, done, counters)
+    done = Recorded(simulator.requests, max(source.num_pages, 1), simulator.num_waiting)
+    return tally.outcome(policy, done, simulator.counters())
 
 
 def _source(workload: Sequence[Any], system: System) -> Source:

@@ -132,7 +132,17 @@ class ConversationSource(Source):
         state.turn += 1
         state.pages, state.context = stored, prompt + output
         return Request(
-            number, now_s, prompt_ids, stored, prompt, output, history, reusable, key, left
+            number,
+            now_s,
+            prompt_ids,
+            stored,
+            prompt,
+            output,
+            history,
+            reusable,
+            key,
+            left,
+            left_at=state.head_pages if len(left) else 0,
         )
 
     def done(self, request: Request, now_s: float) -> tuple[float, int] | None:

@@ -42,10 +42,8 @@ class Tally:
         """Tokens of the prompt that so many pages spare; at least one is computed always."""
         return min(num_pages * self._page_tokens, request.prompt_tokens - 1)
 
-    def admitted(
-        self, request: Request, pages: int, reusable: int, device: int, disk: int, queue: int
-    ) -> None:
-        """A request is admitted with `pages` to reuse, of these `device` and `disk` there."""
+    def admitted(self, request: Request, pages: int, reusable: int, late: int, queue: int) -> None:
+        """A request is admitted with `pages` to reuse, of which `late` were not there in time."""
         order = self._num_admitted
         self._num_admitted += 1
         if order not in self._measured:
@@ -56,10 +54,9 @@ class Tally:
         self._from_s = min(self._from_s, request.arrival_s)
         possible = self.reused_tokens_of(request, max(reusable, pages))
         reused = self.reused_tokens_of(request, pages)
-        from_device = min(device * self._page_tokens, reused)
-        from_disk = min(disk * self._page_tokens, reused - from_device)
+        from_disk = min(late * self._page_tokens, reused)
         self._sums.update(
-            reused=reused, reusable=possible, device=from_device, disk=from_disk,
+            reused=reused, reusable=possible, disk=from_disk,
             prompt=request.prompt_tokens, output=request.output_tokens,
             history=request.history_tokens, can_hit=int(possible > 0),
         )  # fmt: skip
@@ -99,8 +96,7 @@ class Tally:
             turn_hit_rate=float(np.mean(self._turn_hits)),
             turn_hit_cap=sums["can_hit"] / len(ttft),
             host_share=1 - sums["disk"] / sums["reused"] if sums["reused"] else 0.0,
-            device_tokens=sums["device"],
-            host_tokens=sums["reused"] - sums["device"] - sums["disk"],
+            host_tokens=sums["reused"] - sums["disk"],
             disk_tokens=sums["disk"],
             reused_tokens=sums["reused"],
             reusable_tokens=sums["reusable"],

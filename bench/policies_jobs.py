@@ -11,18 +11,19 @@ from typing import Any
 
 from bench.output import Progress
 from bench.policies_engine import Conversation, Outcome, System, TraceRequest, offered_load, run
+from bench.policies_order import ORDERS, order_figures
 from sglang_ext.tiers.policy import PolicyConfig
 
 Workload = Sequence[Conversation] | Sequence[TraceRequest]
 
-POLICIES = ("lookahead", "lru", "fifo", "belady")
+POLICIES = ("lookahead", "off", *ORDERS)
 # Variants of the look-ahead: what each of its two sources of knowledge is worth.
 VARIANTS = {
     "queue_only": ("lookahead", PolicyConfig(return_times=False)),
     "returns_only": ("lookahead", PolicyConfig(lookahead=False)),
 }
 _FIGURES = (
-    "num_turns", "hit_rate", "turn_hit_rate", "turn_hit_cap", "host_share", "device_tokens",
+    "num_turns", "hit_rate", "turn_hit_rate", "turn_hit_cap", "host_share",
     "host_tokens", "disk_tokens", "reused_tokens", "reusable_tokens", "prompt_tokens",
     "computed_tokens", "output_tokens", "history_tokens", "gpu_s", "prefill_gpu_s", "wait_load_s",
     "makespan_s", "prefill_tokens_per_s", "ttft_mean_s", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s",
@@ -39,7 +40,8 @@ class Job:
     Attributes:
         name: unique among the jobs that are run together.
         build: makes the workload; a picklable call, so that each process makes its own.
-        policies: of `POLICIES`, `VARIANTS` and `recompute`. `belady` needs `lookahead` beside it.
+        policies: of `POLICIES`, `VARIANTS` and `recompute`. Those of `ORDERS` are replays of the
+            order of `lookahead`, and need it.
         warmup_turns: turns before the measured ones.
         measured_turns: None for all that follow.
     """
@@ -78,8 +80,13 @@ def simulate(job: Job) -> Result:
     )
     recorded = None
     for name in sorted(job.policies, key=lambda each: each != "lookahead"):
+        if name in ORDERS:
+            assert recorded is not None
+            result.figures[name] = order_figures(
+                recorded, job.system, name, job.warmup_turns, job.measured_turns
+            )
+            continue
         policy, config = VARIANTS.get(name, (name, None))
-        extra: dict[str, Any] = {"recorded": recorded} if name == "belady" else {}
         outcome = run(
             workload,
             job.system,
@@ -87,7 +94,6 @@ def simulate(job: Job) -> Result:
             warmup_turns=job.warmup_turns,
             measured_turns=job.measured_turns,
             config=config,
-            **extra,
         )
         if name == "lookahead":
             recorded = outcome.recorded

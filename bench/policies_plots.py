@@ -13,7 +13,7 @@ _STYLE = {
     "belady": ("Belady", _GREEN),
     "lookahead": ("look-ahead", _BLUE),
     "lru": ("LRU", _ORANGE),
-    "fifo": ("FIFO", _GREY),
+    "off": ("off", _GREY),
 }
 _PAPER = "paper"
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.policies_models import LLAMA_70B
-from bench.policies_order import belady, known_then_lru, lru
+from bench.policies_order import RequestOrder, replay_order
 from bench.policies_store import Ids, ServerStore, StoreSizes, page_hashes
 from bench.policies_trace import BLOCK_TOKENS, BUNDLED, read_trace
 from sglang_ext.tiers.policy import PolicyConfig
@@ -169,6 +169,17 @@ class Replay:
         server.executor.run_due()
 
 
+def num_reusable(paths: Sequence[Ids]) -> int:
+    """Leading pages that an unbounded store would have."""
+    return sum(replay_order(RequestOrder(paths, paths, ()), 1 << 60, "lru"))
+
+
+def order_share(paths: Sequence[Ids], capacity: int, order: str, num_waiting: int = 0) -> float:
+    """Share of the reusable pages that an order has of a capacity, in pages."""
+    requests = RequestOrder(paths, paths, [num_waiting] * len(paths))
+    return sum(replay_order(requests, capacity, order)) / max(num_reusable(paths), 1)
+
+
 def rows(paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: Sequence[int],
          page_bytes: int) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Names and figures of one capacity, a share of the footprint."""
@@ -178,11 +189,11 @@ def rows(paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: 
     sizes = StoreSizes(page_bytes, host, disk)
     yield f"{share:g} of {footprint:,} pages", f"DRAM {host:,}, disk {disk:,}"
     for name, capacity in (("DRAM + disk", host + disk), ("disk alone", disk)):
-        yield f"  LRU, {name}", f"{lru(paths, capacity):.3f}"
-        yield f"  Belady, {name}", f"{belady(paths, capacity):.3f}"
+        yield f"  LRU, {name}", f"{order_share(paths, capacity, 'lru'):.3f}"
+        yield f"  Belady, {name}", f"{order_share(paths, capacity, 'belady'):.3f}"
         for num in known:
             if num:
-                rate = known_then_lru(paths, capacity, num)
+                rate = order_share(paths, capacity, "waiting", num)
                 yield f"  {num} known, then LRU, {name}", f"{rate:.3f}"
     for num in known:
         for label, placement in (("on", PolicyConfig()), ("off", None)):

@@ -8,6 +8,7 @@ from typing import Any
 from bench.output import Table
 from bench.policies_jobs import POLICIES, VARIANTS, Figures, Result
 from bench.policies_models import CHAT_MODELS, Model
+from bench.policies_order import ORDERS
 from bench.policies_plan import DISKS_GB, DOCUMENT_KIB, LOADS, SHARES, SWEPT, required_gb
 from bench.policies_setups import HOST_GB
 from bench.policies_sharegpt import THINK_S
@@ -30,7 +31,7 @@ _MIN_GAP = 0.005  # between LRU and Belady, for a share of it to mean anything
 def headline(figures: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
     """The keys that every run of the case has, by policy."""
     return {
-        policy: {key: figures[policy][key] for key in HEADLINE}
+        policy: {key: figures[policy][key] for key in HEADLINE if key in figures[policy]}
         for policy in POLICIES
         if policy in figures
     }
@@ -48,13 +49,14 @@ def models_section(results: Results) -> Section:
     """4.2 and 4.3.3: each model at both sizes of disk, beside the paper."""
     tokens = Table(
         "hit rate, % of reusable prompt tokens; DRAM: share of the look-ahead's hits from there",
-        ("model", "DRAM/SSD", "look-ahead", "LRU", "FIFO", "Belady", "DRAM", "LRU's DRAM",
-         "offered load", "queue"),
+        ("model", "DRAM/SSD", "look-ahead", "off", "LRU", "FIFO", "waiting, then LRU", "Belady",
+         "DRAM", "off's DRAM", "offered load", "queue"),
     )  # fmt: skip
     turns = Table(
         "hits by turns, % of all turns, first turns included: ours (paper's)",
-        ("model", "DRAM/SSD", "cap", "look-ahead", "LRU", "FIFO", "Belady"),
-    )
+        ("model", "DRAM/SSD", "cap", "look-ahead", "off", "LRU", "FIFO", "waiting, then LRU",
+         "Belady"),
+    )  # fmt: skip
     values: dict[str, Any] = {}
     for model in CHAT_MODELS:
         values[model.name] = {}
@@ -63,7 +65,7 @@ def models_section(results: Results) -> Section:
             values[model.name][label] = _model_values(model, label, result)
             f, where = result.figures, (model.name, label)
             rates = [100 * f[name]["hit_rate"] for name in POLICIES]
-            shares = [100 * f[name]["host_share"] for name in ("lookahead", "lru")]
+            shares = [100 * f[name]["host_share"] for name in ("lookahead", "off")]
             queue = round(f["lookahead"]["queue_mean"])
             tokens.rows.append((*where, *rates, *shares, result.offered_load, queue))
             turns.rows.append((*where, *_turn_cells(f, _paper_rates(model, label))))
@@ -227,8 +229,8 @@ def comparison_section(results: Results, name: str, title: str) -> Section:
     """A workload at each load and capacity."""
     table = Table(
         f"{title}: hit rate %",
-        ("load", "capacity %", "look-ahead", "queue only", "returns only", "LRU", "FIFO", "Belady",
-         "gap closed %", "DRAM %", "queue"),
+        ("load", "capacity %", "look-ahead", "queue only", "returns only", "off", "LRU", "FIFO",
+         "waiting, then LRU", "Belady", "gap closed %", "DRAM %", "queue"),
     )  # fmt: skip
     points = []
     for load in LOADS:
@@ -251,14 +253,14 @@ def point(result: Result, **where: float) -> dict[str, Any]:
         "gap_closed": gap_closed(f),
         "offered_load": result.offered_load,
         "offered_load_reuse": result.offered_load_reuse,
-        "queue_mean": {policy: f[policy]["queue_mean"] for policy in f},
-        "ttft_p95_s": {policy: f[policy]["ttft_p95_s"] for policy in f},
+        "queue_mean": {name: each["queue_mean"] for name, each in f.items() if name not in ORDERS},
+        "ttft_p95_s": {name: each["ttft_p95_s"] for name, each in f.items() if name not in ORDERS},
     }
 
 
 def comparison_cells(f: Mapping[str, Figures]) -> list[float | None]:
     """The policies' hit rates in %, the gap closed, DRAM's share and the mean queue."""
-    names = ("lookahead", *VARIANTS, "lru", "fifo", "belady")
+    names = ("lookahead", *VARIANTS, "off", *ORDERS)
     rates = [100 * f[name]["hit_rate"] if name in f else None for name in names]
     ahead = f["lookahead"]
     closed = gap_closed(f)

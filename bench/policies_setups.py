@@ -12,6 +12,7 @@ from bench.policies_engine import Conversation, System, TraceRequest, Turn, offe
 from bench.policies_models import BATCH, DISK_BYTES_PER_S, LLAMA_70B, PCIE_BYTES_PER_S, Model
 from bench.policies_sharegpt import Conversations, sharegpt_like
 from bench.policies_trace import BLOCK_TOKENS, BUNDLED, Line, num_blocks, read_trace, stretched
+from sglang_ext.tiers.base import BLOCK_BYTES, MAX_RECORD_BLOCKS
 
 SEED = 4
 PAGE_TOKENS = 128
@@ -47,6 +48,14 @@ def as_turns(source: Conversations, context_tokens: int) -> list[Conversation]:
     ]
 
 
+def page_tokens(model: Model) -> int:
+    """Tokens of a page: `PAGE_TOKENS`, or half as many as often as a page must fit a record."""
+    tokens = PAGE_TOKENS
+    while tokens * model.kv_bytes_per_token + BLOCK_BYTES > MAX_RECORD_BLOCKS * BLOCK_BYTES:
+        tokens //= 2
+    return tokens
+
+
 def chat_system(
     model: Model, host_gb: float, disk_gb: float, *, scale: float = 1.0, truncation: bool = True
 ) -> System:
@@ -56,9 +65,8 @@ def chat_system(
     time of a full batch with half-full contexts.
     """
     return System(
-        page_tokens=PAGE_TOKENS,
+        page_tokens=page_tokens(model),
         kv_bytes_per_token=model.kv_bytes_per_token,
-        hbm_bytes=0,
         dram_bytes=host_gb * 1e9 * scale,
         disk_bytes=disk_gb * 1e9 * scale,
         dram_gb_s=PCIE_BYTES_PER_S / 1e9,

@@ -69,8 +69,6 @@ class System:
     Attributes:
         page_tokens: tokens of a page.
         kv_bytes_per_token: KV of one token.
-        hbm_bytes: room for KV on the device: that of running requests, and in what is left finished
-            ones stay as a cache. 0: neither a cache nor a bound.
         dram_bytes: host tier.
         disk_bytes: disk tier; 0 for none.
         prefill_tokens_per_s: one prefill runs at a time and holds up decoding.
@@ -83,16 +81,11 @@ class System:
         truncation: on overflow the kept tail is reused (position-free KV); otherwise everything
             behind the cut is computed anew.
         truncation_ratio: share of the window that an overflow drops, oldest first.
-        dram_low_water: share of DRAM that is kept free, so that a promotion never waits for a
-            write.
-        prefetch_at_enqueue_only: each request's pages are fetched once, when it arrives (HiCache's
-            rule; `lru` and `fifo` always do so).
         overlap_load: a load from DRAM runs beside the prefill, layer by layer; otherwise before it.
     """
 
     page_tokens: int
     kv_bytes_per_token: float
-    hbm_bytes: float
     dram_bytes: float
     disk_bytes: float
     prefill_tokens_per_s: float
@@ -104,8 +97,6 @@ class System:
     context_window: int = 4096
     truncation: bool = True
     truncation_ratio: float = 0.5
-    dram_low_water: float = 0.05
-    prefetch_at_enqueue_only: bool = False
     overlap_load: bool = True
 
     def __post_init__(self) -> None:
@@ -115,13 +106,12 @@ class System:
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("hbm_bytes", "dram_bytes", "disk_bytes"):
+        for name in ("dram_bytes", "disk_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is 0 or more bytes, got {getattr(self, name)}")
-        if not 0 < self.truncation_ratio < 1 or not 0 <= self.dram_low_water < 1:
+        if not 0 < self.truncation_ratio < 1:
             raise ValueError(
-                "truncation_ratio lies above 0 and below 1, dram_low_water from 0 to below 1; got "
-                f"{self.truncation_ratio} and {self.dram_low_water}"
+                f"truncation_ratio lies above 0 and below 1, got {self.truncation_ratio}"
             )
 
     @property
@@ -129,9 +119,15 @@ class System:
         """KV of one page."""
         return self.page_tokens * self.kv_bytes_per_token
 
-    def pages(self, num_bytes: float) -> int:
-        """Whole pages that fit."""
-        return int(num_bytes / self.page_bytes)
+    @property
+    def host_pages(self) -> int:
+        """Whole pages that DRAM holds."""
+        return int(self.dram_bytes / self.page_bytes)
+
+    @property
+    def disk_pages(self) -> int:
+        """Whole pages that the disk holds."""
+        return int(self.disk_bytes / self.page_bytes)
 
 
 @dataclass(slots=True)
@@ -149,6 +145,7 @@ class Request:
         history_pages: pages of it that an unbounded store of position-free KV holds.
         source: index of its conversation, -1 for a trace.
         left_ids: i64[K], pages that its conversation was cut by, root first.
+        left_at: pages of the prompt in front of those.
     """
 
     number: int
@@ -161,6 +158,7 @@ class Request:
     history_pages: int = 0
     source: int = -1
     left_ids: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
+    left_at: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,10 +168,12 @@ class Recorded:
     Attributes:
         requests: the requests.
         num_pages: page ids are below this.
+        num_waiting: how many requests waited when each was admitted, itself included.
     """
 
     requests: list[Request]
     num_pages: int
+    num_waiting: list[int]
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ class Outcome:
             given, in whole pages.
         turn_hit_rate: mean over all turns of reused / reusable, 0 where nothing is reusable.
         turn_hit_cap: share of turns with anything reusable.
-        host_share: share of the reused tokens that lay in DRAM or on the device at admission.
-        device_tokens, host_tokens, disk_tokens: reused tokens by where they lay then.
+        host_share: share of the reused tokens that lay in DRAM when the request's turn came.
+        host_tokens, disk_tokens: reused tokens by where they lay then.
         gpu_s: the GPU was busy: prefill, or decoding without one.
         prefill_gpu_s: part of it.
         wait_load_s: a prefill waited for KV to come from disk.
@@ -197,7 +197,7 @@ class Outcome:
         ttft_s: f64[N], arrival to first token, in order of admission.
         queue_mean, queue_max: requests waiting, at admissions.
         load: (`prefill_gpu_s` + `wait_load_s`) / `makespan_s`.
-        counters: pages evicted, demoted, promoted, written; the estimator's state.
+        counters: the store's.
         recorded: all requests of the run.
     """
 
@@ -207,7 +207,6 @@ class Outcome:
     turn_hit_rate: float
     turn_hit_cap: float
     host_share: float
-    device_tokens: int
     host_tokens: int
     disk_tokens: int
     reused_tokens: int

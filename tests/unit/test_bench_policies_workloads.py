@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.policies_models import CHAT_MODELS, LLAMA_13B, LLAMA_65B
-from bench.policies_oracle import belady_tokens, lru_tokens
+from bench.policies_order import ORDERS, RequestOrder, replay_order
 from bench.policies_sharegpt import MAX_TOKENS, MAX_TURNS, sharegpt_like
 from bench.policies_trace import (
     BUNDLED,
@@ -90,18 +90,25 @@ def test_the_bundled_trace_is_the_published_one(trace: list[Line]) -> None:
     assert np.isclose(1 - num_blocks(trace) / blocks, 0.366, atol=0.001)
 
 
+def _hit_tokens(lines: list[Line], capacity: int, order: str) -> int:
+    paths = [line.hash_ids for line in lines]
+    hits = replay_order(RequestOrder(paths, paths, [1] * len(paths)), capacity, order)
+    return sum(min(num * 512, line.input_tokens) for num, line in zip(hits, lines, strict=True))
+
+
 def test_replays_by_order_agree_with_a_run_by_others(trace: list[Line]) -> None:
     """5 % of the footprint: LRU 20.0 and Belady 37.4 % of all prompt tokens."""
     prompt = sum(line.input_tokens for line in trace)
     capacity = round(0.05 * num_blocks(trace))
-    assert round(100 * lru_tokens(trace, capacity) / prompt, 1) == 20.0
-    assert round(100 * belady_tokens(trace, capacity) / prompt, 1) == 37.4
+    assert round(100 * _hit_tokens(trace, capacity, "lru") / prompt, 1) == 20.0
+    assert round(100 * _hit_tokens(trace, capacity, "belady") / prompt, 1) == 37.4
 
 
-def test_replays_with_room_for_all_reuse_all(trace: list[Line]) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_replays_with_room_for_all_reuse_all(trace: list[Line], order: str) -> None:
     some = trace[:300]
-    assert reusable_tokens(some) == lru_tokens(some, 10**9) == belady_tokens(some, 10**9) > 0
-    assert lru_tokens(some, 0) == belady_tokens(some, 0) == 0
+    assert reusable_tokens(some) == _hit_tokens(some, 10**9, order) > 0
+    assert _hit_tokens(some, 0, order) == 0
 
 
 def test_belady_is_what_trying_all_choices_finds() -> None:
@@ -109,7 +116,7 @@ def test_belady_is_what_trying_all_choices_finds() -> None:
     for _ in range(30):
         ids = random.integers(0, 5, 9).tolist()
         lines = [Line(float(at), 512, 1, np.array([each])) for at, each in enumerate(ids)]
-        assert belady_tokens(lines, 2) == 512 * _best_hits(ids, frozenset(), 2)
+        assert _hit_tokens(lines, 2, "belady") == 512 * _best_hits(ids, frozenset(), 2)
 
 
 def _best_hits(ids: list[int], kept: frozenset[int], room: int) -> int:

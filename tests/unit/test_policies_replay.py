@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from bench.policies_oracle import belady_tokens, lru_tokens
-from bench.policies_order import belady, known_then_lru, lru, reusable
-from bench.policies_replay import Replay
+from bench.policies_replay import Replay, num_reusable, order_share
 from bench.policies_store import ServerStore, StoreSizes, page_hashes
 from bench.policies_trace import BLOCK_TOKENS, BUNDLED, Line, read_trace
 from sglang_ext.tiers.policy import PolicyConfig
@@ -28,22 +27,24 @@ def test_a_replay_is_deterministic_and_below_the_optimum(lines: list[Line]) -> N
     paths = [line.hash_ids for line in lines]
     done = [Replay(paths, SIZES, PolicyConfig(), 60, [1.0] * len(paths)).run() for _ in range(2)]
     assert done[0] == done[1]
-    assert done[0].reusable == reusable(paths)
-    assert 0 < done[0].hit_share <= belady(paths, SIZES.host_pages + SIZES.disk_pages)
+    assert done[0].reusable == num_reusable(paths)
+    assert (
+        0 < done[0].hit_share <= order_share(paths, SIZES.host_pages + SIZES.disk_pages, "belady")
+    )
     assert done[0].hits + done[0].new == sum(map(len, paths))
 
 
 def test_what_is_known_orders_the_optima(lines: list[Line]) -> None:
     paths = [line.hash_ids for line in lines]
     rates = [
-        lru(paths, 300),
-        *(known_then_lru(paths, 300, known) for known in (20, 100, 250)),
-        belady(paths, 300),
+        order_share(paths, 300, "lru"),
+        *(order_share(paths, 300, "waiting", known) for known in (20, 100, 250)),
+        order_share(paths, 300, "belady"),
     ]
     assert all(low <= high + 0.01 for low, high in itertools.pairwise(rates))
     assert rates[0] < rates[-1] - 0.1
-    assert known_then_lru(paths, 300, 0) == rates[0]
-    assert known_then_lru(paths, 300, len(paths)) == rates[-1]
+    assert order_share(paths, 300, "waiting", 0) == rates[0]
+    assert order_share(paths, 300, "waiting", len(paths)) == rates[-1]
 
 
 def test_two_oracles_of_one_order_agree(lines: list[Line]) -> None:
@@ -51,9 +52,9 @@ def test_two_oracles_of_one_order_agree(lines: list[Line]) -> None:
         Line(each.arrival_s, len(each.hash_ids) * BLOCK_TOKENS, 1, each.hash_ids) for each in lines
     ]
     paths = [line.hash_ids for line in whole]
-    for ours, theirs in ((lru, lru_tokens), (belady, belady_tokens)):
-        share = theirs(whole, 300) / BLOCK_TOKENS / reusable(paths)
-        assert ours(paths, 300) == pytest.approx(share)
+    for order, theirs in (("lru", lru_tokens), ("belady", belady_tokens)):
+        share = theirs(whole, 300) / BLOCK_TOKENS / num_reusable(paths)
+        assert order_share(paths, 300, order) == pytest.approx(share)
 
 
 def test_pages_move_in_virtual_time_without_threads() -> None:
