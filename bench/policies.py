@@ -95,8 +95,9 @@ def _report(sizes: Sizes, results: Mapping[str, Result]) -> Report:
                                "documents": sizes.documents}  # fmt: skip
     if sizes.scale < 1:
         report.notes.append(
-            f"Quick: {sizes.scale:.0%} of the conversations with {sizes.scale:.0%} of DRAM and SSD,"
-            " and the first part of the trace. Only the full run is comparable with the paper."
+            f"Quick: {sizes.scale:.0%} of the conversations with {sizes.scale:.0%} of the SSD and"
+            f" {sizes.host_scale:.0%} of DRAM, two models, and the first part of the trace. Only"
+            " the full run is comparable with the paper."
         )
     return report
 

@@ -12,6 +12,7 @@ from bench.policies_jobs import POLICIES, VARIANTS, Job
 from bench.policies_models import (
     CHAT_MODELS,
     LLAMA_13B,
+    LLAMA_65B,
     LLAMA_70B,
     MISTRAL_7B,
     MISTRAL_DECODE_STEP_S,
@@ -39,7 +40,7 @@ WARMUP_TURNS, MEASURED_TURNS = 10_000, 42_000
 HBM_CACHE_GB = 10.0
 CAPACITY_RATIOS = (0.1, 0.25, 0.4, 0.5, 0.6, 1.0)
 THINKS_S = (10.0, 30.0, 60.0, 180.0, 600.0)
-SWEPT = ("lookahead", "lru", "belady")
+SWEPT = ("lookahead", "lru", "waiting", "belady")
 LOADS = (0.7, 3.0)
 SHARES = (0.01, 0.05, 0.2, 1.0)
 DOCUMENT_KIB = (4, 8, 16, 28)
@@ -50,28 +51,43 @@ class Sizes:
     """How much is simulated.
 
     Attributes:
-        scale: conversations, tiers and warm-up of the chat set-ups, of the paper's.
+        scale: conversations, disk and warm-up of the chat set-ups, of the paper's.
+        host_scale: their DRAM; of less than some conversations it would not be a tier.
+        models: of the chat set-ups.
         agents: tasks.
         documents: sessions.
         trace_requests: None for the whole trace.
+        variants: whether the policy's two sources of knowledge are told apart.
+        shares: capacities of the other workloads, of their footprint.
         thinks_s: mean think times of the sweep.
     """
 
     scale: float
+    host_scale: float
+    models: tuple[Model, ...]
     agents: int
     documents: int
     trace_requests: int | None
     thinks_s: tuple[float, ...] = THINKS_S
     capacity_ratios: tuple[float, ...] = CAPACITY_RATIOS
+    variants: bool = True
+    shares: tuple[float, ...] = SHARES
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Of the workloads that are not chats."""
+        return (*POLICIES, *VARIANTS) if self.variants else POLICIES
 
 
-FULL = Sizes(1.0, 500, 1200, None)
-QUICK = Sizes(0.05, 80, 200, 1500, (10.0, 60.0, 600.0), (0.1, 0.25, 1.0))
+FULL = Sizes(1.0, 1.0, CHAT_MODELS, 500, 1200, None)
+QUICK = Sizes(
+    0.02, 0.15, (LLAMA_13B, LLAMA_65B), 40, 60, 500, (600.0,), (0.25,), False, (0.05, 0.2)
+)  # fmt: skip
 
 
 def chat_jobs(sizes: Sizes) -> Iterator[Job]:
     """4.2, 4.3.3 to 4.3.6 and the sweep of think times; names say which."""
-    for model in CHAT_MODELS:
+    for model in sizes.models:
         for label, disk_gb in DISKS_GB.items():
             policies = (*POLICIES, "recompute") if disk_gb == max(DISKS_GB.values()) else POLICIES
             yield _chat_job(f"{model.name} {label}", model, sizes, policies, disk_gb=disk_gb)
@@ -107,7 +123,9 @@ def _chat_job(
     return Job(
         name,
         partial(chat, model, round(NUM_CONVERSATIONS * sizes.scale), think_s),
-        chat_system(model, host_gb, disk_gb, scale=sizes.scale, truncation=truncation),
+        chat_system(
+            model, host_gb * sizes.host_scale, disk_gb * sizes.scale, truncation=truncation
+        ),
         policies,
         round(WARMUP_TURNS * sizes.scale),
         round(MEASURED_TURNS * sizes.scale),
@@ -133,16 +151,16 @@ def document_jobs() -> Iterator[Job]:
 
 def session_jobs(sizes: Sizes) -> Iterator[Job]:
     """Agents and documents, at each load and share of their footprint."""
-    policies = (*POLICIES, *VARIANTS)
     for name, make, at, count in (
         ("agents", agent_tasks, agents_at, sizes.agents),
         ("documents", document_questions, documents_at, sizes.documents),
     ):
         footprint = sessions_footprint(make, count)
         for load in LOADS:
-            for share in SHARES:
+            for share in sizes.shares:
                 system = session_system(footprint * share)
-                yield Job(f"{name} {load:g} {share:g}", partial(at, count, load), system, policies)
+                build = partial(at, count, load)
+                yield Job(f"{name} {load:g} {share:g}", build, system, sizes.policies)
 
 
 def trace_jobs(sizes: Sizes, path: Path = BUNDLED) -> Iterator[Job]:
@@ -150,9 +168,9 @@ def trace_jobs(sizes: Sizes, path: Path = BUNDLED) -> Iterator[Job]:
     lines = read_trace(path, limit=sizes.trace_requests)
     footprint = trace_footprint(lines, LLAMA_70B.kv_bytes_per_token)
     for load in LOADS:
-        for share in SHARES:
+        for share in sizes.shares:
             host = footprint * share * DRAM_SHARE
             system = trace_system(lines, host, footprint * share - host)
             factor = trace_factor(lines, system, load)
             build = partial(trace_at, path, sizes.trace_requests, factor)
-            yield Job(f"trace {load:g} {share:g}", build, system, (*POLICIES, *VARIANTS))
+            yield Job(f"trace {load:g} {share:g}", build, system, sizes.policies)

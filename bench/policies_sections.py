@@ -58,7 +58,7 @@ def models_section(results: Results) -> Section:
          "Belady"),
     )  # fmt: skip
     values: dict[str, Any] = {}
-    for model in CHAT_MODELS:
+    for model in _models(results):
         values[model.name] = {}
         for label in DISKS_GB:
             result = results[f"{model.name} {label}"]
@@ -152,7 +152,7 @@ def overflow_section(results: Results) -> Section:
         ("model", "with", "without", "points", "paper"),
     )
     values = {}
-    for model in CHAT_MODELS:
+    for model in _models(results):
         on, off = (
             results[f"{model.name} {name}"].figures["lookahead"] for name in (_LARGE, "no overflow")
         )
@@ -175,7 +175,7 @@ def tiers_section(results: Results) -> Section:
         "4.3.6 tiers: hit rate % (paper's)", ("model", "HBM 10G", "+ DRAM 128G", "+ SSD 10T")
     )
     values = {}
-    for model in CHAT_MODELS:
+    for model in _models(results):
         names = ("hbm", "hbm+dram", _LARGE)
         rates = [results[f"{model.name} {name}"].figures["lookahead"]["hit_rate"] for name in names]
         paper = [0.0, model.paper.hit_rate_dram, model.paper.hit_rate] if model.paper else rates
@@ -195,7 +195,7 @@ def capacity_section(results: Results, ratios: Sequence[float]) -> Section:
     table = Table(
         f"4.3.5 capacity / CCpUT ({whole_gb / 1000:.1f} TB, TTL one hour), {CHAT_MODELS[0].name}: "
         "hit rate %",
-        ("ratio", "capacity TB", "look-ahead", "LRU", "Belady", "paper"),
+        ("ratio", "capacity TB", "look-ahead", "LRU", "waiting, then LRU", "Belady", "paper"),
     )
     points = []
     for ratio in ratios:
@@ -211,7 +211,7 @@ def think_section(results: Results, thinks_s: Sequence[float]) -> Section:
     """Hit rate by mean think time, LLaMA-13B."""
     table = Table(
         f"think time, {CHAT_MODELS[0].name}, 128G/10T: hit rate %",
-        ("mean s", "look-ahead", "LRU", "Belady", "DRAM %", "queue"),
+        ("mean s", "look-ahead", "LRU", "waiting, then LRU", "Belady", "DRAM %", "queue"),
     )
     points = []
     for think_s in thinks_s:
@@ -291,6 +291,11 @@ def documents_section(results: Results) -> Section:
              values["prefill_speedup"], values["gpu_time_speedup"])
         )  # fmt: skip
     return points, [table]
+
+
+def _models(results: Results) -> list[Model]:
+    """The models of this run."""
+    return [model for model in CHAT_MODELS if f"{model.name} {_LARGE}" in results]
 
 
 def _times_100(value: float | None) -> float | None:

@@ -56,10 +56,8 @@ def page_tokens(model: Model) -> int:
     return tokens
 
 
-def chat_system(
-    model: Model, host_gb: float, disk_gb: float, *, scale: float = 1.0, truncation: bool = True
-) -> System:
-    """The paper's machine; `scale` shrinks both tiers as fewer conversations shrink what is kept.
+def chat_system(model: Model, host_gb: float, disk_gb: float, *, truncation: bool = True) -> System:
+    """The paper's machine.
 
     HBM keeps nothing between turns, as in the paper outside 4.3.6. A request decodes at the step
     time of a full batch with half-full contexts.
@@ -67,8 +65,8 @@ def chat_system(
     return System(
         page_tokens=page_tokens(model),
         kv_bytes_per_token=model.kv_bytes_per_token,
-        dram_bytes=host_gb * 1e9 * scale,
-        disk_bytes=disk_gb * 1e9 * scale,
+        dram_bytes=host_gb * 1e9,
+        disk_bytes=disk_gb * 1e9,
         dram_gb_s=PCIE_BYTES_PER_S / 1e9,
         disk_gb_s=DISK_BYTES_PER_S / 1e9,
         disk_write_gb_s=DISK_BYTES_PER_S / 1e9,

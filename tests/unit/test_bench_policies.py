@@ -39,8 +39,8 @@ QUIET = Progress(io.StringIO())
 def chat_job() -> Job:
     return Job(
         "chat",
-        partial(chat, LLAMA_13B, 120, 20.0),
-        chat_system(LLAMA_13B, 5, 30),
+        partial(chat, LLAMA_13B, 60, 20.0),
+        chat_system(LLAMA_13B, 8, 20),
         (*POLICIES, "recompute"),
     )
 
@@ -58,7 +58,7 @@ def test_a_small_chat_fulfils_the_laws_and_orders_the_policies(
     assert 0 < rates["lru"] <= rates["waiting"] <= rates["belady"] <= 1
     assert 0 < rates["lookahead"] <= rates["belady"]
     assert set(rates) == set(POLICIES)
-    source = sharegpt_like(4, count=120)
+    source = sharegpt_like(4, count=60)
     assert chat_result.figures["lru"]["num_turns"] == source.num_turns.sum()
 
 
