@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.policies_store import ServerStore, StoreSizes, page_hashes
+from bench.policies_store import ServerStore, StoreSizes, page_hashes, virtual_store
 from bench.policies_types import Ids, Request, System
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.quality import ANY
@@ -37,7 +37,7 @@ class Store:
                 read_bytes_per_s=system.disk_gb_s * 1e9,
                 write_bytes_per_s=system.disk_write_gb_s * 1e9,
             )  # fmt: skip
-            self.server = ServerStore(sizes, placement)
+            self.server = virtual_store(sizes, placement)
         self._seen = np.zeros(num_pages, np.bool_)
         self._prompts: dict[int, Hashes] = {}  # of what waits
         self._loads: dict[int, LoadTicket] = {}  # of what runs

@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.policies_models import LLAMA_70B
 from bench.policies_order import RequestOrder, replay_order
-from bench.policies_store import Ids, ServerStore, StoreSizes, page_hashes
+from bench.policies_store import Ids, ServerStore, StoreSizes, page_hashes, virtual_store
 from bench.policies_trace import BLOCK_TOKENS, BUNDLED, read_trace
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store.types import Hashes
@@ -81,44 +81,36 @@ class Replay:
 
     Args:
         paths: pages of each request in order, by number.
-        sizes: of the tiers.
-        placement: the policy's settings; None for the least recent page and no look-ahead.
         num_known: requests that wait at a time, the one whose turn it is included.
         prefill_s: seconds of each request.
     """
 
-    def __init__(
-        self, paths: Sequence[Ids], sizes: StoreSizes, placement: PolicyConfig | None,
-        num_known: int, prefill_s: Sequence[float],
-    ) -> None:  # fmt: skip
+    def __init__(self, paths: Sequence[Ids], num_known: int, prefill_s: Sequence[float]) -> None:
         self._paths = paths
-        self._sizes = sizes
-        self._placement = placement
         self._num_known = num_known
         self._prefill_s = prefill_s
         self._hashes: dict[int, Hashes] = {}  # of the waiting requests
         self._arrived_s: dict[int, float] = {}
 
-    def run(self) -> Replayed:
-        """Replays all of it."""
+    def run(self, server: ServerStore) -> Replayed:
+        """Replays all of it through an empty store."""
         result = Replayed()
         seen = np.zeros(1 + max(int(path.max()) for path in self._paths), np.bool_)
-        with ServerStore(self._sizes, self._placement) as server:
-            for number, path in enumerate(self._paths):
-                self._arrive(server, number)
-                known = seen[path]
-                reusable = len(path) if known.all() else int(np.argmin(known))
-                seen[path] = True
-                early, hits = self._serve(server, number)
-                result.reusable += reusable
-                result.hits += hits
-                result.early += min(early, hits)
-                result.new += len(path) - hits
-            result.counters = server.store.stats()
-            if server.disk is not None:
-                stats = server.disk.stats()
-                result.written = stats.records_written + stats.records_salvaged
-                result.first_written = stats.records_written
+        for number, path in enumerate(self._paths):
+            self._arrive(server, number)
+            known = seen[path]
+            reusable = len(path) if known.all() else int(np.argmin(known))
+            seen[path] = True
+            early, hits = self._serve(server, number)
+            result.reusable += reusable
+            result.hits += hits
+            result.early += min(early, hits)
+            result.new += len(path) - hits
+        result.counters = server.store.stats()
+        if server.disk is not None:
+            stats = server.disk.stats()
+            result.written = stats.records_written + stats.records_salvaged
+            result.first_written = stats.records_written
         return result
 
     def _arrive(self, server: ServerStore, turn: int) -> None:
@@ -197,7 +189,8 @@ def rows(paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: 
                 yield f"  {num} known, then LRU, {name}", f"{rate:.3f}"
     for num in known:
         for label, placement in (("on", PolicyConfig()), ("off", None)):
-            done = Replay(paths, sizes, placement, num or len(paths), prefill_s).run()
+            with virtual_store(sizes, placement) as server:
+                done = Replay(paths, num or len(paths), prefill_s).run(server)
             written = done.written / max(done.new, 1)
             figures = f"hits {done.hit_share:.3f}, in DRAM {done.early_share:.3f}"
             figures += f", written {written:.3f}, amplification {done.amplification:.3f}"

@@ -175,57 +175,39 @@ class StoreSizes:
 
 
 class ServerStore:
-    """A page store and a waiting room as a server has them, over a virtual clock.
+    """A page store and a waiting room as a server has them, and the clock they go by.
 
     Pages are numbers; a page's hash is made from its number.
 
-    Attributes:
+    Args:
+        store: the product's.
+        disk: its disk tier; None without one.
         clock: the time; whoever drives the store sets it.
         executor: runs what moves between DRAM and disk.
-        store, room, disk: the product's.
+        folder: of the disk; removed in the end. None: somebody else's.
+
+    Attributes:
+        store, disk, clock, executor: as given.
+        room: the product's waiting room.
         space: the one key space.
     """
 
-    def __init__(self, sizes: StoreSizes, placement: PolicyConfig | None,
-                 write_policy: str = "write_through") -> None:  # fmt: skip
-        slot_bytes = record_blocks(sizes.page_bytes) * BLOCK_BYTES
-        if slot_bytes > MAX_RECORD_BLOCKS * BLOCK_BYTES:
-            raise ValueError(
-                f"a page of {sizes.page_bytes:,} bytes is longer than any record; give pages of "
-                "fewer tokens"
-            )
-        self.clock = VirtualClock()
-        self.executor = VirtualExecutor(
-            self.clock, {"spill": sizes.write_bytes_per_s, "promote": sizes.read_bytes_per_s}
-        )
-        self._folder = tempfile.mkdtemp(prefix="hier-kv-bench-")
-        self._arena = HeaderArena(sizes.host_pages, slot_bytes, memory_limit_bytes=1 << 62)
-        self.disk: DiskTier | None = None
-        if sizes.disk_pages:
-            config = DiskConfig(
-                Path(self._folder), sizes.disk_pages * slot_bytes, 0, direct_io="off",
-                helper_threads=0,
-            )  # fmt: skip
-            self.disk = DiskTier(config, io=HeaderIO(slot_bytes))
-        num_pages = int((sizes.host_pages + sizes.disk_pages) * _INDEX_SLACK)
-        self.store = PageStore(
-            self._arena, PageIndex(max(1024, num_pages)), self.disk,
-            StoreConfig(write_policy, placement=placement),
-            clock=self.clock, executor=self.executor,
-        )  # fmt: skip
-        if self.disk is not None:
-            self.store.connect(self.disk)
-        self.store.open_namespace(_DIGEST, {})
-        self.space = self.store.space(_DIGEST)
+    def __init__(
+        self, store: PageStore, disk: DiskTier | None, clock: VirtualClock,
+        executor: VirtualExecutor, folder: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.store, self.disk, self.clock, self.executor = store, disk, clock, executor
+        self._folder = folder
+        store.open_namespace(_DIGEST, {})
+        self.space = store.space(_DIGEST)
         self.room = WaitingRoom(
-            self.store, prefetch_policy="wait_complete", prefetch_timeout_ms=_NO_TIMEOUT_MS,
-            clock=self.clock,
-        )  # fmt: skip
+            store, prefetch_policy="wait_complete", prefetch_timeout_ms=_NO_TIMEOUT_MS, clock=clock
+        )
 
     def save(self, hashes: Hashes, num_stored: int) -> SaveTicket:
         """Saves the pages of a path behind the first `num_stored`."""
         ticket = self.store.begin_save(self.space, hashes[num_stored:], hashes[:num_stored])
-        slots = self._arena.slots
+        slots = self.store.arena.slots
         for page, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True):
             meta = RecordMeta(
                 hashes[num_stored + page].tobytes(), _DIGEST, b"", num_stored + page, 1, "pre"
@@ -238,14 +220,56 @@ class ServerStore:
         """Gives everything back."""
         self.room.leave_all()
         self.store.close(timeout_s=0.0)
-        self._arena.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.store.arena.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def virtual_store(
+    sizes: StoreSizes, placement: PolicyConfig | None, write_policy: str = "write_through"
+) -> ServerStore:
+    """A store without threads and without bytes, over a clock that stands still.
+
+    Args:
+        sizes: of the tiers.
+        placement: the policy's settings; None for `--hier-kv-lookahead off`.
+        write_policy: the server's flag.
+
+    Raises:
+        ValueError: pages of this size cannot be stored.
+    """
+    slot_bytes = record_blocks(sizes.page_bytes) * BLOCK_BYTES
+    if slot_bytes > MAX_RECORD_BLOCKS * BLOCK_BYTES:
+        raise ValueError(
+            f"a page of {sizes.page_bytes:,} bytes is longer than any record; give pages of "
+            "fewer tokens"
+        )
+    clock = VirtualClock()
+    executor = VirtualExecutor(
+        clock, {"spill": sizes.write_bytes_per_s, "promote": sizes.read_bytes_per_s}
+    )
+    folder = Path(tempfile.mkdtemp(prefix="hier-kv-bench-"))
+    arena = HeaderArena(sizes.host_pages, slot_bytes, memory_limit_bytes=1 << 62)
+    disk: DiskTier | None = None
+    if sizes.disk_pages:
+        config = DiskConfig(
+            folder, sizes.disk_pages * slot_bytes, 0, direct_io="off", helper_threads=0
+        )
+        disk = DiskTier(config, io=HeaderIO(slot_bytes))
+    num_pages = max(1024, int((sizes.host_pages + sizes.disk_pages) * _INDEX_SLACK))
+    store = PageStore(
+        arena, PageIndex(num_pages), disk, StoreConfig(write_policy, placement=placement),
+        clock=clock, executor=executor,
+    )  # fmt: skip
+    if disk is not None:
+        store.connect(disk)
+    return ServerStore(store, disk, clock, executor, folder)
 
 
 def page_hashes(ids: Ids) -> Hashes:
