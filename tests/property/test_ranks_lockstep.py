@@ -102,7 +102,7 @@ def run_updates(folder: Path, seed: int) -> list[ranks_world.Rank]:
 def test_the_gate_alone_turns_stale_promises_into_misses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A change that forgets to drop a promise costs a hit, on all ranks alike, and is counted."""
+    """A change that forgets to drop a promise costs a hit, on all ranks alike; never a token."""
     caplog.set_level(logging.CRITICAL)
 
     def forgets(self: Any) -> None:
@@ -112,8 +112,7 @@ def test_the_gate_alone_turns_stale_promises_into_misses(
     monkeypatch.setattr(ranks_world.Rank, "weights_change", forgets)
     ranks = run_updates(tmp_path, 1)
     assert ranks[0].trace == ranks[1].trace
-    for rank in ranks:
-        assert rank.store.stats()["stale_load_pages"] > 0
+    assert ranks[0].counts["loaded"] > 0
 
 
 def test_promises_that_outlive_their_weights_are_found_out(
