@@ -99,6 +99,7 @@ def test_numbers_must_be_finite(name: str, value: float) -> None:
         ({"truncation": "front"}, "must be one of off, overflow, match, all, got 'front'"),
         ({"truncation_ratio": 1.0}, "must lie between 0 and 1, got 1; give a share such as 0.5"),
         ({"truncation_head": -1}, "must be 0 or more, got -1"),
+        ({"truncation_longest": 0}, "must be 1 or more contexts, got 0"),
         ({"truncation_head": 4.5}, "must be a whole number, got 4.5"),
         ({"rope": "post"}, "must be one of pre, delta, got 'post'"),
     ],
