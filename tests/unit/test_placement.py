@@ -163,3 +163,28 @@ def test_pages_on_disk_survive_a_restart_and_go_on_being_placed(make: Make, tmp_
     check_content(again, waiting[0])
     again.store.cancel_plan(plan)
     again.settle()
+
+
+def test_what_nobody_waits_for_pushes_nothing_off_the_disk_that_somebody_does(make: Make) -> None:
+    """And is written after all when somebody comes to wait for it in time."""
+    rig = _small_disk(make)
+    waiting: list[np.ndarray] = []
+    while not rig.directory.disk_is_full:
+        waiting.append(pages(f"chat{len(waiting)}-", CHAT_PAGES))
+        rig.save(waiting[-1])
+        _expect(rig, str(len(waiting)), waiting[-1])
+        rig.settle()
+    kept = [_stored(rig, chat) for chat in waiting]
+    for number in range(12):
+        rig.save(pages(f"idle{number}-", CHAT_PAGES))
+        rig.settle()
+    assert [_stored(rig, chat) for chat in waiting] == kept
+    assert rig.count("not_admitted_pages") >= 10 * CHAT_PAGES
+    assert rig.store.lookahead is not None
+    late = pages("idle11-", CHAT_PAGES)
+    assert rig.on_disk(late) == 0
+    for number in range(8):
+        rig.store.lookahead.leave(str(number + 1))
+    _expect(rig, "late", late)
+    rig.settle()
+    assert rig.on_disk(late) == CHAT_PAGES

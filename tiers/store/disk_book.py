@@ -74,6 +74,7 @@ class DiskBook(PageTable):
         if self.disk_order is None:
             return 0
         with self.lock:
+            self.disk_is_full = True
             rows = self.disk_order.take(num_blocks, self.now_s())
             given_up = int(self.index.num_blocks[rows].sum())
             self._drop_from_disk(rows)
@@ -188,7 +189,7 @@ class DiskBook(PageTable):
                 if len(entry.rows) > max_pages - num:
                     entry, rest = _split(entry, max_pages - num)
                     self.spill_queue.appendleft(rest)
-                entry = self._still_valid(entry)
+                entry = self._admitted(self._still_valid(entry))
                 if len(entry.rows):
                     taken.append(entry)
                     num += len(entry.rows)
@@ -265,6 +266,33 @@ class DiskBook(PageTable):
             clean = (self.index.flags[tail] & ON_DISK) != 0
             return self.arena.num_free + int(clean.sum()) < low_water_pages
 
+    def _admitted(self, entry: SpillEntry) -> SpillEntry:
+        """Those of some pages that the disk is to take; the others may leave DRAM all the same.
+
+        A page that nobody waits for does not take the place of one that somebody waits for.
+        """
+        if self.policy is None or self.disk_order is None or not self.disk_is_full:
+            return entry
+        if not self.policy.wanted(self.disk_order.next_to_leave(1, self.now_s())).any():
+            return entry
+        admitted = self.policy.wanted(entry.rows)
+        refused = entry.rows[~admitted]
+        self.index.flags[refused] &= np.uint8(0xFF ^ QUEUED)
+        self.index.flags[refused] |= WRITE_DROPPED
+        self._may_leave_changed(refused)
+        self.counters.add("not_admitted_pages", len(refused))
+        return _take(entry, admitted)
+
+    def _reconsider(self, space: KeySpace, rows: Rows) -> None:
+        """Somebody waits for these pages: what the disk did not take is offered to it again."""
+        if self.disk_order is None or self.write_policy != "write_through":
+            return
+        flags = self.index.flags[rows]
+        rows = rows[(flags & (WRITE_DROPPED | READY | ON_DISK)) == (WRITE_DROPPED | READY)]
+        if len(rows):
+            self.index.flags[rows] &= np.uint8(0xFF ^ WRITE_DROPPED)
+            self._queue_spill(space, rows)
+
     def _still_valid(self, entry: SpillEntry) -> SpillEntry:
         same = (
             self.index.is_live(entry.rows)
@@ -272,7 +300,11 @@ class DiskBook(PageTable):
             & (self.arena.generation[entry.slots] == entry.generations)
             & ((self.index.flags[entry.rows] & QUEUED) != 0)
         )
-        return SpillEntry(entry.space, entry.rows[same], entry.slots[same], entry.generations[same])
+        return _take(entry, same)
+
+
+def _take(entry: SpillEntry, mask: npt.NDArray[np.bool_]) -> SpillEntry:
+    return SpillEntry(entry.space, entry.rows[mask], entry.slots[mask], entry.generations[mask])
 
 
 def _split(entry: SpillEntry, at: int) -> tuple[SpillEntry, SpillEntry]:

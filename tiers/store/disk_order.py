@@ -73,6 +73,10 @@ class DiskOrder:
             num_blocks -= int(blocks[min(num, len(rows)) - 1])
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
+    def next_to_leave(self, count: int, now_s: float) -> Rows:
+        """Up to `count` pages of those that `take` would take first."""
+        return self._lists.next_to_leave(count, now_s)
+
     def rows_of(self, segment: int) -> Rows:
         """Rows of the pages in a segment."""
         return self._segments.rows(segment)

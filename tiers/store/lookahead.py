@@ -70,6 +70,7 @@ class LookAhead:
             directory._touch(path)
             # Pages that nothing stored follows are the device's alone to keep.
             self._policy.enqueue(request, path if len(below) else below, directory.now_s())
+            directory._reconsider(space, below)
             self._miss(request, space, hashes[num_above + len(below) :])
             return directory._count_tiers(below)
 

@@ -89,6 +89,7 @@ class PageTable:
         self.disk_order: DiskOrder | None = None
         if policy is not None and has_disk:
             self.disk_order = DiskOrder(index, policy)
+        self.disk_is_full = False  # whether it ever had to give up pages; guarded by lock
         looks_ahead = has_disk and policy is not None
         # Slots that saves leave free, so that a promotion never waits for room.
         self.num_reserved = int(arena.num_slots * _RESERVE_SHARE) if looks_ahead else 0
