@@ -4,7 +4,8 @@
         answer = server.generate(text="Hello", sampling_params={"max_new_tokens": 8})
 
 The server runs on the CPU runtime of ``runtime_cpu/`` in a process session of its own, writes its
-log to a file, and is stopped on every way out. Methods may be called from several threads.
+log to a file, and is stopped on every way out, also when the process that started it is killed.
+Methods may be called from several threads.
 
 An idle SGLang scheduler spins on a whole core. With two servers at once, give the plain one
 ``--sleep-on-idle`` (not one that holds requests back: they would wait for its one-second poll).
@@ -32,6 +33,7 @@ from typing import IO, Any, Literal, Self
 
 import psutil
 
+from bench.watchdog import Watchdog
 from runtime_cpu import launch
 from runtime_cpu.forked import ForkedServer, Nursery
 
@@ -126,6 +128,7 @@ class Server:
         self._stop = stop
         self._progress = progress
         self._process: subprocess.Popen[bytes] | ForkedServer | None = None
+        self._watchdog: Watchdog | None = None
         self._started_at = 0.0
         self._log_start = 0
 
@@ -157,6 +160,7 @@ class Server:
             self._log_start = log.tell()
             self._started_at = time.monotonic()
             self._process = self._launch(log)
+        self._watchdog = Watchdog(self.pid)
         _live.add(self)
         return self
 
@@ -359,7 +363,7 @@ class Server:
             sglang_own=own,
         )
         _kill(running)
-        _live.discard(self)
+        self._forget()
         return left
 
     def kill(self) -> None:
@@ -372,6 +376,11 @@ class Server:
         self._process.wait(30.0)  # reaped here, so that the exit code is kept
         _kill([process for process in tree if process.pid != self.pid])
         _remove_sglang_own(mapped)
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
         _live.discard(self)
 
     def _running(self) -> subprocess.Popen[bytes] | ForkedServer:
