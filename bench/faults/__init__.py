@@ -1,25 +1,37 @@
 """The case `faults`: kills, damage and failing disks, and what they did to answers and pages.
 
 `inject.py` says how faults get into the server's process. `kills.py` kills it over one disk folder,
-`running.py` damages records and fails the disk under it, `store_damage.py` does much more damage to
-the page store without a server, `open_time.py` measures the start on a full folder.
+`running.py` damages records and fails the disk under it, `remote_running.py` the network and Redis;
+`stalls.py` measures meanwhile how long its scheduler's thread is held up. Without a server, many in
+little time: `store_damage.py` damages records, `storm.py` fails disk and coded DRAM at random,
+`power.py` cuts the power, `store_kills.py` kills, `remote_storm.py` fails the shared stores.
+`open_time.py` measures the start on a full folder.
 """
 
 from __future__ import annotations
 
+import logging
+import secrets
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.faults import kills as kills_module
 from bench.faults.kills import Kill, Kills
 from bench.faults.open_time import measure_open
-from bench.faults.prompts import PromptSource, References
+from bench.faults.power import cut_power
+from bench.faults.prompts import PROMPT_PAGES, PromptSource, References
 from bench.faults.records import DAMAGES
+from bench.faults.remote_running import RemoteFaults
+from bench.faults.remote_storm import storm_remotes
 from bench.faults.running import READ_FAULTS, WRITE_FAULTS, RunningFaults
 from bench.faults.store_damage import damage_store
+from bench.faults.store_kills import kill_stores
+from bench.faults.storm import storm_disk, storm_memory
 from bench.faults.tally import FaultCheckError, Tallies
+from bench.remote.redis_server import redis_binary
 from bench.server import ROOT, Server
 
 __all__ = ["FaultCheckError", "run"]
@@ -28,48 +40,108 @@ _PLAIN = ("--page-size", "64", "--max-total-tokens", "98304", "--sleep-on-idle")
 _PARTIAL_PAGES = 3
 
 
-def run(quick: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Size:
+    """How much of everything.
+
+    Attributes:
+        disk, memory, remotes: random faults without a server.
+        power_cuts, store_kills: without a server.
+        kills: of the server.
+        server_disk: random faults of the disk under the server, at least.
+        remote_rounds: of each fault of Redis and its network under the server.
+        damage_rounds: of damaged records without a server.
+        repeats: of the slow disk.
+        open_gb: bytes in the folder whose opening is measured.
+        open_repeats: of that.
+    """
+
+    disk: int
+    memory: int
+    remotes: int
+    power_cuts: int
+    store_kills: int
+    kills: tuple[Kill, ...]
+    server_disk: int
+    remote_rounds: int
+    damage_rounds: int
+    repeats: int
+    open_gb: float
+    open_repeats: int
+
+
+QUICK = Size(100, 40, 60, 10, 2, kills_module.QUICK, 30, 1, 3, 1, 0.5, 3)
+FULL = Size(900, 200, 600, 150, 30, kills_module.FULL, 300, 8, 12, 3, 10.0, 5)
+
+
+def run(quick: bool, seed: int | None = None) -> dict[str, Any]:
     """Runs every kind of fault.
 
     Args:
         quick: fewer of each, in about four minutes.
+        seed: of the random ones; a new one, which is printed, when None.
 
     Returns:
         `by_kind`: {name: {injected, wrong_tokens, failed_requests, lost_acknowledged_pages}};
-        `kills`, `slow_disk`, `open`: what was measured on the way; `samples`.
+        `max_scheduler_stall_ms`, and `stalls` with where they were; `seed`; `kills`, `slow_disk`,
+        `open`: what was measured on the way; `samples`.
 
     Raises:
         FaultCheckError: a fault was not injected as meant or not counted.
     """
+    seed = secrets.randbelow(1 << 31) if seed is None else seed
+    print(f"seed {seed}", flush=True)
     scratch = ROOT / "build" / "bench"
     scratch.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="faults-", dir=scratch))
     try:
-        return _run(folder, quick)
+        return _run(folder, QUICK if quick else FULL, quick, seed)
     finally:
         shutil.rmtree(folder)
 
 
-def _run(folder: Path, quick: bool) -> dict[str, Any]:
+def _run(folder: Path, size: Size, quick: bool, seed: int) -> dict[str, Any]:
     tallies = Tallies()
     source = PromptSource(1)
-    plan = kills_module.QUICK if quick else kills_module.FULL
-    prompts = Prompts.take(source, len(plan), quick=quick)
+    prompts = Prompts.take(source, len(size.kills), quick=quick)
+    storm(folder / "storm", size, seed, tallies)
+    damage_store(folder / "store", size.damage_rounds, tallies)
     references = learn(prompts, source, folder)
-    damage_store(folder / "store", 3 if quick else 12, tallies)
-    slow, samples = run_on_one_server(folder, source, prompts, references, tallies, quick=quick)
-    kills = run_kills(folder, source, prompts, references, tallies, plan)
-    opened = measure_open(folder / "open", 1.0 if quick else 10.0, 5)
+    slow, stalls, samples = run_on_one_server(
+        folder, source, prompts, references, tallies, size=size, seed=seed
+    )
+    if redis_binary() is not None:
+        remote = RemoteFaults(folder / "remote", prompts.random, references, tallies)
+        remote.run(size.remote_rounds, seed)
+        stalls["redis"] = remote.stalls
+    kills = run_kills(folder, source, prompts, references, tallies, size.kills)
+    opened = measure_open(folder / "open", size.open_gb, size.open_repeats)
     samples["kills"] = kills.pop("samples")
     samples["open"] = opened.pop("samples")
-    by_kind = tallies.to_dict()
     return {
-        "by_kind": by_kind,
+        "by_kind": tallies.to_dict(),
+        "num_injected": sum(tally.injected for tally in tallies.by_kind.values()),
+        "max_scheduler_stall_ms": max(each["max_ms"] for each in stalls.values()),
+        "stalls": stalls,
+        "seed": seed,
         "kills": kills,
         "slow_disk": slow,
         "open": opened,
         "samples": samples,
     }
+
+
+def storm(folder: Path, size: Size, seed: int, tallies: Tallies) -> None:
+    """Every random fault that needs no server."""
+    folder.mkdir(parents=True)
+    # Every fault is logged with its traceback, as it should be; here they are too many to read.
+    logging.getLogger("sglang_ext").setLevel(logging.CRITICAL)
+    storm_disk(folder, size.disk, seed, tallies)
+    storm_memory(folder, size.memory, seed, tallies)
+    cut_power(folder, size.power_cuts, seed, tallies)
+    kill_stores(folder, size.store_kills, seed, tallies)
+    storm_remotes(folder, size.remotes, seed, tallies)
+    logging.getLogger("sglang_ext").setLevel(logging.NOTSET)
 
 
 class Prompts:
@@ -83,6 +155,8 @@ class Prompts:
         writes: per kind of failing write.
         aborted_loads: saved, and aborted when they come back.
         aborted_saves: aborted when they are new.
+        hung: saved, and asked for while the disk hangs.
+        random: for faults that leave any number of pages.
         kills: one a kill.
     """
 
@@ -94,6 +168,8 @@ class Prompts:
         self.writes: dict[str, list[list[int]]] = {}
         self.aborted_loads: list[list[int]] = []
         self.aborted_saves: list[list[int]] = []
+        self.hung: list[list[int]] = []
+        self.random: list[list[int]] = []
         self.kills: list[list[int]] = []
 
     @classmethod
@@ -108,13 +184,15 @@ class Prompts:
         taken.writes = {kind: source.take(2) for kind in WRITE_FAULTS}
         taken.aborted_loads = source.take(8 // share)
         taken.aborted_saves = source.take(6 // share)
+        taken.hung = source.take(2)
+        taken.random = source.take(4 // share)
         taken.kills = source.take(num_kills)
         return taken
 
     def all_but_partial(self) -> list[list[int]]:
         """Every prompt that needs the references without and with all pages cached."""
         groups = [*self.damage.values(), *self.reads.values(), *self.writes.values()]
-        groups += [self.cut, self.aborted_loads, self.aborted_saves, self.kills]
+        groups += [self.cut, self.aborted_loads, self.aborted_saves, self.hung, self.kills]
         return [prompt for group in groups for prompt in group]
 
 
@@ -125,6 +203,7 @@ def learn(prompts: Prompts, source: PromptSource, folder: Path) -> References:
         references = References(server)
         references.learn(prompts.all_but_partial(), other)
         references.learn(prompts.partial, other, pages=[_PARTIAL_PAGES])
+        references.learn(prompts.random, other, pages=range(1, PROMPT_PAGES))
     return references
 
 
@@ -135,12 +214,13 @@ def run_on_one_server(
     references: References,
     tallies: Tallies,
     *,
-    quick: bool,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Every fault but death, on one server.
+    size: Size,
+    seed: int,
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Every fault of the disk but death, on one server.
 
     Returns:
-        What the slow disk did, and the raw samples behind it.
+        What the slow disk did, the stalls of the scheduler by what failed, and raw samples.
     """
     faults = RunningFaults(folder / "running", source, references, tallies)
     with faults.start():
@@ -150,8 +230,11 @@ def run_on_one_server(
         for kind, injected in WRITE_FAULTS.items():
             faults.failing_writes(prompts.writes[kind], kind, **injected)
         faults.aborts(faults.put_on_disk(prompts.aborted_loads), prompts.aborted_saves)
-        slow = faults.slow_disk(40, 1 if quick else 3)
-    return slow, dict(faults.samples)
+        dropped = faults.hung_disk(faults.put_on_disk(prompts.hung), 25)
+        faults.random_faults(prompts.random, size.server_disk, seed)
+        slow = {"throughput_ratio": faults.slow_disk(40, size.repeats), "dropped_pages": dropped}
+        stalls = faults.control.report()["stalls"]
+    return slow, {"disk": stalls}, dict(faults.samples)
 
 
 def damage_running_server(faults: RunningFaults, prompts: Prompts) -> None:

@@ -59,7 +59,7 @@ class Log:
             self.saves.append(pages)
             self.times_saved.update(pages)
 
-    def wait_written(self, path: Path, pages: list[str], timeout_s: float = 30.0) -> None:
+    def wait_written(self, path: Path, pages: list[str], timeout_s: float) -> None:
         """Follows a log until it says that all of `pages` are on disk.
 
         Raises:

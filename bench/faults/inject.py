@@ -10,6 +10,9 @@ for its failpoints. Both obey a control file (JSON), read anew whenever it chang
     write_errno    every write to a segment, and every preallocation, fails with this number
     read_raises    reads raise what no disk raises; write_raises likewise
     bytes_per_s    how fast the disk is
+    hangs          every call of the disk tier waits until it is gone from here
+    random         {"seed": s, "share": x, "kinds": [...]}: see `bench.faults.schedule`
+    report         a number: a report is written beside the control file, with this number
 
 A step is a failpoint of the disk tier, or "record" or "footer": half of that was written.
 """
@@ -22,18 +25,22 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.faults.schedule import Schedule, ScheduledDisk
+from bench.faults.stalls import StallMeter, install
+from bench.faults.tally import check
 from runtime_cpu import launch
-from sglang_ext.tiers.disk.fileio import FileIO
 
 CONTROL_VARIABLE = "BENCH_FAULTS_CONTROL"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _BLOCK_BYTES = 4096
 _TORN_STEPS = {b"HKVR": "record", b"HKVF": "footer"}
 _POLL_S = 0.01
+_REPORT_S = 300.0  # for a report, on any machine
 
 
 class InjectedError(RuntimeError):
@@ -45,13 +52,36 @@ class Control:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._faults: dict[str, Any] = {}
+        self._num_reports = 0
         self.set()
 
     def set(self, **faults: Any) -> None:
         """Replaces what is in force; without arguments nothing is."""
+        self._faults = faults
         temp = self.path.with_name(self.path.name + ".new")
         temp.write_text(json.dumps(faults))
         temp.replace(self.path)
+
+    def report(self) -> dict[str, Any]:
+        """What the server's process counted.
+
+        Returns:
+            `stalls`: of the scheduler's thread, as `StallMeter.report` has them; `num_hanging`:
+            calls of the disk that hang now; `injected`: random faults by kind.
+
+        Raises:
+            FaultCheckError: there is no report.
+        """
+        self._num_reports += 1
+        self.set(**{**self._faults, "report": self._num_reports})
+        path, deadline_s = _report(self.path), time.monotonic() + _REPORT_S
+        while True:
+            found = json.loads(path.read_text()) if path.exists() else {}
+            if found.get("number") == self._num_reports:
+                return dict(found)
+            check(time.monotonic() < deadline_s, "the server writes no report of its faults")
+            time.sleep(_POLL_S)
 
     def step_killed_at(self) -> str:
         """The step at which the server killed itself; empty when it did not."""
@@ -125,41 +155,124 @@ class Plan:
             time.sleep(_POLL_S)
 
 
-class FaultyDisk(FileIO):
-    """System calls that fail, drag and stop half-way, as a plan says."""
+class FaultyDisk(ScheduledDisk):
+    """System calls that fail, drag, hang and stop half-way, as a plan says."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, meter: StallMeter) -> None:
+        super().__init__(Schedule(0, 0.0))
+        self.num_hanging = 0  # guarded by _lock
         self._plan = plan
+        self._meter = meter
+        self._lock = threading.Lock()
+        self._random: Mapping[str, Any] | None = None  # guarded by _lock
+
+    def open(self, path: Path, flags: int) -> int:
+        with self._meter.io("disk open"):
+            self._enter()
+            return super().open(path, flags)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        faults = self._plan.faults()
-        if faults.get("read_raises"):
-            raise InjectedError("injected into a read")
-        if "read_errno" in faults:
-            raise OSError(faults["read_errno"], "injected into a read")
-        done = super().preadv(fd, buffers, offset)
-        _drag(faults, done)
-        return done
+        with self._meter.io("disk read"):
+            faults = self._enter()
+            if faults.get("read_raises"):
+                raise InjectedError("injected into a read")
+            if "read_errno" in faults:
+                raise OSError(faults["read_errno"], "injected into a read")
+            done = super().preadv(fd, buffers, offset)
+            _drag(faults, done)
+            return done
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        faults = self._plan.faults()
-        if faults.get("write_raises"):
-            raise InjectedError("injected into a write")
-        if "write_errno" in faults:
-            raise OSError(faults["write_errno"], "injected into a write")
-        step = _TORN_STEPS.get(bytes(buffers[0][:4]), "")
-        if step and self._plan.is_due(step):
-            super().pwritev(fd, _first_half(buffers), offset)
-            self._plan.die(step)
-        done = super().pwritev(fd, buffers, offset)
-        _drag(faults, done)
-        return done
+        with self._meter.io("disk write"):
+            faults = self._enter()
+            if faults.get("write_raises"):
+                raise InjectedError("injected into a write")
+            if "write_errno" in faults:
+                raise OSError(faults["write_errno"], "injected into a write")
+            step = _TORN_STEPS.get(bytes(buffers[0][:4]), "")
+            if step and self._plan.is_due(step):
+                super().pwritev(fd, _first_half(buffers), offset)
+                self._plan.die(step)
+            done = super().pwritev(fd, buffers, offset)
+            _drag(faults, done)
+            return done
 
     def allocate(self, fd: int, num_bytes: int) -> None:
+        with self._meter.io("disk allocate"):
+            faults = self._enter()
+            if "write_errno" in faults:
+                raise OSError(faults["write_errno"], "injected into an allocation")
+            super().allocate(fd, num_bytes)
+
+    def truncate(self, fd: int, num_bytes: int) -> None:
+        with self._meter.io("disk truncate"):
+            self._enter()
+            super().truncate(fd, num_bytes)
+
+    def sync(self, fd: int) -> None:
+        with self._meter.io("disk sync"):
+            self._enter()
+            super().sync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        with self._meter.io("disk rename"):
+            self._enter()
+            super().rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        with self._meter.io("disk unlink"):
+            self._enter()
+            super().unlink(path)
+
+    def free_bytes(self, path: Path) -> int:
+        with self._meter.io("disk free space"):
+            self._enter()
+            return super().free_bytes(path)
+
+    def _enter(self) -> Mapping[str, Any]:
+        """Begins a call: hangs while it is to hang; returns the faults in force."""
+        if self._plan.faults().get("hangs"):
+            with self._lock:
+                self.num_hanging += 1
+            while self._plan.faults().get("hangs"):
+                time.sleep(_POLL_S)
+            with self._lock:
+                self.num_hanging -= 1
         faults = self._plan.faults()
-        if "write_errno" in faults:
-            raise OSError(faults["write_errno"], "injected into an allocation")
-        super().allocate(fd, num_bytes)
+        random = faults.get("random")
+        with self._lock:
+            if random != self._random:
+                self._random = random
+                before = self.schedule.injected
+                self.schedule = _schedule_of(random)
+                self.schedule.injected = before
+        return faults
+
+
+def _schedule_of(random: Mapping[str, Any] | None) -> Schedule:
+    if random is None:
+        return Schedule(0, 0.0)
+    return Schedule(random["seed"], random["share"], tuple(random["kinds"]))
+
+
+def _write_reports(control: Path, plan: Plan, meter: StallMeter, disks: list[FaultyDisk]) -> None:
+    """Answers every "report" of the control file; a thread of its own."""
+    last = None
+    while True:
+        number = plan.faults().get("report")
+        if number is not None and number != last:
+            injected = sum((disk.schedule.injected for disk in disks), Counter[str]())
+            found = {
+                "number": number,
+                "stalls": meter.report(),
+                "num_hanging": sum(disk.num_hanging for disk in disks),
+                "injected": dict(injected),
+            }
+            temp = _report(control).with_suffix(".new")
+            temp.write_text(json.dumps(found))
+            temp.replace(_report(control))
+            last = number
+        time.sleep(_POLL_S)
 
 
 def load() -> None:
@@ -170,17 +283,27 @@ def load() -> None:
     from sglang_ext.tiers.disk import DiskTier
 
     plan = Plan(Path(path))
+    meter = StallMeter(threading.get_ident())  # SGLang loads plugins on the scheduler's thread
+    install(meter)
+    disks: list[FaultyDisk] = []
+    report = (Path(path), plan, meter, disks)
+    threading.Thread(target=_write_reports, args=report, daemon=True).start()
     original = DiskTier.__init__
 
     def opened_late_on_a_faulty_disk(self: DiskTier, config: Any, **_: Any) -> None:
         plan.wait_for_gate()
-        original(self, config, io=FaultyDisk(plan), failpoints=plan.reach)
+        disks.append(FaultyDisk(plan, meter))
+        original(self, config, io=disks[-1], failpoints=plan.reach)
 
     DiskTier.__init__ = opened_late_on_a_faulty_disk  # type: ignore[method-assign]
 
 
 def _marker(control: Path) -> Path:
     return control.with_name(control.name + ".killed")
+
+
+def _report(control: Path) -> Path:
+    return control.with_name(control.name + ".report")
 
 
 def _first_half(buffers: Sequence[memoryview]) -> list[memoryview]:

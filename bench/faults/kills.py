@@ -34,7 +34,8 @@ _OPTIONS = (
     *("--hier-kv-prefetch-policy", "wait_complete"),
 )
 _NUM_CLIENTS = 4
-_MAX_LOAD_S = 60.0
+_PATIENCE_S = 300.0  # for a state that comes soon, on any machine
+_MAX_LOG_BYTES = 60_000  # of one server before it dies at random
 _NUM_CHECKED = 3
 RANDOM = "random"
 
@@ -156,7 +157,7 @@ class Kills:
             ],
             log_path=folder / "server.log",
             env=environment(folder / "plugin", control),
-            start_timeout_s=400.0,
+            start_timeout_s=900.0,
             stop="kill",
         )
         return _Round(server, control, gate, events)
@@ -193,13 +194,14 @@ class Kills:
         if answer is None:
             return
         tally.wrong_tokens += not self.references.agree(prompt, answer)
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + _PATIENCE_S
         while not self.log.saves or len(self.log.saves[-1]) < PROMPT_PAGES:
             check(time.monotonic() < deadline, "a prompt was not saved")
+            time.sleep(0.01)
             self.log.follow(current.events)
         pages = self.log.saves[-1][:PROMPT_PAGES]
         self.log.saves.clear()
-        self.log.wait_written(current.events, pages)
+        self.log.wait_written(current.events, pages, _PATIENCE_S)
         self._kept.append(_Kept(prompt, pages))
 
     def _ask(self, server: Server, prompt: list[int], tally: Tally) -> Answer | None:
@@ -216,7 +218,7 @@ class Kills:
         load = _Load(current.server, self.source)
         try:
             if kill.step == RANDOM:
-                time.sleep(self._rng.uniform(0.5, 2.0))
+                _wait_for_log(current, self._rng.randrange(_MAX_LOG_BYTES))
             else:
                 _wait_for_death(current, kill)
         finally:
@@ -281,8 +283,17 @@ class _Load:
             thread.join()
 
 
+def _wait_for_log(current: _Round, num_bytes: int) -> None:
+    """Waits until a server has logged so much more."""
+    wanted = current.events.stat().st_size + num_bytes
+    deadline = time.monotonic() + _PATIENCE_S
+    while current.events.stat().st_size < wanted:
+        check(time.monotonic() < deadline, "a server under load logged nothing")
+        time.sleep(0.005)
+
+
 def _wait_for_death(current: _Round, kill: Kill) -> None:
-    deadline = time.monotonic() + _MAX_LOAD_S
+    deadline = time.monotonic() + _PATIENCE_S
     while current.server.alive() and time.monotonic() < deadline:
         time.sleep(0.02)
     reached = current.control.step_killed_at()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import random
 import time
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,7 @@ from bench.faults.prompts import (
     ask,
 )
 from bench.faults.records import DAMAGES, Spot, find_records
+from bench.faults.schedule import HONEST, LYING_READS, LYING_WRITES
 from bench.faults.tally import Tallies, Tally, check
 from bench.requests import num_on_their_way
 from bench.server import Server, ServerError
@@ -35,11 +38,9 @@ _OPTIONS = (
     *("--hier-kv-disk-io", "buffered", "--hier-kv-prefetch-policy", "wait_complete"),
 )
 _NUM_CLIENTS = 4
-_SETTLE_S = 60.0
-# A cheap SSD moves 1 GB a second. At a hundredth of that a load is still under way at an abort;
-# at a thousandth, saves outrun the disk even where the machine is busy with other things.
-SLOW_BYTES_PER_S = 10e6
-CRAWLING_BYTES_PER_S = 1e6
+_PATIENCE_S = 300.0  # for a state that comes soon, on any machine
+_CRAWLING_BYTES_PER_S = 1e6  # a cheap SSD moves 1 GB a second
+_LONG_ANSWER = 2048  # tokens: an abort comes before the end of it
 
 
 @dataclass
@@ -99,9 +100,9 @@ class RunningFaults:
 
     def settle(self) -> None:
         """Waits until nothing is left to write to disk."""
-        deadline = time.monotonic() + _SETTLE_S
+        deadline = time.monotonic() + _PATIENCE_S
         while num_on_their_way(self.counts()):
-            check(time.monotonic() < deadline, f"still writing to disk after {_SETTLE_S:.0f} s")
+            check(time.monotonic() < deadline, f"still writing to disk after {_PATIENCE_S:.0f} s")
             time.sleep(0.05)
         self.log.follow(self.events)
 
@@ -119,7 +120,7 @@ class RunningFaults:
         """Saves new prompts one at a time, then fills device and DRAM with others."""
         victims = [Victim(prompt, self._save(prompt)) for prompt in prompts]
         self.log.wait_written(
-            self.events, [page for victim in victims for page in victim.pages], _SETTLE_S
+            self.events, [page for victim in victims for page in victim.pages], _PATIENCE_S
         )
         self.push_out()
         self._spots = find_records(self.disk)  # before any of them is damaged
@@ -130,7 +131,7 @@ class RunningFaults:
         self.log.follow(self.events)
         self.log.saves.clear()
         ask(self.server, prompt)
-        deadline = time.monotonic() + _SETTLE_S
+        deadline = time.monotonic() + _PATIENCE_S
         while sum(map(len, self.log.saves)) < PROMPT_PAGES:
             check(time.monotonic() < deadline, "a new prompt was not saved")
             time.sleep(0.005)
@@ -229,9 +230,10 @@ class RunningFaults:
         for number, prompt in enumerate(prompts, 1):
             self.ask(prompt, tally)
             tally.injected += 1
-            deadline = time.monotonic() + _SETTLE_S
+            deadline = time.monotonic() + _PATIENCE_S
             while self.counts().get("write_dropped_pages", 0) < before + number * PROMPT_PAGES:
                 check(time.monotonic() < deadline, "pages that were not written were not counted")
+                time.sleep(0.01)
         self.control.set()
         dropped = self.counts()["write_dropped_pages"] - before
         num_pages = PROMPT_PAGES * len(prompts)
@@ -242,18 +244,48 @@ class RunningFaults:
         missing = PROMPT_PAGES - answer.by_tier.get("disk", 0) // PAGE_TOKENS
         tally.lost_acknowledged_pages += missing
 
-    def slow_disk(self, num_prompts: int, repeats: int) -> dict[str, Any]:
+    def hung_disk(self, victims: list[Victim], num_prompts: int) -> int:
+        """Asks for pages on a disk that hangs, and for new prompts, which are answered meanwhile.
+
+        Then the disk goes on, and the former are answered from it.
+
+        Returns:
+            Pages that found no room in DRAM and were not kept.
+        """
+        tally = self.tallies["disk_hung"]
+        before = self.counts().get("save_dropped_pages", 0)
+        self.control.set(hangs=True)
+        with ThreadPoolExecutor(len(victims)) as pool:
+            try:
+                jobs = [pool.submit(self.ask, victim.prompt, tally) for victim in victims]
+                self._until(lambda: self.control.report()["num_hanging"] > 0, "no call hangs")
+                self._drive(num_prompts, tally)
+                self._until(
+                    lambda: self.counts().get("save_dropped_pages", 0) > before,
+                    "a disk that hangs dropped no save",
+                )
+                check(not any(job.done() for job in jobs), "a page came from a disk that hangs")
+            finally:
+                self.control.set()
+            answers = [job.result(timeout=_PATIENCE_S) for job in jobs]
+        for answer in answers:
+            if answer is not None:
+                tally.lost_acknowledged_pages += _missing(answer)
+        tally.injected += len(victims) + num_prompts
+        self.settle()
+        return int(self.counts()["save_dropped_pages"] - before)
+
+    def slow_disk(self, num_prompts: int, repeats: int) -> float:
         """Compares the speed of new prompts with a disk at full and at 1/1000 speed, in turn.
 
         Returns:
-            Throughput with the slow disk over that with the fast one, per pair, and drops.
+            Throughput with the slow disk over that with the fast one, the median of the pairs.
         """
         tally = self.tallies["disk_1000_times_slower"]
-        before = self.counts()
         ratios: list[float] = []
         for _ in range(repeats):
             seconds = {}
-            for name, faults in (("fast", {}), ("slow", {"bytes_per_s": CRAWLING_BYTES_PER_S})):
+            for name, faults in (("fast", {}), ("slow", {"bytes_per_s": _CRAWLING_BYTES_PER_S})):
                 self.control.set(**faults)
                 seconds[name] = self._drive(num_prompts, tally)
                 self.samples.setdefault(f"{name}_disk_s", []).append(round(seconds[name], 3))
@@ -261,11 +293,34 @@ class RunningFaults:
                 self.settle()
             tally.injected += num_prompts
             ratios.append(seconds["fast"] / seconds["slow"])
-        after = self.counts()
-        dropped = after.get("save_dropped_pages", 0) - before.get("save_dropped_pages", 0)
-        check(dropped > 0, "a disk too slow for the load dropped no save")
         self.samples["slow_disk_throughput_ratio"] = [round(ratio, 3) for ratio in ratios]
-        return {"throughput_ratio": sorted(ratios)[len(ratios) // 2], "dropped_pages": dropped}
+        return sorted(ratios)[len(ratios) // 2]
+
+    def random_faults(self, prompts: list[list[int]], wanted: int, seed: int) -> None:
+        """Asks for prompts in turn while calls of the disk fail, lag and lie at random.
+
+        Args:
+            prompts: those of which the reference with any number of cached pages is known.
+            wanted: rounds go on until so many faults were injected.
+            seed: of the faults.
+        """
+        harm, total, number = Tally(), 0, 0
+        before = Counter(self.control.report()["injected"])
+        found = before
+        while total < wanted:
+            kinds = (HONEST, (*LYING_READS, *LYING_WRITES))[number % 3 == 2]
+            self.push_out()
+            self.control.set(random={"seed": seed + number, "share": 0.3, "kinds": kinds})
+            for prompt in prompts:
+                self.ask(prompt, harm)
+            found = Counter(self.control.report()["injected"])
+            self.control.set()
+            total, number = sum((found - before).values()), number + 1
+        for kind, count in (found - before).items():
+            tally = self.tallies[f"server_disk_{kind}"]
+            tally.injected += count
+            tally.wrong_tokens += harm.wrong_tokens
+            tally.failed_requests += harm.failed_requests
 
     def _drive(self, num_prompts: int, tally: Tally) -> float:
         started = time.monotonic()
@@ -273,7 +328,7 @@ class RunningFaults:
             jobs = [pool.submit(ask, self.server, p) for p in self.source.take(num_prompts)]
             for job in jobs:
                 try:
-                    job.result(timeout=120.0)
+                    job.result(timeout=_PATIENCE_S)
                 except (ServerError, OSError):
                     tally.failed_requests += 1
         return time.monotonic() - started
@@ -286,39 +341,53 @@ class RunningFaults:
         What they leave must be neither wrong nor in the way: each is asked for once more after.
         """
         loads, saves = self.tallies["abort_during_load"], self.tallies["abort_during_save"]
-        self.control.set(bytes_per_s=SLOW_BYTES_PER_S)
         for number, victim in enumerate(victims):
-            loads.injected += self._ask_and_abort(victim.prompt, f"load-{number}", 0.2)
+            self._abort_load(victim.prompt, f"load-{number}")
+            loads.injected += 1
         for number, prompt in enumerate(new_prompts):
-            saves.injected += self._ask_and_abort(prompt, f"save-{number}", 0.1)
-        self.control.set()
+            self._abort_save(prompt, f"save-{number}")
+            saves.injected += 1
         self.settle()
-        check(loads.injected and saves.injected, "every abort came after the request's end")
         for prompt in new_prompts:
             self.ask(prompt, saves)
         for victim in victims:
             answer = self.ask(victim.prompt, loads)
             if answer is not None:
-                missing = PROMPT_PAGES - answer.cached_tokens // PAGE_TOKENS
-                loads.lost_acknowledged_pages += missing
+                loads.lost_acknowledged_pages += _missing(answer)
         self._check_nothing_is_held()
 
-    def _ask_and_abort(self, prompt: list[int], rid: str, within_s: float) -> bool:
-        """Returns whether the abort came before the request's own end."""
-        with ThreadPoolExecutor(1) as pool:
-            job = pool.submit(
-                self.server.generate,
-                input_ids=prompt,
-                sampling_params={"max_new_tokens": 64, "ignore_eos": True},
-                rid=rid,
-            )
-            time.sleep(self._rng.uniform(0.0, within_s))
-            self.server.post("/abort_request", {"rid": rid})
-            try:
-                answer = job.result(timeout=60.0)
-            except ServerError:  # aborted in the queue
-                return True
-        return bool(answer["meta_info"]["finish_reason"]["type"] == "abort")
+    def _abort_load(self, prompt: list[int], rid: str) -> None:
+        """Aborts a request whose read hangs; it is answered before the read ends."""
+        self.control.set(hangs=True)
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                job = pool.submit(self.server.generate, input_ids=prompt, rid=rid)
+                self._until(lambda: self.control.report()["num_hanging"] > 0, "no read hangs")
+                self.server.post("/abort_request", {"rid": rid})
+                try:
+                    answer = job.result(timeout=_PATIENCE_S)
+                except ServerError:  # aborted in the queue
+                    return
+                reason = answer["meta_info"]["finish_reason"]["type"]
+                check(reason == "abort", f"a request that was aborted ended as {reason}")
+        finally:
+            self.control.set()
+
+    def _abort_save(self, prompt: list[int], rid: str) -> None:
+        """Aborts a request after its first token: its prompt is being saved, or about to be."""
+        reason = None
+        long = {"max_new_tokens": _LONG_ANSWER, "ignore_eos": True}
+        for event in self.server.stream(input_ids=prompt, sampling_params=long, rid=rid):
+            if reason is None:
+                self.server.post("/abort_request", {"rid": rid})
+            reason = (event["meta_info"]["finish_reason"] or {}).get("type", "")
+        check(reason == "abort", f"a request that was aborted ended as {reason!r}")
+
+    def _until(self, is_so: Callable[[], bool], message: str) -> None:
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while not is_so():
+            check(time.monotonic() < deadline_s, message)
+            time.sleep(0.02)
 
     def _check_nothing_is_held(self) -> None:
         """Every slot of DRAM can still change hands: new prompts are saved, none is dropped."""
@@ -328,6 +397,11 @@ class RunningFaults:
             self.settle()
         dropped = self.counts().get("save_dropped_pages", 0) - before
         check(not dropped, f"{dropped} pages found no slot although nothing was going on")
+
+
+def _missing(answer: Answer) -> int:
+    """Pages of a prompt that were computed although they were stored."""
+    return PROMPT_PAGES - answer.cached_tokens // PAGE_TOKENS
 
 
 def _behind(spot: Spot, cut: Spot) -> bool:

@@ -20,6 +20,7 @@ from sglang_ext.tiers.store import PageStore, StoreConfig
 NUM_PAGES = 64
 NUM_DAMAGED = 42
 _SLOT_BYTES = 24576
+_PATIENCE_S = 300.0  # for a state that comes soon, on any machine
 _PAYLOAD_BYTES = _SLOT_BYTES - HEADER_BYTES - 1000
 _NAMESPACE = hashlib.sha256(b"bench.faults").digest()
 _PAGES = [hashlib.sha256(b"page %d" % number).digest() for number in range(NUM_PAGES)]
@@ -103,7 +104,7 @@ def _ask_for_all(
         tally.injected += kind is not None
         try:
             plan = store.plan(space, _hashes(page))
-            deadline = time.monotonic() + 10.0
+            deadline = time.monotonic() + _PATIENCE_S
             while plan is not None and not plan.done and time.monotonic() < deadline:
                 time.sleep(0.0005)
             ticket = store.pin_ready(space, _hashes(page))
@@ -120,7 +121,7 @@ def _ask_for_all(
         check(kind is None, f"a page with {kind} was served")
         if plan is not None:
             store.cancel_plan(plan)
-    check(store.wait_idle(10.0), "the store did not come to rest")
+    check(store.wait_idle(_PATIENCE_S), "the store did not come to rest")
     store.check()
     _check_counts(store.stats(), disk.stats().errors, len(damaged))
 

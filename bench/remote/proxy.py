@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import random
+import re
 import socket
 import threading
 import time
@@ -15,6 +16,9 @@ from typing import Any, Self
 
 _PIECE_BYTES = 16 << 10
 _POLL_S = 0.05
+_LATE_S = 0.05
+# The end of one reply of Redis, where another begins.
+_REPLY_ENDS = re.compile(rb"\r\n(?=[$*:+_-])")
 _MAX_PIECES_LATE = 4096  # on their way at once in one direction of a connection
 
 
@@ -27,6 +31,9 @@ class Network:
         delay_s: how long each piece takes on its way, one way.
         drop_after_bytes: each connection is reset after so many bytes from the server; 0 never.
         garbage_share: share of pieces from the server in which some bytes are changed.
+        repeated_share: share of pieces from the server that come twice.
+        reordered_share: share of pieces from the server whose replies come in another order.
+        late_share: share of pieces from the server that come later than they should.
         refuses: whether new connections are closed at once.
         stalls: whether nothing passes, while connections stay.
     """
@@ -35,6 +42,9 @@ class Network:
     delay_s: float = 0.0
     drop_after_bytes: int = 0
     garbage_share: float = 0.0
+    repeated_share: float = 0.0
+    reordered_share: float = 0.0
+    late_share: float = 0.0
     refuses: bool = False
     stalls: bool = False
 
@@ -46,6 +56,7 @@ class Proxy:
         port: of 127.0.0.1, to connect to.
         num_dropped: connections that were reset in the middle.
         num_spoilt: pieces that were changed.
+        num_repeated, num_reordered, num_late: pieces that came twice, in another order, late.
     """
 
     def __init__(self, target_port: int, network: Network | None = None, seed: int = 0) -> None:
@@ -64,6 +75,7 @@ class Proxy:
         self._sockets: set[socket.socket] = set()  # guarded by _lock
         self._closed = threading.Event()
         self.num_dropped = self.num_spoilt = self.num_bytes_down = 0
+        self.num_repeated = self.num_reordered = self.num_late = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
@@ -99,6 +111,16 @@ class Proxy:
             sockets = list(self._sockets)
         for each in sockets:
             self._reset(each)
+
+    def counts(self) -> dict[str, int]:
+        """How often it did what it is told to do to pieces and connections."""
+        return {
+            "replies_garbled": self.num_spoilt,
+            "replies_repeated": self.num_repeated,
+            "replies_reordered": self.num_reordered,
+            "replies_late": self.num_late,
+            "connections_cut": self.num_dropped,
+        }
 
     def close(self) -> None:
         """Ends everything."""
@@ -151,7 +173,8 @@ class Proxy:
                     late.put((0.0, data[: max(0, limit - passed)]))
                     break
                 if down:
-                    data = self._spoil(data, network.garbage_share)
+                    data = self._misplace(self._spoil(data, network.garbage_share), network)
+                    self._maybe_late(network.late_share)
                     self.num_bytes_down += len(data)
                 passed += len(data)
                 late.put((time.monotonic() + network.delay_s, data))
@@ -192,6 +215,26 @@ class Proxy:
         for _ in range(8):
             spoilt[self._random.randrange(len(spoilt))] ^= self._random.randrange(1, 256)
         return bytes(spoilt)
+
+    def _misplace(self, data: bytes, network: Network) -> bytes:
+        """Sends a piece twice, or its last replies first."""
+        if self._meets(network.repeated_share):
+            self.num_repeated += 1
+            data += data
+        if self._meets(network.reordered_share):
+            self.num_reordered += 1
+            ends = [match.end() for match in _REPLY_ENDS.finditer(data)]
+            at = self._random.choice(ends) if ends else len(data) // 2
+            data = data[at:] + data[:at]
+        return data
+
+    def _maybe_late(self, share: float) -> None:
+        if self._meets(share):
+            self.num_late += 1
+            self._closed.wait(_LATE_S)
+
+    def _meets(self, share: float) -> bool:
+        return bool(share) and self._random.random() < share
 
     def _reset(self, each: socket.socket) -> None:
         with self._lock:

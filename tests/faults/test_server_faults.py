@@ -1,4 +1,4 @@
-"""The running server under kill -9, damaged records, failing and slow disks, and aborts."""
+"""The running server under kill -9, damaged records, failing and hanging disks, and aborts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.faults import Prompts, damage_running_server, learn, run_kills
-from bench.faults.kills import QUICK
+from bench.faults import QUICK, Prompts, damage_running_server, learn, run_kills
 from bench.faults.prompts import PromptSource, References
 from bench.faults.running import READ_FAULTS, WRITE_FAULTS, RunningFaults
 from bench.faults.tally import Tallies
+from bench.faults_case import MAX_STALL_MS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -23,7 +23,7 @@ def source() -> PromptSource:
 
 @pytest.fixture(scope="module")
 def prompts(source: PromptSource) -> Prompts:
-    return Prompts.take(source, len(QUICK), quick=False)
+    return Prompts.take(source, len(QUICK.kills), quick=False)
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +81,25 @@ def test_aborts_leave_nothing_wrong_and_nothing_held(
     assert_harmless(faults.tallies)
 
 
-def test_a_slow_disk_drops_saves_and_stalls_nothing(faults: RunningFaults) -> None:
-    found = faults.slow_disk(num_prompts=40, repeats=3)
-    assert found["dropped_pages"] > 0
-    # Bounded by the disk it would be less than half; the rest is for a machine that others use.
-    assert found["throughput_ratio"] > 0.7, faults.samples
+def test_a_disk_that_hangs_drops_saves_and_holds_nobody_up(
+    faults: RunningFaults, prompts: Prompts
+) -> None:
+    """New prompts are answered while every call of the disk hangs; then the others are, too."""
+    assert faults.hung_disk(faults.put_on_disk(prompts.hung), num_prompts=20) > 0
     assert_harmless(faults.tallies)
+
+
+def test_a_disk_that_fails_at_random(faults: RunningFaults, prompts: Prompts) -> None:
+    faults.random_faults(prompts.random, wanted=20, seed=1)
+    injected = {k: t for k, t in faults.tallies.by_kind.items() if k.startswith("server_disk_")}
+    assert sum(tally.injected for tally in injected.values()) >= 20
+    assert_harmless(faults.tallies)
+
+
+def test_no_fault_held_the_scheduler_up(faults: RunningFaults) -> None:
+    """The last of the tests on this server: what all of them did to the scheduler's thread."""
+    stalls = faults.control.report()["stalls"]
+    assert stalls["max_ms"] < MAX_STALL_MS, stalls
 
 
 def test_kills_lose_no_acknowledged_page(
@@ -94,10 +107,10 @@ def test_kills_lose_no_acknowledged_page(
 ) -> None:
     """One kill of each kind; `python -m bench faults` makes twenty."""
     tallies = Tallies()
-    found = run_kills(tmp_path, source, prompts, references, tallies, QUICK)
+    found = run_kills(tmp_path, source, prompts, references, tallies, QUICK.kills)
     injected = {kind: tally.injected for kind, tally in tallies.by_kind.items()}
-    assert sum(injected.values()) == len(QUICK)
+    assert sum(injected.values()) == len(QUICK.kills)
     for kind in ("kill_writing_unsealed_segment", "kill_sealing", "kill_reclaiming"):
         assert injected[kind] >= 1
-    assert found["answers_checked_after_restart"] >= len(QUICK)
+    assert found["answers_checked_after_restart"] >= len(QUICK.kills)
     assert_harmless(tallies)

@@ -1,0 +1,86 @@
+"""Random faults under the stores, without a server; `python -m bench faults` injects many more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.faults.power import cut_power
+from bench.faults.remote_storm import storm_folder, storm_redis
+from bench.faults.stalls import MeteredLock, MeteredRLock, StallMeter
+from bench.faults.store_kills import kill_stores
+from bench.faults.storm import storm_disk, storm_memory
+from bench.faults.tally import Tallies
+from bench.remote.redis_server import redis_binary
+
+SEED = 20
+Storm = Callable[[Path, int, int, Tallies], None]
+
+
+@pytest.mark.parametrize(
+    ("storm", "wanted"),
+    [(storm_disk, 60), (storm_memory, 30), (cut_power, 8), (kill_stores, 2), (storm_folder, 40)],
+)
+def test_random_faults_do_no_harm(storm: Storm, wanted: int, tmp_path: Path) -> None:
+    assert_harmless(storm, wanted, tmp_path)
+
+
+@pytest.mark.skipif(redis_binary() is None, reason="no redis-server is installed")
+def test_a_bad_network_before_redis_does_no_harm(tmp_path: Path) -> None:
+    assert_harmless(storm_redis, 30, tmp_path)
+
+
+def assert_harmless(storm: Storm, wanted: int, folder: Path) -> None:
+    tallies = Tallies()
+    storm(folder, wanted, SEED, tallies)
+    assert sum(tally.injected for tally in tallies.by_kind.values()) >= wanted
+    assert {kind: tally for kind, tally in tallies.by_kind.items() if not tally.harmless} == {}
+
+
+# ---- the meter of the scheduler's stalls ---------------------------------------------------------
+
+
+class Holder:
+    """Another thread that does I/O for as long as the test likes, with a lock in its hands."""
+
+    def __init__(self, meter: StallMeter, lock: MeteredLock | None) -> None:
+        self.is_in, self.may_leave = threading.Event(), threading.Event()
+        self._meter, self._lock = meter, lock
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        self.is_in.wait()
+
+    def _run(self) -> None:
+        if self._lock is not None:
+            self._lock.acquire()
+        with self._meter.io("a slow disk"):
+            self.is_in.set()
+            self.may_leave.wait()
+            time.sleep(0.15)
+        if self._lock is not None:
+            self._lock.release()
+
+
+@pytest.mark.parametrize("kind", [MeteredLock, MeteredRLock])
+def test_a_lock_held_over_io_is_a_stall(kind: type[MeteredLock]) -> None:
+    meter = StallMeter(threading.get_ident())
+    lock = kind(meter, threading.RLock() if kind is MeteredRLock else threading.Lock(), "here")
+    holder = Holder(meter, lock)
+    holder.may_leave.set()
+    with lock:
+        pass
+    holder.thread.join()
+    assert meter.report()["max_ms"] >= 100.0
+
+
+def test_a_lock_held_without_io_is_none() -> None:
+    meter = StallMeter(threading.get_ident())
+    holder = Holder(meter, None)
+    with MeteredLock(meter, threading.Lock(), "here"):
+        holder.may_leave.set()
+        holder.thread.join()
+    assert meter.report()["num"] == 0
