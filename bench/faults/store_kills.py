@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.faults.store_world import acknowledged, count_lost, wait_until
+from bench.faults.audit import Log
+from bench.faults.store_world import count_lost, wait_until
 from bench.faults.tally import Tallies, check
 from bench.server import ROOT
 
@@ -21,18 +22,18 @@ _MAX_LOG_BYTES = 40_000
 def kill_stores(folder: Path, wanted: int, seed: int, tallies: Tallies) -> None:
     """Kills a process when its log has a random length; asks another store for all it promised."""
     tally, rng = tallies["store_kill_9"], random.Random(seed)
-    promised: set[str] = set()
+    log = Log()  # what a later store gave up is no longer promised by an earlier one
     for number in range(wanted):
         place = folder / f"killed-{number // _LIVES_A_FOLDER}"
         if number % _LIVES_A_FOLDER == 0:
-            promised = set()
+            log = Log()
         events = folder / f"killed-{number}.jsonl"
         life = number % _LIVES_A_FOLDER
         _live_and_die(place, events, life * _PAGES_A_LIFE, seed + number, rng)
         tally.injected += 1
-        promised |= acknowledged(events)
+        log.follow(events)
         last = (life + 1) * _PAGES_A_LIFE
-        tally.lost_acknowledged_pages += count_lost(place, promised, tally, last)
+        tally.lost_acknowledged_pages += count_lost(place, log.acknowledged, tally, last)
         if life == _LIVES_A_FOLDER - 1:
             shutil.rmtree(place)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,13 +193,11 @@ def test_close_with_everything_in_flight(tmp_path: Path) -> None:
     world = World(tmp_path, 10, policy="write_back", mode="pre")
     for _ in range(300):
         world.step()
-    started_s = time.monotonic()
     while world.batches:
         world.finish()
     world.save()
     world.load()
     world.plan()
     world.close()
-    assert time.monotonic() - started_s < 15
     assert set(threading.enumerate()) <= before
     world.check_poison()

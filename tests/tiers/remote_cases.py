@@ -120,7 +120,7 @@ def open_store(
     )
 
 
-def until(is_so: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
+def until(is_so: Callable[[], bool], timeout_s: float = 4 * WAIT_S) -> bool:
     """Waits for something that another thread or process brings about."""
     deadline_s = time.monotonic() + timeout_s
     while not is_so():

@@ -158,13 +158,11 @@ def test_a_store_that_is_down_delays_no_save_and_pages_are_counted(
     host = make()
     redis.kill()
     try:
-        started_s = time.monotonic()
         hashes = pages("a", 4 * SLOTS)
         while host.remote.usable:  # until the breaker is open
             host.remote.exists([])
             assert host.save(pages(f"x{time.monotonic()}", 1)) == 1
         assert host.save(hashes) == len(hashes)
-        assert time.monotonic() - started_s < 10
         assert host.offered() == 0
         assert host.count("remote_upload_dropped_pages") >= 3 * SLOTS
     finally:

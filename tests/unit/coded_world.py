@@ -139,7 +139,7 @@ class Rig:
         return len(ticket.pages)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 15
+        deadline_s = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < deadline_s, self.store.stats()
             time.sleep(0.002)

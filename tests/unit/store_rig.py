@@ -102,7 +102,7 @@ class Rig:
         return self.store.counters.snapshot().get(name, 0)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 15
+        deadline_s = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < deadline_s, self.store.stats()
             time.sleep(0.002)
@@ -111,7 +111,7 @@ class Rig:
         self.until(lambda: plan.done)
 
     def settle(self) -> None:
-        assert self.store.wait_idle(15)
+        assert self.store.wait_idle(120)
         self.until(lambda: not self.directory.spill_queue and not self.arena._pins.any())
         self.store.check()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from sglang_ext.load_counter import LoadCounter
@@ -135,7 +134,5 @@ def test_reset_forgets() -> None:
     counter.reset()
     assert counter.consumer_index == -1
     counter.wait_until(0)
-    started_s = time.monotonic()
-    assert counter.finish(index)[0]
-    assert time.monotonic() - started_s < 1
+    assert counter.finish(index)[0]  # would wait for ever if the batch were still known
     assert counter.update_producer() != index
