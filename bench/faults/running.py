@@ -40,7 +40,7 @@ _OPTIONS = (
 _NUM_CLIENTS = 4
 _PATIENCE_S = 300.0  # for a state that comes soon, on any machine
 _CRAWLING_BYTES_PER_S = 1e6  # a cheap SSD moves 1 GB a second
-_LONG_ANSWER = 2048  # tokens: an abort comes before the end of it
+_LONG_ANSWER = 1024  # tokens: an abort comes before the end of it
 
 
 @dataclass
