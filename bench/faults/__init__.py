@@ -26,7 +26,7 @@ from bench.faults.prompts import PROMPT_PAGES, PromptSource, References
 from bench.faults.records import DAMAGES
 from bench.faults.remote_running import RemoteFaults
 from bench.faults.remote_storm import storm_remotes
-from bench.faults.running import READ_FAULTS, WRITE_FAULTS, RunningFaults
+from bench.faults.running import READ_FAULTS, START_S, WRITE_FAULTS, RunningFaults
 from bench.faults.store_damage import damage_store
 from bench.faults.store_kills import kill_stores
 from bench.faults.storm import storm_disk, storm_memory
@@ -199,7 +199,9 @@ class Prompts:
 def learn(prompts: Prompts, source: PromptSource, folder: Path) -> References:
     """Asks plain SGLang for all references."""
     (other,) = source.take(1)
-    with Server(_PLAIN, log_path=folder / "plain.log", stop="kill") as server:
+    with Server(
+        _PLAIN, log_path=folder / "plain.log", start_timeout_s=START_S, stop="kill"
+    ) as server:
         references = References(server)
         references.learn(prompts.all_but_partial(), other)
         references.learn(prompts.partial, other, pages=[_PARTIAL_PAGES])

@@ -24,6 +24,7 @@ from bench.faults.prompts import (
     References,
     ask,
 )
+from bench.faults.running import START_S
 from bench.faults.tally import FaultCheckError, Tallies, Tally, check
 from bench.server import Server, ServerError
 
@@ -157,7 +158,7 @@ class Kills:
             ],
             log_path=folder / "server.log",
             env=environment(folder / "plugin", control),
-            start_timeout_s=900.0,
+            start_timeout_s=START_S,
             stop="kill",
         )
         return _Round(server, control, gate, events)

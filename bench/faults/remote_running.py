@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.faults.inject import Control, environment
 from bench.faults.prompts import PROMPT_PAGES, Answer, References, ask
+from bench.faults.running import START_S
 from bench.faults.tally import Tallies, Tally, check
 from bench.remote.proxy import Proxy
 from bench.remote.redis_server import RedisServer
@@ -66,6 +67,7 @@ class RemoteFaults:
                 ],
                 log_path=self.folder / "server.log",
                 env=environment(self.folder / "plugin", control),
+                start_timeout_s=START_S,
                 stop="kill",
             ) as self.server,
         ):

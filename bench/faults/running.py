@@ -38,6 +38,7 @@ _OPTIONS = (
     *("--hier-kv-disk-io", "buffered", "--hier-kv-prefetch-policy", "wait_complete"),
 )
 _NUM_CLIENTS = 4
+START_S = 900.0  # for a server to start, on any machine
 _PATIENCE_S = 300.0  # for a state that comes soon, on any machine
 _CRAWLING_BYTES_PER_S = 1e6  # a cheap SSD moves 1 GB a second
 _LONG_ANSWER = 1024  # tokens: an abort comes before the end of it
@@ -82,6 +83,7 @@ class RunningFaults:
             [*_OPTIONS, *where],
             log_path=self.folder / "server.log",
             env=environment(self.folder / "plugin", self.control),
+            start_timeout_s=START_S,
             stop="kill",
         )
         return self.server
