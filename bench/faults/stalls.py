@@ -5,7 +5,8 @@ count, where the plugin is among its callers:
 
 - a system call on files or sockets. Time that the thread wanted a core and had none is taken off,
   so a machine that others use makes no stall.
-- a lock of the plugin's, as far as another thread did I/O with that lock in its hands meanwhile.
+- a lock of the plugin's, as far as another thread did I/O with that lock in its hands meanwhile;
+  its time without a core is taken off likewise.
 - a condition or another thread's end: whole.
 
 Waits for the interpreter's own lock are no I/O and do not count.
@@ -60,9 +61,9 @@ class StallMeter:
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
-        self._schedstat = f"/proc/self/task/{threading.get_native_id()}/schedstat"
         self._local = threading.local()
-        # (start, end, locks) of calls by threads that held locks; in progress where the end is inf.
+        # (start, end, locks, seconds blocked) of calls by threads that held locks; in progress
+        # where the end is inf.
         self._calls: deque[list[Any]] = deque(maxlen=_NUM_REMEMBERED)
         self._stalls: list[Stall] = []
         self._is_measuring = False  # on the measured thread: calls of the meter itself
@@ -94,18 +95,20 @@ class StallMeter:
         if not locks:
             yield
             return
-        call = [time.monotonic(), float("inf"), frozenset(locks)]
+        cpu_s, start_s = _on_core_or_waiting_s(), time.monotonic()
+        call: list[Any] = [start_s, float("inf"), frozenset(locks), float("inf")]
         self._calls.append(call)
         try:
             yield
         finally:
             call[1] = time.monotonic()
+            call[3] = max(0.0, call[1] - start_s - (_on_core_or_waiting_s() - cpu_s))
 
     def waited_for(self, lock: int, what: str, start_s: float, end_s: float) -> None:
         """The measured thread waited for a lock: counts what overlaps with I/O under it."""
         overlap_s = sum(
-            max(0.0, min(end, end_s) - max(start, start_s))
-            for start, end, locks in list(self._calls)
+            min(blocked_s, max(0.0, min(end, end_s) - max(start, start_s)))
+            for start, end, locks, blocked_s in list(self._calls)
             if lock in locks
         )
         if overlap_s > 0:
@@ -132,23 +135,14 @@ class StallMeter:
             yield
             return
         self._is_measuring = True
-        cpu_s, start_s = self._on_core_or_waiting_s(), time.monotonic()
+        cpu_s, start_s = _on_core_or_waiting_s(), time.monotonic()
         try:
             yield
         finally:
             wall_s = time.monotonic() - start_s
-            wanted_core_s = self._on_core_or_waiting_s() - cpu_s
+            wanted_core_s = _on_core_or_waiting_s() - cpu_s
             self._is_measuring = False
             self._note(max(0.0, wall_s - wanted_core_s), what, where)
-
-    def _on_core_or_waiting_s(self) -> float:
-        """Seconds so far that the thread ran, or was ready to."""
-        fd = _real_open(self._schedstat, os.O_RDONLY)
-        try:
-            ran, waited, _ = _real_read(fd, 100).split()
-        finally:
-            os.close(fd)
-        return (int(ran) + int(waited)) / 1e9
 
     def _note(self, seconds: float, what: str, where: str) -> None:
         self._stalls.append(Stall(seconds, what, where))
@@ -160,7 +154,17 @@ class StallMeter:
         return held
 
 
-_real_open, _real_read = os.open, os.read
+_real_open, _real_read, _real_close = os.open, os.read, os.close
+
+
+def _on_core_or_waiting_s() -> float:
+    """Seconds so far that the calling thread ran, or was ready to."""
+    fd = _real_open("/proc/thread-self/schedstat", os.O_RDONLY)
+    try:
+        ran, waited, _ = _real_read(fd, 100).split()
+    finally:
+        _real_close(fd)
+    return (int(ran) + int(waited)) / 1e9
 
 
 class MeteredLock:
