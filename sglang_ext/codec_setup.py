@@ -77,6 +77,7 @@ def build_remote_codec(
             _shape(pool, layout, kv_dtype),
             codec_id,
             parse_level(codec_id, config.of_tier("level", "remote")),
+            adopts=bool(config.key_file),  # then the store has nothing that no server of it made
             **_knowledge(config, codec_id, runner),
         )
     except (CodecError, OSError) as error:

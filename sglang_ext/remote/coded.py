@@ -41,6 +41,10 @@ class CodedPages:
         """See `CodedRemote.sizes`."""
         return [page.sizes[-1] for page in self._finder.ask(space, hashes, max_quality)]
 
+    def blame(self, space: KeySpace, page_hash: bytes) -> None:
+        """See `CodedRemote.blame`."""
+        self._finder.blame(space, page_hash)
+
     def fetch(self, lookup: Lookup, done: Callable[[], None]) -> None:
         """See `CodedRemote.fetch`."""
         self._streams.add(lookup, done)

@@ -135,6 +135,11 @@ class Finder:
         self._recent.note(space, found)
         return found
 
+    def blame(self, space: KeySpace, page_hash: bytes) -> None:
+        """A coded page proved to be unusable."""
+        key = RemoteKey(space.digest, page_hash, space.lora, self._coded_level)
+        self._remote.reject(key, "unusable")
+
     def find(
         self, space: KeySpace, hashes: Hashes, max_quality: int, first: int = 0
     ) -> list[FoundPage]:

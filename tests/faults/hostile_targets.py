@@ -30,7 +30,14 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.quality import ANY
 from sglang_ext.tiers.record import RAW_CODEC, RecordMeta, VerifyResult, parse_header
-from sglang_ext.tiers.remote import GetRequest, Outcome, RemoteKey, RemoteStore, StoreConfig
+from sglang_ext.tiers.remote import (
+    GetRequest,
+    Outcome,
+    PutItem,
+    RemoteKey,
+    RemoteStore,
+    StoreConfig,
+)
 from sglang_ext.tiers.remote.base import (
     Deadline,
     Fetch,
@@ -76,6 +83,7 @@ from tests.faults.record_mutations import (
 from tests.faults.record_mutations import (
     forge_header as forge_fields,
 )
+from tests.tiers.protection_cases import KEY, OTHER_KEY, protected_store
 
 _SLOT = 1  # between two others
 _NUM_PAGES = 4
@@ -129,17 +137,33 @@ class DictEngine(RemoteEngine):
 class Store:
     """A real store's facade over values that are forged one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str = "plain", key: bytes = KEY) -> None:
         self.engine = DictEngine()
-        self.remote = RemoteStore(self.engine, StoreConfig(part_bytes=1 << 20))
+        given = protected_store(self.engine, mode, key)
+        self.remote = RemoteStore(config=StoreConfig(part_bytes=1 << 20), **given)
         assert self.remote.wait_usable(30.0)
 
     def hold(self, key: RemoteKey, value: bytes) -> None:
         """Has the store hold one value more; what was known of others is forgotten."""
+        self.hold_named(value_name("hkv", key), value)
+
+    def hold_named(self, name: str, value: bytes) -> None:
+        """As `hold`, by the name that the engine knows."""
         with self.remote._lock:
             self.remote._bad.clear()
         self.remote._guard._note(ok=True)
-        self.engine.values[value_name("hkv", key)] = value
+        self.engine.values[name] = value
+
+    def raw_page(self, at: int, device: Device) -> U8 | None:
+        """As `RemotePages` fetches a page; None for a miss, otherwise its slot."""
+        key = RemoteKey(SPACE.digest, page_hash(at), b"", RAW_CODEC)
+        (head,) = self.remote.head([key])
+        rules = device.copier.rules
+        if head.meta is None or not rules.admits_header(head.meta, head.num_bytes - HEADER_BYTES):
+            return None
+        out: U8 = device.slots[_SLOT]
+        (result,) = self.remote.get([GetRequest(key, out)])
+        return out if result.outcome is Outcome.OK and rules.admits_page(out) else None
 
 
 class Target(abc.ABC):
@@ -206,19 +230,72 @@ class RawPages(Target):
         return _number_of(slot), forged_page(slot, random, LAYOUT)
 
     def use(self, forged: tuple[int, bytes]) -> bytes | None:
-        """As `RemotePages` fetches it."""
+        """As a fetch brings it."""
         at, record = forged
-        key = RemoteKey(SPACE.digest, page_hash(at), b"", RAW_CODEC)
-        self._store.hold(key, record)
-        (head,) = self._store.remote.head([key])
-        rules = self.device.copier.rules
-        if head.meta is None or not rules.admits_header(head.meta, head.num_bytes - HEADER_BYTES):
-            return None
-        out = self.device.slots[_SLOT]
-        (result,) = self._store.remote.get([GetRequest(key, out)])
-        if result.outcome is not Outcome.OK or not rules.admits_page(out):
-            return None
-        return self.shown(at)
+        self._store.hold(RemoteKey(SPACE.digest, page_hash(at), b"", RAW_CODEC), record)
+        return None if self._store.raw_page(at, self.device) is None else self.shown(at)
+
+    def close(self) -> None:
+        """See `Target.close`."""
+        self._store.remote.close()
+
+
+class KeyedPages(Target):
+    """A raw page in a store of servers that have a key, which the writer has not."""
+
+    weight = 10.0
+
+    def __init__(self, device: Device, mode: str) -> None:
+        super().__init__(device)
+        self.name = f"keyed {mode}"
+        self._store = Store(mode)
+        self._names, self._values = self._honest(self._store)
+        # What else a writer has: other pages, pages of another key, in the other mode, of none.
+        self._others = list(self._values)
+        for other_mode, key in ((mode, OTHER_KEY), ("tag", KEY), ("encrypt", KEY), ("plain", KEY)):
+            other = Store(other_mode, key)
+            self._others += self._honest(other)[1]
+            other.remote.close()
+        self._shown = [self._fetched(at) for at in range(len(self._names))]
+        assert None not in self._shown
+
+    @staticmethod
+    def _honest(store: Store) -> tuple[list[str], list[bytes]]:
+        names: list[str] = []
+        for at in range(3):
+            key = RemoteKey(SPACE.digest, page_hash(at), b"", RAW_CODEC)
+            assert store.remote.put([PutItem(key, page(at))]) == [Outcome.OK]
+            names += [name for name in store.engine.values if name not in names]
+        return names, [store.engine.values[name] for name in names]
+
+    def forge(self, random: Random) -> tuple[int, bytes]:
+        """A page's number, and what lies there instead."""
+        at = random.randrange(len(self._names))
+        kind = random.random()
+        if kind < 0.2:
+            return at, forged_page(page(at), random, LAYOUT)
+        value = self._values[at] if kind < 0.7 else random.choice(self._others)
+        if kind < 0.45:
+            changed = bytearray(value)
+            _change_words(changed, 4, HEADER_BYTES, random)
+            return at, bytes(changed)
+        if kind < 0.6:  # the head of one and the rest of another
+            cut = random.choice((24, 432, 440, 480, 496, HEADER_BYTES, len(value) // 2))
+            return at, value[:cut] + random.choice(self._others)[cut:]
+        return at, corrupt(value, random) if kind < 0.95 else value
+
+    def use(self, forged: tuple[int, bytes]) -> bytes | None:
+        """As a fetch brings it: the honest writer's page, or none."""
+        at, value = forged
+        self._store.hold_named(self._names[at], value)
+        shown = self._fetched(at)
+        assert shown in (None, self._shown[at]), f"{self.name}: a page nobody with the key wrote"
+        return shown
+
+    def _fetched(self, at: int) -> bytes | None:
+        slot = self._store.raw_page(at, self.device)
+        shown = None if slot is None else self.shown(at)
+        return None if shown is None else shown[HEADER_BYTES:]
 
     def close(self) -> None:
         """See `Target.close`."""
@@ -309,6 +386,25 @@ class DiskPages(Target):
         return None if shown is None else shown + bytes([quality or 0])
 
 
+def forged_staged(codec: RemotePageCodec, record: U8, random: Random) -> bytes:
+    """A staged record of a coded one; often something about its stages is forged.
+
+    Raises:
+        TierError, CodecError, ValueError, struct.error: the coded record has no stages.
+    """
+    levels = codec.levels(record)
+    staged = bytearray(stage(record, levels.first, levels.ends).tobytes())
+    if random.random() < 0.5:
+        forged_stages(staged, random)
+    if random.random() < 0.3:
+        forge_fields(staged, random)
+    if random.random() < 0.3:
+        place = random.randrange(START_BYTES, len(staged))
+        staged[place : place + 8] = random.randbytes(len(staged[place : place + 8]))
+    seal_stages(staged)
+    return seal(staged)
+
+
 class CodedPages(Target):
     """A coded page in a store, with its levels."""
 
@@ -341,29 +437,15 @@ class CodedPages(Target):
 
     def forge(self, random: Random) -> tuple[int, bytes]:
         """A staged record."""
-        honest = random.choice(self._coded.records)
-        levels = self._codec.levels(honest)
-        at, record = _number_of(honest), honest
+        record = random.choice(self._coded.records)
+        at = _number_of(record)
         if random.random() < 0.5:  # the coded record is forged, and its stages are as they would be
             at, forged = self._coded.forged(random)
             record = as_array(forged)
-            with contextlib.suppress(TierError, CodecError, struct.error, ValueError):
-                levels = self._codec.levels(record)
-        try:
-            staged = bytearray(stage(record, levels.first, levels.ends).tobytes())
-        except (TierError, ValueError):
-            record = random.choice(self._coded.records)
-            at, levels = _number_of(record), self._codec.levels(record)
-            staged = bytearray(stage(record, levels.first, levels.ends).tobytes())
-        if random.random() < 0.5:
-            forged_stages(staged, random)
-        if random.random() < 0.3:
-            forge_fields(staged, random)
-        if random.random() < 0.3:
-            place = random.randrange(START_BYTES, len(staged))
-            staged[place : place + 8] = random.randbytes(len(staged[place : place + 8]))
-        seal_stages(staged)
-        return at, seal(staged)
+        with contextlib.suppress(TierError, CodecError, struct.error, ValueError):
+            return at, forged_staged(self._codec, record, random)
+        record = random.choice(self._coded.records)
+        return _number_of(record), forged_staged(self._codec, record, random)
 
     def use(self, forged: tuple[int, bytes]) -> list[bytes | None] | None:
         """As the streams bring it, at each of its levels."""
@@ -519,6 +601,7 @@ def all_targets(kernels: str, folder: Path) -> list[Target]:
     return [
         RawPages(device),
         DiskPages(device),
+        *(KeyedPages(device, mode) for mode in ("tag", "encrypt")),
         *(CodedPages(device, codec_id) for codec_id in CODECS),
         Profiles(device),
         Segments(device, folder),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from bench.remote.redis_server import RedisServer, redis_binary
 from sglang_ext.copier import CopyError
 from sglang_ext.kernels.rope import PagedView, gpu
 from sglang_ext.layout import HEADER_BYTES, ROPE_BOUND, ROPE_DELTA, ROPE_PRE, U8, write_tail
@@ -18,7 +20,14 @@ from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.record import RAW_CODEC, parse_header
-from sglang_ext.tiers.remote import PutItem, RemoteKey, level_name
+from sglang_ext.tiers.remote import (
+    PutItem,
+    RemoteKey,
+    level_name,
+    open_engine,
+    parse_remote_url,
+)
+from sglang_ext.tiers.remote.base import Deadline, Value, value_name
 from sglang_ext.tiers.remote.staged import stage
 from sglang_ext.tiers.store import PageStore, StoreConfig
 from tests.faults.hostile_pages import (
@@ -35,6 +44,8 @@ from tests.faults.hostile_pages import (
     ropes,
     rules,
 )
+from tests.faults.hostile_targets import forged_staged
+from tests.faults.record_mutations import forged_page
 from tests.tiers.remote_cases import WAIT_S, open_store, until
 from tests.unit.remote_world import no_prefill
 
@@ -159,13 +170,14 @@ def test_the_device_kernels_are_not_launched_with_positions_outside_of_the_table
 class World:
     """A server's page store over a store or a disk that somebody else wrote to."""
 
-    def __init__(self, folder: Path, below: str, codec_id: str) -> None:
-        self.arena = HostArena(4 * NUM_PAGES, LAYOUT.slot_bytes)
+    def __init__(self, folder: Path, below: str, codec_id: str, url: str = "") -> None:
+        self.arena = HostArena(64, LAYOUT.slot_bytes)
         self.arena.slots[:] = CANARY  # as if it had held another tenant's pages
         self.codec = codec_of(codec_id or "zstd")
         self.below = below
         disk = open_disk(folder) if below == "disk" else None
-        remote = open_store(f"file://{folder / 'store'}?size=1GB&free=1") if disk is None else None
+        url = url or f"file://{folder / 'store'}?size=1GB&free=1"
+        remote = open_store(url) if disk is None else None
         assert remote is None or remote.wait_usable(WAIT_S)
         self.store = PageStore(
             self.arena,
@@ -184,11 +196,12 @@ class World:
 
     def fetch(self) -> int:
         """Has a request wait for all pages; returns how many are there then."""
-        rows = b"".join(page_hash(number) for number in range(NUM_PAGES))
-        hashes = np.frombuffer(rows, np.uint8).reshape(-1, 32)
-        sizes = np.zeros(NUM_PAGES, np.int64)
-        if self.below == "remote":
-            sizes[:] = LAYOUT.slot_bytes
+        return self.fetch_pages(range(NUM_PAGES))
+
+    def fetch_pages(self, numbers: range) -> int:
+        """The same for neighbouring pages."""
+        hashes = hashes_of(numbers)
+        sizes = np.full(len(numbers), LAYOUT.slot_bytes if self.below == "remote" else 0, np.int64)
         plan = self.store.plan(self.space, hashes, remote_sizes=sizes)
         if plan is not None:
             assert until(lambda: plan.done)
@@ -196,8 +209,24 @@ class World:
         assert self.store.wait_idle(20)
         return self.store.ready_prefix(self.space, hashes)
 
+    def shown(self, number: int) -> bytes | None:
+        """What a request gets of a page that is in DRAM; None where it is none."""
+        ticket = self.store.pin_ready(self.space, hashes_of(range(number, number + 1)))
+        if ticket is None:
+            return None
+        slots = ticket.slots.tolist()
+        loaded = Device(self.arena.slots).load(slots, number * PAGE)
+        rest = self.arena.slots[slots[0]].tobytes()
+        self.store.release(ticket.slots)
+        return None if loaded is None else loaded + rest
+
     def close(self) -> None:
         self.store.close(5)
+
+
+def hashes_of(numbers: range) -> np.ndarray:
+    rows = b"".join(page_hash(number) for number in numbers)
+    return np.frombuffer(rows, np.uint8).reshape(-1, 32)
 
 
 def open_disk(folder: Path) -> DiskTier:
@@ -245,6 +274,14 @@ def put(folder: Path, records: list[U8], codec_id: str) -> None:
         store.close()
 
 
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    if redis_binary() is None:
+        pytest.skip("no redis-server is installed")
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
 @pytest.fixture
 def worlds() -> Iterator[list[World]]:
     made: list[World] = []
@@ -283,6 +320,68 @@ def test_a_forged_page_is_a_miss_once(
     assert _num_rejected(world) == rejected
 
 
+@pytest.mark.parametrize("codec_id", ["", "zstd"])
+def test_a_page_of_another_place_is_not_fetched_twice(
+    tmp_path: Path, worlds: list[World], codec_id: str
+) -> None:
+    """Only who knows the prompt can tell: the page is sound, and another's."""
+    records = [page(number) for number in range(NUM_PAGES)]
+    other = page(5)
+    forge_header(other, page_hash=page_hash(4))
+    records[4] = other
+    put(tmp_path, records, codec_id)
+    world = World(tmp_path, "remote", codec_id)
+    worlds.append(world)
+    assert world.fetch() == NUM_PAGES
+    ticket = world.store.pin_ready(world.space, hashes_of(range(NUM_PAGES)))
+    assert ticket is not None
+    copier = Device(world.arena.slots).copier
+    bad = copier.unusable(ticket.slots.astype(np.int64), 0)
+    assert bad.tolist() == [4]
+    world.store.drop_damaged(ticket, bad)
+    world.store.release(ticket.slots)
+    world.store.clear()
+    world.fetch()
+    assert world.fetch() == 4
+
+
 def _num_rejected(world: World) -> int:
     counts = [*world.store.stats().items(), *(world.store.remote_stats() or {}).items()]
     return sum(num for name, num in counts if "rejected" in name)
+
+
+@pytest.mark.parametrize("kind", ["redis", "file"])
+@pytest.mark.parametrize("codec_id", ["", "hier"])
+def test_a_real_store_whose_writer_forges_any_field(
+    tmp_path: Path, worlds: list[World], redis: RedisServer, kind: str, codec_id: str
+) -> None:
+    """Each page is a request's only one; what is not refused is loaded, and is its record's."""
+    url = f"redis://127.0.0.1:{redis.port}"
+    if kind == "file":
+        (tmp_path / "store").mkdir()
+        url = f"file://{tmp_path / 'store'}?size=1GB&free=1"
+    engine = open_engine(parse_remote_url(url))
+    random, canary = Random(5), bytes([CANARY]) * 8
+    values, numbers = [], range(1, 49)
+    for number in numbers:
+        value = forged_page(page(number), random, LAYOUT)
+        level = level_name(RAW_CODEC, 0)
+        if codec_id:
+            coded = codec_of(codec_id).encode(page(number))
+            assert coded is not None
+            value = forged_staged(codec_of(codec_id), coded, random)
+            level = level_name(codec_id, codec_of(codec_id).level)
+        name = value_name("hkv", RemoteKey(SPACE.digest, page_hash(number), b"", level))
+        values.append(Value(name, (np.frombuffer(value, np.uint8),), replaces=True))
+    engine.put(values, lambda *_: None, Deadline.after(WAIT_S))
+    engine.close()
+    world = World(tmp_path, "remote", codec_id, url)
+    worlds.append(world)
+    num_ready = num_shown = 0
+    for number in numbers:
+        num_ready += world.fetch_pages(range(number, number + 1))
+        shown = world.shown(number)
+        num_shown += shown is not None
+        assert shown is None or canary not in shown
+    assert num_shown <= num_ready < len(numbers)
+    assert world.store.stats().get("remote_failures", 0) == 0

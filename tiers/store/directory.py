@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_ext.tiers.index import NO_SLOT
 from sglang_ext.tiers.quality import ANY, Qualities, Quality
@@ -228,21 +229,26 @@ class Directory(RemoteBook):
         self.counters.add("loaded_lossy_pages", int((ticket.quality > Quality.EXACT).sum()))
         self.events.pages("loaded", hashes)
 
-    def drop_damaged(self, rows: Rows, slots: Slots) -> None:
+    def drop_damaged(self, rows: Rows, slots: Slots) -> tuple[Hashes, npt.NDArray[np.uint32]]:
         """Forgets pages whose bytes in DRAM went bad, and their copies on disk, made of the same.
 
         Args:
             rows: i64 `[n]`, pinned.
             slots: i32 `[n]`, where the bad bytes lie; a page that lies elsewhere by now stays.
+
+        Returns:
+            Hashes and numbers of the key spaces of those that were forgotten.
         """
         with self.lock:
             same = self.index.is_live(rows) & (self.index.host_slot[rows] == slots)
             rows = rows[same & ((self.index.flags[rows] & READY) != 0)]
+            keys = self.index.keys(rows)
             hashes = self._log_keys(rows)
             self._forget(rows)
         self.counters.add("damaged_pages", len(rows))
         if hashes is not None:
             self.events.pages("lost", hashes)
+        return keys
 
     def pin_present(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, Slots]:
         """Pins those of some pages that are ready in DRAM; for who sends them away.

@@ -331,8 +331,15 @@ class PageStore:
         self._directory.begin_load(space, ticket, hashes)
 
     def drop_damaged(self, ticket: LoadTicket, damaged: Rows) -> None:
-        """Forgets pages of a ticket, by index, that are in DRAM but prove to be no pages."""
-        self._directory.drop_damaged(ticket.rows[damaged], ticket.slots[damaged])
+        """Forgets pages of a ticket, by index, that are in DRAM but prove to be no pages.
+
+        Nor are they fetched again from a remote store, until they are stored there anew.
+        """
+        rows, slots = ticket.rows[damaged], ticket.slots[damaged]
+        hashes, numbers = self._directory.drop_damaged(rows, slots)
+        if self._remote is not None:
+            for row, number in zip(hashes, numbers.tolist(), strict=True):
+                self._remote.blame(self._space_of(number), row.tobytes())
 
     def release(self, slots: Slots) -> None:
         """Gives the pins of a load back."""

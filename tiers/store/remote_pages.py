@@ -123,6 +123,12 @@ class RemotePages:
         """Uploads those of some pages that are in DRAM. Blocks; `on_eviction`'s thread calls it."""
         self._upload(space, hashes)
 
+    def blame(self, space: KeySpace, page_hash: bytes) -> None:
+        """A page that may have come from the store cannot be used. Does not block."""
+        self._remote.reject(_key(space, page_hash), "unusable")
+        if self._coded is not None:
+            self._coded.blame(space, page_hash)
+
     def ask(self, inquiry: RemoteInquiry) -> bool:
         """Asks the store for pages; False when it will not be asked. Does not block."""
         return self._remote.usable and self._desk.ask(inquiry)
