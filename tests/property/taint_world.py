@@ -110,13 +110,10 @@ def page_rows(slot: ByteArray, layout: PageLayout) -> list[np.ndarray]:
 
 
 class Identity:
-    """One key space, always."""
-
-    def __init__(self, space: KeySpace) -> None:
-        self.space = space
+    """One namespace, always."""
 
     def space_of(self, req: Any, store: PageStore) -> KeySpace:
-        return self.space
+        return store.space(DIGEST)
 
     def device_was_reset(self) -> None:
         pass
@@ -212,7 +209,6 @@ class World:
         if disk is not None:
             self.store.connect(disk)
         self.store.open_namespace(DIGEST, {})
-        self.space = self.store.space(DIGEST)
         ropes = [LayerRope(None, movable=True) for _ in range(LAYERS)]
         copier = PageCopier(
             pool, self.layout, ropes, self.arena.slots, mode="pre", kernels=rope_kernels
@@ -236,7 +232,7 @@ class World:
         )
         self.cache = HierKVRadixCache(params)
         metrics = MetricsReporter(self.store, disk, enabled=False, labels={})
-        identity: Any = Identity(self.space)
+        identity: Any = Identity()
         config = HierKVConfig(tree_core=core, prefetch_policy=prefetch_policy)
         self.cache.attach(linker, identity, config, metrics)
         self.kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
@@ -244,6 +240,11 @@ class World:
         self.waiting: list[Request] = []
         self.counts: dict[str, int] = {}
         self._next = 0
+
+    @property
+    def space(self) -> KeySpace:
+        """The key space of now."""
+        return self.store.space(DIGEST)
 
     # ---- the model ----
 
