@@ -16,14 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean
-from typing import Any
 
 import pytest
 
 from bench.server import TINYLM, Server
 from tests.e2e import weight_models
-from tests.e2e.hier_server import PAGE, ask, by_tier, events, hier_args, real_prompts
+from tests.e2e.hier_server import PAGE, by_tier, events, hier_args, real_prompts
+from tests.e2e.weight_answers import NOISE, ROUNDING, Answer, distance, hit, request
 from tests.e2e.weight_ways import (
     IPC_ENVIRONMENT,
     Update,
@@ -35,12 +34,7 @@ from tests.e2e.weight_ways import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-# Mean difference of log-probabilities: what another batch makes (0.03 seen) and what KV of other
-# weights makes (over 0.45 seen), with room on both sides.
-ROUNDING, NOISE = 0.08, 0.3
-LISTENED = list(range(64, 4096, 63))  # tokens whose log-probabilities are compared
 NUM_CLIENTS = 6
-NUM_NEW_TOKENS = 6
 PROMPTS = list(real_prompts([200 + 37 * (n % 9) for n in range(24)], seed=8))
 COMMON = ["--max-total-tokens", "16384", "--page-size", str(PAGE), "--sleep-on-idle"]
 # The other model and the bundled one in turns, by each way that takes requests meanwhile.
@@ -53,31 +47,6 @@ UPDATES: list[tuple[Update, str]] = [
     (from_disk, "first"),
     (from_ipc, "other"),
 ]
-
-
-@dataclass
-class Answer:
-    """Tokens of an answer, and for each place in it the log-probabilities of `LISTENED`."""
-
-    tokens: list[int]
-    logprobs: list[list[float]]
-
-
-def request(server: Server, prompt: list[int]) -> tuple[Answer, dict[str, Any]]:
-    reply = ask(server, prompt, NUM_NEW_TOKENS, token_ids_logprob=LISTENED)
-    places = reply["meta_info"]["output_token_ids_logprobs"]
-    return Answer(reply["output_ids"], [[entry[0] for entry in place] for place in places]), reply
-
-
-def distance(found: Answer, wanted: Answer) -> float:
-    """Largest mean difference of log-probabilities of a place, up to where the tokens part."""
-    worst = 0.0
-    for place, (token, other) in enumerate(zip(found.tokens, wanted.tokens, strict=True)):
-        pairs = zip(found.logprobs[place], wanted.logprobs[place], strict=True)
-        worst = max(worst, mean(abs(a - b) for a, b in pairs))
-        if token != other:
-            break
-    return worst
 
 
 @dataclass
@@ -158,13 +127,6 @@ def wanted(plain: Server, models: dict[str, Path]) -> dict[str, list[Answer]]:
         assert from_disk(plain, path, True) == [(True, 200)]
         answers[name] = [hit(plain, prompt) for prompt in PROMPTS]
     return answers
-
-
-def hit(server: Server, prompt: list[int]) -> Answer:
-    request(server, prompt)
-    answer, reply = request(server, prompt)
-    assert reply["meta_info"]["cached_tokens"] >= len(prompt) // PAGE * PAGE - PAGE
-    return answer
 
 
 def test_kv_of_the_wrong_weights_is_seen(
