@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.tiers.record import HEADER_BYTES, RecordError, VerifyResult
+from sglang_ext.tiers.record import HEADER_BYTES, RecordError, RecordMeta, VerifyResult
 from sglang_ext.tiers.record_checks import sealed_header
 from sglang_ext.tiers.remote import RemoteStore
 from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.tiers.remote.ranges import RangeRequest
 from sglang_ext.tiers.remote.staged import START_BYTES, stage
+from sglang_ext.tiers.store.remote_profiles import RemoteProfiles
+from tests.faults.hostile_pages import codec_of, profile
 from tests.tiers.protection_cases import KEY, OTHER_KEY
 from tests.tiers.remote_cases import (
     KEPT,
@@ -187,3 +189,20 @@ def test_an_encrypted_store_shows_neither_pages_nor_names(tmp_path: Path) -> Non
         assert item.key.namespace.hex().encode() not in data
         for num_bytes in (PAGE_BYTES - HEADER_BYTES, LONG_BYTES - HEADER_BYTES):
             assert payload(item.key, num_bytes)[:16] not in data
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_profile_that_nobody_can_use_is_stored_anew(tmp_path: Path, mode: str) -> None:
+    """What lies there since before the key was set, or is forged, withholds no other pages."""
+    known = codec_of("hier")
+    digest = profile().digest
+    meta = RecordMeta(bytes(32), bytes(32), b"", 0, 8, "pre", "hier", 0, 1, digest)
+    with opened(tmp_path, "plain") as keyless:
+        assert RemoteProfiles(keyless, known).publish(meta)
+    with opened(tmp_path, mode) as one, opened(tmp_path, mode) as other:
+        assert RemoteProfiles(one, known).publish(meta)
+        assert RemoteProfiles(other, codec_of("hier", learned=False)).obtain(meta)
+        newest = max(values(tmp_path), key=lambda path: path.stat().st_mtime_ns)
+        newest.write_bytes(b"?" * 600)
+        assert RemoteProfiles(one, known).publish(meta)
+        assert RemoteProfiles(other, codec_of("hier", learned=False)).obtain(meta)

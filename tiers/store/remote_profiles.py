@@ -12,7 +12,13 @@ import time
 
 import numpy as np
 
-from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, RecordMeta, write_meta
+from sglang_ext.tiers.record import (
+    HEADER_BYTES,
+    ByteArray,
+    RecordMeta,
+    VerifyResult,
+    write_meta,
+)
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, PutItem
 from sglang_ext.tiers.remote.ranges import RangeRequest
@@ -83,14 +89,21 @@ class RemoteProfiles:
 
     def _store(self, meta: RecordMeta) -> bool:
         # Reading some of it keeps it young, which asking whether it exists does not.
-        start = RangeRequest(_key(meta), np.empty(HEADER_BYTES, np.uint8))
-        if self._remote.read_ranges([start])[0].outcome is Outcome.OK:
-            return True
+        key = _key(meta)
+        start = RangeRequest(key, np.empty(HEADER_BYTES, np.uint8))
+        (read,) = self._remote.read_ranges([start])
+        if read.outcome is Outcome.OK:
+            most = HEADER_BYTES + self._codec.max_profile_bytes(meta.codec)
+            facts = self._remote.facts(start.out[: read.num_bytes], key, most)
+            if not isinstance(facts, VerifyResult):
+                return True
+            # Of a server with another key or none, or forged: nobody here can use it.
+            self._remote.reject(key, facts.value)
         try:
             profile = self._codec.profile(meta)
         except LookupError:
             return False
-        (outcome,) = self._remote.put([PutItem(_key(meta), _record(meta, profile))])
+        (outcome,) = self._remote.put([PutItem(key, _record(meta, profile))])
         return outcome in (Outcome.OK, Outcome.KEPT)
 
     def _is_due(self, times: dict[bytes, float], name: bytes, pause_s: float) -> bool:
