@@ -11,6 +11,7 @@ from sglang_ext.codec.base import CodecError
 from sglang_ext.codec.learned import kind_of
 from sglang_ext.codec.profile_paths import find_profile
 from sglang_ext.config import HierKVConfig, HierKVConfigError
+from sglang_ext.key_setup import file_keys
 from sglang_ext.layout import PageLayout
 from sglang_ext.namespace import digest_model
 from sglang_ext.page_codec import CodedShape, PageCodec, parse_level
@@ -96,6 +97,7 @@ def _knowledge(config: HierKVConfig, codec_id: str, runner: Any) -> dict[str, An
         "learned": _learned(config, codec_id, runner.server_args),
         "folder": Path(config.disk_dir) / PROFILE_FOLDER if config.disk_dir else None,
         "owner": digest_model(runner.model).hex()[:16],
+        "keys": file_keys(config),
     }
 
 

@@ -39,3 +39,19 @@ def build_trust(config: HierKVConfig) -> Trust:
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error
     return Trust(seals, name_keys)
+
+
+def file_keys(config: HierKVConfig) -> Sequence[bytes]:
+    """What proves files in the disk folder that are no records; none without a key file.
+
+    Raises:
+        HierKVConfigError: as `build_trust`.
+    """
+    if not config.key_file:
+        return ()
+    from sglang_ext.tiers.protection import open_file_keys
+
+    try:
+        return open_file_keys(Path(config.key_file))
+    except TierConfigError as error:
+        raise HierKVConfigError(str(error)) from error

@@ -14,6 +14,7 @@ import logging
 import struct
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ class PageCodec(PageTranscoder):
         learned: what the codec knows of the model; None to take it from `folder`, or to learn it.
         folder: where learned things are kept.
         owner: name of the model whose pages these are; what was learned for it is used again.
+        keys: what proves that it was learned by a server of this deployment (`LearnedFolder`).
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class PageCodec(PageTranscoder):
         learned: Any = None,
         folder: Path | None = None,
         owner: str = "",
+        keys: Sequence[bytes] = (),
     ) -> None:
         self.encodes = codec_id != "none"
         lossy = codec_class(codec_id).lossy
@@ -132,7 +135,7 @@ class PageCodec(PageTranscoder):
         self.max_pages_a_slot = (12 if lossy else 3) if self.encodes else 1
         self._shape, self._codec_id, self._level = shape, codec_id, level
         self._learned_shape = LearnedShape(shape.num_planes, shape.num_channels)
-        self._known, self._owner = LearnedFolder(folder, self._learned_shape), owner
+        self._known, self._owner = LearnedFolder(folder, self._learned_shape, keys), owner
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()  # guarded by _lock
         # By id and digest of what was learned; None: not to be had. Guarded by _lock.

@@ -8,8 +8,10 @@ records that name it, and stays in memory. All of it is bounded, and the least r
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +30,7 @@ MAX_DIGEST_BYTES = 64
 # In memory, and in a folder. What leaves memory and lies in the folder is read again.
 MAX_KNOWN, MAX_KNOWN_BYTES = 32, 1 << 30
 MAX_FILES, MAX_FILE_BYTES = 64, 4 << 30
+_MAX_POINTER_BYTES = 4 * MAX_DIGEST_BYTES
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,16 @@ class LearnedFolder:
         folder: made when something is stored; None keeps everything in memory. Whoever can write to
             it is believed no more than a store.
         shape: of the model that everything here is of.
+        keys: of the deployment, to prove that what `latest` finds was named by one of its servers;
+            the first writes, all read. Without any, files of the folder are believed.
     """
 
-    def __init__(self, folder: Path | None, shape: LearnedShape) -> None:
+    def __init__(
+        self, folder: Path | None, shape: LearnedShape, keys: Sequence[bytes] = ()
+    ) -> None:
         self._folder = folder
         self._shape = shape
+        self._keys = tuple(keys)
         self._lock = threading.Lock()
         # By codec and digest; None: not to be had. Guarded by _lock.
         self._known: Memo[Any] = Memo(MAX_KNOWN, MAX_KNOWN_BYTES)
@@ -136,12 +144,16 @@ class LearnedFolder:
 
     def latest(self, codec_id: str, owner: str) -> Any | None:
         """What `store` kept last for this owner, in any process; None when there is nothing."""
-        if self._folder is None:
+        if self._folder is None or not tighten(self._folder):
             return None
         try:
-            with self._pointer(codec_id, owner).open("rb") as file:
-                digest = bytes.fromhex(file.read(2 * MAX_DIGEST_BYTES).decode("ascii"))
+            data = _read_own(self._pointer(codec_id, owner), _MAX_POINTER_BYTES)
+            name, _, proof = data.decode("ascii").partition(" ")
+            digest = bytes.fromhex(name)
         except (OSError, ValueError):
+            return None
+        proofs = [_proof(key, codec_id, owner, digest) for key in self._keys]
+        if proofs and not any(hmac.compare_digest(proof, each) for each in proofs):
             return None
         return self.find(codec_id, digest)
 
@@ -169,12 +181,16 @@ class LearnedFolder:
         if self._folder is None:
             return learned
         make_folder(self._folder)
-        tighten(self._folder)
+        if not tighten(self._folder):  # somebody else's, or a link: of no use to keep files in
+            return learned
         path = self._folder / f"{digest.hex()}{kind.suffix}"
         if not path.exists():
             _publish(path, learned.save)
         if owner:
-            _publish(self._pointer(codec_id, owner), lambda temp: _write_text(temp, digest.hex()))
+            text = digest.hex()
+            if self._keys:
+                text += f" {_proof(self._keys[0], codec_id, owner, digest)}"
+            _publish(self._pointer(codec_id, owner), lambda temp: _write_text(temp, text))
         self._trim(kind, keep=path)
         return learned
 
@@ -184,11 +200,11 @@ class LearnedFolder:
             files = [(path.stat(), path) for path in Path(self._folder or "").iterdir()]
         except OSError:  # another server is at it
             return
-        files = [(stat, path) for stat, path in files if path.suffix == kind.suffix]
+        files = [(status, path) for status, path in files if path.suffix == kind.suffix]
         files.sort(key=lambda item: (item[1] == keep, item[0].st_mtime), reverse=True)
         num_bytes = 0
-        for at, (stat, path) in enumerate(files):
-            num_bytes += stat.st_size
+        for at, (status, path) in enumerate(files):
+            num_bytes += status.st_size
             if path != keep and (at >= MAX_FILES or num_bytes > MAX_FILE_BYTES):
                 path.unlink(missing_ok=True)
 
@@ -205,8 +221,7 @@ class LearnedFolder:
     def _read_file(self, kind: LearnedKind, path: Path) -> Any | None:
         most = kind.max_file_bytes(self._shape)
         try:
-            with path.open("rb") as file:
-                data = file.read(most + 1)
+            data = _read_own(path, most + 1)
             if len(data) > most:
                 raise CodecError(f"longer than the {most} bytes of any file for this model")
             found = kind.read(data, self._shape)
@@ -216,6 +231,24 @@ class LearnedFolder:
         except (CodecError, OSError) as error:
             logger.warning("hier-kv: %s cannot be used: %s", path, error)
             return None
+
+
+def _proof(key: bytes, codec_id: str, owner: str, digest: bytes) -> str:
+    """What only a holder of the key can write behind a digest."""
+    return hmac.digest(key, f"{codec_id}|{owner}|{digest.hex()}".encode(), "sha256").hex()
+
+
+def _read_own(path: Path, most: int) -> bytes:
+    """Leading bytes of a file. No link is followed, and nothing but a file is waited for.
+
+    Raises:
+        OSError: it cannot be read, or is no file.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no file")
+        return file.read(most)
 
 
 def _publish(path: Path, write: Callable[[Path], Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class RemotePageCodec(PageCodec, RemoteCodec):
         learned: Any = None,
         folder: Path | None = None,
         owner: str = "",
+        keys: Sequence[bytes] = (),
         adopts: bool = False,
     ) -> None:
         self.adopts = adopts
@@ -45,7 +47,9 @@ class RemotePageCodec(PageCodec, RemoteCodec):
         self.codec_id = codec_id
         self.level = cls.default_level if level is None else level
         self._layered = cls.layered
-        super().__init__(shape, codec_id, self.level, learned=learned, folder=folder, owner=owner)
+        super().__init__(
+            shape, codec_id, self.level, learned=learned, folder=folder, owner=owner, keys=keys
+        )
 
     def levels(self, record: U8) -> Levels:
         """See `RemoteCodec.levels`."""

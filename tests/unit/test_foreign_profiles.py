@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,51 @@ def test_a_file_that_somebody_put_there_does_not_grow_large(tmp_path: Path) -> N
         tracemalloc.stop()
     known.save(path)
     assert LearnedFolder(tmp_path, MODEL).find("hier", known.digest) is not None
+
+
+def latest(folder: Path, *keys: bytes) -> bytes | None:
+    """The digest of what a server with these keys codes with at its start."""
+    found = LearnedFolder(folder, MODEL, keys).latest("hier", "owner")
+    return bytes(found.digest) if found is not None else None
+
+
+def test_with_a_key_no_file_says_how_pages_are_coded_but_a_keyholders(tmp_path: Path) -> None:
+    own, forged = variants(2)
+    key, other = bytes(32), bytes([1]) * 32
+    LearnedFolder(tmp_path, MODEL, [key]).store("hier", own, "owner")
+    assert latest(tmp_path, other, key) == own.digest, "after a rotation"
+    assert latest(tmp_path) == own.digest
+    assert latest(tmp_path, other) is None
+    pointer = tmp_path / "owner.hier"
+    proof = pointer.read_text().split()[1]
+    (tmp_path / "another.hier").write_text(pointer.read_text())
+    assert LearnedFolder(tmp_path, MODEL, [key]).latest("hier", "another") is None
+    LearnedFolder(tmp_path, MODEL).store("hier", forged, "owner")  # by who has no key
+    assert latest(tmp_path) == forged.digest
+    for text in ("", f" {proof}"):
+        pointer.write_text(forged.digest.hex() + text)
+        assert latest(tmp_path, key) is None
+
+
+def test_no_link_is_followed_to_what_was_learned_and_no_pipe_waited_for(tmp_path: Path) -> None:
+    real, linked = tmp_path / "real", tmp_path / "linked"
+    LearnedFolder(real, MODEL).store("hier", profile(), "owner")
+    linked.symlink_to(real)
+    assert LearnedFolder(real, MODEL).latest("hier", "owner") is not None
+    assert LearnedFolder(linked, MODEL).latest("hier", "owner") is None
+    before = sorted(real.iterdir())
+    LearnedFolder(linked, MODEL).store("hier", variants(2)[1], "owner")
+    assert sorted(real.iterdir()) == before
+    for name in ("owner.hier", f"{profile().digest.hex()}.hkp"):
+        path, away = real / name, real / f"{name}.away"
+        path.rename(away)
+        os.mkfifo(path)
+        assert LearnedFolder(real, MODEL).latest("hier", "owner") is None
+        path.unlink()
+        path.symlink_to(away)
+        assert LearnedFolder(real, MODEL).latest("hier", "owner") is None
+        path.unlink()
+        away.rename(path)
 
 
 def test_the_least_recent_leave_a_memo_first() -> None:

@@ -13,7 +13,15 @@ from sglang_ext.tiers.protection.names import HidingEngine
 from sglang_ext.tiers.protection.seals import KeyedSeals
 from sglang_ext.tiers.record_seals import RecordSeals
 
-__all__ = ["HidingEngine", "KeyedSeals", "Mode", "Protection", "open_protection", "write_key_file"]
+__all__ = [
+    "HidingEngine",
+    "KeyedSeals",
+    "Mode",
+    "Protection",
+    "open_file_keys",
+    "open_protection",
+    "write_key_file",
+]
 
 
 def open_protection(path: Path, mode: str) -> tuple[RecordSeals, Sequence[bytes]]:
@@ -29,3 +37,12 @@ def open_protection(path: Path, mode: str) -> tuple[RecordSeals, Sequence[bytes]
     protection = Protection(read_key_file(path), Mode[mode.upper()])
     name_keys = protection.name_keys if protection.mode is Mode.ENCRYPT else ()
     return KeyedSeals(protection), name_keys
+
+
+def open_file_keys(path: Path) -> Sequence[bytes]:
+    """Keys for small files beside the records, of each key of a file; the first writes.
+
+    Raises:
+        TierConfigError: the file cannot be used.
+    """
+    return Protection(read_key_file(path), Mode.TAG).file_keys

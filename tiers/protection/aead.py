@@ -140,6 +140,7 @@ class Protection:
 
     Attributes:
         name_keys: for names that say nothing, one of each key.
+        file_keys: for what proves small files beside the records, one of each key.
     """
 
     def __init__(self, keys: Sequence[bytes], mode: Mode) -> None:
@@ -147,6 +148,7 @@ class Protection:
         self._roots = {_derive(key, b"", b"key id", 8): key for key in keys}
         self._key_id = next(iter(self._roots))
         self.name_keys = tuple(_derive(key, b"", b"names") for key in keys)
+        self.file_keys = tuple(_derive(key, b"", b"files") for key in keys)
         self._lock = threading.Lock()
         self._derived: OrderedDict[tuple[bytes, ...], SealKey] = OrderedDict()  # guarded by _lock
         self._pid = 0  # guarded by _lock, as are the next two
