@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import stat
@@ -307,13 +308,44 @@ def test_a_folder_that_vanishes_and_comes_back(open_: Open, tmp_path: Path) -> N
         store.close()
 
 
-def test_a_read_that_hangs_costs_its_time_and_no_more(open_: Open, tmp_path: Path) -> None:
+def test_what_others_put_in_a_values_place_is_a_miss_alone(open_: Open, tmp_path: Path) -> None:
+    """Neither hangs a thread nor speaks against the folder."""
+    store = open_()
+    items = make_items(range(5))
+    store.put(items)
+    for item, make in zip(items[:3], (os.mkfifo, os.mkdir, _make_socket), strict=True):
+        [path] = [p for p in _values(tmp_path) if item.key.page_hash.hex() in p.name]
+        path.unlink()
+        make(path)
+    for _ in range(20):
+        assert read(store, items) == [MISSING] * 3 + [OK] * 2
+    assert store.usable
+    assert store.put(items) == [KEPT] * 5
+
+
+def _make_socket(path: Path) -> None:
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+def test_a_read_that_hangs_costs_its_time_and_no_more(
+    open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_()
     items = make_items(range(3))
     store.put(items)
-    [hung] = [p for p in _values(tmp_path) if items[1].key.page_hash.hex() in p.name]
-    hung.unlink()
+    [value] = [p for p in _values(tmp_path) if items[1].key.page_hash.hex() in p.name]
+    value.unlink()
+    hung = tmp_path / "hung"
     os.mkfifo(hung)  # to open it for reading waits for a writer, as a dead mount waits for ever
+    read_value = FileEngine._read
+
+    def read_slowly(self: FileEngine, name: str, offset: int, num_bytes: int) -> Any:
+        if items[1].key.page_hash.hex() in name:
+            with contextlib.suppress(FileNotFoundError):
+                os.close(os.open(hung, os.O_RDONLY))
+        return read_value(self, name, offset, num_bytes)
+
+    monkeypatch.setattr(FileEngine, "_read", read_slowly)
     try:
         assert read(store, items, timeout_s=0.2) == [OK, TIMEOUT, TIMEOUT]
         for _ in range(2):

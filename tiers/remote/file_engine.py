@@ -11,6 +11,7 @@ import errno
 import itertools
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +49,10 @@ _RENEW_AFTER_S = 600.0
 _FREE_CHECK_S = 1.0
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError)
+# What others put in a value's place is no value, and nothing is waited for: a symbolic link, what
+# this user may not read, a socket. It must not speak against the folder and all that is in it.
+_NO_VALUE_ERRORS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
+_VALUE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_LINK_ERRORS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -268,16 +273,16 @@ class FileEngine(RemoteEngine):
         nothing = np.empty(0, np.uint8)
         try:
             with self._folders.folder_of(name) as (folder, file):
-                fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+                fd = os.open(file, _VALUE_FLAGS, dir_fd=folder)
         except _NOTHING_THERE:
             return nothing
         except OSError as error:
-            if error.errno == errno.ELOOP:  # a symbolic link is none of ours
+            if error.errno in _NO_VALUE_ERRORS:
                 return nothing
             raise
         try:
             status = os.fstat(fd)
-            if self._is_expired(status):
+            if not stat.S_ISREG(status.st_mode) or self._is_expired(status):
                 return nothing
             data = np.empty(max(0, min(num_bytes, status.st_size - offset)), np.uint8)
             done = 0
