@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.server import ROOT, TINYLM, Leftovers, Server
+from bench.server import FORK_SERVERS, ROOT, TINYLM, Leftovers, Server
 from runtime_cpu import launch
 from sglang_ext.config import HierKVConfig, flag_name
 from tests.e2e.hier_server import (
@@ -143,6 +143,7 @@ def third_server(folder: Path, life: Life, patch: pytest.MonkeyPatch) -> None:
         return [*command, *launch.arguments(given)]
 
     patch.setattr(launch, "command", serve)
+    patch.delenv(FORK_SERVERS, raising=False)  # a forked server runs no command
     args = [*hier_args(folder, host_pages=200), "--max-total-tokens", "16384"]
     with Server(args, log_path=folder / "third.log", stop="kill") as server:
         life.served_command = psutil.Process(server.pid).cmdline()
