@@ -356,6 +356,27 @@ def test_clear_during_a_save(make: Make) -> None:
     rig.settle()
 
 
+def test_a_save_that_was_cleared_ends_no_wait_for_what_came_after(make: Make) -> None:
+    """The next page has the row of the one that was cleared, and a plan that waits for it."""
+    rig = make()
+    cleared = rig.store.begin_save(rig.space, pages("a", 1), NONE)
+    early = rig.store.plan(rig.space, pages("a", 1))
+    assert early is not None
+    rig.store.clear()
+    assert early.done  # nothing comes any more
+    again = rig.store.begin_save(rig.space, pages("b", 1), NONE)
+    assert again.rows.tolist() == cleared.rows.tolist()
+    plan = rig.store.plan(rig.space, pages("b", 1))
+    assert plan is not None
+    rig.store.finish_save(cleared, ok=False)
+    assert not plan.done
+    rig.store.finish_save(again, ok=True)
+    assert plan.done
+    assert not plan.failed
+    for each in (early, plan):
+        rig.store.cancel_plan(each)
+
+
 def test_clear_during_a_promotion(make: Make) -> None:
     rig = make()
     on_disk_only(rig, pages("a", 4))

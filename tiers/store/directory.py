@@ -131,7 +131,7 @@ class Directory(RemoteBook):
                     self._queue_spill(ticket.space, rows)
             else:
                 self._forget(rows)
-            self._settle(ticket.rows[new], failed=not ok)
+            self._settle(ticket.rows[new], ticket.slots[new], failed=not ok)
             self._end_in_flight()
             inexact = int((self.index.quality[rows] > Quality.EXACT).sum()) if ok else 0
             hashes = self._log_keys(rows) if ok else None

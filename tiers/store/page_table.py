@@ -234,6 +234,8 @@ class PageTable:
         self.lineage.forget(live)
         if self.policy is not None:
             self.policy.forget(live)
+        if self._waiters:
+            self._end_waits(live, failed=True)  # the next page of these rows is another's
         return self.index.remove(rows)
 
     def _worse(self, rows: Rows, quality: Qualities) -> npt.NDArray[np.bool_]:
@@ -266,7 +268,17 @@ class PageTable:
         self.arena.free(self.index.host_slot[rows])
         self._remove(rows)
 
-    def _settle(self, rows: Rows, *, failed: bool) -> None:
+    def _settle(self, rows: Rows, slots: Slots, *, failed: bool) -> None:
+        """Ends the waits for pages that were to fill these slots.
+
+        A page may have been cleared meanwhile and its row be filled anew, in another slot: who
+        waits there waits for that.
+        """
+        filling = self.index.is_live(rows) & ((self.index.flags[rows] & FILLING) != 0)
+        others = filling & (self.index.host_slot[rows] != slots)
+        self._end_waits(rows[~others], failed=failed)
+
+    def _end_waits(self, rows: Rows, *, failed: bool) -> None:
         for row in rows.tolist():
             for plan in self._waiters.pop(row, ()):
                 plan.remaining -= 1

@@ -105,8 +105,8 @@ class PlanBook(DiskBook):
             self._touch(plan.rows)
             hashes, lost = self._log_keys(good), self._log_keys(bad)
             self._forget(bad)
-            self._settle(rows[ok], failed=False)
-            self._settle(rows[~ok], failed=True)
+            self._settle(rows[ok], slots[ok], failed=False)
+            self._settle(rows[~ok], slots[~ok], failed=True)
         self.counters.add("promoted_pages", len(good))
         if hashes is not None:
             self.events.pages("promoted", hashes)
@@ -152,7 +152,7 @@ class PlanBook(DiskBook):
             self.index.host_slot[kept] = NO_SLOT
             self.index.flags[kept] &= np.uint8(0xFF ^ (FILLING | WRITE_DROPPED))
             self._may_leave_changed(kept)
-            self._settle(rows, failed=True)
+            self._settle(rows, slots, failed=True)
         self.counters.add("withdrawn_pages", len(rows))
         return None
 
