@@ -460,6 +460,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         """
         self._void_promises()
         cleared = self.store.clear()
+        self.linker.forget_saves()
         logger.info("hier-kv: %d pages are forgotten; the disk deletes its own next", cleared)
         return True
 

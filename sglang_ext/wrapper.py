@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +36,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
     pending_offloads: list[Any]
     inflight_load_rids: list[str]
     inflight_load_index: int
+    _num_void = 0  # leading pending saves of which nothing is stored any more
 
     def match(self, key: Any, req: Any, result: Any) -> Any:
         """Extends a device match by the pages that are ready in DRAM now.
@@ -191,6 +192,28 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             self.pending_offloads.append(_PendingOffload(node_id, lock, []))
         else:
             self.cache.dec_lock_ref(node_id, lock)
+
+    def forget_saves(self) -> None:
+        """The tiers were cleared: what is on the device is stored nowhere, whatever was saved.
+
+        It is saved again when a request comes past it; without that what follows it could not be
+        found. SGLang's tree in Rust keeps its marks: there it takes a flush.
+        """
+        self._num_void = len(self.pending_offloads)
+        if self.cache.tree_core_name == "python":
+            for node in self.cache.tree_core._node_arena.values():
+                node.external_cache_stored = False
+
+    def commit_completed_offloads(self, successes: Sequence[bool]) -> None:
+        """As SGLang's; saves from before `forget_saves` ended as not stored, whenever they did."""
+        num_void = min(self._num_void, len(successes))
+        self._num_void -= num_void
+        super().commit_completed_offloads([*[False] * num_void, *successes[num_void:]])
+
+    def reset(self) -> None:
+        """As SGLang's, which gives up all pending saves."""
+        super().reset()
+        self._num_void = 0
 
     def replace_pending_offload_node(
         self, ack_id: Any, old_node_id: Any, new_node_ids: list[Any]
