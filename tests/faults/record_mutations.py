@@ -38,7 +38,8 @@ def number(random: Random, near: int = 0) -> int:
     """A number that a check may have forgotten."""
     if random.random() < 0.5:
         return random.choice(EDGES)
-    return max(0, near + random.choice((-8, -1, 1, 8, 64, random.randrange(-512, 512))))
+    other = near + random.choice((-8, -1, 1, 8, 64, random.randrange(-512, 512)))
+    return min(max(0, other), EDGES[-1])  # a map has no larger ones
 
 
 def seal(record: bytearray) -> bytes:
