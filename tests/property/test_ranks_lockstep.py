@@ -131,8 +131,17 @@ def test_promises_that_outlive_their_weights_are_found_out(
     monkeypatch.setattr(PromiseBook, "num_promised", of_any_space)
     monkeypatch.setattr(Gate, "load", lambda self, ticket, space: LivePages(ticket, gate._KEY))
     monkeypatch.setattr(ranks_world, "WAIT_S", 5.0)
-    with pytest.raises(AssertionError, match="KV of other weights"):
-        run_updates(tmp_path, 1)
+    assert any(brings_other_weights(tmp_path / str(seed), seed) for seed in range(1, 41))
+
+
+def brings_other_weights(folder: Path, seed: int) -> bool:
+    """Whether a world notices it; which promise is stale just then is a matter of threads, too."""
+    folder.mkdir()
+    try:
+        run_updates(folder, seed)
+    except AssertionError as error:
+        return "KV of other weights" in str(error)
+    return False
 
 
 def test_ranks_that_promise_what_they_have_themselves_are_found_out(
