@@ -13,6 +13,7 @@ from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.record import VerifyResult
 from tests.tiers.conftest import OpenTier
 from tests.tiers.page_books import PageBooks
+from tests.tiers.protection_cases import KEY, seals
 from tests.tiers.tier_pages import (
     NAMESPACE,
     PACKED_SLOT_BYTES,
@@ -149,3 +150,48 @@ def test_a_damaged_footer_keeps_a_segment_from_being_reused(
         world.write(range(number, number + 5))
     world.check()
     assert world.tier.stats().segments_dropped > 0
+
+
+@LAYOUTS
+def test_segments_of_no_key_that_is_here_make_room_for_pages(
+    open_tier: OpenTier, packed: bool
+) -> None:
+    """What nobody can read goes before pages do."""
+    world = World(open_tier, packed)
+    world.write(range(200))
+    num_pages = len(world.books.pages)
+    world.tier.close()
+    world = World(open_tier, packed, seals=seals("tag", KEY))
+    assert not world.books.pages
+    for number in range(200, 500, 5):
+        world.write(range(number, number + 5))
+    world.check()
+    assert len(world.books.pages) > num_pages * 0.7
+
+
+def test_segments_that_are_not_written_to_any_more_go_when_no_page_is_left(
+    open_tier: OpenTier,
+) -> None:
+    """Their places would take no record: they were packed, and new ones are not."""
+    world = World(open_tier, True)
+    world.write(range(200))
+    numbers = world.numbers
+    world.tier.close()
+    world = World(open_tier, False)
+    world.numbers.update(numbers)
+    for number in range(200, 900, 5):
+        world.write(range(number, number + 5))
+    world.check()
+    assert not any(segment.packed for segment in world.tier._catalog.segments())
+
+
+@LAYOUTS
+def test_what_a_call_wrote_does_not_go_to_make_room_for_the_rest_of_it(
+    open_tier: OpenTier, packed: bool
+) -> None:
+    """Its records are no pages yet, but will be."""
+    world = World(open_tier, packed)
+    world.write(range(200))
+    world.books.keep = lambda page_hash: True  # so segments go as a whole
+    assert None not in world.write(range(200, 240))
+    world.check()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglang_ext.tiers.base import RecoveredPages
 from sglang_ext.tiers.store import Epoch, KeySpace
 from sglang_ext.tiers.store.types import READY, WRITE_DROPPED, DiskCopies
 from tests.unit.store_rig import (
@@ -552,3 +553,35 @@ def test_stale_entries_of_one_key_space_do_not_end_a_flush(make: Make) -> None:
     copies = DiskCopies(nowhere, nowhere, np.zeros(2, np.uint16), np.zeros(2, np.uint8))
     rig.directory.finish_spill(entry, np.zeros(2, np.bool_), copies)
     rig.settle()
+
+
+def test_a_page_that_is_copied_twice_from_one_segment_is_on_disk_once(make: Make) -> None:
+    """Reclaiming may find a page twice in a segment, and copies both records."""
+    rig = make(slots=16, lookahead=True)
+    rig.save(pages("a", 2))
+    rig.settle()
+    directory = rig.directory
+    rows = directory.index.lookup(pages("a", 2), 0)
+    segment = int(directory.index.segment[rows[0]])
+    moved = RecoveredPages(
+        hashes=np.concatenate([pages("a", 2), pages("a", 1)]),
+        lora=np.zeros((3, 32), np.uint8),
+        segment=np.full(3, segment + 100, np.uint32),
+        block=np.array([1, 2, 3], np.uint32),
+        num_blocks=np.ones(3, np.uint16),
+        quality=directory.index.disk_quality[rows[[0, 1, 0]]],
+    )
+    directory.move_on_disk(rig.space, segment, moved)
+    assert directory.index.block[rows].tolist() == [3, 2]
+    directory.check()
+
+
+def test_pages_that_the_disk_did_not_take_need_no_cleaning(make: Make) -> None:
+    """They may leave DRAM at once; else the spiller would look for pages to write for ever."""
+    rig = make(policy="write_back", slots=16)
+    assert rig.store._spiller is not None
+    with rig.store._spiller._writing:
+        rig.save(pages("a", 16))
+        rows = rig.directory.index.lookup(pages("a", 16), 0)
+        rig.directory.index.flags[rows] = READY | WRITE_DROPPED
+        assert not rig.directory.needs_cleaning(2)

@@ -63,6 +63,10 @@ class Namespace:
         """Whether pages of this namespace may be read and written."""
         return self.slot_bytes > 0
 
+    def can_reuse(self, segment: Segment) -> bool:
+        """Whether records written now may lie beside those of this segment, which can be read."""
+        return segment.slot_bytes == self.slot_bytes and segment.packed == self.packed
+
 
 class Catalog:
     """Namespaces and segments. Thread-safe: one lock, held only for look-ups and small changes."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages
 from sglang_ext.tiers.disk.active import ActiveSegment
-from sglang_ext.tiers.disk.catalog import Segment
+from sglang_ext.tiers.disk.catalog import Namespace, Segment
 from sglang_ext.tiers.disk.context import DiskContext, Owner
 from sglang_ext.tiers.disk.fileio import aligned_array
 from sglang_ext.tiers.disk.layout import FutureVersionError, LockedFooterError
@@ -39,7 +39,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Reclaimer:
-    """Drops segments to make room. Used under the write lock only."""
+    """Drops segments to make room. Used under the write lock only.
+
+    Attributes:
+        fresh: segments that the call in hand wrote to: the owner does not know their pages yet.
+    """
 
     def __init__(
         self, context: DiskContext, owner: Owner, actives: dict[bytes, ActiveSegment]
@@ -47,6 +51,7 @@ class Reclaimer:
         self._context = context
         self._owner = owner
         self._actives = actives
+        self.fresh: set[int] = set()
 
     def make_room(self, num_bytes: int, digest: bytes) -> bool:
         """Makes room for a new segment of `num_bytes` of namespace `digest`.
@@ -71,17 +76,26 @@ class Reclaimer:
             shortfall -= self.reclaim(victims.pop(self._least_needed(victims)))
         return shortfall <= 0
 
-    def has_room(self, num_bytes: int, digest: bytes) -> bool:
+    def has_room(self, num_bytes: int, namespace: Namespace) -> bool:
         """Whether a new segment fits, once what nobody can read is gone.
 
-        That is what other namespaces have left in the folder of which the owner keeps no page:
-        their oldest segments go first.
+        That is what other namespaces have left in the folder, and this one in segments that are
+        not written to as it is now (of another key, packed or not), of which the owner keeps no
+        page: the oldest segments go first.
         """
-        keeper = self._owner.keeper
+        keeper, catalog = self._owner.keeper, self._context.catalog
         while self._shortfall(num_bytes) > 0:
+            others = catalog.sealed_of_others(namespace.digest)
+            unfit = [
+                each
+                for each in catalog.segments(namespace.digest)
+                if each.sealed
+                and not namespace.can_reuse(each)
+                and each.segment_id not in self.fresh
+            ]
             idle = [
                 segment
-                for segment in self._context.catalog.sealed_of_others(digest)
+                for segment in [*others, *unfit]
                 if keeper is None or not keeper.num_live_blocks(segment.segment_id)
             ]
             if not idle:
@@ -140,11 +154,18 @@ class Reclaimer:
         return sum(segment.file_bytes for segment in self._context.catalog.oldest_sealed())
 
     def _victims(self) -> list[Segment]:
-        """Sealed segments: those with least in them that is a page first, then the oldest."""
+        """Sealed segments: those with least in them that is a page first, then the oldest.
+
+        What the call in hand wrote comes last: its records are no pages yet.
+        """
         victims, keeper = self._context.catalog.oldest_sealed(), self._owner.keeper
         if keeper is None:
             return victims
-        return sorted(victims, key=lambda each: keeper.num_live_blocks(each.segment_id))
+        fresh = self.fresh
+        return sorted(
+            victims,
+            key=lambda each: (each.segment_id in fresh, keeper.num_live_blocks(each.segment_id)),
+        )
 
     def _least_needed(self, victims: Sequence[Segment]) -> int:
         """Index of the segment to drop among the oldest; the oldest of equal ones."""
@@ -224,6 +245,8 @@ class Reclaimer:
                 if context.seals.open([record], [key])[0] is VerifyResult.OK:
                     kept.append(row)
                     slot[record.size :] = 0  # goes to disk too where a record takes a whole slot
+        # Free places in the order of these records may take fewer than in that of their heat.
+        kept = kept[: active.count_fitting([_blocks_in(active, pages, row) for row in kept])]
         records = [
             slot[: _blocks_in(active, pages, row) * BLOCK_BYTES]
             for slot, row in zip(slots, kept, strict=False)

@@ -221,8 +221,8 @@ class Reuser:
                 if not self._context.catalog.has_segment(segment_id):
                     del self._live_blocks[segment_id]
                 continue
-            usable = segment.sealed and segment.packed == namespace.packed
-            if not usable or segment.slot_bytes != namespace.slot_bytes or segment_id in fresh:
+            usable = segment.sealed and namespace.can_reuse(segment)
+            if not usable or segment_id in fresh:
                 continue
             free = segment.end_block - 1 - live
             if free > most and free >= max(first_blocks, _worth_blocks(segment)):

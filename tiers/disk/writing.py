@@ -64,14 +64,13 @@ class Writer:
         self._ids = ids
         self._owner = owner
         self._reuser = Reuser(context)
-        self._fresh: set[int] = set()  # segments that the call in hand wrote to
         self._is_full_for_good = False
 
     def write(self, namespace: Namespace, slots: Sequence[ByteArray]) -> list[Location | None]:
         """Stores one record per slot; the contract is `Tier.write`'s."""
         locations: list[Location | None] = [None] * len(slots)
         rows = self._usable(namespace, slots)
-        self._fresh.clear()
+        self.reclaimer.fresh.clear()
         while rows:
             blocks = [slots[row].size // BLOCK_BYTES for row in rows]
             active = self._active(namespace, blocks)
@@ -83,7 +82,7 @@ class Writer:
             done = active.append([slots[row] for row in batch.rows], batch.prepare)
             for row, location in zip(batch.rows, done.locations, strict=False):
                 locations[row] = location
-            self._fresh.add(active.segment.segment_id)
+            self.reclaimer.fresh.add(active.segment.segment_id)
             self._count(batch, len(done.locations))
             rows = [row for row in rows[len(done.locations) :] if row not in batch.refused]
             if done.failed:
@@ -170,9 +169,9 @@ class Writer:
     ) -> ActiveSegment | None:
         """Opens a segment with free places where there is no room for a new one."""
         keeper = self._owner.keeper
-        if keeper is None or self.reclaimer.has_room(needed, namespace.digest):
+        if keeper is None or self.reclaimer.has_room(needed, namespace):
             return None
-        return self._reuser.open(namespace, keeper, blocks, self._fresh)
+        return self._reuser.open(namespace, keeper, blocks, self.reclaimer.fresh)
 
     def _create(self, namespace: Namespace) -> ActiveSegment | None:
         """Makes a segment; on a full disk drops an old one and tries once more.

@@ -53,7 +53,11 @@ class DiskBook(PageTable):
             moved = (rows >= 0) & (self.index.segment[held] == old_segment)
             # The segment may also hold the worse copy that this one replaced.
             moved &= self.index.disk_quality[held] == pages.quality
-            rows, pages = rows[moved], pages.take(moved)
+            # The segment may also hold a page twice: of two copies the last counts.
+            which = np.flatnonzero(moved)[::-1]
+            _, first = np.unique(rows[which], return_index=True)
+            which = which[np.sort(first)][::-1]
+            rows, pages = rows[which], pages.take(which)
             if self.disk_order is not None:
                 self.disk_order.lift(rows)
             self._set_place(rows, pages)
@@ -263,7 +267,7 @@ class DiskBook(PageTable):
             if self.arena.num_free >= low_water_pages:
                 return False
             tail = self.index.lru_tail(low_water_pages, FILLING)
-            clean = (self.index.flags[tail] & ON_DISK) != 0
+            clean = (self.index.flags[tail] & (ON_DISK | WRITE_DROPPED)) != 0
             return self.arena.num_free + int(clean.sum()) < low_water_pages
 
     def _admitted(self, entry: SpillEntry) -> SpillEntry:
