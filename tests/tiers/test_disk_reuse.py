@@ -10,6 +10,7 @@ import pytest
 
 from sglang_ext.tiers.base import Location
 from sglang_ext.tiers.disk import DiskTier
+from sglang_ext.tiers.disk.reuse import ReusedSegment
 from sglang_ext.tiers.record import VerifyResult
 from tests.tiers.conftest import OpenTier
 from tests.tiers.page_books import PageBooks
@@ -195,3 +196,38 @@ def test_what_a_call_wrote_does_not_go_to_make_room_for_the_rest_of_it(
     world.books.keep = lambda page_hash: True  # so segments go as a whole
     assert None not in world.write(range(200, 240))
     world.check()
+
+
+def test_salvage_moves_no_more_than_fits_the_places_of_a_reused_segment(
+    open_tier: OpenTier,
+) -> None:
+    """A short place and a long one take a short record and a long one, but not in any order."""
+    world = World(open_tier, True)
+    world.write(range(300))
+    writer, context = world.tier._writer, world.tier._context
+    writer.seal(NAMESPACE)
+    lying: dict[int, list[tuple[Location, bytes, int]]] = {}
+    for place, (page_hash, num_blocks) in sorted(world.books.pages.items()):
+        lying.setdefault(place.segment, []).append((place, page_hash, num_blocks))
+    reused, *victims = lying
+    long = next(each for each in reversed(lying[reused]) if each[2] >= 5)
+    short = next(each for each in lying[reused] if each[2] <= 2)
+    assert short[0].block + short[2] < long[0].block
+    world.books._forget([short[0], long[0]])
+    segments = {each.segment_id: each for each in context.catalog.segments()}
+    opened = ReusedSegment.open(context, segments[reused], world.books, short[2])
+    assert opened is not None
+    writer.actives[NAMESPACE] = opened
+    victim, first, second = next(
+        (victim, first, second)
+        for victim in victims
+        for at, first in enumerate(lying[victim])
+        for second in lying[victim][at + 1 :]
+        if (first[2], second[2]) == (long[2], short[2])
+    )
+    heat = {second[1]: 2, first[1]: 1}
+    world.tier.is_hot = lambda digest, hashes: np.array(
+        [heat.get(row.tobytes(), 0) for row in hashes], np.uint8
+    )
+    writer.reclaimer.reclaim(segments[victim])
+    assert world.tier.stats().records_salvaged == 1
