@@ -64,18 +64,18 @@ FULL = (
     *(Kill("record", count) for count in (13, 21, 34)),
     Kill("footer"),
     Kill(RANDOM),
-    Kill("reclaim:before_salvage"),
+    Kill("reuse:before_open"),
     *(Kill("record", count) for count in (4, 7, 17)),
     Kill("seal:before_truncate"),
-    Kill("reclaim:before_drop"),
+    Kill("reuse:opened"),
     Kill(RANDOM),
-    Kill("reclaim:before_unlink", 2),
+    Kill("reuse:before_open", 2),
     Kill("record", 11),
 )
 QUICK = (
     Kill("record", 9),
     Kill("seal:before_truncate"),
-    Kill("reclaim:before_drop", 2),
+    Kill("reuse:opened", 2),
     Kill(RANDOM),
 )
 NUM_PROMPTS = len(FULL)
