@@ -69,13 +69,13 @@ FULL = (
     Kill("seal:before_truncate"),
     Kill("reuse:opened"),
     Kill(RANDOM),
-    Kill("reuse:before_open", 2),
+    Kill("reuse:before_open"),
     Kill("record", 11),
 )
 QUICK = (
     Kill("record", 9),
     Kill("seal:before_truncate"),
-    Kill("reuse:opened", 2),
+    Kill("reuse:opened"),
     Kill(RANDOM),
 )
 NUM_PROMPTS = len(FULL)
