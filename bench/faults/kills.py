@@ -53,7 +53,7 @@ class Kill:
         """What the server was doing, as the report says it."""
         if self.step == "record":
             return "kill_writing_unsealed_segment"
-        if self.step.startswith("reclaim"):
+        if self.step.startswith("reuse"):
             return "kill_reclaiming"
         return "kill_at_random" if self.step == RANDOM else "kill_sealing"
 
