@@ -236,8 +236,8 @@ class QueueWorld(World):
         assert directory.num_planned_pages == 0
         assert directory.num_in_flight == 0
         assert not directory._waiters
-        assert not self.arena._pins.any()
-        assert self.arena.num_deferred == 0
+        # With write_back the spiller may clean more pages at any time, and pins them meanwhile.
+        self.wait_for(lambda: not self.arena._pins.any() and self.arena.num_deferred == 0)
         policy: Any = directory.policy
         assert len(policy.queue) == 0
         assert not policy.wanted(directory.index.rows()).any()

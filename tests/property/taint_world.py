@@ -11,6 +11,7 @@ import random
 import time
 import zlib
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -566,13 +567,19 @@ class World:
         assert self.cache.hier_linker.quiesce()
         self.cache.check_hicache_events()
         assert self.store.wait_idle(120)
-        deadline_s = time.monotonic() + 120
-        while self.store.stats()["spill_queue_pages"] or self.arena._pins.any():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.002)
+        self.wait_for(
+            lambda: not self.store.stats()["spill_queue_pages"] and not self.arena._pins.any()
+        )
         self.check_store()
         self.check_tree()
         self.store.check()
+
+    def wait_for(self, state: Callable[[], bool]) -> None:
+        """Waits until the store's threads have brought about what `state` asks."""
+        deadline_s = time.monotonic() + 120
+        while not state():
+            assert time.monotonic() < deadline_s, self.store.stats()
+            time.sleep(0.002)
 
     def run(self, tokens: list[int], *, exact: bool = False) -> Request:
         """One request from its arrival to its end; saves land."""

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.property.coverage import missing, run_until_all_seen
 from tests.property.taint_world import World
 
-STEPS = 4_000
+ROUNDS = 8
 Make = Callable[..., World]
 
 
@@ -37,12 +38,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 def test_what_is_said_to_be_exact_is(make: Make, core: str, seed: int) -> None:
     policy = ("write_through", "write_back")[seed % 2]
     world = make(seed, core=core, policy=policy, raw_share=(0.0, 0.3)[seed // 2 % 2])
-    for step in range(STEPS):
-        world.step()
-        if step % 500 == 499:
-            world.drain()
-    stats = world.store.stats()
-    print(world.counts, stats)
-    for counter in ("saved_lossy_pages", "loaded_lossy_pages", "replaced_pages"):
-        assert stats.get(counter, 0) > 0, (counter, stats)
-    assert stats.get("device_replaced_pages", 0) > 0, stats
+
+    def one_round() -> None:
+        for _ in range(500):
+            world.step()
+        world.drain()
+
+    shown = (
+        "saved_lossy_pages", "loaded_lossy_pages", "replaced_pages", "device_replaced_pages",
+    )  # fmt: skip
+    run_until_all_seen(one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS)
+    print(world.counts, world.store.stats())
