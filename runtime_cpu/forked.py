@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -135,7 +136,13 @@ class Nursery:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
+            atexit.register(self._end, self._control, self._process)
         return self._control
+
+    @staticmethod
+    def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        control.close()  # it ends, and its servers with it
+        process.wait()
 
 
 def _num_ranks(args: Sequence[str]) -> int:

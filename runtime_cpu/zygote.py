@@ -36,12 +36,17 @@ SERVER_MODULE = "sglang.launch_server"
 # not among them: it runs as the main module of each server.
 PRELOADED = (
     "torch",
+    "torch.utils.cpp_extension",
     "numba",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",
     "sglang.srt.models.llama",
+    # The plugin's: their compiled loops take a second to load. Nothing is hooked by importing them.
+    "sglang_ext.plugin",
+    "sglang_ext.scheduler_hooks",
+    "sglang_ext.factory",
 )
 MAX_MESSAGE_BYTES = 1 << 20
 _MAX_FDS = 64

@@ -35,23 +35,32 @@ def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
         32 bytes.
     """
     digest = hashlib.sha256()
+    places: dict[torch.device, torch.Tensor] = {}  # 1, 2, ...: as many as a chunk needed so far
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
         digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
-        for first, second in _chunk_sums(tensor.detach()):
+        for first, second in _chunk_sums(tensor.detach(), places):
             digest.update(f"{first},{second};".encode())
     return digest.digest()
 
 
-def _chunk_sums(tensor: torch.Tensor) -> Iterable[tuple[int, int]]:
+def _chunk_sums(
+    tensor: torch.Tensor, places: dict[torch.device, torch.Tensor]
+) -> list[tuple[int, int]]:
     if tensor.numel() == 0:
-        return
+        return []
     flat = tensor.contiguous().reshape(-1)
     words = flat.view(_word_dtype(flat))
-    place = torch.arange(1, _CHUNK_VALUES + 1, device=words.device, dtype=torch.int64)
+    num_places, place = min(words.numel(), _CHUNK_VALUES), places.get(words.device)
+    if place is None or place.numel() < num_places:
+        place = torch.arange(1, num_places + 1, device=words.device, dtype=torch.int64)
+        places[words.device] = place
+    sums = []
     for start in range(0, words.numel(), _CHUNK_VALUES):
         chunk = words[start : start + _CHUNK_VALUES].to(torch.int64)
         weighted = (chunk * place[: chunk.numel()]).sum()  # overflow wraps, as it should
-        yield int(chunk.sum()), int(weighted)
+        sums += [chunk.sum(), weighted]
+    values = torch.stack(sums).tolist()  # waits for the device once
+    return list(zip(values[::2], values[1::2], strict=True))
 
 
 def _word_dtype(flat: torch.Tensor) -> torch.dtype:
