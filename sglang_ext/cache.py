@@ -322,6 +322,11 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.taint.admit(req)
         return super().prefix_device_indices(req)
 
+    def maybe_hand_to_session(self, req: Any) -> None:
+        """As SGLang's; from now on the turn writes its session's rows."""
+        super().maybe_hand_to_session(req)
+        self.taint.begin_turn(req)
+
     def claim_kv_row(self, req: Any) -> bool:
         """A request that held KV ends or is retracted: its plan ends at the latest now.
 
@@ -453,7 +458,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.taint.clear()
 
     def clear_storage_backend(self) -> bool:
-        """Drops the tiers below the device (`/hicache/storage-backend/clear`).
+        """Drops the tiers below the device, and their text (`/hicache/storage-backend/clear`).
 
         Waits for nothing: saves under way end as not stored, and the disk deletes its pages when it
         gets to it.
@@ -461,6 +466,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         self._void_promises()
         cleared = self.store.clear()
         self.linker.forget_saves()
+        if self.quotes is not None:
+            self.quotes.forget()
         logger.info("hier-kv: %d pages are forgotten; the disk deletes its own next", cleared)
         return True
 

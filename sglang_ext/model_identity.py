@@ -47,7 +47,7 @@ class ModelIdentity:
         self._label = label
         self._lora_adapters = lora_adapters
         self._exchange = exchange
-        self._lora_digests: dict[str, bytes] = {}
+        self._lora_digests: dict[str, bytes] = {}  # empty: could not be taken
         # Digests under which the device may still hold KV; an adapter reloaded with other
         # weights is off until the next flush.
         self._lora_on_device: dict[str, bytes] = {}
@@ -80,7 +80,7 @@ class ModelIdentity:
         lora_id = getattr(req, "lora_id", None)
         if lora_id is None:
             return store.space(digest)
-        lora = self._lora_digest(lora_id)
+        lora = self._lora_digest(lora_id, store)
         return None if lora is None else store.space(digest, lora)
 
     def _try_open(self, store: PageStore) -> bytes | None:
@@ -198,12 +198,29 @@ class ModelIdentity:
         """An adapter was loaded or unloaded: digests are taken again at the next use."""
         self._lora_digests.clear()
 
-    def _lora_digest(self, lora_id: str) -> bytes | None:
+    def _lora_digest(self, lora_id: str, store: PageStore) -> bytes | None:
         digest = self._lora_digests.get(lora_id)
         if digest is None:
             adapter = self._lora_adapters().get(lora_id)
             if adapter is None:
                 self._lora_on_device.setdefault(lora_id, _MIXED)
                 return None
-            digest = self._lora_digests[lora_id] = digest_lora_adapter(adapter)
+            digest = self._lora_digests[lora_id] = _digest_adapter(lora_id, adapter, store)
+        if not digest:
+            self._lora_on_device[lora_id] = _MIXED
+            return None
         return digest if self._lora_on_device.setdefault(lora_id, digest) == digest else None
+
+
+def _digest_adapter(lora_id: str, adapter: Any, store: PageStore) -> bytes:
+    """Digest of an adapter's weights, 32 bytes; empty where they cannot be read."""
+    try:
+        return digest_lora_adapter(adapter)
+    except Exception:
+        store.counters.add("adapter_digest_failures")
+        logger.exception(
+            "hier-kv: the weights of adapter %s could not be digested; nothing is saved or loaded "
+            "for it until an adapter is loaded or unloaded and the device is flushed",
+            lora_id,
+        )
+        return b""

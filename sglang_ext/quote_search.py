@@ -69,6 +69,7 @@ class QuoteSearch:
     ) -> None:
         self._cache = cache
         self._truncator = truncator
+        self._max_pages = max_pages
         self._text = StoredText(cache.page_size, max_pages)
         self._thread = ThreadPoolExecutor(1, "hier-kv-quotes")
         self._notes: list[Future[None]] = []
@@ -102,6 +103,11 @@ class QuoteSearch:
         self._notes.append(
             self._thread.submit(self._text.add, group, _words(tokens), hashes, -(-head // size))
         )
+
+    def forget(self) -> None:
+        """The storage was cleared: no text of it is kept. Jobs under way end on the old text."""
+        self.drop_all()
+        self._text = StoredText(self._cache.page_size, self._max_pages)
 
     # ---- searches ----
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _ON_SESSION = "_hier_kv_taint"
 _SESSION_KEY = "_hier_kv_key"
+_RUNNING_TURN = "_hier_kv_running_turn"
 _SPARE_MARKS = 1024
 
 
@@ -178,11 +181,17 @@ class TaintKeeper:
         up, as SGLang does where it cannot be used, and the prompt is computed. So is a turn's with
         another adapter, `extra_key` or salt than those before it: SGLang would go on with KV of
         the other adapter, and keep it under this turn's key if the turn is aborted.
+
+        A turn that comes while another runs on the session's rows gets neither of the two: those
+        rows are being written.
         """
         session = self._cache.session
+        slot = session.slots.get(req.session.session_id)
+        if getattr(slot, _RUNNING_TURN, None) not in (None, req):
+            self._turn_away(req)
+            return
         if not session.will_lend_record(req):
             return
-        slot = session.slots[req.session.session_id]
         taint = getattr(slot, _ON_SESSION, Quality.EXACT)
         own_key = _session_key(req)
         is_another = getattr(slot, _SESSION_KEY, own_key) != own_key
@@ -191,11 +200,32 @@ class TaintKeeper:
         elif taint > Quality.EXACT:
             state_of(req).note_reused(int(taint))
 
+    def _turn_away(self, req: Any) -> None:
+        """Ends a turn as SGLang does where a session has another one running.
+
+        SGLang notes that none runs any more when it takes such a turn from its session, and then
+        lets the next one in; here it does not, as one still runs.
+        """
+        if req.to_finish is None:
+            message = "Streaming session already has an active request."
+            req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+        req.release_mm_inputs_on_abort()
+        req.session._inflight = True
+        req.session = None
+        self._cache.hier_linker.store.counters.add("refused_session_turns")
+
+    def begin_turn(self, req: Any) -> None:
+        """A request was given rows; those of a session's turn are the session's until it ends."""
+        slot = self._cache.session.borrowed_slot(req)
+        if slot is not None:
+            setattr(slot, _RUNNING_TURN, req)
+
     def leave_session(self, req: Any) -> None:
         """A turn ends or is retracted; its session may keep its KV."""
         slot = self._cache.session.borrowed_slot(req)
         if slot is None:
             return
+        setattr(slot, _RUNNING_TURN, None)
         setattr(slot, _SESSION_KEY, _session_key(req))
         state = find_state(req)
         if state is not None and state.taint > Quality.EXACT:

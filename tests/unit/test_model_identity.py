@@ -214,3 +214,19 @@ def test_an_extra_key_that_ends_in_an_adapters_id_keeps_both_going(world: Fixtur
         assert adapted != plain
         assert world.space(extra_key=tree_key("tenantadapter-1", None)) == plain
         assert world.space(extra_key=tree_key("adapter-1", None)) == plain
+
+
+def test_an_adapter_that_cannot_be_digested_is_a_miss(world: Fixture) -> None:
+    """Nothing is raised, it is counted once, and the base model goes on."""
+    base = world.space()
+    world.adapters["a"] = SimpleNamespace(layers=[SimpleNamespace(weights=None)], scaling=1.0)
+    assert world.space("a") is None
+    assert world.space("a") is None
+    assert world.store.stats()["adapter_digest_failures"] == 1
+    assert world.space() == base
+
+    world.adapters["a"] = adapter(1.0)
+    world.identity.adapters_changed()
+    assert world.space("a") is None, "the device holds KV of nobody knows what"
+    world.identity.device_was_reset()
+    assert world.space("a") is not None

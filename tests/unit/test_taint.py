@@ -267,9 +267,19 @@ class Session:
     def finish_req(self, req: Any) -> None:
         pass
 
+    def abort_req(self) -> None:
+        self._inflight = False
+
 
 def take_turn(world: World, tokens: list[int], *, exact: bool = False) -> Request:
     """One turn on SGLang's own sessions, from its arrival to its end."""
+    return end_turn(world, begin_turn(world, tokens, exact=exact))
+
+
+def begin_turn(
+    world: World, tokens: list[int], *, exact: bool = False, chunk: int | None = None
+) -> Request:
+    """Its arrival, and its prompt's first chunk."""
     req = Request(f"turn-{len(tokens)}", list(tokens), 0, exact)
     req.session = Session()  # type: ignore[assignment]
     for name in ("to_finish", "finished_reason", "finished_len"):
@@ -277,8 +287,13 @@ def take_turn(world: World, tokens: list[int], *, exact: bool = False) -> Reques
     req.output_ids = []  # type: ignore[attr-defined]
     req.detach_kv = lambda: setattr(req, "kv", ReqKvInfo())  # type: ignore[attr-defined]
     world.waiting.append(req)
-    assert world.admit(req)
-    while req.prefix_len < len(tokens):
+    assert world.admit(req, chunk)
+    return req
+
+
+def end_turn(world: World, req: Request) -> Request:
+    """The rest of it."""
+    while req.prefix_len < len(req.tokens):
         world.go_on(req)
     req.done = True
     world.running.remove(req)
@@ -305,6 +320,29 @@ def test_real_sessions(make: Make) -> None:
         reused.append(state_of(req).taint)
     assert said == reused == [Quality.LOSSY, Quality.LOSSY, Quality.EXACT, Quality.EXACT]
     world.store.cancel_plan(plan)
+    world.cache.release_session("s")
+    world.settle()
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["let in", "refused by SGLang"])
+def test_a_running_turns_rows_stay_its_own(make: Make, refused: bool) -> None:
+    """Another turn of the session, of another tenant: it gets none of them and frees none."""
+    world = make(device_pages=64)
+    first = begin_turn(world, [*DOCUMENT, *QUESTION, 7], chunk=PAGE)
+    session = first.session
+    session._inflight = not refused  # type: ignore[attr-defined]
+    other = Request("other", [*DOCUMENT, 9], 0, False, extra_key="another")
+    other.session = session
+    other.release_mm_inputs_on_abort = lambda: None  # type: ignore[attr-defined]
+    abort = SimpleNamespace(message="Streaming session already has an active request.")
+    other.to_finish = abort if refused else None  # type: ignore[attr-defined]
+    world.match(other)
+    assert other.session is None
+    assert "active request" in other.to_finish.message  # type: ignore[attr-defined]
+    assert session._inflight, "the first still runs"  # type: ignore[attr-defined]
+    assert not other.kv.holds_kv
+    assert world.store.stats()["refused_session_turns"] == 1
+    end_turn(world, first)  # the world looks at the rows that it attends to
     world.cache.release_session("s")
     world.settle()
 
