@@ -31,6 +31,11 @@ def call(server: Server, path: str, body: Any = None) -> tuple[bool, int]:
     return (answer.get("success", True) if isinstance(answer, dict) else True), 200
 
 
+def num_ranks(server: Server) -> int:
+    """Tensor parallel ranks of a server."""
+    return int(server.get("/server_info")["tp_size"])
+
+
 Update = Callable[[Server, Path, bool], list[tuple[bool, int]]]
 
 
@@ -40,13 +45,13 @@ def from_disk(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]
 
 
 def from_tensor(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]:
-    """Two buckets in one session, as trainers send them."""
+    """Two buckets in one session, as trainers send them: whole tensors for each rank."""
     weights = sorted(weight_models.weights_of(model).items())
     answers = [call(server, "/begin_weight_update")]
     for bucket in (weights[: len(weights) // 2], weights[len(weights) // 2 :]):
         payload = pickle.dumps(bucket)  # SGLang's own wire format
         body = {
-            "serialized_named_tensors": [base64.b64encode(payload).decode()],
+            "serialized_named_tensors": [base64.b64encode(payload).decode()] * num_ranks(server),
             "flush_cache": flush,
         }
         answers.append(call(server, "/update_weights_from_tensor", body))
@@ -57,24 +62,24 @@ _group_numbers = itertools.count()
 
 
 def from_distributed(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]:
-    """This process is rank 0 of a gloo group, the server rank 1."""
+    """This process is rank 0 of a gloo group, the server's ranks are the others."""
     inprocess.prepare()
     from sglang.srt.utils import init_custom_process_group
 
-    weights = weight_models.weights_of(model)
+    weights, world_size = weight_models.weights_of(model), 1 + num_ranks(server)
     name, port = f"update-{next(_group_numbers)}", free_port()
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(
             init_custom_process_group,
             backend="gloo",
             init_method=f"tcp://127.0.0.1:{port}",
-            world_size=2,
+            world_size=world_size,
             rank=0,
             group_name=name,
         )
         body = {
             "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
-            "world_size": 2, "group_name": name, "backend": "gloo",
+            "world_size": world_size, "group_name": name, "backend": "gloo",
         }  # fmt: skip
         answers = [call(server, "/init_weights_update_group", body)]
         group = joined.result(30)
@@ -110,17 +115,22 @@ IPC_ENVIRONMENT = {
 def from_ipc(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]:
     """Two buckets through a socket, as checkpoint-engine's parameter server passes them."""
     weights = sorted(weight_models.weights_of(model).items())
-    half = len(weights) // 2
+    half, ranks = len(weights) // 2, num_ranks(server)
     with TemporaryDirectory() as folder, zmq.Context() as context:
         handle = f"ipc://{folder}/weights"
         with context.socket(zmq.REQ) as socket, ThreadPoolExecutor(1) as pool:
-            socket.bind(handle)
             socket.setsockopt(zmq.RCVTIMEO, 60_000)
+            arrivals = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            arrivals.setsockopt(zmq.RCVTIMEO, 60_000)
+            socket.bind(handle)
 
             def send() -> None:
+                for _ in range(ranks):
+                    arrivals.recv_multipart()
                 for bucket in (weights[:half], weights[half:], None):
-                    socket.send_pyobj(bucket)
-                    socket.recv()
+                    for _ in range(ranks):  # they take turns
+                        socket.send_pyobj(bucket)
+                        socket.recv()
 
             sent = pool.submit(send)
             body = {
@@ -130,6 +140,7 @@ def from_ipc(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]
             }
             answers = [call(server, "/update_weights_from_ipc", body)]
             sent.result(60)
+            socket.disable_monitor()
     return answers
 
 
