@@ -12,6 +12,8 @@ from typing import Any
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat"
 
 
 def load() -> None:
@@ -92,7 +94,7 @@ def _hook_tokenizer_manager() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_ext.report import unpack_details
-    from sglang_ext.truncation_front import around_validate, before_tokenizing
+    from sglang_ext.truncation_front import around_tokenizing, around_validate
 
     HookRegistry.register(
         f"{_TOKENIZER}._handle_batch_output",
@@ -100,5 +102,23 @@ def _hook_tokenizer_manager() -> None:
         HookType.BEFORE,
     )
     HookRegistry.register(f"{_TOKENIZER}._validate_one_request", around_validate, HookType.AROUND)
-    HookRegistry.register(f"{_TOKENIZER}._tokenize_texts", before_tokenizing, HookType.BEFORE)
+    HookRegistry.register(f"{_TOKENIZER}._tokenize_texts", around_tokenizing, HookType.AROUND)
+    HookRegistry.register(f"{_TOKENIZER}.__init__", _after_tokenizer_manager)
     HookRegistry.apply_hooks()
+
+
+def _after_tokenizer_manager(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """The HTTP server, if there is one, is imported by now and does not serve yet."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_ext.truncation_front import before_rendering, bound_bodies
+
+    server = sys.modules.get(_HTTP_SERVER)
+    if server is None or getattr(self.server_args, "_hier_kv", None) is None:
+        return
+    bound_bodies(server.app, self)
+    if _CHAT in sys.modules:
+        HookRegistry.register(
+            f"{_CHAT}.OpenAIServingChat._process_messages", before_rendering, HookType.BEFORE
+        )
+        HookRegistry.apply_hooks()

@@ -192,6 +192,13 @@ def test_a_prompt_of_very_many_contexts_is_refused_before_anything_is_done(serve
     with pytest.raises(ServerError, match="may have 65536 characters on this server") as refused:
         server.generate(text="a " * 40_000, sampling_params={"max_new_tokens": 1})
     assert refused.value.status == 400
+    with pytest.raises(ServerError, match="may have 4096 of them on this server") as refused:
+        ask(server, [5] * 100_000)
+    assert refused.value.status == 413, "it is refused while it is read"
+    chat = {"model": "m", "messages": [{"role": "user", "content": "a " * 40_000}]}
+    with pytest.raises(ServerError, match="may have 65536 characters on this server") as refused:
+        server.post("/v1/chat/completions", chat)
+    assert refused.value.status == 400
     assert ask(server, [5] * 4096)["meta_info"]["completion_tokens"] == NEW_TOKENS
 
 

@@ -21,7 +21,7 @@ from sglang_ext.truncation.lineage import (
 )
 from sglang_ext.truncation.policy import STATED, mode_of, why_not_cut
 from sglang_ext.truncation.quotes import StoredRun, StoredText
-from sglang_ext.truncation_front import around_validate, before_tokenizing
+from sglang_ext.truncation_front import around_validate, check_num_chars
 from sglang_ext.truncation_secret import lineage_secret
 
 TOKENS = array("q", range(100))
@@ -159,7 +159,7 @@ def refusal(num: int, flag: str = "overflow", **custom: Any) -> str:
     obj = SimpleNamespace(sampling_params={"custom_params": custom})
     try:
         around_validate(lambda self, obj, ids: None, manager, obj, [1] * num)
-        before_tokenizing(manager, ["x", "x" * 16 * num])
+        check_num_chars(manager, 16 * num)
     except ValueError as error:
         return str(error)
     return ""
