@@ -104,7 +104,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     env = {**IPC_ENVIRONMENT, ENV_SPEED_FILE: str(folder / "speed")}
     if request.param == 2:
         args += ["--tp-size", "2"]
-        env = {**ENVIRONMENT, ENV_SPEED_FILE: str(folder / "speed")}
+        env = {**ENVIRONMENT, **IPC_ENVIRONMENT, ENV_SPEED_FILE: str(folder / "speed")}
     with Server(
         args, env=env, log_path=folder / "server.log", stop="kill", start_timeout_s=300.0
     ) as server:

@@ -118,10 +118,14 @@ def from_ipc(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]
     half, ranks = len(weights) // 2, num_ranks(server)
     with TemporaryDirectory() as folder, zmq.Context() as context:
         handle = f"ipc://{folder}/weights"
-        with context.socket(zmq.REQ) as socket, ThreadPoolExecutor(1) as pool:
-            socket.setsockopt(zmq.RCVTIMEO, 60_000)
-            arrivals = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-            arrivals.setsockopt(zmq.RCVTIMEO, 60_000)
+        with (
+            context.socket(zmq.REQ) as socket,
+            socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as arrivals,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            for one in (socket, arrivals):
+                one.setsockopt(zmq.RCVTIMEO, 60_000)
+                one.setsockopt(zmq.LINGER, 0)
             socket.bind(handle)
 
             def send() -> None:
@@ -140,7 +144,6 @@ def from_ipc(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]
             }
             answers = [call(server, "/update_weights_from_ipc", body)]
             sent.result(60)
-            socket.disable_monitor()
     return answers
 
 

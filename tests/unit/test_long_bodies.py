@@ -182,4 +182,7 @@ def test_bodies_are_bounded_where_prompts_are_cut() -> None:
         app = FastAPI()
         app.add_middleware(CORSMiddleware)
         bound_bodies(app, manager_of(truncation))
-        assert [each.cls for each in app.user_middleware] == [CORSMiddleware, BodyBound][: 1 + num]
+        names = [str(each) for each in app.user_middleware]
+        assert [name.startswith("Middleware(BodyBound") for name in names] == [False, True][
+            : 1 + num
+        ]

@@ -1,0 +1,75 @@
+"""Every counter is in a document."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from sglang_ext.tiers.disk import DiskStats
+
+ROOT = Path(__file__).resolve().parents[2]
+# Some of what the remote store counts is under its own name in its own document.
+WHERE = ("operations.md", "remote.md")
+
+
+def documented() -> set[str]:
+    text = "\n".join((ROOT / "docs" / name).read_text() for name in WHERE)
+    return set(re.findall(r"`([a-z_A-Z]+)`", text))
+
+
+def counted() -> dict[str, str]:
+    """Patterns of the names that the code counts under, and where."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        if path.relative_to(ROOT).parts[0] in ("sglang_ext", "tiers") and ".venv" not in path.parts:
+            for call in ast.walk(ast.parse(path.read_text())):
+                if isinstance(call, ast.Call) and is_count(call):
+                    found.update(dict.fromkeys(patterns(call.args[0]), path.name))
+    return found
+
+
+def is_count(call: ast.Call) -> bool:
+    """Whether it is `counters.add(name...)` of some object."""
+    what = ast.unparse(call.func)
+    return bool(call.args) and re.search(r"\bcounters?\.add$|_counters\.add$", what) is not None
+
+
+def patterns(name: ast.expr) -> Iterator[str]:
+    """Regular expressions of what a name can be."""
+    if isinstance(name, ast.IfExp):
+        yield from patterns(name.body)
+        yield from patterns(name.orelse)
+    elif isinstance(name, ast.JoinedStr):
+        parts = (
+            re.escape(part.value) if isinstance(part, ast.Constant) else "[a-z_A-Z]+"
+            for part in name.values
+        )
+        yield "".join(map(str, parts))
+    elif isinstance(name, ast.Constant):
+        yield re.escape(str(name.value))
+
+
+def test_names_are_read_off_the_code() -> None:
+    names = counted()
+    assert len(names) > 100
+    for name in ("saved_pages", "save_failed_pages", "rejected_[a-z_A-Z]+", "lost_pages"):
+        assert name in names
+
+
+def test_every_counter_is_in_a_document() -> None:
+    known = documented()
+    missing = {
+        name: path
+        for name, path in counted().items()
+        if not any(re.fullmatch(f"((disk|remote|remote_error)_)?{name}", word) for word in known)
+    }
+    assert not missing
+
+
+def test_what_the_disk_reports_is_in_a_document() -> None:
+    known = documented()
+    names = {field.name for field in fields(DiskStats)}
+    assert not {name for name in names if not {name, f"disk_{name}"} & known}
