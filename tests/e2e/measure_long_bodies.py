@@ -23,15 +23,15 @@ CONTEXT = 2048
 ANSWER = {"max_new_tokens": 1}
 
 
-def bodies(num_tokens: int) -> dict[str, tuple[str, bytes]]:
-    """Path and body by name: a prompt of so many tokens in each of the ways to send one."""
-    words = "word " * num_tokens
+def bodies(num_ids: int, num_words: int) -> dict[str, tuple[str, bytes]]:
+    """Path and body by name: a prompt of so many tokens or words, as it can be sent."""
+    words = "word " * num_words
     chat = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": words}]}
     just_short = "word " * (16 * 8 * CONTEXT // 5)  # of too many tokens, not of too many characters
     return {
         "token ids": (
             "/generate",
-            json.dumps({"input_ids": [5] * num_tokens, "sampling_params": ANSWER}).encode(),
+            json.dumps({"input_ids": [5] * num_ids, "sampling_params": ANSWER}).encode(),
         ),
         "text": ("/generate", json.dumps({"text": words, "sampling_params": ANSWER}).encode()),
         "text within the bound": (
@@ -74,15 +74,16 @@ def beside(server: Server, path: str, body: bytes) -> tuple[int, float, list[flo
 def main() -> None:
     """Prints a line for each server and body."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=20_000_000)
-    num_tokens = parser.parse_args().tokens
+    parser.add_argument("--ids", type=int, default=20_000_000)
+    parser.add_argument("--words", type=int, default=2_000_000)
+    sizes = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plugin = hier_args(folder, host_pages=100, disk_gb=0)
         for title, args in (("without", []), ("with", plugin)):
             args = [*args, "--context-length", str(CONTEXT), "--page-size", "64"]
             with Server(args, log_path=folder / f"{title}.log", stop="kill") as server:
-                for what, (path, body) in bodies(num_tokens).items():
+                for what, (path, body) in bodies(sizes.ids, sizes.words).items():
                     status, seconds, waits = beside(server, path, body)
                     print(
                         f"{title:8} {what:22} {len(body) / 1e6:6.1f} MB: {status} after "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,8 @@ from typing import Any
 import pytest
 
 from bench.server import TINYLM, Server
-from runtime_cpu import launch
 from tests.e2e import weight_models
-from tests.e2e.weight_ways import IPC_ENVIRONMENT, WAYS, call, from_disk
+from tests.e2e.weight_ways import IPC_ENVIRONMENT, LORA, UNPINNED, WAYS, call, from_disk
 
 pytestmark = pytest.mark.e2e
 
@@ -354,16 +352,6 @@ def test_the_first_kind_of_server_finds_its_pages_again(
 
 
 # ---- adapters --------------------------------------------------------------------------------
-
-
-LORA = [
-    "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "k_proj", "v_proj",
-    "--lora-backend", "torch_native",
-]  # fmt: skip
-# SGLang's LoRA layers ask for pinned memory, which torch refuses on a machine without accelerator.
-UNPINNED = {
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("unpinned")), str(launch.STUBS)])
-}
 
 
 def lora_server(args: list[str], log_path: Path) -> Server:

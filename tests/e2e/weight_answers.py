@@ -24,8 +24,8 @@ class Answer:
     logprobs: list[list[float]]
 
 
-def request(server: Server, prompt: list[int]) -> tuple[Answer, dict[str, Any]]:
-    reply = ask(server, prompt, NUM_NEW_TOKENS, token_ids_logprob=LISTENED)
+def request(server: Server, prompt: list[int], **fields: Any) -> tuple[Answer, dict[str, Any]]:
+    reply = ask(server, prompt, NUM_NEW_TOKENS, token_ids_logprob=LISTENED, **fields)
     places = reply["meta_info"]["output_token_ids_logprobs"]
     return Answer(reply["output_ids"], [[entry[0] for entry in place] for place in places]), reply
 

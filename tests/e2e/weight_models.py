@@ -98,3 +98,9 @@ def adapter(folder: Path, seed: int) -> Path:
             tensors[f"{name}.lora_B.weight"] = torch.randn(width, 4, generator=generator) * 0.2
     save_file(tensors, str(folder / "adapter_model.safetensors"))
     return folder
+
+
+def copy_adapter(source: Path, target: Path) -> None:
+    """Gives an adapter the weights of another one."""
+    for file in source.iterdir():
+        shutil.copyfile(file, target / file.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 import os
 import pickle
 import platform
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import zmq
+from safetensors.torch import load_file
 
 from bench.server import Server, ServerError, free_port
 from runtime_cpu import inprocess, launch
@@ -173,3 +175,36 @@ WAYS: dict[str, Update] = {
     "release-resume": released_and_reloaded,
     "checker-reset": reset_then_disk,
 }
+
+# ---- adapters ----
+
+LORA = [
+    "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "k_proj", "v_proj",
+    "--lora-backend", "torch_native",
+]  # fmt: skip
+# SGLang's LoRA layers ask for pinned memory, which torch refuses on a machine without accelerator.
+UNPINNED = {
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("unpinned")), str(launch.STUBS)])
+}
+
+
+def load_adapter(server: Server, name: str, path: Path) -> None:
+    """Loads what is in a folder."""
+    assert call(server, "/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})[0]
+
+
+def load_adapter_tensors(server: Server, name: str, path: Path) -> None:
+    """Loads the same from memory, a copy for each rank."""
+    tensors = load_file(str(path / "adapter_model.safetensors"))
+    payload = base64.b64encode(pickle.dumps(tensors)).decode()
+    body = {
+        "lora_name": name,
+        "config_dict": json.loads((path / "adapter_config.json").read_text()),
+        "serialized_named_tensors": [payload] * num_ranks(server),
+    }
+    assert call(server, "/load_lora_adapter_from_tensors", body)[0]
+
+
+def unload_adapter(server: Server, name: str) -> None:
+    """Waits, in SGLang, until no request uses it."""
+    assert call(server, "/unload_lora_adapter", {"lora_name": name})[0]

@@ -44,10 +44,10 @@ def patterns(name: ast.expr) -> Iterator[str]:
         yield from patterns(name.orelse)
     elif isinstance(name, ast.JoinedStr):
         parts = (
-            re.escape(part.value) if isinstance(part, ast.Constant) else "[a-z_A-Z]+"
+            re.escape(str(part.value)) if isinstance(part, ast.Constant) else "[a-z_A-Z]+"
             for part in name.values
         )
-        yield "".join(map(str, parts))
+        yield "".join(parts)
     elif isinstance(name, ast.Constant):
         yield re.escape(str(name.value))
 
