@@ -146,7 +146,8 @@ CASES: dict[str, Case] = {
     "faults": Case(
         "bench.faults_case",
         "damage and kills: wrong tokens, failed requests, lost pages",
-        "by_kind: {name: {injected, wrong_tokens, failed_requests, lost_acknowledged_pages}}",
+        "by_kind: {name: {injected, wrong_tokens, failed_requests, lost_acknowledged_pages}}, "
+        "num_injected, max_scheduler_stall_ms, stalls, kills, slow_disk, open, part_s, seed",
     ),
     "ranks": Case(
         "bench.ranks",

@@ -21,7 +21,7 @@ from typing import IO
 from runtime_cpu.zygote import Job
 
 # Variables that are read when a server runs. Others may decide what an import does.
-_READ_LATE = ("SGLANG_HIER_KV_", "PYTEST_CURRENT_TEST")
+_READ_LATE = ("SGLANG_HIER_KV_", "BENCH_FAULTS_", "PYTEST_CURRENT_TEST")
 _RANK_OPTIONS = ("--tp-size", "--tensor-parallel-size", "--tp")
 # With these SGLang starts processes from processes that it has started.
 _NESTED = ("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--nnodes", "--enable-dp")

@@ -10,15 +10,20 @@ little time: `store_damage.py` damages records, `storm.py` fails disk and coded 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import secrets
 import shutil
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.faults import kills as kills_module
+from bench.faults.inject import import_path
 from bench.faults.kills import Kill, Kills
 from bench.faults.open_time import measure_open
 from bench.faults.power import cut_power
@@ -32,7 +37,7 @@ from bench.faults.store_kills import kill_stores
 from bench.faults.storm import storm_disk, storm_memory
 from bench.faults.tally import FaultCheckError, Tallies
 from bench.remote.redis_server import redis_binary
-from bench.server import ROOT, Server
+from bench.server import FORK_SERVERS, ROOT, Server
 
 __all__ = ["FaultCheckError", "run"]
 
@@ -84,7 +89,7 @@ def run(quick: bool, seed: int | None = None) -> dict[str, Any]:
     Returns:
         `by_kind`: {name: {injected, wrong_tokens, failed_requests, lost_acknowledged_pages}};
         `max_scheduler_stall_ms`, and `stalls` with where they were; `seed`; `kills`, `slow_disk`,
-        `open`: what was measured on the way; `samples`.
+        `open`: what was measured on the way; `part_s`: seconds of each part; `samples`.
 
     Raises:
         FaultCheckError: a fault was not injected as meant or not counted.
@@ -95,38 +100,85 @@ def run(quick: bool, seed: int | None = None) -> dict[str, Any]:
     scratch.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="faults-", dir=scratch))
     try:
-        return _run(folder, QUICK if quick else FULL, quick, seed)
+        with _forked_servers(folder / "plugin"):
+            return _run(folder, QUICK if quick else FULL, quick, seed)
     finally:
         shutil.rmtree(folder)
 
 
+@contextlib.contextmanager
+def _forked_servers(plugin: Path) -> Iterator[None]:
+    """Forks all servers from one process that can import the plugin that injects faults."""
+    before = {name: os.environ.get(name) for name in (FORK_SERVERS, "PYTHONPATH")}
+    os.environ.setdefault(FORK_SERVERS, "1")
+    os.environ["PYTHONPATH"] = import_path(plugin)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class _Parts:
+    """Says what is done and how far that is, and how long each part took.
+
+    Attributes:
+        seconds: of each part that ended.
+    """
+
+    def __init__(self, tallies: Tallies) -> None:
+        self.seconds: dict[str, float] = {}
+        self._tallies = tallies
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Around one part."""
+        before, started_s = self._tallies.num_injected, time.monotonic()
+        print(f"{name} ...", flush=True)
+        yield
+        self.seconds[name] = round(time.monotonic() - started_s, 1)
+        num = self._tallies.num_injected - before
+        print(f"{name}: {num:,} faults in {self.seconds[name]:.0f} s", flush=True)
+
+
 def _run(folder: Path, size: Size, quick: bool, seed: int) -> dict[str, Any]:
     tallies = Tallies()
+    parts = _Parts(tallies)
     source = PromptSource(1)
     prompts = Prompts.take(source, len(size.kills), quick=quick)
-    storm(folder / "storm", size, seed, tallies)
-    damage_store(folder / "store", size.damage_rounds, tallies)
-    references = learn(prompts, source, folder)
-    slow, stalls, samples = run_on_one_server(
-        folder, source, prompts, references, tallies, size=size, seed=seed
-    )
+    with parts.part("stores without a server"):
+        storm(folder / "storm", size, seed, tallies)
+        damage_store(folder / "store", size.damage_rounds, tallies)
+    with parts.part("answers of plain SGLang"):
+        references = learn(prompts, source, folder)
+    with parts.part("a server on a bad disk"):
+        slow, stalls, samples = run_on_one_server(
+            folder, source, prompts, references, tallies, size=size, seed=seed
+        )
     if redis_binary() is not None:
-        remote = RemoteFaults(folder / "remote", prompts.random, references, tallies)
-        remote.run(size.remote_rounds, seed)
-        stalls["redis"] = remote.stalls
-    kills = run_kills(folder, source, prompts, references, tallies, size.kills)
-    opened = measure_open(folder / "open", size.open_gb, size.open_repeats)
+        with parts.part("a server and a bad Redis"):
+            remote = RemoteFaults(folder / "remote", prompts.random, references, tallies)
+            remote.run(size.remote_rounds, seed)
+            stalls["redis"] = remote.stalls
+    with parts.part("kill -9"):
+        kills = run_kills(folder, source, prompts, references, tallies, size.kills)
+    with parts.part("opening a full folder"):
+        opened = measure_open(folder / "open", size.open_gb, size.open_repeats)
     samples["kills"] = kills.pop("samples")
     samples["open"] = opened.pop("samples")
     return {
         "by_kind": tallies.to_dict(),
-        "num_injected": sum(tally.injected for tally in tallies.by_kind.values()),
+        "num_injected": tallies.num_injected,
         "max_scheduler_stall_ms": max(each["max_ms"] for each in stalls.values()),
         "stalls": stalls,
         "seed": seed,
         "kills": kills,
         "slow_disk": slow,
         "open": opened,
+        "part_s": parts.seconds,
         "samples": samples,
     }
 

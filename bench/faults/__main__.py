@@ -27,7 +27,7 @@ def main() -> int:
         damage_store(Path(folder) / "store", size.damage_rounds, tallies)
     found = {
         "seed": seed,
-        "num_injected": sum(tally.injected for tally in tallies.by_kind.values()),
+        "num_injected": tallies.num_injected,
         "by_kind": tallies.to_dict(),
     }
     print(json.dumps(found, indent=1))

@@ -36,6 +36,8 @@ from bench.faults.tally import check
 from runtime_cpu import launch
 
 CONTROL_VARIABLE = "BENCH_FAULTS_CONTROL"
+_INFO = "bench_faults-1.dist-info"
+_SCHEDULER = "run_scheduler_process"  # SGLang's; it loads the plugins first
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _BLOCK_BYTES = 4096
 _TORN_STEPS = {b"HKVR": "record", b"HKVF": "footer"}
@@ -93,21 +95,30 @@ def environment(folder: Path, control: Control) -> dict[str, str]:
     """Variables for a server that obeys `control`.
 
     Args:
-        folder: where the plugin's metadata is written.
+        folder: where the plugin's metadata is written, unless it is on the import path already.
         control: its control file.
     """
-    info = folder / "bench_faults-1.dist-info"
+    variables = {CONTROL_VARIABLE: str(control.path)}
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if not any(entry and Path(entry, _INFO).exists() for entry in before):
+        variables["PYTHONPATH"] = import_path(folder)
+    return variables
+
+
+def import_path(folder: Path) -> str:
+    """Writes the plugin's metadata to a folder; returns a PYTHONPATH with it.
+
+    A process that forks servers has to have it from the start; without a control file in its
+    environment a server takes no notice of the plugin.
+    """
+    info = folder / _INFO
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-faults\nVersion: 1\n")
     (info / "entry_points.txt").write_text(
         "[sglang.srt.plugins]\nbench_faults = bench.faults.inject:load\n"
     )
     path = [str(folder), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    base = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    return {
-        "PYTHONPATH": launch.environment(base)["PYTHONPATH"],
-        CONTROL_VARIABLE: str(control.path),
-    }
+    return launch.environment({**os.environ, "PYTHONPATH": os.pathsep.join(path)})["PYTHONPATH"]
 
 
 class Plan:
@@ -278,7 +289,7 @@ def _write_reports(control: Path, plan: Plan, meter: StallMeter, disks: list[Fau
 def load() -> None:
     """The plugin's entry point: called by SGLang in each of its processes."""
     path = os.environ.get(CONTROL_VARIABLE)
-    if not path or "sglang.srt.managers.scheduler" not in sys.modules:
+    if not path or not _is_scheduler():
         return
     from sglang_ext.tiers.disk import DiskTier
 
@@ -296,6 +307,15 @@ def load() -> None:
         original(self, config, io=disks[-1], failpoints=plan.reach)
 
     DiskTier.__init__ = opened_late_on_a_faulty_disk  # type: ignore[method-assign]
+
+
+def _is_scheduler() -> bool:
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != _SCHEDULER:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _marker(control: Path) -> Path:

@@ -50,6 +50,11 @@ class Tallies:
     def __getitem__(self, kind: str) -> Tally:
         return self.by_kind.setdefault(kind, Tally())
 
+    @property
+    def num_injected(self) -> int:
+        """Faults of all kinds."""
+        return sum(tally.injected for tally in self.by_kind.values())
+
     def to_dict(self) -> dict[str, dict[str, int]]:
         """Plain values, for JSON."""
         return {kind: asdict(tally) for kind, tally in sorted(self.by_kind.items())}
