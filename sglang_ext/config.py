@@ -224,7 +224,8 @@ class HierKVConfig:
         "",
         "File to which every saved, written, promoted, dropped and rejected page is logged, one "
         "JSON object a line. For tests and audits; empty: off. At 512 MB it becomes FILE.1 and a "
-        "new one begins; what cannot be written is counted (event_log_dropped_lines).",
+        "new one begins; nobody waits for it. What cannot be written, or waits behind 16 MB, is "
+        "counted (event_log_dropped_lines).",
         metavar="FILE",
     )
 

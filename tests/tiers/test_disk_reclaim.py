@@ -296,3 +296,13 @@ def test_readers_and_reclaim_run_together(tier: DiskTier) -> None:
     total = {kind: sum(seen[kind] for seen in counts) for kind in VerifyResult}
     assert total[VerifyResult.OK] > 0
     assert total[VerifyResult.OK] + total[VerifyResult.MISSING] == sum(total.values())
+
+
+def test_what_a_call_just_wrote_goes_after_all_that_was_there(tier: DiskTier) -> None:
+    """Also where no more than a few segments may go, and a request waits for each old one."""
+    owner = OwnerIndex(tier)
+    owner.add(NAMESPACE, range(4 * PER_SEGMENT), tier)
+    sealed = sorted({at.segment for at in owner.pages.values()})[:-1]
+    tier.num_needed = lambda segment: int(segment in sealed)
+    tier.write(NAMESPACE, [make_slot(n) for n in range(1000, 1000 + 8 * PER_SEGMENT)])
+    assert [segment for _, segment in owner.dropped[: len(sealed)]] == sealed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from sglang_ext.tiers.disk.layout import (
     encode_header,
     record_offset,
 )
+from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.record import VerifyResult
 from tests.tiers.tier_pages import (
     NAMESPACE,
@@ -291,3 +293,29 @@ def test_ages_outlive_a_restart(open_tier: OpenTier) -> None:
     while not dropped:
         tier.write(NAMESPACE, [make_slot(9999)])
     assert dropped[0] == locations[1][0].segment
+
+
+@pytest.mark.parametrize("name", ["folder.msgpack", f"{FOLDER}/ns.msgpack", "segment"])
+def test_a_pipe_in_a_files_place_holds_nobody_up(
+    open_tier: OpenTier, tmp_path: Path, name: str
+) -> None:
+    """Opening one for reading waits for a writer, which never comes."""
+    locations, paths = write_and_leave(open_tier, range(5), sealed=True)
+    pipe = paths[0] if name == "segment" else tmp_path / "disk" / name
+    pipe.unlink()
+    os.mkfifo(pipe)
+    outcomes: list[object] = []
+
+    def open_again() -> None:
+        try:
+            tier = open_tier()
+            tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+            outcomes.append(read_page(tier, locations[0], 0))
+        except TierConfigError as error:
+            outcomes.append(error)
+
+    thread = threading.Thread(target=open_again, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert outcomes, "it waits"
+    assert outcomes != [VerifyResult.OK] or name != "segment"

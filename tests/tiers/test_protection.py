@@ -180,6 +180,24 @@ def test_no_nonce_is_used_twice_by_threads_and_forked_processes() -> None:
     os.close(write_end)
 
 
+def test_a_forked_process_of_the_same_number_has_another_salt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a container of its own, where both may be process 1."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    protection = Protection([KEY], Mode.TAG)
+    protection.begin(1)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write_end, protection.begin(1).salt)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read_end, 16) != protection.begin(1).salt
+    os.close(read_end)
+    os.close(write_end)
+
+
 # ---- stages ----
 
 

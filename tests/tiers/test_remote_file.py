@@ -19,6 +19,7 @@ from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteStore
 from sglang_ext.tiers.remote.file_engine import FileEngine
+from sglang_ext.tiers.remote.file_reclaim import LOCK_NAME
 from tests.tiers import tier_pages
 from tests.tiers.remote_cases import (
     FULL,
@@ -142,6 +143,36 @@ def test_the_oldest_go_when_the_folder_is_too_full(open_: Open, tmp_path: Path) 
     assert not any(left[1:4])
     assert all(left[-20:])
     assert store.usage() == (PAGE_BYTES * len(_values(tmp_path)), 40 * PAGE_BYTES)
+
+
+def test_a_lock_from_the_future_holds_nobody_off(open_: Open, tmp_path: Path) -> None:
+    store = open_()
+    store.put([make_item(0)])
+    (top,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    lock = top / LOCK_NAME
+    reclaimer = _reclaimer(store)
+    assert reclaimer.wait_scanned(WAIT_S)
+    lock.touch()
+    next_year_s = time.time() + 365 * 86400
+    os.utime(lock, (next_year_s, next_year_s))
+    assert reclaimer.wait_scanned(WAIT_S)
+    assert not lock.exists()
+
+
+def test_a_hole_takes_no_room(open_: Open, tmp_path: Path) -> None:
+    """Somebody makes a value of a terabyte that has no content; no other goes for it."""
+    store = open_(f"size={40 * PAGE_BYTES}&free=1")
+    assert set(store.put(make_items(range(20)))) == {OK}
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    sparse, *others = _values(tmp_path)
+    os.truncate(sparse, 1 << 40)
+    for path in others:  # it is the youngest
+        os.utime(path, (time.time() - 600, time.time() - 600))
+    assert sparse.stat().st_blocks * 512 <= 2 * PAGE_BYTES, "this file system makes no holes"
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert len(_values(tmp_path)) == 20
+    sparse_bytes = sparse.stat().st_blocks * 512
+    assert store.usage() == (19 * PAGE_BYTES + sparse_bytes, 40 * PAGE_BYTES)
 
 
 def test_other_files_are_left_alone(open_: Open, tmp_path: Path) -> None:

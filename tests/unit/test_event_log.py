@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
 for number in range(200):
     log.note("full", number=number)
+assert log.settle(300)
 assert 0 < log.num_dropped < 200, log.num_dropped
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 log.note("room", dropped=log.num_dropped)
@@ -52,6 +55,7 @@ def test_two_files_are_its_bound(tmp_path: Path) -> None:
     log = EventLog(str(path), 1000)
     for number in range(100):
         log.note("saved", number=number)
+        assert log.settle(300)
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 2000
     assert log.num_dropped == 0
     log.close()
@@ -81,3 +85,47 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(TierConfigError, match="must be a file that can be written to"):
             EventLog(str(tmp_path / name))
     assert not (tmp_path / "victim").exists()
+
+
+def test_a_file_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+    """What waits is bounded, the rest is counted; when the file goes on, so does the log."""
+    log = EventLog(str(tmp_path / "events"), max_queued_bytes=10_000)
+    inside, outside = os.pipe()
+    with contextlib.suppress(BlockingIOError):  # full: a write to it waits until it is read
+        os.set_blocking(outside, False)
+        while True:
+            os.write(outside, b"\n" * 4096)
+    os.set_blocking(outside, True)
+    os.dup2(outside, log._fd)
+    logged = threading.Event()
+
+    def note() -> None:
+        for number in range(1000):
+            log.note("saved", number=number)
+        logged.set()
+
+    threading.Thread(target=note, daemon=True).start()
+    assert logged.wait(120)
+    assert not log.settle(0.01)
+    assert not log.settle(3600.0), "waited once more for a file that hangs"
+    num_dropped = log.num_dropped
+    assert 0 < num_dropped < 1000
+    os.close(outside)
+    reader = os.fdopen(inside, "rb")
+    lines: list[bytes] = []
+    while len(lines) < 1000 - num_dropped:
+        lines += filter(None, [reader.readline().strip()])
+    assert [json.loads(line)["number"] for line in lines] == list(range(1000 - num_dropped))
+    log.close()
+    assert reader.read() == b""  # the file was closed
+    reader.close()
+
+
+def test_what_was_logged_is_in_the_file_once_it_is_settled(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    log = EventLog(str(path))
+    for number in range(50):
+        log.note("saved", number=number)
+        assert log.settle(300)
+        assert _lines(path)[-1]["number"] == number
+    log.close()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -585,3 +586,24 @@ def test_pages_that_the_disk_did_not_take_need_no_cleaning(make: Make) -> None:
         rows = rig.directory.index.lookup(pages("a", 16), 0)
         rig.directory.index.flags[rows] = READY | WRITE_DROPPED
         assert not rig.directory.needs_cleaning(2)
+
+
+def test_clearing_sorts_no_pages(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a million pages that took 3 s, with everybody who needs the lock waiting."""
+    rig = make(slots=16, lookahead=True)
+    for name in "abc":
+        rig.save(pages(name, 5))
+    rig.settle()
+
+    sorted_: list[int] = []
+    unique: Any = np.unique
+
+    def note(values: np.ndarray, **options: bool) -> object:
+        sorted_.append(len(values))
+        return unique(values, **options)
+
+    monkeypatch.setattr(np, "unique", note)
+    assert rig.store.clear() == 15
+    assert max(sorted_) == 1, "more than the segment was sorted"
+    monkeypatch.undo()
+    rig.settle()

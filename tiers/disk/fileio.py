@@ -28,10 +28,14 @@ class FileIO:
     """The system calls that the tier makes, one method each. Thread-safe; holds no state."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Opens `path` and returns a file descriptor. A symbolic link to a file is refused."""
+        """Opens `path` and returns a file descriptor. A symbolic link to a file is refused.
+
+        A pipe in a file's place is opened at once, and fails when it is read or written at an
+        offset.
+        """
         # The tier's own folder may be reached through a link; nothing in it is one.
         link = 0 if flags & os.O_DIRECTORY else os.O_NOFOLLOW
-        return os.open(path, flags | os.O_CLOEXEC | link, FILE_MODE)
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | link, FILE_MODE)
 
     def close(self, fd: int) -> None:
         """Closes `fd`."""

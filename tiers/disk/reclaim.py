@@ -104,10 +104,10 @@ class Reclaimer:
         return True
 
     def reclaim_oldest(self) -> bool:
-        """Drops the oldest sealed segment; returns whether there was one."""
+        """Drops the oldest sealed segment, one of this call last; returns whether there was one."""
         victims = self._context.catalog.oldest_sealed()
         if victims:
-            self.reclaim(victims[0])
+            self.reclaim(min(victims, key=lambda each: each.segment_id in self.fresh))
         return bool(victims)
 
     def reclaim(self, victim: Segment) -> int:
@@ -159,18 +159,24 @@ class Reclaimer:
         What the call in hand wrote comes last: its records are no pages yet.
         """
         victims, keeper = self._context.catalog.oldest_sealed(), self._owner.keeper
-        if keeper is None:
-            return victims
         fresh = self.fresh
+        if keeper is None:
+            return sorted(victims, key=lambda each: each.segment_id in fresh)
         return sorted(
             victims,
             key=lambda each: (each.segment_id in fresh, keeper.num_live_blocks(each.segment_id)),
         )
 
     def _least_needed(self, victims: Sequence[Segment]) -> int:
-        """Index of the segment to drop among the oldest; the oldest of equal ones."""
+        """Index of the segment to drop among the oldest; the oldest of equal ones.
+
+        Nobody can need what the call in hand wrote, as its records are no pages yet; it comes last.
+        """
         num_needed = [
-            self._call(functools.partial(self._owner.num_needed, victim.segment_id), 0) or 0
+            (
+                victim.segment_id in self.fresh,
+                self._call(functools.partial(self._owner.num_needed, victim.segment_id), 0) or 0,
+            )
             for victim in victims[:_CHOICE]
         ]
         return num_needed.index(min(num_needed))

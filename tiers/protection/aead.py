@@ -13,6 +13,7 @@ import itertools
 import os
 import struct
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -151,17 +152,24 @@ class Protection:
         self.file_keys = tuple(_derive(key, b"", b"files") for key in keys)
         self._lock = threading.Lock()
         self._derived: OrderedDict[tuple[bytes, ...], SealKey] = OrderedDict()  # guarded by _lock
-        self._pid = 0  # guarded by _lock, as are the next two
-        self._salt = b""
+        self._salt = b""  # guarded by _lock, as is the next
         self._counter = itertools.count()
+        _with_salts.add(self)
 
     def begin(self, kind: int) -> Origin:
         """An origin that was never used."""
         with self._lock:
-            if self._pid != os.getpid():  # the first time, and in a child that was forked
-                self._pid, self._salt = os.getpid(), os.urandom(_SALT_BYTES)
-                self._counter = itertools.count()
+            if not self._salt:  # the first time, and in a child that was forked
+                self._salt, self._counter = os.urandom(_SALT_BYTES), itertools.count()
             return Origin(self.mode, kind, self._key_id, self._salt, next(self._counter))
+
+    def forget_salt(self) -> None:
+        """Begins with a new salt; for a child that was just forked, which has one thread.
+
+        Process ids say nothing here: two processes of two namespaces may have the same.
+        """
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._salt = b""
 
     def key_of(self, origin: Origin, purpose: bytes, namespace: bytes) -> SealKey | None:
         """The derived key of an origin; None when the deployment's key is not here."""
@@ -181,6 +189,17 @@ class Protection:
             while len(self._derived) > _MAX_DERIVED:
                 self._derived.popitem(last=False)
         return made
+
+
+_with_salts: weakref.WeakSet[Protection] = weakref.WeakSet()
+
+
+def _forget_salts() -> None:
+    for protection in list(_with_salts):
+        protection.forget_salt()
+
+
+os.register_at_fork(after_in_child=_forget_salts)
 
 
 def _derive(key: bytes, salt: bytes, info: bytes, length: int = 32) -> bytes:

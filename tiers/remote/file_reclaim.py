@@ -22,6 +22,8 @@ _SCAN_AFTER_SHARE = 1 / 64  # of the size, in bytes that this server wrote
 _KEEP_SHARE = 0.9
 _OVERFULL_SHARE = 1.1
 _BUCKET_S = 60
+_PROBE_BYTES = 4096  # more than any file system keeps beside a file's name
+_STAT_BLOCK_BYTES = 512  # of `st_blocks`, on every file system
 
 
 class Reclaimer:
@@ -48,6 +50,7 @@ class Reclaimer:
         self._closed = False  # guarded by _changed
         self._is_due = True  # guarded by _changed
         self._is_scanning = False  # guarded by _changed
+        self._counts_blocks = False  # whether the file system says what files take
         self.num_removed = 0
         self.num_scans = 0  # guarded by _changed
         self._thread = threading.Thread(
@@ -153,8 +156,9 @@ class Reclaimer:
             if self._ttl_s and age_s > self._ttl_s:
                 self._remove(found)
                 continue
-            ages[int(status.st_mtime) // _BUCKET_S] += status.st_size
-            total += status.st_size
+            num_bytes = self._bytes_of(status)
+            ages[int(status.st_mtime) // _BUCKET_S] += num_bytes
+            total += num_bytes
         return ages, total
 
     def _remove_oldest(self, ages: Counter[int], excess: int) -> int:
@@ -172,7 +176,7 @@ class Reclaimer:
             if bucket == last and removed >= excess:
                 continue
             self._remove(found)
-            removed += found.status.st_size
+            removed += self._bytes_of(found.status)
         return removed
 
     def _files(self) -> Iterator[Found]:
@@ -190,10 +194,21 @@ class Reclaimer:
     def _take_lock(self, top: int) -> bool:
         with contextlib.suppress(OSError):
             status = os.stat(LOCK_NAME, dir_fd=top, follow_symlinks=False)
-            if time.time() - status.st_mtime > _LOCK_AGE_S:
+            # One of the future says nothing of its age: a clock was set, or somebody set the time.
+            if abs(time.time() - status.st_mtime) > _LOCK_AGE_S:
                 os.unlink(LOCK_NAME, dir_fd=top)
         try:
-            os.close(self._folders.make_file(top, LOCK_NAME))
+            fd = self._folders.make_file(top, LOCK_NAME)
         except FileExistsError:
             return False
+        with contextlib.suppress(OSError):  # on a full file system, too, something must go
+            os.write(fd, os.urandom(_PROBE_BYTES))
+        self._counts_blocks = os.fstat(fd).st_blocks > 0
+        os.close(fd)
         return True
+
+    def _bytes_of(self, status: os.stat_result) -> int:
+        """Bytes that a file takes; its holes take none."""
+        if not self._counts_blocks:
+            return status.st_size
+        return min(status.st_size, status.st_blocks * _STAT_BLOCK_BYTES)

@@ -68,6 +68,7 @@ class DiskBook(PageTable):
         """Forgets the disk copies in a segment that is about to be deleted."""
         with self.lock:
             self._drop_from_disk(self._rows_of_segment(segment))
+        self.events.settle()
 
     def give_up(self, num_blocks: int) -> int:
         """Forgets the disk copies that are needed least, so that many blocks of them or what is.
@@ -82,6 +83,7 @@ class DiskBook(PageTable):
             rows = self.disk_order.take(num_blocks, self.now_s())
             given_up = int(self.index.num_blocks[rows].sum())
             self._drop_from_disk(rows)
+        self.events.settle()
         return given_up
 
     def live_records(

@@ -50,7 +50,7 @@ class SegmentRows:
         num_blocks: npt.NDArray[np.uint16],
     ) -> None:
         """Pages lie in segments now; none of them lay in one."""
-        ids, which = np.unique(segments, return_inverse=True)
+        ids, which = _grouped(segments)
         for segment in ids.tolist():
             self._number(segment)
         numbers = np.array([self._numbers[segment] for segment in ids.tolist()], np.int64)
@@ -66,7 +66,7 @@ class SegmentRows:
         num_blocks: npt.NDArray[np.uint16],
     ) -> None:
         """Pages lie in their segments no more."""
-        ids, which = np.unique(segments, return_inverse=True)
+        ids, which = _grouped(segments)
         numbers = np.array([self._numbers[segment] for segment in ids.tolist()], np.int64)
         _remove(
             self._prev, self._next, self._heads, self._live, np.ascontiguousarray(rows, np.int64),
@@ -161,3 +161,12 @@ def _compile_loops() -> None:
     rows.add(*some)
     rows.rows(0)
     rows.remove(*some)
+
+
+def _grouped(
+    segments: npt.NDArray[np.uint32],
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.intp]]:
+    """Each segment once, and which of these each is; runs of one are sorted as one."""
+    firsts = np.flatnonzero(np.r_[True, segments[1:] != segments[:-1]][: len(segments)])
+    ids, of_run = np.unique(segments[firsts], return_inverse=True)
+    return ids, np.repeat(of_run, np.diff(firsts, append=len(segments)))
