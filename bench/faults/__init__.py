@@ -43,6 +43,7 @@ __all__ = ["FaultCheckError", "run"]
 
 _PLAIN = ("--page-size", "64", "--max-total-tokens", "98304", "--sleep-on-idle")
 _PARTIAL_PAGES = 3
+_NUM_PARTS = 6
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,13 @@ class _Parts:
     def part(self, name: str) -> Iterator[None]:
         """Around one part."""
         before, started_s = self._tallies.num_injected, time.monotonic()
-        print(f"{name} ...", flush=True)
+        print(f"part {len(self.seconds) + 1} of {_NUM_PARTS}, {name} ...", flush=True)
         yield
         self.seconds[name] = round(time.monotonic() - started_s, 1)
         num = self._tallies.num_injected - before
-        print(f"{name}: {num:,} faults in {self.seconds[name]:.0f} s", flush=True)
+        harmful = [kind for kind, tally in self._tallies.by_kind.items() if not tally.harmless]
+        harm = f"HARM so far by {', '.join(harmful)}" if harmful else "no harm so far"
+        print(f"{name}: {num:,} faults in {self.seconds[name]:.0f} s, {harm}", flush=True)
 
 
 def _run(folder: Path, size: Size, quick: bool, seed: int) -> dict[str, Any]:
