@@ -10,6 +10,7 @@ what is driven: the product's own code, and nothing here decides what leaves. Co
 - hits: leading pages that were loaded, as a share of those that an unbounded store would have had;
 - in DRAM: share of the hits that lay in DRAM before the request's turn;
 - written: pages written to disk, as a share of new pages; those moved within the disk count too;
+- a hit: pages written to disk for each page that hit;
 - amplification: pages written, over those that were written for the first time.
 """
 
@@ -172,8 +173,10 @@ def order_share(paths: Sequence[Ids], capacity: int, order: str, num_waiting: in
     return sum(replay_order(requests, capacity, order)) / max(num_reusable(paths), 1)
 
 
-def rows(paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: Sequence[int],
-         page_bytes: int) -> Iterator[tuple[str, str]]:  # fmt: skip
+def rows(
+    paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: Sequence[int],
+    page_bytes: int, write_policy: str = "write_through",
+) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Names and figures of one capacity, a share of the footprint."""
     footprint = len(np.unique(np.concatenate(paths)))
     host = max(int(footprint * share * DRAM_SHARE), 2)
@@ -189,11 +192,12 @@ def rows(paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: 
                 yield f"  {num} known, then LRU, {name}", f"{rate:.3f}"
     for num in known:
         for label, placement in (("on", PolicyConfig()), ("off", None)):
-            with virtual_store(sizes, placement) as server:
+            with virtual_store(sizes, placement, write_policy) as server:
                 done = Replay(paths, num or len(paths), prefill_s).run(server)
             written = done.written / max(done.new, 1)
             figures = f"hits {done.hit_share:.3f}, in DRAM {done.early_share:.3f}"
-            figures += f", written {written:.3f}, amplification {done.amplification:.3f}"
+            figures += f", written {written:.3f}, a hit {done.written / max(done.hits, 1):.2f}"
+            figures += f", amplification {done.amplification:.3f}"
             yield f"  server, look-ahead {label}, {num or 'all'} known", figures
 
 
@@ -205,13 +209,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--known", type=int, nargs="+", default=KNOWN, help="0: all of them")
     parser.add_argument("--kv-bytes-per-token", type=int, default=KV_BYTES_PER_TOKEN)
+    parser.add_argument("--write-policy", default="write_through", help="the server's flag")
     flags = parser.parse_args(arguments)
     lines = read_trace(flags.trace, limit=1500 if flags.quick else None)
     paths = [line.hash_ids for line in lines]
     prefill_s = [line.input_tokens / LLAMA_70B.prefill_tokens_per_s for line in lines]
     page_bytes = BLOCK_TOKENS * flags.kv_bytes_per_token
     for share in flags.shares:
-        for name, figures in rows(paths, prefill_s, share, flags.known, page_bytes):
+        for name, figures in rows(
+            paths, prefill_s, share, flags.known, page_bytes, flags.write_policy
+        ):
             print(f"{name:42} {figures}", flush=True)
 
 

@@ -47,6 +47,8 @@ from sglang_ext.tiers.store import PageStore, StoreConfig
 
 logger = logging.getLogger(__name__)
 
+# A disk so many times as large as DRAM has room for DRAM's pages, too: they outlast a crash there.
+_LARGE_DISK = 16
 # Pages of other adapters and of namespaces opened later need rows too.
 _INDEX_SLACK = 1.25
 
@@ -210,8 +212,11 @@ def _build_store(
     capacity = num_slots + factor * (record_bytes // layout.slot_bytes)
     index = PageIndex(max(1024, int(capacity * _INDEX_SLACK)))
     remote = open_remote(config.remote_url, trust) if config.remote_url else None
+    write_policy = config.write_policy
+    if write_policy == "auto" and record_bytes > _LARGE_DISK * config.host_bytes:
+        write_policy = "write_through"
     store_config = StoreConfig(
-        config.write_policy,
+        write_policy,
         config.event_log,
         PolicyConfig() if config.lookahead == "on" else None,
         config.remote_policy,

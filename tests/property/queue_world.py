@@ -49,6 +49,7 @@ class QueueWorld(World):
         seed: int,
         *,
         with_disk: bool = True,
+        disk_bytes: int = 16 << 20,
         policy: str = "write_through",
         prefetch_policy: str = "wait_complete",
     ) -> None:
@@ -62,6 +63,7 @@ class QueueWorld(World):
             host_pages=24,
             device_pages=40,
             with_disk=with_disk,
+            disk_bytes=disk_bytes,
             io=self.io,
             placement=PolicyConfig(),
             prefetch_policy=prefetch_policy,

@@ -181,6 +181,7 @@ class World:
         host_pages: int = 24,
         lossy: bool = True,
         with_disk: bool = True,
+        disk_bytes: int = 16 << 20,
         io: FileIO | None = None,
         placement: PolicyConfig | None = None,
         prefetch_policy: str = "timeout",
@@ -202,7 +203,9 @@ class World:
         self.arena = HostArena(host_pages, self.layout.slot_bytes)
         disk: DiskTier | None = None
         if with_disk:
-            disk_config = DiskConfig(folder / "disk", 16 << 20, 0, 256 << 10, direct_io="off")
+            disk_config = DiskConfig(
+                folder / "disk", disk_bytes, 0, min(256 << 10, disk_bytes // 4), direct_io="off"
+            )
             disk = DiskTier(disk_config, io=io)
         codec = LossyCodec(self.layout, raw_share, random.Random(seed + 1)) if lossy else None
         store_config = StoreConfig(policy, placement=placement)

@@ -18,6 +18,7 @@ Make = Callable[..., QueueWorld]
 WORLDS: dict[str, dict[str, Any]] = {
     "write_through": {},
     "write_back": {"policy": "write_back"},
+    "auto-full": {"policy": "auto", "disk_bytes": 256 << 10},
     "timeout": {"prefetch_policy": "timeout"},
     "no-disk": {"with_disk": False},
 }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.tiers.policy import return_kernels
 from sglang_ext.tiers.policy import tier_kernels as kernels
 from sglang_ext.tiers.policy.return_times import ReturnTimes
 
@@ -106,6 +107,27 @@ class TierLists:
                 self._bit, self._young, out[num:],
             )  # fmt: skip
         return out[:num]
+
+    def worth(
+        self, rows: Rows, now_s: float
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """How soon pages are needed, and their score among those that are needed at that time.
+
+        Of two pages, of this tier or another, the one with less leaves sooner; where both are
+        equal, age decides.
+        """
+        policy = self._policy
+        scores = np.zeros(len(rows))
+        if policy.config.return_times and self.return_times.active:
+            return_kernels.score(
+                self.return_times.scores, policy.pages.kind, policy.pages.last_s, rows, now_s,
+                scores,
+            )  # fmt: skip
+        needed = np.full(len(rows), -np.inf)
+        if policy.config.lookahead:
+            places = policy.queue.needed_at(rows)
+            needed[places >= 0] = -places[places >= 0]
+        return needed, scores
 
     # ---- called by the policy ----
 

@@ -16,6 +16,7 @@ from sglang_ext.tiers.quality import ANY, Qualities, Quality
 from sglang_ext.tiers.store.remote_book import RemoteBook
 from sglang_ext.tiers.store.types import (
     FILLING,
+    GIVEN_UP,
     ON_DISK,
     QUEUED,
     READY,
@@ -31,6 +32,8 @@ from sglang_ext.tiers.store.types import (
     Slots,
     TierCounts,
 )
+
+_BURST_FADES = 0.99  # what the largest save counts for, at each save after it
 
 
 class Directory(RemoteBook):
@@ -96,6 +99,7 @@ class Directory(RemoteBook):
             pages = np.flatnonzero(wanted)
             self._link(path)
             self._touch(path)  # before room is made: the path must not be pushed out by its child
+            self.burst_pages = max(len(pages) + self.num_reserved, self.burst_pages * _BURST_FADES)
             slots = self._alloc(len(pages), keep=self.num_reserved)
             num = len(slots)
             refused = pages[num:]
@@ -127,8 +131,10 @@ class Directory(RemoteBook):
                     self.on_published(ticket.space.number, ticket.hashes)
                 rows = np.concatenate([rows, replaced])
                 self._touch(ticket.path)
-                if self.has_disk and self.write_policy == "write_through":
+                if self.has_disk and self.writes_through:
                     self._queue_spill(ticket.space, rows)
+                elif self._should_look:
+                    self.spill_ready.notify()
             else:
                 self._forget(rows)
             self._settle(ticket.rows[new], ticket.slots[new], failed=not ok)
@@ -164,7 +170,7 @@ class Directory(RemoteBook):
         self.index.host_slot[rows] = slots
         self.index.quality[rows] = quality
         # The old copy may be on its way in or out: whoever moves it finds another slot here.
-        gone = QUEUED | SPILLING | WRITE_DROPPED | SENT
+        gone = QUEUED | SPILLING | WRITE_DROPPED | SENT | GIVEN_UP
         # A record on disk that this page would improve is forgotten, so that this one is written.
         stale = self.index.disk_quality[rows] > np.maximum(quality, self.disk_floor)
         self._take_off_disk(rows[stale])
@@ -221,6 +227,7 @@ class Directory(RemoteBook):
         self._touch(rows)
         self._clock += 1
         self.index.note_hits(rows, self._clock)
+        self._offer_again(rows)
         if self.has_disk and self.write_policy == "selective":
             self._queue_spill(space, rows)
 

@@ -11,6 +11,7 @@ from sglang_ext.tiers.base import RecoveredPages
 from sglang_ext.tiers.store.page_table import PageTable
 from sglang_ext.tiers.store.types import (
     FILLING,
+    GIVEN_UP,
     ON_DISK,
     QUEUED,
     READY,
@@ -23,9 +24,17 @@ from sglang_ext.tiers.store.types import (
     SpillEntry,
 )
 
+# Pages that write-back keeps free or written ahead of saves, unless one save was larger.
+_MAX_CLEAN_PAGES = 1024
+# It looks for pages to write when one in so many of them have moved, or so much time has passed.
+_LOOKS = 8
+_LOOK_S = 0.1
+
 
 class DiskBook(PageTable):
     """The disk's part of the directory; methods take the lock unless they begin with `_`."""
+
+    _look_at, _look_s = 0, 0.0  # number of moves and time of the next look; guarded by lock
 
     def add_recovered(self, space: KeySpace, pages: RecoveredPages) -> int:
         """Enters pages that a former run left on disk; returns how many found room.
@@ -79,12 +88,41 @@ class DiskBook(PageTable):
         if self.disk_order is None:
             return 0
         with self.lock:
-            self.disk_is_full = True
-            rows = self.disk_order.take(num_blocks, self.now_s())
-            given_up = int(self.index.num_blocks[rows].sum())
+            self._note_full()
+            doubles = self._take_doubles(num_blocks)
+            given_up = int(self.index.num_blocks[doubles].sum())
+            self._give_up_doubles(doubles)
+            rows = self.disk_order.take(num_blocks - given_up, self.now_s())
+            given_up += int(self.index.num_blocks[rows].sum())
             self._drop_from_disk(rows)
         self.events.settle()
         return given_up
+
+    def begin_closing(self) -> None:
+        """What is only in DRAM will be gone: no copy on disk gives way because DRAM has it."""
+        with self.lock:
+            self.closing = True
+
+    def _note_full(self) -> None:
+        self.disk_is_full = True
+        if self.order is not None and self.writes_back:
+            self.order.disk_first = False  # what is not written yet is queued, and held by that
+
+    def _take_doubles(self, num_blocks: int) -> Rows:
+        if self.doubles is None or not self.writes_back or self.closing:
+            return np.empty(0, np.int64)
+        return self.doubles.take(num_blocks)
+
+    def _give_up_doubles(self, rows: Rows) -> None:
+        """Forgets disk copies of pages that DRAM has, and may write again when they leave it."""
+        self._take_off_disk(rows)
+        self.index.flags[rows] |= GIVEN_UP
+        self._may_leave_changed(rows)
+        self.counters.add("given_up_pages", len(rows))
+        self.counters.add("disk_reclaimed_pages", len(rows))
+        hashes = self._log_keys(rows)
+        if hashes is not None:
+            self.events.pages("reclaimed", hashes)
 
     def live_records(
         self, segment: int
@@ -228,6 +266,7 @@ class DiskBook(PageTable):
             done = rows[stored]
             self.has_inexact |= bool(copies.quality[stored].any())
             copies = copies.take(stored)
+            num_again = int(((self.index.flags[done] & GIVEN_UP) != 0).sum())
             # A page that is lossy in DRAM is no better on disk, however it is coded there.
             quality = np.maximum(copies.quality, self.index.quality[done])
             self._place(done, copies._replace(quality=quality))
@@ -236,6 +275,7 @@ class DiskBook(PageTable):
             self._unpin_slots(entry.slots)
             hashes = self._log_keys(done)
         self.counters.add("written_pages", int(stored.sum()))
+        self.counters.add("written_again_pages", num_again)
         self.counters.add("write_dropped_pages", int((~stored).sum()))
         if hashes is not None:
             self.events.pages("written", hashes)
@@ -246,6 +286,28 @@ class DiskBook(PageTable):
         """Pages on their way to disk, those that are being written among them."""
         with self.lock:
             return self.num_spilling + sum(len(entry.rows) for entry in self.spill_queue)
+
+    @property
+    def _should_look(self) -> bool:
+        return self.writes_back and self.num_moved >= self._look_at
+
+    def queue_leaving(self, num_pages: int) -> None:
+        """Queues those of the pages that leave DRAM next that are to be on disk before.
+
+        Looks only where enough has changed since the last look, or some time has passed.
+
+        Args:
+            num_pages: so many are to be free, or able to leave; more where saves were larger.
+        """
+        with self.lock:
+            num_pages = max(min(num_pages, _MAX_CLEAN_PAGES), int(self.burst_pages))
+            now_s = self.now_s()
+            if self.num_moved < self._look_at and now_s < self._look_s:
+                return
+            self._look_at = self.num_moved + num_pages // _LOOKS
+            self._look_s = now_s + _LOOK_S
+            rows = self._next_to_leave(num_pages - self.arena.num_free)
+            self._queue_unwritten(rows[self._unwritten(rows)])
 
     def queue_coldest(self, spaces: Callable[[int], KeySpace], max_pages: int) -> int:
         """Queues the least recent pages that are not on disk; for write-back and shutdown."""
@@ -263,15 +325,6 @@ class DiskBook(PageTable):
         with self.lock:
             return len(self.index.lru_tail(self.arena.num_slots, ON_DISK | WRITE_DROPPED))
 
-    def needs_cleaning(self, low_water_pages: int) -> bool:
-        """Whether the DRAM pages that could leave at once fell below the low-water mark."""
-        with self.lock:
-            if self.arena.num_free >= low_water_pages:
-                return False
-            tail = self.index.lru_tail(low_water_pages, FILLING)
-            clean = (self.index.flags[tail] & (ON_DISK | WRITE_DROPPED)) != 0
-            return self.arena.num_free + int(clean.sum()) < low_water_pages
-
     def _admitted(self, entry: SpillEntry) -> SpillEntry:
         """Those of some pages that the disk is to take; the others may leave DRAM all the same.
 
@@ -279,9 +332,26 @@ class DiskBook(PageTable):
         """
         if self.policy is None or self.disk_order is None or not self.disk_is_full:
             return entry
+        if self.writes_back:
+            return self._refuse(entry, self._outweigh(entry.rows))
         if not self.policy.wanted(self.disk_order.next_to_leave(1, self.now_s())).any():
             return entry
-        admitted = self.policy.wanted(entry.rows)
+        return self._refuse(entry, self.policy.wanted(entry.rows))
+
+    def _outweigh(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which pages are worth more than those whose places on disk they would take."""
+        assert self.policy is not None
+        assert self.disk_order is not None
+        num = len(rows)
+        spare = self.doubles.count(num) if self.doubles is not None and not self.closing else 0
+        displaced = self.disk_order.next_to_leave(num - spare, self.now_s())
+        by_worth = self.disk_order.by_worth(rows, self.now_s())[::-1]
+        admitted = np.ones(num, np.bool_)
+        rivals = by_worth[spare : spare + len(displaced)]
+        admitted[rivals] = self.disk_order.outweigh(rows[rivals], displaced, self.now_s())
+        return admitted
+
+    def _refuse(self, entry: SpillEntry, admitted: npt.NDArray[np.bool_]) -> SpillEntry:
         refused = entry.rows[~admitted]
         self.index.flags[refused] &= np.uint8(0xFF ^ QUEUED)
         self.index.flags[refused] |= WRITE_DROPPED
@@ -291,13 +361,19 @@ class DiskBook(PageTable):
 
     def _reconsider(self, space: KeySpace, rows: Rows) -> None:
         """Somebody waits for these pages: what the disk did not take is offered to it again."""
-        if self.disk_order is None or self.write_policy != "write_through":
+        if self.disk_order is None or self.write_policy == "selective":
             return
         flags = self.index.flags[rows]
         rows = rows[(flags & (WRITE_DROPPED | READY | ON_DISK)) == (WRITE_DROPPED | READY)]
         if len(rows):
             self.index.flags[rows] &= np.uint8(0xFF ^ WRITE_DROPPED)
-            self._queue_spill(space, rows)
+            if self.writes_through:
+                self._queue_spill(space, rows)
+
+    def _offer_again(self, rows: Rows) -> None:
+        """Pages were used: what the disk refused is worth more now, and offered as it leaves."""
+        if self.disk_order is not None and self.writes_back:
+            self.index.flags[rows] &= np.uint8(0xFF ^ WRITE_DROPPED)
 
     def _still_valid(self, entry: SpillEntry) -> SpillEntry:
         same = (

@@ -77,6 +77,22 @@ class DiskOrder:
         """Up to `count` pages of those that `take` would take first."""
         return self._lists.next_to_leave(count, now_s)
 
+    def by_worth(self, rows: Rows, now_s: float) -> npt.NDArray[np.intp]:
+        """Indices of pages, wherever they lie, by what they are worth here; ascending."""
+        return np.lexsort(self._lists.worth(rows, now_s)[::-1])
+
+    def outweigh(self, rows: Rows, others: Rows, now_s: float) -> npt.NDArray[np.bool_]:
+        """Which pages are worth more than those beside them on disk, which are older.
+
+        Of two that the same request needs the one that is there stays.
+        """
+        (needed, score), (needed2, score2) = (
+            self._lists.worth(each, now_s) for each in (rows, others)
+        )
+        unneeded = np.isneginf(needed) & np.isneginf(needed2)
+        result: npt.NDArray[np.bool_] = (needed > needed2) | (unneeded & (score >= score2))
+        return result
+
     def rows_of(self, segment: int) -> Rows:
         """Rows of the pages in a segment."""
         return self._segments.rows(segment)

@@ -37,6 +37,9 @@ class DramOrder:
         index: where pages lie.
         policy: what the queue needs.
         disk_first: a page may leave only when the disk has it, or did not take it.
+
+    Attributes:
+        disk_first: as given; the owner may set it to false when all such pages are otherwise held.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class DramOrder:
     ) -> None:
         self._arena = arena
         self._index = index
-        self._disk_first = disk_first
+        self.disk_first = disk_first
         self._lists = policy.add_tier(arena.num_slots)
         self._rows: Rows = np.full(arena.num_slots, -1, np.int64)  # by slot
 
@@ -69,6 +72,10 @@ class DramOrder:
         """Takes out up to `count` pages, in the order in which they leave."""
         return self._lists.evict(count, now_s)
 
+    def put_back(self, rows: Rows) -> None:
+        """Undoes the last `take`, or the end of it, given in its order."""
+        self._lists.put_back(rows)
+
     def next_to_leave(self, count: int, now_s: float) -> Rows:
         """The pages that `take` would take out."""
         return self._lists.next_to_leave(count, now_s)
@@ -90,7 +97,7 @@ class DramOrder:
     def _stay(self, rows: Rows) -> npt.NDArray[np.bool_]:
         flags = self._index.flags[rows]
         stay = (flags & _MOVING) != 0
-        if self._disk_first:
+        if self.disk_first:
             stay |= (flags & (ON_DISK | WRITE_DROPPED)) == 0
         slots = self._index.host_slot[rows]
         there = slots >= 0

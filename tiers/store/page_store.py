@@ -65,7 +65,8 @@ class StoreConfig:
     """How the page store is set up.
 
     Attributes:
-        write_policy: `write_through`, `selective` or `write_back`.
+        write_policy: `write_through`, `selective`, `write_back`, or `auto`: through until the disk
+            is full, then back (where a policy looks ahead).
         event_log: file for the event log; empty for none.
         placement: what the policy that chooses what leaves is to do; None for the least recent
             page, and no look-ahead.
@@ -152,6 +153,7 @@ class PageStore:
             policy=policy,
             clock=clock,
         )
+        self._directory.space_of = self._space_of
         self.gate = Gate(self.counters, self._directory.release)
         self.lookahead = LookAhead(self._directory, policy) if policy is not None else None
         if transcoder is not None and transcoder.encodes:
@@ -449,6 +451,7 @@ class PageStore:
             self._transcoder.close()
         if self._promoter is not None:
             self._promoter.close()
+        self._directory.begin_closing()
         if self._spiller is not None:
             # What would be gone with the process is not worth the time.
             lasts = self._disk is not None and self._disk.persistent

@@ -3,8 +3,9 @@
 All state is guarded by `PageTable.lock`. Nothing here blocks on I/O.
 
 A page in DRAM is evicted only when it is ready, unpinned, not being written to disk, and either on
-disk already or not meant for it. With a policy `DramOrder` says which; without one the LRU list
-does, touched child before parent: a page never outlives, in DRAM, the pages that lead to it.
+disk already or not meant for it; where pages are written back, an unwritten one that is met is
+queued. With a policy `DramOrder` says which; without one the LRU list does, touched child before
+parent: a page never outlives, in DRAM, the pages that lead to it.
 
 `index.quality` is that of the best copy, the one in DRAM where there is one; a copy on disk is
 never better than that in DRAM.
@@ -26,11 +27,13 @@ from sglang_ext.tiers.index import NO_SEGMENT, NO_SLOT, PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.quality import Qualities, Quality
 from sglang_ext.tiers.store.disk_order import DiskOrder
+from sglang_ext.tiers.store.doubles import Doubles
 from sglang_ext.tiers.store.dram_order import DramOrder
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.lineage import Lineage
 from sglang_ext.tiers.store.types import (
     FILLING,
+    GIVEN_UP,
     ON_DISK,
     QUEUED,
     READY,
@@ -51,6 +54,8 @@ from sglang_ext.tiers.store.types import (
 _MAX_EVICTION_SCAN = 4096
 # Candidates for each page to evict by age alone, where some cannot leave.
 _SCAN_BY_AGE = 4
+# How often room is asked for again because pages that are to be written were met.
+_MAX_TAKES = 16
 # Share of DRAM that may be pinned for waiting requests; the rest stays free to move.
 _PLAN_SHARE = 0.5
 # Share of DRAM that saves leave free for promotions, where a policy looks ahead.
@@ -81,7 +86,8 @@ class PageTable:
         self.lineage = Lineage(index.capacity)  # guarded by lock
         # What leaves DRAM; None for the least recent page. Guarded by lock.
         self.policy = policy
-        disk_first = has_disk and write_policy != "selective"
+        self.write_policy = write_policy
+        disk_first = has_disk and write_policy in ("write_through", "auto")
         self.order: DramOrder | None = None  # guarded by lock
         if policy is not None:
             self.order = DramOrder(arena, index, policy, disk_first=disk_first)
@@ -90,10 +96,16 @@ class PageTable:
         if policy is not None and has_disk:
             self.disk_order = DiskOrder(index, policy)
         self.disk_is_full = False  # whether it ever had to give up pages; guarded by lock
+        self.closing = False  # what is only in DRAM is about to be gone; guarded by lock
         looks_ahead = has_disk and policy is not None
         # Slots that saves leave free, so that a promotion never waits for room.
         self.num_reserved = int(arena.num_slots * _RESERVE_SHARE) if looks_ahead else 0
-        self.write_policy = write_policy
+        # Those pages of DRAM and disk whose copy on disk goes first. Guarded by lock.
+        self.doubles = Doubles(index, arena.num_slots) if self.disk_order is not None else None
+        self.burst_pages = 0.0  # slots that one save asked for, of late; guarded by lock
+        self.num_moved = 0  # pages that entered DRAM or left it so far; guarded by lock
+        # Finds a key space by its number; what owns the spaces sets it.
+        self.space_of: Callable[[int], KeySpace] = _no_space
         self.counters = counters
         self.events = events
         self.spill_queue: deque[SpillEntry] = deque()  # guarded by lock
@@ -120,6 +132,20 @@ class PageTable:
         self.on_published: Callable[[int, Hashes], None] | None = None
         self._waiters: dict[int, list[Plan]] = {}  # row -> plans that wait for it
         self._clock = 0
+
+    @property
+    def writes_through(self) -> bool:
+        """Whether pages are written as they are saved, to have them on disk beside DRAM."""
+        if self.write_policy == "auto":
+            return self.disk_order is None or not self.disk_is_full
+        return self.write_policy == "write_through"
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether pages are written when they are about to leave DRAM, if they are worth it."""
+        if self.write_policy == "auto":
+            return not self.writes_through
+        return self.write_policy == "write_back"
 
     def check(self) -> None:
         """Verifies index and arena against each other (linear; for tests).
@@ -157,6 +183,7 @@ class PageTable:
         self._take_off_disk(rows)
         self._set_place(rows, copies)
         self.index.flags[rows] |= ON_DISK
+        self.index.flags[rows] &= np.uint8(0xFF ^ GIVEN_UP)
         if self.disk_order is not None:
             _, first = np.unique(rows, return_index=True)
             self.disk_order.enter(rows[np.sort(first)])
@@ -197,6 +224,7 @@ class PageTable:
         self.index.quality[kept] = self.index.disk_quality[kept]
         self.index.flags[kept] &= np.uint8(0xFF ^ READY)
         self._remove(rows[~on_disk])
+        self.num_moved += len(rows)
         self.counters.add("evicted_pages", len(rows))
         self.counters.add("lost_pages", int((~on_disk).sum()))
         if evicted is not None and lost is not None:
@@ -207,11 +235,46 @@ class PageTable:
         """Up to `count` pages to evict, in the order in which they leave."""
         if self.policy is None or self.order is None:
             return self.lineage.children_first(self._evictable(_SCAN_BY_AGE * count), count)
-        victims = self.order.take(count, self.now_s())
+        victims = self._take_clean(self.order, count)
         num_wanted = int(self.policy.wanted(victims).sum())
         self.num_wanted_evicted += num_wanted
         self.counters.add("evicted_wanted_pages", num_wanted)
         return victims
+
+    def _take_clean(self, order: DramOrder, count: int) -> Rows:
+        """Takes up to `count` pages out of DRAM's order; those that the disk is to have stay.
+
+        They are queued for it, and leave when it has them, or does not want them.
+        """
+        if not (self.has_disk and self.writes_back):
+            return order.take(count, self.now_s())
+        taken: list[Rows] = []
+        for attempt in range(_MAX_TAKES):
+            rows = order.take(count, self.now_s())
+            unwritten = self._unwritten(rows)
+            if unwritten.any():
+                # What leads to a page that stays must stay, so the order is asked again.
+                last = attempt == _MAX_TAKES - 1
+                clean = int(np.argmax(unwritten)) if last else 0
+                order.put_back(rows[clean:])
+                self._queue_unwritten(rows[unwritten])
+                rows = rows[:clean]
+                if not last:
+                    continue
+            taken.append(rows)
+            break
+        return np.concatenate(taken) if taken else np.empty(0, np.int64)
+
+    def _unwritten(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which pages of DRAM the disk neither has nor refused."""
+        unwritten: npt.NDArray[np.bool_] = (self.index.flags[rows] & (ON_DISK | WRITE_DROPPED)) == 0
+        return unwritten
+
+    def _queue_unwritten(self, rows: Rows) -> None:
+        """Queues pages, given in the order in which they leave, to be written root first."""
+        numbers = self.index.keys(rows)[1]
+        for number in np.unique(numbers).tolist():
+            self._queue_spill(self.space_of(number), rows[numbers == number][::-1])
 
     def _next_to_leave(self, count: int) -> Rows:
         """Up to `count` pages of DRAM that would leave next."""
@@ -259,6 +322,7 @@ class PageTable:
         self.index.flags[rows] &= np.uint8(0xFF ^ FILLING)
         self.index.flags[rows] |= READY
         self._may_leave_changed(rows)
+        self.num_moved += len(rows)
         self.index.lru_add(rows[::-1])
         if self.order is not None:
             self.order.enter(rows)
@@ -338,3 +402,7 @@ class PageTable:
 def _distinct(rows: Rows) -> Rows:
     """Each row once, ascending; rows that are so already, as of all pages, are not sorted again."""
     return rows if (rows[1:] > rows[:-1]).all() else np.unique(rows)
+
+
+def _no_space(number: int) -> KeySpace:
+    raise LookupError(f"nobody said which key space has the number {number}")

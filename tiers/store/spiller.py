@@ -27,7 +27,7 @@ BATCH_S = 0.05
 MIN_BATCH_BYTES, MAX_BATCH_BYTES = 32 << 20, 128 << 20
 
 _BATCH_SHARE = 1 / 16  # of the arena: no more, unless it is the least
-_CLEANING_POLL_S = 0.02
+_CLEANING_POLL_S = 0.1  # where nothing wakes the thread: the queue may have changed
 
 
 class Spiller(Work):
@@ -108,20 +108,20 @@ class Spiller(Work):
         directory = self._directory
         with directory.lock:
             directory.spill_ready.wait_for(
-                lambda: self._stop or bool(directory.spill_queue or directory.to_clear),
-                _CLEANING_POLL_S if self._cleans else None,
+                lambda: (
+                    self._stop
+                    or bool(directory.spill_queue or directory.to_clear)
+                    or directory._should_look
+                ),
+                _CLEANING_POLL_S if directory.writes_back else None,
             )
             return not self._stop
 
     def take(self) -> Job | None:
         """See `Work.take`. Until it has run, no other batch can be taken."""
-        if self._cleans and self._directory.needs_cleaning(self._low_water_pages):
-            self._directory.queue_coldest(self._space_of, self._batch_pages())
+        if self._directory.writes_back:
+            self._directory.queue_leaving(self._low_water_pages)
         return self._take_batch()
-
-    @property
-    def _cleans(self) -> bool:
-        return self._directory.write_policy == "write_back"
 
     def _batch_pages(self) -> int:
         return max(1, self._batch.num_bytes // self._directory.arena.slot_bytes)

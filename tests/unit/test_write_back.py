@@ -1,0 +1,149 @@
+"""A full disk beside DRAM: which pages lie in both, what is written when, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.policies_replay import Replay
+from bench.policies_store import StoreSizes, virtual_store
+from bench.policies_trace import BUNDLED, read_trace
+from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.store.types import GIVEN_UP, ON_DISK, READY
+from tests.unit.store_rig import Make, Rig, check_content, pages, rigs
+
+CHAT_PAGES = 4
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    yield from rigs(tmp_path)
+
+
+def _full(make: Make, policy: str = "auto") -> tuple[Rig, list[np.ndarray]]:
+    """DRAM for 64 pages, a disk for some 120 that had to give up some; and what was saved."""
+    rig = make(
+        policy=policy, slots=64, lookahead=True, index=1024, max_bytes=1 << 20,
+        segment_bytes=128 << 10,
+    )  # fmt: skip
+    chats = [pages(f"chat{number}-", CHAT_PAGES) for number in range(60)]
+    for chat in chats:
+        _save(rig, chat)
+    assert rig.directory.disk_is_full
+    return rig, chats
+
+
+def _expect(rig: Rig, name: str, hashes: np.ndarray) -> None:
+    assert rig.store.lookahead is not None
+    rig.store.lookahead.expect(name, rig.space, hashes, 0)
+
+
+def _stored(rig: Rig, chats: list[np.ndarray]) -> int:
+    return sum(rig.store.locate_prefix(rig.space, chat).total for chat in chats)
+
+
+def _bring(rig: Rig, chat: np.ndarray) -> None:
+    plan = rig.store.plan(rig.space, chat)
+    assert plan is not None
+    rig.wait(plan)
+    rig.store.cancel_plan(plan)
+    rig.settle()
+
+
+def _save(rig: Rig, hashes: np.ndarray) -> None:
+    """Saves pages; what leaves next is written first."""
+    rig.until(lambda: not rig.directory._should_look)
+    rig.save(hashes)
+    while rig.ready(hashes) < len(hashes):  # what leaves is still to be written
+        rig.until(lambda: rig.save(hashes) > 0)
+    rig.settle()
+
+
+def _flags(rig: Rig, hashes: np.ndarray) -> np.ndarray:
+    index = rig.directory.index
+    return index.flags[index.lookup(hashes, rig.space.number)]
+
+
+def test_what_is_saved_once_the_disk_is_full_is_written_as_it_leaves(make: Make) -> None:
+    rig, _ = _full(make)
+    written = rig.count("written_pages")
+    new = pages("new", 2)
+    rig.save(new)
+    rig.settle()
+    assert (_flags(rig, new) & (READY | ON_DISK)).tolist() == [READY] * 2
+    later = 0
+    while rig.ready(new):
+        _save(rig, pages(f"later{later}-", CHAT_PAGES))
+        later += 1
+    assert rig.count("written_pages") > written
+    assert rig.on_disk(new) == 2
+    assert rig.count("lost_pages") == 0
+
+
+def test_the_copy_of_what_came_back_to_dram_goes_first_and_is_written_again(make: Make) -> None:
+    rig, chats = _full(make)
+    old = next(chat for chat in chats if (_flags(rig, chat) == ON_DISK).all() and rig.on_disk(chat))
+    _bring(rig, old)
+    before = _stored(rig, chats)
+    new = [pages(f"new{number}-", CHAT_PAGES) for number in range(4)]
+    while not rig.count("given_up_pages"):
+        new.append(pages(f"new{len(new)}-", CHAT_PAGES))
+        _save(rig, new[-1])
+        _bring(rig, old)  # it stays young
+    assert (_flags(rig, old) & (READY | ON_DISK)).tolist().count(READY) > 0
+    assert _stored(rig, chats) <= before
+    check_content(rig, old)
+    while rig.ready(old):
+        new.append(pages(f"new{len(new)}-", CHAT_PAGES))
+        _save(rig, new[-1])
+    assert rig.count("written_again_pages") > 0
+    assert rig.store.locate_prefix(rig.space, old).disk == CHAT_PAGES
+    assert not (_flags(rig, old) & GIVEN_UP).any()
+    _bring(rig, old)
+    check_content(rig, old)
+
+
+def test_what_is_needed_later_than_all_on_disk_is_not_written(make: Make) -> None:
+    """The queue's order decides over both tiers, not only whether somebody waits."""
+    rig, chats = _full(make)
+    kept = [chat for chat in chats if _stored(rig, [chat]) == CHAT_PAGES]
+    for number, chat in enumerate(kept):
+        _expect(rig, f"first{number}", chat)
+    written = rig.count("written_pages")
+    late = [pages(f"late{number}-", CHAT_PAGES) for number in range(40)]
+    for number, chat in enumerate(late):
+        _save(rig, chat)
+        _expect(rig, f"late{number}", chat)
+    assert rig.count("not_admitted_pages") > 0
+    soon = kept[: len(kept) // 4]
+    assert _stored(rig, soon) == sum(map(len, soon))
+    assert rig.count("written_pages") - written < len(late) * CHAT_PAGES
+
+
+def test_shutdown_gives_no_copy_up_because_dram_has_the_page(make: Make) -> None:
+    rig, chats = _full(make)
+    old = next(chat for chat in chats if (_flags(rig, chat) == ON_DISK).all() and rig.on_disk(chat))
+    _bring(rig, old)
+    rig.directory.begin_closing()  # as the first thing that closing does
+    given_up = rig.count("given_up_pages")
+    for number in range(20):
+        _save(rig, pages(f"new{number}-", CHAT_PAGES))
+    rig.store.close()
+    assert rig.count("given_up_pages") == given_up
+
+
+def test_capacity_adds_up_and_writes_stay_bounded() -> None:
+    """DRAM is a quarter of the disk, so what lies twice is worth as much."""
+    paths = [line.hash_ids for line in read_trace(BUNDLED, limit=250)]
+    sizes = StoreSizes(1 << 20, host_pages=240, disk_pages=720)
+    hits, per_hit = {}, {}
+    for policy in ("write_through", "auto"):
+        with virtual_store(sizes, PolicyConfig(), policy) as server:
+            done = Replay(paths, 100, [1.0] * len(paths)).run(server)
+            server.store.check()
+        hits[policy], per_hit[policy] = done.hit_share, done.written / done.hits
+    assert hits["auto"] >= hits["write_through"] + 0.01, hits
+    assert per_hit["auto"] <= 1.3 * per_hit["write_through"], per_hit

@@ -1,0 +1,79 @@
+"""Pages that lie on disk and in DRAM, and whose copy on disk may go: that loses nothing now.
+
+Not locked: the owner's lock is held around every call.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.quality import Quality
+from sglang_ext.tiers.store.types import FILLING, ON_DISK, READY, Rows, Slots
+
+_STEP = 64  # slots that one step looks at
+
+
+class Doubles:
+    """A stack of slots of DRAM whose pages came from the disk, the last to come on top.
+
+    The last to come is the last to leave DRAM again, so what is taken here is not soon written a
+    second time. A page that a codec changed is none: what it would be coded to now is another's.
+    Each slot is there once; what became of its page since is looked at when it is met.
+
+    Memory: 5 bytes a slot.
+
+    Args:
+        index: where pages lie.
+        num_slots: of DRAM.
+    """
+
+    def __init__(self, index: PageIndex, num_slots: int) -> None:
+        self._index = index
+        self._rows: Rows = np.full(num_slots, -1, np.int64)  # by slot
+        self._stack: Slots = np.empty(num_slots, np.int32)
+        self._is_in = np.zeros(num_slots, np.bool_)
+        self._num = 0
+
+    def push(self, rows: Rows) -> None:
+        """Pages came from disk; they are ready in DRAM."""
+        slots = self._index.host_slot[rows]
+        self._rows[slots] = rows
+        slots = slots[~self._is_in[slots]]
+        self._stack[self._num : self._num + len(slots)] = slots
+        self._is_in[slots] = True
+        self._num += len(slots)
+
+    def take(self, num_blocks: int) -> Rows:
+        """Pages whose records have so many blocks together, or what there is."""
+        taken: list[Rows] = []
+        while num_blocks > 0 and self._num:
+            start = max(0, self._num - _STEP)
+            slots = self._stack[start : self._num][::-1]
+            rows = self._rows[slots]
+            is_double = self._are_doubles(rows, slots)
+            blocks = np.cumsum(np.where(is_double, self._index.num_blocks[rows], 0))
+            num = min(int(np.searchsorted(blocks, num_blocks)) + 1, len(slots))
+            self._is_in[slots[:num]] = False
+            self._num -= num
+            taken.append(rows[:num][is_double[:num]])
+            num_blocks -= int(blocks[num - 1])
+        return np.concatenate(taken) if taken else np.empty(0, np.int64)
+
+    def count(self, most: int) -> int:
+        """How many of the pages that `take` would take first there are, up to a number."""
+        start, num = self._num, 0
+        while start and num < most:
+            end, start = start, max(0, start - _STEP)
+            slots = self._stack[start:end]
+            num += int(self._are_doubles(self._rows[slots], slots).sum())
+        return min(num, most)
+
+    def _are_doubles(self, rows: Rows, slots: Slots) -> npt.NDArray[np.bool_]:
+        index = self._index
+        both = (index.flags[rows] & (READY | ON_DISK | FILLING)) == (READY | ON_DISK)
+        both &= index.is_live(rows) & (index.host_slot[rows] == slots)
+        both &= index.quality[rows] == Quality.EXACT
+        result: npt.NDArray[np.bool_] = both & (index.disk_quality[rows] == Quality.EXACT)
+        return result
