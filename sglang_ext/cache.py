@@ -17,6 +17,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.session.streaming_session import is_virtual_node
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from sglang_ext.config import HierKVConfig
@@ -188,8 +189,15 @@ class HierKVRadixCache(UnifiedRadixCache):
     # ---- promotion of waiting requests ----
 
     def is_backuped(self, node_id: Any) -> bool:
-        """True: SGLang asks it before it offers a request for prefetching."""
-        return True
+        """SGLang asks it before it offers a request for prefetching; not so a session's turn.
+
+        A turn of a streaming session goes on in the session's rows, which are in no tree.
+        """
+        return not is_virtual_node(node_id)
+
+    def is_root(self, node_id: Any) -> bool:
+        """As SGLang's, which is asked of a session's rows as well."""
+        return not is_virtual_node(node_id) and bool(super().is_root(node_id))
 
     @rank_consensus(same_params=["handle.rid", "len(new_input_tokens)"])
     def prefetch_from_storage(

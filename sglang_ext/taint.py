@@ -23,6 +23,7 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_ext.provenance import DeviceProvenance
 from sglang_ext.request_state import find_state, state_of, wants_exact
@@ -237,8 +238,8 @@ class TaintKeeper:
 
     def _path_keys(self, node_id: Any) -> list[str]:
         core = self._cache.tree_core
-        if core.is_root(node_id):
-            return []
+        if self._cache.is_root(node_id) or is_virtual_node(node_id):
+            return []  # what a session's rows are worth, its slot says
         return [*core.get_prefix_hash_values(node_id), *core.get_hash_values(node_id)]
 
     def _live_keys(self) -> Iterable[str]:

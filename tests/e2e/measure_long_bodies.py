@@ -76,13 +76,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ids", type=int, default=20_000_000)
     parser.add_argument("--words", type=int, default=2_000_000)
+    parser.add_argument("--servers", nargs="+", default=["without", "with"])
     sizes = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plugin = hier_args(folder, host_pages=100, disk_gb=0)
-        for title, args in (("without", []), ("with", plugin)):
-            args = [*args, "--context-length", str(CONTEXT), "--page-size", "64"]
-            with Server(args, log_path=folder / f"{title}.log", stop="kill") as server:
+        for title in sizes.servers:
+            args = ["--context-length", str(CONTEXT), "--page-size", "64"]
+            args += plugin if title == "with" else []
+            log_path = folder / f"{title}.log"
+            with Server(args, log_path=log_path, stop="kill", start_timeout_s=600) as server:
                 for what, (path, body) in bodies(sizes.ids, sizes.words).items():
                     status, seconds, waits = beside(server, path, body)
                     print(

@@ -19,6 +19,7 @@ from runtime_cpu import inprocess
 inprocess.prepare()
 
 from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
+from sglang.srt.session.streaming_session import is_virtual_node  # noqa: E402
 
 from sglang_ext.provenance import DeviceProvenance  # noqa: E402
 from sglang_ext.report import DETAILS_KEY  # noqa: E402
@@ -293,6 +294,11 @@ def begin_turn(
 
 def end_turn(world: World, req: Request) -> Request:
     """The rest of it."""
+    node = req.last_node
+    assert is_virtual_node(node)
+    assert not world.cache.is_backuped(node), "it is not offered for prefetching"
+    assert not world.cache.is_root(node)
+    world.cache.taint.admit(req)
     while req.prefix_len < len(req.tokens):
         world.go_on(req)
     req.done = True
