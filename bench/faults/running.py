@@ -28,7 +28,7 @@ from bench.faults.tally import Tallies, Tally, check
 from bench.requests import num_on_their_way
 from bench.server import Server, ServerError
 
-HOST_PAGES = 60  # few, so that little has to be asked for until others have left
+HOST_PAGES = 120
 _SLOT_GB = 266240 / (1 << 30)
 _OPTIONS = (
     *("--max-total-tokens", "8192", "--enable-hier-kv"),
