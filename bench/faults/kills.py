@@ -32,7 +32,7 @@ from bench.server import Server, ServerError
 _OPTIONS = (
     *("--max-total-tokens", "8192"),
     *("--enable-hier-kv", "--hier-kv-host-size", "0.06", "--hier-kv-disk-size", "0.125"),
-    *("--hier-kv-prefetch-policy", "wait_complete"),
+    *("--hier-kv-prefetch-policy", "wait_complete", "--hier-kv-write-policy", "write_through"),
 )
 _NUM_CLIENTS = 4
 _PATIENCE_S = 300.0  # for a state that comes soon, on any machine

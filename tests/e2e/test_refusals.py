@@ -348,7 +348,7 @@ def test_a_folder_of_another_live_server_is_refused(full: tuple[Server, Path]) -
 def test_a_full_disk_tier_serves_and_gives_places_to_new_pages(tmp_path: Path) -> None:
     num_pages = 60
     args = hier_args(tmp_path, host_pages=60, disk_gb=num_pages * SLOT_BYTES / (1 << 30))
-    args += ["--max-total-tokens", "8192"]
+    args += ["--max-total-tokens", "8192", "--hier-kv-write-policy", "write_through"]
     with Server(args, log_path=tmp_path / "server.log", stop="kill") as server:
         found = churn(server)
         assert found["disk"]["records_written"] > num_pages

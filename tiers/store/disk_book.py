@@ -88,13 +88,14 @@ class DiskBook(PageTable):
         if self.disk_order is None:
             return 0
         with self.lock:
-            self._note_full()
             doubles = self._take_doubles(num_blocks)
             given_up = int(self.index.num_blocks[doubles].sum())
             self._give_up_doubles(doubles)
             rows = self.disk_order.take(num_blocks - given_up, self.now_s())
             given_up += int(self.index.num_blocks[rows].sum())
             self._drop_from_disk(rows)
+            if given_up:  # else there is no room for anybody, which is not the pages' doing
+                self._note_full()
         self.events.settle()
         return given_up
 
