@@ -214,8 +214,11 @@ class Zygote:
 
     def _kill_all(self) -> None:
         for pid, _ in self._servers.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            # Itself first: one that was just forked leads no group yet, and no child of it could
+            # be missed once it is gone.
+            for kill in (os.kill, os.killpg):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(pid, signal.SIGKILL)
 
 
 def _tell(status: socket.socket, message: dict[str, int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import psutil
 
 from bench.watchdog import Watchdog
+from runtime_cpu.zygote import Zygote
 
 _STARTS_A_SERVER = """
 import sys, time
@@ -87,3 +89,17 @@ def test_a_watch_that_ended_leaves_the_group_alone() -> None:
         watchdog.close()
         assert leader.poll() is None
         leader.kill()
+
+
+def test_a_server_that_leads_no_group_yet_ends_with_the_zygote() -> None:
+    """As one that was forked a moment before whoever asked for it was killed."""
+    ours, theirs = socket.socketpair()
+    with subprocess.Popen(["sleep", "100"]) as forked, ours, theirs:
+        zygote = Zygote(ours)
+        zygote._servers[os.pidfd_open(forked.pid)] = forked.pid, theirs
+        try:
+            zygote._kill_all()
+            until(lambda: forked.poll() is not None)
+        finally:
+            forked.kill()
+            os.close(next(iter(zygote._servers)))
