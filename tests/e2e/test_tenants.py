@@ -24,6 +24,10 @@ pytestmark = pytest.mark.e2e
 
 PAGE, CONTEXT, NEW_TOKENS = 16, 512, 4
 ROUNDS = int(os.environ.get("HIER_KV_TENANT_ROUNDS", "20"))
+HOST_PAGES = 64  # of 64 tokens
+CODECS = "host=lossless,disk=lossless,remote=lossless"
+# Prompts of somebody else, who pushes all that was sent before out of DRAM.
+NUM_FILLERS = 14
 Answer = dict[str, Any]
 
 
@@ -49,12 +53,15 @@ TENANTS = (
 
 
 class Item(NamedTuple):
-    """A prompt that somebody sends; the items of a step are sent in one request."""
+    """A prompt that somebody sends; the items of a step are sent in one request.
+
+    Those of a session go on with what was said in it: `kept`, or `streaming` with its KV.
+    """
 
     who: str
     prompt: list[int]
     mode: str = ""
-    in_session: bool = False
+    session: str = ""
     owner: str = ""
 
     @property
@@ -116,7 +123,13 @@ def fork(seed: int) -> Steps:
 def session(seed: int) -> Steps:
     """Each has a session, with the same words."""
     turns = [text(80, seed), text(90, seed + 1)]
-    return [[Item(who, turn, in_session=True)] for who in "AB" for turn in turns]
+    return [[Item(who, turn, session="kept")] for who in "AB" for turn in turns]
+
+
+def streaming(seed: int) -> Steps:
+    """The same with sessions that keep their KV on the device; they take turns."""
+    turns = [text(80, seed + num) for num in range(3)]
+    return [[Item(who, turn, session="streaming")] for turn in turns for who in "AB"]
 
 
 def batch(seed: int) -> Steps:
@@ -127,23 +140,28 @@ def batch(seed: int) -> Steps:
 
 
 ANY_TENANTS: Sequence[Callable[[int], Steps]] = (quote, twin)
-OTHER_TENANTS = (*ANY_TENANTS, cut_alike, fork, session, batch)
+OTHER_TENANTS = (*ANY_TENANTS, cut_alike, fork, session, streaming, batch)
+
+
+TIERS = ("", "", "remote", "disk")
 
 
 class Round(NamedTuple):
     """What both send, and who they are.
 
     Attributes:
+        number: of the round.
         way: what it plays.
         keys: of A and B.
         steps: in order.
-        forget: whether the device and DRAM are emptied before B's first prompt.
+        only_in: tier in which all lies before B's first prompt; none: where it happens to.
     """
 
+    number: int
     way: str
     keys: dict[str, Keys]
     steps: Steps
-    forget: bool
+    only_in: str
 
 
 def rounds(seed: int = 0) -> list[Round]:
@@ -155,7 +173,7 @@ def rounds(seed: int = 0) -> list[Round]:
         way = ways[(number if number % 4 else number // 4) % len(ways)]
         keys = {"A": a.of_round(number), "B": b.of_round(number)}
         steps = way(1000 * seed + 10 * number)
-        out.append(Round(way.__name__, keys, steps, rng.random() < 0.4))
+        out.append(Round(number, way.__name__, keys, steps, rng.choice(TIERS)))
     return out
 
 
@@ -163,12 +181,15 @@ def rounds(seed: int = 0) -> list[Round]:
 
 
 def start(folder: Path) -> Server:
-    """One with coded DRAM and a remote store."""
+    """One with little DRAM, part of it coded, a disk and a remote store."""
     (folder / "store").mkdir()
-    args = [*hier_args(folder, host_pages=1500, disk_gb=0), "--page-size", str(PAGE)]
+    args = [*hier_args(folder, host_pages=HOST_PAGES, disk_gb=0.5), "--page-size", str(PAGE)]
     args += ["--context-length", str(CONTEXT), "--max-total-tokens", "32768"]
-    args += ["--max-running-requests", "1", "--hier-kv-prefetch-policy", "wait_complete"]
-    args += ["--hier-kv-truncation", "all", "--hier-kv-codec", "host=lossless,remote=lossless"]
+    # Streaming sessions hold a row each; no two requests run together.
+    args += ["--max-running-requests", "4", "--pp-max-micro-batch-size", "1"]
+    args += ["--hier-kv-prefetch-policy", "wait_complete"]
+    args += ["--enable-streaming-session"]
+    args += ["--hier-kv-truncation", "all", "--hier-kv-codec", CODECS]
     args += ["--hier-kv-remote-url", f"file://{folder}/store?size=1GB"]
     return Server(args, log_path=folder / "server.log", stop="kill", start_timeout_s=400)
 
@@ -202,24 +223,36 @@ class Sender:
         for name in Keys._fields:
             fields[name] = [getattr(self.keys[item.who], name) for item in items]
         (first, *others) = items
-        if not first.in_session:
+        if not first.session:
             answers: list[Answer] = self.server.post("/generate", fields)
             return answers
         assert not others
         one = {name: all_[0] if isinstance(all_, list) else all_ for name, all_ in fields.items()}
         if first.who not in self.sessions:
-            name = self.server.post("/open_session", {"capacity_of_str_len": 9999})
+            wish = {"capacity_of_str_len": 9999, "streaming": first.session == "streaming"}
+            name = self.server.post("/open_session", wish)
             self.sessions[first.who] = name, None
         name, rid = self.sessions[first.who]
         answer = self.server.post("/generate", {**one, "session_params": {"id": name, "rid": rid}})
         self.sessions[first.who] = name, answer["meta_info"]["id"]
         return [answer]
 
-    def forget(self) -> None:
-        """What was sent so far is in the remote store only."""
+    def leave_in(self, tier: str, seed: int) -> None:
+        """What was sent so far is in one tier only, but for sessions that keep their KV."""
         settled(self.server)
+        if tier == "disk":
+            for number in range(NUM_FILLERS):
+                prompt = text(500, 7 * seed + number)
+                self.server.generate(input_ids=prompt, sampling_params={"max_new_tokens": 1})
+            settled(self.server)
         self.server.post("/flush_cache")
-        self.server.post("/hicache/storage-backend/clear")
+        if tier == "remote":
+            self.server.post("/hicache/storage-backend/clear")
+
+    def close(self) -> None:
+        """Ends the sessions."""
+        for name, _ in self.sessions.values():
+            self.server.post("/close_session", {"session_id": name})
 
 
 def answers_of_b(server: Server, played: Round, *, with_a: bool) -> list[Any]:
@@ -230,14 +263,15 @@ def answers_of_b(server: Server, played: Round, *, with_a: bool) -> list[Any]:
         items = [item for item in step if with_a or item.who == "B"]
         if not items:
             continue
-        if played.forget and items[0].who == "B" and not told:
-            sender.forget()
+        if played.only_in and items[0].who == "B" and not told:
+            sender.leave_in(played.only_in, played.number)
         for item, answer in zip(items, sender.send(items), strict=True):
             if item.who == "B":
                 meta = answer["meta_info"]
                 told.append((*tokens_and_logprobs(answer), meta["cached_tokens"]))
         if told and step is not played.steps[-1]:
             settled(server)  # what B's next prompt can be made of does not hang on time
+    sender.close()
     return told
 
 
@@ -249,9 +283,16 @@ def test_b_is_answered_as_if_a_had_never_been_there(
 ) -> None:
     for number, (played, expected) in enumerate(zip(rounds(), honest, strict=True)):
         found = answers_of_b(server, played, with_a=True)
-        assert found == expected, (number, played.way, played.keys, played.forget)
-    counts = state(server)["host"]
-    for name in ("quote_searches", "quote_unnamed_requests", "truncated_requests"):
+        assert found == expected, (number, played.way, played.keys, played.only_in)
+    found_state = state(server)
+    counts = found_state["host"]
+    assert found_state["disk"]["records_read"] > 0
+    for name in (
+        "promoted_pages",
+        "quote_searches",
+        "quote_unnamed_requests",
+        "truncated_requests",
+    ):
         assert counts[name] > 0, name
     assert counts["remote_written_pages"] > 0
     assert counts.get("quoting_requests", 0) == 0
@@ -318,3 +359,21 @@ def test_unnamed_text_is_not_found_at_all(server: Server) -> None:
     tenant = Tenant(server, UNNAMED, text(360, 4))
     tenant.store()
     assert tenant.num_moved() == 0
+
+
+def test_clearing_the_storage_forgets_its_text(server: Server) -> None:
+    """Not only its pages: nothing is found that is not there."""
+    tenant = Tenant(server, Keys("", "clears"), text(360, 5))
+    tenant.store()
+    assert tenant.num_moved() > 150
+    for first in range(200, 220):
+        server.post("/flush_cache")
+        server.post("/hicache/storage-backend/clear")
+        before = tenant.counts()
+        tenant.sender.send([Item("A", [*tenant.stored[:4], *tenant.stored[first:], first])])
+        after = tenant.counts()
+        assert after["quote_searches"] > before["quote_searches"]
+        if after.get("quote_search_timeouts", 0) == before.get("quote_search_timeouts", 0):
+            assert after["quoting_requests"] == before["quoting_requests"]
+            return
+    raise AssertionError("no search ends in time")
