@@ -112,8 +112,12 @@ class Rig:
 
     def settle(self) -> None:
         assert self.store.wait_idle(120)
-        self.until(lambda: not self.directory.spill_queue and not self.arena._pins.any())
+        self.until(self._is_settled)
         self.store.check()
+
+    def _is_settled(self) -> bool:
+        with self.directory.lock:  # without it a batch is seen neither in the queue nor pinned
+            return not self.directory.spill_queue and not self.arena._pins.any()
 
     def events(self, name: str) -> set[str]:
         lines = [json.loads(line) for line in self.log.read_text().splitlines()]
