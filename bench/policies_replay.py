@@ -1,6 +1,6 @@
 """A trace replayed in its order through the server's page store, beside optima of the same order.
 
-    python -m bench.policies_replay [--quick] [--shares 0.05 0.2] [--known 50 400]
+    python -m bench.policies_replay [--quick] [--shares 0.05 0.2] [--known 50 400 0]
     python -m bench.policies_replay --kv-bytes-per-token 131072   # 70B's pages: five times slower
 
 First come, first served, with so many requests waiting that the store knows; the disk is fast
@@ -10,16 +10,17 @@ what is driven: the product's own code, and nothing here decides what leaves. Co
 - hits: leading pages that were loaded, as a share of those that an unbounded store would have had;
 - in DRAM: share of the hits that lay in DRAM before the request's turn;
 - written: pages written to disk, as a share of new pages; those moved within the disk count too;
-- a hit: pages written to disk for each page that hit;
-- amplification: pages written, over those that were written for the first time.
+- a hit: pages written to disk for each page that hit, which of pages of one size is the bytes;
+- amplification: pages written, over those that were written for the first time;
+- lost: pages that left the last tier that had them while a waiting request needed them.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ DRAM_SHARE = 0.2
 KV_BYTES_PER_TOKEN = 8 << 10  # small pages go to disk in batches, which is what takes the time
 _TICK_S = 0.001  # the scheduler's, while a request waits for its pages
 _MAX_TICKS = 10_000
+_PROGRESS_REQUESTS = 500
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Replayed:
         new: pages that were computed.
         written: pages written to disk, those moved from one place there to another included.
         first_written: without those.
+        counters: of the store.
     """
 
     reusable: int = 0
@@ -59,7 +62,7 @@ class Replayed:
     new: int = 0
     written: int = 0
     first_written: int = 0
-    counters: dict[str, int] | None = None
+    counters: dict[str, int] = field(default_factory=dict)
 
     @property
     def hit_share(self) -> float:
@@ -70,6 +73,11 @@ class Replayed:
     def early_share(self) -> float:
         """Hits that were in DRAM in time."""
         return self.early / max(self.hits, 1)
+
+    @property
+    def written_per_hit(self) -> float:
+        """Pages written to disk for each page that hit."""
+        return self.written / max(self.hits, 1)
 
     @property
     def amplification(self) -> float:
@@ -84,10 +92,18 @@ class Replay:
         paths: pages of each request in order, by number.
         num_known: requests that wait at a time, the one whose turn it is included.
         prefill_s: seconds of each request.
+        progress: called with one line every 500 requests.
     """
 
-    def __init__(self, paths: Sequence[Ids], num_known: int, prefill_s: Sequence[float]) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Ids],
+        num_known: int,
+        prefill_s: Sequence[float],
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
         self._paths = paths
+        self._progress = progress
         self._num_known = num_known
         self._prefill_s = prefill_s
         self._hashes: dict[int, Hashes] = {}  # of the waiting requests
@@ -107,6 +123,9 @@ class Replay:
             result.hits += hits
             result.early += min(early, hits)
             result.new += len(path) - hits
+            if self._progress is not None and (number + 1) % _PROGRESS_REQUESTS == 0:
+                share = f"hits {result.hit_share:.3f} so far"
+                self._progress(f"{number + 1:,} of {len(self._paths):,} requests, {share}")
         result.counters = server.store.stats()
         if server.disk is not None:
             stats = server.disk.stats()
@@ -193,12 +212,17 @@ def rows(
     for num in known:
         for label, placement in (("on", PolicyConfig()), ("off", None)):
             with virtual_store(sizes, placement, write_policy) as server:
-                done = Replay(paths, num or len(paths), prefill_s).run(server)
+                done = Replay(paths, num or len(paths), prefill_s, _tell).run(server)
             written = done.written / max(done.new, 1)
             figures = f"hits {done.hit_share:.3f}, in DRAM {done.early_share:.3f}"
-            figures += f", written {written:.3f}, a hit {done.written / max(done.hits, 1):.2f}"
+            figures += f", written {written:.3f}, a hit {done.written_per_hit:.2f}"
             figures += f", amplification {done.amplification:.3f}"
+            figures += f", lost {done.counters.get('lost_wanted_pages', 0):,}"
             yield f"  server, look-ahead {label}, {num or 'all'} known", figures
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str]) -> None:

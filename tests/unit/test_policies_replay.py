@@ -57,6 +57,8 @@ def test_a_replay_is_deterministic_and_below_the_optimum(lines: list[Line]) -> N
         0 < done[0].hit_share <= order_share(paths, SIZES.host_pages + SIZES.disk_pages, "belady")
     )
     assert done[0].hits + done[0].new == sum(map(len, paths))
+    assert done[0].written_per_hit * done[0].hits == pytest.approx(done[0].written)
+    assert done[0].written >= done[0].first_written > 0
 
 
 def test_what_is_known_orders_the_optima() -> None:

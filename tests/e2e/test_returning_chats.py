@@ -1,0 +1,78 @@
+"""200 chats that come back in an order that the queue knows, and a disk for a third of them.
+
+What the look-ahead is for, counted in tokens that were not computed again: it keeps what the queue
+will come to, while a server without it lets each chat go shortly before its turn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.server import Server
+from bench.workload import reply_of
+from sglang_ext.tiers.disk.layout import segment_file_bytes
+from tests.e2e.hier_server import GIB, real_prompts, settled
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PAGE = 16
+SLOT_BYTES = 69_632  # of a page of 16 tokens of tinylm, with its header
+NUM_CHATS, CHAT_PAGES = 200, 3
+HOST_CHATS, DISK_CHATS = 12, NUM_CHATS // 3
+SEGMENT_PAGES = 16
+
+
+def test_twice_the_hits_of_a_server_that_does_not_look_ahead(tmp_path: Path) -> None:
+    prompts = list(real_prompts([CHAT_PAGES * PAGE + 4] * NUM_CHATS))
+    on, off = (_hit_tokens(tmp_path / mode, prompts, mode) for mode in ("on", "off"))
+    chat_tokens = CHAT_PAGES * PAGE
+    print(f"hits, tokens: look-ahead {on}, off {off}")
+    assert on >= 2 * off, (on, off)
+    # Not only more than little: nine tenths of what the disk holds.
+    assert 0.9 * DISK_CHATS * chat_tokens <= on <= NUM_CHATS * chat_tokens, (on, off)
+
+
+def _hit_tokens(folder: Path, prompts: list[list[int]], mode: str) -> int:
+    """Tokens of the second turns that came out of DRAM or off the disk."""
+    folder.mkdir()
+    with Server(_args(folder, mode), log_path=folder / "server.log", stop="kill") as server:
+        first = _all(server, prompts)
+        settled(server, timeout_s=120)
+        server.post("/flush_cache")
+        turns = [
+            [*prompt, *reply_of(answer).output_ids, *prompt[:4]]
+            for prompt, answer in zip(prompts, first, strict=True)
+        ]
+        second = [reply_of(answer) for answer in _all(server, turns)]
+        waited = settled(server, timeout_s=120)["host"]
+    assert waited.get("prefetch_timeouts", 0) == 0, waited
+    tiers = ("host", "disk")
+    return sum(reply.by_tier.get(tier, 0) for reply in second for tier in tiers)
+
+
+def _args(folder: Path, mode: str) -> list[str]:
+    host_bytes = (HOST_CHATS * CHAT_PAGES + 0.5) * SLOT_BYTES
+    segment_bytes = segment_file_bytes(SEGMENT_PAGES, SLOT_BYTES)
+    disk_bytes = DISK_CHATS * CHAT_PAGES / SEGMENT_PAGES * segment_bytes
+    args = ["--enable-hier-kv", "--hier-kv-host-size", f"{host_bytes / GIB:.9f}"]
+    args += ["--hier-kv-disk-dir", str(folder / "disk")]
+    args += ["--hier-kv-disk-size", f"{disk_bytes / GIB:.9f}"]
+    args += ["--hier-kv-disk-segment-size", f"{(segment_bytes + 1) / GIB:.9f}"]
+    args += ["--hier-kv-prefetch-policy", "wait_complete", "--hier-kv-lookahead", mode]
+    args += ["--page-size", str(PAGE), "--max-total-tokens", "1024"]
+    return [*args, "--max-running-requests", "4"]
+
+
+def _all(server: Server, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Answers to requests that come together, in this order."""
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True},
+    }
+    answers = server.post("/generate", body)
+    assert isinstance(answers, list)
+    assert len(answers) == len(prompts)
+    return answers
