@@ -232,6 +232,24 @@ def test_what_waits_leaves_dram_last_and_the_end_of_the_queue_first(make: Make) 
     rig.settle()
 
 
+@pytest.mark.parametrize("disk", [True, False])
+def test_wanted_pages_are_lost_when_they_leave_dram_for_no_other_tier(
+    make: Make, disk: bool
+) -> None:
+    rig = make(slots=12, lookahead=True, disk=disk)
+    assert rig.store.lookahead is not None
+    rig.save(pages("a", 4))
+    rig.settle()
+    rig.store.lookahead.expect("a", rig.space, pages("a", 4), 0)
+    rig.store.lookahead.set_order(["a"])
+    rig.save(pages("filler", 12))
+    num_left = 4 - rig.ready(pages("a", 4))
+    assert rig.count("evicted_wanted_pages") == num_left > 0
+    assert rig.count("lost_wanted_pages") == (0 if disk else num_left)
+    rig.store.lookahead.leave("a")
+    rig.settle()
+
+
 def test_rows_of_pages_that_left_are_wanted_no_more(make: Make) -> None:
     """Their numbers go to other pages, which nobody waits for."""
     rig = make(slots=16, disk=False, lookahead=True, index=16)

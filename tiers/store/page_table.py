@@ -223,6 +223,9 @@ class PageTable:
         self.index.host_slot[kept] = NO_SLOT
         self.index.quality[kept] = self.index.disk_quality[kept]
         self.index.flags[kept] &= np.uint8(0xFF ^ READY)
+        if self.policy is not None:  # asked before it forgets them
+            num_lost_wanted = int(self.policy.wanted(rows[~on_disk]).sum())
+            self.counters.add("lost_wanted_pages", num_lost_wanted)
         self._remove(rows[~on_disk])
         self.num_moved += len(rows)
         self.counters.add("evicted_pages", len(rows))
