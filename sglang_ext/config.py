@@ -156,13 +156,13 @@ class HierKVConfig:
         choices=("pre", "delta"),
     )
     write_policy: str = _knob(
-        "auto",
+        "write_through",
         "write_through writes every saved page to disk in the background; selective only pages "
         "that were hit once; write_back pages that are about to leave DRAM, where they are worth "
         "more than what they displace, and a page that comes back to DRAM gives its place on disk "
         "up first; auto writes through until the disk is full and back from then on, or only "
         "through with --hier-kv-lookahead off and where the disk is over 16 times DRAM.",
-        choices=("auto", "write_through", "selective", "write_back"),
+        choices=("write_through", "selective", "write_back", "auto"),
     )
     prefetch_policy: str = _knob(
         "cost",
