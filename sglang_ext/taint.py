@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _ON_SESSION = "_hier_kv_taint"
 _SESSION_KEY = "_hier_kv_key"
 _RUNNING_TURN = "_hier_kv_running_turn"
+_SESSION_IS_BUSY = "Streaming session already has an active request."  # as SGLang says it
 _SPARE_MARKS = 1024
 
 
@@ -184,11 +185,15 @@ class TaintKeeper:
         the other adapter, and keep it under this turn's key if the turn is aborted.
 
         A turn that comes while another runs on the session's rows gets neither of the two: those
-        rows are being written.
+        rows are being written. Nor does one that SGLang refused for another that still waits.
         """
         session = self._cache.session
         slot = session.slots.get(req.session.session_id)
         if getattr(slot, _RUNNING_TURN, None) not in (None, req):
+            req.session._inflight = True
+            self._turn_away(req)
+            return
+        if getattr(req.to_finish, "message", None) == _SESSION_IS_BUSY:
             self._turn_away(req)
             return
         if not session.will_lend_record(req):
@@ -202,16 +207,18 @@ class TaintKeeper:
             state_of(req).note_reused(int(taint))
 
     def _turn_away(self, req: Any) -> None:
-        """Ends a turn as SGLang does where a session has another one running.
+        """Ends a turn as SGLang does where a session has another one.
 
         SGLang notes that none runs any more when it takes such a turn from its session, and then
-        lets the next one in; here it does not, as one still runs.
+        lets the next one in, onto the same rows; or it leaves the turn in a session that has no
+        rows yet, and two turns bring the first ones. Here the note and the session stay the other
+        turn's.
         """
         if req.to_finish is None:
-            message = "Streaming session already has an active request."
-            req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+            req.to_finish = FINISH_ABORT(
+                _SESSION_IS_BUSY, HTTPStatus.BAD_REQUEST, "BadRequestError"
+            )
         req.release_mm_inputs_on_abort()
-        req.session._inflight = True
         req.session = None
         self._cache.hier_linker.store.counters.add("refused_session_turns")
 

@@ -229,6 +229,7 @@ class Sessions:
 def turn(*, exact: bool = False) -> Request:
     req = Request("turn", [1], 0, exact)
     req.session = SimpleNamespace(session_id="s")  # type: ignore[assignment]
+    req.to_finish = None  # type: ignore[attr-defined]
     return req
 
 
@@ -264,6 +265,7 @@ class Session:
     """What SGLang's streaming sessions ask of a session."""
 
     session_id, streaming = "s", True
+    _inflight = False
 
     def finish_req(self, req: Any) -> None:
         pass
@@ -349,6 +351,30 @@ def test_a_running_turns_rows_stay_its_own(make: Make, refused: bool) -> None:
     assert not other.kv.holds_kv
     assert world.store.stats()["refused_session_turns"] == 1
     end_turn(world, first)  # the world looks at the rows that it attends to
+    world.cache.release_session("s")
+    world.settle()
+
+
+@pytest.mark.parametrize("num_turns", [0, 1], ids=["first turns", "later turns"])
+def test_a_refused_turn_lets_no_third_one_in(make: Make, num_turns: int) -> None:
+    """The turn that it was refused for waits, and has no rows yet; the session stays that one's."""
+    world = make(device_pages=64)
+    tokens = [*DOCUMENT, *QUESTION, 7]
+    for _ in range(num_turns):
+        take_turn(world, tokens)
+        tokens.append(8)
+    session = Session()
+    session._inflight = True
+    refused = Request("refused", [*DOCUMENT, 9], 0, False, extra_key="another")
+    refused.session = session  # type: ignore[assignment]
+    refused.release_mm_inputs_on_abort = lambda: None  # type: ignore[attr-defined]
+    message = "Streaming session already has an active request."
+    refused.to_finish = SimpleNamespace(message=message)  # type: ignore[attr-defined]
+    world.match(refused)
+    assert refused.session is None
+    assert session._inflight, "the other one's"
+    assert len(world.cache.session.slots) == num_turns, "nothing of the session was freed"
+    take_turn(world, tokens)
     world.cache.release_session("s")
     world.settle()
 
