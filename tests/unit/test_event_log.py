@@ -129,3 +129,10 @@ def test_what_was_logged_is_in_the_file_once_it_is_settled(tmp_path: Path) -> No
         assert log.settle(300)
         assert _lines(path)[-1]["number"] == number
     log.close()
+
+
+def test_one_line_may_be_longer_than_all_that_may_wait(tmp_path: Path) -> None:
+    log = EventLog(str(tmp_path / "events"), max_queued_bytes=100)
+    log.note("cleared", pages=["f" * 64] * 100)
+    log.close()
+    assert json.loads((tmp_path / "events").read_text())["pages"] == ["f" * 64] * 100

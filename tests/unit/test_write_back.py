@@ -144,3 +144,27 @@ def test_capacity_adds_up_and_writes_stay_bounded() -> None:
         hits[policy], per_hit[policy] = done.hit_share, done.written / done.hits
     assert hits["auto"] >= hits["write_through"] + 0.01, hits
     assert per_hit["auto"] <= 1.3 * per_hit["write_through"], per_hit
+
+
+def test_a_cleared_disk_takes_what_comes(make: Make) -> None:
+    """It chose while it was full of pages that somebody waited for; it has room now."""
+    rig, _ = _full(make, "write_through")
+    rig.store.clear()
+    rig.until(lambda: not rig.store.stats()["clears_pending"])
+    for number in range(5):
+        chat = pages(f"waited-{number}-", CHAT_PAGES)
+        _save(rig, chat)
+        _expect(rig, f"waits-{number}", chat)
+    before = rig.count("not_admitted_pages")
+    for number in range(5):
+        _save(rig, pages(f"new-{number}-", CHAT_PAGES))
+    assert rig.count("not_admitted_pages") == before
+
+
+@pytest.mark.parametrize("slots", [16, 64])
+def test_little_dram_is_not_looked_at_again_and_again(make: Make, slots: int) -> None:
+    """Once for each time that enough moved: the thread that looks would take a core otherwise."""
+    rig = make(policy="write_back", slots=slots, lookahead=True, index=1024)
+    rig.save(pages("chat", 2))
+    rig.until(lambda: not rig.directory._should_look)
+    rig.settle()

@@ -215,6 +215,10 @@ class DiskBook(PageTable):
         """The disk was told to clear these: it may get pages again."""
         with self.lock:
             self.to_clear.difference_update(digests)
+            # It may have room for all now, and need not choose. `auto` has no way back: pages in
+            # DRAM are held otherwise since it writes back.
+            if not self.to_clear and self.write_policy != "auto":
+                self.disk_is_full = False
 
     def take_spills(self, max_pages: int) -> SpillEntry | None:
         """Takes queued pages of one key space for the spiller, pinned; None when there are none.
@@ -305,7 +309,7 @@ class DiskBook(PageTable):
             now_s = self.now_s()
             if self.num_moved < self._look_at and now_s < self._look_s:
                 return
-            self._look_at = self.num_moved + num_pages // _LOOKS
+            self._look_at = self.num_moved + max(1, num_pages // _LOOKS)
             self._look_s = now_s + _LOOK_S
             rows = self._next_to_leave(num_pages - self.arena.num_free)
             self._queue_unwritten(rows[self._unwritten(rows)])

@@ -121,7 +121,8 @@ class EventLog:
         with self._changed:
             if not self._on:
                 return
-            if self._queued_bytes + len(line) > self._max_queued_bytes:
+            # A single line may be longer than that: a clear names all its pages.
+            if self._queued_bytes and self._queued_bytes + len(line) > self._max_queued_bytes:
                 self._drop("too many lines wait to be written")
                 return
             self._queue.append(line)

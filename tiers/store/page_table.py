@@ -95,7 +95,7 @@ class PageTable:
         self.disk_order: DiskOrder | None = None
         if policy is not None and has_disk:
             self.disk_order = DiskOrder(index, policy)
-        self.disk_is_full = False  # whether it ever had to give up pages; guarded by lock
+        self.disk_is_full = False  # it had to give up pages, and was not cleared; guarded by lock
         self.closing = False  # what is only in DRAM is about to be gone; guarded by lock
         looks_ahead = has_disk and policy is not None
         # Slots that saves leave free, so that a promotion never waits for room.
