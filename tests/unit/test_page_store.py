@@ -584,8 +584,11 @@ def test_pages_that_the_disk_did_not_take_need_no_cleaning(make: Make) -> None:
     assert rig.store._spiller is not None
     with rig.store._spiller._writing:
         rig.save(pages("a", 16))
-        rows = rig.directory.index.lookup(pages("a", 16), 0)
-        rig.directory.index.flags[rows] = READY | WRITE_DROPPED
+        with rig.directory.lock:
+            rows = rig.directory.index.lookup(pages("a", 16), 0)
+            rig.directory.index.flags[rows] = READY | WRITE_DROPPED
+            rig.directory.spill_queue.clear()  # the spiller may have looked already
+            rig.directory._look_at = 0
         rig.directory.queue_leaving(16)
         assert not rig.directory.spill_queue
 
