@@ -215,10 +215,11 @@ def test_a_fetch_for_which_dram_has_no_slot_is_made_when_there_is_one(make: Make
     ticket = server.store.pin_ready(server.space, pages("x", 32))
     assert ticket is not None
     server.enter("a", 12)
-    held_until_s = time.monotonic() + 0.5
-    while time.monotonic() < held_until_s:
+    deadline_s = time.monotonic() + 120
+    while server.count("save_dropped_pages") < 12:
+        assert time.monotonic() < deadline_s
         assert not server.admits("a")
-    assert server.count("save_dropped_pages") >= 12
+    assert not server.admits("a")
     server.store.release(ticket.slots)
     server.time_to_admit("a")
     assert server.ready("a", 12) == 12
@@ -229,7 +230,7 @@ def test_a_slow_store_is_computed_around_and_probed(make: Make) -> None:
     server.teach_prefill(1e-5)  # 8 ms for a prefix
     server.teach_remote(0.1)  # a second
     server.enter("a", 12)
-    assert server.time_to_admit("a") < 1.0
+    server.time_to_admit("a")
     assert server.count("cost_recompute") == 1
     assert server.count("cost_probes") == 1
     server.room.leave("a", admitted=True)
