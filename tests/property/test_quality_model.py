@@ -75,6 +75,7 @@ class Model:
             counters=StoreCounters(),
             events=EventLog(""),
         )
+        self.directory.space_of = lambda number: SPACE
         self.directory.disk_floor = floor
         self.index = self.directory.index
         self.disk: dict[tuple[int, int], Copy] = {}
@@ -262,7 +263,7 @@ class Model:
         )
 
     def queue_coldest(self) -> None:
-        self.directory.queue_coldest(lambda number: SPACE, 3)
+        self.directory.queue_coldest(3)
 
     # ---- checks ----
 

@@ -538,14 +538,14 @@ def test_stale_entries_of_one_key_space_do_not_end_a_flush(make: Make) -> None:
     assert rig.store._spiller is not None
     with rig.store._spiller._writing:
         rig.save(pages("a", 3))
-        rig.directory.queue_coldest(rig.store._space_of, 16)
+        rig.directory.queue_coldest(16)
         rows = rig.directory.index.lookup(pages("a", 3), 0)
         queued = list(rig.directory.spill_queue)
         with rig.directory.lock:
             rig.arena.free(rig.directory.index.host_slot[rows])
             rig.directory.index.remove(rows)
         rig.save(pages("b", 2), space=other)
-        rig.directory.queue_coldest(rig.store._space_of, 16)
+        rig.directory.queue_coldest(16)
         assert len(queued) == 1
         entry = rig.directory.take_spills(16)
     assert entry is not None

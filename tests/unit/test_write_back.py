@@ -55,7 +55,7 @@ def _bring(rig: Rig, chat: np.ndarray) -> None:
 
 def _save(rig: Rig, hashes: np.ndarray) -> None:
     """Saves pages; what leaves next is written first."""
-    rig.until(lambda: not rig.directory._should_look)
+    rig.until(lambda: not rig.directory.should_look)
     rig.save(hashes)
     while rig.ready(hashes) < len(hashes):  # what leaves is still to be written
         rig.until(lambda: rig.save(hashes) > 0)
@@ -166,5 +166,5 @@ def test_little_dram_is_not_looked_at_again_and_again(make: Make, slots: int) ->
     """Once for each time that enough moved: the thread that looks would take a core otherwise."""
     rig = make(policy="write_back", slots=slots, lookahead=True, index=1024)
     rig.save(pages("chat", 2))
-    rig.until(lambda: not rig.directory._should_look)
+    rig.until(lambda: not rig.directory.should_look)
     rig.settle()

@@ -133,7 +133,7 @@ class Directory(RemoteBook):
                 self._touch(ticket.path)
                 if self.has_disk and self.writes_through:
                     self._queue_spill(ticket.space, rows)
-                elif self._should_look:
+                elif self.should_look:
                     self.spill_ready.notify()
             else:
                 self._forget(rows)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -293,7 +291,8 @@ class DiskBook(PageTable):
             return self.num_spilling + sum(len(entry.rows) for entry in self.spill_queue)
 
     @property
-    def _should_look(self) -> bool:
+    def should_look(self) -> bool:
+        """Whether enough moved for `queue_leaving` to look again; the lock is held."""
         return self.writes_back and self.num_moved >= self._look_at
 
     def queue_leaving(self, num_pages: int) -> None:
@@ -314,15 +313,13 @@ class DiskBook(PageTable):
             rows = self._next_to_leave(num_pages - self.arena.num_free)
             self._queue_unwritten(rows[self._unwritten(rows)])
 
-    def queue_coldest(self, spaces: Callable[[int], KeySpace], max_pages: int) -> int:
-        """Queues the least recent pages that are not on disk; for write-back and shutdown."""
+    def queue_coldest(self, max_pages: int) -> int:
+        """Queues the least recent pages that are not on disk; for shutdown."""
         with self.lock:
             rows = self.index.lru_tail(
                 max_pages, ON_DISK | QUEUED | SPILLING | FILLING | WRITE_DROPPED
             )
-            _, numbers = self.index.keys(rows)
-            for number in np.unique(numbers).tolist():
-                self._queue_spill(spaces(number), rows[numbers == number])
+            self._queue_by_space(rows)
             return len(rows)
 
     def num_unwritten(self) -> int:

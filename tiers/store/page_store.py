@@ -186,7 +186,6 @@ class PageStore:
             self._spiller = Spiller(
                 self._directory,
                 disk,
-                self._space_of,
                 low_water_pages=low_water,
                 executor=executor,
                 transcoder=transcoder,

@@ -275,9 +275,13 @@ class PageTable:
 
     def _queue_unwritten(self, rows: Rows) -> None:
         """Queues pages, given in the order in which they leave, to be written root first."""
+        self._queue_by_space(rows[::-1])
+
+    def _queue_by_space(self, rows: Rows) -> None:
+        """Queues pages of any key spaces, in their order within each."""
         numbers = self.index.keys(rows)[1]
         for number in np.unique(numbers).tolist():
-            self._queue_spill(self.space_of(number), rows[numbers == number][::-1])
+            self._queue_spill(self.space_of(number), rows[numbers == number])
 
     def _next_to_leave(self, count: int) -> Rows:
         """Up to `count` pages of DRAM that would leave next."""

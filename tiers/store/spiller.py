@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -16,7 +15,7 @@ from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.executor import Executor, Job, Work
 from sglang_ext.tiers.store.piece_size import PieceSize
-from sglang_ext.tiers.store.types import DiskCopies, KeySpace, SpillEntry
+from sglang_ext.tiers.store.types import DiskCopies, SpillEntry
 from sglang_ext.tiers.transcoder import PageTranscoder
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,6 @@ class Spiller(Work):
         self,
         directory: Directory,
         disk: Tier,
-        space_of: Callable[[int], KeySpace],
         *,
         low_water_pages: int,
         executor: Executor,
@@ -54,7 +52,6 @@ class Spiller(Work):
     ) -> None:
         self._directory = directory
         self._disk = disk
-        self._space_of = space_of
         self._low_water_pages = low_water_pages
         most_bytes = int(directory.arena.nbytes * _BATCH_SHARE)
         self._encoder: PageEncoder | None = None  # guarded by _writing
@@ -88,7 +85,7 @@ class Spiller(Work):
             job = self._take_batch()
             if job is not None:
                 job.run()
-            elif not directory.queue_coldest(self._space_of, self._batch_pages()):
+            elif not directory.queue_coldest(self._batch_pages()):
                 break
         return directory.num_unwritten()
 
@@ -111,7 +108,7 @@ class Spiller(Work):
                 lambda: (
                     self._stop
                     or bool(directory.spill_queue or directory.to_clear)
-                    or directory._should_look
+                    or directory.should_look
                 ),
                 _CLEANING_POLL_S if directory.writes_back else None,
             )
