@@ -16,15 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.ranks import ENVIRONMENT
 from bench.server import Server
-from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
 from tests.e2e import weight_models
-from tests.e2e.hier_server import PAGE, hier_args
 from tests.e2e.weight_answers import NOISE, ROUNDING, distance
 from tests.e2e.weight_states import (
     BEGIN,
-    HOST_PAGES,
     MODES,
     PROMPTS,
     Case,
@@ -33,6 +29,8 @@ from tests.e2e.weight_states import (
     computed,
     name_of,
     paused,
+    slow_server,
+    speed_file,
 )
 from tests.e2e.weight_ways import (
     LORA,
@@ -108,16 +106,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         name: weight_models.adapter(folder / name, seed)
         for seed, name in enumerate(("tone", "first", "other"))
     }
-    args = hier_args(folder, host_pages=HOST_PAGES, policy="wait_complete")
-    args += ["--max-total-tokens", "8192", "--page-size", str(PAGE), *LORA]
-    args += ["--chunked-prefill-size", "256", "--max-running-requests", "2"]
-    env = {**UNPINNED, ENV_SPEED_FILE: str(folder / "speed")}
-    if request.param == 2:
-        args += ["--tp-size", "2"]
-        env |= ENVIRONMENT
-    with Server(
-        args, env=env, log_path=folder / "server.log", stop="kill", start_timeout_s=300.0
-    ) as server:
+    with slow_server(folder, request.param, *LORA, env=UNPINNED) as server:
         fresh = {"base": [computed(server, prompt) for prompt in PROMPTS]}
         server.post("/flush_cache")
         fields = {"lora_path": "tone"}
@@ -126,7 +115,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             fresh[name] = [computed(server, prompt, **fields) for prompt in PROMPTS]
             unload_adapter(server, "tone")
         put(server, models, "first")
-        yield Rig(request.param, server, folder / "speed", models, fresh, fields)
+        yield Rig(request.param, server, speed_file(folder), models, fresh, fields)
 
 
 def put(server: Server, models: dict[str, Path], name: str) -> None:

@@ -17,15 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.ranks import ENVIRONMENT
 from bench.server import TINYLM, Server
-from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
 from tests.e2e import weight_models
-from tests.e2e.hier_server import PAGE, hier_args
 from tests.e2e.weight_answers import NOISE, ROUNDING, Answer, distance
 from tests.e2e.weight_states import (
     BEGIN,
-    HOST_PAGES,
     MODES,
     PROMPTS,
     Case,
@@ -34,6 +30,8 @@ from tests.e2e.weight_states import (
     computed,
     name_of,
     paused,
+    slow_server,
+    speed_file,
 )
 from tests.e2e.weight_ways import IPC_ENVIRONMENT, WAYS
 
@@ -70,21 +68,12 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "first": TINYLM,
         "other": weight_models.variant(folder / "other", weight_models.strange(1)),
     }
-    args = hier_args(folder, host_pages=HOST_PAGES, policy="wait_complete")
-    args += ["--max-total-tokens", "8192", "--page-size", str(PAGE)]
-    args += ["--chunked-prefill-size", "256", "--max-running-requests", "2"]
-    env = {**IPC_ENVIRONMENT, ENV_SPEED_FILE: str(folder / "speed")}
-    if request.param == 2:
-        args += ["--tp-size", "2"]
-        env = {**ENVIRONMENT, **IPC_ENVIRONMENT, ENV_SPEED_FILE: str(folder / "speed")}
-    with Server(
-        args, env=env, log_path=folder / "server.log", stop="kill", start_timeout_s=300.0
-    ) as server:
+    with slow_server(folder, request.param, env=IPC_ENVIRONMENT) as server:
         fresh = {}
         for name in ("other", "first"):
             replace(server, models[name])
             fresh[name] = [computed(server, prompt) for prompt in PROMPTS]
-        yield Rig(request.param, server, folder / "speed", models, fresh, {})
+        yield Rig(request.param, server, speed_file(folder), models, fresh, {})
 
 
 def replace(server: Server, model: Path) -> None:

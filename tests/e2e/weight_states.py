@@ -5,15 +5,17 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.ranks import ENVIRONMENT
 from bench.requests import num_on_their_way
 from bench.server import Server
+from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
 from tests.e2e import weight_answers
-from tests.e2e.hier_server import ask, by_tier, real_prompts, state
+from tests.e2e.hier_server import PAGE, ask, by_tier, hier_args, real_prompts, state
 from tests.e2e.weight_answers import ROUNDING, Answer, distance
 from tests.e2e.weight_ways import call
 
@@ -62,6 +64,23 @@ class Rig(NamedTuple):
     models: dict[str, Path]
     fresh: dict[str, list[Answer]]
     fields: dict[str, Any]
+
+
+def slow_server(folder: Path, num_ranks: int, *more: str, env: Mapping[str, str]) -> Server:
+    """Little DRAM, prompts in chunks, and a disk as fast as `speed_file` says."""
+    args = hier_args(folder, host_pages=HOST_PAGES, policy="wait_complete")
+    args += ["--max-total-tokens", "8192", "--page-size", str(PAGE), *more]
+    args += ["--chunked-prefill-size", "256", "--max-running-requests", "2"]
+    env = {**env, ENV_SPEED_FILE: str(speed_file(folder))}
+    if num_ranks > 1:
+        args += ["--tp-size", str(num_ranks)]
+        env = {**ENVIRONMENT, **env}
+    return Server(args, env=env, log_path=folder / "server.log", stop="kill", start_timeout_s=300.0)
+
+
+def speed_file(folder: Path) -> Path:
+    """Says how fast the disk of a `slow_server` is."""
+    return folder / "speed"
 
 
 def paused(
