@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import policies_flags
-from bench.case import (
+from bench.core.case import (
     ALLOW_DIRTY,
     CASES,
     OUT_DIR,
@@ -18,9 +17,10 @@ from bench.case import (
     commit_header,
     run_case,
 )
-from bench.machine import describe_machine
-from bench.output import Progress
-from bench.reporting import exit_status, print_report, write_json
+from bench.core.machine import describe_machine
+from bench.core.output import Progress
+from bench.core.reporting import exit_status, print_report, write_json
+from bench.policies import flags as policies_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,7 @@ _NESTED = ("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--nnodes",
 
 
 class ForkedServer:
-    """A server's main process, with what `bench.server` uses of `subprocess.Popen`.
+    """A server's main process, with what `testkit.server` uses of `subprocess.Popen`.
 
     Attributes:
         pid: process id.

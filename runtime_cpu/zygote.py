@@ -45,8 +45,8 @@ PRELOADED = (
     "sglang.srt.models.llama",
     # The plugin's: their compiled loops take a second to load. Nothing is hooked by importing them.
     "sglang_ext.plugin",
-    "sglang_ext.scheduler_hooks",
-    "sglang_ext.factory",
+    "sglang_ext.seam.hooks.scheduler",
+    "sglang_ext.assembly.factory",
 )
 MAX_MESSAGE_BYTES = 1 << 20
 _MAX_FDS = 64

@@ -26,7 +26,7 @@ def load() -> None:
     # Importing the scheduler costs seconds and the main process does not need it; a scheduler
     # process has imported it before it loads plugins.
     if "sglang.srt.managers.scheduler" in sys.modules:
-        from sglang_ext.scheduler_hooks import register_scheduler_hooks
+        from sglang_ext.seam.hooks.scheduler import register_scheduler_hooks
 
         register_scheduler_hooks()
 
@@ -42,9 +42,9 @@ def attach(server_args: Any, config: Any) -> None:
     Raises:
         HierKVConfigError: the set-up is refused.
     """
-    from sglang_ext.compat import DEFAULT_PAGE_SIZE, check_arguments
-    from sglang_ext.preflight import check_machine
-    from sglang_ext.truncation_secret import lineage_secret
+    from sglang_ext.assembly.preflight import check_machine
+    from sglang_ext.settings.compat import DEFAULT_PAGE_SIZE, check_arguments
+    from sglang_ext.truncation.secret import lineage_secret
 
     check_arguments(server_args, config)
     check_machine(config)
@@ -58,14 +58,14 @@ def attach(server_args: Any, config: Any) -> None:
 
 
 def _after_add_cli_args(result: Any, parser: Any) -> None:
-    from sglang_ext.flags import add_flags
+    from sglang_ext.settings.flags import add_flags
 
     add_flags(parser)
 
 
 def _after_from_cli_args(result: Any, cls: Any, namespace: Any) -> None:
-    from sglang_ext.config import HierKVConfigError
-    from sglang_ext.flags import config_from_namespace
+    from sglang_ext.settings.config import HierKVConfigError
+    from sglang_ext.settings.flags import config_from_namespace
 
     try:
         config = config_from_namespace(namespace)
@@ -83,7 +83,7 @@ def _extend_engine() -> None:
     engine = module.Engine
     if getattr(engine, "_hier_kv_extended", False):
         return
-    from sglang_ext.flags import engine_args_factory
+    from sglang_ext.settings.flags import engine_args_factory
 
     engine.server_args_class = staticmethod(engine_args_factory(engine.server_args_class, attach))
     engine._hier_kv_extended = True
@@ -93,8 +93,8 @@ def _hook_tokenizer_manager() -> None:
     """Registered late: importing the tokenizer manager before the arguments are parsed is slow."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_ext.report import unpack_details
-    from sglang_ext.truncation_front import around_tokenizing, around_validate
+    from sglang_ext.seam.hooks.front import around_tokenizing, around_validate
+    from sglang_ext.seam.report import unpack_details
 
     HookRegistry.register(
         f"{_TOKENIZER}._handle_batch_output",
@@ -111,7 +111,7 @@ def _after_tokenizer_manager(result: Any, self: Any, *args: Any, **kwargs: Any) 
     """The HTTP server, if there is one, is imported by now and does not serve yet."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_ext.truncation_front import before_rendering, bound_bodies
+    from sglang_ext.seam.hooks.front import before_rendering, bound_bodies
 
     server = sys.modules.get(_HTTP_SERVER)
     if server is None or getattr(self.server_args, "_hier_kv", None) is None:

@@ -1,7 +1,7 @@
 """What a tier that keeps records is: its interface and the types that pass through it.
 
-A tier moves bytes. It sees slots (one record each, `sglang_ext.tiers.record`), never tensors. The
-index from page to location is its owner's.
+A tier moves bytes. It sees slots (one record each, `sglang_ext.tiers.records.record`), never
+tensors. The index from page to location is its owner's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, VerifyResult
+from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, VerifyResult
 
 BLOCK_BYTES = 4096
 """Unit of `Location.block`, and the alignment of slots in memory and in segments."""

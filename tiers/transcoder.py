@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 
 from sglang_ext.tiers.base import record_blocks
-from sglang_ext.tiers.record import (
+from sglang_ext.tiers.records.record import (
     HEADER_BYTES,
     RAW_CODEC,
     ByteArray,

@@ -3,8 +3,8 @@
 `inject.py` says how faults get into the server's process. `kills.py` kills it over one disk folder,
 `running.py` damages records and fails the disk under it, `remote_running.py` the network and Redis;
 `stalls.py` measures meanwhile how long its scheduler's thread is held up. Without a server, many in
-little time: `store_damage.py` damages records, `storm.py` fails disk and coded DRAM at random,
-`power.py` cuts the power, `store_kills.py` kills, `remote_storm.py` fails the shared stores.
+little time, in `faults/store`: `damage.py` damages records, `storm.py` fails disk and coded DRAM at
+random, `power.py` cuts the power, `kills.py` kills, `remote_storm.py` fails the shared stores.
 `open_time.py` measures the start on a full folder.
 """
 
@@ -25,19 +25,19 @@ from typing import Any
 from bench.faults import kills as kills_module
 from bench.faults.inject import import_path
 from bench.faults.kills import Kill, Kills
-from bench.faults.open_time import measure_open
-from bench.faults.power import cut_power
 from bench.faults.prompts import PROMPT_PAGES, PromptSource, References
 from bench.faults.records import DAMAGES
 from bench.faults.remote_running import RemoteFaults
-from bench.faults.remote_storm import storm_remotes
 from bench.faults.running import READ_FAULTS, START_S, WRITE_FAULTS, RunningFaults
-from bench.faults.store_damage import damage_store
-from bench.faults.store_kills import kill_stores
-from bench.faults.storm import storm_disk, storm_memory
+from bench.faults.store.damage import damage_store
+from bench.faults.store.kills import kill_stores
+from bench.faults.store.open_time import measure_open
+from bench.faults.store.power import cut_power
+from bench.faults.store.remote_storm import storm_remotes
+from bench.faults.store.storm import storm_disk, storm_memory
 from bench.faults.tally import FaultCheckError, Tallies
-from bench.remote.redis_server import redis_binary
-from bench.server import FORK_SERVERS, ROOT, Server
+from testkit.remote.redis_server import redis_binary
+from testkit.server import FORK_SERVERS, ROOT, Server
 
 __all__ = ["FaultCheckError", "run"]
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from bench.faults import FULL, QUICK, storm
-from bench.faults.store_damage import damage_store
+from bench.faults.store.damage import damage_store
 from bench.faults.tally import Tallies
 
 

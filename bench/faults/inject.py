@@ -11,7 +11,7 @@ for its failpoints. Both obey a control file (JSON), read anew whenever it chang
     read_raises    reads raise what no disk raises; write_raises likewise
     bytes_per_s    how fast the disk is
     hangs          every call of the disk tier waits until it is gone from here
-    random         {"seed": s, "share": x, "kinds": [...]}: see `bench.faults.schedule`
+    random         {"seed": s, "share": x, "kinds": [...]}: see `bench.faults.store.schedule`
     report         a number: a report is written beside the control file, with this number
 
 A step is a failpoint of the disk tier, or "record" or "footer": half of that was written.
@@ -30,8 +30,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.faults.schedule import Schedule, ScheduledDisk
 from bench.faults.stalls import StallMeter, install
+from bench.faults.store.schedule import Schedule, ScheduledDisk
 from bench.faults.tally import check
 from runtime_cpu import launch
 

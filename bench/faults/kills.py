@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.faults.audit import Auditor, Log
 from bench.faults.inject import Control, environment
 from bench.faults.prompts import (
     PAGE_TOKENS,
@@ -25,8 +24,9 @@ from bench.faults.prompts import (
     ask,
 )
 from bench.faults.running import START_S
+from bench.faults.store.audit import Auditor, Log
 from bench.faults.tally import FaultCheckError, Tallies, Tally, check
-from bench.server import Server, ServerError
+from testkit.server import Server, ServerError
 
 # Small, so that segments are sealed and reclaimed often: 480 pages, 62 in a segment.
 _OPTIONS = (

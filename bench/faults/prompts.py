@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.faults.tally import check
-from bench.server import Server
-from bench.workload import load_texts, load_tokenizer
+from testkit.server import Server
+from testkit.workload import load_texts, load_tokenizer
 
 PAGE_TOKENS = 64
 PROMPT_PAGES = 10

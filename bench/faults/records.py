@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from sglang_ext.tiers.base import BLOCK_BYTES, record_blocks
-from sglang_ext.tiers.disk.layout import decode_header
-from sglang_ext.tiers.record import (
+from sglang_ext.tiers.disk.segments.layout import decode_header
+from sglang_ext.tiers.records.checks import seal
+from sglang_ext.tiers.records.record import (
     HEADER_BYTES,
     ByteArray,
     RecordError,
@@ -19,7 +20,6 @@ from sglang_ext.tiers.record import (
     parse_header,
     write_meta,
 )
-from sglang_ext.tiers.record_checks import seal
 
 
 @dataclass(frozen=True)

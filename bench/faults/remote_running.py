@@ -13,10 +13,10 @@ from bench.faults.inject import Control, environment
 from bench.faults.prompts import PROMPT_PAGES, Answer, References, ask
 from bench.faults.running import START_S
 from bench.faults.tally import Tallies, Tally, check
-from bench.remote.proxy import Proxy
-from bench.remote.redis_server import RedisServer
-from bench.requests import flush_device
-from bench.server import Server, ServerError
+from testkit.remote.proxy import Proxy
+from testkit.remote.redis_server import RedisServer
+from testkit.requests import flush_device
+from testkit.server import Server, ServerError
 
 _PATIENCE_S = 300.0  # for a state that comes soon, on any machine
 _OPTIONS = (

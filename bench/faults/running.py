@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.faults.audit import Log
 from bench.faults.inject import Control, environment
 from bench.faults.prompts import (
     PAGE_TOKENS,
@@ -23,10 +22,11 @@ from bench.faults.prompts import (
     ask,
 )
 from bench.faults.records import DAMAGES, Spot, find_records
-from bench.faults.schedule import HONEST, LYING_READS, LYING_WRITES
+from bench.faults.store.audit import Log
+from bench.faults.store.schedule import HONEST, LYING_READS, LYING_WRITES
 from bench.faults.tally import Tallies, Tally, check
-from bench.requests import num_on_their_way
-from bench.server import Server, ServerError
+from testkit.requests import num_on_their_way
+from testkit.server import Server, ServerError
 
 HOST_PAGES = 120
 _SLOT_GB = 266240 / (1 << 30)

@@ -197,10 +197,10 @@ class Codec(ABC):
 _BUILTIN: dict[str, str] = {
     "none": "sglang_ext.codec.none:NoneCodec",
     "zstd": "sglang_ext.codec.zstd:ZstdCodec",
-    "lossless": "sglang_ext.codec.lossless:LosslessCodec",
-    "hier": "sglang_ext.codec.hier:HierCodec",
-    "cachegen-paper": "sglang_ext.codec.cachegen_paper:CachegenPaperCodec",
-    "cachegen-released": "sglang_ext.codec.cachegen_released:CachegenReleasedCodec",
+    "lossless": "sglang_ext.codec.lossless.codec:LosslessCodec",
+    "hier": "sglang_ext.codec.hier.codec:HierCodec",
+    "cachegen-paper": "sglang_ext.codec.cachegen.paper:CachegenPaperCodec",
+    "cachegen-released": "sglang_ext.codec.cachegen.released:CachegenReleasedCodec",
 }
 _CODECS: dict[str, str] = dict(_BUILTIN)
 

@@ -10,10 +10,10 @@ from typing import Any
 from sglang_ext.codec.base import Codec, CodecError, PlaneArray, codec_class
 from sglang_ext.codec.container import read_header
 from sglang_ext.codec.learned import kind_of
-from sglang_ext.layout import HEADER_BYTES, U8
-from sglang_ext.page_codec import TAIL_LENGTH, CodedShape, PageCodec, is_consistent
-from sglang_ext.tiers.record import RecordMeta, parse_header
-from sglang_ext.tiers.store.remote_coding import Levels, RemoteCodec
+from sglang_ext.codec.page_codec import TAIL_LENGTH, CodedShape, PageCodec, is_consistent
+from sglang_ext.device.layout import HEADER_BYTES, U8
+from sglang_ext.tiers.records.record import RecordMeta, parse_header
+from sglang_ext.tiers.store.shared.coding import Levels, RemoteCodec
 
 
 class RemotePageCodec(PageCodec, RemoteCodec):

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from sglang_ext.remote.lookup import Finder
 from sglang_ext.remote.publish import Publisher
 from sglang_ext.remote.streams import RemoteStreams
-from sglang_ext.tiers.page_rules import PageRules
+from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.remote.base import Outcome
 from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.store.books.directory import Directory
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
-from sglang_ext.tiers.store.directory import Directory
-from sglang_ext.tiers.store.remote_coding import Lookup, OpenCoded, RemoteCodec
-from sglang_ext.tiers.store.remote_profiles import RemoteProfiles
-from sglang_ext.tiers.store.remote_upload import CodedUploads
+from sglang_ext.tiers.store.shared.coding import Lookup, OpenCoded, RemoteCodec
+from sglang_ext.tiers.store.shared.profiles import RemoteProfiles
+from sglang_ext.tiers.store.shared.upload import CodedUploads
 from sglang_ext.tiers.store.types import Hashes, KeySpace
 
 

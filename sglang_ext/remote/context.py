@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sglang_ext.remote.lookup import FoundPage
 from sglang_ext.remote.run import Run
 from sglang_ext.streaming import Fetch
-from sglang_ext.tiers.store.remote_coding import Lookup
+from sglang_ext.tiers.store.shared.coding import Lookup
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sglang_ext.tiers.page_rules import PageRules
-from sglang_ext.tiers.record import (
+from sglang_ext.tiers.records.page_rules import PageRules
+from sglang_ext.tiers.records.record import (
     HEADER_BYTES,
     RAW_CODEC,
     ByteArray,
@@ -24,8 +24,8 @@ from sglang_ext.tiers.remote.items import GetResult
 from sglang_ext.tiers.remote.ranges import RangeRequest
 from sglang_ext.tiers.remote.staged import START_BYTES, Stages
 from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.store.remote_coding import RemoteCodec
-from sglang_ext.tiers.store.remote_profiles import RemoteProfiles
+from sglang_ext.tiers.store.shared.coding import RemoteCodec
+from sglang_ext.tiers.store.shared.profiles import RemoteProfiles
 from sglang_ext.tiers.store.types import Hashes, KeySpace, StoreCounters
 
 _AT_ONCE = 64

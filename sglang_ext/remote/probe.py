@@ -19,7 +19,7 @@ from sglang_ext.remote.run import Run, parts_of
 from sglang_ext.remote.transfer import Part
 from sglang_ext.streaming import LinkEstimator
 from sglang_ext.tiers.policy.cost_model import PROBE_BYTES, PROBE_SHARE
-from sglang_ext.tiers.record import RAW_CODEC, ByteArray
+from sglang_ext.tiers.records.record import RAW_CODEC, ByteArray
 
 # After a probe there is none for so many times as long as it took.
 _PAUSE_FACTOR = 4.0

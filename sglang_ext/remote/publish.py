@@ -9,13 +9,19 @@ import numpy as np
 
 from sglang_ext.remote.lookup import FoundPage
 from sglang_ext.remote.run import Run
-from sglang_ext.tiers.page_rules import PageRules
-from sglang_ext.tiers.record import RAW_CODEC, ByteArray, RecordError, parse_header, read_meta
+from sglang_ext.tiers.records.page_rules import PageRules
+from sglang_ext.tiers.records.record import (
+    RAW_CODEC,
+    ByteArray,
+    RecordError,
+    parse_header,
+    read_meta,
+)
 from sglang_ext.tiers.remote.staged import START_BYTES, read_stages, unstage
 from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.store.books.directory import Directory
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
-from sglang_ext.tiers.store.directory import Directory
-from sglang_ext.tiers.store.remote_coding import Lookup, RemoteCodec
+from sglang_ext.tiers.store.shared.coding import Lookup, RemoteCodec
 from sglang_ext.tiers.transcoder import is_decoded
 
 logger = logging.getLogger(__name__)

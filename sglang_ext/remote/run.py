@@ -20,8 +20,8 @@ from sglang_ext.streaming import (
     QualityScale,
     StreamCosts,
 )
-from sglang_ext.tiers.quality import Quality
-from sglang_ext.tiers.record import ByteArray
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.tiers.records.record import ByteArray
 from sglang_ext.tiers.remote.staged import START_BYTES
 
 CHUNK_TOKENS = 1500

@@ -24,10 +24,10 @@ from sglang_ext.remote.publish import Publisher
 from sglang_ext.remote.run import Partial, Run, Speeds
 from sglang_ext.remote.transfer import Part, read_parts
 from sglang_ext.streaming import LinkEstimator, LinkShare
-from sglang_ext.tiers.record import ByteArray
+from sglang_ext.tiers.records.record import ByteArray
 from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.store.directory import Directory
-from sglang_ext.tiers.store.remote_coding import Lookup
+from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.shared.coding import Lookup
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sglang_ext.tenancy import OF_LINEAGE
+from sglang_ext.identity.tenancy import OF_LINEAGE
 from sglang_ext.truncation.cut import Cut
 from sglang_ext.truncation.extents import Bools, Composition, Hashes, Source
 from sglang_ext.truncation.keyed_names import encode_parts

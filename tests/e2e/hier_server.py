@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.requests import num_on_their_way
-from bench.server import Server
-from bench.workload import Reply, load_texts, load_tokenizer, reply_of
+from testkit.requests import num_on_their_way
+from testkit.server import Server
+from testkit.workload import Reply, load_texts, load_tokenizer, reply_of
 
 PAGE = 64
 # A page of tinylm in DRAM or on disk: 8 layers, K and V, 2 heads of 64 in bfloat16, and a header.
@@ -77,7 +77,7 @@ def tokens_and_logprobs(answer: dict[str, Any]) -> tuple[list[int], list[float]]
 
 
 def send_to(server: Server, rid_prefix: str) -> Any:
-    """A `Send` for `bench.workload.drive`."""
+    """A `Send` for `testkit.workload.drive`."""
 
     def send(name: str, prompt: list[int], num_tokens: int) -> Reply:
         started_s = time.monotonic()

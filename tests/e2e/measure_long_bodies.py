@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from bench.server import Server
+from testkit.server import Server
 from tests.e2e.hier_server import hier_args
 
 CONTEXT = 2048

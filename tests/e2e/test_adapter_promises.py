@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.server import Server
+from testkit.server import Server
 from tests.e2e import weight_models
 from tests.e2e.weight_answers import NOISE, ROUNDING, distance
 from tests.e2e.weight_states import (

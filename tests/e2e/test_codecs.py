@@ -3,7 +3,7 @@
 Chats go through a server whose DRAM holds a part of them, so their history comes back from coded
 pages. With a lossless codec every answer is bit-equal to that of plain SGLang. With a lossy one
 the server's own log-probabilities, over prefixes that lie coded on disk, are compared with exact
-ones; the same comparison is made with the codec alone (`sglang_ext.codec.hf_capture`).
+ones; the same comparison is made with the codec alone (`sglang_ext.codec.calibration.hf_capture`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from bench.server import Server
-from bench.workload import ASSETS
 from sglang_ext.codec.base import create_codec
-from sglang_ext.codec.hf_capture import CausalLm
+from sglang_ext.codec.calibration.hf_capture import CausalLm
 from sglang_ext.codec.learned import kind_of
+from testkit.server import Server
+from testkit.workload import ASSETS
 from tests.e2e.hier_server import (
     PAGE,
     ask,

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.requests import flush_device, timed
-from bench.server import Server
-from bench.stats import median
+from bench.core.stats import median
 from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
+from testkit.requests import flush_device, timed
+from testkit.server import Server
 from tests.e2e.hier_server import (
     PAGE,
     ask,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.server import Server
+from testkit.server import Server
 from tests.e2e.hier_server import PAGE, ask, by_tier, hier_args, real_prompts, tokens_and_logprobs
 
 pytestmark = pytest.mark.e2e

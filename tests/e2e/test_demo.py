@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.demo_chats import drive, make_material
-from bench.server import Server
-from bench.workload import load_tokenizer
+from bench.demo.chats import drive, make_material
+from testkit.server import Server
+from testkit.workload import load_tokenizer
 from tests.e2e.hier_server import PAGE, hier_args
 
 pytestmark = pytest.mark.e2e

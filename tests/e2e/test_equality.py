@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.server import Server
+from testkit.server import Server
 from tests.e2e.hier_server import (
     PAGE,
     ask,

@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.server import FORK_SERVERS, ROOT, Server
+from testkit.server import FORK_SERVERS, ROOT, Server
 
 pytestmark = pytest.mark.e2e
 
 _HOLD = """
 import sys, time
-from bench.server import Server
+from testkit.server import Server
 with Server(["--max-total-tokens", "2048"], stop="kill") as server:
     print(server.pid, flush=True)
     time.sleep(600)

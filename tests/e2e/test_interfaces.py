@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.server import FORK_SERVERS, ROOT, TINYLM, Leftovers, Server
 from runtime_cpu import launch
-from sglang_ext.config import HierKVConfig, flag_name
+from sglang_ext.settings.config import HierKVConfig, flag_name
+from testkit.server import FORK_SERVERS, ROOT, TINYLM, Leftovers, Server
 from tests.e2e.hier_server import (
     PAGE,
     ask,

@@ -2,7 +2,7 @@
 
 What the look-ahead promises and can be told without a clock: each request finds its pages in DRAM
 when it is admitted, in the queue's order, and answers as on a device hit. `python -m
-bench.serve_lookahead` has the times.
+bench.serve.lookahead` has the times.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.server import Server
-from bench.workload import reply_of
 from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
+from testkit.server import Server
+from testkit.workload import reply_of
 from tests.e2e.hier_server import (
     PAGE,
     SLOT_BYTES,

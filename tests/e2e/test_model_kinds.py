@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bench.server import TINYLM, Server
+from testkit.server import TINYLM, Server
 
 pytestmark = pytest.mark.e2e
 

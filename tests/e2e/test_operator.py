@@ -13,8 +13,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from bench.remote.redis_server import RedisServer, redis_binary
-from bench.server import Server
+from testkit.remote.redis_server import RedisServer, redis_binary
+from testkit.server import Server
 from tests.e2e.hier_server import ask, hier_args, real_prompts, settled, state
 
 pytestmark = pytest.mark.e2e

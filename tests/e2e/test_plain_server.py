@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.server import Server, ServerError
+from testkit.server import Server, ServerError
 
 pytestmark = pytest.mark.e2e
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench.server import Server
 from sglang_ext.cli import main
+from testkit.server import Server
 from tests.e2e.hier_server import (
     PAGE,
     ask,

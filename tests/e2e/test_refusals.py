@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from bench.server import ROOT, TINYLM, Server, ServerError
 from runtime_cpu import launch
+from testkit.server import ROOT, TINYLM, Server, ServerError
 from tests.e2e.hier_server import (
     PAGE,
     SLOT_BYTES,

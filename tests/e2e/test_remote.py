@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.remote.mooncake_server import MooncakeServer, mooncake_missing
-from bench.remote.redis_server import RedisServer, redis_binary
-from bench.requests import flush_device
-from bench.server import Server
+from testkit.remote.mooncake_server import MooncakeServer, mooncake_missing
+from testkit.remote.redis_server import RedisServer, redis_binary
+from testkit.requests import flush_device
+from testkit.server import Server
 from tests.e2e.hier_server import (
     PAGE,
     ask,

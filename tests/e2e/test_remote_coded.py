@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench.remote.redis_server import RedisServer, redis_binary
-from bench.server import TINYLM, Server
-from bench.workload import ASSETS
+from testkit.remote.redis_server import RedisServer, redis_binary
+from testkit.server import TINYLM, Server
+from testkit.workload import ASSETS
 from tests.e2e.hier_server import (
     PAGE,
     SLOT_BYTES,
@@ -20,7 +20,7 @@ from tests.e2e.hier_server import (
     real_prompts,
     state,
 )
-from tests.tiers.remote_cases import until
+from tests.tiers.remote.remote_cases import until
 
 pytestmark = [
     pytest.mark.e2e,

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import pytest
 
-from bench.remote.proxy import Network, Proxy
-from bench.remote.redis_server import RedisServer, redis_binary
-from bench.server import Server
+from testkit.remote.proxy import Network, Proxy
+from testkit.remote.redis_server import RedisServer, redis_binary
+from testkit.server import Server
 from tests.e2e.hier_server import ask, by_tier, real_prompts
 from tests.e2e.test_remote_coded import PROFILE, host, quality, start, upload
 from tests.e2e.weight_models import slower

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from bench.server import Server
-from bench.workload import reply_of
-from sglang_ext.tiers.disk.layout import segment_file_bytes
+from sglang_ext.tiers.disk.segments.layout import segment_file_bytes
+from testkit.server import Server
+from testkit.workload import reply_of
 from tests.e2e.hier_server import GIB, real_prompts, settled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

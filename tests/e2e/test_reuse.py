@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.server import Server
-from bench.workload import (
+from testkit.server import Server
+from testkit.workload import (
     MAX_PROMPT_TOKENS,
     MIN_PROMPT_TOKENS,
     Sample,

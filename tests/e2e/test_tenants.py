@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.server import Server
-from bench.workload import load_texts, load_tokenizer
+from testkit.server import Server
+from testkit.workload import load_texts, load_tokenizer
 from tests.e2e.hier_server import hier_args, settled, state, tokens_and_logprobs
 
 pytestmark = pytest.mark.e2e

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import sglang as sgl
 
-from bench.server import Server, ServerError
-from bench.workload import load_tokenizer
+from testkit.server import Server, ServerError
+from testkit.workload import load_tokenizer
 from tests.e2e.hier_server import hier_args, real_prompts, settled, state, tokens_and_logprobs
 
 pytestmark = pytest.mark.e2e

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.server import TINYLM, Server
+from testkit.server import TINYLM, Server
 from tests.e2e import weight_models
 from tests.e2e.weight_answers import NOISE, ROUNDING, Answer, distance
 from tests.e2e.weight_states import (

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.server import TINYLM, Server
+from testkit.server import TINYLM, Server
 from tests.e2e import weight_models
 from tests.e2e.hier_server import PAGE, by_tier, events, hier_args, real_prompts
 from tests.e2e.weight_answers import NOISE, ROUNDING, Answer, distance, hit, request

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bench.server import TINYLM, Server
+from testkit.server import TINYLM, Server
 from tests.e2e import weight_models
 from tests.e2e.weight_ways import IPC_ENVIRONMENT, LORA, UNPINNED, WAYS, call, from_disk
 

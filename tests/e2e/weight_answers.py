@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from bench.server import Server
+from testkit.server import Server
 from tests.e2e.hier_server import PAGE, ask
 
 # Mean difference of log-probabilities: what another batch makes (0.03 seen) and what KV of other

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.server import TINYLM
+from testkit.server import TINYLM
 
 Weights = dict[str, torch.Tensor]
 

@@ -19,8 +19,8 @@ import torch
 import zmq
 from safetensors.torch import load_file
 
-from bench.server import Server, ServerError, free_port
 from runtime_cpu import inprocess, launch
+from testkit.server import Server, ServerError, free_port
 from tests.e2e import weight_models
 
 

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.codec import Codec, CodecError, create_codec
-from sglang_ext.codec.profile import Profile
+from sglang_ext.codec.hier.profile import Profile
 from sglang_ext.kernels import rans
 from tests.faults.codec_mutations import Source
 from tests.faults.guarded_arrays import GuardedPool
-from tests.unit.codec_cases import make_planes, make_profile, random_bits, special_planes
+from tests.unit.codec.codec_cases import make_planes, make_profile, random_bits, special_planes
 
 _ROOT = Path(__file__).parents[2]
 _HANG_S = 60
@@ -106,7 +106,7 @@ def _own_targets() -> list[Target]:
 
 
 def _cachegen_targets() -> list[Target]:
-    from sglang_ext.codec.cachegen_tables import measure_tables
+    from sglang_ext.codec.cachegen.tables import measure_tables
 
     targets = []
     for dtype in ("bf16", "fp16"):

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext.copier import PageCopier
+from sglang_ext.codec.page_codec import CodedShape
+from sglang_ext.device.copier import PageCopier
+from sglang_ext.device.layout import HEADER_BYTES, ROPE_NAMES, ROPE_PRE, U8, PageLayout, write_tail
+from sglang_ext.device.page_rules import LocalPages
+from sglang_ext.device.pools import DevicePool
+from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.kernels import rope as cpu_kernels
 from sglang_ext.kernels.rope import RopeSpec
-from sglang_ext.layout import HEADER_BYTES, ROPE_NAMES, ROPE_PRE, U8, PageLayout, write_tail
-from sglang_ext.page_codec import CodedShape
-from sglang_ext.page_rules import LocalPages
-from sglang_ext.pools import DevicePool
 from sglang_ext.remote.codec import RemotePageCodec
-from sglang_ext.rope_discovery import LayerRope
-from sglang_ext.tiers.record import RecordMeta, parse_header, write_meta
+from sglang_ext.tiers.records.record import RecordMeta, parse_header, write_meta
 from sglang_ext.tiers.store.types import Epoch, KeySpace
 from tests.faults.guarded_arrays import GuardedPool
-from tests.unit.codec_cases import make_profile
+from tests.unit.codec.codec_cases import make_profile
 
 LAYERS, DIM, PAGE, MAX_POSITION = 2, 32, 8, 512
 LAYOUT = PageLayout(PAGE, (2 * DIM,) * LAYERS, (2 * DIM,) * LAYERS, 2)

@@ -15,9 +15,9 @@ import numpy as np
 import xxhash
 
 from sglang_ext.codec import CodecError
-from sglang_ext.codec.profile import Profile
-from sglang_ext.layout import HEADER_BYTES, ROPE_BOUND, ROPE_DELTA, U8, write_tail
-from sglang_ext.page_codec import TAIL_LENGTH
+from sglang_ext.codec.hier.profile import Profile
+from sglang_ext.codec.page_codec import TAIL_LENGTH
+from sglang_ext.device.layout import HEADER_BYTES, ROPE_BOUND, ROPE_DELTA, U8, write_tail
 from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.lookup import Finder
 from sglang_ext.remote.publish import Publisher
@@ -28,8 +28,8 @@ from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierError
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.quality import ANY
-from sglang_ext.tiers.record import RAW_CODEC, RecordMeta, VerifyResult, parse_header
+from sglang_ext.tiers.records.quality import ANY
+from sglang_ext.tiers.records.record import RAW_CODEC, RecordMeta, VerifyResult, parse_header
 from sglang_ext.tiers.remote import (
     GetRequest,
     Outcome,
@@ -50,11 +50,11 @@ from sglang_ext.tiers.remote.base import (
     value_name,
 )
 from sglang_ext.tiers.remote.staged import START_BYTES, stage
+from sglang_ext.tiers.store.books.directory import Directory
 from sglang_ext.tiers.store.coding import PageDecoder
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
-from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
-from sglang_ext.tiers.store.remote_profiles import RemoteProfiles, _key, _record
+from sglang_ext.tiers.store.shared.profiles import RemoteProfiles, _key, _record
 from sglang_ext.tiers.store.types import StoreCounters
 from tests.faults.codec_mutations import Source, corrupt
 from tests.faults.hostile_pages import (
@@ -373,7 +373,7 @@ class DiskPages(Target):
 
     def use(self, forged: tuple[int, bytes, int]) -> bytes | None:
         """As the promote threads bring it."""
-        from sglang_ext.tiers.record_checks import verify
+        from sglang_ext.tiers.records.checks import verify
 
         at, record, which = forged
         slot = self.device.slots[_SLOT]

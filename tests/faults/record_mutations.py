@@ -10,8 +10,8 @@ import msgpack
 import numpy as np
 import xxhash
 
-from sglang_ext.layout import HEADER_BYTES, U8, PageLayout
-from sglang_ext.tiers.record import MAGIC, parse_header
+from sglang_ext.device.layout import HEADER_BYTES, U8, PageLayout
+from sglang_ext.tiers.records.record import MAGIC, parse_header
 from sglang_ext.tiers.remote.staged import START_BYTES
 
 EDGES = (

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from bench.remote.redis_server import RedisServer, redis_binary
-from sglang_ext.copier import CopyError
+from sglang_ext.device.copier import CopyError
+from sglang_ext.device.layout import HEADER_BYTES, ROPE_BOUND, ROPE_DELTA, ROPE_PRE, U8, write_tail
 from sglang_ext.kernels.rope import PagedView, gpu
-from sglang_ext.layout import HEADER_BYTES, ROPE_BOUND, ROPE_DELTA, ROPE_PRE, U8, write_tail
 from sglang_ext.remote.coded import coded_pages
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.record import RAW_CODEC, parse_header
+from sglang_ext.tiers.records.record import RAW_CODEC, parse_header
 from sglang_ext.tiers.remote import (
     PutItem,
     RemoteKey,
@@ -30,6 +29,7 @@ from sglang_ext.tiers.remote import (
 from sglang_ext.tiers.remote.base import Deadline, Value, value_name
 from sglang_ext.tiers.remote.staged import stage
 from sglang_ext.tiers.store import PageStore, StoreConfig
+from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.faults.hostile_pages import (
     DIM,
     LAYOUT,
@@ -46,8 +46,8 @@ from tests.faults.hostile_pages import (
 )
 from tests.faults.hostile_targets import forged_staged
 from tests.faults.record_mutations import forged_page
-from tests.tiers.remote_cases import WAIT_S, open_store, until
-from tests.unit.remote_world import no_prefill
+from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
+from tests.unit.remote.remote_world import no_prefill
 
 NUM_PAGES = 6
 CANARY = 0xC5

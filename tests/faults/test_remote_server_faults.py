@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from bench.faults.prompts import PAGE_TOKENS, PROMPT_PAGES, Answer, PromptSource, References, ask
-from bench.remote.redis_server import RedisServer, redis_binary
-from bench.requests import flush_device
-from bench.server import Server
+from testkit.remote.redis_server import RedisServer, redis_binary
+from testkit.requests import flush_device
+from testkit.server import Server
 from tests.e2e.hier_server import host_gb
 
 pytestmark = [

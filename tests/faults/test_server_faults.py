@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from bench.faults import QUICK, Prompts, damage_running_server, learn, run_kills
+from bench.faults.case import MAX_STALL_MS
 from bench.faults.prompts import PromptSource, References
 from bench.faults.running import READ_FAULTS, WRITE_FAULTS, RunningFaults
 from bench.faults.tally import Tallies
-from bench.faults_case import MAX_STALL_MS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.faults.open_time import measure_open
-from bench.faults.store_damage import damage_store
+from bench.faults.store.damage import damage_store
+from bench.faults.store.open_time import measure_open
 from bench.faults.tally import Tallies
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.record import RecordMeta, write_meta
+from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import PageStore, StoreConfig
 
 SLOT_BYTES = 65536

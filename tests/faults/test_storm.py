@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.faults.power import cut_power
-from bench.faults.remote_storm import storm_folder, storm_redis
 from bench.faults.stalls import MeteredLock, MeteredRLock, StallMeter
-from bench.faults.store_kills import kill_stores
-from bench.faults.storm import storm_disk, storm_memory
+from bench.faults.store.kills import kill_stores
+from bench.faults.store.power import cut_power
+from bench.faults.store.remote_storm import storm_folder, storm_redis
+from bench.faults.store.storm import storm_disk, storm_memory
 from bench.faults.tally import Tallies
-from bench.remote.redis_server import redis_binary
+from testkit.remote.redis_server import redis_binary
 
 SEED = 20
 Storm = Callable[[Path, int, int, Tallies], None]

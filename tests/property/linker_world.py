@@ -31,20 +31,20 @@ inprocess.prepare()
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: E402
 
-from sglang_ext import linker  # noqa: E402
-from sglang_ext.copier import PageCopier  # noqa: E402
+from sglang_ext.device.copier import PageCopier  # noqa: E402
+from sglang_ext.device.pools import describe_pool  # noqa: E402
+from sglang_ext.device.rope_discovery import LayerRope  # noqa: E402
+from sglang_ext.device.transfers import Place  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.kernels.rope import RopeSpec  # noqa: E402
-from sglang_ext.linker import HierKVLinker  # noqa: E402
-from sglang_ext.pools import describe_pool  # noqa: E402
-from sglang_ext.rope_discovery import LayerRope  # noqa: E402
+from sglang_ext.seam import linker  # noqa: E402
+from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
 from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
-from sglang_ext.tiers.disk.fileio import FileIO  # noqa: E402
+from sglang_ext.tiers.disk.segments.fileio import FileIO  # noqa: E402
 from sglang_ext.tiers.host import HostArena, Slots  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, Plan, StoreConfig  # noqa: E402
-from sglang_ext.transfers import Place  # noqa: E402
 
 linker_module = linker
 

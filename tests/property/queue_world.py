@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.tiers.disk.fileio import FileIO
+from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store.types import Rows
 from tests.property.taint_world import PAGE, Request, World

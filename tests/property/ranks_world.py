@@ -32,22 +32,22 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
-from sglang_ext.cache import HierKVRadixCache  # noqa: E402
-from sglang_ext.consensus import Vector  # noqa: E402
-from sglang_ext.lockstep import AgreedPrompt, Lockstep  # noqa: E402
-from sglang_ext.model_identity import ModelIdentity  # noqa: E402
+from sglang_ext.admission.waiting import WaitingRoom  # noqa: E402
+from sglang_ext.admission.waiting_request import Wish  # noqa: E402
+from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
+from sglang_ext.ranks.consensus import Vector  # noqa: E402
+from sglang_ext.ranks.lockstep import AgreedPrompt, Lockstep  # noqa: E402
+from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
 from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
-from sglang_ext.tiers.disk.fileio import FileIO  # noqa: E402
+from sglang_ext.tiers.disk.segments.fileio import FileIO  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
-from sglang_ext.tiers.record import HEADER_BYTES  # noqa: E402
+from sglang_ext.tiers.records.record import HEADER_BYTES  # noqa: E402
 from sglang_ext.tiers.remote import RemoteStore  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, LivePages, PageStore, StoreConfig  # noqa: E402
 from sglang_ext.tiers.store.jitter import add_jitter  # noqa: E402
-from sglang_ext.waiting import WaitingRoom  # noqa: E402
-from sglang_ext.waiting_request import Wish  # noqa: E402
-from tests.tiers.remote_cases import open_store  # noqa: E402
+from tests.tiers.remote.remote_cases import open_store  # noqa: E402
 from tests.tiers.tier_pages import PAYLOAD_BYTES, SLOT_BYTES, key, make_slot, payload  # noqa: E402
 
 PAGE = 4
@@ -466,7 +466,7 @@ class Rank:
             self._flush()
 
     def _change_weights(self) -> None:
-        """One of SGLang's calls that write weights, as `weight_hooks.py` goes around it."""
+        """One of SGLang's calls that write weights, as `seam/hooks/weights.py` goes around it."""
         mode = self.script.choice(("none", "in_place", "retract", "abort"))
         if mode in ("retract", "abort"):
             self._pause(retract=mode == "retract")

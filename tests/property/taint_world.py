@@ -39,23 +39,23 @@ from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
-from sglang_ext.cache import HierKVRadixCache  # noqa: E402
-from sglang_ext.config import HierKVConfig  # noqa: E402
-from sglang_ext.copier import PageCopier  # noqa: E402
+from sglang_ext.device.copier import PageCopier  # noqa: E402
+from sglang_ext.device.layout import PageLayout  # noqa: E402
+from sglang_ext.device.pools import describe_pool  # noqa: E402
+from sglang_ext.device.rope_discovery import LayerRope  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
-from sglang_ext.layout import PageLayout  # noqa: E402
-from sglang_ext.linker import HierKVLinker  # noqa: E402
-from sglang_ext.metrics import MetricsReporter  # noqa: E402
-from sglang_ext.pools import describe_pool  # noqa: E402
-from sglang_ext.request_state import state_of, wants_exact  # noqa: E402
-from sglang_ext.rope_discovery import LayerRope  # noqa: E402
+from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
+from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
+from sglang_ext.seam.metrics import MetricsReporter  # noqa: E402
+from sglang_ext.seam.request_state import state_of, wants_exact  # noqa: E402
+from sglang_ext.settings.config import HierKVConfig  # noqa: E402
 from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
-from sglang_ext.tiers.disk.fileio import FileIO  # noqa: E402
+from sglang_ext.tiers.disk.segments.fileio import FileIO  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
-from sglang_ext.tiers.quality import Quality  # noqa: E402
-from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, parse_header, write_meta  # noqa: E402
+from sglang_ext.tiers.records.quality import Quality  # noqa: E402
+from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, parse_header, write_meta  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, StoreConfig  # noqa: E402
 from sglang_ext.tiers.store.types import READY  # noqa: E402
 from sglang_ext.tiers.transcoder import PageTranscoder, coded_record, raw_header  # noqa: E402

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.device.transfers import Place
 from sglang_ext.tiers.policy import PolicyConfig
-from sglang_ext.transfers import Place
 from tests.property import linker_world
 from tests.property.coverage import missing, run_until_all_seen
 from tests.property.linker_world import PAGE, PAGES_PER_DOCUMENT, Node, World

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.policies_engine import POLICIES, Conversation, System, TraceRequest, Turn, run
-from bench.policies_engine_store import Store
-from bench.policies_jobs import POLICIES as ALL
-from bench.policies_jobs import Job, simulate
+from bench.policies.jobs import POLICIES as ALL
+from bench.policies.jobs import Job, simulate
+from bench.policies.simulator.engine import POLICIES, Conversation, System, TraceRequest, Turn, run
+from bench.policies.simulator.requests import Store
 
 _turns = st.tuples(
     st.builds(Turn, st.integers(1, 40), st.integers(1, 30), st.floats(0.0, 20.0)),

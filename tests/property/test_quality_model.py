@@ -13,8 +13,8 @@ import pytest
 from sglang_ext.tiers.base import RecoveredPages
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.quality import ANY, Quality
-from sglang_ext.tiers.store.directory import Directory
+from sglang_ext.tiers.records.quality import ANY, Quality
+from sglang_ext.tiers.store.books.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.types import (
     FILLING,

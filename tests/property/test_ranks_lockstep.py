@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_ext.consensus import RankDivergenceError
-from sglang_ext.promises import PromiseBook
+from sglang_ext.ranks.consensus import RankDivergenceError
+from sglang_ext.ranks.promises import PromiseBook
 from sglang_ext.tiers.store import LivePages, gate
 from sglang_ext.tiers.store.gate import Gate
 from tests.property import ranks_world

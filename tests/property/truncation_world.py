@@ -36,12 +36,12 @@ from tests.property.taint_world import (
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # isort: skip
 from sglang.srt.mem_cache.radix_cache import RadixKey  # isort: skip
 
-from sglang_ext.config import HierKVConfig
-from sglang_ext.request_state import state_of, wants_exact
-from sglang_ext.tenancy import Tenant, note_tenant, tenant_of
-from sglang_ext.tiers.quality import Quality
+from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of
+from sglang_ext.seam.hooks.truncation import Truncator
+from sglang_ext.seam.request_state import state_of, wants_exact
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
-from sglang_ext.truncation_hooks import Truncator
 
 CONTEXT = 80
 ROOM = 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
-from sglang_ext.tiers.record_seals import CHECKSUMS
+from sglang_ext.tiers.records.seals import CHECKSUMS
 
 _spec = importlib.util.spec_from_file_location(
     "tests.tiers.tier_pages", Path(__file__).with_name("tier_pages.py")

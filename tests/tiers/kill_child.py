@@ -20,9 +20,9 @@ import numpy as np
 
 from sglang_ext.tiers.base import RecoveredPages
 from sglang_ext.tiers.disk import DiskConfig, DiskTier, context
-from sglang_ext.tiers.disk.fileio import FileIO
+from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.protection import KeyedSeals, Mode, Protection
-from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
+from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
 
 
 def load(name: str) -> Any:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from sglang_ext.tiers.disk.layout import (
+from sglang_ext.tiers.disk.segments.layout import (
     SegmentHeader,
     SegmentTable,
     encode_footer,
@@ -18,9 +18,9 @@ from sglang_ext.tiers.disk.layout import (
     segment_file_bytes,
 )
 from sglang_ext.tiers.protection import KeyedSeals
-from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, RecordError, write_meta
+from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, RecordError, write_meta
 from sglang_ext.tiers.remote.staged import stage
-from tests.tiers import disk_golden as plain
+from tests.tiers.disk import golden as plain
 from tests.tiers.protection_cases import seals
 
 MODES = ("tag", "encrypt")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from sglang_ext.tiers import checksums
-from sglang_ext.tiers.checksums import digests
+from sglang_ext.tiers.records import checksums
+from sglang_ext.tiers.records.checksums import digests
 
 # Around the lengths at which xxh3 changes its ways, and a page.
 LENGTHS = [0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 240, 241, 1024, 4072, 266_240]

@@ -14,8 +14,8 @@ from sglang_ext.tiers.base import Location, ReadRequest, Tier
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.record import VerifyResult
-from sglang_ext.tiers.record_seals import CHECKSUMS
+from sglang_ext.tiers.records.record import VerifyResult
+from sglang_ext.tiers.records.seals import CHECKSUMS
 from sglang_ext.tiers.registry import register_tier, tier_class, tier_ids
 from tests.tiers.protection_cases import seals
 from tests.tiers.tier_pages import (

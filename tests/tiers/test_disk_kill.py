@@ -13,9 +13,9 @@ import pytest
 
 from sglang_ext.tiers.base import Location, ReadRequest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
-from sglang_ext.tiers.disk.fileio import aligned_array
-from sglang_ext.tiers.record import VerifyResult, read_meta
-from sglang_ext.tiers.record_seals import CHECKSUMS
+from sglang_ext.tiers.disk.segments.fileio import aligned_array
+from sglang_ext.tiers.records.record import VerifyResult, read_meta
+from sglang_ext.tiers.records.seals import CHECKSUMS
 from tests.tiers.protection_cases import seals
 from tests.tiers.tier_pages import NAMESPACE, PACKED_SLOT_BYTES, is_right
 

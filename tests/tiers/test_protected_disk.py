@@ -13,10 +13,10 @@ import xxhash
 
 from sglang_ext.tiers.base import Location
 from sglang_ext.tiers.disk import DiskTier
-from sglang_ext.tiers.disk.layout import LockedFooterError, decode_footer, decode_trailer
-from sglang_ext.tiers.record import VerifyResult
-from sglang_ext.tiers.record_checks import seal
-from tests.tiers import disk_golden as golden
+from sglang_ext.tiers.disk.segments.layout import LockedFooterError, decode_footer, decode_trailer
+from sglang_ext.tiers.records.checks import seal
+from sglang_ext.tiers.records.record import VerifyResult
+from tests.tiers.disk import golden
 from tests.tiers.protection_cases import KEY, OTHER_KEY, seals
 from tests.tiers.tier_pages import (
     NAMESPACE,

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.tiers.record import HEADER_BYTES, RecordError, RecordMeta, VerifyResult
-from sglang_ext.tiers.record_checks import sealed_header
+from sglang_ext.tiers.records.checks import sealed_header
+from sglang_ext.tiers.records.record import HEADER_BYTES, RecordError, RecordMeta, VerifyResult
 from sglang_ext.tiers.remote import RemoteStore
 from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.tiers.remote.ranges import RangeRequest
 from sglang_ext.tiers.remote.staged import START_BYTES, stage
-from sglang_ext.tiers.store.remote_profiles import RemoteProfiles
+from sglang_ext.tiers.store.shared.profiles import RemoteProfiles
 from tests.faults.hostile_pages import codec_of, profile
 from tests.tiers.protection_cases import KEY, OTHER_KEY
-from tests.tiers.remote_cases import (
+from tests.tiers.remote.remote_cases import (
     KEPT,
     LONG_BYTES,
     MISSING,

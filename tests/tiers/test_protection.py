@@ -13,7 +13,8 @@ from sglang_ext.cli import main
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.protection.aead import Mode, Protection
 from sglang_ext.tiers.protection.keys import read_key_file, write_key_file
-from sglang_ext.tiers.record import (
+from sglang_ext.tiers.records.checks import RecordKey, seal
+from sglang_ext.tiers.records.record import (
     HEADER_BYTES,
     ByteArray,
     RecordError,
@@ -22,11 +23,10 @@ from sglang_ext.tiers.record import (
     parse_header,
     write_meta,
 )
-from sglang_ext.tiers.record_checks import RecordKey, seal
-from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
+from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
 from sglang_ext.tiers.remote.staged import START_BYTES, read_stages, stage, unstage
-from tests.tiers import disk_golden as plain_golden
 from tests.tiers import protection_golden
+from tests.tiers.disk import golden as plain_golden
 from tests.tiers.protection_cases import KEY, OTHER_KEY, seals
 
 OK, UNAUTHENTIC = VerifyResult.OK, VerifyResult.UNAUTHENTIC

@@ -11,21 +11,21 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.tiers.record import (
-    HEADER_BYTES,
-    RecordError,
-    RecordMeta,
-    VerifyResult,
-    read_meta,
-    write_meta,
-)
-from sglang_ext.tiers.record_checks import (
+from sglang_ext.tiers.records.checks import (
     RecordKey,
     Sealed,
     seal,
     seal_records,
     verify,
     verify_records,
+)
+from sglang_ext.tiers.records.record import (
+    HEADER_BYTES,
+    RecordError,
+    RecordMeta,
+    VerifyResult,
+    read_meta,
+    write_meta,
 )
 
 digests = st.binary(min_size=32, max_size=32)

@@ -10,9 +10,9 @@ import numpy as np
 
 from sglang_ext.tiers.base import Location, ReadRequest, RecoveredPages, Tier, record_blocks
 from sglang_ext.tiers.disk import DiskTier
-from sglang_ext.tiers.disk.fileio import aligned_array
+from sglang_ext.tiers.disk.segments.fileio import aligned_array
 from sglang_ext.tiers.errors import TierError
-from sglang_ext.tiers.record import (
+from sglang_ext.tiers.records.record import (
     HEADER_BYTES,
     ByteArray,
     RecordMeta,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sglang_ext.flags import flag_table
+from sglang_ext.settings.flags import flag_table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

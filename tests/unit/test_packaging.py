@@ -33,18 +33,18 @@ PLUGIN_IMPORTS = KERNEL_IMPORTS | TIER_IMPORTS | {"prometheus_client", "transfor
 
 # The seam: the only modules of the plugin that may import sglang.
 SGLANG_MODULES = {
-    "cache",
-    "factory",
-    "hash_fallback",
-    "linker",
+    "assembly/factory",
     "plugin",
-    "scheduler_hooks",
-    "self_check",
-    "taint",
-    "truncated_reuse",
-    "truncation_hooks",
-    "weight_hooks",
-    "wrapper",
+    "provenance/taint",
+    "seam/cache",
+    "seam/hash_fallback",
+    "seam/hooks/scheduler",
+    "seam/hooks/truncation",
+    "seam/hooks/weights",
+    "seam/linker",
+    "seam/self_check",
+    "seam/wrapper",
+    "truncation/reuse",
 }
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.policies_replay import Replay
-from bench.policies_store import StoreSizes, virtual_store
-from bench.policies_trace import BUNDLED, read_trace
+from bench.policies.replay import Replay
+from bench.policies.simulator.store import StoreSizes, virtual_store
+from bench.policies.workloads.trace import BUNDLED, read_trace
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store.types import ON_DISK, READY
-from tests.unit.store_rig import Make, Rig, check_content, pages, rigs
+from tests.unit.store.store_rig import Make, Rig, check_content, pages, rigs
 
 CHAT_PAGES = 4
 

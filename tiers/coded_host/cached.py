@@ -14,8 +14,14 @@ from sglang_ext.tiers.disk.context import usable_slot
 from sglang_ext.tiers.disk.counters import DiskStats
 from sglang_ext.tiers.disk.tier import DiskTier
 from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, RecordError, VerifyResult, parse_header
-from sglang_ext.tiers.record_checks import seal, verify
+from sglang_ext.tiers.records.checks import seal, verify
+from sglang_ext.tiers.records.record import (
+    HEADER_BYTES,
+    ByteArray,
+    RecordError,
+    VerifyResult,
+    parse_header,
+)
 
 
 class CachedDiskTier(Tier):

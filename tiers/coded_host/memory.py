@@ -28,8 +28,14 @@ from sglang_ext.tiers.disk.context import usable_slot
 from sglang_ext.tiers.disk.counters import Counters, DiskStats
 from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE
 from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, RecordError, VerifyResult, parse_header
-from sglang_ext.tiers.record_checks import seal, verify
+from sglang_ext.tiers.records.checks import seal, verify
+from sglang_ext.tiers.records.record import (
+    HEADER_BYTES,
+    ByteArray,
+    RecordError,
+    VerifyResult,
+    parse_header,
+)
 
 # So many segments fit in the bound: one is a small part of it, and rarely dropped.
 _NUM_SEGMENTS = 32

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_ext.tiers.base import BLOCK_BYTES
-from sglang_ext.tiers.disk.layout import MAX_SLOTS, segment_file_bytes
+from sglang_ext.tiers.disk.segments.layout import MAX_SLOTS, segment_file_bytes
 from sglang_ext.tiers.errors import TierConfigError
 
 MIN_SLOTS = 8

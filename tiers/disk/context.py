@@ -12,12 +12,11 @@ from typing import Protocol
 import numpy as np
 
 from sglang_ext.tiers.base import BLOCK_BYTES, PageKeeper, RecoveredPages
-from sglang_ext.tiers.checksums import is_plain
-from sglang_ext.tiers.disk.catalog import Catalog
 from sglang_ext.tiers.disk.config import DiskConfig
 from sglang_ext.tiers.disk.counters import Counters
-from sglang_ext.tiers.disk.fds import FdCache
-from sglang_ext.tiers.disk.fileio import (
+from sglang_ext.tiers.disk.segments.catalog import Catalog
+from sglang_ext.tiers.disk.segments.fds import FdCache
+from sglang_ext.tiers.disk.segments.fileio import (
     IOV_MAX,
     BounceBuffers,
     FileIO,
@@ -26,8 +25,9 @@ from sglang_ext.tiers.disk.fileio import (
     write_all,
 )
 from sglang_ext.tiers.disk.workers import Run, Workers
-from sglang_ext.tiers.record import ByteArray
-from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
+from sglang_ext.tiers.records.checksums import is_plain
+from sglang_ext.tiers.records.record import ByteArray
+from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
 
 MAX_RUN_BYTES = 4 << 20
 """Longest run of neighbours in one call with O_DIRECT."""

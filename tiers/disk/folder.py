@@ -31,7 +31,7 @@ import msgpack
 
 from sglang_ext.tiers.access import make_folder, problem_of, tighten
 from sglang_ext.tiers.base import NO_SEGMENT
-from sglang_ext.tiers.disk.fileio import FileIO, read_small, write_file
+from sglang_ext.tiers.disk.segments.fileio import FileIO, read_small, write_file
 from sglang_ext.tiers.errors import TierConfigError
 
 FOLDER_VERSION = 1  # stored on disk; a change of files or names needs a new number

@@ -19,15 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages
-from sglang_ext.tiers.disk.active import ActiveSegment
-from sglang_ext.tiers.disk.catalog import Namespace, Segment
 from sglang_ext.tiers.disk.context import DiskContext, Owner
-from sglang_ext.tiers.disk.fileio import aligned_array
-from sglang_ext.tiers.disk.layout import FutureVersionError, LockedFooterError
-from sglang_ext.tiers.disk.recovery import read_footer
-from sglang_ext.tiers.record import ByteArray, RecordError, VerifyResult
-from sglang_ext.tiers.record_checks import RecordKey
-from sglang_ext.tiers.record_seals import SealedRecord
+from sglang_ext.tiers.disk.segments.active import ActiveSegment
+from sglang_ext.tiers.disk.segments.catalog import Namespace, Segment
+from sglang_ext.tiers.disk.segments.fileio import aligned_array
+from sglang_ext.tiers.disk.segments.layout import FutureVersionError, LockedFooterError
+from sglang_ext.tiers.disk.segments.recovery import read_footer
+from sglang_ext.tiers.records.checks import RecordKey
+from sglang_ext.tiers.records.record import ByteArray, RecordError, VerifyResult
+from sglang_ext.tiers.records.seals import SealedRecord
 
 SALVAGE_SHARE = 4
 """At most one in this many blocks of a victim is salvaged."""

@@ -18,11 +18,11 @@ import os
 from collections.abc import Sequence
 
 from sglang_ext.tiers.base import BLOCK_BYTES, NO_LORA_ROW, PageKeeper, RecoveredPages
-from sglang_ext.tiers.disk.active import ActiveSegment
-from sglang_ext.tiers.disk.catalog import Namespace, Segment
 from sglang_ext.tiers.disk.context import DiskContext
-from sglang_ext.tiers.disk.fileio import read_small
-from sglang_ext.tiers.disk.layout import (
+from sglang_ext.tiers.disk.segments.active import ActiveSegment
+from sglang_ext.tiers.disk.segments.catalog import Namespace, Segment
+from sglang_ext.tiers.disk.segments.fileio import read_small
+from sglang_ext.tiers.disk.segments.layout import (
     MAX_SLOTS,
     FutureVersionError,
     LockedFooterError,
@@ -31,8 +31,8 @@ from sglang_ext.tiers.disk.layout import (
     footer_bytes_bound,
     reopened_file_bytes,
 )
-from sglang_ext.tiers.disk.recovery import read_footer
-from sglang_ext.tiers.record import RecordMeta
+from sglang_ext.tiers.disk.segments.recovery import read_footer
+from sglang_ext.tiers.records.record import RecordMeta
 
 # A segment is opened again for at least so many times the bytes that its new footer takes.
 _WORTH_FOOTERS = 8

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_ext.tiers.disk.fileio import FileIO
+from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.errors import TierConfigError
 
 ENV_SPEED_FILE = "SGLANG_HIER_KV_DEBUG_DISK_SPEED_FILE"

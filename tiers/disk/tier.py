@@ -21,13 +21,9 @@ from sglang_ext.tiers.base import (
     Tier,
     check_namespace,
 )
-from sglang_ext.tiers.disk import recovery
-from sglang_ext.tiers.disk.catalog import Catalog, Namespace, Segment
 from sglang_ext.tiers.disk.config import DiskConfig
 from sglang_ext.tiers.disk.context import DiskContext
 from sglang_ext.tiers.disk.counters import Counters, DiskStats
-from sglang_ext.tiers.disk.fds import FdCache
-from sglang_ext.tiers.disk.fileio import FileIO, direct_io_works, sync_folder
 from sglang_ext.tiers.disk.folder import (
     FolderLock,
     NamespaceFile,
@@ -39,14 +35,18 @@ from sglang_ext.tiers.disk.folder import (
     segment_files,
     write_namespace_file,
 )
-from sglang_ext.tiers.disk.reading import read_records
-from sglang_ext.tiers.disk.recovery import Recovered, SegmentState
+from sglang_ext.tiers.disk.segments import recovery
+from sglang_ext.tiers.disk.segments.catalog import Catalog, Namespace, Segment
+from sglang_ext.tiers.disk.segments.fds import FdCache
+from sglang_ext.tiers.disk.segments.fileio import FileIO, direct_io_works, sync_folder
+from sglang_ext.tiers.disk.segments.reading import read_records
+from sglang_ext.tiers.disk.segments.recovery import Recovered, SegmentState
+from sglang_ext.tiers.disk.segments.writing import Writer
 from sglang_ext.tiers.disk.throttle import default_io
 from sglang_ext.tiers.disk.workers import Workers
-from sglang_ext.tiers.disk.writing import Writer
 from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.record import ByteArray, VerifyResult
-from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
+from sglang_ext.tiers.records.record import ByteArray, VerifyResult
+from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
 
 _READABLE = (SegmentState.SEALED, SegmentState.RESEALED, SegmentState.DAMAGED_FOOTER)
 _QUIET = (SegmentState.SEALED, SegmentState.RESEALED, SegmentState.EMPTY)

@@ -11,7 +11,7 @@ from sglang_ext.tiers.protection.aead import Mode, Protection
 from sglang_ext.tiers.protection.keys import read_key_file, write_key_file
 from sglang_ext.tiers.protection.names import HidingEngine
 from sglang_ext.tiers.protection.seals import KeyedSeals
-from sglang_ext.tiers.record_seals import RecordSeals
+from sglang_ext.tiers.records.seals import RecordSeals
 
 __all__ = [
     "HidingEngine",

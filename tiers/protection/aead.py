@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from sglang_ext.tiers.record import ByteArray
+from sglang_ext.tiers.records.record import ByteArray
 
 TAG_BYTES = 16
 ORIGIN_BYTES = 40

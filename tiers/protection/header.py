@@ -38,7 +38,7 @@ from sglang_ext.tiers.protection.aead import (
     Protection,
     SealKey,
 )
-from sglang_ext.tiers.record import (
+from sglang_ext.tiers.records.record import (
     CHECKED_FROM,
     CHECKSUM_OFFSET,
     FORMAT_VERSION,

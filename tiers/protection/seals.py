@@ -26,8 +26,7 @@ import numpy as np
 import xxhash
 
 from sglang_ext.tiers.base import BLOCK_BYTES
-from sglang_ext.tiers.checksums import is_plain
-from sglang_ext.tiers.disk.fileio import aligned_array
+from sglang_ext.tiers.disk.segments.fileio import aligned_array
 from sglang_ext.tiers.protection.aead import ORIGIN_BYTES, TAG_BYTES, Mode, Origin, Protection
 from sglang_ext.tiers.protection.header import (
     PAYLOAD_PART,
@@ -36,7 +35,9 @@ from sglang_ext.tiers.protection.header import (
     open_header,
     seal_header,
 )
-from sglang_ext.tiers.record import (
+from sglang_ext.tiers.records.checks import RecordKey
+from sglang_ext.tiers.records.checksums import is_plain
+from sglang_ext.tiers.records.record import (
     HEADER_BYTES,
     ByteArray,
     RecordError,
@@ -47,8 +48,7 @@ from sglang_ext.tiers.record import (
     parse_header,
     read_fixed,
 )
-from sglang_ext.tiers.record_checks import RecordKey
-from sglang_ext.tiers.record_seals import FooterSeal, RecordSeals, SealedRecord, StageOpener
+from sglang_ext.tiers.records.seals import FooterSeal, RecordSeals, SealedRecord, StageOpener
 from sglang_ext.tiers.remote.staged import START_BYTES, TABLE_BYTES, read_stages, write_table
 
 MAX_PROTECTED_STAGES = 12

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from sglang_ext.tiers.errors import TierError
-from sglang_ext.tiers.record import DIGEST_BYTES, MAX_CODEC_BYTES, RAW_CODEC, ByteArray
+from sglang_ext.tiers.records.record import DIGEST_BYTES, MAX_CODEC_BYTES, RAW_CODEC, ByteArray
 
 NAME_VERSION = 1  # part of every stored name; a change of names or of what they mean needs another
 

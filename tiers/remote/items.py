@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sglang_ext.tiers.record import ByteArray, RecordMeta
+from sglang_ext.tiers.records.record import ByteArray, RecordMeta
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sglang_ext.tiers.record import ByteArray
+from sglang_ext.tiers.records.record import ByteArray
 from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine, RemoteKey
 from sglang_ext.tiers.remote.items import GetResult, OnResult
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sglang_ext.tiers.checksums import is_plain
-from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, VerifyResult
-from sglang_ext.tiers.record_checks import RecordKey
-from sglang_ext.tiers.record_seals import RecordSeals
+from sglang_ext.tiers.records.checks import RecordKey
+from sglang_ext.tiers.records.checksums import is_plain
+from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, VerifyResult
+from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, OnResult
 from sglang_ext.tiers.remote.values import (

@@ -11,7 +11,7 @@ from sglang_ext.tiers.remote.base import RemoteEngine
 if TYPE_CHECKING:
     from sglang_ext.tiers.remote.url import Options, RemoteUrl
 
-_PACKAGE = "sglang_ext.tiers.remote"
+_PACKAGE = "sglang_ext.tiers.remote.engines"
 _ENGINES: dict[str, str] = {
     "redis": f"{_PACKAGE}.redis_engine",
     "rediss": f"{_PACKAGE}.redis_engine",

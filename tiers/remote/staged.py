@@ -27,7 +27,7 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
-from sglang_ext.tiers.record import (
+from sglang_ext.tiers.records.record import (
     HEADER_BYTES,
     RAW_CODEC,
     ByteArray,
@@ -37,7 +37,7 @@ from sglang_ext.tiers.record import (
     parse_header,
     write_meta,
 )
-from sglang_ext.tiers.record_seals import StageOpener
+from sglang_ext.tiers.records.seals import StageOpener
 
 MAX_STAGES = 16
 TABLE_BYTES = 256

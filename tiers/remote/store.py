@@ -13,8 +13,8 @@ import numpy as np
 
 from sglang_ext.tiers.disk.counters import Counters
 from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.record import HEADER_BYTES, ByteArray, VerifyResult
-from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
+from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, VerifyResult
+from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
 from sglang_ext.tiers.remote.base import (
     Deadline,
     Fetch,

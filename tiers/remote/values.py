@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from sglang_ext.tiers.record import (
+from sglang_ext.tiers.records.record import (
     HEADER_BYTES,
     ByteArray,
     RecordError,
@@ -20,7 +20,7 @@ from sglang_ext.tiers.record import (
     VerifyResult,
     parse_header,
 )
-from sglang_ext.tiers.record_seals import CHECKSUMS, RecordSeals
+from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
 from sglang_ext.tiers.remote.base import RemoteKey, level_name
 
 MIN_PART_BYTES = 64 << 10

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sglang_ext.tiers.quality import Quality
-from sglang_ext.tiers.record import HEADER_BYTES, RecordError, VerifyResult
-from sglang_ext.tiers.record_seals import RecordSeals
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.tiers.records.record import HEADER_BYTES, RecordError, VerifyResult
+from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine, Value
 from sglang_ext.tiers.remote.items import PutItem
 from sglang_ext.tiers.remote.values import NamedPieces, checked_facts, split

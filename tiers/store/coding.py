@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sglang_ext.tiers.base import BLOCK_BYTES, record_blocks
-from sglang_ext.tiers.disk.fileio import aligned_array
-from sglang_ext.tiers.page_rules import AnyPage, PageRules
-from sglang_ext.tiers.quality import Quality
-from sglang_ext.tiers.record import (
+from sglang_ext.tiers.disk.segments.fileio import aligned_array
+from sglang_ext.tiers.records.page_rules import AnyPage, PageRules
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.tiers.records.record import (
     HEADER_BYTES,
     RAW_CODEC,
     ByteArray,

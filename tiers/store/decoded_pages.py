@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from sglang_ext.tiers.quality import Quality
-from sglang_ext.tiers.record import RecordMeta
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.tiers.records.record import RecordMeta
 
 _MAX_PAGES = 1 << 18
 

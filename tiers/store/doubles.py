@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.quality import Quality
+from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store.types import FILLING, ON_DISK, READY, Rows, Slots
 
 _STEP = 64  # slots that one step looks at

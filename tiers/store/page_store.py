@@ -15,26 +15,26 @@ from sglang_ext.tiers.base import RecoveredPages, Tier
 from sglang_ext.tiers.disk.context import Owner
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.page_rules import PageRules
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
 from sglang_ext.tiers.policy.cost_model import DiskQueue
-from sglang_ext.tiers.quality import ANY, Qualities
+from sglang_ext.tiers.records.page_rules import PageRules
+from sglang_ext.tiers.records.quality import ANY, Qualities
 from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.store.books.directory import Directory
 from sglang_ext.tiers.store.coding import KeepRaw
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
-from sglang_ext.tiers.store.directory import Directory
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.executor import Executor, Threads
 from sglang_ext.tiers.store.gate import Gate
 from sglang_ext.tiers.store.jitter import add_jitter, max_jitter_s
-from sglang_ext.tiers.store.leaving_pages import LeavingPages
-from sglang_ext.tiers.store.lookahead import LookAhead
-from sglang_ext.tiers.store.promoter import Promoter
-from sglang_ext.tiers.store.read_meter import OnMeasured, ReadMeter
-from sglang_ext.tiers.store.remote_coding import OpenCoded
-from sglang_ext.tiers.store.remote_inquiry import RemoteInquiry
-from sglang_ext.tiers.store.remote_pages import RemotePages
-from sglang_ext.tiers.store.spiller import Spiller
+from sglang_ext.tiers.store.movers.lookahead import LookAhead
+from sglang_ext.tiers.store.movers.promoter import Promoter
+from sglang_ext.tiers.store.movers.read_meter import OnMeasured, ReadMeter
+from sglang_ext.tiers.store.movers.spiller import Spiller
+from sglang_ext.tiers.store.shared.coding import OpenCoded
+from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
+from sglang_ext.tiers.store.shared.leaving_pages import LeavingPages
+from sglang_ext.tiers.store.shared.pages import RemotePages
 from sglang_ext.tiers.store.types import (
     Hashes,
     KeySpace,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.quality import Qualities
+from sglang_ext.tiers.records.quality import Qualities
 
 Hashes = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]

@@ -1,0 +1,1 @@
+"""The case `codec`, its methods to compare with, and its plots."""

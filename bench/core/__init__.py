@@ -1,0 +1,1 @@
+"""What every benchmark case needs: options and reports, the machine, text, plots, statistics."""

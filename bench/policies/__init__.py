@@ -1,0 +1,1 @@
+"""The case `policies`: simulations, replays and optima of the queue's look-ahead."""

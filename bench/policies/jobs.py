@@ -1,0 +1,146 @@
+"""Simulations side by side: what to simulate, on all cores, with their outcomes in order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.core.output import Progress
+from bench.policies.order import ORDERS, order_figures
+from bench.policies.simulator.engine import (
+    Conversation,
+    Outcome,
+    System,
+    TraceRequest,
+    offered_load,
+    run,
+)
+from sglang_ext.tiers.policy import PolicyConfig
+
+Workload = Sequence[Conversation] | Sequence[TraceRequest]
+
+POLICIES = ("lookahead", "off", *ORDERS)
+# Variants of the look-ahead: what each of its two sources of knowledge is worth.
+VARIANTS = {
+    "queue_only": ("lookahead", PolicyConfig(return_times=False)),
+    "returns_only": ("lookahead", PolicyConfig(lookahead=False)),
+}
+_FIGURES = (
+    "num_turns", "hit_rate", "turn_hit_rate", "turn_hit_cap", "host_share",
+    "host_tokens", "disk_tokens", "reused_tokens", "reusable_tokens", "prompt_tokens",
+    "computed_tokens", "output_tokens", "history_tokens", "gpu_s", "prefill_gpu_s", "wait_load_s",
+    "makespan_s", "prefill_tokens_per_s", "ttft_mean_s", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s",
+    "queue_mean", "queue_max", "load",
+)  # fmt: skip
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One workload on one system under some policies.
+
+    Attributes:
+        name: unique among the jobs that are run together.
+        build: makes the workload; a picklable call, so that each process makes its own.
+        policies: of `POLICIES`, `VARIANTS` and `recompute`. Those of `ORDERS` are replays of the
+            order of `lookahead`, and need it.
+        warmup_turns: turns before the measured ones.
+        measured_turns: None for all that follow.
+    """
+
+    name: str
+    build: Callable[[], Workload]
+    system: System
+    policies: tuple[str, ...] = POLICIES
+    warmup_turns: int = 0
+    measured_turns: int | None = None
+
+
+@dataclass
+class Result:
+    """What came of a job.
+
+    Attributes:
+        figures: by policy, the numbers of its `Outcome`, counters under `counters`.
+        offered_load: GPU seconds asked for per second, without any reuse.
+        offered_load_reuse: the same with an unbounded cache.
+    """
+
+    name: str
+    figures: dict[str, Figures] = field(default_factory=dict)
+    offered_load: float = 0.0
+    offered_load_reuse: float = 0.0
+
+
+def simulate(job: Job) -> Result:
+    """Runs a job's policies one after the other, in this process."""
+    workload = job.build()
+    result = Result(
+        job.name,
+        offered_load=offered_load(workload, job.system, reuse=False),
+        offered_load_reuse=offered_load(workload, job.system, reuse=True),
+    )
+    recorded = None
+    for name in sorted(job.policies, key=lambda each: each != "lookahead"):
+        if name in ORDERS:
+            assert recorded is not None
+            result.figures[name] = order_figures(
+                recorded, job.system, name, job.warmup_turns, job.measured_turns
+            )
+            continue
+        policy, config = VARIANTS.get(name, (name, None))
+        outcome = run(
+            workload,
+            job.system,
+            policy,
+            warmup_turns=job.warmup_turns,
+            measured_turns=job.measured_turns,
+            config=config,
+        )
+        if name == "lookahead":
+            recorded = outcome.recorded
+        result.figures[name] = _figures(outcome)
+    return result
+
+
+def simulate_all(
+    jobs: Sequence[Job], progress: Progress, *, processes: int | None = None
+) -> dict[str, Result]:
+    """Runs jobs on all cores; results by job name, in the order of `jobs`.
+
+    Args:
+        processes: how many; 0 runs them here. Default: one a core.
+    """
+    count = len(os.sched_getaffinity(0)) if processes is None else processes
+    if count == 0:
+        return {job.name: simulate(job) for job in _counted(jobs, progress)}
+    done: dict[str, Result] = {}
+    context = multiprocessing.get_context("spawn")  # numba's threads do not survive a fork
+    with ProcessPoolExecutor(count, mp_context=context) as pool:
+        futures = [pool.submit(simulate, job) for job in jobs]
+        try:
+            for future in as_completed(futures):
+                result = future.result()
+                done[result.name] = result
+                progress.update(f"{len(done)} of {len(jobs)} simulations, last {result.name}")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return {job.name: done[job.name] for job in jobs}
+
+
+def _counted(jobs: Sequence[Job], progress: Progress) -> Iterable[Job]:
+    for number, job in enumerate(jobs):
+        progress.update(f"{number} of {len(jobs)} simulations, now {job.name}")
+        yield job
+
+
+def _figures(outcome: Outcome) -> Figures:
+    values: Figures = {name: getattr(outcome, name) for name in _FIGURES}
+    values["counters"] = dict(outcome.counters)
+    return values

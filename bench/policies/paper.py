@@ -1,0 +1,61 @@
+"""The AttentionStore paper's set-up through the server's page store, beside optima of its order.
+
+    python -m bench.policies.paper                # 9,000 chats, 52,000 turns: hours
+    python -m bench.policies.paper --scale 0.02   # so much of the chats, disk and turns
+
+13B and 65B with 128 GB of DRAM and 2 and 10 TB of disk (docs/policies.md, chats). Columns:
+
+- hits: reused tokens, as a share of those that an unbounded store would have given;
+- by turns: the mean of that share over all turns, which is how the paper counts;
+- in DRAM: share of the hits that were there before their turn.
+
+DRAM is never less than 0.15 of the paper's: of less than some conversations it would not be a tier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bench.policies.checks import check_all
+from bench.policies.jobs import Job, simulate
+from bench.policies.plan import DISKS_GB, FULL, QUICK, chat_jobs
+from bench.policies.workloads.models import LLAMA_13B, LLAMA_65B
+
+MODELS = (LLAMA_13B, LLAMA_65B)
+POLICIES = ("lookahead", "off", "lru", "waiting", "belady")
+
+
+def paper_jobs(scale: float) -> list[Job]:
+    """The four set-ups, all of them at a share of their size."""
+    host_scale = max(scale, QUICK.host_scale)
+    sizes = replace(FULL, scale=scale, host_scale=host_scale, models=MODELS)
+    names = {f"{model.name} {disk}" for model in MODELS for disk in DISKS_GB}
+    return [replace(job, policies=POLICIES) for job in chat_jobs(sizes) if job.name in names]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints the figures, each set-up's when it is done."""
+    parser = argparse.ArgumentParser(prog="python -m bench.policies.paper")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the paper's size")
+    parser.add_argument("--only", default="", help="set-ups whose name has this in it")
+    flags = parser.parse_args(arguments)
+    if not 0 < flags.scale <= 1:
+        parser.error(f"--scale must be above 0 and at most 1, came {flags.scale:g}")
+    for job in paper_jobs(flags.scale):
+        if flags.only not in job.name:
+            continue
+        result = simulate(job)
+        check_all([job], {job.name: result})
+        print(f"{job.name}, {flags.scale:g} of the paper's size", flush=True)
+        for policy, figures in result.figures.items():
+            row = f"hits {figures['hit_rate']:.3f}, by turns {figures['turn_hit_rate']:.3f}"
+            if "host_share" in figures:
+                row += f", in DRAM {figures['host_share']:.3f}"
+            print(f"  {policy:10} {row}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,251 @@
+"""A trace replayed in its order through the server's page store, beside optima of the same order.
+
+    python -m bench.policies.replay [--quick] [--shares 0.05 0.2] [--known 50 400 0]
+    python -m bench.policies.replay --kv-bytes-per-token 131072   # 70B's pages: five times slower
+
+First come, first served, with so many requests waiting that the store knows; the disk is fast
+enough that nothing waits for it, so what is measured is what was kept. What is driven is
+`bench.policies.simulator.store`: the product's own code, and nothing here decides what leaves.
+Columns:
+
+- hits: leading pages that were loaded, as a share of those that an unbounded store would have had;
+- in DRAM: share of the hits that lay in DRAM before the request's turn;
+- written: pages written to disk, as a share of new pages; those moved within the disk count too;
+- a hit: pages written to disk for each page that hit, which of pages of one size is the bytes;
+- amplification: pages written, over those that were written for the first time;
+- lost: pages that left the last tier that had them while a waiting request needed them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bench.policies.order import RequestOrder, replay_order
+from bench.policies.simulator.store import Ids, ServerStore, StoreSizes, page_hashes, virtual_store
+from bench.policies.workloads.models import LLAMA_70B
+from bench.policies.workloads.trace import BLOCK_TOKENS, BUNDLED, read_trace
+from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.store.types import Hashes
+
+SHARES = (0.05, 0.2, 0.5)
+KNOWN = (50, 400, 0)
+DRAM_SHARE = 0.2
+KV_BYTES_PER_TOKEN = 8 << 10  # small pages go to disk in batches, which is what takes the time
+_TICK_S = 0.001  # the scheduler's, while a request waits for its pages
+_MAX_TICKS = 10_000
+_PROGRESS_REQUESTS = 500
+
+
+@dataclass
+class Replayed:
+    """What came of a replay, in pages.
+
+    Attributes:
+        reusable: leading pages that an unbounded store would have had.
+        hits: of those, pages that were loaded.
+        early: hits that lay in DRAM before the request's turn.
+        new: pages that were computed.
+        written: pages written to disk, those moved from one place there to another included.
+        first_written: without those.
+        counters: of the store.
+    """
+
+    reusable: int = 0
+    hits: int = 0
+    early: int = 0
+    new: int = 0
+    written: int = 0
+    first_written: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def hit_share(self) -> float:
+        """Hits of what was reusable."""
+        return self.hits / max(self.reusable, 1)
+
+    @property
+    def early_share(self) -> float:
+        """Hits that were in DRAM in time."""
+        return self.early / max(self.hits, 1)
+
+    @property
+    def written_per_hit(self) -> float:
+        """Pages written to disk for each page that hit."""
+        return self.written / max(self.hits, 1)
+
+    @property
+    def amplification(self) -> float:
+        """Pages written over pages written for the first time."""
+        return self.written / max(self.first_written, 1)
+
+
+class Replay:
+    """One replay.
+
+    Args:
+        paths: pages of each request in order, by number.
+        num_known: requests that wait at a time, the one whose turn it is included.
+        prefill_s: seconds of each request.
+        progress: called with one line every 500 requests.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Ids],
+        num_known: int,
+        prefill_s: Sequence[float],
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self._paths = paths
+        self._progress = progress
+        self._num_known = num_known
+        self._prefill_s = prefill_s
+        self._hashes: dict[int, Hashes] = {}  # of the waiting requests
+        self._arrived_s: dict[int, float] = {}
+
+    def run(self, server: ServerStore) -> Replayed:
+        """Replays all of it through an empty store."""
+        result = Replayed()
+        seen = np.zeros(1 + max(int(path.max()) for path in self._paths), np.bool_)
+        for number, path in enumerate(self._paths):
+            self._arrive(server, number)
+            known = seen[path]
+            reusable = len(path) if known.all() else int(np.argmin(known))
+            seen[path] = True
+            early, hits = self._serve(server, number)
+            result.reusable += reusable
+            result.hits += hits
+            result.early += min(early, hits)
+            result.new += len(path) - hits
+            if self._progress is not None and (number + 1) % _PROGRESS_REQUESTS == 0:
+                share = f"hits {result.hit_share:.3f} so far"
+                self._progress(f"{number + 1:,} of {len(self._paths):,} requests, {share}")
+        result.counters = server.store.stats()
+        if server.disk is not None:
+            stats = server.disk.stats()
+            result.written = stats.records_written + stats.records_salvaged
+            result.first_written = stats.records_written
+        return result
+
+    def _arrive(self, server: ServerStore, turn: int) -> None:
+        """The queue is filled up."""
+        for number in range(
+            turn + len(self._hashes), min(turn + self._num_known, len(self._paths))
+        ):
+            hashes = self._hashes[number] = page_hashes(self._paths[number])
+            self._arrived_s[number] = server.clock.now_s
+            wish = Wish(server.space, hashes, 0, max_quality=255)
+            server.room.enter(number, wish)
+
+    def _serve(self, server: ServerStore, number: int) -> tuple[int, int]:
+        """A request's turn; returns its pages in DRAM before that, and those that it loaded."""
+        store, room, hashes = server.store, server.room, self._hashes[number]
+        early = store.ready_prefix(server.space, hashes)
+        order = list(self._hashes)
+        room.step(order)
+        for _ in range(_MAX_TICKS):
+            if room.may_admit(number):
+                break
+            server.executor.run_due()
+            server.clock.now_s += _TICK_S
+            room.step(order)
+        else:
+            raise RuntimeError(f"Request {number} was held back for {_MAX_TICKS} steps.")
+        ticket = store.pin_leading(server.space, hashes)
+        store.begin_load(server.space, ticket, hashes[: len(ticket.rows)])
+        room.leave(number, admitted=True)
+        del self._hashes[number]
+        self._fetch_ahead(server)
+        server.clock.now_s += self._prefill_s[number]
+        store.release(ticket.slots)
+        num_hits = len(ticket.rows)
+        server.save(hashes, num_hits)
+        if store.lookahead is not None:
+            store.lookahead.used(server.space, hashes, self._arrived_s.pop(number))
+        self._fetch_ahead(server)
+        return early, num_hits
+
+    def _fetch_ahead(self, server: ServerStore) -> None:
+        """What the scheduler's steps and the disk do while the device computes."""
+        order = list(self._hashes)
+        for _ in range(2):
+            server.executor.run_due()
+            server.room.step(order)
+            server.clock.now_s += _TICK_S
+        server.executor.run_due()
+
+
+def num_reusable(paths: Sequence[Ids]) -> int:
+    """Leading pages that an unbounded store would have."""
+    return sum(replay_order(RequestOrder(paths, paths, ()), 1 << 60, "lru"))
+
+
+def order_share(paths: Sequence[Ids], capacity: int, order: str, num_waiting: int = 0) -> float:
+    """Share of the reusable pages that an order has of a capacity, in pages."""
+    requests = RequestOrder(paths, paths, [num_waiting] * len(paths))
+    return sum(replay_order(requests, capacity, order)) / max(num_reusable(paths), 1)
+
+
+def rows(
+    paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: Sequence[int],
+    page_bytes: int, write_policy: str = "write_through",
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """Names and figures of one capacity, a share of the footprint."""
+    footprint = len(np.unique(np.concatenate(paths)))
+    host = max(int(footprint * share * DRAM_SHARE), 2)
+    disk = int(footprint * share) - host
+    sizes = StoreSizes(page_bytes, host, disk)
+    yield f"{share:g} of {footprint:,} pages", f"DRAM {host:,}, disk {disk:,}"
+    for name, capacity in (("DRAM + disk", host + disk), ("disk alone", disk)):
+        yield f"  LRU, {name}", f"{order_share(paths, capacity, 'lru'):.3f}"
+        yield f"  Belady, {name}", f"{order_share(paths, capacity, 'belady'):.3f}"
+        for num in known:
+            if num:
+                rate = order_share(paths, capacity, "waiting", num)
+                yield f"  {num} known, then LRU, {name}", f"{rate:.3f}"
+    for num in known:
+        for label, placement in (("on", PolicyConfig()), ("off", None)):
+            with virtual_store(sizes, placement, write_policy) as server:
+                done = Replay(paths, num or len(paths), prefill_s, _tell).run(server)
+            written = done.written / max(done.new, 1)
+            figures = f"hits {done.hit_share:.3f}, in DRAM {done.early_share:.3f}"
+            figures += f", written {written:.3f}, a hit {done.written_per_hit:.2f}"
+            figures += f", amplification {done.amplification:.3f}"
+            figures += f", lost {done.counters.get('lost_wanted_pages', 0):,}"
+            yield f"  server, look-ahead {label}, {num or 'all'} known", figures
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(prog="python -m bench.policies.replay")
+    parser.add_argument("--trace", type=Path, default=BUNDLED)
+    parser.add_argument("--quick", action="store_true", help="the first 1,500 requests")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--known", type=int, nargs="+", default=KNOWN, help="0: all of them")
+    parser.add_argument("--kv-bytes-per-token", type=int, default=KV_BYTES_PER_TOKEN)
+    parser.add_argument("--write-policy", default="write_through", help="the server's flag")
+    flags = parser.parse_args(arguments)
+    lines = read_trace(flags.trace, limit=1500 if flags.quick else None)
+    paths = [line.hash_ids for line in lines]
+    prefill_s = [line.input_tokens / LLAMA_70B.prefill_tokens_per_s for line in lines]
+    page_bytes = BLOCK_TOKENS * flags.kv_bytes_per_token
+    for share in flags.shares:
+        for name, figures in rows(
+            paths, prefill_s, share, flags.known, page_bytes, flags.write_policy
+        ):
+            print(f"{name:42} {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

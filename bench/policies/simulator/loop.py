@@ -1,0 +1,175 @@
+"""The simulator's loop: arrivals, admission, prefill, decoding and the disk, in virtual time.
+
+First come, first served. One prefill runs at a time and holds up decoding, as continuous batching
+does (AttentionStore 4.2). The head of the queue is admitted when a place in the batch is free, no
+prefill runs and the waiting room lets it go; while it is held back for pages that are on their way
+the others go on decoding.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from bench.policies.simulator.requests import Store
+from bench.policies.simulator.source import Source
+from bench.policies.simulator.tally import Tally
+from bench.policies.simulator.types import Request, System
+from sglang_ext.tiers.policy import PolicyConfig
+
+_POLL_S = 0.02  # how often the scheduler looks at a request that it holds back
+_MAX_POLLS = 100_000  # of one request
+
+
+class Simulator:
+    """One run.
+
+    Args:
+        source: the requests.
+        system: the machine.
+        placement: settings of the store's policy; None for none.
+        tally: takes the figures.
+    """
+
+    def __init__(
+        self, source: Source, system: System, placement: PolicyConfig | None, tally: Tally
+    ) -> None:
+        self._source = source
+        self._system = system
+        self._tally = tally
+        self.store = Store(system, placement, max(source.num_pages, 1))
+        self.requests: list[Request] = []
+        self.num_waiting: list[int] = []  # at each admission, in order
+        self.now_s = 0.0
+        self._decoded_s = 0.0  # time in which decoding went on: no prefill ran
+        self._arrivals: list[tuple[float, int, int]] = []  # with a number that breaks ties
+        self._num_scheduled = 0
+        self._order: list[int] = []  # numbers of what waits
+        self._changed = False  # the queue, or what is stored, since the scheduler's last step
+        self._running: list[tuple[float, int, Request]] = []  # by `_decoded_s` of the end
+        self._prefill: tuple[float, Request] | None = None
+        self._turn: tuple[float, int, int] | None = None  # of the head: since when, pages, polls
+
+    def run(self) -> None:
+        """Runs until everything is answered."""
+        for time_s, key in self._source.starts():
+            self._schedule(time_s, key)
+        try:
+            while (next_s := self._next_s()) < math.inf:
+                self._advance(next_s)
+                self._do_due()
+                if self._changed or self._turn is not None:
+                    self.store.step(self._order)
+                    self._changed = False
+                self._admit()
+        finally:
+            self._counters = self.store.counters()
+            self.store.close()
+        if self._order:
+            raise RuntimeError("The simulation ended with requests that were never admitted.")
+
+    def counters(self) -> dict[str, float]:
+        """What the store counted; after `run`."""
+        return self._counters
+
+    # ---- time ----
+
+    def _schedule(self, time_s: float, key: int) -> None:
+        self._num_scheduled += 1
+        heapq.heappush(self._arrivals, (time_s, self._num_scheduled, key))
+
+    def _answer_s(self) -> float:
+        if not self._running or self._prefill:
+            return math.inf
+        return self.now_s + max(self._running[0][0] - self._decoded_s, 0.0)
+
+    def _next_s(self) -> float:
+        """When something happens next."""
+        arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
+        prefill_s = self._prefill[0] if self._prefill else math.inf
+        poll_s = self.now_s + _POLL_S if self._turn is not None else math.inf
+        return min(arrival_s, prefill_s, self._answer_s(), self.store.next_s(), poll_s)
+
+    def _advance(self, to_s: float) -> None:
+        spent_s = to_s - self.now_s
+        if self._prefill:
+            self._tally.gpu_s += spent_s
+        else:
+            self._decoded_s += spent_s
+            if self._running:
+                self._tally.gpu_s += spent_s
+        self.now_s = to_s
+        self.store.set_time(to_s)
+
+    # ---- events ----
+
+    def _do_due(self) -> None:
+        """One thing that is due now, and whatever the disk has done."""
+        self.store.run_due()
+        if self._prefill and self._prefill[0] <= self.now_s:
+            self._end_prefill(self._prefill[1])
+        elif self._answer_s() <= self.now_s:
+            self._end_answer(heapq.heappop(self._running)[2])
+        elif self._arrivals and self._arrivals[0][0] <= self.now_s:
+            self._arrive(heapq.heappop(self._arrivals)[2])
+
+    def _arrive(self, key: int) -> None:
+        request = self._source.arrive(key, len(self.requests), self.now_s)
+        self.requests.append(request)
+        self._order.append(request.number)
+        self.store.arrive(request)
+        self._changed = True
+
+    def _end_prefill(self, request: Request) -> None:
+        self._prefill = None
+        self.store.prefilled(request)
+        self._tally.first_token(request, self.now_s)
+        if not self._source.stores_answers:
+            self.store.save(request)
+        end_s = self._decoded_s + request.output_tokens / self._system.decode_tokens_per_s
+        heapq.heappush(self._running, (end_s, request.number, request))
+        self._changed = True
+
+    def _end_answer(self, request: Request) -> None:
+        if self._source.stores_answers:
+            self.store.save(request)
+        self._tally.answered(request, self.now_s)
+        following = self._source.done(request, self.now_s)
+        if following is not None:
+            self._schedule(*following)
+        self._changed = True
+
+    # ---- admission ----
+
+    def _admit(self) -> None:
+        if self._prefill or not self._order or len(self._running) >= self._system.batch:
+            return
+        request = self.requests[self._order[0]]
+        if self._turn is None:
+            self._turn = (self.now_s, self.store.num_in_dram(request), 0)
+            self.store.step(self._order)  # sees what the disk has done since the last
+        since_s, early, polls = self._turn
+        if not self.store.may_admit(request):
+            if polls == _MAX_POLLS:
+                raise RuntimeError(f"Request {request.number} was never let go.")
+            self._turn = (since_s, early, polls + 1)
+            return
+        self._turn = None
+        self.num_waiting.append(len(self._order))
+        self._order.pop(0)
+        self._changed = True
+        hits = self.store.admit(request)
+        reusable = max(request.history_pages, self.store.seen_prefix(request.prompt_ids))
+        late = max(hits - early, 0)
+        self._tally.admitted(request, hits, reusable, late, self.num_waiting[-1])
+        self._tally.waited_for_load(request, self.now_s - since_s)
+        self._start_prefill(request, hits)
+
+    def _start_prefill(self, request: Request, hits: int) -> None:
+        system = self._system
+        reused = self._tally.reused_tokens_of(request, hits)
+        compute_s = (request.prompt_tokens - reused) / system.prefill_tokens_per_s
+        load_s = hits * system.page_bytes / (system.dram_gb_s * 1e9)
+        took_s = max(compute_s, load_s) if system.overlap_load else compute_s + load_s
+        self._tally.prefilled(request, took_s)
+        self._prefill = (self.now_s + took_s, request)

@@ -1,0 +1,141 @@
+"""The simulator's view of the server's store: what a request asks of it, from arrival to answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from bench.policies.simulator.store import ServerStore, StoreSizes, page_hashes, virtual_store
+from bench.policies.simulator.types import Ids, Request, System
+from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.records.quality import ANY
+from sglang_ext.tiers.store.types import Hashes, LoadTicket
+
+_LEAST_PAGES = 2  # of DRAM; a server refuses less
+
+
+class Store:
+    """Calls the page store and the waiting room as the server's cache does; decides nothing.
+
+    Args:
+        system: the machine; without DRAM nothing is stored.
+        placement: the policy's settings; None for `--hier-kv-lookahead off`.
+        num_pages: page ids are below this.
+
+    Attributes:
+        server: the product's store; None where nothing is stored.
+    """
+
+    def __init__(self, system: System, placement: PolicyConfig | None, num_pages: int) -> None:
+        self.server: ServerStore | None = None
+        if system.host_pages >= _LEAST_PAGES:
+            sizes = StoreSizes(
+                int(system.page_bytes), system.host_pages, system.disk_pages,
+                read_bytes_per_s=system.disk_gb_s * 1e9,
+                write_bytes_per_s=system.disk_write_gb_s * 1e9,
+            )  # fmt: skip
+            self.server = virtual_store(sizes, placement)
+        self._seen = np.zeros(num_pages, np.bool_)
+        self._prompts: dict[int, Hashes] = {}  # of what waits
+        self._loads: dict[int, LoadTicket] = {}  # of what runs
+        self._num_loaded: dict[int, int] = {}
+
+    # ---- time ----
+
+    def set_time(self, now_s: float) -> None:
+        """It is that time now."""
+        if self.server is not None:
+            self.server.clock.now_s = now_s
+
+    def next_s(self) -> float:
+        """When the disk has next done something."""
+        return self.server.executor.next_s() if self.server is not None else math.inf
+
+    def run_due(self) -> None:
+        """What the disk has done by now."""
+        if self.server is not None:
+            self.server.executor.run_due()
+
+    # ---- a request's way ----
+
+    def arrive(self, request: Request) -> None:
+        """A request enters the queue."""
+        if self.server is None:
+            return
+        server, prompt, at = self.server, request.prompt_ids, request.left_at
+        if len(request.left_ids) and server.store.lookahead is not None:
+            path = page_hashes(np.concatenate([prompt[:at], request.left_ids, prompt[at:]]))
+            server.store.lookahead.leave_behind(server.space, path, at, at + len(request.left_ids))
+        hashes = self._prompts[request.number] = page_hashes(prompt)
+        if len(hashes):
+            wish = Wish(server.space, hashes, 0, ANY, prompt_tokens=request.prompt_tokens)
+            server.room.enter(request.number, wish)
+
+    def step(self, order: Sequence[int]) -> None:
+        """A step of the scheduler."""
+        if self.server is not None:
+            self.server.room.step(order)
+
+    def num_in_dram(self, request: Request) -> int:
+        """Leading pages of a waiting request that lie in DRAM."""
+        if self.server is None:
+            return 0
+        hashes = self._prompts[request.number]
+        return self.server.store.ready_prefix(self.server.space, hashes)
+
+    def may_admit(self, request: Request) -> bool:
+        """False while a request should wait for its pages."""
+        return self.server is None or self.server.room.may_admit(request.number)
+
+    def admit(self, request: Request) -> int:
+        """A request runs; returns the leading pages that it need not compute."""
+        if self.server is None:
+            return 0
+        server, hashes = self.server, self._prompts.pop(request.number)
+        ticket = server.store.pin_leading(server.space, hashes)
+        server.store.begin_load(server.space, ticket, hashes[: len(ticket.rows)])
+        server.room.leave(request.number, admitted=True)
+        self._loads[request.number] = ticket
+        self._num_loaded[request.number] = len(ticket.rows)
+        return len(ticket.rows)
+
+    def prefilled(self, request: Request) -> None:
+        """Its pages are on the device."""
+        if self.server is not None:
+            self.server.store.release(self._loads.pop(request.number).slots)
+
+    def save(self, request: Request) -> None:
+        """Its pages are complete."""
+        self._seen[request.stored_ids] = True
+        if self.server is None:
+            return
+        server, hashes = self.server, page_hashes(request.stored_ids)
+        server.save(hashes, self._num_loaded.pop(request.number))
+        if server.store.lookahead is not None and len(hashes):
+            server.store.lookahead.used(server.space, hashes, request.arrival_s)
+
+    # ---- figures ----
+
+    def seen_prefix(self, path: Ids) -> int:
+        """Leading pages that were ever stored."""
+        seen = self._seen[path]
+        return len(path) if seen.all() else int(np.argmin(seen))
+
+    def counters(self) -> dict[str, float]:
+        """What the store counted, and what went to disk."""
+        if self.server is None:
+            return {}
+        values: dict[str, float] = dict(self.server.store.stats())
+        if self.server.disk is not None:
+            stats = self.server.disk.stats()
+            values["disk_records_written"] = stats.records_written
+            values["disk_records_moved"] = stats.records_salvaged
+        return values
+
+    def close(self) -> None:
+        """Gives everything back."""
+        if self.server is not None:
+            self.server.close()

@@ -1,0 +1,282 @@
+"""The server's page store in virtual time: no threads, no waiting, and pages without bytes.
+
+Everything that decides is the product's: the page store with its directory, placement, plans,
+spiller and promoter, the disk tier with its segments, and the waiting room that makes plans from
+the queue. What is put in their place here are ports: a clock that somebody sets, an executor that
+runs one job after another at the disk's speed, an arena whose slots keep a record's header and no
+payload, and system calls that move no payload either.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.admission.waiting import WaitingRoom
+from sglang_ext.tiers.base import BLOCK_BYTES, MAX_RECORD_BLOCKS, record_blocks
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.disk.segments.fileio import FileIO
+from sglang_ext.tiers.host import HostArena
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.memory import map_anonymous
+from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.records.record import RecordMeta, write_meta
+from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store.executor import Executor, Job, Work
+from sglang_ext.tiers.store.types import Hashes, SaveTicket
+
+Ids = npt.NDArray[np.int64]
+_DIGEST = bytes(range(32))  # of the one namespace
+_INDEX_SLACK = 1.25  # as in the server
+_NO_TIMEOUT_MS = 0.0  # requests wait until their plans are complete
+
+
+class VirtualClock:
+    """A clock that shows what it was set to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class _Lane:
+    """One work: its jobs run one after another."""
+
+    work: Work
+    bytes_per_s: float
+    job: Job | None = None
+    end_s: float = math.inf
+
+
+class VirtualExecutor(Executor):
+    """Runs jobs in virtual time: one that is taken is run when its bytes have moved.
+
+    Args:
+        clock: the time.
+        bytes_per_s: by the name of the work.
+    """
+
+    def __init__(self, clock: VirtualClock, bytes_per_s: dict[str, float]) -> None:
+        self._clock = clock
+        self._bytes_per_s = bytes_per_s
+        self._lanes: list[_Lane] = []
+
+    def start(self, name: str, work: Work, num_at_once: int) -> None:
+        """See `Executor.start`; several at once would share the disk's speed."""
+        self._lanes.append(_Lane(work, self._bytes_per_s[name]))
+
+    def join(self, work: Work) -> None:
+        """See `Executor.join`; a job that was taken is run."""
+        for lane in self._lanes:
+            if lane.work is work and lane.job is not None:
+                self._end(lane)
+
+    def next_s(self) -> float:
+        """Takes jobs for what is idle; returns when the first of all is due, infinity for never."""
+        for lane in self._lanes:
+            if lane.job is None:
+                lane.job = lane.work.take()
+                if lane.job is not None:
+                    lane.end_s = self._clock.now_s + lane.job.num_bytes / lane.bytes_per_s
+        return min((lane.end_s for lane in self._lanes), default=math.inf)
+
+    def run_due(self) -> None:
+        """Runs the jobs that are due by now, and those that can follow them at once."""
+        while self.next_s() <= self._clock.now_s:
+            for lane in self._lanes:
+                if lane.end_s <= self._clock.now_s:
+                    self._end(lane)
+
+    def _end(self, lane: _Lane) -> None:
+        job, lane.job, lane.end_s = lane.job, None, math.inf
+        assert job is not None
+        job.run()
+
+
+class HeaderArena(HostArena):
+    """Slots of full size in name that keep their first block: all but it is shared by all."""
+
+    def _map(self, *, hugepages: bool) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
+        num_bytes = self.num_slots * BLOCK_BYTES + self.slot_bytes
+        mapping = map_anonymous(num_bytes, hugepages=False)
+        flat = np.frombuffer(mapping, np.uint8)
+        shape = (self.num_slots, self.slot_bytes)
+        return mapping, np.lib.stride_tricks.as_strided(flat, shape, (BLOCK_BYTES, 1))
+
+
+class HeaderIO(FileIO):
+    """System calls on sparse files that move the first block of each slot and nothing behind it.
+
+    Args:
+        slot_bytes: what is so long is a slot.
+    """
+
+    def __init__(self, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """See `FileIO.pwritev`."""
+        start = offset
+        for buffer in buffers:
+            is_slot = len(buffer) == self._slot_bytes
+            os.pwrite(fd, buffer[:BLOCK_BYTES] if is_slot else buffer, offset)
+            offset += len(buffer)
+        return offset - start
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """See `FileIO.preadv`."""
+        start = offset
+        for buffer in buffers:
+            is_slot = len(buffer) == self._slot_bytes
+            got = os.preadv(fd, [buffer[:BLOCK_BYTES] if is_slot else buffer], offset)
+            if not is_slot and got < len(buffer):
+                return offset + got - start
+            offset += len(buffer)
+        return offset - start
+
+    def allocate(self, fd: int, num_bytes: int) -> None:
+        """See `FileIO.allocate`; takes no room."""
+        os.ftruncate(fd, num_bytes)
+
+    def free_bytes(self, path: Path) -> int:
+        """See `FileIO.free_bytes`; there is always room."""
+        return 1 << 62
+
+
+@dataclass(frozen=True)
+class StoreSizes:
+    """What the store is given.
+
+    Attributes:
+        page_bytes: KV of one page.
+        host_pages: pages that DRAM holds.
+        disk_pages: pages that fit the disk's bound; 0 for no disk.
+        read_bytes_per_s, write_bytes_per_s: of the disk; infinity for one that is never waited for.
+    """
+
+    page_bytes: int
+    host_pages: int
+    disk_pages: int
+    read_bytes_per_s: float = math.inf
+    write_bytes_per_s: float = math.inf
+
+
+class ServerStore:
+    """A page store and a waiting room as a server has them, and the clock they go by.
+
+    Pages are numbers; a page's hash is made from its number.
+
+    Args:
+        store: the product's.
+        disk: its disk tier; None without one.
+        clock: the time; whoever drives the store sets it.
+        executor: runs what moves between DRAM and disk.
+        folder: of the disk; removed in the end. None: somebody else's.
+
+    Attributes:
+        store, disk, clock, executor: as given.
+        room: the product's waiting room.
+        space: the one key space.
+    """
+
+    def __init__(
+        self, store: PageStore, disk: DiskTier | None, clock: VirtualClock,
+        executor: VirtualExecutor, folder: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.store, self.disk, self.clock, self.executor = store, disk, clock, executor
+        self._folder = folder
+        store.open_namespace(_DIGEST, {})
+        self.space = store.space(_DIGEST)
+        self.room = WaitingRoom(
+            store, prefetch_policy="wait_complete", prefetch_timeout_ms=_NO_TIMEOUT_MS, clock=clock
+        )
+
+    def save(self, hashes: Hashes, num_stored: int) -> SaveTicket:
+        """Saves the pages of a path behind the first `num_stored`."""
+        ticket = self.store.begin_save(self.space, hashes[num_stored:], hashes[:num_stored])
+        slots = self.store.arena.slots
+        for page, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True):
+            meta = RecordMeta(
+                hashes[num_stored + page].tobytes(), _DIGEST, b"", num_stored + page, 1, "pre"
+            )
+            write_meta(slots[slot], meta, 0)
+        self.store.finish_save(ticket, ok=True)
+        return ticket
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self.room.leave_all()
+        self.store.close(timeout_s=0.0)
+        self.store.arena.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def virtual_store(
+    sizes: StoreSizes, placement: PolicyConfig | None, write_policy: str = "write_through"
+) -> ServerStore:
+    """A store without threads and without bytes, over a clock that stands still.
+
+    Args:
+        sizes: of the tiers.
+        placement: the policy's settings; None for `--hier-kv-lookahead off`.
+        write_policy: the server's flag.
+
+    Raises:
+        ValueError: pages of this size cannot be stored.
+    """
+    slot_bytes = record_blocks(sizes.page_bytes) * BLOCK_BYTES
+    if slot_bytes > MAX_RECORD_BLOCKS * BLOCK_BYTES:
+        raise ValueError(
+            f"a page of {sizes.page_bytes:,} bytes is longer than any record; give pages of "
+            "fewer tokens"
+        )
+    clock = VirtualClock()
+    executor = VirtualExecutor(
+        clock, {"spill": sizes.write_bytes_per_s, "promote": sizes.read_bytes_per_s}
+    )
+    folder = Path(tempfile.mkdtemp(prefix="hier-kv-bench-"))
+    arena = HeaderArena(sizes.host_pages, slot_bytes, memory_limit_bytes=1 << 62)
+    disk: DiskTier | None = None
+    if sizes.disk_pages:
+        config = DiskConfig(
+            folder, sizes.disk_pages * slot_bytes, 0, direct_io="off", helper_threads=0
+        )
+        disk = DiskTier(config, io=HeaderIO(slot_bytes))
+    num_pages = max(1024, int((sizes.host_pages + sizes.disk_pages) * _INDEX_SLACK))
+    store = PageStore(
+        arena, PageIndex(num_pages), disk, StoreConfig(write_policy, placement=placement),
+        clock=clock, executor=executor,
+    )  # fmt: skip
+    if disk is not None:
+        store.connect(disk)
+    return ServerStore(store, disk, clock, executor, folder)
+
+
+def page_hashes(ids: Ids) -> Hashes:
+    """Hashes of pages, by number: u8 `[N, 32]`."""
+    words: Any = ids.astype(np.uint64)[:, None] * np.uint64(4) + np.arange(1, 5, dtype=np.uint64)
+    words = words * np.uint64(0x9E3779B97F4A7C15)  # splitmix64
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    hashes: Hashes = np.ascontiguousarray(words ^ (words >> np.uint64(31))).view(np.uint8)
+    return hashes

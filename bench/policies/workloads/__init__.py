@@ -1,0 +1,1 @@
+"""What the simulator is asked: conversations, agents, documents, traces, models and machines."""

@@ -1,0 +1,1 @@
+"""The case `ranks`: two ranks of a server against plain SGLang."""

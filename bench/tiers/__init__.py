@@ -1,0 +1,1 @@
+"""The case `tiers`: copies, disk and index against the machine's own limits; remote stores."""

@@ -1,0 +1,1 @@
+"""The case `truncation`: what reuse over a cut costs in quality, and what it saves."""

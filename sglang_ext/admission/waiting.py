@@ -1,0 +1,499 @@
+"""Requests that wait in the scheduler's queue, and the plans that bring their pages to DRAM.
+
+A waiting request is held by a `Plan` of the page store: its pages move from disk, or from a remote
+store, to DRAM while others run, until they are there or the deadline is over. What a remote store
+has of them is asked when the request enters the queue, and fetched by its plan.
+
+With look-ahead the leading requests of the queue have plans: as many as DRAM may be pinned for
+together. A request further behind has none, so it never holds room that one before it needs; its
+turn comes when one before it is admitted. Without look-ahead a plan is made when a request enters
+the queue, for what DRAM has room for then, and never again; what found no room is computed.
+
+Whether to hold or to admit is decided in one place, `WaitingRoom.may_admit`, from what was seen of
+the plans and of the clock in one other, `WaitingRoom._observe`, once a scheduler step. Everything
+here runs on the scheduler's thread, and neither copies nor waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from sglang_ext.admission.load_or_compute import Candidate, LoadOrCompute
+from sglang_ext.admission.waiting_request import LONGEST_PAUSE_S, UNKNOWN, Waiting, Wish
+from sglang_ext.ranks.consensus import Stand
+from sglang_ext.tiers.store import PageStore, Plan, TierCounts
+from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
+
+# After so many attempts that brought nothing the pages that are there are used.
+MAX_ATTEMPTS = 8
+# So many requests a step are looked for again whose pages became known, or were lost.
+_FIND_AT_ONCE = 4
+# Between two looks for requests that left the queue without a word.
+_SWEEP_S = 2.0
+
+
+class Progress(NamedTuple):
+    """How far a request's plan has come.
+
+    Attributes:
+        first_page: index of the first page that it covers.
+        end_page: end of these pages.
+        remaining: how many of them are to come.
+    """
+
+    first_page: int
+    end_page: int
+    remaining: int
+
+
+class WaitingRoom:
+    """The waiting requests and their plans, by the requests' handles.
+
+    Args:
+        store: DRAM and disk; looks ahead when it has a `lookahead`.
+        prefetch_policy: `cost`, `timeout`, `best_effort` or `wait_complete`.
+        prefetch_timeout_ms: the longest that one request is held back under `timeout`, from when
+            the scheduler would have run it.
+        num_held: how many leading pages of what `Wish.above` names are still on the device; None
+            where that cannot be told.
+        cost: decides under `cost`; None for the other policies.
+        clock: seconds; monotonic.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        *,
+        prefetch_policy: str,
+        prefetch_timeout_ms: float,
+        num_held: Callable[[Any], int] | None = None,
+        cost: LoadOrCompute | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._policy = prefetch_policy
+        self._timeout_s = prefetch_timeout_ms / 1e3
+        self._num_held = num_held
+        self._cost = cost
+        self._clock = clock
+        self._waiting: dict[Hashable, Waiting] = {}
+        self._by_number: dict[int, Waiting] = {}
+        self._planned: dict[int, Waiting] = {}  # those with a plan, by number
+        self._asking: dict[int, Waiting] = {}  # those whose inquiry is open, by number
+        self._next_number = 0
+        self._order: list[Hashable] = []  # of the last step
+        self._came: list[Hashable] = []  # since then, in order
+        self._left: set[Hashable] = set()  # since then
+        self._changed = False  # the window may be another one
+        self._now_s = clock()  # of this step
+        self._next_try_s = float("inf")  # when a plan that is short may be tried again
+        self._missing: set[Hashable] = set()  # not in the queue at the last sweep
+        self._next_sweep_s = 0.0
+
+    # ---- coming and going ----
+
+    def enter(self, handle: Hashable, wish: Wish) -> TierCounts:
+        """A request enters the queue; returns where its pages lie that are not on the device."""
+        self.leave(handle)
+        number, self._next_number = self._next_number, self._next_number + 1
+        if self._store.lookahead is None:
+            found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
+        else:
+            found = self._expect(number, wish)
+        evictions = self._store.num_wanted_evicted
+        waiting = Waiting(handle, number, wish, found, evictions, arrived_s=self._clock())
+        self._waiting[handle] = self._by_number[number] = waiting
+        self._came.append(handle)
+        self._changed = True
+        if self._cost is not None:
+            self._cost.enter(handle, self._candidate(waiting))
+        self._ask(waiting)
+        if self._store.lookahead is None and found.total:
+            self._plan_once(waiting)
+        return found
+
+    def leave(self, handle: Hashable, *, admitted: bool = False) -> None:
+        """A request leaves the queue: the pins that kept its pages are given back.
+
+        Args:
+            handle: the request; unknown ones are ignored.
+            admitted: whether it runs now.
+        """
+        waiting = self._waiting.pop(handle, None)
+        if waiting is None:
+            return
+        if admitted:
+            self._count_admission(waiting.wish)
+        self._give_up_plan(waiting)
+        self._stop_asking(waiting)
+        del self._by_number[waiting.number]
+        self._left.add(handle)
+        if self._cost is not None:
+            self._cost.leave(handle)
+        if self._store.lookahead is not None:
+            self._store.lookahead.leave(waiting.number)
+        self._changed = True
+
+    def leave_all(self) -> None:
+        """Every request leaves."""
+        for handle in list(self._waiting):
+            self.leave(handle)
+        if self._cost is not None:
+            self._cost.leave_all()
+
+    def remote_pages(self, handle: Hashable) -> tuple[int, int]:
+        """(first page of the prompt, number) of what the remote store had of a request's pages."""
+        waiting = self._waiting.get(handle)
+        if waiting is None or waiting.inquiry is None or not waiting.answered:
+            return 0, 0
+        return waiting.inquiry.first_page, len(waiting.inquiry.sizes)
+
+    # ---- once a scheduler step ----
+
+    def step(self, order: Sequence[Hashable]) -> None:
+        """Follows the queue: gives plans to its head, takes them from those further behind.
+
+        Costs a comparison when nothing changed; else what the changed requests' pages cost.
+
+        Args:
+            order: handles of the waiting requests as the scheduler will take them.
+        """
+        self._now_s = self._clock()
+        if self._asking:
+            self._take_answers()
+        if self._store.lookahead is not None:
+            self._follow_order(order)
+            self._find_again()
+            for waiting in self._planned.values():
+                self._follow_device(waiting)
+            if self._changed or self._now_s >= self._next_try_s:
+                self._follow_window()
+        if self._now_s >= self._next_sweep_s:
+            self._sweep(order)
+        self._observe()
+
+    def may_admit(self, handle: Hashable) -> bool:
+        """False while a request should wait for pages that are on their way. O(1)."""
+        waiting = self._waiting.get(handle)
+        if waiting is None or self._policy == "best_effort" or waiting.gave_up:
+            return True
+        if waiting.ready or (waiting.plan is None and not waiting.found.total):
+            return not self._awaits_answer(waiting)
+        if waiting.plan is None and self._is_resident(waiting):
+            return not self._awaits_answer(waiting)
+        self.hold(handle)
+        if not self._is_late(handle, waiting):
+            return False
+        if self._cost is None:
+            self._store.counters.add("prefetch_timeouts")
+        self._give_up_plan(waiting)
+        self._stop_asking(waiting)
+        waiting.gave_up = True
+        return True
+
+    # ---- with several ranks, which decide together (`promises.py`) ----
+
+    def stand(self, handle: Hashable) -> Stand:
+        """What this rank alone thinks of holding a request. O(1).
+
+        Here a request without a plan waits for its turn even when its pages are in DRAM: only what
+        a plan pins can be promised.
+        """
+        waiting = self._waiting.get(handle)
+        if waiting is None or self._policy == "best_effort" or waiting.gave_up:
+            return Stand.READY
+        if waiting.ready or not waiting.found.total:
+            # Its time runs from when the scheduler would have run it, as with pages on their way.
+            held = waiting.held_since_s is not None
+            asks = not waiting.answered and (not held or self._awaits_answer(waiting))
+            return Stand.WAITING if asks else Stand.READY
+        if not self._is_late(handle, waiting):
+            return Stand.WAITING
+        self._store.counters.add("prefetch_timeouts")
+        return Stand.LATE
+
+    def hold(self, handle: Hashable) -> None:
+        """The scheduler would have run a request that is held: its deadline runs from now on."""
+        waiting = self._waiting.get(handle)
+        if waiting is not None and waiting.held_since_s is None:
+            waiting.held_since_s = self._now_s
+
+    def progress(self, handle: Hashable) -> Progress:
+        """Which pages a request's plan covers, and how many of them are to come. O(1)."""
+        waiting = self._waiting.get(handle)
+        first = waiting.wish.num_above if waiting is not None else 0
+        if waiting is None or waiting.plan is None:
+            return Progress(first, first, 0)
+        return Progress(first, first + waiting.plan.num_planned, waiting.plan.remaining)
+
+    # ---- what the remote store has ----
+
+    def _ask(self, waiting: Waiting) -> None:
+        """Asks the remote store for the pages that are not here."""
+        wish = waiting.wish
+        first = wish.num_above + waiting.found.here
+        if first == len(wish.hashes):
+            return
+        inquiry = RemoteInquiry(wish.space, wish.hashes[first:], first, wish.max_quality)
+        if self._store.ask_remote(inquiry):
+            waiting.inquiry, waiting.answered = inquiry, False
+            self._asking[waiting.number] = waiting
+
+    def _take_answers(self) -> None:
+        for waiting in list(self._asking.values()):
+            assert waiting.inquiry is not None
+            if not waiting.inquiry.done:
+                continue
+            del self._asking[waiting.number]
+            waiting.answered = True
+            waiting.found = waiting.with_remote(waiting.found)
+            if not waiting.found.remote:
+                continue
+            self._changed = True
+            self._wish_for_more(waiting)
+            if self._cost is not None:
+                self._cost.learn(waiting.handle, self._candidate(waiting))
+            if self._store.lookahead is None:
+                self._plan_once(waiting)
+
+    def _awaits_answer(self, waiting: Waiting) -> bool:
+        """Whether a request that could run should wait for what the remote store says."""
+        if waiting.answered:
+            return False
+        self.hold(waiting.handle)
+        assert waiting.held_since_s is not None
+        if self._policy == "wait_complete":
+            return True  # every call of the store has a deadline
+        limit_s = self._timeout_s
+        if self._cost is not None:
+            limit_s = self._cost.answer_wait_s(self._candidate(waiting), waiting.found.here)
+        # A store that does not answer one request is not waited for by the next.
+        waited_s = max(self._now_s - waiting.held_since_s, self._store.remote_stalled_s)
+        if waited_s < limit_s:
+            return True
+        self._store.counters.add("remote_lookups_late")
+        self._stop_asking(waiting)
+        return False
+
+    def _stop_asking(self, waiting: Waiting) -> None:
+        if self._asking.pop(waiting.number, None) is not None and waiting.inquiry is not None:
+            waiting.inquiry.cancelled = True
+            waiting.inquiry, waiting.answered = None, True
+
+    def _candidate(self, waiting: Waiting) -> Candidate:
+        assert self._cost is not None
+        return waiting.wish.candidate(self._cost.page_tokens, waiting.remote_sizes())
+
+    # ---- private ----
+
+    def _is_late(self, handle: Hashable, waiting: Waiting) -> bool:
+        if self._policy == "wait_complete" or waiting.held_since_s is None:
+            return False
+        if self._cost is not None:
+            return not self._cost.should_hold(handle, waiting.plan)
+        return self._now_s - waiting.held_since_s >= self._timeout_s
+
+    def _observe(self) -> None:
+        """Notes which plans have brought what they can; nothing else looks at their progress."""
+        for waiting in self._planned.values():
+            plan = waiting.plan
+            assert plan is not None
+            waiting.ready = plan.done and self._is_enough(waiting, plan)
+            if plan.lacked_room and not waiting.ready:
+                self._next_try_s = min(self._next_try_s, waiting.next_plan_s)
+            if plan.fetch_failed and not waiting.remote_failed:
+                waiting.remote_failed = True
+                waiting.found = waiting.with_remote(waiting.found._replace(remote=0))
+
+    def _is_enough(self, waiting: Waiting, plan: Plan) -> bool:
+        if self._store.lookahead is None or not plan.short or plan.failed:
+            return True
+        if plan.num_planned >= self._store.max_planned_pages:
+            return True  # more is not to be had
+        return waiting.attempts >= MAX_ATTEMPTS and not plan.starved
+
+    def _follow_order(self, order: Sequence[Hashable]) -> None:
+        """Tells the store of an order that is not what follows from who came and who left."""
+        assert self._store.lookahead is not None
+        if self._came or self._left or order != self._order:
+            if not self._is_as_expected(order):
+                known = (self._waiting.get(handle) for handle in order)
+                numbers = [waiting.number for waiting in known if waiting is not None]
+                self._store.lookahead.set_order(numbers)
+            self._order = list(order)
+            self._changed = True
+        self._came.clear()
+        self._left.clear()
+
+    def _is_as_expected(self, order: Sequence[Hashable]) -> bool:
+        """Whether the queue is the former one without those that left, and then those that came.
+
+        Nearly every change is of this kind, and this costs no look-up of those that stayed.
+        """
+        if not self._left.isdisjoint(self._came):
+            return False  # one came back, for the store at the end of the queue
+        at, end = 0, len(order)
+        for handle in self._order:
+            if at < end and order[at] is handle:
+                at += 1
+            elif handle not in self._left:
+                return False
+        return list(order[at:]) == self._came
+
+    def _follow_window(self) -> None:
+        """Makes the plans of the window, in its order, and takes back those of all others."""
+        assert self._store.lookahead is not None
+        self._changed, self._next_try_s = False, float("inf")
+        numbers: list[Any] = self._store.lookahead.window()
+        inside = set(numbers)
+        for number in [number for number in self._planned if number not in inside]:
+            self._give_up_plan(self._planned[number])
+            self._store.counters.add("deferred_plans")
+        window = [self._by_number[number] for number in numbers]
+        for position, waiting in enumerate(window):
+            if waiting.gave_up or not waiting.found.total:
+                continue
+            if waiting.plan is not None:
+                waiting.plan.priority = position
+            if not self._complete(waiting, position, window):
+                return  # those behind must not take the room that this one needs
+
+    def _complete(self, waiting: Waiting, position: int, window: list[Waiting]) -> bool:
+        """Sees to the plan of a request in the window; False when it lacks room for it."""
+        if waiting.plan is None:
+            self._follow_device(waiting)
+            self._plan(waiting, position)
+        elif not waiting.plan.short and waiting.plan.num_stored >= min(
+            waiting.found.total, waiting.num_asked
+        ):
+            return True
+        elif waiting.plan.num_remote_left:
+            # What is fetched for it now would be lost with the plan.
+            self._next_try_s = min(self._next_try_s, self._now_s + LONGEST_PAUSE_S)
+            return self._is_enough(waiting, waiting.plan)
+        elif not waiting.may_plan_again(self._now_s):
+            self._next_try_s = min(self._next_try_s, waiting.next_plan_s)
+            return not waiting.plan.short
+        else:
+            self._plan(waiting, position)
+        for other in reversed(window[position + 1 :]):
+            if waiting.plan is None or not waiting.plan.short:
+                break
+            if other.plan is not None:
+                self._give_up_plan(other)
+                self._store.counters.add("deferred_plans")
+                self._plan(waiting, position)
+        if waiting.plan is None or self._is_enough(waiting, waiting.plan):
+            return True
+        self._next_try_s = min(self._next_try_s, max(waiting.next_plan_s, self._now_s))
+        return False
+
+    def _plan_once(self, waiting: Waiting) -> None:
+        """Without look-ahead: a plan for what DRAM has room for now."""
+        self._plan(waiting, priority=0)
+        waiting.gave_up = waiting.plan is None or waiting.plan.starved
+
+    def _plan(self, waiting: Waiting, priority: int) -> None:
+        """Makes a request's plan, or makes it anew, of what is stored and fits now."""
+        wish, old = waiting.wish, waiting.plan
+        num = waiting.num_asked = len(wish.below)
+        if self._cost is not None:
+            num = self._cost.num_pages(waiting.handle, self._candidate(waiting))
+            waiting.num_asked = num
+        sizes, plan = waiting.remote_sizes(), None
+        if num:
+            plan = self._store.plan(
+                wish.space,
+                wish.below[:num],
+                wish.max_quality,
+                priority,
+                remote_sizes=None if sizes is None else sizes[:num],
+                instead_of=old,
+                arrived_s=waiting.arrived_s,
+            )
+        if old is not None:
+            self._store.cancel_plan(old)  # after the new one has taken over its pins
+        waiting.plan, waiting.ready = plan, False
+        if plan is None:
+            self._planned.pop(waiting.number, None)
+            waiting.found = TierCounts(0, 0, 0)
+        else:
+            self._planned[waiting.number] = waiting
+
+    def _give_up_plan(self, waiting: Waiting) -> None:
+        plan, waiting.plan, waiting.ready = waiting.plan, None, False
+        if plan is not None:
+            del self._planned[waiting.number]
+            self._store.cancel_plan(plan)
+            waiting.evictions = UNKNOWN
+
+    def _is_resident(self, waiting: Waiting) -> bool:
+        """Whether all that is stored of a request without a plan is ready in DRAM."""
+        evictions, found = self._store.num_wanted_evicted, waiting.found
+        absent = bool(found.disk or found.pending)
+        if waiting.evictions == UNKNOWN or (not absent and waiting.evictions != evictions):
+            wish = waiting.wish
+            found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
+            waiting.found, waiting.evictions = waiting.with_remote(found), evictions
+            absent = bool(found.disk or found.pending)
+        return not absent and not waiting.found.remote
+
+    def _find_again(self) -> None:
+        """Looks for pages that became known, or were lost, while their requests wait."""
+        assert self._store.lookahead is not None
+        numbers: list[Any] = self._store.lookahead.take_changed(_FIND_AT_ONCE)
+        for number in numbers:
+            waiting = self._by_number.get(number)
+            if waiting is None:
+                continue
+            found = waiting.with_remote(self._expect(waiting.number, waiting.wish))
+            if found.total != waiting.found.total:
+                self._changed = True
+                self._wish_for_more(waiting)
+            waiting.found = found
+
+    def _follow_device(self, waiting: Waiting) -> None:
+        """Wishes for pages that the device held when the request came, and evicted since."""
+        wish = waiting.wish
+        if self._num_held is None or not wish.num_above:
+            return
+        num_above = self._num_held(wish.above)
+        if num_above < wish.num_above:
+            waiting.wish = replace(wish, num_above=num_above)
+            waiting.found = waiting.with_remote(self._expect(waiting.number, waiting.wish))
+            self._changed = True
+            self._wish_for_more(waiting)
+            self._store.counters.add("device_lost_pages", wish.num_above - num_above)
+
+    def _wish_for_more(self, waiting: Waiting) -> None:
+        """More became known than its plan was made for: the next look makes it anew."""
+        waiting.num_asked = len(waiting.wish.below)
+
+    def _expect(self, number: int, wish: Wish) -> TierCounts:
+        assert self._store.lookahead is not None
+        return self._store.lookahead.expect(
+            number, wish.space, wish.hashes, wish.num_above, wish.max_quality
+        )
+
+    def _sweep(self, order: Sequence[Hashable]) -> None:
+        """Lets go of requests that were not in the queue twice in a row."""
+        self._next_sweep_s = self._now_s + _SWEEP_S
+        missing = self._waiting.keys() - set(order)
+        for handle in missing & self._missing:
+            self.leave(handle)
+            self._store.counters.add("swept_requests")
+        self._missing = missing
+
+    def _count_admission(self, wish: Wish) -> None:
+        """Counts where the pages of a request lie as it is admitted."""
+        found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
+        if found.total:
+            late = found.disk + found.pending
+            self._store.counters.add("admitted_host_pages", found.host)
+            self._store.counters.add("admitted_late_pages", late)
+            self._store.counters.add(
+                "admitted_late_requests" if late else "admitted_ready_requests"
+            )

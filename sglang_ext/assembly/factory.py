@@ -1,0 +1,339 @@
+"""Builds the cache with its tiers, in the scheduler process, when model and KV pool exist."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from sglang_ext.admission.cost_feeds import CostFeeds
+from sglang_ext.admission.forward_timer import ForwardTimer
+from sglang_ext.admission.load_or_compute import LoadOrCompute
+from sglang_ext.assembly.codec_setup import build_page_codec, build_remote_codec
+from sglang_ext.assembly.key_setup import Trust, build_trust
+from sglang_ext.assembly.remote_setup import open_remote
+from sglang_ext.codec.page_codec import PageCodec
+from sglang_ext.device.copier import PageCopier
+from sglang_ext.device.layout import LAYOUT_VERSION, PageLayout
+from sglang_ext.device.page_rules import LocalPages
+from sglang_ext.device.pinning import pin_memory
+from sglang_ext.device.pools import DevicePool, describe_pool
+from sglang_ext.device.rope_discovery import LayerRope, discover_ropes
+from sglang_ext.identity.model_identity import ModelIdentity
+from sglang_ext.kernels import rope as rope_kernels
+from sglang_ext.ranks.lockstep import exchange, group_of
+from sglang_ext.ranks.rank import Exchange, RankPlace
+from sglang_ext.remote.codec import RemotePageCodec
+from sglang_ext.remote.coded import coded_pages
+from sglang_ext.seam.cache import HierKVRadixCache
+from sglang_ext.seam.hash_fallback import ensure_page_hash
+from sglang_ext.seam.linker import HierKVLinker
+from sglang_ext.seam.metrics import MetricsReporter
+from sglang_ext.settings.compat import check_model
+from sglang_ext.settings.config import GIB, HierKVConfig, HierKVConfigError
+from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.disk.folder import SharedFolderLock
+from sglang_ext.tiers.disk.throttle import default_io
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.host import HostArena
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.policy.cost_model import CostModel
+from sglang_ext.tiers.store import PageStore, StoreConfig
+
+logger = logging.getLogger(__name__)
+
+# A disk so many times as large as DRAM has room for DRAM's pages, too: they outlast a crash there.
+_LARGE_DISK = 16
+# Pages of other adapters and of namespaces opened later need rows too.
+_INDEX_SLACK = 1.25
+
+
+def build_cache(ctx: Any) -> Any:
+    """SGLang's radix cache factory for the backend `hier_kv`.
+
+    Args:
+        ctx: SGLang's `TreeCacheBuildContext`.
+
+    Raises:
+        HierKVConfigError: the model or the machine cannot be served; one sentence.
+    """
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+    place = rank_place(ctx)
+    config = HierKVConfig.from_dict(ctx.server_args._hier_kv)
+    if config.disk_dir and place.num_ranks > 1:
+        _share_folder(Path(config.disk_dir), ctx.server_args._hier_kv_server)
+    config = place.config_of(config)
+    check_model(ctx)
+    ensure_page_hash()
+    ctx.params.tree_core_backend = config.tree_core
+    cache = create_unified_radix_cache(ctx, cache_class=HierKVRadixCache)
+    kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    runner = ctx.tp_worker.model_runner
+    pool = describe_pool(kv_pool)
+    layout = pool.layout(ctx.params.page_size)
+    ropes = discover_ropes(runner.model, pool)
+    page_codec = build_page_codec(config, pool, layout, kv_pool.dtype, runner)
+    remote_codec = build_remote_codec(config, pool, layout, kv_pool.dtype, runner)
+    cost = CostModel(config.prefetch_timeout_ms / 1e3)
+    feeds = CostFeeds(cost, layout.kv_bytes)
+    rules = LocalPages(layout, ropes, config.rope)
+    store, disk = _build_store(config, layout, page_codec, feeds, remote_codec, rules)
+    if pool.device.type == "cuda":
+        pin_memory(store.arena)
+    copier = PageCopier(
+        pool,
+        layout,
+        ropes,
+        store.arena.slots,
+        mode=config.rope,
+        kernels=_kernels(config, pool, ropes),
+        parallel_loads=not _uses_triton(config, pool),
+    )
+    linker = HierKVLinker(
+        store,
+        copier,
+        num_layers=pool.num_layers,
+        page_size=ctx.params.page_size,
+        kv_pool=kv_pool,
+        device=pool.device,
+        forward_stream=runner.forward_stream,
+    )
+    linker.loads.on_load = feeds.on_load
+    timer = ForwardTimer(
+        cost,
+        linker.loads.seconds,
+        feeds.on_prefill,
+        runs_in_launch=pool.device.type == "cpu",
+    )
+    metrics = MetricsReporter(
+        store,
+        disk,
+        page_codec,
+        cost,
+        num_saves=linker.num_queued_offloads,
+        enabled=bool(ctx.params.enable_metrics),
+        labels={
+            "model_name": str(ctx.server_args.served_model_name),
+            "tp_rank": str(place.tp_rank),
+            "dp_rank": str(place.dp_rank),
+        },
+    )
+    metrics.set_info(
+        page_size=ctx.params.page_size,
+        slot_bytes=layout.slot_bytes,
+        kv_bytes_per_page=layout.kv_bytes,
+        rope=config.rope,
+        codec=config.record_codec,
+        level=config.record_level,
+        kernels="triton" if _uses_triton(config, pool) else "numba",
+        tp_rank=place.tp_rank,
+        dp_rank=place.dp_rank,
+    )
+    group = group_of(cache)
+    # Speeds differ from rank to rank, and so would what is decided by them.
+    decides_by_cost = (
+        config.prefetch_policy == "cost"
+        and (disk is not None or bool(config.remote_url))
+        and group is None
+    )
+    cache.attach(
+        linker,
+        _identity(ctx, config, pool, partial(exchange, group)),
+        config,
+        metrics,
+        timer,
+        LoadOrCompute(
+            store,
+            cost,
+            page_tokens=ctx.params.page_size,
+            kv_bytes_per_page=layout.kv_bytes,
+            is_decoding=lambda: timer.is_decoding,
+        )
+        if decides_by_cost
+        else None,
+    )
+    kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
+    ctx.tp_worker.register_hicache_layer_transfer_counter(linker.layer_done_counter)
+    logger.info(
+        "hier-kv: %d pages of %d tokens in %.2f GB of DRAM, %s, K stored %s",
+        store.arena.num_slots,
+        ctx.params.page_size,
+        store.arena.nbytes / GIB,
+        _describe_records(config),
+        "before rotary embedding" if config.rope == "pre" else "as the engine has it",
+    )
+    return cache
+
+
+def rank_place(ctx: Any) -> RankPlace:
+    """This process's place among the server's ranks."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return RankPlace(ctx.tp_rank, ctx.tp_size, parallel.dp_rank or 0, parallel.dp_size)
+
+
+def _share_folder(folder: Path, server: str) -> None:
+    """Keeps other servers out of a folder that the ranks of this one share, as long as it runs."""
+    try:
+        SharedFolderLock(default_io(), folder, server)
+    except TierConfigError as error:
+        raise HierKVConfigError(str(error)) from error
+
+
+def _build_store(
+    config: HierKVConfig,
+    layout: PageLayout,
+    page_codec: PageCodec | None,
+    feeds: CostFeeds,
+    remote_codec: RemotePageCodec | None,
+    rules: LocalPages,
+) -> tuple[PageStore, RecordTier | None]:
+    num_slots = config.host_bytes // layout.slot_bytes
+    if num_slots < 2:
+        raise HierKVConfigError(
+            f"--hier-kv-host-size must hold at least 2 pages of {layout.slot_bytes} bytes a rank, "
+            f"got {config.host_size:g} GB; give a larger size."
+        )
+    trust = build_trust(config)
+    try:
+        arena = HostArena(num_slots, layout.slot_bytes)
+        disk = _record_tier(config, trust)
+    except TierConfigError as error:
+        raise HierKVConfigError(str(error)) from error
+    factor = page_codec.max_pages_a_slot if page_codec is not None else 1
+    record_bytes = config.disk_bytes or config.coded_host_bytes
+    capacity = num_slots + factor * (record_bytes // layout.slot_bytes)
+    index = PageIndex(max(1024, int(capacity * _INDEX_SLACK)))
+    remote = open_remote(config.remote_url, trust) if config.remote_url else None
+    write_policy = config.write_policy
+    if write_policy == "auto" and record_bytes > _LARGE_DISK * config.host_bytes:
+        write_policy = "write_through"
+    store_config = StoreConfig(
+        write_policy,
+        config.event_log,
+        PolicyConfig() if config.lookahead == "on" else None,
+        config.remote_policy,
+    )
+    keep_raw = None
+    if disk is not None and config.coding == "cost":
+        keep_raw = partial(feeds.keep_raw, disk)
+    store = PageStore(
+        arena,
+        index,
+        disk,
+        store_config,
+        page_codec,
+        on_read=feeds.on_read,
+        keep_raw=keep_raw,
+        remote=remote,
+        on_fetch=feeds.on_fetch,
+        open_coded=None
+        if remote_codec is None
+        else coded_pages(remote_codec, feeds.cost.prefill_s, config.slo_ms / 1e3 or None),
+        rules=rules,
+    )
+    feeds.bind(store)
+    if disk is not None:
+        store.connect(disk)
+    # The first saves should not pay for page faults; the thread ends by itself.
+    threading.Thread(
+        target=arena.prefault,
+        args=(threading.Event(),),
+        kwargs={"pause_s": 0.001},
+        name="hier-kv-prefault",
+        daemon=True,
+    ).start()
+    return store, disk
+
+
+def _record_tier(config: HierKVConfig, trust: Trust) -> RecordTier | None:
+    """What keeps pages as records: the disk, DRAM with the records coded, or both."""
+    if not config.disk_dir:
+        return MemoryTier(config.coded_host_bytes) if config.coded_host_bytes else None
+    disk = DiskTier(_disk_config(config), seals=trust.seals)
+    return CachedDiskTier(disk, config.coded_host_bytes) if config.coded_host_bytes else disk
+
+
+def _describe_records(config: HierKVConfig) -> str:
+    coded = config.coded_host_bytes / GIB
+    memory = f"{coded:.2f} GB of DRAM for pages coded with {config.record_codec}, " if coded else ""
+    return memory + (f"disk folder {config.disk_dir}" if config.disk_dir else "no disk tier")
+
+
+def _disk_config(config: HierKVConfig) -> DiskConfig:
+    modes: dict[str, Literal["auto", "on", "off"]] = {
+        "auto": "auto",
+        "direct": "on",
+        "buffered": "off",
+    }
+    fsync: dict[str, Literal["none", "seal", "always"]] = {
+        "none": "none",
+        "seal": "seal",
+        "always": "always",
+    }
+    return DiskConfig(
+        path=Path(config.disk_dir),
+        max_bytes=config.disk_bytes,
+        min_free_bytes=int(config.disk_free_floor * GIB),
+        segment_bytes=int(config.disk_segment_size * GIB),
+        direct_io=modes[config.disk_io],
+        fsync=fsync[config.disk_fsync],
+    )
+
+
+def _uses_triton(config: HierKVConfig, pool: DevicePool) -> bool:
+    return config.kernels == "triton" or pool.device.type == "cuda"
+
+
+def _kernels(config: HierKVConfig, pool: DevicePool, ropes: list[LayerRope]) -> ModuleType | Any:
+    if config.kernels == "numba" and pool.device.type == "cuda":
+        raise HierKVConfigError(
+            "--hier-kv-kernels numba needs a KV pool on the CPU, got one on "
+            f"{pool.device}; use auto or triton."
+        )
+    if _uses_triton(config, pool):
+        from sglang_ext.kernels.rope import gpu
+
+        return gpu
+    spec = next((rope.spec for rope in ropes if rope.spec is not None), None)
+    rope_kernels.warm_up(pool.dtype, spec)
+    return rope_kernels
+
+
+def _identity(
+    ctx: Any, config: HierKVConfig, pool: DevicePool, exchange_of_group: Exchange
+) -> ModelIdentity:
+    model_config, server_args = ctx.model_config, ctx.server_args
+    runner = ctx.tp_worker.model_runner
+    fixed = {
+        "layout_version": LAYOUT_VERSION,
+        "model": model_config.hf_config.to_dict(),
+        "kv_dtype": str(pool.dtype),
+        "kv_cache_dtype": str(server_args.kv_cache_dtype),
+        "pool": pool.kind,
+        "layers": [list(k.shape[1:]) for k in pool.k] + [list(v.shape[1:]) for v in pool.v],
+        "page_size": ctx.params.page_size,
+        "tp": [ctx.tp_rank, ctx.tp_size],
+    }
+    # Where the files lie and how they are cached says nothing of the KV.
+    for name in ("_name_or_path", "transformers_version"):
+        fixed["model"].pop(name, None)
+    label = {
+        "model": str(server_args.model_path),
+        "kv_dtype": str(pool.dtype),
+        "page_size": ctx.params.page_size,
+        "rope": config.rope,
+    }
+
+    def adapters() -> dict[str, Any]:
+        manager = runner.lora_manager
+        return dict(manager.loras) if manager is not None else {}
+
+    return ModelIdentity(runner.model, fixed, label, adapters, exchange_of_group)

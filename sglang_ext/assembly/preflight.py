@@ -1,0 +1,146 @@
+"""Checks of the machine before the model loads: memory for the host tier, the disk folder.
+
+They run in the main process so that a mistake is answered in a second, not after minutes of
+loading weights. The tiers check again when they open.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from sglang_ext.assembly.key_setup import build_trust
+from sglang_ext.assembly.remote_setup import check_remote
+from sglang_ext.codec.base import CodecError
+from sglang_ext.settings.config import CODED_TIERS, GIB, HierKVConfig, HierKVConfigError, flag_name
+from sglang_ext.tiers.access import make_folder, problem_of, shown
+from sglang_ext.tiers.disk import DiskConfig
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.memory import available_bytes
+
+
+def check_machine(config: HierKVConfig) -> None:
+    """Checks that memory, folders and files are there and usable, and that nothing is too large.
+
+    Raises:
+        HierKVConfigError: with one sentence.
+    """
+    _check_memory(config)
+    if config.disk_dir:
+        _check_folder(Path(config.disk_dir))
+        _check_room(config)
+    for name in ("profile", "key_file"):
+        if getattr(config, name):
+            _check_file(flag_name(name), getattr(config, name))
+    _check_levels(config)
+    build_trust(config)
+    if config.remote_url:
+        check_remote(config.remote_url, config.disk_dir)
+    if config.event_log:
+        _check_log(config.event_log)
+
+
+def _check_memory(config: HierKVConfig) -> None:
+    available = available_bytes()
+    if config.host_size * GIB > available:
+        raise HierKVConfigError(
+            f"--hier-kv-host-size {config.host_size:g} is more than the {available / GIB:.1f} GB "
+            "of memory that are free here; give a smaller size."
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise HierKVConfigError(
+                f"--hier-kv-disk-dir must be a folder, but {shown(folder)} is a file; "
+                "choose another path."
+            )
+        make_folder(folder)
+        problem = problem_of(os.stat(folder), os.geteuid())
+        if problem:
+            raise HierKVConfigError(f"--hier-kv-disk-dir: {shown(folder)} {problem}.")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise HierKVConfigError(
+            f"--hier-kv-disk-dir must be writable, but {shown(folder)} is not ({error.strerror}); "
+            "change its permissions or choose another folder."
+        ) from error
+
+
+def _check_room(config: HierKVConfig) -> None:
+    """Refuses a disk tier that can never hold anything."""
+    status = os.statvfs(config.disk_dir)
+    total = status.f_blocks * status.f_frsize
+    if total and config.disk_free_floor * GIB >= total:
+        raise HierKVConfigError(
+            f"--hier-kv-disk-free-floor {config.disk_free_floor:g} is all of the file system, "
+            f"which has {total / GIB:.1f} GB; give a smaller one."
+        )
+    try:
+        DiskConfig(
+            path=Path(config.disk_dir),
+            max_bytes=config.disk_bytes,
+            min_free_bytes=int(config.disk_free_floor * GIB),
+            segment_bytes=int(config.disk_segment_size * GIB),
+        ).check()
+    except TierConfigError as error:
+        raise HierKVConfigError(f"--hier-kv-disk-size: {error}.") from error
+
+
+def _check_file(flag: str, text: str) -> None:
+    try:
+        # To open a pipe would wait for whoever writes to it.
+        if not stat.S_ISREG(os.stat(text).st_mode):
+            raise HierKVConfigError(
+                f"{flag} must be a file, and {shown(text)} is none; give another."
+            )
+        with Path(text).open("rb"):
+            pass
+    except OSError as error:
+        raise HierKVConfigError(
+            f"{flag} must be a file that can be read, but {shown(text)} is not ({error.strerror}); "
+            "give another or leave it out."
+        ) from error
+
+
+def _check_levels(config: HierKVConfig) -> None:
+    for tier in CODED_TIERS:
+        codec, level = config.of_tier("codec", tier), config.of_tier("level", tier)
+        if codec == "none" or not level:
+            continue
+        # Imported late: who sets no level need not wait for it.
+        from sglang_ext.codec.page_codec import parse_level
+
+        try:
+            parse_level(codec, level)
+        except CodecError as error:
+            raise HierKVConfigError(f"--hier-kv-level: of {codec}, {error}.") from error
+
+
+def _check_log(text: str) -> None:
+    path = Path(text)
+    parent = Path(os.path.abspath(path.parent))
+    try:
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise HierKVConfigError(
+                f"--hier-kv-event-log must be a file in a writable folder, got {shown(text)}; "
+                f"create {shown(parent)} or choose another path."
+            )
+        is_there = os.path.lexists(path)
+        if is_there and not (path.is_file() and not path.is_symlink()):
+            raise HierKVConfigError(
+                f"--hier-kv-event-log must be a file, but {shown(text)} is a folder, a link "
+                "or a device; choose another path."
+            )
+        if not is_there:
+            os.lstat(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise HierKVConfigError(
+            f"--hier-kv-event-log cannot be {shown(text)} ({error.strerror}); choose another path."
+        ) from error

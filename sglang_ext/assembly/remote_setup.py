@@ -1,0 +1,66 @@
+"""Opens the remote store that the settings name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sglang_ext.assembly.key_setup import Trust
+from sglang_ext.settings.config import HierKVConfigError
+from sglang_ext.tiers.access import shown
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.remote import RemoteStore, StoreConfig, open_engine, parse_remote_url
+
+
+def check_remote(text: str, disk_dir: str = "") -> None:
+    """Checks a URL, and what it needs on this machine, without asking the store.
+
+    Args:
+        text: the URL.
+        disk_dir: the disk tier's folder; empty for none.
+
+    Raises:
+        HierKVConfigError: as `open_remote`.
+    """
+    try:
+        url = parse_remote_url(text)
+        if disk_dir and url.scheme == "file":
+            _refuse_nesting(url.path, disk_dir)
+        config = StoreConfig.from_url(url)
+        engine = open_engine(url)
+        engine.close()
+        config.check(engine)
+    except TierConfigError as error:
+        raise HierKVConfigError(f"{error}.") from error
+
+
+def _refuse_nesting(shared: str, disk_dir: str) -> None:
+    """Refuses folders of which one lies in the other, or is the other, by whatever names."""
+    store, disk = Path(shared).resolve(), Path(disk_dir).resolve()
+    if store.is_relative_to(disk) or disk.is_relative_to(store):
+        raise HierKVConfigError(
+            "the folders of --hier-kv-disk-dir and --hier-kv-remote-url must not lie in each other,"
+            f" got {shown(disk)} and {shown(store)}; give each a folder of its own."
+        )
+
+
+def open_remote(text: str, trust: Trust) -> RemoteStore:
+    """The store of `--hier-kv-remote-url`. It connects in the background: it may be down.
+
+    Args:
+        text: the URL.
+        trust: how records are protected there.
+
+    Raises:
+        HierKVConfigError: the URL cannot work; one sentence, without the secrets in it.
+    """
+    try:
+        url = parse_remote_url(text)
+        config = StoreConfig.from_url(url)
+        engine = open_engine(url)
+        if trust.name_keys:
+            from sglang_ext.tiers.protection import HidingEngine
+
+            engine = HidingEngine(engine, trust.name_keys)
+        return RemoteStore(engine, config, seals=trust.seals, shown=url.shown)
+    except TierConfigError as error:
+        raise HierKVConfigError(f"{error}.") from error

@@ -1,0 +1,1 @@
+"""The codec `hier` and the profile of a model that it codes with."""

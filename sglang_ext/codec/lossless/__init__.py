@@ -1,0 +1,1 @@
+"""The codec `lossless`: its container, what its encoder chooses, its tables and its loops."""

@@ -1,0 +1,370 @@
+"""Codes pages for the disk with one of the codecs, and decodes what any of them coded.
+
+A coded page's payload (stored on disk, never renumber)::
+
+    u32 tail length | tail (sglang_ext.device.layout) | the codec's stream of K and V
+
+A lossless codec keeps the tail with its corrections; after a lossy one K is no longer on the grid
+that corrections are for, and the tail is written without any.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.codec.base import Codec, CodecError, PlaneArray, codec_class, create_codec, kv_dtype
+from sglang_ext.codec.learned import MAX_KNOWN, MAX_KNOWN_BYTES, LearnedFolder, kind_of
+from sglang_ext.codec.memo import Memo
+from sglang_ext.codec.profile_file import LearnedShape
+from sglang_ext.device.layout import (
+    HEADER_BYTES,
+    ROPE_NAMES,
+    U8,
+    PageLayout,
+    read_tails,
+    write_tail,
+)
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.tiers.records.record import RecordMeta, parse_header, write_meta
+from sglang_ext.tiers.transcoder import PageTranscoder, coded_record, raw_header
+
+logger = logging.getLogger(__name__)
+
+TAIL_LENGTH = struct.Struct("<I")
+_SAMPLE_TOKENS = 4096
+_SAMPLE_BYTES = 256 << 20
+_ROPE_NUMBERS = {name: number for number, name in ROPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class CodedShape:
+    """Pages as codecs see them: planes of equal width, K and V of each layer in turn.
+
+    Attributes:
+        layout: where the planes lie in a slot.
+        dtype: name of the KV dtype, as codecs call it.
+        head_dim: D.
+        num_planes: S.
+        num_channels: C.
+    """
+
+    layout: PageLayout
+    dtype: str
+    head_dim: int
+    num_planes: int
+    num_channels: int
+
+    @classmethod
+    def of(cls, layout: PageLayout, dtype: str, head_dim: int) -> CodedShape:
+        """Checks that every plane has the same width.
+
+        Raises:
+            CodecError: K and V, or layers, differ in width.
+        """
+        widths = {width for width in (*layout.k_row_bytes, *layout.v_row_bytes) if width}
+        if len(widths) != 1 or 0 < layout.v_row_bytes.count(0) < layout.num_layers:
+            raise CodecError(f"codecs need planes of one width, this model has {sorted(widths)}")
+        per_layer = 2 if layout.v_row_bytes[0] else 1
+        num_channels = widths.pop() // kv_dtype(dtype).value_bytes
+        return cls(layout, dtype, head_dim, per_layer * layout.num_layers, num_channels)
+
+    def planes(self, slot: U8) -> PlaneArray:
+        """The planes [S, P, C] of a slot: a view where they lie side by side, else a copy."""
+        storage = kv_dtype(self.dtype).storage
+        axes = (self.num_planes, self.layout.page_size, self.num_channels)
+        num_bytes = self.layout.kv_bytes
+        if self.layout.tail_offset - HEADER_BYTES == num_bytes:
+            flat = slot[HEADER_BYTES : self.layout.tail_offset]
+        else:
+            flat = np.concatenate([slot[at : at + size] for at, size in self._blocks()])
+        return flat.view(storage).reshape(axes)
+
+    def put_planes(self, planes: PlaneArray, slot: U8) -> None:
+        """Writes the planes back where `planes` took them from."""
+        if not np.shares_memory(planes, slot):
+            flat = planes.reshape(-1).view(np.uint8)
+            taken = 0
+            for at, size in self._blocks():
+                slot[at : at + size] = flat[taken : taken + size]
+                taken += size
+
+    def _blocks(self) -> list[tuple[int, int]]:
+        layout, found = self.layout, []
+        columns = (layout.k_offsets, layout.k_row_bytes, layout.v_offsets, layout.v_row_bytes)
+        for k_at, k_bytes, v_at, v_bytes in zip(*columns, strict=True):
+            found += [(k_at, k_bytes * layout.page_size), (v_at, v_bytes * layout.page_size)]
+        return [(at, size) for at, size in found if size]
+
+
+class PageCodec(PageTranscoder):
+    """Codes pages with one codec at one level; decodes pages of every codec.
+
+    A codec that has to learn about the model does so from the first pages it is shown, in a thread
+    of its own; until then pages are stored raw.
+
+    Attributes:
+        max_pages_a_slot: coded pages that the room of a raw one is expected to hold at most.
+
+    Args:
+        shape: of the pages.
+        codec_id: what to code with; "none" codes nothing and decodes all the same.
+        level: the codec's level; None for its default.
+        learned: what the codec knows of the model; None to take it from `folder`, or to learn it.
+        folder: where learned things are kept.
+        owner: name of the model whose pages these are; what was learned for it is used again.
+        keys: what proves that it was learned by a server of this deployment (`LearnedFolder`).
+    """
+
+    def __init__(
+        self,
+        shape: CodedShape,
+        codec_id: str,
+        level: int | None,
+        *,
+        learned: Any = None,
+        folder: Path | None = None,
+        owner: str = "",
+        keys: Sequence[bytes] = (),
+    ) -> None:
+        self.encodes = codec_id != "none"
+        lossy = codec_class(codec_id).lossy
+        self.quality = int(Quality.LOSSY if lossy else Quality.EXACT)
+        # Room in the index: a page is expected to shrink by no more than this.
+        self.max_pages_a_slot = (12 if lossy else 3) if self.encodes else 1
+        self._shape, self._codec_id, self._level = shape, codec_id, level
+        self._learned_shape = LearnedShape(shape.num_planes, shape.num_channels)
+        self._known, self._owner = LearnedFolder(folder, self._learned_shape, keys), owner
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()  # guarded by _lock
+        # By id and digest of what was learned; None: not to be had. Guarded by _lock.
+        self._codecs: Memo[Codec | None] = Memo(MAX_KNOWN, MAX_KNOWN_BYTES)
+        self._samples: list[PlaneArray] = []  # guarded by _lock
+        self._num_samples = 0  # tokens; guarded by _lock
+        self._closed = False  # guarded by _lock
+        self._encoder: tuple[Codec, bytes] | None = None  # set once
+        self._learner: threading.Thread | None = None  # guarded by _lock
+        if self.encodes:
+            self._prepare(learned)
+
+    def _prepare(self, learned: Any) -> None:
+        """Makes the encoder from what is known already."""
+        if kind_of(self._codec_id) is None:
+            codec = create_codec(self._codec_id, dtype=self._shape.dtype)
+            self._try_out(codec)
+            self._encoder = (codec, b"")
+            return
+        if learned is not None:
+            self._use(self._known.store(self._codec_id, learned))
+            return
+        earlier = self._known.latest(self._codec_id, self._owner)
+        if earlier is not None:
+            try:
+                self._use(earlier)
+            except CodecError as error:
+                logger.info("hier-kv: the stored profile is of another model (%s)", error)
+
+    def encode(self, slot: U8) -> U8 | None:
+        """Codes one page; None until the codec knows the model. Contract of `PageTranscoder`."""
+        encoder = self._encoder
+        planes = self._shape.planes(slot)
+        if encoder is None:
+            self._sample(planes)
+            return None
+        codec, digest = encoder
+        meta, _ = parse_header(slot)
+        stream = self._stream(codec, planes, _raw_tokens(codec, meta))
+        tail = self._tail(slot, meta, keep_corrections=not codec.lossy)
+        payload = np.frombuffer(TAIL_LENGTH.pack(len(tail)) + tail + stream, np.uint8)
+        self._count("pages_coded")
+        return coded_record(
+            meta,
+            payload,
+            codec=codec.codec_id,
+            level=0 if self._level is None else self._level,
+            profile=digest,
+            quality=self.quality,
+        )
+
+    def decode(self, record: U8, out_slot: U8) -> bool:
+        """Decodes one page. Contract of `PageTranscoder`."""
+        meta, payload_bytes = parse_header(record)
+        codec = self._codec(meta.codec, meta.profile)
+        if codec is None:
+            self._count("pages_of_unknown_codec")
+            return False
+        if not is_consistent(codec, meta):
+            return False
+        payload = record[HEADER_BYTES : HEADER_BYTES + payload_bytes]
+        layout = self._shape.layout
+        if len(payload) < TAIL_LENGTH.size:
+            return False
+        (tail_bytes,) = TAIL_LENGTH.unpack_from(payload.data)
+        stream_at = TAIL_LENGTH.size + tail_bytes
+        if tail_bytes > layout.tail_bytes(layout.max_corrections) or stream_at > len(payload):
+            return False
+        planes = self._shape.planes(out_slot)
+        try:
+            codec.decode(payload[stream_at:].data, planes)
+        except CodecError as error:
+            logger.debug("hier-kv: page %s is not decoded: %s", meta.page_hash.hex(), error)
+            return False
+        self._shape.put_planes(planes, out_slot)
+        tail_end = layout.tail_offset + tail_bytes
+        out_slot[layout.tail_offset : tail_end] = payload[TAIL_LENGTH.size : stream_at]
+        write_meta(out_slot, raw_header(meta), tail_end - HEADER_BYTES)
+        self._count("pages_decoded")
+        return self._has_sound_tail(out_slot, tail_bytes)
+
+    def close(self) -> None:
+        """Begins to learn nothing any more. Contract of `PageTranscoder`."""
+        with self._lock:
+            self._closed = True
+            self._samples.clear()
+
+    def wait_learned(self) -> None:
+        """Waits for a profile that is being made."""
+        with self._lock:
+            learner = self._learner
+        if learner is not None:
+            learner.join()
+
+    def counts(self) -> dict[str, int]:
+        """Pages coded, decoded and not decodable since start."""
+        with self._lock:
+            return dict(self._counts)
+
+    def _stream(self, codec: Codec, planes: PlaneArray, raw_tokens: int | None) -> bytes:
+        return codec.encode(planes, level=self._level, raw_tokens=raw_tokens)
+
+    def _tail(self, slot: U8, meta: RecordMeta, *, keep_corrections: bool) -> bytes:
+        layout = self._shape.layout
+        if keep_corrections:
+            _, payload_bytes = parse_header(slot)
+            return slot[layout.tail_offset : HEADER_BYTES + payload_bytes].tobytes()
+        scratch = np.zeros(layout.slot_bytes, np.uint8)
+        end = write_tail(
+            scratch, layout, rope_state=_ROPE_NUMBERS[meta.rope], position=meta.position
+        )
+        return scratch[layout.tail_offset : HEADER_BYTES + end].tobytes()
+
+    def _has_sound_tail(self, slot: U8, tail_bytes: int) -> bool:
+        layout = self._shape.layout
+        if tail_bytes < layout.tail_bytes(0):
+            return False
+        tails = read_tails(slot[None], np.zeros(1, np.int64), layout)
+        return tails is not None and layout.tail_bytes(len(tails.page)) == tail_bytes
+
+    def _codec(self, codec_id: str, digest: bytes) -> Codec | None:
+        """The decoder of a record; None when the codec or what it learned is not to be had."""
+        encoder = self._encoder
+        if encoder is not None and (encoder[0].codec_id, encoder[1]) == (codec_id, digest):
+            return encoder[0]
+        key = (codec_id, digest)
+        with self._lock:
+            if key in self._codecs:
+                return self._codecs.get(key)
+        codec: Codec | None = None
+        learned = None
+        try:
+            learned = self._known.find(codec_id, digest) if digest else None
+            codec = create_codec(codec_id, dtype=self._shape.dtype, profile=learned)
+        except CodecError as error:
+            logger.warning("hier-kv: pages of codec %r cannot be decoded: %s", codec_id, error)
+        with self._lock:
+            self._codecs.put(key, codec, learned.nbytes if learned is not None else 0)
+        return codec
+
+    def _sample(self, planes: PlaneArray) -> None:
+        """Keeps a copy of a page to learn from, and begins to learn once there are enough."""
+        per_token = planes.shape[0] * planes.shape[2] * planes.itemsize
+        wanted = min(_SAMPLE_TOKENS, max(planes.shape[1], _SAMPLE_BYTES // per_token))
+        with self._lock:
+            if self._learner is not None or self._closed:
+                return
+            self._samples.append(planes.copy())
+            self._num_samples += planes.shape[1]
+            if self._num_samples < wanted:
+                return
+            chunks, self._samples = self._samples, []
+            self._learner = threading.Thread(
+                target=self._learn, args=(chunks,), name="hier-kv-profile", daemon=True
+            )
+            self._learner.start()
+
+    def _learn(self, chunks: list[PlaneArray]) -> None:
+        kind = kind_of(self._codec_id)
+        if kind is None:
+            return
+        shape = self._shape
+        source = f"the first {self._num_samples} tokens of a server"
+        try:
+            # One chunk: neighbouring tokens of a page stay neighbours, pages follow each other.
+            chunk = np.ascontiguousarray(np.concatenate(chunks, axis=1))
+            learned = kind.build([chunk], shape.dtype, shape.head_dim, source)
+            self._use(self._known.store(self._codec_id, learned, self._owner))
+        except Exception:
+            # Pages stay raw: the codec is an economy, not a need.
+            logger.exception("hier-kv: no profile could be made for codec %s", self._codec_id)
+            self._count("profile_failures")
+        else:
+            logger.info("hier-kv: codec %s learned from %s", self._codec_id, source)
+
+    def _use(self, learned: Any) -> None:
+        kind = kind_of(self._codec_id)
+        if kind is None:
+            raise ValueError(f"{self._codec_id} learns nothing")
+        shape = self._shape
+        codec = create_codec(self._codec_id, dtype=shape.dtype, profile=learned)
+        self._try_out(codec)
+        self._encoder = (codec, kind.digest(learned))
+
+    def _try_out(self, codec: Codec) -> None:
+        """Proves that level and profile are of this model, and compiles what is not compiled."""
+        shape = self._shape
+        axes = (shape.num_planes, shape.layout.page_size, shape.num_channels)
+        zeros = np.zeros(axes, kv_dtype(shape.dtype).storage)
+        codec.decode(codec.encode(zeros, level=self._level), zeros)
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
+
+
+def parse_level(codec_id: str, text: str) -> int | None:
+    """The level that `text` names: a number, or a name where the codec has names; None for "".
+
+    Raises:
+        CodecError: no codec of this id has such a level. How many levels a profile has is checked
+            when it is used.
+    """
+    if not text:
+        return None
+    cls, kind = codec_class(codec_id), kind_of(codec_id)
+    names = getattr(cls, "level_names", ())
+    if text in names:
+        return int(names.index(text))
+    num_levels = kind.num_levels if kind is not None else cls.num_levels
+    if not text.isascii() or not text.isdigit() or len(text) > 4 or int(text) >= num_levels:
+        known = f"{', '.join(names)} or " if names else ""
+        raise CodecError(f"levels are {known}0 to {num_levels - 1}, got {text[:40]!r}")
+    return int(text)
+
+
+def is_consistent(codec: Codec, meta: RecordMeta) -> bool:
+    """Whether a record can be what the codec makes: a level it has, and no better than it is."""
+    is_good_enough = not codec.lossy or meta.quality >= Quality.LOSSY
+    return meta.level < codec.num_levels and is_good_enough
+
+
+def _raw_tokens(codec: Codec, meta: RecordMeta) -> int | None:
+    """Only a conversation's first page has the tokens that all others attend to."""
+    return None if meta.position == 0 or not codec.lossy else 0

@@ -1,0 +1,497 @@
+"""Copies pages between the device pool and DRAM slots, layer by layer, with the rotation fused in.
+
+Save: gather the node's tokens, take the rotation out of K (exactly: what does not survive is listed
+as a correction), write K and V into the page. Load: the way back, at the positions asked for. One
+object per server; `save` runs on the save thread, `load_layer` on the load thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.device.layout import (
+    ROPE_BOUND,
+    ROPE_NAMES,
+    ROPE_PRE,
+    PageLayout,
+    PageTails,
+    read_tails,
+    write_tail,
+)
+from sglang_ext.device.page_rules import LocalPages
+from sglang_ext.device.pools import DevicePool
+from sglang_ext.device.rope_discovery import LayerRope, refresh_spec
+from sglang_ext.kernels.rope import Corrections, PagedView, RopeSpec
+
+logger = logging.getLogger(__name__)
+
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+
+
+# What a load does with a page's K.
+EMBED = 0  # position-free: embed it at its position
+COPY = 1  # as the engine had it, and at that position again
+MOVE = 2  # as the engine had it: rotate it by the difference
+
+
+class CopyError(RuntimeError):
+    """A page cannot be loaded as asked; the load fails and its requests are aborted."""
+
+
+@dataclass(frozen=True)
+class SavedPage:
+    """What a save left in a slot.
+
+    Attributes:
+        rope_state: how K is stored.
+        payload_bytes: length of the payload, for the record's header.
+        num_corrections: values listed as corrections.
+    """
+
+    rope_state: int
+    payload_bytes: int
+    num_corrections: int
+
+
+@dataclass
+class LoadPages:
+    """One request's pages, prepared for loading layer by layer.
+
+    Attributes:
+        page_slots: i64 `[n]`, the pages' slots.
+        token_slots: i64 `[n * P]`, rows of the device pool to write.
+        positions: i64 `[n * P]`, positions to embed K at.
+        how: u8 `[n]`, what is done with each page's K: `EMBED`, `COPY` or `MOVE`.
+        saved_positions: i64 `[n * P]`, positions that K is stored at.
+        corrections: those that apply, by layer; None for a layer without.
+        first_row: row of the first page with which the tokens begin; then there may be fewer than
+            `n * P` of them, and `how` is the same for all pages.
+    """
+
+    page_slots: I64
+    token_slots: I64
+    positions: I64
+    how: U8
+    saved_positions: I64
+    corrections: list[Corrections | None]
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """Tokens that follow one another in stored pages and in the request that loads them.
+
+    Attributes:
+        page_slots: i64 `[n]`, the pages' slots, in order.
+        first_row: row of the first page with which the run begins, below P.
+        num_tokens: length of the run; it ends in the last page.
+    """
+
+    page_slots: I64
+    first_row: int
+    num_tokens: int
+
+
+class PageCopier:
+    """Moves pages of one model between its device pool and the arena.
+
+    Args:
+        pool: the device pool.
+        layout: the pages' layout.
+        ropes: one a layer.
+        slots: u8 `[num_slots, slot_bytes]`, the arena.
+        mode: `pre` or `delta`.
+        kernels: module with `save_k`, `load_k`, `copy_rows_to_pages` and `copy_pages_to_rows`.
+        parallel_loads: copies V of a layer on a thread of its own while K is embedded; ended by
+            `close`.
+    """
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        layout: PageLayout,
+        ropes: list[LayerRope],
+        slots: U8,
+        *,
+        mode: str,
+        kernels: ModuleType | Any,
+        parallel_loads: bool = False,
+    ) -> None:
+        self.pool = pool
+        self.ropes = ropes
+        self._layout = layout
+        self._slots = slots
+        self._kernels = kernels
+        self.rules = LocalPages(layout, ropes, mode)
+        # A load of K is bound by arithmetic, one of V by memory; on a CPU pool they share no limit.
+        self._v_thread: ThreadPoolExecutor | None = None
+        if parallel_loads and pool.v:
+            self._v_thread = ThreadPoolExecutor(1, "hier-kv-load-v")
+
+    def close(self) -> None:
+        """Ends the copier's own thread; nothing may be loaded any more."""
+        if self._v_thread is not None:
+            self._v_thread.shutdown()
+
+    def bind(self, layer: int, reason: str) -> None:
+        """Stores a layer's K as the engine has it from now on. Before the first save only."""
+        logger.warning(
+            "hier-kv: K of layer %d is valid at its own position only: %s", layer, reason
+        )
+        self.ropes[layer] = LayerRope(None, movable=False, reason=reason)
+
+    def bind_all(self, reason: str) -> None:
+        """Stores every layer's K as the engine has it. Before the first save only."""
+        for layer in range(self.pool.num_layers):
+            self.ropes[layer] = LayerRope(None, movable=False, reason=reason)
+
+    @property
+    def movable(self) -> bool:
+        """Whether K of every layer can be loaded at another position than it was saved at."""
+        return all(rope.movable for rope in self.ropes)
+
+    # ---- save ----
+
+    def save(self, token_slots: I64, position: int, page_slots: I64) -> list[SavedPage]:
+        """Copies whole pages from the device pool into slots; blocks until the bytes are there.
+
+        Args:
+            token_slots: i64 `[n * P]`, rows of the pool.
+            position: position of the first token; the others follow.
+            page_slots: i64 `[n]`, slots to fill (the header is not touched).
+
+        Returns:
+            One entry a page.
+        """
+        positions = position + np.arange(len(token_slots), dtype=np.int64)
+        found: list[Corrections] = []
+        state = self.rules.saved_state
+        for layer in range(self.pool.num_layers):
+            spec = refresh_spec(self.ropes[layer]) if state == ROPE_PRE else None
+            view = self._k_view(page_slots, layer)
+            found.append(self._save_k(layer, token_slots, positions, spec, view))
+            if self.pool.v:
+                self._kernels.copy_rows_to_pages(
+                    self.pool.v[layer], token_slots, self._v_view(page_slots, layer)
+                )
+        return self._write_tails(token_slots, position, page_slots, found, state)
+
+    def _save_k(
+        self,
+        layer: int,
+        token_slots: I64,
+        positions: I64,
+        spec: RopeSpec | None,
+        view: PagedView,
+    ) -> Corrections:
+        if spec is not None:
+            found: Corrections = self._kernels.save_k(
+                self.pool.k[layer], token_slots, positions, spec, view
+            )
+            return found
+        self._kernels.copy_rows_to_pages(self.pool.k[layer], token_slots, view)
+        return Corrections.none()
+
+    def _write_tails(
+        self,
+        token_slots: I64,
+        position: int,
+        page_slots: I64,
+        found: list[Corrections],
+        saved_state: int,
+    ) -> list[SavedPage]:
+        num_pages, size = len(page_slots), self._layout.page_size
+        counts = np.zeros((num_pages, self._layout.num_layers), np.uint32)
+        for layer, corrections in enumerate(found):
+            counts[:, layer] = np.bincount(corrections.page, minlength=num_pages)
+        totals = counts.sum(axis=1)
+        entries = _entries_by_page(found, totals)
+        saved = []
+        for index, slot in enumerate(page_slots.tolist()):
+            total, state = int(totals[index]), saved_state
+            page_counts, page_entries = counts[index], entries[index]
+            if total > self._layout.max_corrections:
+                span = slice(index * size, (index + 1) * size)
+                self._keep_bound(token_slots[span], page_slots[index : index + 1])
+                total, state = 0, ROPE_BOUND
+                page_counts, page_entries = np.zeros_like(page_counts), page_entries[:0]
+            payload_bytes = write_tail(
+                self._slots[slot],
+                self._layout,
+                rope_state=state,
+                position=position + index * size,
+                counts=page_counts,
+                entries=page_entries,
+            )
+            saved.append(SavedPage(state, payload_bytes, total))
+        return saved
+
+    def _keep_bound(self, token_slots: I64, page_slots: I64) -> None:
+        """Stores K as the engine has it: a page with more corrections than it has room for."""
+        for layer in range(self.pool.num_layers):
+            self._kernels.copy_rows_to_pages(
+                self.pool.k[layer], token_slots, self._k_view(page_slots, layer)
+            )
+
+    # ---- load ----
+
+    def prepare_load(self, page_slots: I64, token_slots: I64, position: int) -> LoadPages:
+        """Reads the pages' tails and decides how each is embedded.
+
+        Args:
+            page_slots: i64 `[n]`.
+            token_slots: i64 `[n * P]`, rows of the pool to write.
+            position: position that the first token will have.
+
+        Raises:
+            CopyError: a page is not of this layout, is bound to another position, or is
+                position-free where a layer has no known rotation.
+        """
+        tails, moved = self._tails(page_slots, position)
+        size = self._layout.page_size
+        how = np.where(tails.rope_state == ROPE_PRE, EMBED, np.where(moved, MOVE, COPY))
+        saved = tails.position[:, None] + np.arange(size)
+        return LoadPages(
+            page_slots,
+            token_slots,
+            position + np.arange(len(token_slots), dtype=np.int64),
+            how.astype(np.uint8),
+            saved.reshape(-1),
+            self._corrections_by_layer(tails, moved),
+        )
+
+    def prepare_runs(
+        self, runs: Sequence[PageRun], token_slots: I64, position: int
+    ) -> list[LoadPages]:
+        """As `prepare_load`, at token granularity and from wherever the tokens lie.
+
+        A page that is bound to its position because of its values, in a model whose rotations are
+        known, is rotated by the difference.
+
+        Args:
+            runs: one behind the other, they are the tokens to load.
+            token_slots: i64 `[n]`, rows of the pool to write; as many as the runs have tokens.
+            position: position that the first token will have.
+
+        Raises:
+            CopyError: as `prepare_load` says; K of a layer without a known rotation cannot move.
+            ValueError: the runs do not have as many tokens as there are rows.
+        """
+        parts: list[LoadPages] = []
+        done = 0
+        for run in runs:
+            rows = token_slots[done : done + run.num_tokens]
+            parts += self._prepare_run(run, rows, position + done)
+            done += run.num_tokens
+        if done != len(token_slots):
+            raise ValueError(f"runs of {done} tokens for {len(token_slots)} rows")
+        return parts
+
+    def _prepare_run(self, run: PageRun, token_slots: I64, position: int) -> list[LoadPages]:
+        size, first, end = self._layout.page_size, run.first_row, run.first_row + run.num_tokens
+        if not 0 <= first < size or -(-end // size) != len(run.page_slots):
+            raise ValueError(f"rows [{first}, {end}) are not of {len(run.page_slots)} pages")
+        tails, moved = self._tails(run.page_slots, position - first, may_rotate=self.movable)
+        keeps = np.where(moved, MOVE, COPY)
+        how = np.where(tails.rope_state == ROPE_PRE, EMBED, keeps).astype(np.uint8)
+        saved = (tails.position[:, None] + np.arange(size)).reshape(-1)
+        corrections = self._corrections_by_layer(tails, moved)
+        parts = []
+        borders = [0, *(np.flatnonzero(np.diff(how)) + 1).tolist(), len(how)]
+        for begin, stop in itertools.pairwise(borders):
+            rows = slice(max(first, begin * size), min(end, stop * size))
+            tokens = slice(rows.start - first, rows.stop - first)
+            parts.append(
+                LoadPages(
+                    run.page_slots[begin:stop],
+                    token_slots[tokens],
+                    position + np.arange(tokens.start, tokens.stop, dtype=np.int64),
+                    how[begin:stop],
+                    saved[rows],
+                    [_of_pages(found, begin, stop) for found in corrections],
+                    first_row=rows.start - begin * size,
+                )
+            )
+        return parts
+
+    def damaged(self, page_slots: I64) -> I64:
+        """Finds the slots that hold no page of this model, as indices into `page_slots`."""
+        if self._are_sound(page_slots):
+            return np.empty(0, np.int64)
+        one = range(len(page_slots))
+        bad = [at for at in one if not self._are_sound(page_slots[at : at + 1])]
+        return np.array(bad, np.int64)
+
+    def _are_sound(self, page_slots: I64) -> bool:
+        tails = read_tails(self._slots, page_slots, self._layout)
+        return tails is not None and bool(self.rules.sound_tails(tails).all())
+
+    def unusable(self, page_slots: I64, position: int) -> I64:
+        """Finds the pages that cannot be loaded as what follows a prefix, by index.
+
+        That is what `prepare_load` would refuse, and pages of another position: a page's key chains
+        all tokens before it, so it has one position. A page is verified when it comes to DRAM, so
+        these are pages that memory corrupted since.
+        """
+        try:
+            self._tails(page_slots, position, may_move=False)
+        except CopyError:
+            return np.array(
+                [at for at in range(len(page_slots)) if not self._usable(page_slots, position, at)]
+            )
+        return np.empty(0, np.int64)
+
+    def _usable(self, page_slots: I64, position: int, at: int) -> bool:
+        try:
+            first = position + at * self._layout.page_size
+            self._tails(page_slots[at : at + 1], first, may_move=False)
+        except CopyError:
+            return False
+        return True
+
+    def _tails(
+        self, page_slots: I64, position: int, *, may_rotate: bool = False, may_move: bool = True
+    ) -> tuple[PageTails, npt.NDArray[np.bool_]]:
+        """Decodes the pages' tails, and says which pages were saved at another position.
+
+        Raises:
+            CopyError: as `prepare_load` says.
+        """
+        tails = read_tails(self._slots, page_slots, self._layout)
+        if tails is None:
+            raise CopyError(f"one of slots {page_slots.tolist()} holds no page of this layout")
+        sound = self.rules.sound_tails(tails)
+        if not sound.all():
+            # The namespace tells ways of storing apart; here it would be K without its rotation, or
+            # a look-up behind the end of a rotary table.
+            state, saved = tails.rope_state[~sound][0], tails.position[~sound][0]
+            raise CopyError(
+                f"a page with {ROPE_NAMES[int(state)]} K saved at {saved} is none of this model's"
+            )
+        size = self._layout.page_size
+        moved = tails.position != position + size * np.arange(len(page_slots))
+        if moved.any() and not may_move:
+            raise CopyError(f"a page of position {tails.position[moved][0]} is not of this prefix")
+        if not may_rotate and (moved & (tails.rope_state == ROPE_BOUND)).any():
+            raise CopyError(
+                f"a page bound to position {tails.position[moved][0]} cannot be loaded elsewhere"
+            )
+        return tails, moved
+
+    def _corrections_by_layer(
+        self, tails: PageTails, moved: npt.NDArray[np.bool_]
+    ) -> list[Corrections | None]:
+        """Corrections of the pages that stay at their position."""
+        num_layers = self._layout.num_layers
+        applies = np.flatnonzero(~moved[tails.page])
+        order = applies[np.argsort(tails.layer[applies], kind="stable")]
+        ends = np.searchsorted(tails.layer[order], np.arange(num_layers + 1))
+        parts = [order[ends[layer] : ends[layer + 1]] for layer in range(num_layers)]
+        return [
+            Corrections(tails.page[part], tails.element[part], tails.bits[part])
+            if len(part)
+            else None
+            for part in parts
+        ]
+
+    def load_layer(self, job: LoadPages, layer: int) -> None:
+        """Copies one layer of a request's pages into the device pool."""
+        v_copy: Future[None] | None = None
+        if self._v_thread is not None:
+            v_copy = self._v_thread.submit(self._load_v, job, layer)
+        elif self.pool.v:
+            self._load_v(job, layer)
+        try:
+            kinds = np.unique(job.how).tolist()
+            for how in kinds:
+                part = job if len(kinds) == 1 else self._part(job, how)
+                self._load_k(how, part, layer)
+        finally:
+            if v_copy is not None:
+                v_copy.result()
+
+    def _load_v(self, job: LoadPages, layer: int) -> None:
+        self._kernels.copy_pages_to_rows(
+            self._v_view(job.page_slots, layer), self.pool.v[layer], job.token_slots, job.first_row
+        )
+
+    def _load_k(self, how: int, job: LoadPages, layer: int) -> None:
+        view, k, kernels = self._k_view(job.page_slots, layer), self.pool.k[layer], self._kernels
+        spec = None if how == COPY else refresh_spec(self.ropes[layer])
+        if spec is None:
+            kernels.copy_pages_to_rows(view, k, job.token_slots, job.first_row)
+        elif how == EMBED:
+            corrections = job.corrections[layer]
+            kernels.load_k(
+                view, job.positions, spec, k, job.token_slots, corrections, job.first_row
+            )
+        else:
+            kernels.move_k(
+                view,
+                job.saved_positions,
+                job.positions,
+                spec,
+                k,
+                job.token_slots,
+                job.first_row,
+            )
+
+    def _part(self, job: LoadPages, how: int) -> LoadPages:
+        """The pages of a job that are treated alike."""
+        which = np.flatnonzero(job.how == how)
+        size = self._layout.page_size
+        tokens = (which[:, None] * size + np.arange(size)).reshape(-1)
+        corrections: list[Corrections | None] = []
+        for found in job.corrections:
+            if found is not None:  # only position-free pages have any
+                place = np.searchsorted(which, found.page).astype(np.int32)
+                found = Corrections(place, found.element, found.bits)
+            corrections.append(found)
+        return LoadPages(
+            job.page_slots[which],
+            job.token_slots[tokens],
+            job.positions[tokens],
+            job.how[which],
+            job.saved_positions[tokens],
+            corrections,
+        )
+
+    def _k_view(self, page_slots: I64, layer: int) -> PagedView:
+        return PagedView(
+            self._slots, page_slots, self._layout.k_offsets[layer], self._layout.page_size
+        )
+
+    def _v_view(self, page_slots: I64, layer: int) -> PagedView:
+        return PagedView(
+            self._slots, page_slots, self._layout.v_offsets[layer], self._layout.page_size
+        )
+
+
+def _of_pages(found: Corrections | None, begin: int, stop: int) -> Corrections | None:
+    """Those of pages [begin, stop), which count from there."""
+    if found is None:
+        return None
+    which = slice(*np.searchsorted(found.page, (begin, stop)).tolist())
+    return Corrections(found.page[which] - np.int32(begin), found.element[which], found.bits[which])
+
+
+def _entries_by_page(
+    found: list[Corrections], totals: npt.NDArray[np.integer[Any]]
+) -> list[npt.NDArray[np.uint32]]:
+    """(element, bits) pairs of each page, sorted by layer."""
+    page = np.concatenate([corrections.page for corrections in found])
+    order = np.argsort(page, kind="stable")
+    pairs = np.empty((len(page), 2), np.uint32)
+    pairs[:, 0] = np.concatenate([corrections.element for corrections in found])[order]
+    pairs[:, 1] = np.concatenate([corrections.bits for corrections in found])[order]
+    return np.split(pairs, np.cumsum(totals)[:-1])

@@ -1,0 +1,106 @@
+"""View of SGLang's device KV pool: its tensors per layer, and what the plugin cannot copy.
+
+Imports no SGLang: the pool's kind is told by its class name and attributes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_ext.device.layout import PageLayout
+from sglang_ext.settings.config import HierKVConfigError
+
+# Values of these dtypes lie on a free grid that un-rotation can round to.
+ROTATABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class DevicePool:
+    """The device tier of one model.
+
+    Attributes:
+        kind: ``mha`` (K and V of every head) or ``mla`` (one compressed row a token).
+        dtype: dtype of the values; fp8 pools are seen as uint8 bytes.
+        k: K of each layer, ``[S, H, D]``; row strides may exceed H*D.
+        v: V of each layer, ``[S, H, Dv]``; empty for MLA.
+        latent_dim: columns of an MLA row that carry no rotary part; 0 for MHA.
+        num_slots: S, token slots including the padding page.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    k: tuple[torch.Tensor, ...]
+    v: tuple[torch.Tensor, ...]
+    latent_dim: int
+    num_slots: int
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.k)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pool lives."""
+        return self.k[0].device
+
+    @property
+    def rotatable(self) -> bool:
+        """Whether K can be stored before rotary embedding at all."""
+        return self.dtype in ROTATABLE_DTYPES
+
+    def layout(self, page_size: int) -> PageLayout:
+        """The layout of this pool's pages in a slot."""
+        item = self.k[0].element_size()
+        return PageLayout(
+            page_size=page_size,
+            k_row_bytes=tuple(t.shape[1] * t.shape[2] * item for t in self.k),
+            v_row_bytes=(
+                tuple(t.shape[1] * t.shape[2] * item for t in self.v) or (0,) * self.num_layers
+            ),
+            item_bytes=item,
+        )
+
+
+def describe_pool(kv_pool: Any) -> DevicePool:
+    """Finds the tensors of SGLang's KV pool.
+
+    Args:
+        kv_pool: ``token_to_kv_pool_allocator.get_kvcache()``.
+
+    Raises:
+        HierKVConfigError: the pool's kind or memory layout is not one that the plugin copies.
+    """
+    name = type(kv_pool).__name__
+    if getattr(kv_pool, "use_hnd", False) or getattr(kv_pool, "kv_cache_layout", "nhd") != "nhd":
+        raise HierKVConfigError(
+            "--enable-hier-kv needs the token-major (NHD) KV layout, got "
+            f"{getattr(kv_pool, 'kv_cache_layout', 'hnd')}; unset SGLANG_USE_HND_KVCACHE."
+        )
+    if name == "MHATokenToKVPool":
+        k, v, latent_dim = list(kv_pool.k_buffer), list(kv_pool.v_buffer), 0
+    elif name == "MLATokenToKVPool" and not kv_pool.use_dsa:
+        k, v, latent_dim = list(kv_pool.kv_buffer), [], int(kv_pool.kv_lora_rank)
+    else:
+        raise HierKVConfigError(
+            "--enable-hier-kv needs a plain MHA, GQA, MQA or MLA KV pool, got "
+            f"{name}; leave the flag out for this model."
+        )
+    dtype = kv_pool.dtype
+    if k[0].dtype != dtype:  # fp8 is stored as uint8
+        dtype = k[0].dtype
+    return DevicePool(
+        kind="mla" if latent_dim else "mha",
+        dtype=dtype,
+        k=tuple(_three_axes(t) for t in k),
+        v=tuple(_three_axes(t) for t in v),
+        latent_dim=latent_dim,
+        num_slots=int(k[0].shape[0]),
+    )
+
+
+def _three_axes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 3 else tensor.reshape(tensor.shape[0], 1, -1)

@@ -1,0 +1,208 @@
+"""The thread that copies nodes from the device pool to DRAM, in the order they were offered."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_ext.device.copier import PageCopier
+from sglang_ext.device.copy_streams import CopyStreams
+from sglang_ext.device.layout import ROPE_NAMES
+from sglang_ext.device.transfers import Hashes, Place, SaveJob
+from sglang_ext.tiers.records.record import RecordMeta, write_meta
+from sglang_ext.tiers.store import PageStore, SaveTicket
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_SAVES = 1024
+# SGLang leaves 15 s at shutdown; the page store needs most of it for the disk.
+_CLOSE_SAVES_S = 3.0
+
+
+class SaveThread:
+    """A bounded queue of saves and the thread that does them.
+
+    One thread offers and takes results, the scheduler's. Results come in the order of the offers.
+    """
+
+    def __init__(
+        self, store: PageStore, copier: PageCopier, streams: CopyStreams, page_size: int
+    ) -> None:
+        self._store = store
+        self._copier = copier
+        self._streams = streams
+        self._page_size = page_size
+        self._jobs: queue.SimpleQueue[SaveJob | Callable[[], None] | None] = queue.SimpleQueue()
+        self._completed: deque[bool] = deque()
+        self._num_saves = 0  # queued or running; guarded by _done
+        self._done = threading.Condition()
+        # Device resets so far. A save that one overtook read rows that may have changed hands.
+        self._epoch = 0  # guarded by _done
+        self._deadline_s = math.inf
+        self._thread = threading.Thread(target=self._run, name="hier-kv-save", daemon=True)
+        self._thread.start()
+
+    def offer(
+        self,
+        place: Place,
+        hashes: Hashes,
+        token_slots: torch.Tensor,
+        ready_events: Callable[[], list[Any]],
+        *,
+        accepts_all: bool,
+    ) -> bool:
+        """Queues a save; False when it is refused because the queue is full.
+
+        Args:
+            place: where the pages belong.
+            hashes: u8 `[N, 32]`.
+            token_slots: `[N * P]`, rows of the device pool.
+            ready_events: makes the CUDA events after which these are complete.
+            accepts_all: a save that is too much is not refused: it ends as not stored, in its turn.
+        """
+        dropped = self._num_saves >= MAX_QUEUED_SAVES  # only this thread adds to it
+        if dropped:
+            self._store.counters.add("save_dropped_pages", len(hashes))
+            self._store.counters.add("save_queue_full")
+            if not accepts_all:
+                return False
+        job = SaveJob(place, hashes, token_slots, ready_events(), self._epoch, dropped)
+        with self._done:
+            self._num_saves += 1
+        self._jobs.put(job)
+        return True
+
+    def after_saves(self, note: Callable[[], None]) -> None:
+        """Calls something short behind the saves queued so far.
+
+        It is left out when that many are queued that a save would be dropped.
+        """
+        if self._jobs.qsize() < MAX_QUEUED_SAVES:
+            self._jobs.put(note)
+
+    @property
+    def num_queued(self) -> int:
+        """Number of saves queued or running."""
+        return self._num_saves
+
+    @property
+    def num_completed(self) -> int:
+        """Number of finished saves not yet taken."""
+        return len(self._completed)
+
+    def completed(self, most: int) -> list[bool]:
+        """Results of the oldest finished saves, which stay to be taken."""
+        return [self._completed[index] for index in range(min(most, len(self._completed)))]
+
+    def pop_completed(self) -> bool:
+        """Takes the oldest finished save; True when all its pages are stored."""
+        return self._completed.popleft()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until every queued save is done; False when it takes longer."""
+        with self._done:
+            return self._done.wait_for(lambda: self._num_saves == 0, timeout_s)
+
+    def device_was_reset(self) -> None:
+        """Saves under way end in nothing, and results not taken are forgotten."""
+        with self._done:
+            self._epoch += 1
+            self._completed.clear()
+
+    def close(self) -> None:
+        """Ends the thread after what time allows; the rest is lost and counted."""
+        self._deadline_s = time.monotonic() + _CLOSE_SAVES_S
+        self._jobs.put(None)
+        self._thread.join()
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            if not isinstance(job, SaveJob):
+                self._call(job)
+                continue
+            stored = False
+            try:
+                if job.dropped:
+                    pass
+                elif time.monotonic() < self._deadline_s:
+                    stored = self._save(job)
+                else:
+                    self._store.counters.add("shutdown_lost_pages", len(job.hashes))
+            except Exception:
+                self._store.counters.add("save_failures")
+                logger.exception("hier-kv: a node could not be saved; it stays on the device")
+            with self._done:
+                if job.epoch == self._epoch:
+                    self._completed.append(stored)
+                self._num_saves -= 1
+                self._done.notify_all()
+
+    def _call(self, note: Callable[[], None]) -> None:
+        try:
+            note()
+        except Exception:
+            self._store.counters.add("save_failures")
+            logger.exception("hier-kv: what should follow a save failed")
+
+    def _save(self, job: SaveJob) -> bool:
+        place, hashes, quality = job.place, job.hashes, job.place.quality
+        offered = np.arange(len(hashes))
+        if place.aliased is not None:
+            offered = np.flatnonzero(~place.aliased)
+            hashes, quality = hashes[offered], None if quality is None else quality[offered]
+            self._store.counters.add("aliased_pages", int(place.aliased.sum()))
+        ticket = self._store.begin_save(place.space, hashes, place.ancestors, quality)
+        if not len(ticket.rows):
+            self._store.finish_save(ticket, ok=True)
+            return ticket.dropped == 0
+        ok = False
+        try:
+            with self._streams.saving(job.ready_events):
+                self._copy_out(job, ticket, offered[ticket.pages])
+            ok = job.epoch == self._epoch
+        finally:
+            self._store.finish_save(ticket, ok=ok)
+        return ok and ticket.dropped == 0
+
+    def _copy_out(self, job: SaveJob, ticket: SaveTicket, pages: npt.NDArray[np.int64]) -> None:
+        """Copies runs of neighbouring new `pages` of a job; usually there is one run."""
+        size, place = self._page_size, job.place
+        token_slots = job.token_slots.cpu().numpy()
+        started_s, page = time.monotonic(), 0
+        breaks = np.flatnonzero(np.diff(pages) != 1) + 1
+        for run in np.split(np.arange(len(pages)), breaks):
+            first = int(pages[run[0]])
+            tokens = token_slots[first * size : (first + len(run)) * size]
+            position = place.position + first * size
+            slots = ticket.slots[run].astype(np.int64)
+            saved = self._copier.save(tokens, position, slots)
+            for offset, (slot, page_info) in enumerate(zip(slots.tolist(), saved, strict=True)):
+                page = first + offset
+                meta = RecordMeta(
+                    page_hash=job.hashes[page].tobytes(),
+                    namespace=place.space.digest,
+                    lora=place.space.lora,
+                    position=place.position + page * size,
+                    num_tokens=size,
+                    rope=ROPE_NAMES[page_info.rope_state],
+                    quality=0 if place.quality is None else int(place.quality[page]),
+                )
+                write_meta(self._store.arena.slots[slot], meta, page_info.payload_bytes)
+                self._store.counters.add("corrections", page_info.num_corrections)
+                self._store.counters.add(f"saved_{meta.rope}_pages")
+        self._store.counters.add("save_us", int(1e6 * (time.monotonic() - started_s)))

@@ -1,0 +1,226 @@
+"""Whose KV this is: the namespace of the loaded model, adapters, and changes of weights.
+
+Weights may change while the server runs. From the moment an update begins nothing is saved or
+loaded until two things hold: the digest of the new weights is known, and the device holds no KV of
+the old ones (SGLang's flush emptied it, or it was empty). Only then the namespace of the new
+weights opens. A flush that SGLang refuses, or that the caller did not ask for, leaves the tiers
+off until the next flush: KV computed on an old prefix must never be kept as new.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext.identity.namespace import digest_lora_adapter, digest_model, namespace_digest
+from sglang_ext.ranks.rank import Exchange
+from sglang_ext.tiers.store import KeySpace, PageStore
+
+logger = logging.getLogger(__name__)
+
+_MIXED = b"mixed"  # the device holds KV of more than one set of weights
+
+
+class ModelIdentity:
+    """Namespace digest of the live model and of its adapters. Scheduler thread only.
+
+    Args:
+        model: the live model.
+        fixed: parts of the namespace that do not change while the server runs.
+        label: what the namespace is, for people.
+        lora_adapters: returns SGLang's adapters by id; empty without LoRA.
+        exchange: sends bytes to all ranks of the tensor parallel group and returns what each sent.
+            What a rank computes depends on the weights of all of them, so all enter the namespace.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        fixed: dict[str, Any],
+        label: dict[str, Any],
+        lora_adapters: Callable[[], dict[str, Any]],
+        exchange: Exchange = lambda content: [content],
+    ) -> None:
+        self._model = model
+        self._fixed = fixed
+        self._label = label
+        self._lora_adapters = lora_adapters
+        self._exchange = exchange
+        self._lora_digests: dict[str, bytes] = {}  # empty: could not be taken
+        # Digests under which the device may still hold KV; an adapter reloaded with other
+        # weights is off until the next flush.
+        self._lora_on_device: dict[str, bytes] = {}
+        self._updating = 0
+        self._incomplete = False  # an update session is open, or the weights are released
+        self._unusable = False  # the live weights could not be digested
+        self._digest: bytes | None = None  # of the live weights; None when they may have changed
+        # Of the weights that computed what the device holds; None when it holds nothing.
+        self._device_digest: bytes | None = None
+
+    def space_of(self, req: Any, store: PageStore) -> KeySpace | None:
+        """Key space of a request, or None while nothing may be saved or loaded for it.
+
+        Never raises.
+        """
+        digest = None if self._updating or self._incomplete else self._try_open(store)
+        if digest is None:
+            self._device_digest = _MIXED
+            return None
+        if self._device_digest is None:
+            self._device_digest = digest
+        elif self._device_digest != digest:
+            if self._device_digest != _MIXED:
+                logger.warning(
+                    "hier-kv: weights changed without a flush of the device cache; nothing is "
+                    "saved or loaded until /flush_cache"
+                )
+            self._device_digest = _MIXED
+            return None
+        lora_id = getattr(req, "lora_id", None)
+        if lora_id is None:
+            return store.space(digest)
+        lora = self._lora_digest(lora_id, store)
+        return None if lora is None else store.space(digest, lora)
+
+    def _try_open(self, store: PageStore) -> bytes | None:
+        if self._unusable:
+            return None
+        try:
+            return self.open(store)
+        except Exception:
+            self._unusable = True
+            logger.exception(
+                "hier-kv: the namespace of the live weights could not be opened; nothing is saved "
+                "or loaded until they change"
+            )
+            return None
+
+    def open(self, store: PageStore) -> bytes:
+        """Opens the namespace of the live weights, if it is not open, and returns its digest.
+
+        With several ranks all of them open theirs, or none does: each calls it at the same point.
+
+        Raises:
+            RuntimeError: another rank failed.
+        """
+        if self._digest is None:
+            weights = self._on_all_ranks(lambda: digest_model(self._model))
+            weights_of_all = weights[0] if len(weights) == 1 else namespace_digest({"all": weights})
+            digest = namespace_digest({**self._fixed, "weights": weights_of_all})
+            label = {**self._label, "weights": weights_of_all.hex()[:16]}
+            found = 0
+
+            def open_own() -> bytes:
+                nonlocal found
+                found = store.open_namespace(digest, label)
+                return digest
+
+            self._on_all_ranks(open_own)
+            self._digest = digest
+            logger.info(
+                "hier-kv: namespace %s opened, %d pages found on disk", digest.hex()[:16], found
+            )
+        return self._digest
+
+    def _on_all_ranks(self, work: Callable[[], bytes]) -> list[bytes]:
+        """What each rank's work gave, by rank; raises on all of them when it failed on one."""
+        result, failure = b"", None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        results = self._exchange(result)
+        if failure is not None:
+            raise failure
+        if not all(results):
+            raise RuntimeError(f"tensor parallel rank {results.index(b'')} failed; see its log")
+        return results
+
+    def add_rope(self, digest: bytes) -> None:
+        """Adds how K is stored, which is known after the start-up checks; before the first `open`.
+
+        A page is read as its layers are stored in *this* process: were a check to fail where it
+        passed in the run that wrote the page, position-free K would be taken for the engine's.
+
+        Args:
+            digest: of `rope_digest`, 32 bytes.
+
+        Raises:
+            RuntimeError: a namespace is open already.
+        """
+        if self._digest is not None:
+            raise RuntimeError("how K is stored must be known before a namespace is opened")
+        self._fixed["rope"] = digest
+
+    # ---- weights ----
+
+    def begin_update(self, *, device_is_empty: bool) -> None:
+        """The weights are about to change; pending saves must be drained before.
+
+        All KV since the last call belongs to the weights of now. Their digest is known when any
+        request asked for its key space since; otherwise what the device holds counts as mixed.
+
+        Args:
+            device_is_empty: the device holds no KV and no request runs.
+        """
+        self._updating += 1
+        if device_is_empty:
+            self._device_digest = None
+        elif self._digest is None or self._device_digest not in (None, self._digest):
+            self._device_digest = _MIXED
+        else:
+            self._device_digest = self._digest
+
+    def end_update(self, *, device_is_empty: bool, incomplete: bool = False) -> None:
+        """The weights may have changed; their digest is taken when it is next needed.
+
+        Args:
+            device_is_empty: the device holds no KV and no request runs.
+            incomplete: the weights may go on changing without a further call (an open session into
+                which a peer writes, released memory); nothing is kept until a call ends that.
+        """
+        self._updating -= 1
+        self._incomplete = incomplete
+        self._unusable = False
+        self._digest = None
+        if device_is_empty:
+            self._device_digest = None
+
+    def device_was_reset(self) -> None:
+        """The device holds no KV any more."""
+        self._device_digest = None
+        self._lora_on_device.clear()
+
+    # ---- adapters ----
+
+    def adapters_changed(self) -> None:
+        """An adapter was loaded or unloaded: digests are taken again at the next use."""
+        self._lora_digests.clear()
+
+    def _lora_digest(self, lora_id: str, store: PageStore) -> bytes | None:
+        digest = self._lora_digests.get(lora_id)
+        if digest is None:
+            adapter = self._lora_adapters().get(lora_id)
+            if adapter is None:
+                self._lora_on_device.setdefault(lora_id, _MIXED)
+                return None
+            digest = self._lora_digests[lora_id] = _digest_adapter(lora_id, adapter, store)
+        if not digest:
+            self._lora_on_device[lora_id] = _MIXED
+            return None
+        return digest if self._lora_on_device.setdefault(lora_id, digest) == digest else None
+
+
+def _digest_adapter(lora_id: str, adapter: Any, store: PageStore) -> bytes:
+    """Digest of an adapter's weights, 32 bytes; empty where they cannot be read."""
+    try:
+        return digest_lora_adapter(adapter)
+    except Exception:
+        store.counters.add("adapter_digest_failures")
+        logger.exception(
+            "hier-kv: the weights of adapter %s could not be digested; nothing is saved or loaded "
+            "for it until an adapter is loaded or unloaded and the device is flushed",
+            lora_id,
+        )
+        return b""

@@ -1,0 +1,321 @@
+"""How many pages each waiting request is promised, with several ranks: what all of them have.
+
+Each rank has a DRAM of its own, so a prefix may be ready on one rank and not on another. A rank
+tells of a request only pages that it has verified and pinned; the least of all ranks is promised,
+and no rank can fail to load it, whatever leaves its DRAM until then. A request that was not agreed
+on yet is held and is promised nothing, on every rank alike.
+
+Pins are given back when the request leaves the queue. They lie within those of its plan, so all
+promises together pin no more than plans may.
+
+Scheduler thread only; neither copies nor waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.admission.waiting import Progress, WaitingRoom
+from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.ranks.consensus import MAX_REQUESTS, Settled, Told
+from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
+from sglang_ext.tiers.store.types import Hashes, Rows, Slots
+
+# Finds pages that cannot be loaded at a position, as indices.
+FindDamaged = Callable[[Slots, int], Rows]
+Note = Callable[[str], None]
+
+
+@dataclass
+class _Promise:
+    """One waiting request.
+
+    Attributes:
+        wish: its pages.
+        prompt: what whoever entered it wants to know of it.
+        first_page: index of the first page that is pinned, or would be.
+        ticket: the pages that are pinned.
+        seen: how far the plan was when the ticket was last extended.
+        closed: no further page is pinned: one proved damaged.
+        settled: what was agreed; None before.
+    """
+
+    wish: Wish
+    prompt: Any
+    first_page: int
+    ticket: LoadTicket
+    seen: Progress | None = None
+    closed: bool = False
+    settled: Settled | None = None
+
+    @property
+    def end_page(self) -> int:
+        """End of the pages that are pinned."""
+        return self.first_page + len(self.ticket.rows)
+
+
+class PromiseBook:
+    """Promises of the waiting requests, by the requests' handles.
+
+    Args:
+        store: DRAM and disk.
+        room: the plans of the waiting requests; entered and left through this book.
+        page_size: tokens in a page.
+        find_damaged: finds pages that cannot be loaded; asked before a page is told of.
+        note: enters what happens into the history that all ranks must share.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        room: WaitingRoom,
+        *,
+        page_size: int,
+        find_damaged: FindDamaged,
+        note: Note,
+    ) -> None:
+        self._store = store
+        self._room = room
+        self._page_size = page_size
+        self._find_damaged = find_damaged
+        self._note = note
+        self._promises: dict[Hashable, _Promise] = {}
+        self._open: dict[Hashable, _Promise] = {}  # those not agreed on, by time of entering
+        self._last_pages: dict[Hashable, tuple[bytes, LoadTicket]] = {}
+        self._told: list[Hashable] = []  # the requests of the report that is being agreed on
+
+    def __len__(self) -> int:
+        """Number of waiting requests."""
+        return len(self._promises)
+
+    # ---- entering and leaving ----
+
+    def enter(self, handle: Hashable, wish: Wish, prompt: Any = None) -> TierCounts:
+        """A request enters the queue; it is held until all ranks told of it.
+
+        Args:
+            handle: of the request; its text is the same on all ranks.
+            wish: its pages.
+            prompt: anything, to be had back from `prompt`.
+
+        Returns:
+            Where the pages that are not on the device lie, on this rank.
+        """
+        self.leave(handle)
+        self._note(f"+{handle}:{wish.num_above}:{len(wish.hashes)}")
+        found = self._room.enter(handle, wish)
+        promise = _Promise(wish, prompt, wish.num_above, _nothing(wish.space))
+        self._promises[handle] = self._open[handle] = promise
+        return found
+
+    def enter_again(self, handle: Hashable, num_above: int) -> None:
+        """The device lost pages of a request's prefix: it is held until it is agreed on again."""
+        promise = self._promises[handle]
+        self.enter(handle, replace(promise.wish, num_above=num_above), promise.prompt)
+
+    def leave(self, handle: Hashable, *, admitted: bool = False) -> None:
+        """A request leaves the queue, to run or not."""
+        self._room.leave(handle, admitted=admitted)
+        promise = self._promises.pop(handle, None)
+        self._open.pop(handle, None)
+        if promise is not None:
+            self._note(f"-{handle}")
+            self._release(promise.ticket.slots)
+        _, last = self._last_pages.pop(handle, (b"", None))
+        if last is not None:
+            self._release(last.slots)
+
+    def leave_all(self) -> None:
+        """Every request leaves."""
+        for handle in [*self._promises, *self._last_pages]:
+            self.leave(handle)
+
+    # ---- agreeing ----
+
+    def report(self, order: Iterable[Hashable] = ()) -> list[Told]:
+        """What this rank tells of the requests that were not agreed on yet.
+
+        Args:
+            order: handles in the order in which the scheduler will take them, the same on all
+                ranks; requests that are not named come last.
+        """
+        if not self._open:
+            self._told = []
+            return []
+        named = dict.fromkeys(handle for handle in order if handle in self._open)
+        self._told = [*named, *(h for h in self._open if h not in named)][:MAX_REQUESTS]
+        told = []
+        for handle in self._told:
+            promise = self._open[handle]
+            stand = self._room.stand(handle)
+            self._extend(handle, promise)
+            worst = int(promise.ticket.quality.max(initial=0))
+            told.append(Told(promise.first_page, promise.end_page, stand, worst))
+        return told
+
+    def settle(self, requests: list[Settled]) -> None:
+        """Takes what was agreed on the requests of the last report."""
+        for handle, settled in zip(self._told, requests, strict=True):
+            if settled.admit:
+                promise = self._open.pop(handle)
+                promise.settled = settled
+                self._keep(promise, settled.first_page, settled.end_page)
+        self._told = []
+
+    def _extend(self, handle: Hashable, promise: _Promise) -> None:
+        """Pins the pages that the plan brought since the last step."""
+        progress = self._room.progress(handle)
+        if promise.closed or progress == promise.seen:
+            return
+        promise.seen = progress
+        if progress.first_page != promise.first_page:
+            self._keep(promise, promise.first_page, promise.first_page)
+            promise.first_page = progress.first_page
+        # A plan that was taken back, for one before it, takes its pins along.
+        self._keep(promise, promise.first_page, progress.end_page)
+        start, end = promise.end_page, progress.end_page
+        if end <= start:
+            return
+        wish = promise.wish
+        more = self._store.pin_leading(wish.space, wish.hashes[start:end], wish.max_quality)
+        damaged = self._find_damaged(more.slots, start * self._page_size)
+        if len(damaged):
+            promise.closed = True
+            self._store.drop_damaged(more, damaged)
+            sound = int(damaged.min())
+            self._release(more.slots[sound:])
+            more = _part(more, 0, sound)
+        promise.ticket = _joined(promise.ticket, more)
+
+    def _keep(self, promise: _Promise, first_page: int, end_page: int) -> None:
+        """Gives back the pins of all pages but these."""
+        before = max(0, min(first_page - promise.first_page, len(promise.ticket.rows)))
+        after = max(before, min(end_page - promise.first_page, len(promise.ticket.rows)))
+        self._release(promise.ticket.slots[:before])
+        self._release(promise.ticket.slots[after:])
+        promise.ticket = _part(promise.ticket, before, after)
+        promise.first_page += before
+
+    def _release(self, slots: Slots) -> None:
+        if len(slots):
+            self._store.release(slots)
+
+    # ---- what was agreed ----
+
+    def may_admit(self, handle: Hashable) -> bool:
+        """False while a request is held: it was not agreed on, or some rank waits for pages."""
+        return handle not in self._open
+
+    def gap(self, handle: Hashable) -> tuple[int, int]:
+        """Pages of a request before those promised to it, and pages behind them."""
+        promise = self._promises.get(handle)
+        if promise is None or promise.settled is None:
+            return 0, 0
+        settled = promise.settled
+        end_page = max(settled.first_page, settled.end_page)
+        return settled.first_page, max(0, len(promise.wish.hashes) - end_page)
+
+    def prompt(self, handle: Hashable) -> Any:
+        """What a request was entered with; None for one that is not known."""
+        promise = self._promises.get(handle)
+        return promise.prompt if promise is not None else None
+
+    def num_promised(self, handle: Hashable, space: KeySpace, device_pages: int) -> int:
+        """Pages promised behind a device prefix.
+
+        0 where the device lost pages meanwhile, or where the promise was made in another key space
+        than the request's of now.
+        """
+        promise = self._promises.get(handle)
+        if promise is None or promise.settled is None or promise.wish.space != space:
+            return 0
+        settled = promise.settled
+        if device_pages < settled.first_page:
+            return 0
+        return max(0, settled.end_page - device_pages)
+
+    def take(
+        self, handle: Hashable, space: KeySpace, device_pages: int, hashes: Hashes
+    ) -> LoadTicket | None:
+        """Hands over the pins of promised pages for a load; the request keeps those behind them.
+
+        Args:
+            handle: of the request.
+            space: the request's, as of now.
+            device_pages: index of the first page to load.
+            hashes: u8 `[n, 32]`, the pages, all of them promised.
+
+        Returns:
+            The pages, with the quality that was agreed; to end with `PageStore.release`. None when
+            they are not what was promised, on all ranks alike.
+        """
+        end_page = device_pages + len(hashes)
+        if self.num_promised(handle, space, device_pages) < len(hashes):
+            return None
+        promise = self._promises[handle]
+        settled = promise.settled
+        if settled is None or not np.array_equal(
+            promise.wish.hashes[device_pages:end_page], hashes
+        ):
+            return None
+        self._keep(promise, device_pages, promise.end_page)
+        taken = _part(promise.ticket, 0, len(hashes))
+        promise.ticket = _part(promise.ticket, len(hashes), len(promise.ticket.rows))
+        promise.first_page = end_page
+        promise.settled = settled._replace(first_page=end_page)
+        self._store.begin_load(promise.wish.space, taken, hashes)
+        return replace(taken, quality=np.full(len(hashes), settled.quality, np.uint8))
+
+    def admit(self, handle: Hashable, last_page: int | None) -> None:
+        """A request is admitted: it leaves, but for one page that it may still put in place.
+
+        Args:
+            handle: of the request.
+            last_page: index of its prompt's last page, when that is whole; see `take_last`.
+        """
+        promise = self._promises.get(handle)
+        kept: tuple[bytes, LoadTicket] | None = None
+        if promise is not None and promise.settled is not None and last_page is not None:
+            settled = promise.settled
+            if settled.first_page <= last_page < settled.end_page:
+                self._keep(promise, last_page, last_page + 1)
+                quality = np.full(1, settled.quality, np.uint8)
+                page_hash = promise.wish.hashes[last_page].tobytes()
+                kept = page_hash, replace(promise.ticket, quality=quality)
+                promise.ticket = _nothing(promise.wish.space)
+        self.leave(handle, admitted=True)
+        if kept is not None:
+            self._last_pages[handle] = kept
+
+    def take_last(self, handle: Hashable, page_hash: bytes) -> LoadTicket | None:
+        """Hands over the pin of an admitted request's last page, if it is this one."""
+        kept_hash, ticket = self._last_pages.get(handle, (b"", None))
+        if ticket is None or kept_hash != page_hash:
+            return None
+        del self._last_pages[handle]
+        return ticket
+
+
+def _nothing(space: KeySpace) -> LoadTicket:
+    return LoadTicket(space, np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
+
+
+def _part(ticket: LoadTicket, start: int, end: int) -> LoadTicket:
+    part = slice(start, end)
+    return replace(
+        ticket, rows=ticket.rows[part], slots=ticket.slots[part], quality=ticket.quality[part]
+    )
+
+
+def _joined(first: LoadTicket, second: LoadTicket) -> LoadTicket:
+    """Both of the same wish, so of the same key space."""
+    return replace(
+        first,
+        rows=np.concatenate([first.rows, second.rows]),
+        slots=np.concatenate([first.slots, second.slots]),
+        quality=np.concatenate([first.quality, second.quality]),
+    )

@@ -1,0 +1,55 @@
+"""Which rank of a server this process is, and what of the server's DRAM and disk belongs to it.
+
+A rank of a tensor parallel group holds its share of the KV heads, and a data parallel rank serves
+requests of its own. Each has a DRAM and a folder on disk to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sglang_ext.settings.config import HierKVConfig
+
+# Sends bytes to all ranks of the tensor parallel group and returns what each of them sent, in the
+# order of ranks; entered by all of them, and blocking.
+Exchange = Callable[[bytes], list[bytes]]
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank's place in its server."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the server that have a DRAM of their own."""
+        return self.tp_size * self.dp_size
+
+    @property
+    def name(self) -> str:
+        """Name of the rank's files and folder."""
+        return f"dp{self.dp_rank}-tp{self.tp_rank}-of-{self.tp_size}"
+
+    def config_of(self, config: HierKVConfig) -> HierKVConfig:
+        """A rank's own settings: its share of the sizes, its folder, its event log.
+
+        The settings of the only rank of a server are the server's.
+        """
+        if self.num_ranks == 1:
+            return config
+        log = Path(config.event_log)
+        return replace(
+            config,
+            host_size=config.host_size / self.num_ranks,
+            disk_size=config.disk_size / self.num_ranks,
+            disk_dir=str(Path(config.disk_dir) / self.name) if config.disk_dir else "",
+            event_log=str(log.with_name(f"{log.stem}-{self.name}{log.suffix}"))
+            if config.event_log
+            else "",
+        )

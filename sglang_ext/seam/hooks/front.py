@@ -1,0 +1,139 @@
+"""What SGLang's front process checks of a request before the scheduler meets it.
+
+Prompts that are too long are let through, for the scheduler to cut, up to a bound; a request that
+asks for more than the operator allows is refused. Work that grows with a prompt is bounded before
+it is done, and done where it holds up nobody else. Imports no SGLang: it is handed SGLang's objects
+by a hook.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sglang_ext.identity.tenancy import owner_of
+from sglang_ext.seam.hooks.body_bound import BodyBound
+from sglang_ext.truncation.policy import (
+    STATED,
+    check_length,
+    cuts_overflow,
+    mode_of,
+    why_not_cut,
+)
+
+# A text with more characters than this for each token that a prompt may have is not even tokenised.
+# Text has about four; tokens of more exist, for runs of spaces say, but no prompt is made of them.
+_CHARS_PER_TOKEN = 16
+# A longer text is tokenised on a thread: SGLang would serve nobody else meanwhile. About 20 ms.
+_CHARS_ON_LOOP = 1 << 15
+
+
+def around_validate(original: Callable[..., Any], self: Any, obj: Any, input_ids: Any) -> Any:
+    """AROUND hook of `TokenizerManager._validate_one_request`.
+
+    A prompt that the scheduler will cut is checked as if it had been; the whole of it travels on.
+
+    Raises:
+        ValueError: SGLang refuses the request, it asks for a mode that is none or not allowed here,
+            it names no owner where it says it does, or its prompt is too long to be cut.
+    """
+    settings = self.server_args._hier_kv
+    params = obj.sampling_params
+    if not isinstance(params, dict) or input_ids is None:
+        return original(self, obj, input_ids)
+    mode = mode_of(params.get("custom_params"), settings["truncation"])
+    owner_of(params.get("custom_params"))
+    wish = params.get("max_new_tokens")
+    stated = wish if isinstance(wish, int) and not isinstance(wish, bool) else 0
+    fits = self.context_len - 1 - self.num_reserved_tokens
+    too_long = len(input_ids) > fits or len(input_ids) + stated > fits + 1
+    # Room for half of the context at most is made for an output (`CutRule.room`).
+    if not (too_long and cuts_overflow(mode)) or 2 * stated > self.context_len or why_not_cut(obj):
+        return original(self, obj, input_ids)
+    check_length(len(input_ids), self.context_len, settings["truncation_longest"])
+    if wish is not None:
+        custom = params.get("custom_params")
+        params["custom_params"] = {**(custom if isinstance(custom, dict) else {}), STATED: True}
+    return original(self, obj, list(input_ids[: min(fits, fits + 1 - stated)]))
+
+
+async def around_tokenizing(
+    original: Callable[..., Any], self: Any, texts: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND hook of `TokenizerManager._tokenize_texts`, a coroutine.
+
+    Refuses what is too long in any case. What is long goes to a thread, as SGLang's chat endpoints
+    do it with all they tokenise: the tokenizer gives the interpreter free.
+
+    Raises:
+        ValueError: a text is too long to be cut.
+    """
+    lengths = [len(t) for t in ([texts] if isinstance(texts, str) else texts or ()) if t]
+    check_num_chars(self, max(lengths, default=0))
+    here = not cuts_overflow(self.server_args._hier_kv["truncation"])
+    here |= self.async_dynamic_batch_tokenizer is not None  # that one lives on this loop
+    if here or sum(lengths) <= _CHARS_ON_LOOP:
+        return await original(self, texts, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(
+        None, lambda: asyncio.run(original(self, texts, *args, **kwargs))
+    )
+
+
+def before_rendering(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE hook of `OpenAIServingChat._process_messages`: chats have the same bound as texts.
+
+    Raises:
+        ValueError: all words of the chat together are too long to be cut.
+    """
+    check_num_chars(self.tokenizer_manager, sum(map(len, _words_of(request.messages))))
+
+
+def check_num_chars(manager: Any, num_chars: int) -> None:
+    """Refuses what no prompt that may be cut can be the text of.
+
+    Args:
+        manager: SGLang's `TokenizerManager`.
+        num_chars: of the text.
+
+    Raises:
+        ValueError: it is longer.
+    """
+    settings = manager.server_args._hier_kv
+    longest = settings["truncation_longest"]
+    most = _CHARS_PER_TOKEN * longest * manager.context_len
+    if cuts_overflow(settings["truncation"]) and num_chars > most:
+        raise ValueError(
+            f"A prompt may have {most} characters on this server ({_CHARS_PER_TOKEN} for each "
+            f"token of {longest} contexts, --hier-kv-truncation-longest), got {num_chars}; "
+            "send less of the conversation."
+        )
+
+
+def _words_of(messages: Iterable[Any]) -> Iterable[str]:
+    """The texts of a chat; images and sound are bounded elsewhere."""
+    for message in messages:
+        content = getattr(message, "content", None)
+        for part in [content] if isinstance(content, str) else content or ():
+            text = part if isinstance(part, str) else getattr(part, "text", None)
+            if isinstance(text, str):
+                yield text
+
+
+def bound_bodies(app: Any, manager: Any) -> None:
+    """Puts `BodyBound` around SGLang's app, inside of all else: what unpacks bodies, checks keys.
+
+    Args:
+        app: SGLang's `FastAPI`, before it serves.
+        manager: SGLang's `TokenizerManager`.
+    """
+    settings = manager.server_args._hier_kv
+    if not cuts_overflow(settings["truncation"]):
+        return
+    longest = settings["truncation_longest"]
+    app.add_middleware(
+        BodyBound,
+        longest_tokens=longest * manager.context_len,
+        advice=f"the tokens of {longest} contexts, --hier-kv-truncation-longest",
+    )
+    app.user_middleware.append(app.user_middleware.pop(0))  # the last is the innermost

@@ -1,0 +1,125 @@
+"""Hooks in a scheduler process: the cache backend, the gates, the report and the state dump."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from sglang_ext.assembly.factory import build_cache
+from sglang_ext.device.rope_discovery import rope_digest
+from sglang_ext.identity.tenancy import note_tenant
+from sglang_ext.seam.cache import HierKVRadixCache
+from sglang_ext.seam.hooks.truncation import build_truncator, register_truncation_hooks
+from sglang_ext.seam.hooks.weights import register_weight_hooks
+from sglang_ext.seam.report import DETAILS_KEY, pack_details
+from sglang_ext.seam.request_state import find_state, wants_exact
+from sglang_ext.seam.self_check import run_self_check
+from sglang_ext.settings.config import HierKVConfigError
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.records.quality import Quality, name_of
+from sglang_ext.truncation.lineage import lineage_of
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "hier_kv"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+
+
+def register_scheduler_hooks() -> None:
+    """Registers everything that runs in a scheduler process. Without the flag none of it acts."""
+    from sglang.srt.mem_cache import registry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if BACKEND not in registry.registered_radix_cache_backends():
+        registry.register_radix_cache_backend(BACKEND, build_cache)
+    HookRegistry.register(f"{_SCHEDULER}.__init__", _after_init)
+    HookRegistry.register(f"{_SCHEDULER}._create_generation_req", _after_create)
+    HookRegistry.register(f"{_SCHEDULER}.run_batch", _after_run_batch)
+    HookRegistry.register(f"{_SCHEDULER}.process_batch_result", _after_process_batch_result)
+    HookRegistry.register(
+        f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer.get_cached_tokens_details",
+        _after_details,
+    )
+    HookRegistry.register(
+        f"{_COMPONENTS}.internal_state.SchedulerInternalStateController.get_internal_state",
+        _after_internal_state,
+    )
+    HookRegistry.register(f"{_SCHEDULER}.process_batch_result", _before_result, HookType.BEFORE)
+    register_weight_hooks()
+    register_truncation_hooks()
+
+
+def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    cache = self.tree_cache
+    if not isinstance(cache, HierKVRadixCache):
+        return
+    # SGLang's switches for an external store: polling, loads under the prefill, the admission
+    # gate, the idle check and the clear endpoint. HiCache's own switch must stay off.
+    self.enable_unified_cache_external_linker = True
+    self.enable_lmcache = True
+    cache.bind_scheduler(self)
+    cache.truncate_with(build_truncator(self, cache.hier_config, cache.page_size))
+    run_self_check(self, cache)
+    ropes = cache.hier_linker.copier.ropes
+    cache.identity.add_rope(rope_digest(ropes, cache.hier_config.rope))
+    try:
+        cache.identity.open(cache.store)
+    except TierConfigError as error:
+        raise HierKVConfigError(f"{error}.") from error
+
+
+def _after_create(result: Any, self: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
+    # Before anything is looked up by the request's key: a session's turns come past here too.
+    if isinstance(self.tree_cache, HierKVRadixCache):
+        note_tenant(result, recv_req)
+
+
+def _after_run_batch(result: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    timer = getattr(self.tree_cache, "forward_timer", None)
+    if timer is not None:
+        timer.launched(batch, result)
+
+
+def _after_process_batch_result(_: Any, self: Any, batch: Any, result: Any, *args: Any) -> None:
+    timer = getattr(self.tree_cache, "forward_timer", None)
+    if timer is not None:
+        timer.finished(result)
+
+
+def _before_result(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    if isinstance(self.tree_cache, HierKVRadixCache):
+        self.tree_cache.before_result(batch.reqs)
+
+
+def _after_details(result: Any, self: Any, req: Any) -> Any:
+    if not isinstance(self.tree_cache, HierKVRadixCache):
+        return result
+    state, lineage = find_state(req), lineage_of(req)
+    if state is None or (req.cached_tokens <= 0 and lineage is None):
+        return result
+    details: dict[str, Any] = {**state.by_tier(max(0, int(req.cached_tokens)))}
+    if lineage is not None:
+        details["moved"] = lineage.num_moved
+        if lineage.num_dropped:
+            details["dropped"] = lineage.num_dropped
+    if state.reused > Quality.EXACT or wants_exact(req):
+        details["quality"] = name_of(state.reused)
+    return pack_details(result, details)
+
+
+def _after_internal_state(result: Any, self: Any, recv_req: Any) -> None:
+    cache = self.scheduler.tree_cache
+    if isinstance(cache, HierKVRadixCache):
+        result.internal_state[DETAILS_KEY] = _state_of_all_ranks(cache)
+
+
+def _state_of_all_ranks(cache: HierKVRadixCache) -> dict[str, Any]:
+    """This rank's state, with those of its tensor parallel group where it is one of several."""
+    state = cache.metrics_reporter_hier.state()
+    if cache.lockstep is None:
+        return state
+    state["agreements"] = cache.lockstep.num_rounds
+    others = cache.lockstep.gather(json.dumps(state).encode())
+    return {**state, "tp_ranks": [json.loads(other) for other in others]}

@@ -1,0 +1,308 @@
+"""The transport behind SGLang's radix tree: saves and loads pages on threads of its own.
+
+SGLang calls every public method from the scheduler's thread; none of them copies KV or waits for a
+copy, but `finish_layer_wise_loading` (which SGLang calls after the forward that used the load),
+`restore_pages` and the quiescing ones. Jobs run in the order they were queued. Completed saves are
+reported in that order too, as SGLang pairs them with its own list.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from sglang_ext.device.copier import PageCopier
+from sglang_ext.device.copy_streams import CopyStreams
+from sglang_ext.device.load_counter import LoadCounter
+from sglang_ext.device.load_thread import LoadThread
+from sglang_ext.device.save_thread import SaveThread
+from sglang_ext.device.transfers import Hashes, LoadJob, Place, hashes_from_hex
+from sglang_ext.tiers.records.quality import Qualities, Quality
+from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore
+
+logger = logging.getLogger(__name__)
+
+_QUIESCE_TIMEOUT_S = 30.0
+
+
+class HierKVLinker(UnifiedCacheLinker):
+    """Connects SGLang's device pool with the page store.
+
+    Attributes:
+        store: DRAM and disk.
+        place: see `Place`.
+        loads: the thread that copies to the device.
+        accepts_all: a save is never refused: what is too much ends as not stored, in its turn, so
+            that the ranks of a group agree on what they queued.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        copier: PageCopier,
+        *,
+        num_layers: int,
+        page_size: int,
+        kv_pool: Any,
+        device: torch.device,
+        forward_stream: Any,
+    ) -> None:
+        self.store = store
+        self.pools = {PoolName.KV: kv_pool}
+        self.forward_stream = forward_stream
+        self.layer_done_counter = LoadCounter(num_layers)
+        self.place: Place | None = None
+        self.accepts_all = False
+        self.copier = copier
+        self._num_layers = num_layers
+        self._streams = CopyStreams(device)
+        self._pending_loads: dict[str, LoadJob] = {}
+        self._closed = False
+        self._saves = SaveThread(store, copier, self._streams, page_size)
+        self.loads = LoadThread(store, copier, self._streams, self.layer_done_counter)
+
+    # ---- look-up and load ----
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        """Every restorable prefix length of the tail, in pages: those ready in DRAM."""
+        if self.place is None:
+            return []
+        place, hashes = self.place, hashes_from_hex(transfers[0].keys)
+        return list(range(1, self.store.ready_prefix(place.space, hashes, place.max_quality) + 1))
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        """Queues a load; False when a page left DRAM since the match, or proves to be damaged.
+
+        The request is recomputed then; of a damaged page nothing is kept.
+        """
+        place, transfer = self.place, transfers[0]
+        if place is None or self._closed:
+            return False
+        hashes = hashes_from_hex(transfer.keys)
+        if place.composition is not None:
+            hashes = place.composition.hashes
+        ticket = self._pin(place, hashes) if place.take is None else place.take(hashes)
+        pages = None if ticket is None else self.store.gate.load(ticket, place.space)
+        if pages is None:
+            self.store.counters.add("load_vanished")
+            return False
+        self.store.events.pages("admitted", hashes, rid=rid, position=place.position)
+        self._pending_loads[rid] = LoadJob(
+            pages, transfer.device_indices, place.position, place.composition
+        )
+        return True
+
+    def _pin(self, place: Place, hashes: Hashes) -> LoadTicket | None:
+        ticket = self.store.pin_ready(place.space, hashes, place.max_quality)
+        if ticket is None:
+            return None
+        position = place.position if place.composition is None else None
+        damaged = self.find_damaged(ticket.slots, position)
+        if not len(damaged):
+            return ticket
+        self.store.drop_damaged(ticket, damaged)
+        self.store.release(ticket.slots)
+        return None
+
+    def find_damaged(
+        self, slots: npt.NDArray[np.int32], position: int | None
+    ) -> npt.NDArray[np.int64]:
+        """Pages in DRAM that cannot be loaded at a position, or at any (None); logged.
+
+        Returns:
+            Indices into `slots`.
+        """
+        if position is None:
+            damaged = self.copier.damaged(slots.astype(np.int64))
+        else:
+            damaged = self.copier.unusable(slots.astype(np.int64), position)
+        if len(damaged):
+            logger.warning("hier-kv: %d pages in DRAM are damaged and dropped", len(damaged))
+        return damaged
+
+    def queued_quality(self, rid: str) -> Qualities:
+        """Quality of the pages of a request's queued load, u8 `[N]`."""
+        job = self._pending_loads[rid]
+        if job.composition is None:
+            return job.ticket.quality
+        return job.composition.worst_of(job.ticket.quality, int(Quality.APPROXIMATED))
+
+    def start_layer_wise_loading(self) -> int:
+        """Starts all queued loads as one batch; returns its index, -1 when there are none."""
+        if not self._pending_loads:
+            return -1
+        jobs = list(self._pending_loads.values())
+        self._pending_loads.clear()
+        index = self.layer_done_counter.update_producer()
+        self._streams.fence_loads(self.forward_stream)
+        if all(self.store.gate.is_live(job.pages) for job in jobs):
+            self.loads.start(index, jobs)
+        else:
+            self._refuse(index, jobs)
+        return index
+
+    def _refuse(self, index: int, jobs: list[LoadJob]) -> None:
+        """Fails a batch of which a load was overtaken by a change of weights or adapters."""
+        logger.warning("hier-kv: loads were queued before the weights changed; they are given up")
+        for job in jobs:
+            self.store.release(job.ticket.slots)
+        self.layer_done_counter.fail(index, RuntimeError("the weights changed before the load"))
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Waits until a batch stopped writing to the device; True when every layer landed."""
+        landed, overlap_s = self.layer_done_counter.finish(counter_index)
+        if counter_index >= 0:
+            self.store.events.note(
+                "load_batch", landed=landed, overlap_ms=round(1e3 * overlap_s, 3)
+            )
+        return landed
+
+    def restore_pages(
+        self,
+        space: KeySpace,
+        hashes: Hashes,
+        token_slots: torch.Tensor,
+        position: int,
+        *,
+        max_quality: int,
+    ) -> bool:
+        """Overwrites pages on the device with what DRAM has of them; waits for the copy.
+
+        Args:
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`.
+            token_slots: `[N * P]`, rows of the device pool.
+            position: index of the first token.
+            max_quality: the worst that may be put there.
+
+        Returns:
+            Whether all of them were ready in DRAM and copied. On an error some layers may hold
+            the stored KV and others the recomputed one; each is KV of the same tokens.
+        """
+        ticket = self.store.pin_ready(space, hashes, max_quality)
+        return ticket is not None and self.restore_pinned(
+            ticket, space, hashes, token_slots, position
+        )
+
+    def restore_pinned(
+        self,
+        ticket: LoadTicket,
+        space: KeySpace,
+        hashes: Hashes,
+        token_slots: torch.Tensor,
+        position: int,
+    ) -> bool:
+        """As `restore_pages`, with pages that are pinned already; gives the pins back."""
+        if self.store.gate.load(ticket, space) is None:
+            return False
+        try:
+            rows = token_slots.to(torch.int64).cpu().numpy()
+            self._streams.fence_loads(self.forward_stream)
+            with self._streams.loading():
+                pages = self.copier.prepare_load(ticket.slots.astype(np.int64), rows, position)
+                for layer in range(self._num_layers):
+                    self.copier.load_layer(pages, layer)
+            self._streams.synchronize()
+        except Exception:
+            self.store.counters.add("load_failures")
+            logger.exception("hier-kv: stored pages could not be put in place of recomputed ones")
+            return False
+        finally:
+            self.store.release(ticket.slots)
+        self.store.counters.add("restored_pages", len(hashes))
+        self.store.events.pages("restored", hashes)
+        return True
+
+    def overwrite_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies rows of the device pool over others, between the forwards.
+
+        Ordered behind the forward that is running, which may write the source and read the target,
+        and before the next one and any save that is offered from now on.
+
+        Args:
+            target: i64 `[N]`, rows.
+            source: `[N]`, rows, none of them in `target`.
+        """
+        with self._streams.in_forward_order(self.forward_stream, target, source):
+            rows = source.to(torch.int64)
+            for buffer in (*self.copier.pool.k, *self.copier.pool.v):
+                buffer[target] = buffer[rows]
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Cancels a load that has not started."""
+        job = self._pending_loads.pop(rid, None)
+        if job is None:
+            return False
+        self.store.release(job.ticket.slots)
+        return True
+
+    # ---- save ----
+
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
+        """Queues a node's pages for saving; False when they may not or cannot be saved now."""
+        place, transfer = self.place, transfers[0]
+        if place is None or self._closed:
+            return False
+        return self._saves.offer(
+            place,
+            hashes_from_hex(transfer.keys),
+            transfer.device_indices,
+            lambda: self._streams.save_events(self.record_offload_ready),
+            accepts_all=self.accepts_all,
+        )
+
+    def after_saves(self, note: Callable[[], None]) -> None:
+        """Calls something short on the save thread; see `SaveThread.after_saves`."""
+        if not self._closed:
+            self._saves.after_saves(note)
+
+    def num_queued_offloads(self) -> int:
+        """Number of saves queued or running."""
+        return self._saves.num_queued
+
+    def num_completed_offloads(self) -> int:
+        """Number of finished saves not yet taken."""
+        return self._saves.num_completed
+
+    def completed_offloads(self, most: int) -> list[bool]:
+        """Results of the oldest finished saves, which stay to be taken."""
+        return self._saves.completed(most)
+
+    def pop_completed_offload(self) -> bool:
+        """Takes the oldest finished save; True when all its pages are stored."""
+        return self._saves.pop_completed()
+
+    # ---- lifecycle ----
+
+    def quiesce(self) -> bool:
+        """Waits until every queued save is done; False when it takes unreasonably long."""
+        return self._saves.wait_idle(_QUIESCE_TIMEOUT_S)
+
+    def reset(self) -> None:
+        """The device tier was dropped; the tiers below stay."""
+        for rid in list(self._pending_loads):
+            self.cancel_queued_load(rid)
+        if not self.quiesce():
+            self.store.counters.add("reset_overtook_saves")
+            logger.warning("hier-kv: the device cache is reset under a save; its pages are dropped")
+        self._saves.device_was_reset()
+        self.layer_done_counter.reset()
+
+    def close(self) -> None:
+        """Ends the threads, writes what time allows to disk and closes the store."""
+        if self._closed:
+            return
+        self._closed = True
+        for rid in list(self._pending_loads):
+            self.cancel_queued_load(rid)
+        self._saves.close()
+        self.loads.close()
+        self.copier.close()
+        self.store.close()

@@ -1,0 +1,179 @@
+"""Start-up self-check: does every layer apply the rotary embedding that was found on it?
+
+One prefill of identical tokens, with the cache bypassed. Token and position apart, every row is the
+same computation: attention over identical values is the same value whatever the weights are. So
+before rotary embedding all K rows of a layer are equal, and after it they are not. Taking the
+rotation out of what the model wrote must make the rows equal again, in every layer; where it does
+not (a layer that keeps a rotary module without using it, a norm after the rotation, absolute
+positions), that layer is stored position-bound, and no page can be moved.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from array import array
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_ext.device.pools import DevicePool
+from sglang_ext.device.rope_discovery import LayerRope
+from sglang_ext.seam.cache import HierKVRadixCache
+
+logger = logging.getLogger(__name__)
+
+_NUM_TOKENS = 64
+# Rows may differ by the rounding of one K value and of the layers before; a wrong rotation moves
+# them by about their own size.
+_TOLERANCE = 0.05
+
+
+def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
+    """Checks all layers once and binds those that fail. Never raises.
+
+    Args:
+        scheduler: SGLang's scheduler, before its first step.
+        cache: its cache.
+    """
+    copier = cache.hier_linker.copier
+    runner = scheduler.tp_worker.model_runner
+
+    def release() -> None:
+        """Frees what the prefill took, at whatever point it ended."""
+        runner.req_to_token_pool.clear()
+        runner.token_to_kv_pool_allocator.clear()
+
+    try:
+        slots = _prefill_identical(scheduler)
+    except Exception as error:
+        logger.warning(
+            "hier-kv: the self-check could not run (%s); K is stored position-bound", error
+        )
+        copier.bind_all(f"the self-check could not run: {error}")
+        release()
+        _bind_what_others_bound(cache, range(copier.pool.num_layers))
+        return
+    try:
+        failed = check_layers(copier.pool, copier.ropes, slots)
+    finally:
+        release()
+    for layer, spread in failed.items():
+        copier.bind(layer, f"rows differ by {spread:.2f} after the rotation was taken out")
+    _bind_what_others_bound(cache, failed)
+    movable = sum(rope.movable for rope in copier.ropes)
+    logger.info(
+        "hier-kv: self-check: the rotation of %d of %d layers is understood",
+        movable,
+        copier.pool.num_layers,
+    )
+    cache.metrics_reporter_hier.set_info(self_check_failed_layers=sorted(failed))
+
+
+def _bind_what_others_bound(cache: HierKVRadixCache, failed: Iterable[int]) -> None:
+    """A layer that fails on one rank is bound on all, so that all can move a page or none can."""
+    if cache.lockstep is None:
+        return
+    for content in cache.lockstep.gather(json.dumps(sorted(failed)).encode()):
+        for layer in json.loads(content):
+            cache.hier_linker.copier.bind(layer, "it failed the self-check on some rank")
+
+
+def check_layers(
+    pool: DevicePool, ropes: list[LayerRope], slots: np.ndarray[Any, np.dtype[np.int64]]
+) -> dict[int, float]:
+    """Layers whose rows are not equal before rotary embedding, with their relative spread.
+
+    Args:
+        pool: the device pool; rows `slots` hold the K of identical tokens at positions 0, 1, ...
+        ropes: one a layer; layers that are bound already are left out.
+        slots: i64 `[T]`.
+    """
+    failed: dict[int, float] = {}
+    index = torch.as_tensor(slots, device=pool.device)
+    for layer, rope in enumerate(ropes):
+        if not rope.movable:
+            continue
+        rows = pool.k[layer][index].detach().to("cpu", torch.float64)
+        if rope.spec is not None:
+            rows = _unrotate(rows, rope)
+        spread = float((rows - rows[:1]).abs().max() / rows.abs().max())
+        if not spread <= _TOLERANCE:  # NaN fails too, and so do zeros, which prove nothing
+            failed[layer] = spread
+    return failed
+
+
+def _unrotate(rows: torch.Tensor, rope: LayerRope) -> torch.Tensor:
+    spec = rope.spec
+    assert spec is not None
+    cos = torch.from_numpy(spec.cos[: len(rows)]).double()[:, None]
+    sin = torch.from_numpy(spec.sin[: len(rows)]).double()[:, None]
+    part = rows[..., spec.first : spec.first + spec.rotary_dim]
+    if spec.interleaved:
+        first, second = part[..., ::2], part[..., 1::2]
+    else:
+        first, second = part.chunk(2, dim=-1)
+    scale = cos * cos + sin * sin
+    x1, x2 = (first * cos + second * sin) / scale, (second * cos - first * sin) / scale
+    both = torch.stack((x1, x2), -1).flatten(-2) if spec.interleaved else torch.cat((x1, x2), -1)
+    out = rows.clone()
+    out[..., spec.first : spec.first + spec.rotary_dim] = both
+    return out
+
+
+@torch.no_grad()
+def _prefill_identical(scheduler: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Prefills `_NUM_TOKENS` equal tokens and returns their pool rows, i64 `[T]`."""
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    runner = scheduler.tp_worker.model_runner
+    length = min(_NUM_TOKENS, scheduler.max_req_input_len)
+    token = min(7, runner.model_config.vocab_size - 1)
+    req = Req(
+        rid="hier-kv-self-check",
+        origin_input_text="",
+        origin_input_ids=array("q", [token] * length),
+        sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+    )
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    req.logprob_start_len = -1
+    req.extend_end = length
+    batch = ScheduleBatch.init_new(
+        reqs=[req],
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        tree_cache=_no_cache(runner, scheduler.page_size),
+        model_config=runner.model_config,
+        enable_overlap=False,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+    )
+    batch.prepare_for_extend()
+    if batch.input_ids is None:
+        batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+        batch.prefill_input_ids_cpu = None
+    runner.forward(ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False))
+    if runner.device != "cpu":
+        torch.get_device_module(runner.device).synchronize()
+    rows = runner.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
+    slots: np.ndarray[Any, np.dtype[np.int64]] = rows.to(torch.int64).cpu().numpy()
+    return slots
+
+
+def _no_cache(runner: Any, page_size: int) -> Any:
+    """Stands in for the tree: nothing is matched, nothing is kept."""
+    return SimpleNamespace(
+        page_size=page_size,
+        device=runner.device,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        supports_swa=lambda: False,
+        supports_mamba=lambda: False,
+        supports_prefix_sharing=lambda: True,
+        evict=lambda params: None,
+        maybe_hand_to_session=lambda req: None,
+    )

@@ -1,0 +1,243 @@
+"""Tree-side flow: what a match promises, where a transfer's pages lie, who a request belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
+    ExternalCacheHitMarker,
+    UnifiedCacheLinkerWrapper,
+    _PendingOffload,
+)
+
+from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
+from sglang_ext.seam.linker import HierKVLinker
+from sglang_ext.seam.request_state import Tier, max_quality_of, state_of
+from sglang_ext.tiers.records.quality import Qualities
+from sglang_ext.tiers.store import KeySpace, LoadTicket
+from sglang_ext.truncation.lineage import lineage_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_ext.seam.cache import HierKVRadixCache
+
+_NO_HASHES = np.empty((0, 32), np.uint8)
+
+
+class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
+    """SGLang's wrapper, with positions, namespaces and ready-in-DRAM promises."""
+
+    cache: HierKVRadixCache
+    cache_linker: HierKVLinker
+    pending_offloads: list[Any]
+    inflight_load_rids: list[str]
+    inflight_load_index: int
+    _num_void = 0  # leading pending saves of which nothing is stored any more
+
+    def match(self, key: Any, req: Any, result: Any) -> Any:
+        """Extends a device match by the pages that are ready in DRAM now.
+
+        Runs several times for a request: when it enters the queue and at each admission attempt.
+        """
+        self.hit_markers.pop(req.rid, None)  # a stale one would load pages of an older match
+        space = self.cache.space_of(req)
+        device_len = result.device_prefix_len
+        if space is None or device_len >= len(key):
+            return result
+        tail_hashes = self._tail_hashes(key, result, device_len)
+        num_pages = 0
+        if tail_hashes:
+            num_pages = self._num_loadable(req, space, device_len, tail_hashes)
+        if num_pages == 0:
+            return result
+        self.hit_markers[req.rid] = ExternalCacheHitMarker(
+            tail_hashes=list(tail_hashes[:num_pages]), device_hit_len=device_len
+        )
+        return result._replace(
+            last_host_node=result.best_match_node,
+            host_hit_length=num_pages * self.cache.page_size,
+        )
+
+    def _num_loadable(self, req: Any, space: KeySpace, device_len: int, tail: list[str]) -> int:
+        """Pages behind the device prefix that can be loaded, on every rank of the group."""
+        lockstep = self.cache.lockstep
+        if lockstep is not None:
+            first_page = device_len // self.cache.page_size
+            promised = lockstep.promises.num_promised(req.cache_request_handle, space, first_page)
+            return min(promised, len(tail))
+        hashes, lineage = hashes_from_hex(tail), self.cache.truncated.lineage_of(req)
+        if lineage is not None:
+            return self.cache.truncated.ready_pages(req, lineage, space, device_len, hashes)
+        return self.cache_linker.store.ready_prefix(space, hashes, max_quality_of(req))
+
+    def load_back(self, req: Any) -> tuple[int, Any]:
+        """Queues the promised pages into device slots of the request's own."""
+        marker = self.hit_markers.get(req.rid)
+        space = self.cache.space_of(req)
+        if marker is None or space is None:
+            self.hit_markers.pop(req.rid, None)
+            return 0, req.last_node
+        start = marker.device_hit_len
+        lineage = lineage_of(req)
+        composition = None if lineage is None else lineage.composition
+        self.cache_linker.place = Place(
+            space,
+            start,
+            _NO_HASHES,
+            max_quality=max_quality_of(req),
+            composition=composition,
+            take=self._take_promised(req, space, start),
+        )
+        try:
+            loaded, node = super().load_back(req)
+        finally:
+            self.cache_linker.place = None
+        if loaded:
+            self.cache.note_remote(req)
+            state = state_of(req)
+            state.note_loaded(start, loaded, Tier.HOST)
+            quality = self.cache_linker.queued_quality(req.rid)
+            state.note_loaded_quality(start // self.cache.page_size, quality)
+            if lineage is not None and composition is not None:
+                lineage.note_loaded(composition)
+                self.cache_linker.store.counters.add("moved_tokens", composition.num_moved)
+        if self.cache.lockstep is None:
+            self.cache.release_plan(req.cache_request_handle)
+        return loaded, node
+
+    def _take_promised(
+        self, req: Any, space: KeySpace, start: int
+    ) -> Callable[[Hashes], LoadTicket | None] | None:
+        """With several ranks, what hands over the pages that all of them promised."""
+        lockstep = self.cache.lockstep
+        if lockstep is None:
+            return None
+        handle, first_page = req.cache_request_handle, start // self.cache.page_size
+        return lambda hashes: lockstep.promises.take(handle, space, first_page, hashes)
+
+    def end_loads(self) -> tuple[list[str], bool]:
+        """Waits for the loads of the batch that just ran, on this rank.
+
+        Returns:
+            Ids of the requests that loaded, the same on every rank, and whether the loads landed
+            on this one.
+        """
+        rids, self.inflight_load_rids = self.inflight_load_rids, []
+        if not rids:
+            return [], True
+        index, self.inflight_load_index = self.inflight_load_index, -1
+        landed = self.cache_linker.finish_layer_wise_loading(index)
+        for rid in rids:
+            self.private_load_indices.pop(rid, None)
+        return rids, landed
+
+    def ended_saves(self, most: int) -> list[bool]:
+        """Results of the oldest saves that ended on this rank and were not taken yet."""
+        most = min(most, len(self.pending_offloads))
+        return self.cache_linker.completed_offloads(most)
+
+    def _offload_node(self, node_id: Any, transfers: list[Any]) -> None:
+        space = self.cache.checkpoint_space
+        if space is None:
+            return
+        num_tokens = len(transfers[0].device_indices)
+        position, ancestors = self._path_before(node_id, num_tokens)
+        pages = self.cache.taint.pages
+        quality = pages.of(transfers[0].keys) if pages else None
+        place = Place(space, position, ancestors, quality)
+        self.cache_linker.place = self.cache.truncated.place_of_save(
+            self.cache.checkpoint_request, place, num_tokens // self.cache.page_size
+        )
+        try:
+            super()._offload_node(node_id, transfers)
+        finally:
+            self.cache_linker.place = None
+
+    def save_again(
+        self,
+        node_id: Any,
+        keys: list[str],
+        rows: torch.Tensor,
+        *,
+        position: int,
+        ancestors: list[str],
+        quality: Qualities,
+    ) -> None:
+        """Queues pages of the tree that got better for saving, stored as they may be already.
+
+        Args:
+            node_id: node at or below the pages, locked until they are saved.
+            keys: the pages' hashes.
+            rows: `[N * P]`, rows of the device pool.
+            position: index of the first token.
+            ancestors: hashes of the pages before.
+            quality: of the pages, u8 `[N]`.
+        """
+        space = self.cache.checkpoint_space
+        if space is None:
+            return
+        lock = self.cache.inc_lock_ref(node_id).to_dec_params()
+        self.cache_linker.place = Place(space, position, hashes_from_hex(ancestors), quality)
+        try:
+            transfer = PoolTransfer(name=PoolName.KV, device_indices=rows, keys=keys)
+            queued = self.cache_linker.offload([transfer])
+        finally:
+            self.cache_linker.place = None
+        if queued:
+            # No node: what SGLang notes of nodes is of the save that came before.
+            self.pending_offloads.append(_PendingOffload(node_id, lock, []))
+        else:
+            self.cache.dec_lock_ref(node_id, lock)
+
+    def forget_saves(self) -> None:
+        """The tiers were cleared: what is on the device is stored nowhere, whatever was saved.
+
+        It is saved again when a request comes past it; without that what follows it could not be
+        found. SGLang's tree in Rust keeps its marks: there it takes a flush.
+        """
+        self._num_void = len(self.pending_offloads)
+        if self.cache.tree_core_name == "python":
+            for node in self.cache.tree_core._node_arena.values():
+                node.external_cache_stored = False
+
+    def commit_completed_offloads(self, successes: Sequence[bool]) -> None:
+        """As SGLang's; saves from before `forget_saves` ended as not stored, whenever they did."""
+        num_void = min(self._num_void, len(successes))
+        self._num_void -= num_void
+        super().commit_completed_offloads([*[False] * num_void, *successes[num_void:]])
+
+    def reset(self) -> None:
+        """As SGLang's, which gives up all pending saves."""
+        super().reset()
+        self._num_void = 0
+
+    def replace_pending_offload_node(
+        self, ack_id: Any, old_node_id: Any, new_node_ids: list[Any]
+    ) -> None:
+        """A node whose save is under way was split; saves of `save_again` are not meant."""
+        everything = self.pending_offloads
+        self.pending_offloads = [entry for entry in everything if entry.publish_node_ids]
+        super().replace_pending_offload_node(ack_id, old_node_id, new_node_ids)
+        ordinary = iter(self.pending_offloads)
+        self.pending_offloads = [
+            next(ordinary) if entry.publish_node_ids else entry for entry in everything
+        ]
+
+    def _path_before(self, node_id: Any, num_tokens: int) -> tuple[int, Hashes]:
+        """Index of a node's first token, and the hashes of the pages before it."""
+        core = self.cache.tree_core
+        if self.cache.tree_core_name != "python":
+            end = len(core.collect_full_device_indices(node_id, self.cache.root_node_handle()))
+            return end - num_tokens, _NO_HASHES
+        keys: list[str] = []
+        node = core.node_by_id(node_id).parent
+        position = 0
+        while node is not None and node.parent is not None:
+            position += len(node.key)
+            keys = list(node.hash_value or ()) + keys
+            node = node.parent
+        return position, hashes_from_hex(keys) if keys else _NO_HASHES

@@ -1,0 +1,115 @@
+"""Command line flags and Engine arguments, from the fields of ``HierKVConfig``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from sglang_ext.settings.config import HierKVConfig, HierKVConfigError, flag_name
+
+ENV_CONFIG = "SGLANG_HIER_KV_CONFIG"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--enable-hier-kv`` and one flag a setting, in a group of their own."""
+    group = parser.add_argument_group(
+        "hierarchical KV cache",
+        "Keeps evicted KV cache in DRAM and on SSD and brings it back before it is needed.",
+    )
+    group.add_argument(
+        "--enable-hier-kv",
+        action="store_true",
+        help="Turn the hierarchical KV cache on. Without this flag SGLang runs unchanged.",
+    )
+    for item in fields(HierKVConfig):
+        options: dict[str, Any] = {
+            "type": type(item.default),
+            # Absent unless given: a flag without --enable-hier-kv is refused, whatever its value.
+            "default": argparse.SUPPRESS,
+            "help": f"{item.metadata['help']} Default: {item.default!r}.".replace("%", "%%"),
+        }
+        if item.metadata["choices"]:
+            options["choices"] = item.metadata["choices"]
+        else:
+            options["metavar"] = item.metadata["metavar"]
+        group.add_argument(flag_name(item.name), **options)
+
+
+def config_from_namespace(namespace: argparse.Namespace) -> HierKVConfig | None:
+    """The settings in a parsed command line, or None when the plugin is off.
+
+    Raises:
+        HierKVConfigError: a flag is set to something that cannot work, or is set without
+            ``--enable-hier-kv``.
+    """
+    values = {
+        item.name: getattr(namespace, f"hier_kv_{item.name}")
+        for item in fields(HierKVConfig)
+        if hasattr(namespace, f"hier_kv_{item.name}")
+    }
+    if getattr(namespace, "enable_hier_kv", False):
+        return HierKVConfig.from_dict(values)
+    if values:
+        raise HierKVConfigError(
+            f"{flag_name(next(iter(values)))} was given without --enable-hier-kv and would have no "
+            "effect; add --enable-hier-kv or remove it."
+        )
+    return config_from_environment()
+
+
+def config_from_environment() -> HierKVConfig | None:
+    """Settings from ``SGLANG_HIER_KV_CONFIG`` (JSON), for launchers that own the command line."""
+    text = os.environ.get(ENV_CONFIG)
+    return HierKVConfig.from_json(text) if text else None
+
+
+def split_engine_kwargs(kwargs: dict[str, Any]) -> tuple[HierKVConfig | None, dict[str, Any]]:
+    """Takes ``enable_hier_kv`` and ``hier_kv_*`` out of ``sglang.Engine``'s keyword arguments.
+
+    Returns:
+        The settings (None when off) and the arguments that are SGLang's own.
+    """
+    rest = dict(kwargs)
+    enabled = bool(rest.pop("enable_hier_kv", False))
+    values = {
+        name[len("hier_kv_") :]: rest.pop(name)
+        for name in list(rest)
+        if name.startswith("hier_kv_")
+    }
+    if enabled:
+        return HierKVConfig.from_dict(values), rest
+    if values:
+        raise HierKVConfigError(
+            f"hier_kv_{next(iter(values))} was given without enable_hier_kv=True and would have no "
+            "effect."
+        )
+    return config_from_environment(), rest
+
+
+def engine_args_factory(
+    base: Callable[..., Any], attach: Callable[[Any, HierKVConfig], None]
+) -> Callable[..., Any]:
+    """Wraps ``Engine.server_args_class`` so that it accepts the plugin's arguments."""
+
+    def build(**kwargs: Any) -> Any:
+        config, rest = split_engine_kwargs(kwargs)
+        server_args = base(**rest)
+        if config is not None:
+            attach(server_args, config)
+        return server_args
+
+    return build
+
+
+def flag_table() -> str:
+    """The flags as a Markdown table; docs/configuration.md holds exactly this (tested)."""
+    lines = ["| flag | default | meaning |", "|---|---|---|"]
+    for item in fields(HierKVConfig):
+        choices = item.metadata["choices"]
+        values = "\\|".join(choices) if choices else item.metadata["metavar"]
+        default = "(empty)" if item.default == "" else f"`{item.default}`"
+        lines.append(f"| `{flag_name(item.name)} {values}` | {default} | {item.metadata['help']} |")
+    return "\n".join(lines)

@@ -1,0 +1,206 @@
+"""Searches the prompts of waiting requests for stored text, on a thread of its own.
+
+Stored text attended to what came before it in *its* conversation, so who finds it learns of that.
+Only conversations that opted in are noted (the server's flag says `match` or `all`, and the request
+did not decline), only under a named tenant, and only for requests of the same tenant, owner and
+session.
+
+A request whose exact prefix is stored no further than its head is held for the moment that the
+search takes. What is found makes it a request of a lineage before it is matched for admission;
+nothing found, or found too late, leaves it an exact request.
+
+But for the thread's two jobs everything runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sglang_ext.identity.tenancy import Tenant, tenant_of
+from sglang_ext.seam.request_state import wants_exact
+from sglang_ext.tiers.store import KeySpace
+from sglang_ext.truncation.lineage import QuoteLineage, attach_lineage, lineage_of, quote_name
+from sglang_ext.truncation.quotes import I32, StoredRun, StoredText
+from sglang_ext.truncation.rolling import group_id
+
+if TYPE_CHECKING:
+    from sglang_ext.seam.cache import HierKVRadixCache
+    from sglang_ext.seam.hooks.truncation import Truncator
+
+logger = logging.getLogger(__name__)
+
+_DEADLINE_S = 0.25
+_MIN_RUN_PAGES = 2
+# Jobs that may wait for the thread; conversations are not noted beyond, prompts not searched.
+_MAX_JOBS = 256
+# Pages whose text is kept: 4 bytes a token, and about 400 bytes a page beside it.
+MAX_PAGES = 1 << 18
+
+
+@dataclass(frozen=True)
+class _Search:
+    future: Future[StoredRun | None]
+    req: Any
+    space: KeySpace
+    group: int
+    head: int
+    deadline_s: float
+
+
+class QuoteSearch:
+    """The searches of one cache, and the text that they search.
+
+    Args:
+        cache: the cache.
+        truncator: says who may, and where heads end; its mode is `match` or `all`.
+        max_pages: pages whose text is kept.
+    """
+
+    def __init__(
+        self, cache: HierKVRadixCache, truncator: Truncator, max_pages: int = MAX_PAGES
+    ) -> None:
+        self._cache = cache
+        self._truncator = truncator
+        self._max_pages = max_pages
+        self._text = StoredText(cache.page_size, max_pages)
+        self._thread = ThreadPoolExecutor(1, "hier-kv-quotes")
+        self._notes: list[Future[None]] = []
+        self._searches: dict[Hashable, _Search] = {}
+        self._thread.submit(_warm_up, cache.page_size)
+
+    def _tenant_of(self, req: Any) -> Tenant | None:
+        """The tenant of a request that opted in; None for who neither quotes nor is quoted.
+
+        A truncated request does neither: what its pages rest on is an approximation already.
+        """
+        if lineage_of(req) is not None or not self._truncator.may_quote(req):
+            return None
+        return tenant_of(req) if self._truncator.wants_match(req) else None
+
+    # ---- what is stored ----
+
+    def note(self, req: Any, space: KeySpace, num_tokens: int) -> None:
+        """A request ended, and its pages are saved: its tenant may quote them from now on."""
+        tenant = self._tenant_of(req)
+        if tenant is None or not tenant.is_named:
+            return
+        size = self._cache.page_size
+        tokens = array("q", req.full_untruncated_fill_ids[: num_tokens // size * size])
+        self._notes = [note for note in self._notes if not note.done()]
+        if len(tokens) < _MIN_RUN_PAGES * size or len(self._notes) >= _MAX_JOBS:
+            return
+        hashes = self._truncator.hash_of(tokens, req.extra_key, req.cache_salt)
+        head = self._truncator.head_of(req.origin_input_ids)
+        group = self._group(space, tenant, tokens[:head])
+        self._notes.append(
+            self._thread.submit(self._text.add, group, _words(tokens), hashes, -(-head // size))
+        )
+
+    def forget(self) -> None:
+        """The storage was cleared: no text of it is kept. Jobs under way end on the old text."""
+        self.drop_all()
+        self._text = StoredText(self._cache.page_size, self._max_pages)
+
+    # ---- searches ----
+
+    def begin(self, req: Any, space: KeySpace, num_found: int) -> None:
+        """A request entered the queue; its prompt is searched where that can be of use.
+
+        Args:
+            req: SGLang's request.
+            space: of its pages.
+            num_found: tokens of its exact prefix that are stored or on the device.
+        """
+        if wants_exact(req) or not self._cache.hier_linker.copier.movable:
+            return
+        tenant = self._tenant_of(req)
+        if tenant is None:
+            return
+        if not tenant.is_named:
+            self._cache.store.counters.add("quote_unnamed_requests")
+            return
+        size = self._cache.page_size
+        head, num = self._truncator.head_of(req.origin_input_ids), len(req.origin_input_ids)
+        if num_found > head + size or num - head < _MIN_RUN_PAGES * size:
+            return
+        if len(self._searches) >= _MAX_JOBS:
+            return
+        tokens = req.origin_input_ids[:]
+        group, words = self._group(space, tenant, tokens[:head]), _words(tokens)
+        self._cache.store.counters.add("quote_searches")
+        future = self._thread.submit(self._text.find, group, words, head, _MIN_RUN_PAGES * size)
+        search = _Search(future, req, space, group, head, time.monotonic() + _DEADLINE_S)
+        self._searches[req.cache_request_handle] = search
+
+    def may_admit(self, handle: Hashable) -> bool:
+        """False while a request's prompt is searched. O(1), but for when a search has ended."""
+        search = self._searches.get(handle)
+        if search is None:
+            return True
+        if not search.future.done():
+            if time.monotonic() < search.deadline_s:
+                return False
+            self._cache.store.counters.add("quote_search_timeouts")
+            self.drop(handle)
+            return True
+        del self._searches[handle]
+        try:
+            run = search.future.result()
+        except Exception:
+            logger.exception("hier-kv: a prompt could not be searched for stored text")
+            self._cache.store.counters.add("quote_search_failures")
+            return True
+        if run is not None:
+            self._found(search, run)
+        return True
+
+    def drop(self, handle: Hashable) -> None:
+        """A request leaves the queue, or is not searched any more."""
+        search = self._searches.pop(handle, None)
+        if search is not None:
+            search.future.cancel()
+
+    def drop_all(self) -> None:
+        """Every request leaves."""
+        for handle in list(self._searches):
+            self.drop(handle)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _group(self, space: KeySpace, tenant: Tenant, head: array[int]) -> int:
+        """Who may quote whom: the same namespace, adapter, tenant, owner, session and head."""
+        whose = (tenant.extra_key, tenant.salt, tenant.owner, tenant.session)
+        secret = self._truncator.secret
+        return group_id(secret, space.digest, space.lora, *whose, head.tobytes())
+
+    def _found(self, search: _Search, run: StoredRun) -> None:
+        req, cache = search.req, self._cache
+        name = quote_name(self._truncator.secret, search.group, run)
+        lineage = QuoteLineage(
+            req.origin_input_ids[:], run, search.head, cache.page_size, name, req.extra_key
+        )
+        attach_lineage(req, lineage)
+        cache.store.counters.add("quoting_requests")
+        tail = self._truncator.hash_of(req.full_untruncated_fill_ids, req.extra_key, req.cache_salt)
+        cache.truncated.enqueue(req, lineage, search.space, 0, tail)
+
+
+def _warm_up(page_size: int) -> None:
+    """Compiles, or loads from the cache, what a search runs."""
+    text, tokens = StoredText(page_size, 4), np.arange(2 * page_size, dtype=np.int32)
+    text.add(0, tokens, np.arange(64, dtype=np.uint8).reshape(2, 32), 1)
+    text.find(0, tokens[page_size:], 0, 1)
+
+
+def _words(tokens: array[int]) -> I32:
+    return np.frombuffer(tokens, np.int64).astype(np.int32)

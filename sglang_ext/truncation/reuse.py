@@ -1,0 +1,189 @@
+"""Finds the KV of what is kept of a truncated prompt, and says what of it need not be stored again.
+
+Runs on the scheduler's thread and only looks things up. The copying is the linker's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
+from sglang_ext.seam.request_state import Tier, max_quality_of, state_of
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.tiers.store import KeySpace
+from sglang_ext.tiers.store.types import ON_DISK, READY
+from sglang_ext.truncation.extents import Composition, Source, compose
+from sglang_ext.truncation.lineage import CutLineage, Lineage, lineage_of
+
+if TYPE_CHECKING:
+    from sglang_ext.seam.cache import HierKVRadixCache
+
+Bools = npt.NDArray[np.bool_]
+
+
+class TruncatedReuse:
+    """Compositions of truncated requests, for one cache."""
+
+    def __init__(self, cache: HierKVRadixCache) -> None:
+        self._cache = cache
+
+    # ---- matches ----
+
+    def lineage_of(self, req: Any) -> Lineage | None:
+        """The lineage of a request whose pages may be made of others; None for all others.
+
+        With several ranks that must decide alike none are: what is ready differs between ranks, and
+        they agree on prefixes of a request's own chain only.
+        """
+        return lineage_of(req) if getattr(self._cache, "lockstep", None) is None else None
+
+    def ready_pages(
+        self, req: Any, lineage: Lineage, space: KeySpace, device_len: int, tail: Hashes
+    ) -> int:
+        """Number of pages behind the device's that can be loaded now; noted for the load.
+
+        Args:
+            req: SGLang's request.
+            lineage: its own.
+            space: of its pages.
+            device_len: tokens of it on the device, a multiple of the page size.
+            tail: u8 `[N, 32]`, hashes of its pages from there on.
+        """
+        lineage.composition = self._compose(req, lineage, space, device_len, tail, READY)
+        return lineage.composition.num_pages if lineage.composition is not None else 0
+
+    def enqueue(
+        self, req: Any, lineage: Lineage, space: KeySpace, device_pages: int, tail: Hashes
+    ) -> None:
+        """A truncated request enters the queue: notes where its pages lie, waits for them.
+
+        Args:
+            req: SGLang's request.
+            lineage: its own.
+            space: of its pages.
+            device_pages: pages of it on the device.
+            tail: u8 `[N, 32]`, hashes of its pages from there on.
+        """
+        size = self._cache.page_size
+        found = self._compose(req, lineage, space, device_pages * size, tail, 0xFF)
+        tiers = [(Tier.DEVICE, device_pages)]
+        if found is not None:
+            flags, _ = self._cache.store.page_states(space, found.hashes)
+            on_disk_only = ((flags & READY) == 0) & ((flags & ON_DISK) != 0)
+            from_disk = found.worst_of(on_disk_only.astype(np.uint8))
+            tiers += [(Tier.DISK if disk else Tier.HOST, 1) for disk in from_disk]
+        state_of(req).note_enqueued(size, tiers)
+        room, handle = self._cache.waiting_room, req.cache_request_handle
+        if found is None:
+            room.leave(handle)
+        else:
+            self._leave_behind(req, lineage, space)
+            room.enter(handle, Wish(space, found.hashes, 0, max_quality_of(req)))
+
+    def _leave_behind(self, req: Any, lineage: Lineage, space: KeySpace) -> None:
+        """Tells the placement policy which stored pages the conversation goes on without."""
+        lookahead = self._cache.store.lookahead
+        if lookahead is None or not self._takes_others(req) or not isinstance(lineage, CutLineage):
+            return
+        size = self._cache.page_size
+        for source in lineage.sources(0, _none_usable):
+            first, end = -(-source.begin // size), (source.begin + source.shift) // size
+            if first < end:
+                lookahead.leave_behind(space, source.hashes, first, end)
+
+    def _takes_others(self, req: Any) -> bool:
+        """Whether a truncated request may be given pages of other prompts.
+
+        Whoever wants exact KV gets none, nor does a model whose K cannot move.
+        """
+        if max_quality_of(req) < Quality.APPROXIMATED:
+            return False
+        return bool(self._cache.hier_linker.copier.movable)
+
+    def _compose(
+        self,
+        req: Any,
+        lineage: Lineage,
+        space: KeySpace,
+        device_len: int,
+        tail: Hashes,
+        need: int,
+    ) -> Composition | None:
+        """The pages behind the device's that stored pages with any of the flags `need` give."""
+        size, limit = self._cache.page_size, max_quality_of(req)
+
+        def usable_of(hashes: Hashes) -> Bools:
+            flags, quality = self._cache.store.page_states(space, hashes)
+            usable: Bools = ((flags & np.uint8(need)) != 0) & (quality <= limit)
+            return usable
+
+        before = np.zeros((device_len // size, 32), np.uint8)
+        end = device_len + len(tail) * size
+        own = Source(0, 0, end, np.concatenate([before, tail]), usable_of)
+        others = lineage.sources(end, usable_of) if self._takes_others(req) else []
+        return compose(device_len, end, size, own, others)
+
+    # ---- saves ----
+
+    def stored_path(self, req: Any, hashes: Hashes) -> Hashes:
+        """Hashes of the pages that a request used, as they are stored.
+
+        Args:
+            req: SGLang's request; any.
+            hashes: u8 `[N, 32]`, its own pages.
+        """
+        lineage = lineage_of(req)
+        if lineage is None or lineage.loaded is None:
+            return hashes
+        start = lineage.loaded.start // lineage.loaded.page_size
+        end = start + lineage.loaded.num_pages
+        return np.concatenate([hashes[:start], lineage.loaded.hashes, hashes[end:]])
+
+    def place_of_save(self, req: Any, place: Place, num_pages: int) -> Place:
+        """What a save of a truncated request's pages must know besides.
+
+        Pages made of others are not stored again: the next turn makes them again. In exchange the
+        pages that they are made of are kept as young as the lineage's own.
+
+        Args:
+            req: SGLang's request; any.
+            place: of pages in its path.
+            num_pages: their number.
+        """
+        lineage = lineage_of(req)
+        if lineage is None or lineage.loaded is None:
+            return place
+        loaded = lineage.loaded
+        first, start = place.position // self._cache.page_size, loaded.start // loaded.page_size
+        aliased = np.zeros(num_pages, np.bool_)
+        begin, stop = max(first, start), min(first + num_pages, start + loaded.num_pages)
+        if begin < stop:
+            aliased[begin - first : stop - first] = ~loaded.stored[begin - start : stop - start]
+        sources = loaded.sources_of(start, max(0, first - start))
+        return replace(
+            place,
+            ancestors=np.concatenate([sources, place.ancestors]),
+            aliased=aliased if aliased.any() else None,
+        )
+
+
+def _none_usable(hashes: Hashes) -> Bools:
+    return np.zeros(len(hashes), np.bool_)
+
+
+def page_hashes(page_size: int) -> Any:
+    """A function for the page hashes of (tokens, extra_key, salt), u8 `[N, 32]`."""
+
+    def hash_of(tokens: array[int], extra_key: str | None, salt: str | None) -> Hashes:
+        key = RadixKey(tokens, extra_key, cache_salt=salt).page_aligned(page_size)
+        return hashes_from_hex(get_storage_hash_str(key, None, page_size=page_size))
+
+    return hash_of

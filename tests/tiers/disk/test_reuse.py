@@ -1,0 +1,233 @@
+"""Room is made page by page: records are written in the places of those that were given up."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_ext.tiers.base import Location
+from sglang_ext.tiers.disk import DiskTier
+from sglang_ext.tiers.disk.reuse import ReusedSegment
+from sglang_ext.tiers.records.record import VerifyResult
+from tests.tiers.conftest import OpenTier
+from tests.tiers.page_books import PageBooks
+from tests.tiers.protection_cases import KEY, seals
+from tests.tiers.tier_pages import (
+    NAMESPACE,
+    PACKED_SLOT_BYTES,
+    key,
+    make_record,
+    make_slot,
+    read_page,
+)
+
+MAX_BYTES = 4 << 20
+LAYOUTS = pytest.mark.parametrize("packed", [False, True], ids=["slots", "packed"])
+
+
+class World:
+    """A small full disk and its owner."""
+
+    def __init__(self, open_tier: OpenTier, packed: bool, **settings: object) -> None:
+        self.packed = packed
+        self.books = PageBooks(1)
+        self.tier: DiskTier = open_tier(max_bytes=MAX_BYTES, direct_io="off", **settings)
+        self.books.connect(self.tier)
+        self.books.add_recovered(
+            self.tier.open_namespace(NAMESPACE, PACKED_SLOT_BYTES, {}, packed=packed)
+        )
+        self.numbers: dict[bytes, int] = {}
+
+    def write(self, numbers: range) -> list[Location | None]:
+        make = make_record if self.packed else make_slot
+        records = [make(number, slot_bytes=PACKED_SLOT_BYTES) for number in numbers]
+        places = self.tier.write(NAMESPACE, records)
+        hashes = [key(number) for number in numbers]
+        self.books.add(hashes, places, [record.size // 4096 for record in records])
+        self.numbers.update(zip(hashes, numbers, strict=True))
+        return places
+
+    def check(self) -> None:
+        """Every page of the books is there, and right."""
+        for place, (page_hash, num_blocks) in self.books.pages.items():
+            result = read_page(
+                self.tier, place, self.numbers[page_hash], slot_bytes=PACKED_SLOT_BYTES,
+                num_blocks=num_blocks,
+            )  # fmt: skip
+            assert result is VerifyResult.OK
+        used = sum(file.stat().st_size for file in self.tier._config.path.rglob("*.hkv"))
+        assert used <= MAX_BYTES + 4096 * len(self.tier._writer.actives)
+        assert self.tier.stats().used_bytes <= MAX_BYTES
+
+
+@LAYOUTS
+def test_what_is_kept_stays_and_nothing_is_copied_for_it(open_tier: OpenTier, packed: bool) -> None:
+    """Every second page is wanted for good, wherever it lies; the others pass through."""
+    world = World(open_tier, packed)
+    world.write(range(50))
+    world.books.keep = lambda page_hash: page_hash[0] % 2 == 0 and world.numbers[page_hash] < 50
+    kept = {page_hash for page_hash in world.numbers if world.books.keep(page_hash)}
+    number = 50
+    while number < 1500:
+        count = 1 + number % 7
+        assert None not in world.write(range(number, number + count))
+        number += count
+    world.check()
+    assert kept <= {page_hash for page_hash, _ in world.books.pages.values()}
+    stats = world.tier.stats()
+    assert (stats.bytes_moved, stats.segments_dropped, stats.errors) == (0, 0, {})
+    assert stats.segments_reused > 10
+    written = stats.bytes_written / stats.records_written
+    record = np.mean([blocks for _, blocks in world.books.pages.values()]) * 4096
+    assert written < 1.3 * record
+
+
+@LAYOUTS
+def test_a_restart_finds_what_was_written_in_place(
+    open_tier: OpenTier, packed: bool, tmp_path: Path
+) -> None:
+    """After an orderly end from footers, after a kill from the records."""
+    world = World(open_tier, packed)
+    for number in range(0, 600, 6):
+        world.write(range(number, number + 6))
+    active = next(iter(world.tier._writer.actives.values()))
+    pages = dict(world.books.pages)
+    assert any(place.segment == active.segment.segment_id for place in pages)
+    assert active.may_be_split, "a segment is open again"
+    shutil.copytree(tmp_path / "disk", tmp_path / "killed")
+    world.tier.close()
+    for folder in ("disk", "killed"):
+        again = World(open_tier, packed, path=tmp_path / folder)
+        again.numbers = world.numbers
+        for place, (page_hash, num_blocks) in pages.items():
+            assert again.books.pages[place] == (page_hash, num_blocks)
+        again.check()
+        assert again.tier.stats().errors == {}
+        again.tier.close()
+
+
+@LAYOUTS
+def test_pages_that_a_call_just_wrote_are_not_overwritten_by_the_rest_of_it(
+    open_tier: OpenTier, packed: bool
+) -> None:
+    """The owner does not know them as pages before the call returns."""
+    world = World(open_tier, packed)
+    world.write(range(200))
+    for first in range(200, 800, 100):
+        world.write(range(first, first + 100))
+        world.check()
+
+
+def test_a_page_that_was_given_up_is_a_miss_and_never_another(open_tier: OpenTier) -> None:
+    world = World(open_tier, False)
+    world.write(range(200))
+    old = {place: world.numbers[page[0]] for place, page in world.books.pages.items()}
+    for number in range(200, 500, 5):
+        world.write(range(number, number + 5))
+    gone = [(place, number) for place, number in old.items()
+            if world.books.pages.get(place, (b"", 0))[0] != key(number)]  # fmt: skip
+    assert len(gone) > 20
+    results = {
+        read_page(world.tier, place, number, slot_bytes=PACKED_SLOT_BYTES) for place, number in gone
+    }
+    assert VerifyResult.FOREIGN in results
+    assert results <= {VerifyResult.FOREIGN, VerifyResult.OK}  # some were not overwritten yet
+
+
+def test_a_damaged_footer_keeps_a_segment_from_being_reused(
+    open_tier: OpenTier, tmp_path: Path
+) -> None:
+    """What lies in it is not known, so its pages stay until it goes as a whole."""
+    world = World(open_tier, False)
+    world.write(range(200))
+    for file in (tmp_path / "disk").rglob("*.hkv"):
+        data = bytearray(file.read_bytes())
+        data[-64] ^= 1
+        file.write_bytes(data)
+    for number in range(200, 260, 5):
+        world.write(range(number, number + 5))
+    world.check()
+    assert world.tier.stats().segments_dropped > 0
+
+
+@LAYOUTS
+def test_segments_of_no_key_that_is_here_make_room_for_pages(
+    open_tier: OpenTier, packed: bool
+) -> None:
+    """What nobody can read goes before pages do."""
+    world = World(open_tier, packed)
+    world.write(range(200))
+    num_pages = len(world.books.pages)
+    world.tier.close()
+    world = World(open_tier, packed, seals=seals("tag", KEY))
+    assert not world.books.pages
+    for number in range(200, 500, 5):
+        world.write(range(number, number + 5))
+    world.check()
+    assert len(world.books.pages) > num_pages * 0.7
+
+
+def test_segments_that_are_not_written_to_any_more_go_when_no_page_is_left(
+    open_tier: OpenTier,
+) -> None:
+    """Their places would take no record: they were packed, and new ones are not."""
+    world = World(open_tier, True)
+    world.write(range(200))
+    numbers = world.numbers
+    world.tier.close()
+    world = World(open_tier, False)
+    world.numbers.update(numbers)
+    for number in range(200, 900, 5):
+        world.write(range(number, number + 5))
+    world.check()
+    assert not any(segment.packed for segment in world.tier._catalog.segments())
+
+
+@LAYOUTS
+def test_what_a_call_wrote_does_not_go_to_make_room_for_the_rest_of_it(
+    open_tier: OpenTier, packed: bool
+) -> None:
+    """Its records are no pages yet, but will be."""
+    world = World(open_tier, packed)
+    world.write(range(200))
+    world.books.keep = lambda page_hash: True  # so segments go as a whole
+    assert None not in world.write(range(200, 240))
+    world.check()
+
+
+def test_salvage_moves_no_more_than_fits_the_places_of_a_reused_segment(
+    open_tier: OpenTier,
+) -> None:
+    """A short place and a long one take a short record and a long one, but not in any order."""
+    world = World(open_tier, True)
+    world.write(range(300))
+    writer, context = world.tier._writer, world.tier._context
+    writer.seal(NAMESPACE)
+    lying: dict[int, list[tuple[Location, bytes, int]]] = {}
+    for place, (page_hash, num_blocks) in sorted(world.books.pages.items()):
+        lying.setdefault(place.segment, []).append((place, page_hash, num_blocks))
+    reused, *victims = lying
+    long = next(each for each in reversed(lying[reused]) if each[2] >= 5)
+    short = next(each for each in lying[reused] if each[2] <= 2)
+    assert short[0].block + short[2] < long[0].block
+    world.books._forget([short[0], long[0]])
+    segments = {each.segment_id: each for each in context.catalog.segments()}
+    opened = ReusedSegment.open(context, segments[reused], world.books, short[2])
+    assert opened is not None
+    writer.actives[NAMESPACE] = opened
+    victim, first, second = next(
+        (victim, first, second)
+        for victim in victims
+        for at, first in enumerate(lying[victim])
+        for second in lying[victim][at + 1 :]
+        if (first[2], second[2]) == (long[2], short[2])
+    )
+    heat = {second[1]: 2, first[1]: 1}
+    world.tier.is_hot = lambda digest, hashes: np.array(
+        [heat.get(row.tobytes(), 0) for row in hashes], np.uint8
+    )
+    writer.reclaimer.reclaim(segments[victim])
+    assert world.tier.stats().records_salvaged == 1

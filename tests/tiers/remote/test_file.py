@@ -1,0 +1,391 @@
+"""What only a shared folder has: many writers, leftovers, its size, and system calls that hang."""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.remote import RemoteStore
+from sglang_ext.tiers.remote.engines.file_engine import FileEngine
+from sglang_ext.tiers.remote.engines.file_reclaim import LOCK_NAME
+from tests.tiers import tier_pages
+from tests.tiers.remote.remote_cases import (
+    FULL,
+    KEPT,
+    LONG_BYTES,
+    MISSING,
+    NAMESPACE,
+    OK,
+    PAGE_BYTES,
+    REJECTED,
+    TIMEOUT,
+    UNAVAILABLE,
+    WAIT_S,
+    make_item,
+    make_items,
+    open_store,
+    read,
+)
+
+Open = Callable[..., RemoteStore]
+
+_WRITER = """
+import sys
+from tests.tiers.remote.remote_cases import make_item, make_items, open_store
+store = open_store(sys.argv[1])
+assert store.wait_usable(30.0)
+print("begins", flush=True)
+for turn in range(10**6 if sys.argv[2] == "forever" else 3):
+    store.put([*make_items(range(20)), make_item(20, 700_000, quality=turn % 2)])
+    store.delete([item.key for item in make_items(range(10))])
+store.put(make_items(range(20)))
+store.close()
+"""
+
+
+@pytest.fixture
+def open_(tmp_path: Path) -> Iterator[Open]:
+    opened: list[RemoteStore] = []
+
+    def open_one(query: str = "size=1GB&free=1", **changes: Any) -> RemoteStore:
+        opened.append(open_store(f"file://{tmp_path}?{query}", **changes))
+        assert opened[-1].wait_usable(WAIT_S)
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def _reclaimer(store: RemoteStore) -> Any:
+    engine = store._engine
+    assert isinstance(engine, FileEngine)
+    return engine.reclaimer
+
+
+def _values(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.hkv"))
+
+
+def _writer(folder: Path, turns: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _WRITER, f"file://{folder}?size=1GB&free=1", turns]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_many_processes_write_the_same_pages(open_: Open, tmp_path: Path) -> None:
+    writers = [_writer(tmp_path, "few") for _ in range(3)]
+    store = open_()
+    items = [*make_items(range(20)), make_item(20, LONG_BYTES)]
+    while any(writer.poll() is None for writer in writers):
+        assert set(read(store, items)) <= {OK, MISSING, REJECTED}
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert read(store, items) == [OK] * 21
+    assert not list(tmp_path.rglob(".hkv-tmp-*"))
+    for writer in writers:
+        assert writer.stdout is not None
+        writer.stdout.close()
+
+
+def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_record(
+    open_: Open, tmp_path: Path
+) -> None:
+    store = open_()
+    items = [*make_items(range(20)), make_item(20, LONG_BYTES)]
+    for _ in range(3):
+        writer = _writer(tmp_path, "forever")
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "begins\n"
+        time.sleep(0.05)
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+        assert set(read(store, items)) <= {OK, MISSING, REJECTED}
+    folder = _values(tmp_path)[0].parent
+    left = [folder / f".hkv-tmp-77-0123abcd-{number}" for number in range(2)]
+    for path in left:
+        path.write_bytes(b"half")
+    os.utime(left[0], (1.0, 1.0))
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert not left[0].exists()
+    assert left[1].exists()  # young: its writer may be at work
+    assert set(store.put(items)) <= {OK, KEPT}
+    assert read(store, items) == [OK] * 21
+
+
+def test_the_oldest_go_when_the_folder_is_too_full(open_: Open, tmp_path: Path) -> None:
+    store = open_(f"size={40 * PAGE_BYTES}&free=1")
+    now = time.time()
+    for number in range(36):
+        item = make_item(number)
+        known = set(_values(tmp_path))
+        assert store.put([item]) == [OK]
+        [path] = set(_values(tmp_path)) - known
+        age_s = 120 * (100 - number)
+        os.utime(path, (now - age_s, now - age_s))
+    read(store, [make_item(0)])  # used: young again
+    store.put(make_items(range(36, 44)))
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    left = [o is OK for o in read(store, make_items(range(44)))]
+    assert len(_values(tmp_path)) <= 40
+    assert left[0]
+    assert not any(left[1:4])
+    assert all(left[-20:])
+    assert store.usage() == (PAGE_BYTES * len(_values(tmp_path)), 40 * PAGE_BYTES)
+
+
+def test_a_lock_from_the_future_holds_nobody_off(open_: Open, tmp_path: Path) -> None:
+    store = open_()
+    store.put([make_item(0)])
+    (top,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    lock = top / LOCK_NAME
+    reclaimer = _reclaimer(store)
+    assert reclaimer.wait_scanned(WAIT_S)
+    lock.touch()
+    next_year_s = time.time() + 365 * 86400
+    os.utime(lock, (next_year_s, next_year_s))
+    assert reclaimer.wait_scanned(WAIT_S)
+    assert not lock.exists()
+
+
+def test_a_hole_takes_no_room(open_: Open, tmp_path: Path) -> None:
+    """Somebody makes a value of a terabyte that has no content; no other goes for it."""
+    store = open_(f"size={40 * PAGE_BYTES}&free=1")
+    assert set(store.put(make_items(range(20)))) == {OK}
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    sparse, *others = _values(tmp_path)
+    os.truncate(sparse, 1 << 40)
+    for path in others:  # it is the youngest
+        os.utime(path, (time.time() - 600, time.time() - 600))
+    assert sparse.stat().st_blocks * 512 <= 2 * PAGE_BYTES, "this file system makes no holes"
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert len(_values(tmp_path)) == 20
+    sparse_bytes = sparse.stat().st_blocks * 512
+    assert store.usage() == (19 * PAGE_BYTES + sparse_bytes, 40 * PAGE_BYTES)
+
+
+def test_other_files_are_left_alone(open_: Open, tmp_path: Path) -> None:
+    mine = tmp_path / "notes.txt"
+    mine.write_bytes(bytes(10**6))
+    os.utime(mine, (1.0, 1.0))
+    store = open_(f"size={4 * PAGE_BYTES}&free=1")
+    store.put(make_items(range(4)))
+    store.put(make_items(range(4, 8)))
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert mine.exists()
+
+
+def test_a_disk_tier_in_the_folder_keeps_every_page(open_: Open, tmp_path: Path) -> None:
+    """It is refused at start; where two servers do it all the same, nothing is lost."""
+    config = DiskConfig(tmp_path / "kv", 64 << 20, 0, segment_bytes=256 << 10)
+    disk = DiskTier(config)
+    disk.open_namespace(tier_pages.NAMESPACE, tier_pages.SLOT_BYTES, {})
+    tier_pages.store(disk, range(8))
+    segments = _values(tmp_path)
+    assert segments
+    store = open_(f"size={4 * PAGE_BYTES}&free=1")
+    for path in segments:
+        os.utime(path, (1.0, 1.0))
+    strangers = [
+        tmp_path / "hkv-1" / "notes.hkv",
+        tmp_path / "hkv-1" / NAMESPACE.hex() / "ab" / "cd" / "notes.hkv",
+        tmp_path / "other-1" / NAMESPACE.hex() / "ab" / "cd" / f"{'ab' * 32}.-.raw.hkv",
+    ]
+    for path in strangers:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(10**6))
+        os.utime(path, (1.0, 1.0))
+    store.put(make_items(range(8)))
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert _reclaimer(store).num_removed > 0
+    assert [path for path in [*segments, *strangers] if not path.exists()] == []
+    disk.close()
+
+
+def test_no_link_leads_out_of_the_folder(open_: Open, tmp_path: Path) -> None:
+    away = tmp_path.parent / f"{tmp_path.name}-away"
+    store = open_(f"size={4 * PAGE_BYTES}&free=1")
+    items = make_items(range(6))
+    store.put(items[:1])
+    [known] = _values(tmp_path)
+    # The folder of another page is a link, the file of the first one too, and their targets have
+    # files that are named as ours are.
+    page = items[1].key.page_hash.hex()
+    there = away / page[2:4]
+    there.mkdir(parents=True)
+    bait = there / known.name.replace(items[0].key.page_hash.hex(), page)
+    bait.write_bytes(known.read_bytes())
+    os.utime(bait, (1.0, 1.0))
+    (known.parents[2] / page[:2]).symlink_to(away)
+    victim = away / "victim"
+    victim.write_bytes(known.read_bytes())
+    os.utime(victim, (1.0, 1.0))
+    known.unlink()
+    known.symlink_to(victim)
+    assert OK not in read(store, items[:2])
+    assert OK not in store.put(items[:2])
+    store.delete([items[1].key])
+    store.put(items[2:])
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert bait.read_bytes() == victim.read_bytes()
+    assert (bait.stat().st_mtime, victim.stat().st_mtime) == (1.0, 1.0)
+    assert sorted(path.name for path in there.iterdir()) == [bait.name]
+
+
+def _modes(folder: Path) -> set[str]:
+    kinds = {True: "folder", False: "file"}
+    return {
+        f"{kinds[path.is_dir()]} {stat.S_IMODE(path.stat().st_mode):o}"
+        for path in folder.rglob("*")
+    }
+
+
+def test_what_is_stored_is_for_one_user_or_a_group(open_: Open, tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        open_("size=1GB&free=1").put([make_item(1), make_item(2, LONG_BYTES)])
+        assert _modes(tmp_path) == {"folder 700", "file 600"}
+        group = grp.getgrgid(os.getegid()).gr_name
+        open_(f"size=1GB&free=1&prefix=team&group={group}").put([make_item(1)])
+        assert _modes(tmp_path / "team-1") == {"folder 2770", "file 660"}
+    finally:
+        os.umask(old)
+
+
+def test_what_an_earlier_release_left_open_is_closed(open_: Open, tmp_path: Path) -> None:
+    (tmp_path / "hkv-1").mkdir()
+    (tmp_path / "hkv-1").chmod(0o755)
+    open_()
+    assert stat.S_IMODE((tmp_path / "hkv-1").stat().st_mode) == 0o700
+
+
+def test_a_folder_in_which_everybody_writes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hkv-1").symlink_to(tmp_path)
+    with pytest.raises(TierConfigError, match="hkv-1 must be a folder"):
+        open_store(f"file://{tmp_path}?size=1GB")
+    (tmp_path / "hkv-1").unlink()
+    tmp_path.chmod(0o1777)
+    with pytest.raises(TierConfigError, match=r"every user.*chmod o-w.*group=NAME"):
+        open_store(f"file://{tmp_path}?size=1GB")
+    tmp_path.chmod(0o700)
+    with pytest.raises(TierConfigError, match="group must be the name of a group"):
+        open_store(f"file://{tmp_path}?size=1GB&group=no-such-group-here")
+
+
+def test_nothing_is_written_where_space_is_short(open_: Open) -> None:
+    store = open_("size=1GB&free=4000TB")
+    assert store.put(make_items(range(3))) == [FULL] * 3
+    assert store.stats()["error_full"] == 1
+    assert store.stats()["breaker_state"] == 0
+
+
+def test_values_are_forgotten_after_their_time(open_: Open, tmp_path: Path) -> None:
+    store = open_("size=1GB&free=1&ttl=1h")
+    items = make_items(range(3))
+    store.put(items)
+    old = time.time() - 3700
+    for path in _values(tmp_path)[:2]:
+        os.utime(path, (old, old))
+    outcomes = read(store, items)
+    assert sorted(outcome.value for outcome in outcomes) == ["missing", "missing", "ok"]
+    assert store.exists([item.key for item in items]) == outcomes
+    assert sorted(o.value for o in store.put(items)) == ["kept", "ok", "ok"]
+    for path in _values(tmp_path):
+        os.utime(path, (old, old))
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert not _values(tmp_path)
+
+
+def test_what_was_read_is_young_again(open_: Open, tmp_path: Path) -> None:
+    store = open_("size=1GB&free=1&ttl=1h")
+    store.put([make_item(1, LONG_BYTES), make_item(2)])
+    then = time.time() - 1800
+    for path in _values(tmp_path):
+        os.utime(path, (then, then))
+    assert read(store, [make_item(1, LONG_BYTES)]) == [OK]
+    young = [path.stat().st_mtime > then + 900 for path in _values(tmp_path)]
+    assert sorted(young) == [False] + [True] * (len(young) - 1)
+
+
+def test_a_folder_that_vanishes_and_comes_back(open_: Open, tmp_path: Path) -> None:
+    folder, away = tmp_path / "mount", tmp_path / "away"
+    folder.mkdir()
+    store = open_store(f"file://{folder}?size=1GB&free=1")
+    try:
+        items = make_items(range(4))
+        assert store.wait_usable(WAIT_S)
+        assert store.put(items) == [OK] * 4
+        folder.rename(away)
+        assert read(store, items) == [MISSING] * 4
+        for _ in range(3):
+            assert store.put(make_items(range(4, 6))) == [UNAVAILABLE] * 2
+        assert not store.usable
+        assert not folder.exists()  # what was not mounted is not written to
+        away.rename(folder)
+        assert store.wait_usable(WAIT_S)
+        assert read(store, items) == [OK] * 4
+    finally:
+        store.close()
+
+
+def test_what_others_put_in_a_values_place_is_a_miss_alone(open_: Open, tmp_path: Path) -> None:
+    """Neither hangs a thread nor speaks against the folder."""
+    store = open_()
+    items = make_items(range(5))
+    store.put(items)
+    for item, make in zip(items[:3], (os.mkfifo, os.mkdir, _make_socket), strict=True):
+        [path] = [p for p in _values(tmp_path) if item.key.page_hash.hex() in p.name]
+        path.unlink()
+        make(path)
+    for _ in range(20):
+        assert read(store, items) == [MISSING] * 3 + [OK] * 2
+    assert store.usable
+    assert store.put(items) == [KEPT] * 5
+
+
+def _make_socket(path: Path) -> None:
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+def test_a_read_that_hangs_costs_its_time_and_no_more(
+    open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_()
+    items = make_items(range(3))
+    store.put(items)
+    [value] = [p for p in _values(tmp_path) if items[1].key.page_hash.hex() in p.name]
+    value.unlink()
+    hung = tmp_path / "hung"
+    os.mkfifo(hung)  # to open it for reading waits for a writer, as a dead mount waits for ever
+    read_value = FileEngine._read
+
+    def read_slowly(self: FileEngine, name: str, offset: int, num_bytes: int) -> Any:
+        if items[1].key.page_hash.hex() in name:
+            with contextlib.suppress(FileNotFoundError):
+                os.close(os.open(hung, os.O_RDONLY))
+        return read_value(self, name, offset, num_bytes)
+
+    monkeypatch.setattr(FileEngine, "_read", read_slowly)
+    try:
+        assert read(store, items, timeout_s=0.2) == [OK, TIMEOUT, TIMEOUT]
+        for _ in range(2):
+            read(store, items, timeout_s=0.1)
+        assert not store.usable
+        assert read(store, items) == [UNAVAILABLE] * 3
+        assert store.wait_usable(WAIT_S)  # the folder as such answers
+    finally:
+        writer = os.open(hung, os.O_RDWR)
+        hung.unlink()
+    os.close(writer)
+    assert read(store, items) == [OK, MISSING, OK]

@@ -1,0 +1,101 @@
+"""What the ranks' one vector a step comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from sglang_ext.ranks.consensus import (
+    MAX_REQUESTS,
+    MAX_SAVES,
+    Agreed,
+    Consensus,
+    RankDivergenceError,
+    Report,
+    Settled,
+    Stand,
+    Told,
+    Vector,
+)
+
+
+def agree_all(
+    reports: Sequence[Report], notes: Sequence[Sequence[str]] | None = None
+) -> list[Agreed]:
+    """What each of some ranks takes from one step."""
+    vectors: list[Vector] = []
+
+    def keep(vector: Vector) -> None:
+        vectors.append(vector.copy())
+
+    def least(vector: Vector) -> None:
+        vector[:] = np.min(vectors, axis=0)
+
+    def rank(number: int, reduce: object) -> Consensus:
+        consensus = Consensus(keep if reduce is keep else least)
+        for note in notes[number] if notes is not None else ():
+            consensus.note(note)
+        return consensus
+
+    for number, report in enumerate(reports):
+        rank(number, keep)._min_reduce(rank(number, keep)._encode(report))
+    assert len({len(vector) for vector in vectors}) == 1
+    return [rank(number, least).agree(report) for number, report in enumerate(reports)]
+
+
+def test_a_save_counts_when_it_ended_everywhere_and_succeeded_everywhere() -> None:
+    found = agree_all([Report([True, True, True]), Report([True, False])])
+    assert [agreed.saves for agreed in found] == [[True, False]] * 2
+    assert agree_all([Report(), Report([True])])[0].saves == []
+
+
+def test_saves_beyond_what_a_step_takes_wait() -> None:
+    many = [True] * (MAX_SAVES + 5)
+    assert agree_all([Report(many), Report(many)])[1].saves == [True] * MAX_SAVES
+
+
+def test_a_request_is_promised_what_every_rank_has() -> None:
+    ranks = [
+        Report(requests=[Told(2, 9, Stand.READY, 0), Told(0, 4, Stand.READY, 1)]),
+        Report(requests=[Told(0, 7, Stand.READY, 3), Told(0, 4, Stand.WAITING, 0)]),
+        Report(requests=[Told(1, 8, Stand.READY, 0), Told(0, 0, Stand.READY, 0)]),
+    ]
+    wanted = [Settled(2, 7, True, 3), Settled(0, 0, False, 1)]
+    assert [agreed.requests for agreed in agree_all(ranks)] == [wanted] * 3
+
+
+@pytest.mark.parametrize(
+    ("stands", "admit"),
+    [
+        ((Stand.READY, Stand.READY), True),
+        ((Stand.READY, Stand.WAITING), False),
+        ((Stand.WAITING, Stand.LATE), True),
+        ((Stand.READY, Stand.LATE), True),
+    ],
+)
+def test_one_late_rank_ends_the_wait_and_one_waiting_rank_holds(
+    stands: tuple[Stand, Stand], admit: bool
+) -> None:
+    found = agree_all([Report(requests=[Told(0, 3, stand, 0)]) for stand in stands])
+    assert [agreed.requests[0].admit for agreed in found] == [admit] * 2
+
+
+def test_loads_landed_when_they_landed_everywhere() -> None:
+    assert agree_all([Report(), Report(loads_landed=False)])[0].loads_landed is False
+    assert agree_all([Report(), Report()])[0].loads_landed is True
+
+
+def test_ranks_with_other_histories_are_found_out() -> None:
+    with pytest.raises(RankDivergenceError, match="restart the server"):
+        agree_all([Report(), Report()], notes=[["+a", "-a"], ["-a", "+a"]])
+    with pytest.raises(RankDivergenceError):  # another number of requests
+        agree_all([Report(), Report(requests=[Told(0, 0, Stand.READY, 0)])])
+    agree_all([Report(), Report()], notes=[["+a", "-a"], ["+a", "-a"]])
+
+
+def test_the_vector_has_one_length_however_much_is_told() -> None:
+    full = Report([True] * MAX_SAVES, [Told(0, 1, Stand.READY, 0)] * MAX_REQUESTS)
+    consensus = Consensus(lambda vector: None)
+    assert len(consensus._encode(full)) == len(consensus._encode(Report()))

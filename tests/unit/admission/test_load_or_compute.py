@@ -1,0 +1,222 @@
+"""The cost model at work on a real page store, with a disk whose speed is set."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_ext.admission.cost_feeds import CostFeeds
+from sglang_ext.admission.load_or_compute import Candidate, LoadOrCompute
+from sglang_ext.admission.waiting import WaitingRoom
+from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.disk.throttle import ThrottledIO
+from sglang_ext.tiers.host import HostArena
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.policy.cost_model import Choice, CostModel
+from sglang_ext.tiers.records.record import RecordMeta, write_meta
+from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store.types import Hashes
+
+SLOT = 64 << 10
+KV = SLOT - 4096
+P = 64
+DIGEST = hashlib.sha256(b"namespace").digest()
+NONE = np.empty((0, 32), np.uint8)
+DEADLINE_S = 30.0
+
+
+def pages(name: str, count: int) -> Hashes:
+    rows = [hashlib.sha256(f"{name}{n}".encode()).digest() for n in range(count)]
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 32)
+
+
+class Rig:
+    """A store with a throttled disk, and the decisions about it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.speed = folder / "speed"
+        config = DiskConfig(folder / "disk", 64 << 20, 0, segment_bytes=1 << 20, direct_io="off")
+        disk = DiskTier(config, io=ThrottledIO(self.speed))
+        self.cost = CostModel(unmeasured_wait_s=0.2)
+        feeds = CostFeeds(self.cost, KV)
+        arena = HostArena(64, SLOT)
+        self.store = PageStore(arena, PageIndex(1024), disk, StoreConfig(), on_read=feeds.on_read)
+        feeds.bind(self.store)
+        self.store.open_namespace(DIGEST, {})
+        self.space = self.store.space(DIGEST)
+        self.judge = LoadOrCompute(self.store, self.cost, page_tokens=P, kv_bytes_per_page=KV)
+        self.room = WaitingRoom(
+            self.store, prefetch_policy="cost", prefetch_timeout_ms=200, cost=self.judge
+        )
+
+    def save(self, hashes: Hashes) -> None:
+        ticket = self.store.begin_save(self.space, hashes, NONE)
+        assert len(ticket.pages) == len(hashes)
+        for page, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True):
+            target = self.store.arena.slots[slot]
+            meta = RecordMeta(hashes[page].tobytes(), self.space.digest, b"", 0, P, "pre")
+            write_meta(target, meta, KV)
+        self.store.finish_save(ticket, ok=True)
+
+    def teach_prefill(self, token_s: float) -> None:
+        for tokens in (100, 1000, 5000) * 2:
+            self.cost.note_prefill([(tokens, 0)], token_s * tokens)
+
+    def teach_disk(self, mb_s: float) -> None:
+        for power in (16, 18, 20, 22) * 2:
+            self.cost.note_read(1 << power, (1 << power) / (1e6 * mb_s))
+
+    def wish(self, name: str, count: int, new_tokens: int = 10) -> Wish:
+        return Wish(self.space, pages(name, count), 0, 255, None, count * P + new_tokens)
+
+    def candidate(self, name: str, count: int) -> Candidate:
+        return self.wish(name, count).candidate(P)
+
+    def admits(self, handle: str) -> bool:
+        """One step of the scheduler, with one request in its queue."""
+        self.room.step([handle])
+        return self.room.may_admit(handle)
+
+    def ready(self, name: str, count: int) -> int:
+        return self.store.ready_prefix(self.space, pages(name, count))
+
+    def count(self, name: str) -> int:
+        return self.store.counters.snapshot().get(name, 0)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    """Its disk holds prefixes a to l of 16 pages each; DRAM is empty."""
+    first = Rig(tmp_path)
+    for name in "abcdefghijkl":
+        first.save(pages(name, 16))
+        until(lambda: not first.store.stats()["spill_queue_pages"])
+        assert first.store.flush(DEADLINE_S) == 0
+    first.store.close(DEADLINE_S)
+    second = Rig(tmp_path)
+    assert second.ready("a", 16) == 0
+    yield second
+    second.speed.unlink(missing_ok=True)
+    second.room.leave_all()
+    second.store.close(DEADLINE_S)
+
+
+def test_a_fast_disk_is_waited_for(rig: Rig) -> None:
+    rig.teach_prefill(1e-2)  # 10 s for the prefix
+    rig.room.enter("x", rig.wish("a", 16))
+    until(lambda: rig.admits("x"))
+    assert rig.ready("a", 16) == 16
+    assert rig.count("cost_load") == 1
+    assert rig.count("cost_gave_up") == 0
+    assert rig.cost.state()["disk_samples"] == 1
+
+
+def test_a_slow_disk_is_not_waited_for_and_not_loaded_from(rig: Rig) -> None:
+    rig.teach_prefill(1e-6)
+    rig.teach_disk(0.1)
+    rig.speed.write_text("0.001")
+    rig.room.enter("x", rig.wish("a", 16))
+    assert rig.admits("x")
+    rig.room.leave("x")
+    assert rig.count("cost_recompute") == 1
+    # A probe of one page, which nobody waits for.
+    assert rig.count("cost_probes") == 1
+    assert rig.store.disk_queue().bytes_ahead == SLOT
+
+
+def test_what_is_in_dram_is_used_though_the_rest_is_recomputed(rig: Rig) -> None:
+    plan = rig.store.plan(rig.space, pages("a", 4))
+    assert plan is not None
+    until(lambda: plan.done)
+    rig.teach_prefill(1e-6)
+    for _ in range(3):
+        rig.teach_disk(0.1)
+    rig.speed.write_text("0.1")
+    rig.room.enter("x", rig.wish("a", 16))
+    assert rig.admits("x")
+    assert rig.ready("a", 16) == 4
+    assert rig.count("cost_recompute") == 1
+    rig.room.leave("x")
+    rig.store.cancel_plan(plan)
+
+
+def test_follows_a_disk_that_becomes_fast_within_five_requests(rig: Rig) -> None:
+    rig.teach_prefill(1e-4)  # 0.1 s for the prefix; the disk takes 10 s, then next to nothing
+    rig.teach_disk(0.1)
+    choices = []
+    for name in "abcdefg":
+        verdict = rig.judge.enter(name, rig.candidate(name, 16))
+        choices.append(verdict.choice)
+        num = rig.judge.num_pages(name, rig.candidate(name, 16))
+        plan = rig.store.plan(rig.space, pages(name, num)) if num else None
+        until(lambda: not rig.store.disk_queue().bytes_ahead)
+        if plan is not None:
+            rig.store.cancel_plan(plan)
+        rig.judge.leave(name)
+    assert choices[0] is Choice.RECOMPUTE
+    assert set(choices[5:]) == {Choice.LOAD}
+
+
+def test_a_disk_that_crawls_is_given_up_by_the_time_its_pages_are_worth(rig: Rig) -> None:
+    rig.teach_prefill(1e-4)
+    rig.teach_disk(1000)
+    rig.speed.write_text("0.001")
+    rig.room.enter("x", rig.wish("a", 16))
+    assert not rig.admits("x")
+    until(lambda: rig.admits("x"))
+    assert rig.count("cost_gave_up") == 1
+    assert rig.ready("a", 16) == 0
+    # The next one sees that nothing arrives.
+    verdict = rig.judge.enter("y", rig.candidate("b", 16))
+    assert verdict.choice is Choice.RECOMPUTE
+
+
+def test_a_place_behind_others_is_time_for_a_part(rig: Rig) -> None:
+    rig.teach_prefill(1e-3)
+    rig.teach_disk(0.5)
+    assert rig.judge.enter("first", rig.candidate("nowhere", 10)).choice is Choice.NONE
+    # 0.65 s of prefill before it: 0.3 MB come meanwhile, and 2 s would be needed for all.
+    verdict = rig.judge.enter("second", rig.candidate("a", 16))
+    assert verdict.choice is Choice.PARTIAL
+    assert verdict.pages == pytest.approx(0.65 * 0.5e6 / SLOT, abs=1)
+    rig.judge.leave("first")
+    rig.judge.leave("second")
+    assert rig.judge.enter("third", rig.candidate("b", 16)).choice is Choice.RECOMPUTE
+
+
+def test_nothing_known_means_load_and_a_bounded_wait(rig: Rig) -> None:
+    rig.speed.write_text("0.001")
+    rig.room.enter("x", rig.wish("a", 16))
+    assert rig.count("cost_load") == 1
+    started_s = time.monotonic()
+    until(lambda: rig.admits("x"))
+    assert time.monotonic() - started_s >= 0.2
+
+
+def test_requests_that_leave_leave_nothing(rig: Rig) -> None:
+    rig.teach_prefill(1e-3)
+    rig.teach_disk(0.1)
+    for name in "abcd":
+        rig.room.enter(name, rig.wish(name, 16))
+    rig.room.enter("a", rig.wish("e", 16))  # again, with another prefix
+    for name in "abcdz":
+        rig.room.leave(name)
+    assert rig.judge._cases == {}
+    assert rig.judge._ahead_s == 0.0
+    rig.room.leave_all()
+    assert rig.store.wait_idle(DEADLINE_S)
+    until(lambda: not rig.store.arena._pins.any())
+    rig.store.check()

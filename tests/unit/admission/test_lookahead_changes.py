@@ -1,0 +1,95 @@
+"""Waiting requests are looked for again when pages that they need become known, or are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_ext.tiers.store.movers.lookahead import LookAhead
+from tests.unit.store.store_rig import NONE, Make, Rig, pages, rigs
+
+MANY = 100
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    yield from rigs(tmp_path)
+
+
+def lookahead(rig: Rig) -> LookAhead:
+    assert rig.store.lookahead is not None
+    return rig.store.lookahead
+
+
+def expect(rig: Rig, request: int, hashes: np.ndarray) -> int:
+    """How many of its pages are stored."""
+    return lookahead(rig).expect(request, rig.space, hashes, 0).total
+
+
+def changed(rig: Rig, most: int = MANY) -> list[object]:
+    return lookahead(rig).take_changed(most)
+
+
+def test_whoever_misses_a_page_hears_of_it(make: Make) -> None:
+    rig = make(slots=16, lookahead=True)
+    path = pages("document", 4)
+    rig.save(path[:2])
+    assert [expect(rig, request, path[: 3 + request]) for request in range(2)] == [2, 2]
+    assert expect(rig, 2, path[:2]) == 2  # it misses nothing
+    assert expect(rig, 3, pages("another", 3)) == 0
+    assert changed(rig) == []
+    rig.save(path[2:3], path[:2])
+    assert changed(rig, 1) == [0]
+    assert changed(rig) == [1]
+    assert changed(rig) == []
+    assert [expect(rig, request, path[: 3 + request]) for request in range(2)] == [3, 3]
+    rig.save(path[3:], path[:3])
+    assert changed(rig) == [1]  # the other one has all of its own
+
+
+def test_a_save_that_fails_tells_nobody(make: Make) -> None:
+    rig = make(slots=16, lookahead=True)
+    path = pages("document", 2)
+    expect(rig, 0, path)
+    rig.save(path, ok=False)
+    assert changed(rig) == []
+
+
+def test_whoever_left_is_not_named(make: Make) -> None:
+    rig = make(slots=16, lookahead=True)
+    path = pages("document", 2)
+    for request in range(2):
+        expect(rig, request, path)
+    lookahead(rig).leave(0)
+    rig.save(path)
+    lookahead(rig).leave(1)
+    assert changed(rig) == []
+    assert not lookahead(rig)._missing
+    assert not lookahead(rig)._missing_of
+
+
+def test_lost_pages_are_waited_for_again(make: Make) -> None:
+    rig = make(slots=6, disk=False, lookahead=True)
+    path = pages("document", 4)
+    rig.save(path)
+    for request in range(2):
+        assert expect(rig, request, path) == 4
+    rig.save(pages("much", 6))  # there is room for two more; the document gives way, its end first
+    assert changed(rig) == [0, 1]
+    left = [expect(rig, request, path) for request in range(2)]
+    assert left[0] == left[1] < 4
+    assert changed(rig) == []
+    rig.save(path[left[0] :], path[: left[0]])
+    assert changed(rig)[:2] == [0, 1]
+    assert expect(rig, 0, path) > left[0]
+
+
+def test_a_page_of_another_key_space_is_another_page(make: Make) -> None:
+    rig = make(slots=16, lookahead=True)
+    path = pages("document", 2)
+    expect(rig, 0, path)
+    rig.save(path, NONE, rig.store.space(rig.space.digest, b"a" * 32))
+    assert changed(rig) == []

@@ -1,0 +1,88 @@
+"""A rank's share of its server, and what it has in common with the others."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_ext.identity.model_identity import ModelIdentity
+from sglang_ext.ranks.rank import RankPlace
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.tiers.host import HostArena
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store.jitter import ENV_JITTER, add_jitter
+
+CONFIG = HierKVConfig(host_size=8.0, disk_dir="/kv", disk_size=40.0, event_log="/log/a.jsonl")
+
+
+def test_the_only_rank_has_the_servers_settings() -> None:
+    assert RankPlace().config_of(CONFIG) == CONFIG
+
+
+def test_ranks_share_sizes_and_have_folders_of_their_own() -> None:
+    places = [RankPlace(tp, 2, dp, 2) for dp in range(2) for tp in range(2)]
+    configs = [place.config_of(CONFIG) for place in places]
+    assert {(config.host_size, config.disk_size) for config in configs} == {(2.0, 10.0)}
+    assert [config.disk_dir for config in configs] == [
+        "/kv/dp0-tp0-of-2", "/kv/dp0-tp1-of-2", "/kv/dp1-tp0-of-2", "/kv/dp1-tp1-of-2",
+    ]  # fmt: skip
+    assert len({config.event_log for config in configs}) == 4
+    without = RankPlace(0, 2).config_of(HierKVConfig())
+    assert without.disk_dir == without.event_log == ""
+
+
+def identity(own: torch.nn.Module, answers: list[list[bytes]]) -> ModelIdentity:
+    """Of a rank whose group answers its exchanges one after the other; None is what it sent."""
+    queue = iter(answers)
+
+    def exchange(content: bytes) -> list[bytes]:
+        return [answer or content for answer in next(queue)]
+
+    return ModelIdentity(own, {}, {}, dict, exchange)
+
+
+def store() -> PageStore:
+    return PageStore(HostArena(2, 4096), PageIndex(16), None, StoreConfig())
+
+
+def test_another_ranks_weights_open_another_namespace() -> None:
+    """What a rank computes depends on the weights of all of them."""
+    model = torch.nn.Linear(3, 3)
+    found = [
+        identity(model, [[b"", other], [b"", b"opened"]]).open(store())
+        for other in (b"1" * 32, b"2" * 32, b"1" * 32)
+    ]
+    assert found[0] == found[2] != found[1]
+
+
+def test_no_rank_opens_a_namespace_that_another_cannot() -> None:
+    requests = SimpleNamespace(lora_id=None, extra_key=None)
+    failed: list[list[bytes]] = [[b"", b"1" * 32], [b"", b"?"]]
+    whole = identity(torch.nn.Linear(3, 3), failed)
+    assert whole.space_of(requests, store()) is not None
+
+    def gone(content: bytes) -> list[bytes]:
+        return [content, b""]
+
+    half = ModelIdentity(torch.nn.Linear(3, 3), {}, {}, dict, gone)
+    with pytest.raises(RuntimeError, match="rank 1 failed"):
+        half.open(store())
+    assert half.space_of(requests, store()) is None
+
+
+def test_the_page_store_is_late_only_when_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "release" not in vars(store()._directory)
+    monkeypatch.setenv(ENV_JITTER, "3")
+    assert "release" in vars(store()._directory)
+
+
+def test_jitter_delays_and_passes_everything_on() -> None:
+    target = SimpleNamespace(double=lambda number, plus=0: 2 * number + plus)
+    add_jitter(target, ("double",), 0.02, seed=1)
+    started_s = time.monotonic()
+    assert [target.double(number, plus=1) for number in range(5)] == [1, 3, 5, 7, 9]
+    assert time.monotonic() - started_s > 0.01

@@ -1,0 +1,376 @@
+"""Who is held back, who has a plan, and who must wait for its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from sglang_ext.admission.waiting import MAX_ATTEMPTS, WaitingRoom
+from sglang_ext.admission.waiting_request import LONGEST_PAUSE_S, Wish
+from sglang_ext.tiers.store import Epoch, KeySpace, Plan, TierCounts
+from sglang_ext.tiers.store.types import StoreCounters
+
+SPACE = KeySpace(0, bytes(32), b"", Epoch())
+
+
+@dataclass
+class Store:
+    """A page store and its look-ahead, whose every answer the test gives.
+
+    Prompts have four pages below the device; `fits` of them fit in DRAM for plans.
+    """
+
+    looks_ahead: bool = True
+    fits: int = 8
+    found: TierCounts = field(default_factory=lambda: TierCounts(0, 4, 0))
+    num_wanted_evicted: int = 0
+    changed: list[Any] = field(default_factory=list)  # requests to be looked for again
+    counters: StoreCounters = field(default_factory=StoreCounters)
+    plans: list[Plan] = field(default_factory=list)  # that are not cancelled
+    requests: list[Any] = field(default_factory=list)  # in order
+    num_orders: int = 0
+    num_lookups: int = 0
+    num_plans: int = 0
+
+    @property
+    def max_planned_pages(self) -> int:
+        return 8
+
+    @property
+    def lookahead(self) -> Store | None:
+        return self if self.looks_ahead else None
+
+    def expect(self, request: Any, *_: object) -> TierCounts:
+        if request not in self.requests:
+            self.requests.append(request)
+        return self.found
+
+    def leave(self, request: Any) -> None:
+        self.requests.remove(request)
+
+    def take_changed(self, most: int) -> list[Any]:
+        taken, self.changed = self.changed[:most], self.changed[most:]
+        return taken
+
+    def set_order(self, order: Sequence[Any]) -> None:
+        self.num_orders += 1
+        rest = [request for request in self.requests if request not in order]
+        self.requests = [*(request for request in order if request in self.requests), *rest]
+
+    def window(self) -> list[Any]:
+        return self.requests[:2]
+
+    def locate_prefix(self, *_: object) -> TierCounts:
+        self.num_lookups += 1
+        return self.found
+
+    def ask_remote(self, *_: object) -> bool:
+        return False
+
+    def plan(
+        self, space: KeySpace, hashes: Any, quality: int, priority: int, **_: object
+    ) -> Plan | None:
+        self.num_plans += 1
+        if not self.found.total:
+            return None
+        room = self.fits - sum(len(plan.rows) for plan in self.plans)
+        num = min(max(room, 0), self.found.total)
+        plan = Plan(np.arange(num), remaining=num, num_stored=self.found.total)
+        plan.priority = priority
+        self.plans.append(plan)
+        return plan
+
+    def cancel_plan(self, plan: Plan) -> None:
+        plan.cancelled = True
+        self.plans.remove(plan)
+
+    def arrive(self, plan: Plan) -> None:
+        plan.remaining = 0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def wish(num_above: int = 2) -> Wish:
+    return Wish(SPACE, np.zeros((6, 32), np.uint8), num_above, 255)
+
+
+def make_room(
+    store: Store, policy: str = "wait_complete", timeout_ms: float = 2000.0
+) -> tuple[WaitingRoom, Clock]:
+    clock = Clock()
+    room = WaitingRoom(
+        cast(Any, store), prefetch_policy=policy, prefetch_timeout_ms=timeout_ms, clock=clock
+    )
+    return room, clock
+
+
+def plan_of(room: WaitingRoom, handle: str) -> Plan | None:
+    return room._waiting[handle].plan
+
+
+def step(room: WaitingRoom, clock: Clock, order: str, seconds: float = 0.001) -> None:
+    clock.now_s += seconds
+    room.step(list(order))
+
+
+def test_only_the_head_of_the_queue_has_plans_in_its_order() -> None:
+    store = Store()
+    room, clock = make_room(store)
+    for handle in "cab":
+        room.enter(handle, wish())
+        assert plan_of(room, handle) is None
+    step(room, clock, "abc")
+    a, b = plan_of(room, "a"), plan_of(room, "b")
+    assert a is not None
+    assert b is not None
+    assert (a.priority, b.priority) == (0, 1)
+    assert plan_of(room, "c") is None
+    assert [room.may_admit(handle) for handle in "abc"] == [False, False, False]
+    store.arrive(a)
+    assert not room.may_admit("a")  # seen once a step
+    step(room, clock, "abc")
+    assert [room.may_admit(handle) for handle in "abc"] == [True, False, False]
+    room.leave("a", admitted=True)
+    step(room, clock, "bc")
+    assert b.priority == 0
+    c = plan_of(room, "c")
+    assert c is not None
+    assert c.priority == 1
+
+
+def test_the_store_is_told_of_an_order_only_when_it_does_not_follow_from_who_came_and_left() -> (
+    None
+):
+    store = Store()
+    room, clock = make_room(store)
+
+    def names() -> str:
+        return "".join(str(room._by_number[number].handle) for number in store.requests)
+
+    for handle in "abc":
+        room.enter(handle, wish())
+    step(room, clock, "xabc")  # x has nothing to wait for; it was not named to the store
+    step(room, clock, "abc")
+    calls = store.num_orders
+    room.leave("b")
+    room.enter("d", wish())
+    step(room, clock, "acd")
+    assert (names(), store.num_orders) == ("acd", calls)
+    step(room, clock, "cad")
+    assert (names(), store.num_orders) == ("cad", calls + 1)
+    room.enter("c", wish())  # again, in its place
+    step(room, clock, "cad")
+    assert names() == "cad"
+    room.leave("a")
+    room.enter("e", wish())
+    step(room, clock, "ecd")
+    assert names() == "ecd"
+    room.leave_all()
+    step(room, clock, "")
+    assert names() == ""
+
+
+def test_a_request_that_comes_first_takes_the_room_of_the_last() -> None:
+    store = Store()
+    room, clock = make_room(store)
+    for handle in "ab":
+        room.enter(handle, wish())
+    step(room, clock, "ab")
+    room.enter("u", wish())
+    step(room, clock, "uab")
+    assert plan_of(room, "b") is None
+    assert plan_of(room, "u") is not None
+    assert store.counters.snapshot()["deferred_plans"] == 1
+    assert not room.may_admit("b")
+
+
+def test_those_behind_give_up_the_room_that_one_before_them_lacks() -> None:
+    store = Store(fits=8)
+    room, clock = make_room(store)
+    for handle in "ab":
+        room.enter(handle, wish())
+    step(room, clock, "ab")
+    store.fits = 4  # saves took the rest of DRAM
+    room.leave("a")
+    room.enter("a", wish())
+    step(room, clock, "ab")
+    a = plan_of(room, "a")
+    assert a is not None
+    assert not a.short
+    b = plan_of(room, "b")
+    assert b is None or b.starved
+    assert not room.may_admit("b")
+
+
+def test_a_plan_without_room_is_made_again_now_and_then_not_at_every_step() -> None:
+    store = Store(fits=0)
+    room, clock = make_room(store)
+    room.enter("a", wish())
+    for _ in range(300):
+        step(room, clock, "a")
+        assert room.may_admit("a") is False
+    # At the start, then after 1, 2, 4, 8, 16 and then every 32 ms.
+    assert 5 <= store.num_plans <= 16
+    store.fits = 8
+    step(room, clock, "a", LONGEST_PAUSE_S)
+    a = plan_of(room, "a")
+    assert a is not None
+    store.arrive(a)
+    step(room, clock, "a")
+    assert room.may_admit("a")
+
+
+def test_a_plan_that_never_gets_all_its_room_is_used_as_it_is() -> None:
+    store = Store(fits=3)
+    room, clock = make_room(store)
+    room.enter("a", wish())
+    steps = 0
+    while not room.may_admit("a"):
+        for plan in store.plans:
+            store.arrive(plan)
+        step(room, clock, "a", LONGEST_PAUSE_S)
+        steps += 1
+        assert steps <= 2 * MAX_ATTEMPTS
+    assert steps >= MAX_ATTEMPTS - 1
+
+
+def test_the_deadline_runs_from_when_the_scheduler_would_have_run_it() -> None:
+    store = Store()
+    room, clock = make_room(store, "timeout", 50.0)
+    for handle in "abc":
+        room.enter(handle, wish())
+    step(room, clock, "abc", 10.0)  # a long time in the queue behind others
+    assert [room.may_admit(handle) for handle in "abc"] == [False, False, False]
+    step(room, clock, "abc", 0.04)
+    assert not room.may_admit("a")
+    step(room, clock, "abc", 0.02)
+    assert room.may_admit("a")
+    assert room.may_admit("c")  # whose turn never came
+    assert plan_of(room, "a") is None
+    assert store.counters.snapshot()["prefetch_timeouts"] == 2
+    step(room, clock, "abc")
+    assert plan_of(room, "a") is None  # it may run now; no more is done for it
+
+
+def test_best_effort_never_holds_but_fetches() -> None:
+    store = Store()
+    room, clock = make_room(store, "best_effort")
+    room.enter("a", wish())
+    step(room, clock, "a")
+    assert plan_of(room, "a") is not None
+    assert room.may_admit("a")
+
+
+def test_a_request_whose_pages_are_in_dram_need_not_wait_for_its_turn() -> None:
+    store = Store(found=TierCounts(4, 0, 0))
+    room, clock = make_room(store)
+    for handle in "abc":
+        room.enter(handle, wish())
+    step(room, clock, "abc")
+    assert plan_of(room, "c") is None
+    for _ in range(100):
+        assert room.may_admit("c")
+    assert store.num_lookups == 0
+    store.num_wanted_evicted += 1  # was it one of its pages?
+    store.found = TierCounts(3, 1, 0)
+    for _ in range(100):
+        assert not room.may_admit("c")
+    assert store.num_lookups == 1
+
+
+def test_pages_that_become_known_meanwhile_are_found() -> None:
+    store = Store(found=TierCounts(0, 0, 0))
+    room, clock = make_room(store)
+    for handle in "ab":
+        room.enter(handle, wish())
+    step(room, clock, "ab")
+    assert store.plans == []
+    assert room.may_admit("b")
+    store.found = TierCounts(2, 2, 0)
+    step(room, clock, "ab")
+    assert store.plans == []  # nobody said so
+    store.changed = list(store.requests)
+    step(room, clock, "ab")
+    assert len(store.plans) == 2
+    assert not room.may_admit("b")
+
+
+def test_a_longer_prefix_is_planned_before_the_old_pins_go() -> None:
+    store = Store(found=TierCounts(0, 2, 0))
+    room, clock = make_room(store)
+    room.enter("a", wish())
+    step(room, clock, "a")
+    old = plan_of(room, "a")
+    store.found = TierCounts(2, 2, 0)
+    store.changed = list(store.requests)
+    step(room, clock, "a", LONGEST_PAUSE_S)
+    new = plan_of(room, "a")
+    assert new is not None
+    assert old is not None
+    assert old.cancelled
+    assert new.num_stored == 4
+
+
+def test_without_lookahead_what_finds_no_room_at_once_is_computed() -> None:
+    store = Store(looks_ahead=False)
+    room, clock = make_room(store)
+    for handle in "abc":
+        room.enter(handle, wish())
+    step(room, clock, "abc")
+    assert [room.may_admit(handle) for handle in "abc"] == [False, False, True]
+    for plan in store.plans:
+        store.arrive(plan)
+    step(room, clock, "abc")
+    assert [room.may_admit(handle) for handle in "abc"] == [True, True, True]
+    room.leave("a", admitted=True)
+    step(room, clock, "bc")
+    assert store.num_plans == 3
+
+
+def test_nothing_stays_of_requests_that_leave() -> None:
+    ways: dict[str, Callable[[WaitingRoom, Clock], None]] = {
+        "leaves": lambda room, clock: room.leave("a"),
+        "is admitted": lambda room, clock: room.leave("a", admitted=True),
+        "all leave": lambda room, clock: room.leave_all(),
+        "vanishes": lambda room, clock: step(room, clock, "", 3.0),
+    }
+    for name, way in ways.items():
+        store = Store()
+        room, clock = make_room(store)
+        room.enter("a", wish())
+        step(room, clock, "a", 3.0)
+        assert len(store.plans) == 1
+        room.leave("unknown")
+        way(room, clock)
+        if name == "vanishes":
+            assert "a" in room._waiting  # a moment between two lists is no end
+            way(room, clock)
+        assert store.plans == []
+        assert not store.requests
+        assert not room._waiting
+        assert not room._planned
+
+
+def test_admissions_are_counted_by_where_the_pages_lie() -> None:
+    store = Store()
+    room, clock = make_room(store)
+    for handle, found in (("a", TierCounts(4, 0, 0)), ("b", TierCounts(1, 2, 1)), ("c", None)):
+        room.enter(handle, wish())
+        store.found = found or TierCounts(0, 0, 0)
+        room.leave(handle, admitted=True)
+    step(room, clock, "")
+    assert store.counters.snapshot() == {
+        "admitted_host_pages": 5,
+        "admitted_late_pages": 3,
+        "admitted_ready_requests": 1,
+        "admitted_late_requests": 1,
+    }

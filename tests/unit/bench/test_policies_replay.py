@@ -1,0 +1,162 @@
+"""The server's page store in virtual time, and the optima that it is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import pytest
+
+from bench.policies.replay import Replay, num_reusable, order_share
+from bench.policies.simulator.store import (
+    ServerStore,
+    StoreSizes,
+    VirtualClock,
+    VirtualExecutor,
+    page_hashes,
+    virtual_store,
+)
+from bench.policies.workloads.trace import BUNDLED, Line, read_trace
+from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.host import HostArena
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.records.record import HEADER_BYTES
+from sglang_ext.tiers.store import PageStore, StoreConfig
+
+SLOT_BYTES = 4096
+DECIDES = ("/tiers/policy/", "/admission/waiting", "/books/dram_order", "/disk/reclaim")
+
+SIZES = StoreSizes(1 << 20, host_pages=64, disk_pages=192)
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[Line]:
+    return read_trace(BUNDLED, limit=120)
+
+
+def test_a_replay_is_deterministic_and_below_the_optimum(lines: list[Line]) -> None:
+    paths = [line.hash_ids for line in lines]
+    done = []
+    for _ in range(2):
+        with virtual_store(SIZES, PolicyConfig()) as server:
+            done.append(Replay(paths, 40, [1.0] * len(paths)).run(server))
+    assert done[0] == done[1]
+    assert done[0].reusable == num_reusable(paths)
+    assert (
+        0 < done[0].hit_share <= order_share(paths, SIZES.host_pages + SIZES.disk_pages, "belady")
+    )
+    assert done[0].hits + done[0].new == sum(map(len, paths))
+    assert done[0].written_per_hit * done[0].hits == pytest.approx(done[0].written)
+    assert done[0].written >= done[0].first_written > 0
+
+
+def test_what_is_known_orders_the_optima() -> None:
+    paths = [line.hash_ids for line in read_trace(BUNDLED, limit=400)]
+    rates = [
+        order_share(paths, 400, "lru"),
+        *(order_share(paths, 400, "waiting", known) for known in (20, 100, 250)),
+        order_share(paths, 400, "belady"),
+    ]
+    assert all(low <= high + 0.01 for low, high in itertools.pairwise(rates))
+    assert rates[0] < rates[-1] - 0.1
+    assert order_share(paths, 400, "waiting", 0) == rates[0]
+    assert order_share(paths, 400, "waiting", len(paths)) == rates[-1]
+
+
+def test_pages_move_in_virtual_time_without_threads() -> None:
+    sizes = StoreSizes(1 << 20, 8, 64, read_bytes_per_s=1 << 20, write_bytes_per_s=1 << 20)
+    with virtual_store(sizes, PolicyConfig()) as server:
+        first, second = page_hashes(np.arange(6)), page_hashes(np.arange(10, 16))
+        for hashes in (first, second):  # the second finds room only once the first is written
+            server.save(hashes, 0)
+            while (due_s := server.executor.next_s()) < np.inf:
+                server.clock.now_s = due_s
+                server.executor.run_due()
+        assert server.clock.now_s == pytest.approx(12, rel=0.05)
+        missing = 6 - server.store.ready_prefix(server.space, first)
+        assert missing
+        server.room.enter("r", Wish(server.space, first[:4], 0, 255))
+        began_s = server.clock.now_s
+        server.room.step(["r"])
+        while not server.room.may_admit("r"):
+            due_s = server.executor.next_s()
+            server.clock.now_s = due_s if due_s < np.inf else server.clock.now_s + 0.01
+            server.executor.run_due()
+            server.room.step(["r"])
+        assert server.store.ready_prefix(server.space, first) >= 4
+        assert server.clock.now_s > began_s
+        server.store.check()
+        folder = server._folder
+    assert folder is not None
+    assert not folder.exists()
+
+
+class _Idle(VirtualExecutor):
+    """What a server's threads have to do is done."""
+
+    def __init__(self) -> None:
+        super().__init__(VirtualClock(), {})
+        self.store: PageStore | None = None
+
+    def run_due(self) -> None:
+        store = self.store
+        assert store is not None
+        deadline_s = time.monotonic() + 60
+        while not store.wait_idle(1) or store.stats()["spill_queue_pages"]:
+            assert time.monotonic() < deadline_s, store.stats()
+            time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def _called() -> Iterator[set[str]]:
+    """Functions of the product that decide what is kept and fetched, as they are called."""
+    calls: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        path = frame.f_code.co_filename
+        if event == "call" and any(part in path for part in DECIDES):
+            calls.add(f"{Path(path).name}:{frame.f_code.co_qualname}")
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def test_simulator_and_server_decide_by_the_same_functions(
+    lines: list[Line], tmp_path: Path
+) -> None:
+    """The same requests through a store as a server builds it: threads, clock, bytes and all."""
+    paths = [line.hash_ids for line in lines]
+    sizes = replace(SIZES, page_bytes=SLOT_BYTES - HEADER_BYTES)
+    replay = partial(Replay, paths, 40, [0.0] * len(paths))
+    with _called() as simulated, virtual_store(sizes, PolicyConfig()) as server:
+        in_simulator = replay().run(server)
+    idle = _Idle()
+    with _called() as served:
+        disk = DiskTier(DiskConfig(tmp_path / "disk", SIZES.disk_pages * SLOT_BYTES, 0))
+        arena = HostArena(SIZES.host_pages, SLOT_BYTES)
+        settings = StoreConfig(placement=PolicyConfig())
+        idle.store = PageStore(arena, PageIndex(1024), disk, settings)
+        idle.store.connect(disk)
+        with ServerStore(idle.store, disk, VirtualClock(), idle) as server:
+            in_server = replay().run(server)
+    modules = {call.split(":")[0] for call in served}
+    assert {"waiting.py", "dram_order.py", "tier_lists.py", "placement.py"} <= modules
+    assert simulated == served
+    assert in_simulator.reusable == in_server.reusable
+    assert in_simulator.hit_share == pytest.approx(in_server.hit_share, abs=0.03)

@@ -1,0 +1,232 @@
+"""When a key space is handed out while weights and adapters change, and when none is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.identity.model_identity import ModelIdentity
+from sglang_ext.identity.tenancy import tree_key
+from sglang_ext.tiers.host import HostArena
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.store import KeySpace, PageStore, StoreConfig
+
+
+def adapter(value: float) -> SimpleNamespace:
+    layer = SimpleNamespace(weights={"k.lora_A": torch.full((2, 2), value)})
+    return SimpleNamespace(
+        layers=[layer], embedding_layers={}, added_tokens_embeddings={}, scaling=1.0
+    )
+
+
+class Fixture:
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(3, 3)
+        self.adapters: dict[str, Any] = {}
+        self.store = PageStore(HostArena(2, 4096), PageIndex(16), None, StoreConfig())
+        self.identity = ModelIdentity(self.model, {"page_size": 64}, {}, lambda: self.adapters)
+
+    def space(self, lora_id: str | None = None, extra_key: str | None = None) -> KeySpace | None:
+        request = SimpleNamespace(lora_id=lora_id, extra_key=extra_key)
+        return self.identity.space_of(request, self.store)
+
+    def set_weights(self, value: float) -> None:
+        with torch.no_grad():
+            self.model.weight.fill_(value)
+
+    def update(
+        self, value: float, *, empty: bool, flushed: bool = False, incomplete: bool = False
+    ) -> None:
+        self.identity.begin_update(device_is_empty=empty)
+        self.set_weights(value)
+        if flushed:
+            self.identity.device_was_reset()
+        self.identity.end_update(device_is_empty=empty or flushed, incomplete=incomplete)
+
+
+@pytest.fixture
+def world() -> Fixture:
+    made = Fixture()
+    made.set_weights(1.0)
+    return made
+
+
+def test_a_flushed_update_opens_another_namespace_and_back_the_first(world: Fixture) -> None:
+    first = world.space()
+    assert first is not None
+    world.update(2.0, empty=False, flushed=True)
+    second = world.space()
+    assert second is not None
+    assert second.digest != first.digest
+    world.update(1.0, empty=False, flushed=True)
+    assert world.space() == first
+
+
+def test_without_a_flush_nothing_is_handed_out_until_one(world: Fixture) -> None:
+    world.space()
+    world.update(2.0, empty=False)
+    assert world.space() is None
+    assert world.space() is None
+    world.identity.device_was_reset()
+    assert world.space() is not None
+
+
+def test_the_same_weights_again_keep_going(world: Fixture) -> None:
+    first = world.space()
+    world.update(1.0, empty=False)
+    assert world.space() == first
+
+
+def test_back_to_the_first_weights_over_mixed_kv(world: Fixture) -> None:
+    """Between the updates requests ran: the device holds KV of the other weights too."""
+    world.space()
+    world.update(2.0, empty=False)
+    world.space()
+    world.update(1.0, empty=False)
+    assert world.space() is None
+
+
+def test_back_to_the_first_weights_with_requests_that_never_asked(world: Fixture) -> None:
+    """A prompt shorter than a page is not matched, but its output may fill pages."""
+    world.space()
+    world.update(2.0, empty=False)  # and now such a request runs
+    world.update(1.0, empty=False)
+    assert world.space() is None
+
+
+def test_kv_that_was_there_before_anyone_asked(world: Fixture) -> None:
+    world.update(2.0, empty=False)
+    assert world.space() is None
+    world.identity.device_was_reset()
+    assert world.space() is not None
+
+
+def test_an_empty_device_needs_no_flush(world: Fixture) -> None:
+    first = world.space()
+    world.identity.device_was_reset()
+    world.update(2.0, empty=True)
+    second = world.space()
+    assert second is not None
+    assert second != first
+
+
+def test_an_open_session_hands_nothing_out(world: Fixture) -> None:
+    first = world.space()
+    world.update(1.0, empty=True, incomplete=True)
+    assert world.space() is None
+    world.set_weights(2.0)  # a peer writes; nobody says so
+    world.update(2.0, empty=True, incomplete=False)
+    second = world.space()
+    assert second is not None
+    assert second != first
+
+
+def test_requests_inside_a_session_make_the_device_mixed(world: Fixture) -> None:
+    world.space()
+    world.update(1.0, empty=True, incomplete=True)
+    assert world.space() is None
+    world.update(1.0, empty=False)
+    assert world.space() is None
+    world.identity.device_was_reset()
+    assert world.space() is not None
+
+
+def test_weights_that_cannot_be_digested_turn_the_tiers_off(
+    world: Fixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(model: Any) -> bytes:
+        raise RuntimeError("no such dtype")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sglang_ext.identity.model_identity.digest_model", broken)
+        assert world.space() is None
+        assert world.space() is None
+    assert caplog.text.count("could not be opened") == 1
+    world.update(2.0, empty=True)
+    assert world.space() is not None
+
+
+def test_adapters_have_spaces_of_their_own(world: Fixture) -> None:
+    world.adapters = {"a": adapter(1.0), "b": adapter(2.0), "same": adapter(1.0)}
+    spaces = [world.space(name) for name in (None, "a", "b", "same")]
+    assert None not in spaces
+    assert spaces[1] == spaces[3]
+    assert len(set(spaces)) == 3
+    assert len({space.digest for space in spaces if space}) == 1
+
+
+def test_an_adapter_reloaded_under_its_id_is_off_until_a_flush(world: Fixture) -> None:
+    """SGLang's tree cannot tell the two apart, so what lies on the device may be either's."""
+    world.adapters = {"a": adapter(1.0)}
+    first = world.space("a")
+    base = world.space()
+    world.adapters = {"a": adapter(2.0)}
+    world.identity.adapters_changed()
+    assert world.space("a") is None
+    assert world.space() == base
+    world.identity.device_was_reset()
+    second = world.space("a")
+    assert second is not None
+    assert second != first
+    world.adapters = {"a": adapter(1.0)}
+    world.identity.adapters_changed()
+    assert world.space("a") is None
+    world.identity.device_was_reset()
+    assert world.space("a") == first
+
+
+def test_an_adapter_sglang_does_not_know(world: Fixture) -> None:
+    assert world.space("gone") is None
+    world.adapters = {"gone": adapter(1.0)}
+    assert world.space("gone") is None  # what ran meanwhile is nobody's knowledge
+    world.identity.device_was_reset()
+    assert world.space("gone") is not None
+
+
+def test_the_label_and_folder_are_the_disks_business(world: Fixture, tmp_path: Path) -> None:
+    assert world.identity.open(world.store) == world.identity.open(world.store)
+
+
+def test_how_k_is_stored_opens_another_namespace_and_is_known_before_any() -> None:
+    spaces = []
+    for digest in (b"a", b"b"):
+        world = Fixture()
+        world.set_weights(1.0)
+        world.identity.add_rope(digest)
+        spaces.append(world.space())
+        with pytest.raises(RuntimeError, match="before a namespace"):
+            world.identity.add_rope(digest)
+    assert spaces[0] is not None
+    assert spaces[1] is not None
+    assert spaces[0].digest != spaces[1].digest
+
+
+def test_an_extra_key_that_ends_in_an_adapters_id_keeps_both_going(world: Fixture) -> None:
+    world.adapters["adapter-1"] = adapter(1.0)
+    plain = world.space()
+    for _ in range(2):
+        adapted = world.space("adapter-1", tree_key("tenant", "adapter-1"))
+        assert adapted is not None
+        assert adapted != plain
+        assert world.space(extra_key=tree_key("tenantadapter-1", None)) == plain
+        assert world.space(extra_key=tree_key("adapter-1", None)) == plain
+
+
+def test_an_adapter_that_cannot_be_digested_is_a_miss(world: Fixture) -> None:
+    """Nothing is raised, it is counted once, and the base model goes on."""
+    base = world.space()
+    world.adapters["a"] = SimpleNamespace(layers=[SimpleNamespace(weights=None)], scaling=1.0)
+    assert world.space("a") is None
+    assert world.space("a") is None
+    assert world.store.stats()["adapter_digest_failures"] == 1
+    assert world.space() == base
+
+    world.adapters["a"] = adapter(1.0)
+    world.identity.adapters_changed()
+    assert world.space("a") is None, "the device holds KV of nobody knows what"
+    world.identity.device_was_reset()
+    assert world.space("a") is not None

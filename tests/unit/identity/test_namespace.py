@@ -1,0 +1,161 @@
+"""The namespace digest: any single value of any tensor, and nothing else, changes it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ext.identity import namespace
+from sglang_ext.identity.namespace import (
+    digest_lora_adapter,
+    digest_model,
+    digest_tensors,
+    namespace_digest,
+)
+
+DTYPES = [
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8,
+    torch.int64, torch.bool, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(where=st.integers(0, 10_000), bit=st.integers(0, 7))
+@settings(max_examples=15)
+def test_one_bit_of_one_value_changes_it(dtype: torch.dtype, where: int, bit: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    tensor = torch.randint(0, 2, (7, 33), generator=generator).to(dtype)
+    before = digest_tensors([("w", tensor)])
+    assert digest_tensors([("w", tensor.clone())]) == before
+    raw = bits(tensor)
+    raw[where % raw.numel()] ^= 1 << (0 if dtype == torch.bool else bit)
+    assert digest_tensors([("w", tensor)]) != before
+
+
+def test_a_value_in_any_chunk_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespace, "_CHUNK_VALUES", 64)
+    tensor = torch.randn(1000)
+    before = digest_tensors([("w", tensor)])
+    for place in (0, 63, 64, 500, 999):
+        changed = tensor.clone()
+        changed[place] = torch.nextafter(changed[place], torch.tensor(9.0))
+        assert digest_tensors([("w", changed)]) != before
+
+
+@given(st.integers(0, 199_999), st.integers(0, 199_999))
+@settings(max_examples=20)
+def test_a_swap_of_two_values_changes_it(first: int, second: int) -> None:
+    tensor = torch.arange(200_000, dtype=torch.int32)
+    before = digest_tensors([("w", tensor)])
+    swapped = tensor.clone()
+    swapped[[first, second]] = tensor[[second, first]]
+    assert (digest_tensors([("w", swapped)]) == before) == (first == second)
+
+
+def test_a_swap_at_a_prime_distance_changes_it() -> None:
+    """Weights by place must not repeat within a chunk."""
+    tensor = torch.zeros(200_000, dtype=torch.int32)
+    tensor[5] = 1
+    moved = torch.zeros_like(tensor)
+    moved[5 + 65_521] = 1
+    assert digest_tensors([("w", tensor)]) != digest_tensors([("w", moved)])
+
+
+def test_names_shapes_dtypes_and_order() -> None:
+    a, b = torch.zeros(4, 6), torch.ones(4, 6)
+    base = digest_tensors([("a", a), ("b", b)])
+    assert digest_tensors([("b", b), ("a", a)]) == base
+    assert digest_tensors([("a", b), ("b", a)]) != base
+    assert digest_tensors([("a", a.view(6, 4)), ("b", b)]) != base
+    assert digest_tensors([("a", a.to(torch.bfloat16)), ("b", b)]) != base
+    assert digest_tensors([("a", a)]) != base
+    assert digest_tensors([("a", torch.zeros(0)), ("b", b)]) != base
+
+
+def test_a_view_with_strides_is_its_values() -> None:
+    whole = torch.randn(8, 8)
+    assert digest_tensors([("w", whole.t())]) == digest_tensors([("w", whole.t().clone())])
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3, 3))
+        self.register_buffer("bias_table", torch.zeros(3))
+        self.register_buffer("cos_sin_cache", torch.zeros(3), persistent=False)
+        self.k_scale: float | torch.Tensor | None = None
+
+
+def test_a_model_is_its_parameters_buffers_and_kv_scales() -> None:
+    model: Any = torch.nn.Sequential(Attention(), Attention())
+    before = digest_model(model)
+    model[0].cos_sin_cache = torch.zeros(9)  # tables grow while serving
+    assert digest_model(model) == before
+    model[0].k_scale = 0.5
+    scaled = digest_model(model)
+    model[0].k_scale = torch.tensor(0.25)
+    assert len({before, scaled, digest_model(model)}) == 3
+    model[0].k_scale = None
+    with torch.no_grad():
+        model[1].weight[2, 2] += 1
+    assert digest_model(model) != before
+    with torch.no_grad():
+        model[1].weight[2, 2] -= 1
+    assert digest_model(model) == before
+    model[1].bias_table[0] = 1
+    assert digest_model(model) != before
+
+
+def lora() -> SimpleNamespace:
+    layer = SimpleNamespace(weights={"q.lora_A": torch.ones(2, 2), "q.lora_B": torch.ones(2, 2)})
+    return SimpleNamespace(
+        layers=[layer, SimpleNamespace(weights={})],
+        embedding_layers={"embed": torch.zeros(2)},
+        added_tokens_embeddings={},
+        scaling=2.0,
+    )
+
+
+def test_an_adapter_is_its_weights_and_scaling() -> None:
+    before = digest_lora_adapter(lora())
+    assert digest_lora_adapter(lora()) == before
+    digests = {before}
+    changed = lora()
+    changed.layers[0].weights["q.lora_B"][1, 1] = 1.5
+    digests.add(digest_lora_adapter(changed))
+    changed = lora()
+    changed.layers.reverse()
+    digests.add(digest_lora_adapter(changed))
+    changed = lora()
+    changed.scaling = 2.5
+    digests.add(digest_lora_adapter(changed))
+    changed = lora()
+    changed.embedding_layers["embed"][0] = 1
+    digests.add(digest_lora_adapter(changed))
+    changed = lora()
+    changed.added_tokens_embeddings = {"extra": torch.zeros(1)}
+    digests.add(digest_lora_adapter(changed))
+    assert len(digests) == 6
+
+
+def test_every_part_counts() -> None:
+    parts = {"page_size": 64, "weights": b"\x01" * 32, "pool": "mha", "tp": [0, 1]}
+    base = namespace_digest(parts)
+    assert len(base) == 32
+    assert namespace_digest(dict(reversed(parts.items()))) == base
+    for name, value in {
+        "page_size": 32,
+        "weights": b"\x02" * 32,
+        "pool": "mla",
+        "tp": [1, 2],
+    }.items():
+        assert namespace_digest({**parts, name: value}) != base

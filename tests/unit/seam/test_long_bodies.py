@@ -1,0 +1,188 @@
+"""Bodies and texts that are longer than any prompt: refused before work that grows with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from sglang_ext.seam.hooks.body_bound import BodyBound, Message, NumberRun
+from sglang_ext.seam.hooks.front import around_tokenizing, before_rendering, bound_bodies
+
+LONGEST = 40_000
+JSON = {b"content-type": b"application/json"}
+
+
+class Client:
+    """One request to the middleware, and what the app behind it was given.
+
+    Args:
+        parts: the body, as it arrives.
+        headers: of the request, beside the body's length.
+        chunked: no length is said.
+    """
+
+    def __init__(
+        self, parts: list[bytes], headers: dict[bytes, bytes] = JSON, *, chunked: bool = False
+    ) -> None:
+        self.served: list[bytes] | None = None
+        self.answer: list[Message] = []
+        length = {b"content-length": b"%d" % sum(map(len, parts))}
+        length = {b"transfer-encoding": b"chunked"} if chunked else length
+        self.left = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+        self.left[-1]["more_body"] = False
+        self.num_parts = len(parts)
+        self.read_before = self.num_parts
+        scope = {"type": "http", "headers": [*headers.items(), *length.items()]}
+        app = BodyBound(self.app, longest_tokens=LONGEST, advice="so it is")
+        asyncio.run(app(scope, self.receive, self.send))
+
+    async def receive(self) -> Message:
+        return self.left.pop(0)
+
+    async def send(self, message: Message) -> None:
+        self.answer.append(message)
+
+    async def app(self, scope: Message, receive: Any, send: Any) -> None:
+        self.read_before = self.num_parts - len(self.left)
+        self.served = []
+        while True:
+            message = await receive()
+            self.served.append(message["body"])
+            if not message["more_body"]:
+                return
+
+    @property
+    def refusal(self) -> str:
+        """What the client reads; empty when its request was served."""
+        if self.served is not None:
+            return ""
+        assert self.answer[0]["status"] == 413
+        assert not self.left
+        return str(json.loads(self.answer[1]["body"])["error"]["message"])
+
+
+def cut(body: bytes, size: int) -> list[bytes]:
+    return [body[at : at + size] for at in range(0, len(body), size)]
+
+
+def ids(num: int) -> bytes:
+    return json.dumps({"text": "1, 2", "input_ids": list(range(num)), "stream": True}).encode()
+
+
+@pytest.mark.parametrize("size", [1000, 1 << 16, 1 << 30])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_list_that_no_prompt_can_have_is_refused(size: int, chunked: bool) -> None:
+    too_long = Client(cut(ids(LONGEST + 20_000), size), chunked=chunked)
+    assert f"may have {LONGEST} of them on this server (so it is), got more" in too_long.refusal
+    fits = Client(cut(ids(LONGEST), size), chunked=chunked)
+    assert b"".join(fits.served or []) == ids(LONGEST)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "7, 8 " * 2 * LONGEST,  # a text
+        "iVBORw0KGgo" * LONGEST,  # an image
+        [[1] * 400] * 200,  # a batch, all of it longer than one prompt
+        [0.5] * 2 * LONGEST,  # features of an image
+        ["1", "2"] * LONGEST,
+    ],
+)
+def test_what_is_no_prompt_in_numbers_is_served(value: Any) -> None:
+    body = json.dumps({"value": value}).encode()
+    assert b"".join(Client(cut(body, 1 << 15)).served or []) == body
+
+
+def test_small_bodies_and_uploads_are_not_read_before_the_app_asks() -> None:
+    assert Client(cut(ids(1000), 100)).read_before == 0
+    assert (
+        Client(cut(ids(5 * LONGEST), 1 << 16), {b"content-type": b"multipart/x"}).read_before == 0
+    )
+
+
+def test_the_run_does_not_depend_on_how_the_body_is_cut() -> None:
+    body = b'{"a": [' + b"1, " * 70_000 + b"1], [" + b"2,\n" * 90_000 + b'2], "b": 3}'
+    for size, num in ((1, 9_999), (7, 9_999), (4096, 90_001), (1 << 16, 90_001), (1 << 20, 90_001)):
+        run = NumberRun()
+        for part in cut(body if num > 10_000 else body[:30_000], size):
+            run.add(part)
+        assert run.longest == num, size
+
+
+def manager_of(truncation: str = "overflow", **fields: Any) -> SimpleNamespace:
+    settings = {"truncation": truncation, "truncation_longest": 8}
+    return SimpleNamespace(
+        context_len=10_000,
+        server_args=SimpleNamespace(_hier_kv=settings),
+        async_dynamic_batch_tokenizer=None,
+        **fields,
+    )
+
+
+def test_others_are_served_while_a_long_text_is_tokenised() -> None:
+    """The tokenizer ends when another coroutine of the same loop has run: at once, or never."""
+    other_ran = threading.Event()
+
+    async def tokenize(self: Any, texts: Any) -> str:
+        assert other_ran.wait(60), "the loop is held up"
+        return "ids"
+
+    async def both() -> str:
+        long = asyncio.ensure_future(around_tokenizing(tokenize, manager_of(), "x" * 100_000))
+        await asyncio.sleep(0)
+        other_ran.set()
+        return str(await long)
+
+    assert asyncio.run(both()) == "ids"
+
+
+@pytest.mark.parametrize("texts", ["short", ["a", "b" * 100], None])
+def test_short_texts_stay_on_the_loop(texts: Any) -> None:
+    threads = []
+
+    async def tokenize(self: Any, texts: Any) -> None:
+        threads.append(threading.current_thread())
+
+    asyncio.run(around_tokenizing(tokenize, manager_of(), texts))
+    asyncio.run(around_tokenizing(tokenize, manager_of("off"), "x" * 100_000))
+    assert threads == [threading.main_thread()] * 2
+
+
+def test_texts_and_chats_have_one_bound() -> None:
+    async def never(self: Any, texts: Any) -> None:
+        raise AssertionError("it is tokenised")
+
+    whole = "x" * (16 * 8 * 10_000)
+    with pytest.raises(ValueError, match="1280000 characters on this server"):
+        asyncio.run(around_tokenizing(never, manager_of(), ["x", whole + "x"]))
+
+    def chat(words: str, image: int) -> Any:
+        parts = [SimpleNamespace(text=words), SimpleNamespace(image_url="i" * image)]
+        messages = [SimpleNamespace(content=words), SimpleNamespace(content=parts)]
+        return SimpleNamespace(messages=[*messages, SimpleNamespace(content=None)])
+
+    serving = SimpleNamespace(tokenizer_manager=manager_of())
+    half = whole[: len(whole) // 2]
+    before_rendering(serving, chat(half, image=10 * len(whole)))
+    with pytest.raises(ValueError, match="characters on this server"):
+        before_rendering(serving, chat(half + "x", image=0))
+    off = SimpleNamespace(tokenizer_manager=manager_of("off"))
+    before_rendering(off, chat(whole, image=0))
+
+
+def test_bodies_are_bounded_where_prompts_are_cut() -> None:
+    for truncation, num in (("overflow", 1), ("all", 1), ("off", 0), ("match", 0)):
+        app = FastAPI()
+        app.add_middleware(CORSMiddleware)
+        bound_bodies(app, manager_of(truncation))
+        names = [str(each) for each in app.user_middleware]
+        assert [name.startswith("Middleware(BodyBound") for name in names] == [False, True][
+            : 1 + num
+        ]

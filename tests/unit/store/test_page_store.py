@@ -1,0 +1,614 @@
+"""The page store: what leaves DRAM when, what is written, and what plans hold."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_ext.tiers.base import RecoveredPages
+from sglang_ext.tiers.store import Epoch, KeySpace
+from sglang_ext.tiers.store.types import READY, WRITE_DROPPED, DiskCopies
+from tests.unit.store.store_rig import (
+    DIGEST,
+    NONE,
+    OTHER,
+    Make,
+    check_content,
+    on_disk_only,
+    pages,
+    rigs,
+)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    yield from rigs(tmp_path)
+
+
+# ---- saves and policies --------------------------------------------------------------------------
+
+
+def test_a_duplicate_costs_nothing(make: Make) -> None:
+    rig = make()
+    a = pages("a", 4)
+    assert rig.save(a) == 4
+    assert rig.save(a) == 0
+    assert rig.save(np.concatenate([a, pages("b", 1)])) == 1
+    assert rig.count("duplicate_pages") == 8
+    rig.settle()
+    assert rig.disk is not None
+    assert rig.count("written_pages") == 5
+
+
+def test_a_failed_save_leaves_nothing(make: Make) -> None:
+    rig = make()
+    rig.save(pages("a", 3), ok=False)
+    assert rig.ready(pages("a", 3)) == 0
+    assert rig.count("save_failed_pages") == 3
+    rig.settle()
+    assert rig.arena.num_free == 8
+    assert rig.save(pages("a", 3)) == 3
+
+
+def test_a_page_is_not_ready_while_it_is_being_written(make: Make) -> None:
+    rig = make()
+    ticket = rig.store.begin_save(rig.space, pages("a", 2), NONE)
+    assert rig.ready(pages("a", 2)) == 0
+    assert rig.store.pin_ready(rig.space, pages("a", 2)) is None
+    assert rig.store.locate_prefix(rig.space, pages("a", 2)).pending == 2
+    rig.store.finish_save(ticket, ok=True)
+    assert rig.ready(pages("a", 2)) == 2
+
+
+def test_write_through_writes_everything(make: Make) -> None:
+    rig = make()
+    rig.save(pages("a", 4))
+    rig.settle()
+    assert rig.on_disk(pages("a", 4)) == 4
+    written = {row.tobytes().hex() for row in pages("a", 4)}
+    rig.until(lambda: rig.events("written") == written)  # logged when the lock was given back
+
+
+def test_selective_writes_what_was_used_again(make: Make) -> None:
+    rig = make(policy="selective")
+    rig.save(pages("a", 2))
+    rig.save(pages("b", 2))
+    ticket = rig.store.pin_ready(rig.space, pages("a", 2))
+    assert ticket is not None
+    rig.store.release(ticket.slots)
+    rig.until(lambda: rig.count("written_pages") == 2)
+    rig.settle()
+    assert (rig.on_disk(pages("a", 2)), rig.on_disk(pages("b", 2))) == (2, 0)
+    rig.save(pages("c", 8))  # what was never used again may be lost
+    assert rig.count("lost_pages") == 2
+    assert rig.store.locate_prefix(rig.space, pages("a", 2)).disk == 2
+
+
+def test_write_back_cleans_the_coldest_below_its_low_water_mark(make: Make) -> None:
+    rig = make(policy="write_back", slots=16)  # low water: 2 pages free or clean
+    for end in range(1, 14):  # one new page at a time: more is kept clean where saves are larger
+        rig.save(pages("a", end))
+    assert rig.store._spiller is not None
+    assert rig.store._spiller.take() is None
+    assert rig.count("written_pages") == 0
+    rig.save(pages("b", 2))
+    rig.until(lambda: rig.count("written_pages") > 0)
+    rig.settle()
+    # The last pages of the oldest path are the coldest: children go before their parents.
+    assert rig.on_disk(pages("a", 13)[-1:]) == 1
+    rig.save(pages("c", 2))
+    assert rig.count("lost_pages") == 0
+    assert rig.ready(pages("a", 13)) >= 11
+
+
+def test_nothing_leaves_dram_before_it_is_on_disk(make: Make) -> None:
+    rig = make(slots=4)
+    rig.io.open_gate.clear()
+    rig.save(pages("a", 4))
+    assert rig.save(pages("b", 2)) == 0
+    assert rig.count("save_dropped_pages") == 2
+    assert rig.ready(pages("a", 4)) == 4
+    rig.io.open_gate.set()
+    rig.settle()
+    assert rig.save(pages("b", 2)) == 2
+    assert rig.count("lost_pages") == 0
+
+
+def test_what_the_disk_refused_may_leave_dram_all_the_same(make: Make) -> None:
+    rig = make(slots=4)
+    rig.io.fail_writes = True
+    rig.save(pages("a", 4))
+    rig.until(lambda: rig.count("write_dropped_pages") == 4)
+    rig.settle()
+    flags = rig.directory.index.flags[rig.directory.index.lookup(pages("a", 4), 0)]
+    assert (flags == READY | WRITE_DROPPED).all()
+    assert rig.save(pages("b", 2)) == 2
+    assert rig.count("lost_pages") == 2
+    assert rig.ready(pages("a", 4)) == 2
+
+
+# ---- eviction ----------------------------------------------------------------------------------
+
+
+def test_children_leave_before_their_parents(make: Make) -> None:
+    rig = make(disk=False)
+    a = pages("a", 6)
+    rig.save(a[:3])
+    rig.save(a[3:], a[:3])
+    rig.save(pages("b", 4))  # room for 2, so 2 of `a` leave
+    assert rig.ready(a) == 4
+    rig.save(pages("c", 1))
+    assert rig.ready(a) == 3
+
+
+def test_saving_children_keeps_the_path_to_them(make: Make) -> None:
+    """The oldest pages are the very parents of what is saved: others must leave."""
+    rig = make(disk=False)
+    a = pages("a", 6)
+    rig.save(a[:3])
+    rig.save(pages("b", 5))
+    assert rig.save(a[3:], a[:3]) == 3
+    assert rig.ready(a) == 6
+    assert rig.ready(pages("b", 5)) == 2
+
+
+def test_a_use_keeps_a_page_young(make: Make) -> None:
+    rig = make(disk=False)
+    rig.save(pages("a", 4))
+    rig.save(pages("b", 4))
+    check_content(rig, pages("a", 4))
+    rig.save(pages("c", 4))
+    assert (rig.ready(pages("a", 4)), rig.ready(pages("b", 4))) == (4, 0)
+
+
+def test_pinned_pages_stay(make: Make) -> None:
+    rig = make(disk=False)
+    rig.save(pages("a", 4))
+    ticket = rig.store.pin_ready(rig.space, pages("a", 4))
+    assert ticket is not None
+    rig.save(pages("b", 4))
+    assert rig.save(pages("c", 6)) == 4
+    assert rig.ready(pages("a", 4)) == 4
+    check_content(rig, pages("a", 4))
+    rig.store.release(ticket.slots)
+    rig.save(pages("d", 8))
+    assert rig.ready(pages("a", 4)) == 0
+    rig.settle()
+
+
+def test_an_index_without_room_drops_saves(make: Make) -> None:
+    rig = make(index=6, disk=False)
+    assert rig.save(pages("a", 8)) == 6
+    assert rig.count("save_dropped_pages") == 2
+    assert rig.ready(pages("a", 8)) == 6
+    rig.settle()
+    check_content(rig, pages("a", 6))
+
+
+# ---- key spaces ----------------------------------------------------------------------------------
+
+
+def test_the_same_hashes_in_other_namespaces_and_adapters_are_other_pages(make: Make) -> None:
+    rig = make(slots=12)
+    rig.store.open_namespace(OTHER, {})
+    lora = hashlib.sha256(b"lora").digest()
+    spaces = [rig.space, rig.store.space(OTHER), rig.store.space(DIGEST, lora)]
+    a = pages("a", 4)
+    for space in spaces:
+        assert rig.ready(a, space) == 0
+        assert rig.save(a, space=space) == 4
+    rig.settle()
+    for space in spaces:
+        check_content(rig, a, space)
+    # The same from disk.
+    rig.save(pages("z", 12))
+    rig.settle()
+    for space in spaces:
+        plan = rig.store.plan(space, a)
+        assert plan is not None
+        rig.wait(plan)
+        check_content(rig, a, space)
+        rig.store.cancel_plan(plan)
+
+
+def test_a_restart_finds_the_pages_of_each_adapter(make: Make) -> None:
+    rig = make()
+    lora = hashlib.sha256(b"lora").digest()
+    rig.save(pages("a", 3))
+    rig.save(pages("a", 2), space=rig.store.space(DIGEST, lora))
+    rig.settle()
+    rig.store.close()
+    again = make()
+    assert again.found == 5
+    with_lora = again.store.space(DIGEST, lora)
+    assert again.store.locate_prefix(again.space, pages("a", 3)).disk == 3
+    assert again.store.locate_prefix(with_lora, pages("a", 3)).disk == 2
+
+
+# ---- plans -----------------------------------------------------------------------------------
+
+
+def test_a_plan_brings_pages_back_and_keeps_them(make: Make) -> None:
+    rig = make()
+    on_disk_only(rig, pages("a", 4))
+    plan = rig.store.plan(rig.space, pages("a", 4))
+    assert plan is not None
+    rig.wait(plan)
+    assert not plan.failed
+    rig.save(pages("b", 8))
+    assert rig.ready(pages("a", 4)) == 4
+    check_content(rig, pages("a", 4))
+    rig.store.cancel_plan(plan)
+    rig.settle()
+    rig.save(pages("c", 8))
+    assert rig.ready(pages("a", 4)) == 0
+    rig.settle()
+
+
+def test_two_requests_share_one_read(make: Make) -> None:
+    rig = make(slots=16)
+    on_disk_only(rig, pages("a", 4))
+    rig.io.open_gate.clear()
+    first = rig.store.plan(rig.space, pages("a", 2))
+    second = rig.store.plan(rig.space, pages("a", 4))
+    assert first is not None
+    assert second is not None
+    assert (first.remaining, second.remaining) == (2, 4)
+    assert not first.done
+    rig.io.open_gate.set()
+    rig.wait(first)
+    rig.wait(second)
+    assert rig.count("promoted_pages") == 4
+    rig.store.cancel_plan(first)
+    rig.save(pages("b", 16))
+    assert rig.ready(pages("a", 4)) == 4  # the second still holds them
+    rig.store.cancel_plan(second)
+    rig.settle()
+
+
+def test_a_plan_waits_for_a_save_under_way(make: Make) -> None:
+    rig = make()
+    ticket = rig.store.begin_save(rig.space, pages("a", 2), NONE)
+    plan = rig.store.plan(rig.space, pages("a", 2))
+    assert plan is not None
+    assert plan.remaining == 2
+    rig.store.finish_save(ticket, ok=False)
+    assert plan.done
+    assert plan.failed
+    rig.store.cancel_plan(plan)
+    rig.settle()
+
+
+def test_cancelling_during_the_read_leaks_nothing(make: Make) -> None:
+    rig = make()
+    on_disk_only(rig, pages("a", 4))
+    rig.io.open_gate.clear()
+    plan = rig.store.plan(rig.space, pages("a", 4))
+    assert plan is not None
+    promoter = rig.store._promoter
+    assert promoter is not None
+    rig.until(lambda: not promoter._reads)  # in a thread's hands
+    rig.store.cancel_plan(plan)
+    rig.store.cancel_plan(plan)
+    rig.io.open_gate.set()
+    rig.settle()
+    assert rig.ready(pages("a", 4)) == 4  # useful to whoever comes next
+    assert rig.directory.num_planned_pages == 0
+
+
+def test_a_failed_read_is_a_miss(make: Make) -> None:
+    rig = make()
+    on_disk_only(rig, pages("a", 4))
+    rig.io.fail_reads = True
+    plan = rig.store.plan(rig.space, pages("a", 4))
+    assert plan is not None
+    rig.wait(plan)
+    assert plan.failed
+    rig.store.cancel_plan(plan)
+    rig.settle()
+    assert rig.ready(pages("a", 4)) == 0
+    rig.io.fail_reads = False
+    assert rig.save(pages("a", 4)) == 4  # recomputed, and stored again
+    check_content(rig, pages("a", 4))
+
+
+def test_plans_leave_room_for_others(make: Make) -> None:
+    rig = make(slots=8)
+    on_disk_only(rig, pages("a", 8))
+    plan = rig.store.plan(rig.space, pages("a", 8))
+    assert plan is not None
+    rig.wait(plan)
+    assert rig.ready(pages("a", 8)) == 4  # half of DRAM
+    assert plan.short
+    starved = rig.store.plan(rig.space, pages("a", 8)[4:])
+    assert starved is not None
+    assert starved.starved
+    assert rig.save(pages("b", 4)) == 4
+    rig.store.cancel_plan(starved)
+    rig.store.cancel_plan(plan)
+    assert rig.directory.num_planned_pages == 0
+    rig.settle()
+
+
+def test_nothing_stored_is_no_plan(make: Make) -> None:
+    assert make().store.plan(make_space(), pages("a", 4)) is None
+
+
+def make_space() -> KeySpace:
+    return KeySpace(0, DIGEST, b"", Epoch())
+
+
+# ---- clear, segments, shutdown -------------------------------------------------------------------
+
+
+def test_clear_during_a_save(make: Make) -> None:
+    rig = make()
+    ticket = rig.store.begin_save(rig.space, pages("a", 3), NONE)
+    assert rig.store.clear() == 3
+    assert rig.save(pages("a", 3)) == 3  # again, into other slots
+    for slot in ticket.slots:
+        rig.arena.slots[slot] = 0xFF  # the first save is still copying
+    rig.store.finish_save(ticket, ok=True)
+    check_content(rig, pages("a", 3))
+    rig.settle()
+
+
+def test_a_save_that_was_cleared_ends_no_wait_for_what_came_after(make: Make) -> None:
+    """The next page has the row of the one that was cleared, and a plan that waits for it."""
+    rig = make()
+    cleared = rig.store.begin_save(rig.space, pages("a", 1), NONE)
+    early = rig.store.plan(rig.space, pages("a", 1))
+    assert early is not None
+    rig.store.clear()
+    assert early.done  # nothing comes any more
+    again = rig.store.begin_save(rig.space, pages("b", 1), NONE)
+    assert again.rows.tolist() == cleared.rows.tolist()
+    plan = rig.store.plan(rig.space, pages("b", 1))
+    assert plan is not None
+    rig.store.finish_save(cleared, ok=False)
+    assert not plan.done
+    rig.store.finish_save(again, ok=True)
+    assert plan.done
+    assert not plan.failed
+    for each in (early, plan):
+        rig.store.cancel_plan(each)
+
+
+def test_clear_during_a_promotion(make: Make) -> None:
+    rig = make()
+    on_disk_only(rig, pages("a", 4))
+    rig.io.open_gate.clear()
+    plan = rig.store.plan(rig.space, pages("a", 4))
+    assert plan is not None
+    rig.store.clear()
+    rig.io.open_gate.set()
+    rig.wait(plan)
+    rig.store.cancel_plan(plan)
+    rig.settle()
+    assert rig.store.locate_prefix(rig.space, pages("a", 4)).total == 0
+    assert rig.arena.num_free == 8
+
+
+def test_clear_during_a_write(make: Make) -> None:
+    rig = make()
+    rig.io.open_gate.clear()
+    rig.save(pages("a", 4))
+    rig.until(lambda: bool(rig.arena.pinned(np.arange(8)).any()))
+    rig.store.clear()
+    rig.io.open_gate.set()
+    rig.settle()
+    assert rig.ready(pages("a", 4)) == 0
+    rig.store.close()
+    assert make().found == 0
+
+
+def test_a_clear_waits_for_no_disk_and_takes_only_what_was_there(make: Make) -> None:
+    """What is saved while the disk still has to delete outlives that, and a restart."""
+    rig = make(slots=16)
+    rig.save(pages("a", 4))
+    rig.settle()
+    assert rig.on_disk(pages("a", 4)) == 4
+    rig.io.open_gate.clear()  # the disk hangs
+    rig.save(pages("b", 4))
+    rig.until(lambda: bool(rig.arena.pinned(np.arange(16)).any()))
+    assert rig.store.clear() == 8  # returns all the same
+    assert rig.store.locate_prefix(rig.space, pages("a", 4)).total == 0
+    assert rig.store.locate_prefix(rig.space, pages("b", 4)).total == 0
+    assert rig.store.stats()["clears_pending"] == 1
+    rig.save(pages("c", 4))
+    assert rig.ready(pages("c", 4)) == 4
+    rig.io.open_gate.set()
+    rig.until(lambda: rig.on_disk(pages("c", 4)) == 4)
+    assert rig.store.stats()["clears_pending"] == 0
+    rig.settle()
+    rig.store.close()
+    again = make(slots=16)
+    assert again.found == 4
+    assert again.on_disk(pages("c", 4)) == 4
+
+
+def test_what_was_cleared_is_deleted_before_the_end(make: Make) -> None:
+    rig = make()
+    rig.save(pages("a", 4))
+    rig.settle()
+    assert rig.store._spiller is not None
+    with rig.store._spiller._writing:  # the thread cannot begin
+        rig.store.clear()
+        closing = threading.Thread(target=rig.store.close, kwargs={"timeout_s": 0.0})
+        closing.start()
+        rig.until(lambda: rig.store._spiller is not None and rig.store._spiller._stop)
+    closing.join(15)
+    assert not closing.is_alive()
+    assert make().found == 0
+
+
+def test_a_dropped_segment_takes_its_pages_along_unless_dram_has_them(make: Make) -> None:
+    rig = make(slots=4, max_bytes=256 << 10, segment_bytes=64 << 10)
+    for number in range(20):
+        rig.save(pages(f"n{number}", 4))
+        rig.settle()
+    assert rig.count("disk_reclaimed_pages") > 0
+    located = [rig.store.locate_prefix(rig.space, pages(f"n{n}", 4)) for n in range(20)]
+    assert located[0].total == 0
+    assert located[19].host == 4
+    for number in range(20):
+        plan = rig.store.plan(rig.space, pages(f"n{number}", 4))
+        if plan is not None:
+            rig.wait(plan)
+            ready = rig.ready(pages(f"n{number}", 4))
+            check_content(rig, pages(f"n{number}", 4)[:ready])
+            rig.store.cancel_plan(plan)
+    rig.settle()
+
+
+def test_pages_in_use_are_carried_over_when_their_segment_is_reclaimed(make: Make) -> None:
+    rig = make(slots=4, max_bytes=256 << 10, segment_bytes=64 << 10)
+    hot = pages("hot", 1)
+    rig.save(hot)
+    rig.settle()
+    for number in range(24):
+        rig.save(pages(f"n{number}", 3))
+        rig.settle()
+        plan = rig.store.plan(rig.space, hot)
+        if plan is None:
+            continue
+        rig.wait(plan)
+        check_content(rig, hot)
+        rig.store.cancel_plan(plan)
+    assert rig.count("disk_reclaimed_pages") > 8
+    assert sum(rig.store.locate_prefix(rig.space, hot)) == 1
+    plan = rig.store.plan(rig.space, hot)
+    assert plan is not None
+    rig.wait(plan)
+    check_content(rig, hot)
+    rig.store.cancel_plan(plan)
+
+
+def test_shutdown_writes_what_is_only_in_dram(make: Make) -> None:
+    rig = make(policy="write_back", slots=16)
+    rig.save(pages("a", 6))
+    assert rig.count("written_pages") == 0
+    rig.store.close()
+    assert rig.count("shutdown_lost_pages") == 0
+    again = make(slots=16)
+    assert again.found == 6
+    plan = again.store.plan(again.space, pages("a", 6))
+    assert plan is not None
+    again.wait(plan)
+    check_content(again, pages("a", 6))
+    again.store.cancel_plan(plan)
+
+
+def test_shutdown_gives_up_in_time_and_counts_what_is_lost(make: Make) -> None:
+    rig = make(policy="write_back", slots=16)
+    rig.save(pages("a", 6))
+    rig.store.close(timeout_s=0.0)
+    assert rig.count("written_pages") == 0
+    assert rig.count("shutdown_lost_pages") == 6
+
+
+def test_shutdown_does_not_wait_for_reads_that_have_not_begun(make: Make) -> None:
+    rig = make()
+    on_disk_only(rig, pages("a", 3))
+    rig.io.open_gate.clear()
+    plans = [rig.store.plan(rig.space, pages("a", 3)[[page]]) for page in range(3)]
+    promoter = rig.store._promoter
+    assert promoter is not None
+    rig.until(lambda: len(promoter._reads) == 1)  # the two threads hold one each
+    closing = threading.Thread(target=rig.store.close)
+    closing.start()
+    rig.until(lambda: promoter._closing)
+    rig.io.open_gate.set()
+    closing.join(15)
+    assert not closing.is_alive()
+    assert [plan is not None and plan.failed for plan in plans] == [False, False, True]
+
+
+def test_stale_entries_of_one_key_space_do_not_end_a_flush(make: Make) -> None:
+    """Pages that were queued and forgotten, then a live page of another key space."""
+    rig = make(policy="write_back", slots=16)
+    rig.store.open_namespace(OTHER, {})
+    other = rig.store.space(OTHER)
+    assert rig.store._spiller is not None
+    with rig.store._spiller._writing:
+        rig.save(pages("a", 3))
+        rig.directory.queue_coldest(16)
+        rows = rig.directory.index.lookup(pages("a", 3), 0)
+        queued = list(rig.directory.spill_queue)
+        with rig.directory.lock:
+            rig.arena.free(rig.directory.index.host_slot[rows])
+            rig.directory.index.remove(rows)
+        rig.save(pages("b", 2), space=other)
+        rig.directory.queue_coldest(16)
+        assert len(queued) == 1
+        entry = rig.directory.take_spills(16)
+    assert entry is not None
+    assert entry.space == other
+    assert len(entry.rows) == 2
+    nowhere = np.zeros(2, np.uint32)
+    copies = DiskCopies(nowhere, nowhere, np.zeros(2, np.uint16), np.zeros(2, np.uint8))
+    rig.directory.finish_spill(entry, np.zeros(2, np.bool_), copies)
+    rig.settle()
+
+
+def test_a_page_that_is_copied_twice_from_one_segment_is_on_disk_once(make: Make) -> None:
+    """Reclaiming may find a page twice in a segment, and copies both records."""
+    rig = make(slots=16, lookahead=True)
+    rig.save(pages("a", 2))
+    rig.settle()
+    directory = rig.directory
+    rows = directory.index.lookup(pages("a", 2), 0)
+    segment = int(directory.index.segment[rows[0]])
+    moved = RecoveredPages(
+        hashes=np.concatenate([pages("a", 2), pages("a", 1)]),
+        lora=np.zeros((3, 32), np.uint8),
+        segment=np.full(3, segment + 100, np.uint32),
+        block=np.array([1, 2, 3], np.uint32),
+        num_blocks=np.ones(3, np.uint16),
+        quality=directory.index.disk_quality[rows[[0, 1, 0]]],
+    )
+    directory.move_on_disk(rig.space, segment, moved)
+    assert directory.index.block[rows].tolist() == [3, 2]
+    directory.check()
+
+
+def test_pages_that_the_disk_did_not_take_need_no_cleaning(make: Make) -> None:
+    """They may leave DRAM at once; else the spiller would look for pages to write for ever."""
+    rig = make(policy="write_back", slots=16)
+    assert rig.store._spiller is not None
+    with rig.store._spiller._writing:
+        rig.save(pages("a", 16))
+        with rig.directory.lock:
+            rows = rig.directory.index.lookup(pages("a", 16), 0)
+            rig.directory.index.flags[rows] = READY | WRITE_DROPPED
+            rig.directory.spill_queue.clear()  # the spiller may have looked already
+            rig.directory._look_at = 0
+        rig.directory.queue_leaving(16)
+        assert not rig.directory.spill_queue
+
+
+def test_clearing_sorts_no_pages(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a million pages that took 3 s, with everybody who needs the lock waiting."""
+    rig = make(slots=16, lookahead=True)
+    for name in "abc":
+        rig.save(pages(name, 5))
+    rig.settle()
+
+    sorted_: list[int] = []
+    unique: Any = np.unique
+
+    def note(values: np.ndarray, **options: bool) -> object:
+        sorted_.append(len(values))
+        return unique(values, **options)
+
+    monkeypatch.setattr(np, "unique", note)
+    assert rig.store.clear() == 15
+    assert max(sorted_) == 1, "more than the segment was sorted"
+    monkeypatch.undo()
+    rig.settle()

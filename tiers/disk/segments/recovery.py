@@ -1,0 +1,265 @@
+"""Finding the records of segments that an earlier process wrote.
+
+A sealed segment costs one read of its end. One that was never sealed (its process was killed) is
+read record by record, every checksum verified, up to the first place that holds none: everything
+acknowledged lies before it, because records are written and acknowledged in order. One whose free
+places were being filled (its length says so), or whose footer is damaged, is read in the same way
+to its end. All are then sealed.
+
+Where records are packed, the length in one record's header leads to the next, and behind damage
+the search goes on block by block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages, record_blocks
+from sglang_ext.tiers.disk.segments.fileio import FileIO, aligned_array, read_all, read_small
+from sglang_ext.tiers.disk.segments.layout import (
+    MAX_SLOTS,
+    FutureVersionError,
+    LockedFooterError,
+    SegmentTable,
+    Trailer,
+    decode_footer,
+    decode_header,
+    decode_trailer,
+    reopened_file_bytes,
+    table_pages,
+)
+from sglang_ext.tiers.disk.segments.sealing import write_footer
+from sglang_ext.tiers.records.record import MAGIC, ByteArray
+from sglang_ext.tiers.records.seals import CHECKSUMS, FooterSeal, RecordSeals
+
+_TAIL_BYTES = 64 << 10
+_SCAN_BYTES = 8 << 20
+
+
+class SegmentState(enum.Enum):
+    """What recovery made of a file that is named as a segment."""
+
+    SEALED = "sealed"
+    RESEALED = "resealed"  # scanned, then sealed
+    EMPTY = "empty"  # ours, and without a record
+    DAMAGED_FOOTER = "damaged_footer"  # scanned, then sealed
+    STALE_LAYOUT = "stale_layout"  # of this namespace, with records of another size
+    LOCKED = "locked_segment"  # protected, and its key is not here; or not, and a key is asked for
+    FOREIGN = "foreign_file"
+    FUTURE = "future_version"
+    UNREADABLE = "damaged_segment"
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """One segment after recovery.
+
+    Attributes:
+        state: what was found.
+        pages: its records; empty unless the state allows reading.
+        end_block: records in blocks [1, end_block) may be read.
+        file_bytes: the file's size now.
+        packed: whether records take the blocks they fill, and not whole slots.
+        bytes_written: what sealing wrote.
+    """
+
+    state: SegmentState
+    pages: RecoveredPages
+    end_block: int
+    file_bytes: int
+    packed: bool = False
+    bytes_written: int = 0
+
+
+def recover_segment(
+    io: FileIO,
+    path: Path,
+    segment_id: int,
+    namespace: bytes,
+    slot_bytes: int,
+    *,
+    sync: bool,
+    seals: RecordSeals = CHECKSUMS,
+) -> Recovered:
+    """Returns the records of the segment at `path`; seals it if it is not. Never raises OSError.
+
+    Args:
+        io: the system calls.
+        path: the file.
+        segment_id: the id in its name.
+        namespace: digest of the namespace that the folder belongs to.
+        slot_bytes: size of the namespace's slots.
+        sync: wait for the device when sealing.
+        seals: what proves its records.
+    """
+    try:
+        file_bytes = path.stat().st_size
+        try:
+            return _recover(io, path, segment_id, namespace, slot_bytes, file_bytes, sync, seals)
+        except FutureVersionError:
+            return _nothing(SegmentState.FUTURE, file_bytes)
+        except LockedFooterError:
+            return _nothing(SegmentState.LOCKED, file_bytes)
+    except OSError:
+        return _nothing(SegmentState.UNREADABLE, 0)
+
+
+def _recover(
+    io: FileIO,
+    path: Path,
+    segment_id: int,
+    namespace: bytes,
+    slot_bytes: int,
+    file_bytes: int,
+    sync: bool,
+    seals: RecordSeals,
+) -> Recovered:
+    is_protected = seals.footers is not None
+    trailer, pages = read_footer(io, path, file_bytes, seals.footers)
+    if trailer is not None:
+        if (trailer.segment_id, trailer.namespace) != (segment_id, namespace):
+            return _nothing(SegmentState.FOREIGN, file_bytes)
+        if trailer.slot_bytes != slot_bytes:
+            return _nothing(SegmentState.STALE_LAYOUT, file_bytes)
+        if trailer.protected is not is_protected:
+            return _nothing(SegmentState.LOCKED, file_bytes)
+        if pages is not None:
+            return Recovered(
+                SegmentState.SEALED, pages, trailer.end_block, file_bytes, trailer.packed
+            )
+    header = decode_header(read_small(io, path, 0, BLOCK_BYTES))
+    if header is not None:
+        if (header.segment_id, header.namespace) != (segment_id, namespace):
+            return _nothing(SegmentState.FOREIGN, file_bytes)
+        if header.slot_bytes != slot_bytes:
+            return _nothing(SegmentState.STALE_LAYOUT, file_bytes)
+        if header.protected is not is_protected:
+            return _nothing(SegmentState.LOCKED, file_bytes)
+    # Only a segment that was never sealed still has the size it was preallocated at.
+    never_sealed = header is not None and file_bytes == header.file_bytes and trailer is None
+    was_reopened = (
+        header is not None and file_bytes == reopened_file_bytes(header) and trailer is None
+    )
+    # With neither header nor trailer the version is not known; a walk finds slots as well.
+    source = header or trailer
+    table = SegmentTable(slot_bytes // BLOCK_BYTES, packed=source is None or source.packed)
+    _scan(io, path, namespace, table, seals, stop_at_hole=never_sealed)
+    if not len(table):
+        if is_protected and _begins_with_record(io, path):
+            return _nothing(SegmentState.LOCKED, file_bytes)
+        ours = header is not None or trailer is not None
+        return _nothing(SegmentState.EMPTY if ours else SegmentState.FOREIGN, file_bytes)
+    scanned = never_sealed or was_reopened
+    state = SegmentState.RESEALED if scanned else SegmentState.DAMAGED_FOOTER
+    fd = io.open(path, os.O_RDWR)
+    try:
+        end = write_footer(io, fd, table, segment_id, namespace, sync=sync, seal=seals.footers)
+    except OSError:
+        end = file_bytes  # a full or failing disk: the records are there all the same
+    finally:
+        io.close(fd)
+    pages = table_pages(table, segment_id)
+    footer_bytes = max(0, end - table.end_block * BLOCK_BYTES)
+    return Recovered(state, pages, table.end_block, end, table.packed, footer_bytes)
+
+
+def read_footer(
+    io: FileIO, path: Path, file_bytes: int, seal: FooterSeal | None
+) -> tuple[Trailer | None, RecoveredPages | None]:
+    """Reads the end of a segment: its trailer and table, each None when damaged or absent.
+
+    The table is None too where it is not protected as `seal` would, or not at all with None.
+
+    Raises:
+        OSError: the disk failed.
+        FutureVersionError: sealed by a later release.
+        LockedFooterError: sealed with another key.
+    """
+    start = max(0, file_bytes - _TAIL_BYTES)
+    tail = read_small(io, path, start, file_bytes - start)
+    trailer = decode_trailer(tail, file_bytes)
+    if trailer is None:
+        return None, None
+    if trailer.footer_offset < start:
+        tail = read_small(io, path, trailer.footer_offset, trailer.footer_bytes)
+    return trailer, decode_footer(tail[-trailer.footer_bytes :], trailer, seal)
+
+
+def _scan(
+    io: FileIO,
+    path: Path,
+    namespace: bytes,
+    table: SegmentTable,
+    seals: RecordSeals,
+    *,
+    stop_at_hole: bool,
+) -> None:
+    """Reads and verifies the records in order and enters them into an empty table.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    slot_blocks = table.slot_blocks
+    buffer = aligned_array(
+        max(2, _SCAN_BYTES // (slot_blocks * BLOCK_BYTES)) * slot_blocks * BLOCK_BYTES
+    )
+    fd = io.open(path, os.O_RDONLY)
+    try:
+        while True:
+            first = table.end_block
+            num_blocks = read_all(io, fd, [buffer], first * BLOCK_BYTES) // BLOCK_BYTES
+            is_end = num_blocks * BLOCK_BYTES < buffer.size
+            # What may reach beyond the buffer waits for the next one, which begins with it.
+            stop = first + num_blocks - (1 if is_end and table.packed else slot_blocks)
+            while table.end_block <= stop and len(table) < MAX_SLOTS:
+                at = (table.end_block - first) * BLOCK_BYTES
+                rest = buffer[at : num_blocks * BLOCK_BYTES][: slot_blocks * BLOCK_BYTES]
+                if not _add_if_record(table, rest, namespace, seals) and stop_at_hole:
+                    return
+            if is_end or len(table) >= MAX_SLOTS:
+                return
+    finally:
+        io.close(fd)
+        table.strip_holes()
+
+
+def _begins_with_record(io: FileIO, path: Path) -> bool:
+    """Whether there is what may be a record, so that a segment is not empty."""
+    return read_small(io, path, BLOCK_BYTES, len(MAGIC)) == MAGIC
+
+
+def _add_if_record(
+    table: SegmentTable, slot: ByteArray, namespace: bytes, seals: RecordSeals
+) -> bool:
+    """Enters what lies at the start of `slot`: a record, or a hole where there is none."""
+    if bytes(slot[: len(MAGIC)]) == MAGIC:  # most blocks behind damage are no record's first
+        found = seals.open_any(slot, namespace)
+        if found is not None:
+            meta, payload_bytes = found
+            table.add(meta.page_hash, meta.lora, meta.quality, record_blocks(payload_bytes))
+            return True
+    table.add_hole()
+    return False
+
+
+def _nothing(state: SegmentState, file_bytes: int) -> Recovered:
+    return Recovered(state, RecoveredPages.empty(), 1, file_bytes)
+
+
+def identify(io: FileIO, path: Path, segment_id: int) -> bytes | None:
+    """Returns the namespace of the segment at `path`; None when it is not ours to touch.
+
+    Reads the first block, and the last where the first is damaged.
+    """
+    with contextlib.suppress(OSError, FutureVersionError):
+        header = decode_header(read_small(io, path, 0, BLOCK_BYTES))
+        if header is not None:
+            return header.namespace if header.segment_id == segment_id else None
+        trailer, _ = read_footer(io, path, path.stat().st_size, None)
+        if trailer is not None and trailer.segment_id == segment_id:
+            return trailer.namespace
+    return None

@@ -1,0 +1,390 @@
+"""A shared mount: `file:///folder`. Many writers, no lock: a value is a file, published whole.
+
+Where it lies is up to `value_folders.py`. A mount that hangs costs the calls in its hands their
+time and no more: system calls run on threads that are left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from sglang_ext.tiers.access import Access, shown
+from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.records.record import ByteArray
+from sglang_ext.tiers.remote.base import (
+    Deadline,
+    Fetch,
+    OnFetched,
+    OnStored,
+    RemoteEngine,
+    RemoteError,
+    RemoteFullError,
+    RemoteUnavailableError,
+    Usage,
+    Value,
+)
+from sglang_ext.tiers.remote.engines.file_reclaim import Reclaimer
+from sglang_ext.tiers.remote.engines.value_folders import TEMP_PREFIX, ValueFolders
+from sglang_ext.tiers.remote.patience import Errand, Patience
+from sglang_ext.tiers.remote.url import Options, RemoteUrl, folder_size, one_of, size
+
+T = TypeVar("T")
+
+_MAX_THREADS = 16
+# A file that is read is made young again if it is older, for the order in which they are removed.
+_RENEW_AFTER_S = 600.0
+_FREE_CHECK_S = 1.0
+_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOTHING_THERE = (FileNotFoundError, NotADirectoryError)
+# What others put in a value's place is no value, and nothing is waited for: a symbolic link, what
+# this user may not read, a socket. It must not speak against the folder and all that is in it.
+_NO_VALUE_ERRORS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
+_VALUE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NO_LINK_ERRORS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+def options(scheme: str) -> Options:
+    """See `register_engine`."""
+    readers = {
+        "size": folder_size,
+        "free": size,
+        "fsync": one_of("none", "always"),
+        "group": Access.of_group,
+    }
+    return Options(readers, path="folder", max_hosts=0)
+
+
+def open_engine(url: RemoteUrl) -> RemoteEngine:
+    """See `register_engine`.
+
+    Raises:
+        TierConfigError: the folder is not there or cannot be written to.
+    """
+    folder = Path(url.path)
+    try:
+        is_folder = folder.is_dir()
+    except OSError:  # a name that is too long
+        is_folder = False
+    if not is_folder:
+        raise TierConfigError(
+            f"--hier-kv-remote-url: {shown(folder)} must be a folder that is there; mount or make"
+            " it"
+        )
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise TierConfigError(
+            f"--hier-kv-remote-url: {shown(folder)} cannot be read and written by this user"
+        )
+    if "size" not in url.options:
+        raise TierConfigError(
+            "--hier-kv-remote-url: a file:// URL says how much may lie there; add size=100GB or"
+            " another"
+        )
+    given = url.options
+    folders = ValueFolders(folder, given.get("prefix", "hkv"), given.get("group", Access()))
+    try:
+        folders.check()
+    except OSError as error:
+        raise TierConfigError(
+            f"--hier-kv-remote-url: {shown(folder)} cannot be looked at ({error.strerror}); mount"
+            " or make it"
+        ) from error
+    return FileEngine(
+        FileConfig(
+            folders=folders,
+            max_bytes=given["size"],
+            min_free_bytes=given.get("free", FileConfig.min_free_bytes),
+            fsync=given.get("fsync", "none") == "always",
+            ttl_s=given.get("ttl", 0.0),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class FileConfig:
+    """How a folder is used.
+
+    Attributes:
+        folders: on the mount; the shared folder is there already.
+        max_bytes: bound on all values in it, kept by removing the oldest. It is checked from time
+            to time, so several writers may go over it by some percent for a while.
+        min_free_bytes: nothing is written while the file system has less than this left.
+        fsync: whether a value is synced before it is published; else a crash of the machine may
+            leave short files, which are misses.
+        ttl_s: life of a value after it was stored or read; 0 for no end.
+    """
+
+    folders: ValueFolders
+    max_bytes: int
+    min_free_bytes: int = 1 << 30
+    fsync: bool = False
+    ttl_s: float = 0.0
+
+
+class _Got(NamedTuple):
+    """What was read for one fetch; no bytes when there is no value."""
+
+    position: int
+    data: ByteArray
+
+
+class FileEngine(RemoteEngine):
+    """Keeps values in a shared folder. One thread removes what is old or too much."""
+
+    max_value_bytes = 64 << 20
+    keeps_ttl = True
+
+    def __init__(self, config: FileConfig) -> None:
+        """Starts the thread that reclaims.
+
+        Args:
+            config: the settings.
+        """
+        self._config = config
+        self._folders = config.folders
+        self._root = config.folders.root
+        self._patience = Patience(_MAX_THREADS, "hier-kv-remote-file")
+        self._writer_id = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._numbers = itertools.count()
+        self._device = os.stat(self._root).st_dev
+        self._free_lock = threading.Lock()
+        self._free_checked_s = 0.0  # guarded by _free_lock
+        self._is_low = False  # guarded by _free_lock
+        self.reclaimer = Reclaimer(config.folders, config.max_bytes, config.ttl_s)
+
+    def ping(self, deadline: Deadline) -> None:
+        """See `RemoteEngine.ping`. Lists the folder."""
+
+        def work(errand: Errand[_Got]) -> None:
+            self._check_mount()
+            with os.scandir(self._root) as entries:
+                next(entries, None)
+
+        self._run(work, lambda _: None, deadline)
+
+    def fetch(self, fetches: Sequence[Fetch], on_fetched: OnFetched, deadline: Deadline) -> None:
+        """See `RemoteEngine.fetch`."""
+        asked = [(fetch.name, fetch.offset, fetch.out.size) for fetch in fetches]
+
+        def work(errand: Errand[_Got]) -> None:
+            for index, (name, offset, num_bytes) in enumerate(asked):
+                errand.emit(_Got(index, self._read(name, offset, num_bytes)))
+
+        def take(got: _Got) -> None:
+            fetches[got.position].out[: got.data.size] = got.data
+            on_fetched(got.position, got.data.size)
+
+        self._run(work, take, deadline)
+
+    def put(self, values: Sequence[Value], on_stored: OnStored, deadline: Deadline) -> None:
+        """See `RemoteEngine.put`."""
+
+        def work(errand: Errand[tuple[int, bool]]) -> None:
+            self._check_mount()
+            self._check_room()
+            for index, value in enumerate(values):
+                written = self._write(value, errand)
+                if written:
+                    self.reclaimer.note_written(value.num_bytes)
+                errand.emit((index, written))
+
+        self._run(work, lambda item: on_stored(*item), deadline)
+
+    def exists(self, names: Sequence[str], deadline: Deadline) -> list[bool]:
+        """See `RemoteEngine.exists`."""
+        found: list[bool] = []
+
+        def work(errand: Errand[bool]) -> None:
+            for name in names:
+                with _suppress_absence(), self._folders.folder_of(name) as (folder, file):
+                    status = _status(folder, file)
+                    errand.emit(status is not None and not self._is_expired(status))
+                    continue
+                errand.emit(False)
+
+        self._run(work, found.append, deadline)
+        return found
+
+    def touch(self, names: Sequence[str], deadline: Deadline) -> None:
+        """See `RemoteEngine.touch`."""
+
+        def work(errand: Errand[None]) -> None:
+            for name in names:
+                errand.check()
+                with (
+                    contextlib.suppress(*_NOTHING_THERE, PermissionError),
+                    self._folders.folder_of(name) as (folder, file),
+                ):
+                    os.utime(file, dir_fd=folder, follow_symlinks=False)
+
+        self._run(work, lambda _: None, deadline)
+
+    def delete(self, names: Sequence[str], deadline: Deadline) -> int:
+        """See `RemoteEngine.delete`."""
+        removed: list[None] = []
+
+        def work(errand: Errand[None]) -> None:
+            for name in names:
+                errand.check()
+                with _suppress_absence(), self._folders.folder_of(name) as (folder, file):
+                    os.unlink(file, dir_fd=folder)
+                    errand.emit(None)
+
+        self._run(work, removed.append, deadline)
+        return len(removed)
+
+    def usage(self, deadline: Deadline) -> Usage:
+        """See `RemoteEngine.usage`. As of the last time that the folder was looked through."""
+        return Usage(self.reclaimer.used_bytes, self._config.max_bytes)
+
+    def close(self) -> None:
+        """See `RemoteEngine.close`."""
+        self.reclaimer.close()
+
+    def _run(
+        self,
+        work: Callable[[Errand[T]], None],
+        take: Callable[[T], None],
+        deadline: Deadline,
+    ) -> None:
+        try:
+            self._patience.run(work, take, deadline)
+        except RemoteError:
+            raise
+        except OSError as error:
+            if error.errno in _FULL_ERRORS:
+                raise RemoteFullError(f"{error.strerror}") from error
+            raise RemoteUnavailableError(f"the folder fails: {error.strerror}") from error
+
+    def _read(self, name: str, offset: int, num_bytes: int) -> ByteArray:
+        """Reads a range; empty when there is no file or its time is over."""
+        nothing = np.empty(0, np.uint8)
+        try:
+            with self._folders.folder_of(name) as (folder, file):
+                fd = os.open(file, _VALUE_FLAGS, dir_fd=folder)
+        except _NOTHING_THERE:
+            return nothing
+        except OSError as error:
+            if error.errno in _NO_VALUE_ERRORS:
+                return nothing
+            raise
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or self._is_expired(status):
+                return nothing
+            data = np.empty(max(0, min(num_bytes, status.st_size - offset)), np.uint8)
+            done = 0
+            while done < data.size:
+                got = os.preadv(fd, [data[done:].data], offset + done)
+                if got == 0:
+                    break
+                done += got
+            if time.time() - status.st_mtime > _RENEW_AFTER_S:
+                with contextlib.suppress(OSError):
+                    os.utime(fd)
+            return data[:done]
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # removed by another server while it was read
+                return nothing
+            raise
+        finally:
+            os.close(fd)
+
+    def _write(self, value: Value, errand: Errand[tuple[int, bool]]) -> bool:
+        """Writes a value under a name of its own and publishes it; whether it was published."""
+        with self._folders.folder_of(value.name, make=True) as (folder, file):
+            status = None if value.replaces else _status(folder, file)
+            if status is not None and not self._is_expired(status):
+                return False
+            temp = f"{TEMP_PREFIX}{self._writer_id}-{next(self._numbers)}"
+            fd = self._folders.make_file(folder, temp)
+            try:
+                try:
+                    _write_all(fd, value.pieces)
+                    if self._config.fsync:
+                        os.fsync(fd)
+                finally:
+                    os.close(fd)
+                errand.check()  # later the bytes may be others'
+                return self._publish(folder, temp, file, replaces=value.replaces)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temp, dir_fd=folder)
+
+    def _publish(self, folder: int, temp: str, file: str, *, replaces: bool) -> bool:
+        if not replaces and (status := _status(folder, file)) and self._is_expired(status):
+            replaces = True
+        if not replaces:
+            try:
+                os.link(temp, file, src_dir_fd=folder, dst_dir_fd=folder)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINK_ERRORS:
+                    raise
+                replaces = True  # a mount without hard links: the last of two writers wins
+        if replaces:
+            os.replace(temp, file, src_dir_fd=folder, dst_dir_fd=folder)
+        if self._config.fsync:
+            os.fsync(folder)
+        return True
+
+    def _check_mount(self) -> None:
+        """Raises RemoteUnavailableError where another file system lies there than at the start."""
+        if os.stat(self._root).st_dev != self._device:
+            raise RemoteUnavailableError("the folder's file system is no longer mounted there")
+
+    def _check_room(self) -> None:
+        """Raises RemoteFullError when nothing may be written now."""
+        if self.reclaimer.is_overfull:
+            raise RemoteFullError("the folder is over its size")
+        with self._free_lock:
+            is_due = time.monotonic() - self._free_checked_s > _FREE_CHECK_S
+            if is_due:
+                self._free_checked_s = time.monotonic()
+        if is_due:
+            status = os.statvfs(self._root)
+            is_low = status.f_bavail * status.f_frsize < self._config.min_free_bytes
+            with self._free_lock:
+                self._is_low = is_low
+        with self._free_lock:
+            if self._is_low:
+                raise RemoteFullError("the file system has no more free space than is to be left")
+
+    def _is_expired(self, status: os.stat_result) -> bool:
+        ttl_s = self._config.ttl_s
+        return bool(ttl_s) and time.time() - status.st_mtime > ttl_s
+
+
+def _suppress_absence() -> contextlib.suppress:
+    return contextlib.suppress(*_NOTHING_THERE)
+
+
+def _status(folder: int, file: str) -> os.stat_result | None:
+    """Of a file in an open folder; None where there is none. Of a link, the link's own."""
+    try:
+        return os.stat(file, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _write_all(fd: int, pieces: Sequence[ByteArray]) -> None:
+    views = [piece.data for piece in pieces if piece.size]
+    while views:
+        done = os.writev(fd, views)
+        while views and done >= len(views[0]):
+            done -= len(views.pop(0))
+        if views and done:
+            views[0] = views[0][done:]

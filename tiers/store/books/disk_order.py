@@ -1,0 +1,132 @@
+"""Which page leaves the disk next, and with it the server where DRAM does not have it.
+
+Not locked: the owner's lock is held around every call.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.policy import PlacementPolicy
+from sglang_ext.tiers.store.books.segment_rows import SegmentRows
+from sglang_ext.tiers.store.types import FILLING, Rows
+
+# Pages that one step of making room takes out of the order.
+_STEP_PAGES = 64
+
+
+class DiskOrder:
+    """The pages on disk in the order in which they leave it, and where they lie.
+
+    The order is that of DRAM: what nobody waits for first, then what is needed latest, a page
+    before the one that leads to it. A page that is being read stays.
+
+    Args:
+        index: where pages lie.
+        policy: what the queue needs.
+    """
+
+    def __init__(self, index: PageIndex, policy: PlacementPolicy) -> None:
+        self._index = index
+        self._lists = policy.add_tier(index.capacity)
+        self._segments = SegmentRows(index.capacity)
+
+    def enter(self, rows: Rows) -> None:
+        """Pages lie on disk now, where the index says; root first, none twice."""
+        self.lie(rows)
+        self._lists.enter(rows)
+        self.changed(rows)
+
+    def leave(self, rows: Rows) -> None:
+        """Pages lie on disk no more; the index still says where they lay."""
+        self.lift(rows)
+        self._lists.exit(rows)
+
+    def lift(self, rows: Rows) -> None:
+        """Pages are about to be said to lie elsewhere; their order stays. `lie` follows."""
+        self._segments.remove(rows, self._index.segment[rows], self._index.num_blocks[rows])
+
+    def lie(self, rows: Rows) -> None:
+        """Pages lie where the index says."""
+        self._segments.add(rows, self._index.segment[rows], self._index.num_blocks[rows])
+
+    def changed(self, rows: Rows) -> None:
+        """Pages began or ceased to be read."""
+        self._lists.hold_where(rows, (self._index.flags[rows] & FILLING) != 0)
+
+    def take(self, num_blocks: int, now_s: float) -> Rows:
+        """Pages that leave so that their records give up so many blocks, or what there is.
+
+        They are still to be told to `leave`.
+        """
+        taken: list[Rows] = []
+        while num_blocks > 0:
+            rows = self._lists.evict(_STEP_PAGES, now_s)
+            if not len(rows):
+                break
+            blocks = np.cumsum(self._index.num_blocks[rows], dtype=np.int64)
+            num = int(np.searchsorted(blocks, num_blocks)) + 1
+            self._lists.put_back(rows[num:])
+            taken.append(rows[:num])
+            num_blocks -= int(blocks[min(num, len(rows)) - 1])
+        return np.concatenate(taken) if taken else np.empty(0, np.int64)
+
+    def next_to_leave(self, count: int, now_s: float) -> Rows:
+        """Up to `count` pages of those that `take` would take first."""
+        return self._lists.next_to_leave(count, now_s)
+
+    def by_worth(self, rows: Rows, now_s: float) -> npt.NDArray[np.intp]:
+        """Indices of pages, wherever they lie, by what they are worth here; ascending."""
+        return np.lexsort(self._lists.worth(rows, now_s)[::-1])
+
+    def outweigh(self, rows: Rows, others: Rows, now_s: float) -> npt.NDArray[np.bool_]:
+        """Which pages are worth more than those beside them on disk, which are older.
+
+        Of two that the same request needs the one that is there stays.
+        """
+        (needed, score), (needed2, score2) = (
+            self._lists.worth(each, now_s) for each in (rows, others)
+        )
+        unneeded = np.isneginf(needed) & np.isneginf(needed2)
+        result: npt.NDArray[np.bool_] = (needed > needed2) | (unneeded & (score >= score2))
+        return result
+
+    def rows_of(self, segment: int) -> Rows:
+        """Rows of the pages in a segment."""
+        return self._segments.rows(segment)
+
+    def live(self, segment: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
+        """First blocks, ascending, and lengths of the records of a segment that are pages."""
+        rows = self._segments.rows(segment)
+        rows = rows[np.argsort(self._index.block[rows])]
+        return self._index.block[rows].copy(), self._index.num_blocks[rows].copy()
+
+    def num_live(self, segment: int) -> int:
+        """Blocks of these records."""
+        return self._segments.num_blocks(segment)
+
+    def note_thin(self, segments: npt.NDArray[np.uint32]) -> None:
+        """Segments may hold records that are no page's."""
+        self._segments.note_thin(segments)
+
+    def take_thinned(self) -> dict[int, int]:
+        """Segments that lost pages since the last call, and the blocks of those left."""
+        return self._segments.take_thinned()
+
+    def check(self, on_disk: Rows) -> None:
+        """Verifies the order against the rows that are on disk (linear; for tests).
+
+        Raises:
+            AssertionError: they disagree.
+        """
+        assert len(self._lists) == len(on_disk), (len(self._lists), len(on_disk))
+        assert self._lists.has(on_disk).all()
+        assert ((self._index.flags[on_disk] & FILLING) != 0).tolist() == self._lists.held(
+            on_disk
+        ).tolist()
+        for segment in np.unique(self._index.segment[on_disk]).tolist():
+            mine = on_disk[self._index.segment[on_disk] == segment]
+            assert sorted(self.rows_of(segment).tolist()) == mine.tolist()
+            assert self.num_live(segment) == int(self._index.num_blocks[mine].sum())

@@ -1,0 +1,1 @@
+"""What moves pages between DRAM and disk: writing behind, and fetching ahead for the queue."""

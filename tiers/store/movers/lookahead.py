@@ -1,0 +1,178 @@
+"""The scheduler's waiting queue as the store sees it: what is needed, and what to fetch first.
+
+AttentionStore (Gao et al., USENIX ATC 2024), 3.3: the queue names the pages that will be needed,
+in order. The decisions are the policy's (`tiers/policy`); this class finds the pages' rows for it
+and holds the lock around every call. Nothing here blocks on I/O; the cost is that of a request's
+own pages, or of what changed in the queue.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from sglang_ext.tiers.policy import PlacementPolicy
+from sglang_ext.tiers.records.quality import ANY
+from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.types import Hashes, KeySpace, TierCounts
+
+Key = tuple[int, bytes]  # number of the key space, hash of the page
+
+_MIX, _U64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+class LookAhead:
+    """Tells a policy what waits, and asks it for the prefetch window. Thread-safe.
+
+    Attributes:
+        num_waiting: requests that wait, as of the last look at the window.
+        num_in_window: those of them that were in it.
+    """
+
+    def __init__(self, directory: Directory, policy: PlacementPolicy) -> None:
+        self._directory = directory
+        self._policy = policy  # guarded by directory.lock
+        self.num_waiting = 0  # requests; of the last call of `window`
+        self.num_in_window = 0
+        # Waiting requests by the first page that they miss, and that page by request; what became
+        # of it, in order. All guarded by directory.lock.
+        self._missing: dict[Key, dict[Hashable, None]] = {}
+        self._missing_of: dict[Hashable, Key] = {}
+        self._changed: dict[Hashable, None] = {}
+        directory.on_published = self._published
+
+    def expect(
+        self,
+        request: Hashable,
+        space: KeySpace,
+        hashes: Hashes,
+        num_above: int,
+        max_quality: int = ANY,
+    ) -> TierCounts:
+        """A request waits, or what it waits for has become known better.
+
+        Args:
+            request: a name for it.
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`, its pages from the root on.
+            num_above: leading pages that lie on the device.
+            max_quality: the worst that it may be given.
+
+        Returns:
+            Where those of its other pages lie that are stored.
+        """
+        directory = self._directory
+        with directory.lock:
+            above, below = directory._path(space, hashes, num_above, max_quality)
+            path = np.concatenate([above, below])
+            directory._touch(path)
+            # Pages that nothing stored follows are the device's alone to keep.
+            self._policy.enqueue(request, path if len(below) else below, directory.now_s())
+            directory._reconsider(space, below)
+            self._miss(request, space, hashes[num_above + len(below) :])
+            return directory._count_tiers(below)
+
+    def take_changed(self, most: int) -> list[Hashable]:
+        """Waiting requests that should be looked for again: `expect` them.
+
+        The first page that they miss was stored, or they lost some that they had. Without this a
+        prefix that one of them computes would not be kept for those that wait far behind it.
+
+        Args:
+            most: how many to return; the others come with the next call.
+        """
+        queue = self._policy.queue
+        if not (self._changed or queue.has_bereft):  # seen a step later, and no lock for nothing
+            return []
+        with self._directory.lock:
+            self._changed.update(dict.fromkeys(queue.take_bereft()))
+            taken = list(itertools.islice(self._changed, most))
+            for request in taken:
+                del self._changed[request]
+        return taken
+
+    def leave_behind(self, space: KeySpace, hashes: Hashes, first: int, end: int) -> None:
+        """A conversation was cut to fit its context, and goes on without pages [first, end).
+
+        They lead to nothing any more, and leave first. Shared ones stay as they are.
+
+        Args:
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`, its pages from the root on as they were before the cut.
+            first: the first page that it goes on without.
+            end: end of these pages.
+        """
+        directory = self._directory
+        with directory.lock:
+            rows = directory.index.lookup(hashes, space.number)
+            left = self._policy.leave_behind(rows[first:end], directory.now_s())
+            if not len(left):
+                return
+            directory.lineage.depart(rows[:first], rows[end:])
+            directory.counters.add("left_behind_pages", len(left))
+            if self._policy.return_times.left_never_return:
+                directory.index.lru_sink(left[::-1])
+
+    def leave(self, request: Hashable) -> None:
+        """A request does not wait any more; unknown ones are ignored."""
+        with self._directory.lock:
+            self._policy.leave(request)
+            self._stop_missing(request)
+            self._changed.pop(request, None)
+
+    def used(self, space: KeySpace, hashes: Hashes, arrived_s: float | None) -> None:
+        """A request has ended: it computed or reused these pages.
+
+        Args:
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`, its pages from the root on.
+            arrived_s: when it entered the queue, monotonic; None when it did not.
+        """
+        directory = self._directory
+        with directory.lock:
+            rows = directory.index.prefix_rows(hashes, space.number)
+            # Any 64 bits of a page's key: one page in two key spaces is two.
+            names = np.ascontiguousarray(hashes[: len(rows)]).view(np.uint64)[:, 0]
+            names = names ^ np.uint64(space.number * _MIX & _U64)
+            self._policy.used(rows, directory.now_s(), names=names, arrived_s=arrived_s)
+
+    def set_order(self, requests: Sequence[Hashable]) -> None:
+        """The order in which the scheduler will take the waiting requests."""
+        with self._directory.lock:
+            self._policy.set_order(requests)
+
+    def window(self) -> list[Hashable]:
+        """The leading requests whose pages plans may pin together; at least the first."""
+        with self._directory.lock:
+            window = list(self._policy.window(self._directory.max_planned_pages))
+            self.num_waiting = len(self._policy.queue)
+            self.num_in_window = len(window) if self.num_waiting else 0
+            return window
+
+    # ---- private; the caller holds the lock ----
+
+    def _miss(self, request: Hashable, space: KeySpace, missing: Hashes) -> None:
+        """Notes the first page that is not stored of those that a request could use."""
+        self._stop_missing(request)
+        if len(missing):
+            key = space.number, missing[0].tobytes()
+            self._missing_of[request] = key
+            self._missing.setdefault(key, {})[request] = None
+
+    def _stop_missing(self, request: Hashable) -> None:
+        key = self._missing_of.pop(request, None)
+        if key is None:
+            return
+        requests = self._missing[key]
+        del requests[request]
+        if not requests:
+            del self._missing[key]
+
+    def _published(self, number: int, hashes: Hashes) -> None:
+        """Pages of a key space became known, or known better."""
+        if not self._missing:
+            return
+        for row in hashes:
+            self._changed.update(self._missing.get((number, row.tobytes()), {}))

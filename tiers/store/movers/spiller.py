@@ -1,0 +1,189 @@
+"""What writes pages to disk, one batch at a time: lazily, in large ones, in the order of saving."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+
+import numpy as np
+
+from sglang_ext.tiers.base import BLOCK_BYTES, NO_SEGMENT, Location, Tier
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.coding import DiskRecord, KeepRaw, PageEncoder
+from sglang_ext.tiers.store.decoded_pages import DecodedPages
+from sglang_ext.tiers.store.executor import Executor, Job, Work
+from sglang_ext.tiers.store.movers.piece_size import PieceSize
+from sglang_ext.tiers.store.types import DiskCopies, SpillEntry
+from sglang_ext.tiers.transcoder import PageTranscoder
+
+logger = logging.getLogger(__name__)
+
+BATCH_S = 0.05
+"""What a batch should take: its pages cannot leave DRAM until all of it is written."""
+
+MIN_BATCH_BYTES, MAX_BATCH_BYTES = 32 << 20, 128 << 20
+
+_BATCH_SHARE = 1 / 16  # of the arena: no more, unless it is the least
+_CLEANING_POLL_S = 0.1  # where nothing wakes the thread: the queue may have changed
+
+
+class Spiller(Work):
+    """Drains the directory's spill queue into the disk tier.
+
+    With the write-back policy it also cleans the coldest pages whenever the pages that could leave
+    DRAM at once fall below the low-water mark, so that room is made before it is needed.
+
+    With a transcoder pages are coded here, on this thread, between being taken from the queue and
+    being written: pinned, and with no lock held that another thread of the server could want.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        disk: Tier,
+        *,
+        low_water_pages: int,
+        executor: Executor,
+        transcoder: PageTranscoder | None = None,
+        keep_raw: KeepRaw | None = None,
+        decoded: DecodedPages | None = None,
+    ) -> None:
+        self._directory = directory
+        self._disk = disk
+        self._low_water_pages = low_water_pages
+        most_bytes = int(directory.arena.nbytes * _BATCH_SHARE)
+        self._encoder: PageEncoder | None = None  # guarded by _writing
+        if transcoder is not None and transcoder.encodes:
+            most_bytes = MIN_BATCH_BYTES  # coded records need memory of their own
+            self._encoder = PageEncoder(
+                transcoder,
+                directory.arena.slot_bytes,
+                max(1, MIN_BATCH_BYTES // directory.arena.slot_bytes),
+                directory.counters,
+                keep_raw,
+                decoded,
+            )
+        # Noted under _writing.
+        self._batch = PieceSize(BATCH_S, MIN_BATCH_BYTES, min(most_bytes, MAX_BATCH_BYTES))
+        self._stop = False  # guarded by directory.lock
+        # Held from when a batch, or what is to be cleared, is taken until that is done.
+        self._writing = threading.Lock()
+        self._executor = executor
+        executor.start("spill", self, 1)
+
+    def flush(self, deadline_s: float) -> int:
+        """Writes everything that is not on disk yet until a deadline; returns pages left in DRAM.
+
+        Args:
+            deadline_s: time, on the directory's clock, at which to give up.
+        """
+        directory = self._directory
+        while directory.now_s() < deadline_s:
+            # Asked again when the queue was empty: the thread may have taken the last of it.
+            job = self._take_batch()
+            if job is not None:
+                job.run()
+            elif not directory.queue_coldest(self._batch_pages()):
+                break
+        return directory.num_unwritten()
+
+    def close(self) -> None:
+        """Ends the work after the batch that is being written."""
+        with self._directory.lock:
+            self._stop = True
+            self._directory.spill_ready.notify_all()
+        self._executor.join(self)
+        while self._directory.take_clears():  # forgotten pages must not come back with a restart
+            job = self._take_batch()
+            if job is not None:
+                job.run()
+
+    def wait(self) -> bool:
+        """See `Work.wait`; returns now and then with write-back, for pages to be cleaned."""
+        directory = self._directory
+        with directory.lock:
+            directory.spill_ready.wait_for(
+                lambda: (
+                    self._stop
+                    or bool(directory.spill_queue or directory.to_clear)
+                    or directory.should_look
+                ),
+                _CLEANING_POLL_S if directory.writes_back else None,
+            )
+            return not self._stop
+
+    def take(self) -> Job | None:
+        """See `Work.take`. Until it has run, no other batch can be taken."""
+        if self._directory.writes_back:
+            self._directory.queue_leaving(self._low_water_pages)
+        return self._take_batch()
+
+    def _batch_pages(self) -> int:
+        return max(1, self._batch.num_bytes // self._directory.arena.slot_bytes)
+
+    def _take_batch(self) -> Job | None:
+        job = None
+        self._writing.acquire()
+        try:
+            digests = self._directory.take_clears()
+            if digests:
+                job = Job(0, partial(self._run_clear, digests))
+            elif (entry := self._directory.take_spills(self._batch_pages())) is not None:
+                num_bytes = len(entry.rows) * self._directory.arena.slot_bytes
+                job = Job(num_bytes, partial(self._run, entry))
+        finally:
+            if job is None:
+                self._writing.release()
+        return job
+
+    def _run_clear(self, digests: list[bytes]) -> None:
+        """Deletes what the disk has of namespaces, after what was being written of them."""
+        try:
+            for digest in digests:
+                self._disk.clear(digest)
+        except Exception:
+            self._directory.counters.add("clear_failures")
+            logger.exception("hier-kv: pages that were cleared could not all be deleted from disk")
+        finally:
+            self._directory.end_clears(digests)
+            self._writing.release()
+
+    def _run(self, entry: SpillEntry) -> None:
+        try:
+            self._write(entry)
+        except Exception:
+            self._directory.counters.add("spill_failures")
+            logger.exception("hier-kv: a batch of pages could not be written to disk")
+        finally:
+            self._writing.release()
+
+    def _write(self, entry: SpillEntry) -> None:
+        arena = self._directory.arena.slots
+        slots = [arena[slot] for slot in entry.slots]
+        records = [DiskRecord(slot, Quality.EXACT) for slot in slots]
+        locations: list[Location | None] = [None] * len(records)
+        try:
+            if self._encoder is not None:
+                records = self._encoder.encode(slots)
+            started_s = self._directory.now_s()
+            locations = self._disk.write(entry.space.digest, [r.data for r in records])
+            if None not in locations:
+                num_bytes = sum(record.data.size for record in records)
+                self._batch.note(num_bytes, self._directory.now_s() - started_s)
+        finally:
+            self._finish(entry, records, locations)
+
+    def _finish(
+        self, entry: SpillEntry, records: list[DiskRecord], locations: list[Location | None]
+    ) -> None:
+        stored = np.array([location is not None for location in locations], np.bool_)
+        placed = [location or Location(NO_SEGMENT, 0) for location in locations]
+        copies = DiskCopies(
+            segment=np.array([location.segment for location in placed], np.uint32),
+            block=np.array([location.block for location in placed], np.uint32),
+            num_blocks=np.array([r.data.size // BLOCK_BYTES for r in records], np.uint16),
+            quality=np.array([record.quality for record in records], np.uint8),
+        )
+        self._directory.finish_spill(entry, stored, copies)

@@ -1,0 +1,1 @@
+"""What moves pages between DRAM and a store that servers share: asking, fetching, sending."""

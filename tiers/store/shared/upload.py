@@ -1,0 +1,134 @@
+"""Coded pages on their way to a remote store: which are coded, and what is sent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.tiers.records.record import (
+    RAW_CODEC,
+    ByteArray,
+    RecordMeta,
+    parse_header,
+    read_meta,
+)
+from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
+from sglang_ext.tiers.remote.items import PutItem
+from sglang_ext.tiers.remote.staged import stage
+from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.decoded_pages import DecodedPages
+from sglang_ext.tiers.store.shared.coding import RemoteCodec
+from sglang_ext.tiers.store.shared.profiles import RemoteProfiles
+from sglang_ext.tiers.store.types import Hashes, KeySpace
+
+logger = logging.getLogger(__name__)
+
+
+class CodedUploads:
+    """Codes pages and stores them. One thread.
+
+    A page is stored raw where coding it is not possible (the codec does not know the model yet), or
+    not right: its values have been through a codec before, and this one is lossy.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        remote: RemoteStore,
+        codec: RemoteCodec,
+        profiles: RemoteProfiles,
+        decoded: DecodedPages,
+    ) -> None:
+        self._directory = directory
+        self._remote = remote
+        self._codec = codec
+        self._profiles = profiles
+        self._decoded = decoded
+        self._has_warned = False
+
+    def upload(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, list[Outcome]]:
+        """Stores those of some pages that are in DRAM, and that the store has not as good.
+
+        Returns:
+            u8 `[n, 32]`, the pages that were in DRAM, and one outcome each.
+        """
+        hashes, slots = self._directory.pin_present(space, hashes)
+        try:
+            arena = self._directory.arena.slots
+            pages = [arena[slot] for slot in slots.tolist()]
+            metas = [read_meta(page) for page in pages]
+            outcomes = self._stored(space, metas)
+            wanted = [at for at, outcome in enumerate(outcomes) if outcome is not Outcome.KEPT]
+            coded = {at: self._encode(pages[at], metas[at]) for at in wanted}
+            raw = [at for at, record in coded.items() if record is None]
+            for at, outcome in zip(raw, self._put([pages[at] for at in raw]), strict=True):
+                outcomes[at] = outcome
+        finally:
+            self._directory.release(slots)  # what is coded was copied
+        records = {at: record for at, record in coded.items() if record is not None}
+        sent = self._put(list(records.values())) if self._has_profiles(records) else None
+        for number, at in enumerate(records):
+            outcomes[at] = sent[number] if sent is not None else Outcome.UNAVAILABLE
+        return hashes, outcomes
+
+    def _stored(self, space: KeySpace, metas: Sequence[RecordMeta]) -> list[Outcome]:
+        """KEPT for the pages that the store has as good as they would be; else what it said."""
+        level = level_name(self._codec.codec_id, self._codec.level)
+        found = self._remote.head(
+            [RemoteKey(space.digest, meta.page_hash, space.lora, level) for meta in metas]
+        )
+        return [
+            Outcome.KEPT
+            if head.meta is not None
+            and head.meta.quality <= max(meta.quality, self._codec.quality)
+            and self._may_code(meta)
+            else head.outcome
+            for head, meta in zip(found, metas, strict=True)
+        ]
+
+    def _may_code(self, meta: RecordMeta) -> bool:
+        return self._codec.quality == Quality.EXACT or self._decoded.may_lose(meta)
+
+    def _encode(self, slot: ByteArray, meta: RecordMeta) -> ByteArray | None:
+        """The staged record of a page; None when it is to be stored raw."""
+        if not self._may_code(meta):
+            self._directory.counters.add("remote_kept_raw_pages")
+            return None
+        try:
+            record = self._codec.encode(slot)
+            if record is None:
+                return None
+            levels = self._codec.levels(record)
+            staged = stage(record, levels.first, levels.ends)
+            return staged if staged.size < parse_header(slot)[1] else None
+        except Exception:
+            self._directory.counters.add("encode_failures")
+            if not self._has_warned:
+                self._has_warned = True
+                logger.exception("hier-kv: a page could not be coded; such pages are uploaded raw")
+            return None
+
+    def _has_profiles(self, records: dict[int, ByteArray]) -> bool:
+        metas = {meta.profile: meta for meta in map(read_meta, records.values())}
+        return all(self._profiles.publish(meta) for meta in metas.values())
+
+    def _put(self, records: Sequence[ByteArray]) -> list[Outcome]:
+        items = [PutItem(_key(read_meta(record)), record) for record in records]
+        outcomes = self._remote.put(items) if items else []
+        sizes = np.array([512 + parse_header(record)[1] for record in records], np.int64)
+        is_sent = np.array([outcome is Outcome.OK for outcome in outcomes], np.bool_)
+        coded = [item.key.level != RAW_CODEC for item in items]
+        self._directory.counters.add("remote_bytes_out", int(sizes[is_sent].sum()))
+        self._directory.counters.add(
+            "remote_coded_pages", int((is_sent & np.array(coded, np.bool_)).sum())
+        )
+        return outcomes
+
+
+def _key(meta: RecordMeta) -> RemoteKey:
+    level = level_name(meta.codec, meta.level)
+    return RemoteKey(meta.namespace, meta.page_hash, meta.lora, level)
