@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.core import trace_flags
 from bench.core.case import (
     ALLOW_DIRTY,
     CASES,
@@ -20,14 +21,13 @@ from bench.core.case import (
 from bench.core.machine import describe_machine
 from bench.core.output import Progress
 from bench.core.reporting import exit_status, print_report, write_json
-from bench.policies import flags as policies_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 (check failed) or 2 (usage)."""
     parser = _parser()
     args = parser.parse_args(argv)
-    args.trace = policies_flags.parse(parser, args)
+    args.trace = trace_flags.parse(parser, args)
     names = list(CASES) if args.case == "all" else [args.case]
     objects: dict[str, dict[str, Any]] = {}
 
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="codec: text; 60 %% calibrates, the rest tests"
     )
-    policies_flags.add_flags(parser)
+    trace_flags.add_flags(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: build/bench/CASE.json")
     return parser
 

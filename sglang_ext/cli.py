@@ -62,8 +62,9 @@ def _keygen(chosen: argparse.Namespace) -> int:
 
 
 def _calibrate(chosen: argparse.Namespace) -> int:
-    from sglang_ext.codec.calibration.calibrate import CalibrationOptions, calibrate_model
+    from sglang_ext.codec.calibration.calibrate import calibrate_model
     from sglang_ext.codec.calibration.default_text import default_texts
+    from sglang_ext.codec.calibration.options import CalibrationOptions
     from sglang_ext.codec.calibration.profile_paths import path_to_write
     from sglang_ext.tiers.access import make_folder
 

@@ -26,9 +26,10 @@ def load() -> None:
     # Importing the scheduler costs seconds and the main process does not need it; a scheduler
     # process has imported it before it loads plugins.
     if "sglang.srt.managers.scheduler" in sys.modules:
+        from sglang_ext.assembly.factory import build_cache
         from sglang_ext.seam.hooks.scheduler import register_scheduler_hooks
 
-        register_scheduler_hooks()
+        register_scheduler_hooks(build_cache)
 
 
 def attach(server_args: Any, config: Any) -> None:
@@ -64,7 +65,7 @@ def _after_add_cli_args(result: Any, parser: Any) -> None:
 
 
 def _after_from_cli_args(result: Any, cls: Any, namespace: Any) -> None:
-    from sglang_ext.settings.config import HierKVConfigError
+    from sglang_ext.errors import HierKVConfigError
     from sglang_ext.settings.flags import config_from_namespace
 
     try:

@@ -18,6 +18,13 @@ from typing import Any
 from testkit.server import Server, ServerError
 from testkit.workload import load_texts, load_tokenizer
 
+# Two ranks of a server, and how late their stores may be.
+WAYS: dict[str, list[str]] = {"tp": ["--tp-size", "2"], "dp": ["--dp-size", "2"]}
+ENVIRONMENT = {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+}
+JITTER_MS = 50
 PAGE = 64
 NUM_TURNS = 5
 IN_FLIGHT = 8

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.core.case import CaseFailedError
 from testkit.dummy_model import VOCAB
+from testkit.errors import UnexpectedAnswerError
 from testkit.server import Server, ServerError
 
 TIERS = ("device", "host", "disk", "remote")
@@ -60,13 +60,15 @@ def expect_tier(answer: Timed, tier: str, tokens: int, what: str) -> Timed:
     """The answer itself, if its whole prefix came from one tier.
 
     Raises:
-        CaseFailedError: it did not, so its time would be reported for the wrong tier.
+        UnexpectedAnswerError: it did not, so its time would be reported for the wrong tier.
     """
     if tier == "recompute":
         if answer.cached:
-            raise CaseFailedError(f"{what}: expected nothing reused, got {answer.cached} tokens")
+            raise UnexpectedAnswerError(
+                f"{what}: expected nothing reused, got {answer.cached} tokens"
+            )
     elif answer.by_tier.get(tier) != tokens or answer.cached != tokens:
-        raise CaseFailedError(
+        raise UnexpectedAnswerError(
             f"{what}: expected {tokens} tokens from {tier}, got {answer.by_tier} "
             f"of {answer.cached} cached tokens"
         )
@@ -88,7 +90,7 @@ def settle(server: Server) -> dict[str, Any]:
     """Waits until every save is done and written to disk; returns the counters.
 
     Raises:
-        CaseFailedError: that takes unreasonably long.
+        UnexpectedAnswerError: that takes unreasonably long.
     """
     deadline_s = time.monotonic() + _SETTLE_TIMEOUT_S
     before: tuple[int, ...] | None = None
@@ -105,7 +107,9 @@ def settle(server: Server) -> dict[str, Any]:
             return state
         before = now
         time.sleep(_POLL_S)
-    raise CaseFailedError(f"saves did not end in {_SETTLE_TIMEOUT_S:.0f} s: {tier_state(server)}")
+    raise UnexpectedAnswerError(
+        f"saves did not end in {_SETTLE_TIMEOUT_S:.0f} s: {tier_state(server)}"
+    )
 
 
 def flush_device(server: Server) -> None:
@@ -116,7 +120,7 @@ def flush_device(server: Server) -> None:
             server.post("/flush_cache")
         except ServerError as error:
             if time.monotonic() > deadline_s:
-                raise CaseFailedError(f"/flush_cache was refused: {error}") from error
+                raise UnexpectedAnswerError(f"/flush_cache was refused: {error}") from error
             time.sleep(_POLL_S)
         else:
             return

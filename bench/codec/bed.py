@@ -16,9 +16,10 @@ from bench.codec.hier import stream_parts
 from bench.codec.methods import Method
 from bench.codec.quality import Prepared, prepare
 from bench.core.case import ROOT, CaseFailedError, Options
-from sglang_ext.codec.calibration.calibrate import NUM_SINKS, CalibrationOptions, calibrate_model
+from sglang_ext.codec.calibration.calibrate import NUM_SINKS, calibrate_model
 from sglang_ext.codec.calibration.design import F64
 from sglang_ext.codec.calibration.hf_capture import I64, CausalLm, KvCapture
+from sglang_ext.codec.calibration.options import CalibrationOptions
 from sglang_ext.codec.hier.profile import Profile
 
 BUNDLED_MODEL = ROOT / "tests" / "assets" / "tinylm"

@@ -18,14 +18,15 @@ from typing import Any
 
 from bench.core.machine import describe_machine
 from bench.core.output import Progress, Table
-from bench.policies.flags import TraceFlags
+from bench.core.trace_flags import TraceFlags
+from testkit.errors import UnexpectedAnswerError
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT_DIR = ROOT / "build" / "bench"
 ALLOW_DIRTY = "BENCH_ALLOW_DIRTY"
 
 
-class CaseFailedError(RuntimeError):
+class CaseFailedError(UnexpectedAnswerError):
     """A case's own correctness check failed, so its figures would mean nothing."""
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.core.case import BadInputError, CaseFailedError, DirtyTreeError, Report, report_object
+from bench.core.case import BadInputError, DirtyTreeError, Report, report_object
 from bench.core.output import Progress
+from testkit.errors import UnexpectedAnswerError
 
 
 def exit_status(run: Callable[[], None]) -> int:
@@ -20,7 +21,7 @@ def exit_status(run: Callable[[], None]) -> int:
     except (DirtyTreeError, BadInputError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    except CaseFailedError as error:
+    except UnexpectedAnswerError as error:
         print(f"bench: no report, the case's own check failed: {error}", file=sys.stderr)
         return 1
     return 0

@@ -14,9 +14,9 @@ from typing import Any
 
 from bench.core.case import Options, Report
 from bench.core.output import Table
+from bench.core.trace_flags import TraceFlags
 from bench.policies import sections
 from bench.policies.checks import check_all
-from bench.policies.flags import TraceFlags
 from bench.policies.jobs import POLICIES, VARIANTS, Job, Result, simulate_all
 from bench.policies.overlap import measure_ratios, measure_read_buffer
 from bench.policies.plan import (

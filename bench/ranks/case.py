@@ -24,7 +24,10 @@ from sglang_ext.settings.config import GIB
 from sglang_ext.tiers.store.jitter import ENV_JITTER
 from testkit import rank_probe
 from testkit.rank_requests import (
+    ENVIRONMENT,
+    JITTER_MS,
     PAGE,
+    WAYS,
     Answer,
     Served,
     answer_of,
@@ -37,12 +40,6 @@ from testkit.rank_requests import (
 from testkit.server import Server
 from testkit.workload import load_texts, load_tokenizer
 
-WAYS: dict[str, list[str]] = {"tp": ["--tp-size", "2"], "dp": ["--dp-size", "2"]}
-ENVIRONMENT = {
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-    "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
-}
-JITTER_MS = 50
 _NUM_PLAIN_RUNS = 3
 _NUM_REQUESTS = {False: 300, True: 60}
 _EXACT_LENGTHS = (100, 128, 192, 230, 256, 333, 384, 450, 512, 600)

@@ -22,8 +22,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang_ext.admission.load_or_compute import Candidate, LoadOrCompute
-from sglang_ext.admission.waiting_request import LONGEST_PAUSE_S, UNKNOWN, Waiting, Wish
-from sglang_ext.ranks.consensus import Stand
+from sglang_ext.admission.waiting_request import (
+    LONGEST_PAUSE_S,
+    UNKNOWN,
+    Stand,
+    Waiting,
+    Wish,
+)
 from sglang_ext.tiers.store import PageStore, Plan, TierCounts
 from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,14 @@ from sglang_ext.tiers.store.types import Hashes
 # the time, and an attempt looks up the whole prefix.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.032
 UNKNOWN = -1
+
+
+class Stand(enum.IntEnum):
+    """What one rank thinks of a waiting request. Of several ranks the least counts."""
+
+    LATE = 0  # waited long enough: go on with what is there
+    WAITING = 1
+    READY = 2  # nothing more will come
 
 
 @dataclass(frozen=True)

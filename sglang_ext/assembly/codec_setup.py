@@ -14,9 +14,10 @@ from sglang_ext.codec.learned import kind_of
 from sglang_ext.codec.page_codec import CodedShape, PageCodec, parse_level
 from sglang_ext.device.layout import PageLayout
 from sglang_ext.device.pools import DevicePool
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.namespace import digest_model
 from sglang_ext.remote.codec import RemotePageCodec
-from sglang_ext.settings.config import HierKVConfig, HierKVConfigError
+from sglang_ext.settings.config import HierKVConfig
 
 PROFILE_FOLDER = "profiles"
 _DTYPE_NAMES = {

@@ -22,6 +22,7 @@ from sglang_ext.device.page_rules import LocalPages
 from sglang_ext.device.pinning import pin_memory
 from sglang_ext.device.pools import DevicePool, describe_pool
 from sglang_ext.device.rope_discovery import LayerRope, discover_ropes
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.kernels import rope as rope_kernels
 from sglang_ext.ranks.lockstep import exchange, group_of
@@ -33,7 +34,7 @@ from sglang_ext.seam.hash_fallback import ensure_page_hash
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.metrics import MetricsReporter
 from sglang_ext.settings.compat import check_model
-from sglang_ext.settings.config import GIB, HierKVConfig, HierKVConfigError
+from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.folder import SharedFolderLock

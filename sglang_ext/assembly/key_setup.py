@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_ext.settings.config import HierKVConfig, HierKVConfigError
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
 

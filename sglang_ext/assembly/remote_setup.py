@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_ext.assembly.key_setup import Trust
-from sglang_ext.settings.config import HierKVConfigError
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.tiers.access import shown
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteStore, StoreConfig, open_engine, parse_remote_url

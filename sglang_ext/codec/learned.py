@@ -60,7 +60,8 @@ class LearnedKind:
 def kind_of(codec_id: str) -> LearnedKind | None:
     """What the codec called `codec_id` has to learn; None when it needs nothing."""
     if codec_id == "hier":
-        from sglang_ext.codec.calibration.calibrate import CalibrationOptions, profile_from_planes
+        from sglang_ext.codec.calibration.calibrate import profile_from_planes
+        from sglang_ext.codec.calibration.options import CalibrationOptions
         from sglang_ext.codec.hier.profile import Profile
         from sglang_ext.codec.profile_file import max_file_bytes
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_ext.device.layout import PageLayout
-from sglang_ext.settings.config import HierKVConfigError
+from sglang_ext.errors import HierKVConfigError
 
 # Values of these dtypes lie on a free grid that un-rotation can round to.
 ROTATABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

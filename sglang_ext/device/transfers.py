@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_ext.device.composition import Composition
 from sglang_ext.tiers.records.quality import ANY, Qualities
 from sglang_ext.tiers.store import KeySpace, LivePages, LoadTicket
-from sglang_ext.truncation.extents import Composition
 
 Hashes = npt.NDArray[np.uint8]
 

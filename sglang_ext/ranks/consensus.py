@@ -19,7 +19,6 @@ Pure: knows neither SGLang nor torch.
 
 from __future__ import annotations
 
-import enum
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from sglang_ext.admission.waiting_request import Stand
 
 Vector = npt.NDArray[np.int32]
 MinReduce = Callable[[Vector], None]
@@ -44,14 +45,6 @@ _VECTOR_LENGTH = _REQUESTS + _COLUMNS * MAX_REQUESTS
 
 class RankDivergenceError(RuntimeError):
     """The ranks were asked to agree on different things: a bug, or one rank missed a request."""
-
-
-class Stand(enum.IntEnum):
-    """What one rank thinks of a waiting request. The least of all ranks' counts."""
-
-    LATE = 0  # waited long enough: go on with what is there
-    WAITING = 1
-    READY = 2  # nothing more will come
 
 
 class Told(NamedTuple):

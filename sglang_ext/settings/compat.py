@@ -10,7 +10,8 @@ import os
 from importlib import metadata
 from typing import Any
 
-from sglang_ext.settings.config import HierKVConfig, HierKVConfigError
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.config import HierKVConfig
 
 TESTED_SGLANG = ("0.5.23",)
 DEFAULT_PAGE_SIZE = 64

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from sglang_ext.codec.base import codec_ids
+from sglang_ext.errors import HierKVConfigError
 
 # Past these a value is a slip, and arithmetic and the system's calls no longer take it.
 _MAX_GB = 1e9
@@ -24,10 +25,6 @@ _SHOWN_CHARS = 60
 CODED_TIERS = ("host", "disk", "remote")
 GIB = 1 << 30
 MIB = 1 << 20
-
-
-class HierKVConfigError(ValueError):
-    """A setting that cannot work; the message is one sentence that says what to do."""
 
 
 def _knob(default: Any, help_text: str, *, choices: tuple[str, ...] = (), metavar: str = "") -> Any:

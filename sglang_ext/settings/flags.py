@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from sglang_ext.settings.config import HierKVConfig, HierKVConfigError, flag_name
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.config import HierKVConfig, flag_name
 
 ENV_CONFIG = "SGLANG_HIER_KV_CONFIG"
 

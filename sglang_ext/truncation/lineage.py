@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sglang_ext.device.composition import Bools, Composition, Hashes
 from sglang_ext.identity.tenancy import OF_LINEAGE
 from sglang_ext.truncation.cut import Cut
-from sglang_ext.truncation.extents import Bools, Composition, Hashes, Source
+from sglang_ext.truncation.extents import Source
 from sglang_ext.truncation.keyed_names import encode_parts
 from sglang_ext.truncation.quotes import StoredRun
 

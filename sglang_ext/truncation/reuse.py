@@ -15,12 +15,13 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.device.composition import Composition
 from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
 from sglang_ext.seam.request_state import Tier, max_quality_of, state_of
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store import KeySpace
 from sglang_ext.tiers.store.types import ON_DISK, READY
-from sglang_ext.truncation.extents import Composition, Source, compose
+from sglang_ext.truncation.extents import Source, compose
 from sglang_ext.truncation.lineage import CutLineage, Lineage, lineage_of
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
 
-from bench.core.stats import median
 from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
 from testkit.requests import flush_device, timed
 from testkit.server import Server

@@ -13,10 +13,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.ranks.case import ENVIRONMENT, JITTER_MS, WAYS
 from sglang_ext.tiers.store.jitter import ENV_JITTER
 from testkit import rank_probe
-from testkit.rank_requests import Served, answer_of, ask, make_requests, send_all
+from testkit.rank_requests import (
+    ENVIRONMENT,
+    JITTER_MS,
+    WAYS,
+    Served,
+    answer_of,
+    ask,
+    make_requests,
+    send_all,
+)
 from testkit.server import Server
 from tests.e2e.hier_server import PAGE, by_tier, hier_args, real_prompts
 

@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.ranks.case import ENVIRONMENT
 from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
+from testkit.rank_requests import ENVIRONMENT
 from testkit.requests import num_on_their_way
 from testkit.server import Server
 from tests.e2e import weight_answers

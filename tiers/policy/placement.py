@@ -17,7 +17,7 @@ from sglang_ext.tiers.policy import page_kernels, return_kernels
 from sglang_ext.tiers.policy.config import PolicyConfig
 from sglang_ext.tiers.policy.order import base_order
 from sglang_ext.tiers.policy.return_times import Names, ReturnTimes
-from sglang_ext.tiers.policy.tier_lists import TierLists
+from sglang_ext.tiers.policy.tier_lists import PolicyState, TierLists
 from sglang_ext.tiers.policy.waiting_queue import WaitingQueue
 
 Rows = npt.NDArray[np.int64]
@@ -76,7 +76,8 @@ class PlacementPolicy:
         """
         if len(self.tiers) == _MAX_TIERS:
             raise ValueError(f"a policy keeps lists of up to {_MAX_TIERS} tiers, no more")
-        tier = TierLists(self, 1 << len(self.tiers), capacity_pages)
+        shared = PolicyState(self.config, self.num_rows, self.order, self.queue, self.pages)
+        tier = TierLists(shared, 1 << len(self.tiers), capacity_pages)
         self.tiers.append(tier)
         return tier
 

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.policy import return_kernels
+from sglang_ext.tiers.policy import page_kernels, return_kernels
 from sglang_ext.tiers.policy import tier_kernels as kernels
+from sglang_ext.tiers.policy.config import PolicyConfig
+from sglang_ext.tiers.policy.order import BaseOrder
 from sglang_ext.tiers.policy.return_times import ReturnTimes
-
-if TYPE_CHECKING:
-    from sglang_ext.tiers.policy.placement import PlacementPolicy
+from sglang_ext.tiers.policy.waiting_queue import WaitingQueue
 
 Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PolicyState:
+    """What a policy and the lists of its tiers share.
+
+    Attributes:
+        config: of the policy.
+        num_rows: rows are 0 to `num_rows` - 1.
+        order: the base order.
+        queue: what waits.
+        pages: what is known of pages.
+    """
+
+    config: PolicyConfig
+    num_rows: int
+    order: BaseOrder
+    queue: WaitingQueue
+    pages: page_kernels.Pages
 
 
 class TierLists:
@@ -30,11 +49,11 @@ class TierLists:
         return_times: the estimator of this tier and its guard.
     """
 
-    def __init__(self, policy: PlacementPolicy, bit: int, capacity_pages: int) -> None:
-        self._policy = policy
+    def __init__(self, shared: PolicyState, bit: int, capacity_pages: int) -> None:
+        self._shared = shared
         self._bit = bit
-        self._lists = kernels.new_lists(policy.num_rows)
-        self.return_times = ReturnTimes(capacity_pages, policy.order)
+        self._lists = kernels.new_lists(shared.num_rows)
+        self.return_times = ReturnTimes(capacity_pages, shared.order)
 
     def __len__(self) -> int:
         """Pages in the tier."""
@@ -52,12 +71,12 @@ class TierLists:
 
     def enter(self, rows: Rows) -> None:
         """Pages are in the tier now; root first, and after `used` where they are new."""
-        kernels.enter(self._lists, self._policy.pages, rows)
-        kernels.mark_dirty(self._policy.queue.needs, rows, self._bit)
+        kernels.enter(self._lists, self._shared.pages, rows)
+        kernels.mark_dirty(self._shared.queue.needs, rows, self._bit)
 
     def exit(self, rows: Rows) -> None:
         """Pages left the tier otherwise than through `evict`."""
-        kernels.leave(self._lists, self._policy.pages, rows, self._young)
+        kernels.leave(self._lists, self._shared.pages, rows, self._young)
 
     def hold(self, rows: Rows) -> None:
         """Pages must not leave until as many calls of `release`."""
@@ -79,8 +98,8 @@ class TierLists:
 
     def put_back(self, rows: Rows) -> None:
         """Undoes the eviction of the last pages that `evict` took out, in the order it gave."""
-        kernels.put_back(self._lists, self._policy.pages, rows, self._young)
-        kernels.mark_dirty(self._policy.queue.needs, rows, self._bit)
+        kernels.put_back(self._lists, self._shared.pages, rows, self._young)
+        kernels.mark_dirty(self._shared.queue.needs, rows, self._bit)
 
     def evict(self, count: int, now_s: float, *, spare: int | None = 0) -> Rows:
         """Takes out up to `count` pages and returns them in the order of leaving.
@@ -93,17 +112,17 @@ class TierLists:
             spare: waiting requests, from the front of the queue, whose pages stay whatever
                 happens; `None` spares all of them.
         """
-        policy = self._policy
+        shared = self._shared
         out = np.empty(max(count, 0), np.int64)
         times = self.return_times
         num = kernels.evict_unwanted(
-            self._lists, policy.pages, policy.queue.needs.head, times.scores,
-            policy.config.return_times and times.active, policy.config.lookahead, self._young,
-            policy.config.lookahead and times.left_never_return, now_s, out,
+            self._lists, shared.pages, shared.queue.needs.head, times.scores,
+            shared.config.return_times and times.active, shared.config.lookahead, self._young,
+            shared.config.lookahead and times.left_never_return, now_s, out,
         )  # fmt: skip
-        if num < count and policy.config.lookahead and spare is not None:
+        if num < count and shared.config.lookahead and spare is not None:
             num += kernels.evict_wanted(
-                self._lists, policy.pages, policy.queue.needs, policy.queue.slots()[spare:],
+                self._lists, shared.pages, shared.queue.needs, shared.queue.slots()[spare:],
                 self._bit, self._young, out[num:],
             )  # fmt: skip
         return out[:num]
@@ -116,16 +135,16 @@ class TierLists:
         Of two pages, of this tier or another, the one with less leaves sooner; where both are
         equal, age decides.
         """
-        policy = self._policy
+        shared = self._shared
         scores = np.zeros(len(rows))
-        if policy.config.return_times and self.return_times.active:
+        if shared.config.return_times and self.return_times.active:
             return_kernels.score(
-                self.return_times.scores, policy.pages.kind, policy.pages.last_s, rows, now_s,
+                self.return_times.scores, shared.pages.kind, shared.pages.last_s, rows, now_s,
                 scores,
             )  # fmt: skip
         needed = np.full(len(rows), -np.inf)
-        if policy.config.lookahead:
-            places = policy.queue.needed_at(rows)
+        if shared.config.lookahead:
+            places = shared.queue.needed_at(rows)
             needed[places >= 0] = -places[places >= 0]
         return needed, scores
 
@@ -133,8 +152,8 @@ class TierLists:
 
     def used(self, path: Rows, old_parents: npt.NDArray[np.int32]) -> None:
         """Notes a use; see `PlacementPolicy.used`."""
-        restamps = self._policy.order.restamps_on_use
-        kernels.used(self._lists, self._policy.pages, path, old_parents, restamps, self._young)
+        restamps = self._shared.order.restamps_on_use
+        kernels.used(self._lists, self._shared.pages, path, old_parents, restamps, self._young)
 
     def touched(self, rows: Rows) -> None:
         """Makes pages the last of their classes to leave; see `PlacementPolicy.touched`."""
@@ -142,12 +161,12 @@ class TierLists:
 
     def adopt(self, path: Rows, old_parents: npt.NDArray[np.int32]) -> None:
         """Notes that pages have other parents now; see `PlacementPolicy.enqueue`."""
-        kernels.used(self._lists, self._policy.pages, path, old_parents, False, self._young)
+        kernels.used(self._lists, self._shared.pages, path, old_parents, False, self._young)
 
     def left_behind(self, rows: Rows) -> None:
         """Notes that conversations go on without these pages."""
         if self.return_times.left_never_return:  # else they leave by the classes they had
-            kernels.move(self._lists, self._policy.pages, rows)
+            kernels.move(self._lists, self._shared.pages, rows)
 
     def settle(self, rows: Rows) -> None:
         """Nobody waits for these pages any more."""
@@ -157,4 +176,4 @@ class TierLists:
 
     @property
     def _young(self) -> bool:
-        return self._policy.order.youngest_first
+        return self._shared.order.youngest_first

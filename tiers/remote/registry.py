@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote.base import RemoteEngine
-
-if TYPE_CHECKING:
-    from sglang_ext.tiers.remote.url import Options, RemoteUrl
+from sglang_ext.tiers.remote.url_options import Options, RemoteUrl
 
 _PACKAGE = "sglang_ext.tiers.remote.engines"
 _ENGINES: dict[str, str] = {

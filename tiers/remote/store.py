@@ -30,7 +30,7 @@ from sglang_ext.tiers.remote.items import GetRequest, GetResult, HeadResult, OnR
 from sglang_ext.tiers.remote.ranges import RangeReading, RangeRequest
 from sglang_ext.tiers.remote.reading import Reading
 from sglang_ext.tiers.remote.staged import Stages, read_stages
-from sglang_ext.tiers.remote.url import RemoteUrl
+from sglang_ext.tiers.remote.url_options import RemoteUrl
 from sglang_ext.tiers.remote.values import (
     MAX_PART_BYTES,
     MIN_PART_BYTES,

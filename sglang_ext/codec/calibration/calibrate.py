@@ -13,7 +13,6 @@ numpy only, and takes seconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,12 @@ import numpy.typing as npt
 
 from sglang_ext.codec.calibration import design
 from sglang_ext.codec.calibration.moments import NUM_SINKS, MomentSums, num_samples, rows_of, usable
+from sglang_ext.codec.calibration.options import CalibrationOptions
 from sglang_ext.codec.float_bits import to_float32
 from sglang_ext.codec.hier.profile import Profile
-from sglang_ext.codec.profile_file import MAX_LEVELS
 
 __all__ = [
     "NUM_SINKS",
-    "CalibrationOptions",
     "MomentSums",
     "block_channels_for",
     "calibrate_model",
@@ -41,46 +39,6 @@ Progress = Callable[[str], None]
 _SINK_POWER = 8.0
 # Of the default level without gradients. On the bundled model: a KL of about 0.001.
 _PLAIN_BITS = 2.0
-
-
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """How a profile is made; the defaults are those of the measurements in docs/codec.md.
-
-    Attributes:
-        num_windows: pieces of text to run, each ``prefix_tokens`` and ``continuation_tokens`` long.
-        prefix_tokens: tokens whose KV is sampled; fewer if the model's context is shorter.
-        continuation_tokens: tokens that look at that KV.
-        num_draws: gradients from each window.
-        max_block_channels: the largest transform; its cost per value grows with it.
-        num_levels: levels, each with a third of the step of the one before.
-        default_level: which of them gets ``target_kl``.
-        target_kl: mean KL in nats, measured on windows held out, of the default level.
-        held_out: windows for that.
-        seed: of the draws.
-    """
-
-    num_windows: int = 48
-    prefix_tokens: int = 1500
-    continuation_tokens: int = 200
-    num_draws: int = 2
-    max_block_channels: int = 512
-    num_levels: int = 7
-    default_level: int = 2
-    target_kl: float = 0.0015
-    held_out: int = 8
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Checks the ranges."""
-        if not (1 <= self.num_levels <= MAX_LEVELS and 0 <= self.default_level < self.num_levels):
-            raise ValueError(
-                f"1 to {MAX_LEVELS} levels and a default below their number are wanted, got "
-                f"{self.num_levels} and {self.default_level}"
-            )
-        counts = (self.num_windows, self.prefix_tokens, self.continuation_tokens, self.num_draws)
-        if min(*counts, self.held_out, self.max_block_channels) < 1 or not self.target_kl > 0:
-            raise ValueError("sizes, counts and the target KL of a calibration must be positive")
 
 
 def block_channels_for(num_planes: int, num_channels: int, head_dim: int, limit: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +10,8 @@ import numpy.typing as npt
 from sglang_ext.codec.calibration import design
 from sglang_ext.codec.calibration.hf_capture import CausalLm, compare
 from sglang_ext.codec.calibration.moments import NUM_SINKS, MomentSums, num_samples, rows_of
+from sglang_ext.codec.calibration.options import CalibrationOptions
 from sglang_ext.codec.float_bits import from_float32, to_float32
-
-if TYPE_CHECKING:
-    from sglang_ext.codec.calibration.calibrate import CalibrationOptions
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]

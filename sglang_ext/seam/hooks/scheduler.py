@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.assembly.factory import build_cache
 from sglang_ext.device.rope_discovery import rope_digest
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.tenancy import note_tenant
 from sglang_ext.seam.cache import HierKVRadixCache
 from sglang_ext.seam.hooks.truncation import build_truncator, register_truncation_hooks
@@ -15,7 +16,6 @@ from sglang_ext.seam.hooks.weights import register_weight_hooks
 from sglang_ext.seam.report import DETAILS_KEY, pack_details
 from sglang_ext.seam.request_state import find_state, wants_exact
 from sglang_ext.seam.self_check import run_self_check
-from sglang_ext.settings.config import HierKVConfigError
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.quality import Quality, name_of
 from sglang_ext.truncation.lineage import lineage_of
@@ -27,8 +27,12 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 
 
-def register_scheduler_hooks() -> None:
-    """Registers everything that runs in a scheduler process. Without the flag none of it acts."""
+def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
+    """Registers everything that runs in a scheduler process. Without the flag none of it acts.
+
+    Args:
+        build_cache: makes the cache from what SGLang hands to a backend of its radix cache.
+    """
     from sglang.srt.mem_cache import registry
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

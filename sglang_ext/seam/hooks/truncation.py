@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.settings.config import HierKVConfig, HierKVConfigError
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.truncation.cut import DEFAULT_HEAD_TOKENS, Cut, CutRefusedError, CutRule
 from sglang_ext.truncation.lineage import CutLineage, attach_lineage, lineage_of, names_of
 from sglang_ext.truncation.marks import MessageMarks, marks_of_tokenizer

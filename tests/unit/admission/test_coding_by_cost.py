@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.admission.cost_feeds import CostFeeds
-from sglang_ext.settings.config import HierKVConfig, HierKVConfigError
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.segments.fileio import aligned_array
 from sglang_ext.tiers.policy.cost_model import CostModel

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from sglang_ext.admission.waiting_request import Stand
 from sglang_ext.ranks.consensus import (
     MAX_REQUESTS,
     MAX_SAVES,
@@ -15,7 +16,6 @@ from sglang_ext.ranks.consensus import (
     RankDivergenceError,
     Report,
     Settled,
-    Stand,
     Told,
     Vector,
 )

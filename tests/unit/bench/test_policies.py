@@ -14,9 +14,9 @@ import pytest
 from bench import __main__ as command
 from bench.core.case import CaseFailedError, Options
 from bench.core.output import Progress
+from bench.core.trace_flags import TraceFlags
 from bench.policies import case as policies
 from bench.policies.checks import check_all
-from bench.policies.flags import TraceFlags
 from bench.policies.jobs import POLICIES, Job, Result, simulate, simulate_all
 from bench.policies.overlap import Prefill, measure_ratios, measure_read_buffer
 from bench.policies.sections import gap_closed, headline

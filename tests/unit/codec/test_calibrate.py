@@ -11,7 +11,6 @@ import pytest
 from sglang_ext import cli
 from sglang_ext.codec.calibration import design
 from sglang_ext.codec.calibration.calibrate import (
-    CalibrationOptions,
     MomentSums,
     block_channels_for,
     calibrate_model,
@@ -19,6 +18,7 @@ from sglang_ext.codec.calibration.calibrate import (
 )
 from sglang_ext.codec.calibration.default_text import default_texts
 from sglang_ext.codec.calibration.hf_capture import CausalLm, compare
+from sglang_ext.codec.calibration.options import CalibrationOptions
 from sglang_ext.codec.calibration.profile_paths import FILE_NAME, find_profile, path_to_write
 from sglang_ext.codec.float_bits import from_float32, to_float32
 from sglang_ext.codec.hier.profile import Profile

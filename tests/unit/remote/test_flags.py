@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.settings.config import HierKVConfig, HierKVConfigError
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.config import HierKVConfig
 
 URL = "redis://127.0.0.1"
 

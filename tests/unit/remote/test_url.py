@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.assembly.remote_setup import check_remote
-from sglang_ext.settings.config import HierKVConfig, HierKVConfigError
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import (
     RemoteStore,

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.compat import check_arguments, check_model, check_sglang_version
-from sglang_ext.settings.config import HierKVConfig, HierKVConfigError
+from sglang_ext.settings.config import HierKVConfig
 
 
 def context(**facts: bool) -> Any:

@@ -17,7 +17,8 @@ import pytest
 
 from sglang_ext.assembly import preflight
 from sglang_ext.assembly.preflight import check_machine
-from sglang_ext.settings.config import HierKVConfig, HierKVConfigError
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers import memory
 
 NUM_CASES = int(os.environ.get("HIER_KV_FLAG_FUZZ_CASES", "3000"))

@@ -8,7 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from sglang_ext.truncation.extents import Bools, Composition, Hashes, Source, compose
+from sglang_ext.device.composition import Bools, Composition, Hashes
+from sglang_ext.truncation.extents import Source, compose
 
 PAGE = 4
 

@@ -39,7 +39,7 @@ from sglang_ext.tiers.remote.base import (
 from sglang_ext.tiers.remote.engines.file_reclaim import Reclaimer
 from sglang_ext.tiers.remote.engines.value_folders import TEMP_PREFIX, ValueFolders
 from sglang_ext.tiers.remote.patience import Errand, Patience
-from sglang_ext.tiers.remote.url import Options, RemoteUrl, folder_size, one_of, size
+from sglang_ext.tiers.remote.url_options import Options, RemoteUrl, folder_size, one_of, size
 
 T = TypeVar("T")
 

@@ -37,7 +37,7 @@ from sglang_ext.tiers.remote.base import (
     Usage,
     Value,
 )
-from sglang_ext.tiers.remote.url import Options, RemoteUrl, one_of, size
+from sglang_ext.tiers.remote.url_options import Options, RemoteUrl, one_of, size
 
 _WORKER = Path(__file__).with_name("mooncake_worker.py")
 _MEMORY_BYTES = 32 << 20

@@ -33,7 +33,7 @@ from sglang_ext.tiers.remote.engines.resp import (
     refusal,
 )
 from sglang_ext.tiers.remote.password import ENV_PASSWORD
-from sglang_ext.tiers.remote.url import (
+from sglang_ext.tiers.remote.url_options import (
     Options,
     RemoteUrl,
     one_of,
