@@ -18,10 +18,11 @@ _CHAT = "sglang.srt.entrypoints.openai.serving_chat"
 
 def load() -> None:
     """Registers the flags and, where this process runs a scheduler, the cache and its hooks."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_SERVER_ARGS}.add_cli_args", _after_add_cli_args)
     HookRegistry.register(f"{_SERVER_ARGS}.from_cli_args", _after_from_cli_args)
+    HookRegistry.register(f"{_SERVER_ARGS}.resolve_once", _around_resolution, HookType.AROUND)
     _extend_engine()
     # Importing the scheduler costs seconds and the main process does not need it; a scheduler
     # process has imported it before it loads plugins.
@@ -72,8 +73,18 @@ def _after_from_cli_args(result: Any, cls: Any, namespace: Any) -> None:
         config = config_from_namespace(namespace)
         if config is not None:
             attach(result, config)
+            result._hier_kv_from_command_line = True
     except HierKVConfigError as error:
         sys.exit(f"sglang-hier-kv: {error}")
+
+
+def _around_resolution(resolve: Any, self: Any) -> None:
+    if getattr(self, "_hier_kv", None) is None:
+        resolve(self)
+        return
+    from sglang_ext.seam.hooks.resolution import around_resolution
+
+    around_resolution(resolve, self)
 
 
 def _extend_engine() -> None:

@@ -21,7 +21,7 @@ from sglang_ext.device.layout import LAYOUT_VERSION, PageLayout
 from sglang_ext.device.page_rules import LocalPages
 from sglang_ext.device.pinning import pin_memory
 from sglang_ext.device.pools import DevicePool, describe_pool
-from sglang_ext.device.rope_discovery import LayerRope, discover_ropes
+from sglang_ext.device.rope_discovery import LayerRope, discover_ropes, type_of_attention
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.kernels import rope as rope_kernels
@@ -33,7 +33,7 @@ from sglang_ext.seam.cache import HierKVRadixCache
 from sglang_ext.seam.hash_fallback import ensure_page_hash
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.metrics import MetricsReporter
-from sglang_ext.settings.compat import check_model
+from sglang_ext.settings.compat import check_attention, check_model, check_ranks, check_tree
 from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
@@ -74,8 +74,10 @@ def build_cache(ctx: Any) -> Any:
     ensure_page_hash()
     ctx.params.tree_core_backend = config.tree_core
     cache = create_unified_radix_cache(ctx, cache_class=HierKVRadixCache)
+    check_tree([component.name for component in cache.components])
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     runner = ctx.tp_worker.model_runner
+    check_attention({type_of_attention(module) for module in runner.model.modules()})
     pool = describe_pool(kv_pool)
     layout = pool.layout(ctx.params.page_size)
     ropes = discover_ropes(runner.model, pool)
@@ -177,6 +179,14 @@ def rank_place(ctx: Any) -> RankPlace:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
+    check_ranks(
+        {
+            "pipeline parallelism": parallel.pp_size,
+            "attention data parallelism": parallel.attn_dp_size,
+            "attention context parallelism": parallel.attn_cp_size,
+            "decode context parallelism": parallel.attn_dcp_size,
+        }
+    )
     return RankPlace(ctx.tp_rank, ctx.tp_size, parallel.dp_rank or 0, parallel.dp_size)
 
 

@@ -15,6 +15,8 @@ from sglang_ext.errors import HierKVConfigError
 
 # Values of these dtypes lie on a free grid that un-rotation can round to.
 ROTATABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What a pool's quant_method may be: none, as of MLA pools, or one that does nothing.
+_PLAIN_VALUES = ("NoneType", "UnquantizedKVCacheMethod")
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,12 @@ def describe_pool(kv_pool: Any) -> DevicePool:
         raise HierKVConfigError(
             "--enable-hier-kv needs a plain MHA, GQA, MQA or MLA KV pool, got "
             f"{name}; leave the flag out for this model."
+        )
+    quantizer = type(getattr(kv_pool, "quant_method", None)).__name__
+    if quantizer not in _PLAIN_VALUES:
+        raise HierKVConfigError(
+            "--enable-hier-kv needs a KV pool without scales of its own, got one of "
+            f"{quantizer}; choose --kv-cache-dtype auto."
         )
     dtype = kv_pool.dtype
     if k[0].dtype != dtype:  # fp8 is stored as uint8

@@ -84,6 +84,12 @@ def discover_ropes(model: torch.nn.Module, pool: DevicePool) -> list[LayerRope]:
     return ropes
 
 
+def type_of_attention(module: torch.nn.Module) -> str:
+    """What a layer's tokens see, in SGLang's words; empty for a module that is no attention."""
+    kind = getattr(module, "attn_type", "")
+    return str(getattr(kind, "value", kind))
+
+
 def num_positions(rope: LayerRope) -> int | None:
     """Rows of the layer's rotary table as it is now; None for a layer without. O(1)."""
     if rope.spec is None:

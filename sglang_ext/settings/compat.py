@@ -1,20 +1,49 @@
 """What the plugin runs with, and what it refuses: SGLang versions and server set-ups.
 
-Every refusal is one sentence with what was expected, what came and what to do. ``check_arguments``
-runs in the main process before the model loads; ``check_model`` where the KV pool exists.
+Every refusal is one sentence with what was expected, what came and what to do. Three times, each
+with more known: ``check_arguments`` as they were given, ``check_resolved`` when SGLang has decided
+all of them and read the model's configuration (both in the main process, before weights load), and
+``check_ranks``, ``check_model``, ``check_tree`` and
+``check_attention`` of what was then built.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.arguments import flag, outside_limits, unknown_arguments
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.model_kinds import MODEL_KINDS, WITHOUT
 
 TESTED_SGLANG = ("0.5.23",)
 DEFAULT_PAGE_SIZE = 64
+# By name, as the classes of other devices and pools are subclasses of these.
+_ALLOCATOR = "PagedTokenToKVPoolAllocator"
+_REQUEST_POOL = "ReqToTokenPool"
+_COMPONENT = "FULL"
+_ENCODER = "encoder_only"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """SGLang's arguments when it has decided all of them.
+
+    Attributes:
+        values: by name.
+        given: what the operator gave, or the default.
+        defaults: by name.
+        model_kind: a key of `MODEL_KINDS`.
+    """
+
+    values: Mapping[str, Any]
+    given: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    model_kind: str
 
 
 def check_sglang_version() -> None:
@@ -24,7 +53,7 @@ def check_sglang_version() -> None:
         HierKVConfigError: unless ``SGLANG_HIER_KV_ALLOW_UNTESTED=1`` is set.
     """
     found = metadata.version("sglang")
-    if found in TESTED_SGLANG or os.environ.get("SGLANG_HIER_KV_ALLOW_UNTESTED") == "1":
+    if found in TESTED_SGLANG or _untested_is_allowed():
         return
     raise HierKVConfigError(
         f"--enable-hier-kv was tested with SGLang {', '.join(TESTED_SGLANG)}, found {found}; "
@@ -43,40 +72,60 @@ def check_arguments(server_args: Any, config: HierKVConfig) -> None:
         HierKVConfigError: naming the argument, its value and what to do.
     """
     check_sglang_version()
-    for name in ("pp_size", "attn_cp_size", "dcp_size", "nnodes"):
-        value = getattr(server_args, name, 1) or 1
-        if value > 1:
-            _refuse(
-                f"--{name.replace('_', '-')} 1",
-                f"{value}",
-                "spread the model with --tp-size, on one machine",
-            )
-    if getattr(server_args, "speculative_algorithm", None):
+
+    def read(name: str) -> Any:
+        # With aux hidden states the algorithm is only the name of a convention; SGLang resets it.
+        if name == "speculative_algorithm" and read("enable_return_aux_hidden_states"):
+            return None
+        return getattr(server_args, name, None)
+
+    _check_values(read, read, config)
+    config.validate()
+
+
+def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
+    """Refuses what SGLang made of the arguments, and the model, where they cannot work.
+
+    Returns:
+        Sentences to warn with.
+
+    Raises:
+        HierKVConfigError: naming the argument, its value and what to do.
+    """
+    _check_values(resolved.values.get, resolved.given.get, config)
+    unknown = unknown_arguments(resolved.defaults.items(), resolved.given.get)
+    if unknown and not _untested_is_allowed():
+        name = unknown[0]
         _refuse(
-            "no speculative decoding",
-            f"--speculative-algorithm {server_args.speculative_algorithm}",
-            "leave it out",
+            "arguments that it was tested with",
+            f"--{flag(name)} {resolved.given[name]}, which this plugin does not know",
+            "leave it out or set SGLANG_HIER_KV_ALLOW_UNTESTED=1",
         )
-    if getattr(server_args, "dllm_algorithm", None):
-        # KV of a token depends on the tokens after it in its block, which no page hash covers.
-        _refuse(
-            "a model that generates from left to right",
-            f"--dllm-algorithm {server_args.dllm_algorithm}",
-            "leave one of the two out",
-        )
-    if "fp4" in str(getattr(server_args, "kv_cache_dtype", "auto")):
-        _refuse(
-            "a KV cache of 8 bits or more",
-            f"--kv-cache-dtype {server_args.kv_cache_dtype}",
-            "choose auto, bfloat16 or fp8_e4m3",
-        )
-    if (getattr(server_args, "disaggregation_mode", "null") or "null") != "null":
-        _refuse(
-            "a server that both prefills and decodes",
-            f"--disaggregation-mode {server_args.disaggregation_mode}",
-            "leave it out",
-        )
-    workers = getattr(server_args, "tokenizer_worker_num", 1) or 1
+    check_kind(resolved.model_kind)
+    return [f"--{flag(name)} was never tested with --enable-hier-kv" for name in unknown]
+
+
+def check_kind(name: str) -> None:
+    """Refuses a kind of model that is not served.
+
+    Args:
+        name: a key of `MODEL_KINDS`.
+    """
+    kind = MODEL_KINDS[name]
+    if not kind.is_served:
+        _refuse(kind.expected, kind.found, kind.advice)
+
+
+def _check_values(
+    read: Callable[[str], Any], given: Callable[[str], Any], config: HierKVConfig
+) -> None:
+    for name, value, limit in outside_limits(read):
+        found = f"--{flag(name)}" if value is True else f"--{flag(name)} {value}"
+        if given(name) == value:
+            _refuse(limit.expected, found, limit.advice)
+        found += ", which SGLang chose for this model and these arguments"
+        _refuse(limit.expected, found, f"change them or {WITHOUT}")
+    workers = read("tokenizer_worker_num") or 1
     if workers > 1 and config.truncation != "off":
         # They are processes of their own, which check lengths before a prompt can be cut.
         _refuse(
@@ -84,41 +133,14 @@ def check_arguments(server_args: Any, config: HierKVConfig) -> None:
             f"{workers}",
             "leave it out or add --hier-kv-truncation off",
         )
-    switches = {
-        "disable_radix_cache": "SGLang's radix cache",
-        "enable_hierarchical_cache": "no other hierarchical cache (HiCache)",
-        "enable_lmcache": "no other hierarchical cache (LMCache)",
-        "enable_flexkv": "no other hierarchical cache (FlexKV)",
-        "enable_unified_cache_external_linker": "no other external linker",
-        "use_ray": "SGLang's own process launcher",
-        "enable_hisparse": "a plain KV pool",
-        "enable_unified_memory": "a plain KV pool",
-        "enable_dp_attention": "whole schedulers as data parallel ranks (--dp-size alone)",
-        "enable_kv_cache_sharding": "a KV cache in one piece",
-        "prefill_only_disable_kv_cache": "a KV cache",
-    }
-    for name, expected in switches.items():
-        if getattr(server_args, name, False):
-            _refuse(expected, f"--{name.replace('_', '-')}", "remove one of the two flags")
-    if getattr(server_args, "elastic_ep_backend", None):
-        # A rank that recovers reloads experts from disk by itself, whatever the weights are by now.
-        _refuse(
-            "experts that stay where they are",
-            f"--elastic-ep-backend {server_args.elastic_ep_backend}",
-            "leave it out",
-        )
-    if (getattr(server_args, "tp_size", 1) or 1) > 1:
+    if (read("tp_size") or 1) > 1:
         _check_tensor_parallel(config)
-    backend = getattr(server_args, "radix_cache_backend", None)
-    if backend not in (None, "", "hier_kv"):
-        _refuse("its own radix cache backend", f"--radix-cache-backend {backend}", "remove it")
-    if getattr(server_args, "page_size", None) == 1:
+    if read("page_size") == 1:
         _refuse(
             "--page-size of at least 2",
             "1",
             f"leave the flag out (default {DEFAULT_PAGE_SIZE}) or give 16, 32 or 64",
         )
-    config.validate()
 
 
 def _check_tensor_parallel(config: HierKVConfig) -> None:
@@ -141,16 +163,64 @@ def _check_tensor_parallel(config: HierKVConfig) -> None:
 def check_model(ctx: Any) -> None:
     """Refuses models whose cache is more than one page table of full attention.
 
+    The second line behind ``check_resolved``: by what SGLang built, not what it was asked for.
+
     Args:
         ctx: SGLang's ``TreeCacheBuildContext``.
     """
-    advice = "start this model without --enable-hier-kv"
-    if ctx.disable_radix_cache:
-        _refuse("SGLang's radix cache", "a model for which SGLang disables it", advice)
-    if ctx.is_hybrid_swa:
-        _refuse("full attention in every layer", "a model with sliding-window layers", advice)
-    if ctx.is_hybrid_ssm:
-        _refuse("attention in every layer", "a hybrid model with state-space layers", advice)
+    for fact, name in (
+        ("disable_radix_cache", "no tree"),
+        ("is_hybrid_swa", "swa"),
+        ("is_hybrid_ssm", "state"),
+        ("is_dsa", "sparse"),
+    ):
+        if getattr(ctx, fact):
+            check_kind(name)
+    params = ctx.params
+    allocator = params.token_to_kv_pool_allocator
+    for expected, found in (
+        (_ALLOCATOR, type(allocator).__name__),
+        (_REQUEST_POOL, type(params.req_to_token_pool).__name__),
+        (f"pages of {params.page_size} tokens", f"pages of {allocator.page_size} tokens"),
+        ("no draft model", "keys of token pairs" if params.is_eagle else "no draft model"),
+    ):
+        if found != expected:
+            _refuse(expected, found, WITHOUT)
+
+
+def check_tree(components: list[str]) -> None:
+    """Refuses a tree that keeps more of a prefix than the pages that are stored.
+
+    Args:
+        components: names of the tree's components.
+    """
+    if components != [_COMPONENT]:
+        _refuse("a radix tree of full attention only", f"one of {', '.join(components)}", WITHOUT)
+
+
+def check_attention(attention_types: set[str]) -> None:
+    """Refuses a model in which a token's KV depends on tokens behind it.
+
+    Args:
+        attention_types: SGLang's, of all attention layers.
+    """
+    if _ENCODER in attention_types:
+        _refuse("attention from left to right", "an encoder, which sees all tokens", WITHOUT)
+
+
+def check_ranks(sizes: Mapping[str, int]) -> None:
+    """Refuses groups of ranks that do not agree on what is stored.
+
+    Args:
+        sizes: of the groups other than tensor and data parallel, by name.
+    """
+    for name, size in sizes.items():
+        if size > 1:
+            _refuse(f"one rank of {name}", f"{size}", "spread the model with --tp-size")
+
+
+def _untested_is_allowed() -> bool:
+    return os.environ.get("SGLANG_HIER_KV_ALLOW_UNTESTED") == "1"
 
 
 def _refuse(expected: str, found: str, advice: str) -> None:

@@ -1,8 +1,9 @@
 """Parses many command lines in one process, as SGLang's main process does, plugins loaded.
 
-Reads a JSON list of {"argv", "version"} from stdin; writes for each either {"exit", "stderr"} or
-{"args": SGLang's arguments, "hier_kv": the plugin's settings}. Importing SGLang takes seconds, so
-the tests run this once.
+Reads a JSON list of {"argv", "version", "resolve"} from stdin; writes for each either {"exit",
+"stderr"} or {"args": SGLang's arguments, "hier_kv": the plugin's settings}. With "resolve" SGLang
+decides what was left open, as it does before it starts its processes. Importing SGLang takes
+seconds, so the tests run this once.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ def main() -> None:
             return version if version and name == "sglang" else true_version(name)
 
         setattr(metadata, "version", found)  # noqa: B010 - mypy refuses the assignment
-        out.append(_parse(prepare_server_args, names, case["argv"]))
+        resolve = bool(case.get("resolve"))
+        out.append(_parse(prepare_server_args, names, case["argv"], resolve))
     print("\n" + json.dumps(out))
 
 
-def _parse(prepare: Any, names: list[str], argv: list[str]) -> dict[str, Any]:
+def _parse(prepare: Any, names: list[str], argv: list[str], resolve: bool) -> dict[str, Any]:
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stderr):
             args = prepare(argv)
+            if resolve:
+                args.resolve_once()
     except SystemExit as end:
         # The interpreter prints a text, and then ends with 1.
         text = end.code if isinstance(end.code, str) else ""

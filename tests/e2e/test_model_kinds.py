@@ -111,6 +111,21 @@ KINDS: dict[str, Kind] = {
         movable=0,
         reason="is not a function of the token's index alone",
     ),
+    "windows-in-one-pool": Kind(
+        {
+            "architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa",
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        args=["--disable-hybrid-swa-memory", "--attention-backend", "cpu_extend"],
+    ),
+    "gemma3": Kind(
+        {
+            "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+            "sliding_window": 128, "query_pre_attn_scalar": 64,
+        },
+        args=["--attention-backend", "cpu_extend"],
+    ),
     "gpt2-absolute-positions": Kind(
         {
             "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 256, "n_head": 4,

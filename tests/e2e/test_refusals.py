@@ -30,6 +30,10 @@ pytestmark = pytest.mark.e2e
 
 ON = ["--model-path", str(TINYLM), "--device", "cpu", "--enable-hier-kv"]
 SMALL = ["--hier-kv-host-size", "0.05"]
+DUMMY = [
+    *("--load-format", "dummy", "--max-total-tokens", "4096", "--dtype", "bfloat16"),
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+]
 SENTENCE_CHARS = 400
 
 # What is added to a good command line, and what the sentence must say.
@@ -38,6 +42,22 @@ REFUSED_ARGUMENTS = {
         ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
         ["whole schedulers as data parallel ranks", "--enable-dp-attention", "remove one"],
     ),
+    "data parallel attention by its other name": (
+        ["--tp-size", "2", "--attn-dp-size", "2"],
+        ["whole schedulers as data parallel ranks", "--attn-dp-size 2", "set it to 1"],
+    ),
+    "multiplexed streams": (["--enable-pdmux"], ["on one stream", "--enable-pdmux"]),
+    "a store of HiCache alone": (
+        ["--hicache-storage-backend", "file"],
+        ["HiCache", "--hicache-storage-backend file"],
+    ),
+    "block scales": (["--kv-cache-dtype", "mxfp8"], ["without block scales", "mxfp8"]),
+    "page-major": (
+        ["--enable-page-major-kv-layout"],
+        ["plain KV pool", "--enable-page-major-kv-layout"],
+    ),
+    "canary": (["--kv-canary", "raise"], ["no --kv-canary", "--kv-canary raise"]),
+    "experts elsewhere": (["--kt-weight-path", "@/"], ["all experts", "--kt-weight-path"]),
     "profile of all heads": (
         [
             *("--tp-size", "2", "--hier-kv-disk-dir", "@/disk"),
@@ -45,10 +65,13 @@ REFUSED_ARGUMENTS = {
         ],
         ["no --hier-kv-profile", "some.hkp", "each rank learns"],
     ),
-    "pp": (["--pp-size", "2"], ["--pp-size 1", "got 2"]),
-    "nodes": (["--nnodes", "2", "--dist-init-addr", "127.0.0.1:1"], ["--nnodes 1", "got 2"]),
-    "context parallel": (["--attn-cp-size", "2"], ["--attn-cp-size 1", "got 2"]),
-    "decode context parallel": (["--dcp-size", "2"], ["--dcp-size 1", "got 2"]),
+    "pp": (["--pp-size", "2"], ["--pp-size 1", "got --pp-size 2"]),
+    "nodes": (
+        ["--nnodes", "2", "--dist-init-addr", "127.0.0.1:1"],
+        ["--nnodes 1", "got --nnodes 2"],
+    ),
+    "context parallel": (["--attn-cp-size", "2"], ["--attn-cp-size 1", "got --attn-cp-size 2"]),
+    "decode context parallel": (["--dcp-size", "2"], ["--dcp-size 1", "got --dcp-size 2"]),
     "speculative": (
         ["--speculative-algorithm", "NGRAM"],
         ["no speculative decoding", "--speculative-algorithm NGRAM", "leave it out"],
@@ -130,6 +153,44 @@ REFUSED_ARGUMENTS = {
     "unknown flag": (["--hier-kv-nonsense", "1"], ["--hier-kv-nonsense"]),
 }
 
+# Models that are refused by their configuration, before weights load.
+REFUSED_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "windows": (
+        {
+            "architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa",
+            "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 4,
+        },
+        ["full attention in every layer", "add --disable-hybrid-swa-memory"],
+    ),
+    "linear attention": (
+        {
+            "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+        ["attention in every layer", "state-space layers"],
+    ),
+    "convolution": (
+        {
+            "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention"] * 4,
+        },
+        ["attention in every layer", "state-space layers"],
+    ),
+    "sparse attention": (
+        {
+            "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
+            "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+            "v_head_dim": 32, "index_topk": 64, "index_head_dim": 32, "index_n_heads": 4,
+        },
+        ["plain MHA, GQA, MQA or MLA KV pool", "sparse attention over an index"],
+    ),
+    "cross attention": (
+        {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"},
+        ["SGLang's radix cache", "which SGLang chose for this model"],
+    ),
+}  # fmt: skip
+
 FLAG_ALONE = {
     "size": ["--hier-kv-host-size", "2"],
     "default value": ["--hier-kv-rope", "pre"],
@@ -144,6 +205,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("refusals")
     (path / "file").write_text("not a folder")
     return path
+
+
+def make_model(folder: Path, **changes: Any) -> Path:
+    """A model folder with tinylm's tokenizer and another config; weights come from a dummy load."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).symlink_to(TINYLM / name)
+    config = json.loads((TINYLM / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +232,12 @@ def parsed(folder: Path) -> Parsed:
     cases["off again"] = {"argv": ON[:-1]}
     cases["on"] = {"argv": [*ON, *SMALL]}
     cases["own page size"] = {"argv": [*ON, *SMALL, "--page-size", "32"]}
+    for name, (changes, _) in REFUSED_MODELS.items():
+        model = make_model(folder / name.replace(" ", "-"), **changes)
+        given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL]
+        cases[f"model: {name}"] = {"argv": given, "resolve": True}
+    given = [*cases["model: windows"]["argv"], "--disable-hybrid-swa-memory"]
+    cases["windows in one pool"] = {"argv": given, "resolve": True}
     text = json.dumps(list(cases.values())).replace("@/", f"{folder}/")
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.parse_probe"],
@@ -196,6 +273,20 @@ def test_is_refused_with_one_sentence(parsed: Parsed, folder: Path, name: str) -
         sentence = result["stderr"].strip().splitlines()[-1]
         assert sentence.startswith("sglang-hier-kv: "), sentence
         assert sentence.endswith(".")
+
+
+@pytest.mark.parametrize("name", REFUSED_MODELS)
+def test_a_model_is_refused_before_its_weights_load(
+    parsed: Parsed, folder: Path, name: str
+) -> None:
+    result = parsed[f"model: {name}"]
+    assert result.get("exit") == 1, result
+    assert_one_sentence(result["stderr"], REFUSED_MODELS[name][1], folder)
+    assert result["stderr"].endswith("start this model without --enable-hier-kv.")
+
+
+def test_windows_in_one_pool_are_taken(parsed: Parsed) -> None:
+    assert parsed["windows in one pool"].get("hier_kv"), parsed["windows in one pool"]
 
 
 @pytest.mark.parametrize("name", FLAG_ALONE)
@@ -255,16 +346,6 @@ def test_a_refused_argument_ends_the_real_command(tmp_path: Path) -> None:
     assert "Traceback" not in log
 
 
-def make_model(folder: Path, **changes: Any) -> Path:
-    """A model folder with tinylm's tokenizer and another config; weights come from a dummy load."""
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).symlink_to(TINYLM / name)
-    config = json.loads((TINYLM / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    return folder
-
-
 def test_a_sliding_window_model_is_refused(tmp_path: Path) -> None:
     model = make_model(
         tmp_path / "model",
@@ -280,6 +361,7 @@ def test_a_sliding_window_model_is_refused(tmp_path: Path) -> None:
     assert found, log[-4000:]
     assert "sliding-window layers" in found[-1]
     assert "without --enable-hier-kv" in found[-1]
+    assert "Load weight" not in log
 
 
 def test_a_disk_too_small_for_two_segments_is_refused(tmp_path: Path) -> None:

@@ -2,10 +2,26 @@
 
 from pathlib import Path
 
+import pytest
+
 from sglang_ext.settings.flags import flag_table
+from sglang_ext.settings.model_kinds import MODEL_KINDS, SERVED_MODES
+from sglang_ext.settings.tables import all_tables
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_configuration_lists_every_flag_as_the_code_has_it() -> None:
     assert flag_table() in (DOCS / "configuration.md").read_text()
+
+
+@pytest.mark.parametrize("name", all_tables())
+def test_compatibility_is_the_allow_list(name: str) -> None:
+    text = (DOCS / "compatibility.md").read_text()
+    assert f"<!-- {name} -->\n{all_tables()[name]}\n<!-- end -->" in text
+
+
+def test_what_is_said_to_be_served_is_tested() -> None:
+    proofs = [kind.proof for kind in MODEL_KINDS.values() if kind.is_served]
+    for proof in [*proofs, *(mode.proof for mode in SERVED_MODES)]:
+        assert (DOCS.parent / proof.partition(";")[0]).is_file(), proof

@@ -2,41 +2,152 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from runtime_cpu import launch
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.settings.compat import check_arguments, check_model, check_sglang_version
+from sglang_ext.settings.arguments import FREE, LIMITED
+from sglang_ext.settings.compat import (
+    Resolved,
+    check_arguments,
+    check_attention,
+    check_model,
+    check_ranks,
+    check_resolved,
+    check_sglang_version,
+    check_tree,
+)
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.model_kinds import MODEL_KINDS
 
 
-def context(**facts: bool) -> Any:
+def named(name: str, **attributes: Any) -> Any:
+    """An object of a class of this name."""
+    return type(name, (SimpleNamespace,), {})(**attributes)
+
+
+def context(**facts: Any) -> Any:
     """What SGLang tells the cache factory of a plain model, but for `facts`."""
-    plain = {"disable_radix_cache": False, "is_hybrid_swa": False, "is_hybrid_ssm": False}
+    params = {
+        "token_to_kv_pool_allocator": named("PagedTokenToKVPoolAllocator", page_size=64),
+        "req_to_token_pool": named("ReqToTokenPool"),
+        "page_size": 64,
+        "is_eagle": False,
+    }
+    plain: dict[str, Any] = dict.fromkeys(
+        ("disable_radix_cache", "is_hybrid_swa", "is_hybrid_ssm", "is_dsa"), False
+    )
+    plain["params"] = SimpleNamespace(**{name: facts.pop(name, params[name]) for name in params})
     return SimpleNamespace(**{**plain, **facts})
+
+
+def resolved(kind: str = "mha", given: Any = None, **values: Any) -> Resolved:
+    """What SGLang decided: every argument at its only allowed value, but for `values`."""
+    return Resolved(values, values if given is None else given, dict.fromkeys(values), kind)
 
 
 def test_a_plain_model_is_taken() -> None:
     check_model(context())
+    check_tree(["FULL"])
+    check_ranks({"pipeline parallelism": 1})
+    assert check_resolved(resolved(), HierKVConfig()) == []
 
 
 @pytest.mark.parametrize(
-    ("fact", "words"),
+    ("facts", "words"),
     [
-        ("is_hybrid_swa", "sliding-window layers"),
-        ("is_hybrid_ssm", "state-space layers"),
-        ("disable_radix_cache", "SGLang disables it"),
+        ({"is_hybrid_swa": True}, "sliding-window layers"),
+        ({"is_hybrid_ssm": True}, "state-space layers"),
+        ({"is_dsa": True}, "sparse attention"),
+        ({"disable_radix_cache": True}, "SGLang disables it"),
+        ({"is_eagle": True}, "keys of token pairs"),
+        ({"page_size": 32}, "pages of 32 tokens, got pages of 64 tokens"),
+        ({"req_to_token_pool": named("HybridReqToTokenPool")}, "got HybridReqToTokenPool"),
+        (
+            {"token_to_kv_pool_allocator": named("PageInterleavePoolAllocator", page_size=64)},
+            "got PageInterleavePoolAllocator",
+        ),
     ],
 )
-def test_a_model_of_another_kind_is_refused(fact: str, words: str) -> None:
+def test_what_was_built_is_looked_at(facts: dict[str, Any], words: str) -> None:
     with pytest.raises(HierKVConfigError) as caught:
-        check_model(context(**{fact: True}))
+        check_model(context(**facts))
     sentence = str(caught.value)
     assert sentence.startswith("--enable-hier-kv needs ")
     assert words in sentence
-    assert sentence.endswith("; start this model without --enable-hier-kv.")
+    assert sentence.endswith("start this model without --enable-hier-kv.")
+
+
+def test_a_tree_of_more_than_pages_is_refused() -> None:
+    with pytest.raises(HierKVConfigError, match="full attention only, got one of FULL, C128"):
+        check_tree(["FULL", "C128"])
+
+
+def test_an_encoder_is_refused() -> None:
+    check_attention({"", "decoder"})
+    with pytest.raises(HierKVConfigError, match="from left to right, got an encoder"):
+        check_attention({"", "decoder", "encoder_only"})
+
+
+def test_ranks_that_agree_on_nothing_are_refused() -> None:
+    with pytest.raises(HierKVConfigError, match="one rank of attention data parallelism, got 2"):
+        check_ranks({"pipeline parallelism": 1, "attention data parallelism": 2})
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in MODEL_KINDS.items() if kind.expected])
+def test_a_model_of_another_kind_is_refused_by_its_configuration(kind: str) -> None:
+    with pytest.raises(HierKVConfigError, match="without --enable-hier-kv") as caught:
+        check_resolved(resolved(kind), HierKVConfig())
+    assert MODEL_KINDS[kind].found in str(caught.value)
+
+
+def test_what_sglang_chose_by_itself_is_refused_and_said() -> None:
+    found = resolved(given={"disable_radix_cache": False}, disable_radix_cache=True)
+    with pytest.raises(HierKVConfigError, match=r"got .*, which SGLang chose .*; change"):
+        check_resolved(found, HierKVConfig())
+    with pytest.raises(HierKVConfigError, match="got --attn-dp-size 2; set it to 1"):
+        check_resolved(resolved(attn_dp_size=2), HierKVConfig())
+
+
+def test_an_argument_that_nobody_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused when it is set; with untested releases allowed, a warning."""
+    found = resolved(some_new_pool=True)
+    words = "got --some-new-pool True, which this plugin does not know"
+    with pytest.raises(HierKVConfigError, match=words):
+        check_resolved(found, HierKVConfig())
+    chosen = resolved(given={"some_new_pool": None}, some_new_pool=True)
+    assert check_resolved(chosen, HierKVConfig()) == []
+    monkeypatch.setenv("SGLANG_HIER_KV_ALLOW_UNTESTED", "1")
+    assert "--some-new-pool was never tested" in check_resolved(found, HierKVConfig())[0]
+
+
+def test_every_argument_of_sglang_is_classified_once() -> None:
+    names = [*LIMITED, *(name for group in FREE.values() for name in group)]
+    assert len(names) == len(set(names))
+    code = (
+        "import msgspec; from sglang.srt.server_args import ServerArgs;"
+        "print(*(field.name for field in msgspec.structs.fields(ServerArgs)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=launch.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sorted(done.stdout.splitlines()[-1].split()) == sorted(names)
+
+
+def test_a_switch_does_not_pass_for_a_number() -> None:
+    assert LIMITED["pp_size"].allows(1)
+    assert not LIMITED["pp_size"].allows(True)
+    assert LIMITED["enable_hisparse"].allows(False)
+    assert not LIMITED["enable_hisparse"].allows(0)
 
 
 def test_experts_that_are_reloaded_without_a_call_are_refused() -> None:

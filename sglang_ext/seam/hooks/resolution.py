@@ -1,0 +1,70 @@
+"""Checks SGLang's arguments once it has decided all of them, before a process loads weights."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.seam.model_kind import model_kind
+from sglang_ext.settings.compat import Resolved, check_kind, check_resolved
+from sglang_ext.settings.config import HierKVConfig
+
+logger = logging.getLogger(__name__)
+
+
+def around_resolution(resolve: Callable[[Any], None], self: Any) -> None:
+    """AROUND hook of ``ServerArgs.resolve_once``: refuses what cannot work, once a record.
+
+    Raises:
+        HierKVConfigError: the set-up is refused, and was not given on the command line.
+        SystemExit: it is refused, and was.
+    """
+    # The record is pickled to the scheduler processes, with this mark on it.
+    if getattr(self, "_hier_kv_checked", False):
+        resolve(self)
+        return
+    try:
+        _resolve_and_check(resolve, self)
+    except HierKVConfigError as error:
+        if not getattr(self, "_hier_kv_from_command_line", False):
+            raise
+        sys.exit(f"sglang-hier-kv: {error}")
+    self._hier_kv_checked = True
+
+
+def _resolve_and_check(resolve: Callable[[Any], None], server_args: Any) -> None:
+    try:
+        resolve(server_args)
+    except Exception:
+        # What a hybrid model cannot have (pages of 64 tokens) may come from the plugin.
+        known = getattr(server_args, "_model_config", None)
+        if known is not None:
+            check_kind(model_kind(known))
+        raise
+    config = HierKVConfig.from_dict(server_args._hier_kv)
+    for warning in check_resolved(resolved(server_args), config):
+        logger.warning("hier-kv: %s", warning)
+
+
+def resolved(server_args: Any) -> Resolved:
+    """What SGLang decided, from a resolved record."""
+    from sglang.srt.arg_groups.arg_utils import record_fields
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import resolution_result
+
+    fields = record_fields(type(server_args))
+    given = getattr(server_args, "_raw_input", {})
+    has_model = str(server_args.model_path).lower() not in ("none", "dummy")
+    return Resolved(
+        values={field.name: resolution_result(server_args, field.name) for field in fields},
+        given={field.name: given.get(field.name) for field in fields},
+        defaults={field.name: _default(field) for field in fields},
+        model_kind=model_kind(model_config_of(server_args)) if has_model else "mha",
+    )
+
+
+def _default(field: Any) -> Any:
+    return field.default_factory() if callable(field.default_factory) else field.default

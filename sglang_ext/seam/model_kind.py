@@ -1,0 +1,36 @@
+"""Which kind of model SGLang will build, by the functions it chooses its pools with itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def model_kind(model_config: Any) -> str:
+    """The kind of a model, a key of ``settings.model_kinds.MODEL_KINDS``.
+
+    Args:
+        model_config: SGLang's ``ModelConfig``; no weights are needed.
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import (
+        AttentionArch,
+        ModelImpl,
+        is_deepseek_dsa,
+        is_deepseek_v4,
+        is_minimax_sparse,
+    )
+    from sglang.srt.model_loader.utils import get_resolved_model_impl
+
+    hf_config = model_config.hf_config
+    if mambaish_config(model_config) is not None:
+        return "state"
+    if is_deepseek_v4(hf_config) or is_deepseek_dsa(hf_config) or is_minimax_sparse(hf_config):
+        return "sparse"
+    if model_config.is_hybrid_swa:
+        return "swa"
+    if model_config.is_encoder_decoder:
+        return "encoder-decoder"
+    uses_transformers = get_resolved_model_impl(model_config) == ModelImpl.TRANSFORMERS
+    if model_config.is_multimodal and uses_transformers:
+        return "no tree"
+    return "mla" if model_config.attention_arch == AttentionArch.MLA else "mha"

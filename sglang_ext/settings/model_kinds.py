@@ -1,0 +1,142 @@
+"""Kinds of models by what SGLang keeps for a token, and which of them can be stored.
+
+The kind is told from the model's configuration before its weights load (``seam/model_kind.py``).
+Imports no SGLang; docs/compatibility.md is generated from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WITHOUT = "start this model without --enable-hier-kv"
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """One kind.
+
+    Attributes:
+        name: what SGLang keeps.
+        examples: architectures.
+        expected: what a refusal says is needed; empty for a kind that is served.
+        found: what a refusal says came.
+        reused: what is reused of a served kind, or why a kind is not served; for the docs.
+        proof: the test that shows a served kind; for the docs.
+        advice: what a refusal says to do.
+    """
+
+    name: str
+    examples: str
+    reused: str
+    proof: str = ""
+    expected: str = ""
+    found: str = ""
+    advice: str = WITHOUT
+
+    @property
+    def is_served(self) -> bool:
+        """Whether pages of such a model can be stored."""
+        return not self.expected
+
+
+_FULL = "full attention in every layer"
+
+MODEL_KINDS = {
+    "mha": ModelKind(
+        "K and V of every head, every layer (MHA, GQA, MQA), dense or with experts",
+        "Llama, Qwen 2 and 3, Mistral, Phi, GLM-4, Cohere, Gemma 2 and 3; hybrids of window and "
+        "full layers with `--disable-hybrid-swa-memory`",
+        "exact; moved where the rotation of all layers is understood; coded",
+        "tests/e2e/test_model_kinds.py",
+    ),
+    "mla": ModelKind(
+        "one latent row a token (MLA)",
+        "DeepSeek V2, V3, R1; Kimi K2",
+        "as above",
+        "tests/unit/device/test_copier.py; no CPU backend of SGLang runs such a model",
+    ),
+    "swa": ModelKind(
+        "a second pool for the window's layers",
+        "gpt-oss, Gemma 4, Llama 4, MiMo V2, Step 3.5, Laguna",
+        "a page would need the pages of the window at its end beside it",
+        "",
+        _FULL,
+        "a model with sliding-window layers in a pool of their own",
+        "add --disable-hybrid-swa-memory, which keeps all layers' KV in one pool, or " + WITHOUT,
+    ),
+    "state": ModelKind(
+        "a state a sequence (state space, linear attention, short convolution)",
+        "Qwen3-Next, Qwen3.5, Nemotron-H, Falcon-H1, Kimi Linear, LFM2, Granite 4",
+        "a state is a snapshot at a position, not a page",
+        "",
+        "attention in every layer",
+        "a hybrid model with state-space layers",
+    ),
+    "sparse": ModelKind(
+        "rows of an index beside the latent row (sparse attention)",
+        "DeepSeek V3.2, GLM-5, DeepSeek V4, MiniMax M3",
+        "the index rows lie beside the pool and would not be stored",
+        "",
+        "a plain MHA, GQA, MQA or MLA KV pool",
+        "a model with sparse attention over an index",
+    ),
+    "encoder-decoder": ModelKind(
+        "rows of an encoder before those of the tokens",
+        "Whisper, Mllama",
+        "the encoder's rows are no function of the prompt's tokens",
+        "",
+        "a decoder only",
+        "a model with cross attention to an encoder",
+    ),
+    "no tree": ModelKind(
+        "nothing behind the end of a request",
+        "multimodal models on the Transformers implementation",
+        "SGLang disables its radix cache",
+        "",
+        "SGLang's radix cache",
+        "a model for which SGLang disables it",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ServedMode:
+    """One mode in which the kinds that are served run.
+
+    Attributes:
+        name: the mode and its arguments.
+        reused: what is reused in it.
+        proof: the test that shows it.
+    """
+
+    name: str
+    reused: str
+    proof: str
+
+
+SERVED_MODES = (
+    ServedMode("one scheduler", "exact, moved, coded", "tests/e2e/test_equality.py"),
+    ServedMode(
+        "several tensor parallel ranks (`--tp-size`)",
+        "exact; moved by `overflow` alone; coded without a calibrated profile; with MLA each rank "
+        "stores the same KV",
+        "tests/e2e/test_ranks.py",
+    ),
+    ServedMode(
+        "several whole schedulers (`--dp-size`)",
+        "exact, moved, coded; each its own, shared through the remote store only",
+        "tests/e2e/test_ranks.py",
+    ),
+    ServedMode("adapters (`--enable-lora`)", "exact", "tests/e2e/test_adapter_promises.py"),
+    ServedMode("weights that change in service", "exact", "tests/e2e/test_weight_promises.py"),
+    ServedMode(
+        "streaming sessions (`--enable-streaming-session`)",
+        "what SGLang's tree gets of them",
+        "tests/e2e/test_tenants.py",
+    ),
+    ServedMode(
+        "fp8 KV (`--kv-cache-dtype fp8_e4m3`)",
+        "exact, at the saved position only",
+        "tests/unit/device/test_rope_discovery.py",
+    ),
+)
