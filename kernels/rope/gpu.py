@@ -1,10 +1,8 @@
 """Saving and loading K and V with Triton, for pools on a CUDA device.
 
-The `*_rows` functions work on device tensors: rows of a pool and a contiguous staging buffer
-`[T, H, D]` (pages one after the other), which the caller copies from or to pinned host memory.
-`save_k`, `load_k`, `move_k` and the two copies take the same arguments as in `api.py` and go
-through a staging buffer of their own.  Everything also runs on CPU tensors under
-`TRITON_INTERPRET=1`.
+`save_k`, `load_k`, `move_k` and the two copies take the same arguments as in `api.py`. Pages and
+indices of a load may also be tensors on the pool's device: then nothing is copied on the way, and
+nothing waits for the device. Everything also runs on CPU tensors under `TRITON_INTERPRET=1`.
 
 The search looks two grid points around and solves for the smaller component; it need not choose the
 same x as the CPU's, but the rotation is the same bit for bit.
@@ -30,6 +28,8 @@ _TABLES: WeakKeyDictionary[RopeSpec, dict[torch.device, tuple[torch.Tensor, torc
 )
 # Contraction would turn `fp32` into one of the fma rules.
 _OPTIONS = {"enable_fp_fusion": False}
+_WIDE_BYTES = 16
+_CORRECTIONS_A_PROGRAM = 128
 
 
 def save_rows(
@@ -66,83 +66,10 @@ def save_rows(
     return wrong
 
 
-def load_rows(
-    pages: torch.Tensor,
-    positions: torch.Tensor,
-    spec: RopeSpec,
-    pool: torch.Tensor,
-    token_slots: torch.Tensor,
-) -> None:
-    """Rotate rows `pages` `[T, H, D]` and scatter them to rows of the pool."""
-    cos, sin = _tables(spec, pool.device)
-    kernels.load_kernel[(token_slots.numel(),)](
-        _words(pages),
-        positions,
-        cos,
-        sin,
-        _words(pool),
-        token_slots,
-        pool.stride(0),
-        pool.shape[1],
-        **_geometry(pool, spec),
-        RULE=RULES[spec.rule],
-        EXACT=not _interpreted(),
-        **_launch(),
-    )
-
-
-def move_rows(
-    pages: torch.Tensor,
-    saved_positions: torch.Tensor,
-    positions: torch.Tensor,
-    spec: RopeSpec,
-    pool: torch.Tensor,
-    token_slots: torch.Tensor,
-) -> None:
-    """Move position-bound rows `pages` `[T, H, D]` and scatter them to rows of the pool."""
-    cos, sin = _tables(spec, pool.device)
-    kernels.move_kernel[(token_slots.numel(),)](
-        _words(pages),
-        saved_positions,
-        positions,
-        cos,
-        sin,
-        _words(pool),
-        token_slots,
-        pool.stride(0),
-        pool.shape[1],
-        **_geometry(pool, spec),
-        **_launch(),
-    )
-
-
 def gather_rows(pool: torch.Tensor, token_slots: torch.Tensor, out: torch.Tensor) -> None:
     """Copy rows of the pool to `out` `[T, H, D]` as they are."""
     rows = torch.arange(out.shape[0], device=pool.device)
     _copy(pool, token_slots, pool.stride(0), out, rows, out.stride(0))
-
-
-def scatter_rows(pages: torch.Tensor, pool: torch.Tensor, token_slots: torch.Tensor) -> None:
-    """Copy `pages` `[T, H, D]` to rows of the pool as they are."""
-    rows = torch.arange(pages.shape[0], device=pool.device)
-    _copy(pages, rows, pages.stride(0), pool, token_slots, pool.stride(0))
-
-
-def correct_rows(
-    corrections: Corrections, page_size: int, first_row: int, pool: torch.Tensor, slots: I64
-) -> None:
-    """Write corrected words to the pool."""
-    width = pool.shape[1] * pool.shape[2]
-    element = corrections.element.astype(np.int64)
-    token = corrections.page.astype(np.int64) * page_size + element // width - first_row
-    inside = (token >= 0) & (token < slots.size)
-    at = slots[token[inside]] * pool.stride(0) + (element % width)[inside]
-    words = _words(pool)
-    kind = np.int16 if pool.element_size() == 2 else np.int32
-    bits = corrections.bits[inside].astype(np.dtype(kind).str.replace("i", "u")).view(kind)
-    span = (pool.shape[0] - 1) * pool.stride(0) + width
-    flat = torch.as_strided(words, (span,), (1,))
-    flat[torch.from_numpy(at).to(pool.device)] = torch.from_numpy(bits).to(pool.device)
 
 
 def save_k(
@@ -169,41 +96,61 @@ def save_k(
 
 def load_k(
     src: PagedView,
-    positions: I64,
+    positions: Any,
     spec: RopeSpec,
     pool: torch.Tensor,
-    token_slots: I64,
+    token_slots: Any,
     corrections: Corrections | None,
     first_row: int = 0,
 ) -> None:
     """As `api.load_k`, with a spec."""
     _check_positions(positions, spec)
-    pages = _from_view(src, pool, token_slots.size, first_row)
-    load_rows(pages, _indices(positions, pool), spec, pool, _indices(token_slots, pool))
+    cos, sin = _tables(spec, pool.device)
+    rows = _indices(token_slots, pool)
+    kernels.load_kernel[(len(rows),)](
+        *_paged(src, pool, len(rows), first_row),
+        _indices(positions, pool),
+        cos,
+        sin,
+        _words(pool),
+        rows,
+        pool.stride(0),
+        pool.shape[1],
+        **_geometry(pool, spec),
+        RULE=RULES[spec.rule],
+        EXACT=not _interpreted(),
+        **_wide(pool.shape[1] * spec.rotary_dim // 2, pool.element_size()),
+    )
     if corrections is not None and len(corrections):
-        correct_rows(corrections, src.page_size, first_row, pool, token_slots)
+        _correct(corrections, src.page_size, first_row, pool, rows)
 
 
 def move_k(
     src: PagedView,
-    saved_positions: I64,
-    positions: I64,
+    saved_positions: Any,
+    positions: Any,
     spec: RopeSpec,
     pool: torch.Tensor,
-    token_slots: I64,
+    token_slots: Any,
     first_row: int = 0,
 ) -> None:
     """As `api.move_k`, with a spec."""
     _check_positions(positions, spec)
     _check_positions(saved_positions, spec)
-    pages = _from_view(src, pool, token_slots.size, first_row)
-    move_rows(
-        pages,
+    cos, sin = _tables(spec, pool.device)
+    rows = _indices(token_slots, pool)
+    kernels.move_kernel[(len(rows),)](
+        *_paged(src, pool, len(rows), first_row),
         _indices(saved_positions, pool),
         _indices(positions, pool),
-        spec,
-        pool,
-        _indices(token_slots, pool),
+        cos,
+        sin,
+        _words(pool),
+        rows,
+        pool.stride(0),
+        pool.shape[1],
+        **_geometry(pool, spec),
+        **_wide(pool.shape[1] * spec.rotary_dim // 2, pool.element_size()),
     )
 
 
@@ -217,19 +164,98 @@ def copy_rows_to_pages(
 
 
 def copy_pages_to_rows(
-    src: PagedView, pool: torch.Tensor, token_slots: I64, first_row: int = 0
+    src: PagedView, pool: torch.Tensor, token_slots: Any, first_row: int = 0
 ) -> None:
     """As `api.copy_pages_to_rows`."""
-    pages = _from_view(src, pool, token_slots.size, first_row)
-    scatter_rows(pages, pool, _indices(token_slots, pool))
+    rows, width = _indices(token_slots, pool), pool.shape[1] * pool.shape[2]
+    kernels.unpage_kernel[(len(rows),)](
+        *_paged(src, pool, len(rows), first_row),
+        _words(pool),
+        rows,
+        pool.stride(0),
+        width,
+        **_wide(width, pool.element_size()),
+    )
 
 
-def _check_positions(positions: I64, spec: RopeSpec) -> None:
+def warm_up(pool: torch.Tensor, spec: RopeSpec | None, page_size: int) -> None:
+    """Compiles every kernel that a pool of this shape needs, and waits for them.
+
+    Args:
+        pool: `[S, H, D]`, a layer of the pool; not touched.
+        spec: the layer's rotation; None where rows are copied as they are.
+        page_size: tokens a page.
+    """
+    memory = torch.zeros(2 * pool.stride(0), dtype=pool.dtype, device=pool.device)
+    scratch = memory.as_strided((2, *pool.shape[1:]), pool.stride())
+    zero, one = np.zeros(1, np.int64), np.zeros(1, np.uint32)
+    saved = np.zeros((1, page_size * scratch[0].numel() * pool.element_size()), np.uint8)
+    host = PagedView(saved, zero, 0, page_size)
+    copy_rows_to_pages(scratch, zero, host)
+    copy_pages_to_rows(host, scratch, zero)
+    if spec is not None:
+        save_k(scratch, zero, zero, spec, host)
+        load_k(host, zero, spec, scratch, zero, Corrections(zero.astype(np.int32), one, one))
+        move_k(host, zero, zero, spec, scratch, zero)
+    if pool.is_cuda:
+        torch.cuda.synchronize(pool.device)
+
+
+def _paged(
+    src: PagedView, pool: torch.Tensor, num_tokens: int, first_row: int
+) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
+    """A kernel's first arguments: pages that it can read, and where its rows begin in them."""
+    arena: Any = src.arena
+    index, offset = src.page_slots, src.byte_offset
+    item = pool.element_size()
+    if isinstance(arena, np.ndarray):
+        if pool.is_cuda:  # not the way of loads: these bring pages to the device before
+            block_bytes = src.page_size * pool.shape[1] * pool.shape[2] * item
+            num_pages = -(-(first_row + num_tokens) // src.page_size)
+            arena = arena[index[:num_pages], offset : offset + block_bytes]
+            index, offset = np.arange(num_pages), 0
+        arena = torch.from_numpy(arena).to(pool.device)
+    return (
+        arena.view(-1).view(_INTEGER[item]),
+        _indices(index, pool),
+        arena.shape[1] // item,
+        offset // item,
+        first_row,
+        src.page_size,
+    )
+
+
+def _correct(
+    corrections: Corrections, page_size: int, first_row: int, pool: torch.Tensor, rows: torch.Tensor
+) -> None:
+    count = len(corrections)
+    kernels.correct_kernel[(-(-count // _CORRECTIONS_A_PROGRAM),)](
+        _indices(corrections.page, pool),
+        _indices(corrections.element, pool),
+        _indices(corrections.bits, pool),
+        count,
+        first_row,
+        page_size,
+        _words(pool),
+        rows,
+        len(rows),
+        pool.stride(0),
+        pool.shape[1] * pool.shape[2],
+        BLOCK=_CORRECTIONS_A_PROGRAM,
+        num_warps=4,
+    )
+
+
+def _check_positions(positions: Any, spec: RopeSpec) -> None:
     """Kernels look positions up in a table without a look at its length.
+
+    Those on the device were checked before they went there: to look at them is to wait for it.
 
     Raises:
         IndexError: one is not in the table.
     """
+    if isinstance(positions, torch.Tensor):
+        return
     if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < spec.max_pos:
         raise IndexError(f"positions must lie in [0, {spec.max_pos})")
 
@@ -256,7 +282,17 @@ def _words(values: torch.Tensor) -> torch.Tensor:
     return values.detach().view(_INTEGER[values.element_size()])
 
 
-def _indices(values: I64, pool: torch.Tensor) -> torch.Tensor:
+def _wide(width: int, item_bytes: int) -> dict[str, Any]:
+    """Launch options with which a thread moves 16 bytes, where a row has so many."""
+    lanes = _WIDE_BYTES // item_bytes
+    block = min(max(triton.next_power_of_2(width), lanes), 128 * lanes)
+    num_warps = max(1, min(4, block // (32 * lanes)))
+    return {"BLOCK": block, "num_warps": num_warps, **_OPTIONS}
+
+
+def _indices(values: Any, pool: torch.Tensor) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        return values
     return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(pool.device)
 
 
@@ -306,13 +342,3 @@ def _to_view(pages: torch.Tensor, out: PagedView, first_row: int) -> None:
         part = rows[done : done + num].reshape(-1)
         out.arena[out.page_slots[page], start : start + part.size] = part
         done += num
-
-
-def _from_view(src: PagedView, pool: torch.Tensor, num_tokens: int, first_row: int) -> torch.Tensor:
-    row_bytes = pool.shape[1] * pool.shape[2] * pool.element_size()
-    num_pages = -(-(first_row + num_tokens) // src.page_size)
-    end = src.byte_offset + src.page_size * row_bytes
-    blocks = src.arena[src.page_slots[:num_pages], src.byte_offset : end]
-    rows = blocks.reshape(-1, row_bytes)[first_row : first_row + num_tokens]
-    pages = torch.from_numpy(np.ascontiguousarray(rows)).view(pool.dtype)
-    return pages.view(num_tokens, *pool.shape[1:]).to(pool.device)

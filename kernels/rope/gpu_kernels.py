@@ -12,6 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Arguments that would make a new kernel where their value or their address is a multiple of 16, or
+# the value is 1: all kernels are compiled when the server starts.
+LOOSE = (
+    "page_index", "first_row", "page_size", "positions", "saved", "slots", "num_tokens", "page",
+    "element", "bits", "count",
+)  # fmt: skip
+
 
 @triton.jit
 def decode(word, KIND: tl.constexpr):
@@ -214,15 +221,23 @@ def save_kernel(
 
 
 @triton.jit
+def row_in_pages(t, page_index, page_words, first_word, first_row, page_size, width):
+    """Offset of token `t` of an operation that begins at row `first_row` of the first page."""
+    row = t + first_row
+    page = tl.load(page_index + row // page_size).to(tl.int64)
+    return page * page_words + first_word + (row % page_size) * width
+
+
+@triton.jit(do_not_specialize=LOOSE)
 def load_kernel(
-    pages, positions, cos, sin, pool, slots, row_stride,
-    heads, DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
+    pages, page_index, page_words, first_word, first_row, page_size, positions, cos, sin, pool,
+    slots, row_stride, heads, DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rotate one row of pages and scatter it to the pool."""
     t = tl.program_id(0).to(tl.int64)
-    a = t * heads * DIM
+    a = row_in_pages(t, page_index, page_words, first_word, first_row, page_size, heads * DIM)
     b = tl.load(slots + t).to(tl.int64) * row_stride
     k = tl.load(positions + t).to(tl.int64) * HALF
     if DIM > 2 * HALF:
@@ -243,15 +258,15 @@ def load_kernel(
         tl.store(pool + b + column + gap, o2, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LOOSE)
 def move_kernel(
-    pages, saved, positions, cos, sin, pool, slots,
-    row_stride, heads, DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
+    pages, page_index, page_words, first_word, first_row, page_size, saved, positions, cos, sin,
+    pool, slots, row_stride, heads, DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Move one position-bound row from its saved position to another, with one rounding."""
     t = tl.program_id(0).to(tl.int64)
-    a = t * heads * DIM
+    a = row_in_pages(t, page_index, page_words, first_word, first_row, page_size, heads * DIM)
     b = tl.load(slots + t).to(tl.int64) * row_stride
     k0 = tl.load(saved + t).to(tl.int64) * HALF
     k1 = tl.load(positions + t).to(tl.int64) * HALF
@@ -275,6 +290,37 @@ def move_kernel(
         o2 = encode((v2 * c + v1 * s).to(tl.float32), KIND)
         tl.store(pool + b + column, tl.where(k0 == k1, y1, o1), mask=live)
         tl.store(pool + b + column + gap, tl.where(k0 == k1, y2, o2), mask=live)
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def unpage_kernel(
+    pages, page_index, page_words, first_word, first_row, page_size, pool, slots, row_stride,
+    width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy one row of pages to the pool as it is."""
+    t = tl.program_id(0).to(tl.int64)
+    a = row_in_pages(t, page_index, page_words, first_word, first_row, page_size, width)
+    b = tl.load(slots + t).to(tl.int64) * row_stride
+    for start in range(0, width, BLOCK):
+        q = start + tl.arange(0, BLOCK)
+        live = q < width
+        tl.store(pool + b + q, tl.load(pages + a + q, mask=live), mask=live)
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def correct_kernel(
+    page, element, bits, count, first_row, page_size, pool, slots, num_tokens, row_stride,
+    width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write corrected words of the tokens that are loaded to the pool."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < count
+    e = tl.load(element + i, mask=live, other=0)
+    t = tl.load(page + i, mask=live, other=0) * page_size + e // width - first_row
+    live = live & (t >= 0) & (t < num_tokens)
+    at = tl.load(slots + t, mask=live, other=0).to(tl.int64) * row_stride + e % width
+    word = tl.load(bits + i, mask=live, other=0)
+    tl.store(pool + at, word.to(pool.dtype.element_ty), mask=live)
 
 
 @triton.jit

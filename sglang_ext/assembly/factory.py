@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
+
+import torch
 
 from sglang_ext.admission.cost_feeds import CostFeeds
 from sglang_ext.admission.forward_timer import ForwardTimer
@@ -21,6 +24,7 @@ from sglang_ext.device.layout import LAYOUT_VERSION, PageLayout
 from sglang_ext.device.page_rules import LocalPages
 from sglang_ext.device.pinning import pin_memory
 from sglang_ext.device.pools import DevicePool, describe_pool
+from sglang_ext.device.ports import open_port
 from sglang_ext.device.rope_discovery import LayerRope, discover_ropes, type_of_attention
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.model_identity import ModelIdentity
@@ -88,14 +92,14 @@ def build_cache(ctx: Any) -> Any:
     rules = LocalPages(layout, ropes, config.rope)
     store, disk = _build_store(config, layout, page_codec, feeds, remote_codec, rules)
     if pool.device.type == "cuda":
-        pin_memory(store.arena)
+        pin_memory(store.arena, torch.cuda.cudart())  # type: ignore[no-untyped-call]
     copier = PageCopier(
         pool,
         layout,
         ropes,
         store.arena.slots,
         mode=config.rope,
-        kernels=_kernels(config, pool, ropes),
+        kernels=_kernels(config, pool, ropes, layout.page_size),
         parallel_loads=not _uses_triton(config, pool),
     )
     linker = HierKVLinker(
@@ -104,7 +108,7 @@ def build_cache(ctx: Any) -> Any:
         num_layers=pool.num_layers,
         page_size=ctx.params.page_size,
         kv_pool=kv_pool,
-        device=pool.device,
+        port=open_port(pool.device),
         forward_stream=runner.forward_stream,
     )
     linker.loads.on_load = feeds.on_load
@@ -303,7 +307,9 @@ def _uses_triton(config: HierKVConfig, pool: DevicePool) -> bool:
     return config.kernels == "triton" or pool.device.type == "cuda"
 
 
-def _kernels(config: HierKVConfig, pool: DevicePool, ropes: list[LayerRope]) -> ModuleType | Any:
+def _kernels(
+    config: HierKVConfig, pool: DevicePool, ropes: list[LayerRope], page_size: int
+) -> ModuleType | Any:
     if config.kernels == "numba" and pool.device.type == "cuda":
         raise HierKVConfigError(
             "--hier-kv-kernels numba needs a KV pool on the CPU, got one on "
@@ -312,10 +318,32 @@ def _kernels(config: HierKVConfig, pool: DevicePool, ropes: list[LayerRope]) -> 
     if _uses_triton(config, pool):
         from sglang_ext.kernels.rope import gpu
 
+        if pool.device.type == "cuda":
+            _compile(gpu, pool, ropes, page_size)
         return gpu
     spec = next((rope.spec for rope in ropes if rope.spec is not None), None)
     rope_kernels.warm_up(pool.dtype, spec)
     return rope_kernels
+
+
+def _compile(kernels: ModuleType, pool: DevicePool, ropes: list[LayerRope], page_size: int) -> None:
+    """Compiles the kernels of all layers now: the first load should not wait for a compiler."""
+    start_s = time.monotonic()
+    done = set()
+    layers = [
+        *zip(pool.k, (rope.spec for rope in ropes), strict=True),
+        *((v, None) for v in pool.v),
+    ]
+    for tensor, spec in layers:
+        kind = (tensor.shape[1:], tensor.stride(), id(spec))
+        if kind not in done:
+            done.add(kind)
+            kernels.warm_up(tensor, spec, page_size)
+    logger.info(
+        "hier-kv: kernels of %d kinds of layers compiled in %.1f s",
+        len(done),
+        time.monotonic() - start_s,
+    )
 
 
 def _identity(

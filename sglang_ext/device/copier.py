@@ -7,7 +7,6 @@ object per server; `save` runs on the save thread, `load_layer` on the load thre
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +26,7 @@ from sglang_ext.device.layout import (
     read_tails,
     write_tail,
 )
+from sglang_ext.device.load_pages import COPY, EMBED, MOVE, LoadPages, PageRun, PageSource
 from sglang_ext.device.page_rules import LocalPages
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope, refresh_spec
@@ -36,12 +36,6 @@ logger = logging.getLogger(__name__)
 
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
-
-
-# What a load does with a page's K.
-EMBED = 0  # position-free: embed it at its position
-COPY = 1  # as the engine had it, and at that position again
-MOVE = 2  # as the engine had it: rotate it by the difference
 
 
 class CopyError(RuntimeError):
@@ -61,45 +55,6 @@ class SavedPage:
     rope_state: int
     payload_bytes: int
     num_corrections: int
-
-
-@dataclass
-class LoadPages:
-    """One request's pages, prepared for loading layer by layer.
-
-    Attributes:
-        page_slots: i64 `[n]`, the pages' slots.
-        token_slots: i64 `[n * P]`, rows of the device pool to write.
-        positions: i64 `[n * P]`, positions to embed K at.
-        how: u8 `[n]`, what is done with each page's K: `EMBED`, `COPY` or `MOVE`.
-        saved_positions: i64 `[n * P]`, positions that K is stored at.
-        corrections: those that apply, by layer; None for a layer without.
-        first_row: row of the first page with which the tokens begin; then there may be fewer than
-            `n * P` of them, and `how` is the same for all pages.
-    """
-
-    page_slots: I64
-    token_slots: I64
-    positions: I64
-    how: U8
-    saved_positions: I64
-    corrections: list[Corrections | None]
-    first_row: int = 0
-
-
-@dataclass(frozen=True)
-class PageRun:
-    """Tokens that follow one another in stored pages and in the request that loads them.
-
-    Attributes:
-        page_slots: i64 `[n]`, the pages' slots, in order.
-        first_row: row of the first page with which the run begins, below P.
-        num_tokens: length of the run; it ends in the last page.
-    """
-
-    page_slots: I64
-    first_row: int
-    num_tokens: int
 
 
 class PageCopier:
@@ -130,7 +85,7 @@ class PageCopier:
         self.pool = pool
         self.ropes = ropes
         self._layout = layout
-        self._slots = slots
+        self.slots = slots
         self._kernels = kernels
         self.rules = LocalPages(layout, ropes, mode)
         # A load of K is bound by arithmetic, one of V by memory; on a CPU pool they share no limit.
@@ -154,6 +109,24 @@ class PageCopier:
         """Stores every layer's K as the engine has it. Before the first save only."""
         for layer in range(self.pool.num_layers):
             self.ropes[layer] = LayerRope(None, movable=False, reason=reason)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._layout.page_size
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        """Bytes that each layer takes in a slot."""
+        return [
+            self.span(range(layer, layer + 1)).stop - start
+            for layer, start in enumerate(self._layout.k_offsets)
+        ]
+
+    def span(self, layers: range) -> slice:
+        """Bytes of a slot in which neighbouring layers lie."""
+        starts = (*self._layout.k_offsets, self._layout.tail_offset)
+        return slice(starts[layers.start], starts[layers.stop])
 
     @property
     def movable(self) -> bool:
@@ -226,7 +199,7 @@ class PageCopier:
                 total, state = 0, ROPE_BOUND
                 page_counts, page_entries = np.zeros_like(page_counts), page_entries[:0]
             payload_bytes = write_tail(
-                self._slots[slot],
+                self.slots[slot],
                 self._layout,
                 rope_state=state,
                 position=position + index * size,
@@ -245,7 +218,7 @@ class PageCopier:
 
     # ---- load ----
 
-    def prepare_load(self, page_slots: I64, token_slots: I64, position: int) -> LoadPages:
+    def prepare_load(self, page_slots: I64, token_slots: Any, position: int) -> LoadPages:
         """Reads the pages' tails and decides how each is embedded.
 
         Args:
@@ -271,7 +244,7 @@ class PageCopier:
         )
 
     def prepare_runs(
-        self, runs: Sequence[PageRun], token_slots: I64, position: int
+        self, runs: Sequence[PageRun], token_slots: Any, position: int
     ) -> list[LoadPages]:
         """As `prepare_load`, at token granularity and from wherever the tokens lie.
 
@@ -297,7 +270,7 @@ class PageCopier:
             raise ValueError(f"runs of {done} tokens for {len(token_slots)} rows")
         return parts
 
-    def _prepare_run(self, run: PageRun, token_slots: I64, position: int) -> list[LoadPages]:
+    def _prepare_run(self, run: PageRun, token_slots: Any, position: int) -> list[LoadPages]:
         size, first, end = self._layout.page_size, run.first_row, run.first_row + run.num_tokens
         if not 0 <= first < size or -(-end // size) != len(run.page_slots):
             raise ValueError(f"rows [{first}, {end}) are not of {len(run.page_slots)} pages")
@@ -306,23 +279,27 @@ class PageCopier:
         how = np.where(tails.rope_state == ROPE_PRE, EMBED, keeps).astype(np.uint8)
         saved = (tails.position[:, None] + np.arange(size)).reshape(-1)
         corrections = self._corrections_by_layer(tails, moved)
-        parts = []
-        borders = [0, *(np.flatnonzero(np.diff(how)) + 1).tolist(), len(how)]
-        for begin, stop in itertools.pairwise(borders):
-            rows = slice(max(first, begin * size), min(end, stop * size))
-            tokens = slice(rows.start - first, rows.stop - first)
-            parts.append(
-                LoadPages(
-                    run.page_slots[begin:stop],
-                    token_slots[tokens],
-                    position + np.arange(tokens.start, tokens.stop, dtype=np.int64),
-                    how[begin:stop],
-                    saved[rows],
-                    [_of_pages(found, begin, stop) for found in corrections],
-                    first_row=rows.start - begin * size,
-                )
-            )
-        return parts
+        pages = LoadPages(
+            run.page_slots,
+            token_slots,
+            position + np.arange(run.num_tokens, dtype=np.int64),
+            how,
+            saved[first:end],
+            corrections,
+            first_row=first,
+        )
+        return list(pages.of_one_kind(size))
+
+    def require_positions(self, job: LoadPages) -> None:
+        """Looks at positions before they go to the device, whose kernels cannot.
+
+        Raises:
+            CopyError: one lies outside of a rotary table.
+        """
+        end = self.rules.max_position + self._layout.page_size
+        for positions in (job.positions, job.saved_positions):
+            if len(positions) and not 0 <= positions.min() <= positions.max() < end:
+                raise CopyError(f"positions of a load must lie in [0, {end})")
 
     def damaged(self, page_slots: I64) -> I64:
         """Finds the slots that hold no page of this model, as indices into `page_slots`."""
@@ -333,7 +310,7 @@ class PageCopier:
         return np.array(bad, np.int64)
 
     def _are_sound(self, page_slots: I64) -> bool:
-        tails = read_tails(self._slots, page_slots, self._layout)
+        tails = read_tails(self.slots, page_slots, self._layout)
         return tails is not None and bool(self.rules.sound_tails(tails).all())
 
     def unusable(self, page_slots: I64, position: int) -> I64:
@@ -367,7 +344,7 @@ class PageCopier:
         Raises:
             CopyError: as `prepare_load` says.
         """
-        tails = read_tails(self._slots, page_slots, self._layout)
+        tails = read_tails(self.slots, page_slots, self._layout)
         if tails is None:
             raise CopyError(f"one of slots {page_slots.tolist()} holds no page of this layout")
         sound = self.rules.sound_tails(tails)
@@ -404,29 +381,40 @@ class PageCopier:
             for part in parts
         ]
 
-    def load_layer(self, job: LoadPages, layer: int) -> None:
-        """Copies one layer of a request's pages into the device pool."""
+    def load_layer(self, job: LoadPages, layer: int, source: PageSource | None = None) -> None:
+        """Copies one layer of a request's pages into the device pool.
+
+        Args:
+            job: the pages.
+            layer: which.
+            source: where they lie; None: in the arena.
+        """
+        if source is None:
+            source = PageSource(self.slots, job.page_slots)
         v_copy: Future[None] | None = None
         if self._v_thread is not None:
-            v_copy = self._v_thread.submit(self._load_v, job, layer)
+            v_copy = self._v_thread.submit(self._load_v, job, layer, source)
         elif self.pool.v:
-            self._load_v(job, layer)
+            self._load_v(job, layer, source)
         try:
             kinds = np.unique(job.how).tolist()
+            if len(kinds) == 1:
+                self._load_k(kinds[0], job, layer, source)
+                return
             for how in kinds:
-                part = job if len(kinds) == 1 else self._part(job, how)
-                self._load_k(how, part, layer)
+                part = job.chosen(np.flatnonzero(job.how == how), self._layout.page_size)
+                self._load_k(how, part, layer, PageSource(source.pages, part.page_slots))
         finally:
             if v_copy is not None:
                 v_copy.result()
 
-    def _load_v(self, job: LoadPages, layer: int) -> None:
-        self._kernels.copy_pages_to_rows(
-            self._v_view(job.page_slots, layer), self.pool.v[layer], job.token_slots, job.first_row
-        )
+    def _load_v(self, job: LoadPages, layer: int, source: PageSource) -> None:
+        view = self._view(source, self._layout.v_offsets[layer])
+        self._kernels.copy_pages_to_rows(view, self.pool.v[layer], job.token_slots, job.first_row)
 
-    def _load_k(self, how: int, job: LoadPages, layer: int) -> None:
-        view, k, kernels = self._k_view(job.page_slots, layer), self.pool.k[layer], self._kernels
+    def _load_k(self, how: int, job: LoadPages, layer: int, source: PageSource) -> None:
+        view = self._view(source, self._layout.k_offsets[layer])
+        k, kernels = self.pool.k[layer], self._kernels
         spec = None if how == COPY else refresh_spec(self.ropes[layer])
         if spec is None:
             kernels.copy_pages_to_rows(view, k, job.token_slots, job.first_row)
@@ -446,43 +434,20 @@ class PageCopier:
                 job.first_row,
             )
 
-    def _part(self, job: LoadPages, how: int) -> LoadPages:
-        """The pages of a job that are treated alike."""
-        which = np.flatnonzero(job.how == how)
-        size = self._layout.page_size
-        tokens = (which[:, None] * size + np.arange(size)).reshape(-1)
-        corrections: list[Corrections | None] = []
-        for found in job.corrections:
-            if found is not None:  # only position-free pages have any
-                place = np.searchsorted(which, found.page).astype(np.int32)
-                found = Corrections(place, found.element, found.bits)
-            corrections.append(found)
-        return LoadPages(
-            job.page_slots[which],
-            job.token_slots[tokens],
-            job.positions[tokens],
-            job.how[which],
-            job.saved_positions[tokens],
-            corrections,
+    def _view(self, source: PageSource, offset: int) -> PagedView:
+        return PagedView(
+            source.pages, source.index, offset - source.first_byte, self._layout.page_size
         )
 
     def _k_view(self, page_slots: I64, layer: int) -> PagedView:
         return PagedView(
-            self._slots, page_slots, self._layout.k_offsets[layer], self._layout.page_size
+            self.slots, page_slots, self._layout.k_offsets[layer], self._layout.page_size
         )
 
     def _v_view(self, page_slots: I64, layer: int) -> PagedView:
         return PagedView(
-            self._slots, page_slots, self._layout.v_offsets[layer], self._layout.page_size
+            self.slots, page_slots, self._layout.v_offsets[layer], self._layout.page_size
         )
-
-
-def _of_pages(found: Corrections | None, begin: int, stop: int) -> Corrections | None:
-    """Those of pages [begin, stop), which count from there."""
-    if found is None:
-        return None
-    which = slice(*np.searchsorted(found.page, (begin, stop)).tolist())
-    return Corrections(found.page[which] - np.int32(begin), found.element[which], found.bits[which])
 
 
 def _entries_by_page(

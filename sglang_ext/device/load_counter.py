@@ -2,7 +2,8 @@
 
 SGLang's KV pool calls `wait_until(layer)` from `get_key_buffer`. On a CPU the wait lasts until the
 layer was copied; on CUDA it lasts until the copy was *queued*, and the forward's stream then waits
-for the copy's event on the device, so the launching thread is not stalled.
+for the copy's event on the device. No thread waits for the device here: queueing needs nothing
+that the device has yet to do.
 """
 
 from __future__ import annotations
@@ -92,23 +93,25 @@ class LoadCounter:
         if batch.error is None and batch.events[threshold] is not None:
             batch.events[threshold].wait()
 
-    def finish(self, index: int) -> tuple[bool, float]:
-        """Waits for a batch and closes it.
+    def finish(self, index: int) -> tuple[bool, float, Any]:
+        """Waits until a batch is copied, or queued, and closes it.
 
         Returns:
-            Whether every layer landed, and by how many seconds layer 0 was released to the forward
-            before the last layer was copied (the overlap; 0 where there was none).
+            Whether every layer landed (or will), by how many seconds layer 0 was released to the
+            forward before the last layer was copied (the overlap; 0 where there was none), and the
+            event of the last layer (None without).
         """
         with self._changed:
             batch = self._batches.get(index)
             if batch is None:
-                return True, 0.0
+                return True, 0.0, None
             self._changed.wait_for(
                 lambda: batch.num_done >= self.num_layers or batch.error is not None
             )
             del self._batches[index]
         overlap_s = batch.last_done_s - batch.first_wait_over_s if batch.first_wait_over_s else 0.0
-        return batch.error is None, max(overlap_s, 0.0)
+        last = batch.events[-1] if batch.error is None else None
+        return batch.error is None, max(overlap_s, 0.0), last
 
     def reset(self) -> None:
         """Forgets all batches; none may be running."""

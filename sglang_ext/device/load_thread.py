@@ -1,4 +1,8 @@
-"""The thread that copies pages from DRAM to the device pool, layer by layer."""
+"""The thread that queues copies of pages from DRAM to the device pool, layer by layer.
+
+On a CPU it does them. Nothing here waits for a device: what follows a load (its time, the pins of
+its pages) is done when the device is done.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,17 @@ import logging
 import math
 import queue
 import threading
-import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from sglang_ext.device.copier import LoadPages, PageCopier, PageRun
-from sglang_ext.device.copy_streams import CopyStreams
+from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.load_counter import LoadCounter
+from sglang_ext.device.load_pages import LoadPages, PageRun
+from sglang_ext.device.load_path import Fence, Landing, LoadPath
+from sglang_ext.device.ports import DevicePort
 from sglang_ext.device.transfers import LoadJob
 from sglang_ext.tiers.store import PageStore
 
@@ -27,26 +34,35 @@ class LoadThread:
     """A queue of batches of loads, one a forward, and the thread that does them.
 
     Attributes:
-        on_load: called on the thread with the pages of a batch and the seconds it took.
+        on_load: called with the pages of a batch and the seconds that it kept the device or the
+            link to it, without what it waited for forwards; on one thread.
     """
 
     on_load: Callable[[int, float], None] | None = None
 
     def __init__(
-        self, store: PageStore, copier: PageCopier, streams: CopyStreams, counter: LoadCounter
+        self,
+        store: PageStore,
+        copier: PageCopier,
+        path: LoadPath,
+        port: DevicePort,
+        counter: LoadCounter,
     ) -> None:
         self._store = store
         self._copier = copier
-        self._streams = streams
+        self._path = path
+        self._port = port
         self._counter = counter
-        self._batches: queue.SimpleQueue[tuple[int, list[LoadJob]] | None] = queue.SimpleQueue()
-        self._seconds: dict[int, float] = {}  # by batch; replaced, never changed, by the thread
+        self._batches: queue.SimpleQueue[tuple[int, list[LoadJob], Fence] | None] = (
+            queue.SimpleQueue()
+        )
+        self._seconds: dict[int, float] = {}  # by batch; replaced, never changed
         self._thread = threading.Thread(target=self._run, name="hier-kv-load", daemon=True)
         self._thread.start()
 
-    def start(self, index: int, jobs: list[LoadJob]) -> None:
+    def start(self, index: int, jobs: list[LoadJob], fence: Fence) -> None:
         """Queues a batch under its number at the counter, which is told of every layer."""
-        self._batches.put((index, jobs))
+        self._batches.put((index, jobs, fence))
 
     def seconds(self, index: int) -> float:
         """Seconds that a finished batch took; inf where that is not known (yet)."""
@@ -64,40 +80,44 @@ class LoadThread:
             batch = self._batches.get()
             if batch is None:
                 return
-            index, jobs = batch
-            try:
-                with self._streams.loading():
-                    self._load(index, jobs)
-            except BaseException as error:
-                self._store.counters.add("load_failures")
-                logger.exception("hier-kv: a load failed; its requests are aborted")
-                try:
-                    # What was queued still writes to rows that are given back once this is known.
-                    self._streams.synchronize()
-                except Exception:
-                    logger.exception("hier-kv: the device failed")
-                self._counter.fail(index, error)  # without it the scheduler waits on
-            finally:
-                for job in jobs:
-                    self._store.release(job.ticket.slots)
+            self.load(*batch)
 
-    def _load(self, index: int, jobs: list[LoadJob]) -> None:
-        started_s = time.monotonic()
-        prepared = [pages for job in jobs for pages in self._prepare(job)]
-        for layer in range(self._counter.num_layers):
-            for pages in prepared:
-                self._copier.load_layer(pages, layer)
-            self._counter.complete(index, self._streams.record())
-        self._streams.synchronize()
-        seconds = time.monotonic() - started_s
+    def load(self, index: int, jobs: list[LoadJob], fence: Fence) -> None:
+        """Queues a batch on the device; one thread at a time."""
+        try:
+            landing = self._path.queue(
+                [(job.token_slots, partial(self._prepare, job)) for job in jobs],
+                fence,
+                partial(self._counter.complete, index),
+            )
+            self._port.when_done(landing.last, partial(self._landed, index, jobs, landing))
+        except BaseException as error:
+            self._store.counters.add("load_failures")
+            logger.exception("hier-kv: a load failed; its requests are aborted")
+            try:
+                # What was queued still writes to rows that are given back once this is known.
+                self._path.wait_queued()
+            except Exception:
+                logger.exception("hier-kv: the device failed")
+            self._counter.fail(index, error)  # without it the scheduler waits on
+            self._release(jobs)
+
+    def _landed(self, index: int, jobs: list[LoadJob], landing: Landing) -> None:
+        """The device is done with a batch."""
+        self._release(jobs)
+        seconds = sum(self._port.seconds_between(first, last) for first, last in landing.busy)
         self._store.counters.add("load_us", int(1e6 * seconds))
         recent = list(self._seconds.items())[1 - _LOADS_REMEMBERED :]
         self._seconds = {**dict(recent), index: seconds}
         if self.on_load is not None:
             self.on_load(sum(len(job.ticket.slots) for job in jobs), seconds)
 
-    def _prepare(self, job: LoadJob) -> list[LoadPages]:
-        slots, rows = job.ticket.slots.astype(np.int64), job.token_slots.cpu().numpy()
+    def _release(self, jobs: list[LoadJob]) -> None:
+        for job in jobs:
+            self._store.release(job.ticket.slots)
+
+    def _prepare(self, job: LoadJob, rows: Any) -> list[LoadPages]:
+        slots = job.ticket.slots.astype(np.int64)
         if job.composition is None:
             return [self._copier.prepare_load(slots, rows, job.position)]
         runs = [

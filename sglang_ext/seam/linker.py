@@ -21,7 +21,9 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.copy_streams import CopyStreams
 from sglang_ext.device.load_counter import LoadCounter
+from sglang_ext.device.load_path import LoadPath
 from sglang_ext.device.load_thread import LoadThread
+from sglang_ext.device.ports import DevicePort
 from sglang_ext.device.save_thread import SaveThread
 from sglang_ext.device.transfers import Hashes, LoadJob, Place, hashes_from_hex
 from sglang_ext.tiers.records.quality import Qualities, Quality
@@ -30,6 +32,9 @@ from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore
 logger = logging.getLogger(__name__)
 
 _QUIESCE_TIMEOUT_S = 30.0
+# Memory on a device with its own that loads keep: at 128 KB of K and V a token and layer group it
+# holds some layers of some hundred pages, so that the link is never without work.
+RING_BYTES = 128 << 20
 
 
 class HierKVLinker(UnifiedCacheLinker):
@@ -51,8 +56,9 @@ class HierKVLinker(UnifiedCacheLinker):
         num_layers: int,
         page_size: int,
         kv_pool: Any,
-        device: torch.device,
+        port: DevicePort,
         forward_stream: Any,
+        ring_bytes: int = RING_BYTES,
     ) -> None:
         self.store = store
         self.pools = {PoolName.KV: kv_pool}
@@ -61,12 +67,13 @@ class HierKVLinker(UnifiedCacheLinker):
         self.place: Place | None = None
         self.accepts_all = False
         self.copier = copier
-        self._num_layers = num_layers
-        self._streams = CopyStreams(device)
+        self._port = port
+        self._streams = CopyStreams(port, forward_stream)
+        self._load_path = LoadPath(port, copier, forward_stream, ring_bytes)
         self._pending_loads: dict[str, LoadJob] = {}
         self._closed = False
         self._saves = SaveThread(store, copier, self._streams, page_size)
-        self.loads = LoadThread(store, copier, self._streams, self.layer_done_counter)
+        self.loads = LoadThread(store, copier, self._load_path, port, self.layer_done_counter)
 
     # ---- look-up and load ----
 
@@ -141,9 +148,8 @@ class HierKVLinker(UnifiedCacheLinker):
         jobs = list(self._pending_loads.values())
         self._pending_loads.clear()
         index = self.layer_done_counter.update_producer()
-        self._streams.fence_loads(self.forward_stream)
         if all(self.store.gate.is_live(job.pages) for job in jobs):
-            self.loads.start(index, jobs)
+            self.loads.start(index, jobs, self._load_path.fence())
         else:
             self._refuse(index, jobs)
         return index
@@ -156,8 +162,14 @@ class HierKVLinker(UnifiedCacheLinker):
         self.layer_done_counter.fail(index, RuntimeError("the weights changed before the load"))
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Waits until a batch stopped writing to the device; True when every layer landed."""
-        landed, overlap_s = self.layer_done_counter.finish(counter_index)
+        """Ends a batch: nothing that is launched from now on meets its writes; True if it landed.
+
+        On a CPU it waits until the batch is copied. On a device with streams it is queued and can
+        no longer fail, and the forwards to come are ordered behind its last write.
+        """
+        landed, overlap_s, last = self.layer_done_counter.finish(counter_index)
+        if last is not None:
+            self._load_path.before_forwards(last)
         if counter_index >= 0:
             self.store.events.note(
                 "load_batch", landed=landed, overlap_ms=round(1e3 * overlap_s, 3)
@@ -173,7 +185,10 @@ class HierKVLinker(UnifiedCacheLinker):
         *,
         max_quality: int,
     ) -> bool:
-        """Overwrites pages on the device with what DRAM has of them; waits for the copy.
+        """Overwrites pages on the device with what DRAM has of them.
+
+        The copy is ordered behind the forward in flight and before what is launched from now on; on
+        a CPU it is done.
 
         Args:
             space: namespace and adapter.
@@ -202,23 +217,28 @@ class HierKVLinker(UnifiedCacheLinker):
         """As `restore_pages`, with pages that are pinned already; gives the pins back."""
         if self.store.gate.load(ticket, space) is None:
             return False
+        slots = ticket.slots.astype(np.int64)
         try:
-            rows = token_slots.to(torch.int64).cpu().numpy()
-            self._streams.fence_loads(self.forward_stream)
-            with self._streams.loading():
-                pages = self.copier.prepare_load(ticket.slots.astype(np.int64), rows, position)
-                for layer in range(self._num_layers):
-                    self.copier.load_layer(pages, layer)
-            self._streams.synchronize()
+            landing = self._load_path.queue(
+                [(token_slots, lambda rows: [self.copier.prepare_load(slots, rows, position)])],
+                self._load_path.fence(),
+                lambda event: None,
+            )
         except Exception:
             self.store.counters.add("load_failures")
             logger.exception("hier-kv: stored pages could not be put in place of recomputed ones")
-            return False
-        finally:
+            self._load_path.wait_queued()
             self.store.release(ticket.slots)
+            return False
+        self._load_path.before_forwards(landing.last)
+        self._port.when_done(landing.last, lambda: self._end_restore(ticket, token_slots))
         self.store.counters.add("restored_pages", len(hashes))
         self.store.events.pages("restored", hashes)
         return True
+
+    def _end_restore(self, ticket: LoadTicket, token_slots: torch.Tensor) -> None:
+        """The device is done with pages and rows; the caller kept `token_slots` alive until now."""
+        self.store.release(ticket.slots)
 
     def overwrite_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies rows of the device pool over others, between the forwards.
@@ -230,7 +250,7 @@ class HierKVLinker(UnifiedCacheLinker):
             target: i64 `[N]`, rows.
             source: `[N]`, rows, none of them in `target`.
         """
-        with self._streams.in_forward_order(self.forward_stream, target, source):
+        with self._streams.in_forward_order(target, source):
             rows = source.to(torch.int64)
             for buffer in (*self.copier.pool.k, *self.copier.pool.v):
                 buffer[target] = buffer[rows]
@@ -304,5 +324,6 @@ class HierKVLinker(UnifiedCacheLinker):
             self.cancel_queued_load(rid)
         self._saves.close()
         self.loads.close()
+        self._port.close()
         self.copier.close()
         self.store.close()

@@ -9,6 +9,8 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -92,9 +94,47 @@ def check_corrections_are_rare() -> None:
         assert len(fixes) / x.numel() < 0.002, (ratio, len(fixes))
 
 
+def check_warm_up() -> None:
+    for dtype in DTYPES:
+        pool = random_rows((4, 2, 20), dtype)
+        before = pool.clone()
+        for spec in (make_spec(16, first=2, table=dtype), None):
+            gpu.warm_up(pool, spec, 3)
+        assert same_bits(pool, before)
+
+
+def check_what_lies_on_the_device() -> None:
+    """Pages and indices as tensors give what arrays give, at any row of any page."""
+    for dtype in DTYPES:
+        spec = make_spec(16, first=2, table=dtype)
+        positions = np.arange(6) + 30
+        rows = naive.rotate(random_rows((6, 2, 20), dtype, ratio=300.0), positions, spec)
+        bed = make_bed(rows, 3)
+        fixes = gpu.save_k(bed.pool, bed.slots, positions, spec, bed.view)
+        pages: Any = torch.from_numpy(bed.view.arena[bed.view.page_slots])
+        numbers: Any = torch.arange(2)
+        there = rope.PagedView(pages, numbers, bed.view.byte_offset, 3)
+        on_device: list[Any] = [
+            torch.from_numpy(each.astype(np.int64))
+            for each in (fixes.page, fixes.element, fixes.bits)
+        ]
+        for first in (0, 1, 4):
+            index = torch.from_numpy(bed.slots[first:])
+            for rest in (None, rope.Corrections(*on_device)):
+                want, back = bed.loaded(), bed.loaded()
+                late = positions[first:]
+                listed = None if rest is None else fixes
+                gpu.load_k(bed.view, late, spec, want, bed.slots[first:], listed, first)
+                gpu.load_k(there, torch.from_numpy(late), spec, back, index, rest, first)
+                assert same_bits(back, want)
+                assert rest is None or same_bits(bed.gather(back)[first:], rows[first:])
+
+
 if __name__ == "__main__":
     check_shapes()
     check_random_bits()
     check_moves_and_copies()
     check_corrections_are_rare()
+    check_warm_up()
+    check_what_lies_on_the_device()
     print("all checks passed")

@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: E402
 
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.pools import describe_pool  # noqa: E402
+from sglang_ext.device.ports.host import HostPort  # noqa: E402
 from sglang_ext.device.rope_discovery import LayerRope  # noqa: E402
 from sglang_ext.device.transfers import Place  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
@@ -224,7 +225,7 @@ class World:
             num_layers=LAYERS,
             page_size=PAGE,
             kv_pool=self.kv_pool,
-            device=pool.device,
+            port=HostPort(),
             forward_stream=None,
         )
         self.kv_pool.register_layer_transfer_counter(self.linker.layer_done_counter)

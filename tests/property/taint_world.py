@@ -42,6 +42,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.pools import describe_pool  # noqa: E402
+from sglang_ext.device.ports.host import HostPort  # noqa: E402
 from sglang_ext.device.rope_discovery import LayerRope  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
@@ -223,7 +224,7 @@ class World:
             num_layers=LAYERS,
             page_size=PAGE,
             kv_pool=self.kv_pool,
-            device=pool.device,
+            port=HostPort(),
             forward_stream=None,
         )
         params = CacheInitParams(

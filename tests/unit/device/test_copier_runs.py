@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.device.copier import CopyError, PageRun
+from sglang_ext.device.copier import CopyError
 from sglang_ext.device.layout import ROPE_BOUND
+from sglang_ext.device.load_pages import PageRun
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.kernels.rope import naive
 from tests.unit.device.test_copier import LAYERS, PAGE, RIG_SPECS, ROWS, Rig, same

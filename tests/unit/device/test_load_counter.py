@@ -35,7 +35,7 @@ def test_waits_for_its_layer_only() -> None:
     waiting.join(5)
     assert not waiting.is_alive()
     counter.complete(index)
-    landed, overlap_s = counter.finish(index)
+    landed, overlap_s, _ = counter.finish(index)
     assert landed
     assert overlap_s > 0.03  # layer 0 was released long before the last layer
 
@@ -61,7 +61,7 @@ def test_no_overlap_where_the_forward_came_late() -> None:
     counter.complete(index)
     counter.set_consumer(index)
     counter.wait_until(0)
-    assert counter.finish(index) == (True, 0.0)
+    assert counter.finish(index) == (True, 0.0, None)
 
 
 def test_without_a_batch_nothing_waits() -> None:
@@ -71,8 +71,8 @@ def test_without_a_batch_nothing_waits() -> None:
     counter.wait_until(1)
     counter.set_consumer(17)
     counter.wait_until(1)
-    assert counter.finish(17) == (True, 0.0)
-    assert counter.finish(-1) == (True, 0.0)
+    assert counter.finish(17) == (True, 0.0, None)
+    assert counter.finish(-1) == (True, 0.0, None)
 
 
 def test_a_failure_frees_the_waiters_and_is_reported_at_the_end() -> None:
@@ -91,13 +91,13 @@ def test_finish_waits_for_the_last_layer() -> None:
     counter = LoadCounter(2)
     index = counter.update_producer()
     counter.complete(index)
-    done: list[tuple[bool, float]] = []
+    done: list[tuple[bool, float, object]] = []
     finishing = in_thread(lambda: done.append(counter.finish(index)))
     finishing.join(0.05)
     assert finishing.is_alive()
     counter.complete(index)
     finishing.join(5)
-    assert done == [(True, 0.0)]
+    assert done == [(True, 0.0, None)]
     counter.complete(index)  # after the end: ignored
     counter.fail(index, RuntimeError())
 

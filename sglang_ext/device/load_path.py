@@ -1,0 +1,212 @@
+"""The way from DRAM to the device pool, written once for every device.
+
+On a CPU kernels read the arena, layer by layer, and a layer is done when they return. A device
+with memory of its own has two streams. On one, pages are brought into a ring of buffers, some
+layers of some pages at a time; it waits for nothing but a free buffer, so it works before and while
+the batch in flight runs. On the other, kernels embed K and scatter K and V; it waits for the batch
+in flight, which may still use the rows. No thread waits for either: what reads the rows waits, on
+the device, for the event of its layer.
+
+    copies    [bring 0][bring 1][bring 2][bring 3]......[bring 4]...
+    forwards  -- batch in flight --------------------+
+    scatters                                         [0][1][2][3][4]...   event of a layer
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_ext.device.copier import PageCopier
+from sglang_ext.device.load_pages import LoadPages, PageSource, uploaded
+from sglang_ext.device.ports.base import DevicePort
+from sglang_ext.device.ring import Buffer, Ring
+
+I64 = npt.NDArray[np.int64]
+
+# Hands rows of the pool, as the port keeps indices, to the copier's `prepare_load` or
+# `prepare_runs`.
+Prepare = Callable[[Any], list[LoadPages]]
+
+
+@dataclass(frozen=True)
+class Fence:
+    """What loads must not overtake.
+
+    Attributes:
+        rows_known: event after which the rows to write can be read on the device.
+        rows_free: events after which no forward uses them any more.
+    """
+
+    rows_known: Any
+    rows_free: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Queued loads, of which nothing can be said before `last` happened.
+
+    Attributes:
+        last: event behind all of them.
+        busy: pairs of events: from one to the other the loads kept the device, or the link to it.
+    """
+
+    last: Any
+    busy: list[tuple[Any, Any]]
+
+
+class LoadPath:
+    """Queues loads on a device. Threads may share it.
+
+    Args:
+        port: the device.
+        copier: what knows pages and pool.
+        forward_stream: SGLang's.
+        ring_bytes: memory on the device to bring pages to; unused where kernels read the arena.
+    """
+
+    def __init__(
+        self, port: DevicePort, copier: PageCopier, forward_stream: Any, ring_bytes: int
+    ) -> None:
+        self._port = port
+        self._copier = copier
+        self._forward_stream = forward_stream
+        self._queueing = threading.Lock()
+        self._copies: Any = None
+        self._scatters: Any = None
+        self._ring: Ring | None = None
+        if port.brings_pages:
+            self._ring = Ring(port, max(copier.layer_bytes), ring_bytes)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Memory on the device that loads keep for themselves."""
+        return 0 if self._ring is None else self._ring.num_bytes
+
+    def fence(self) -> Fence:
+        """What the next loads must not overtake; from the thread that launches forwards."""
+        port, current = self._port, self._port.current_stream()
+        if self._scatters is None:  # not before: here the current stream is the scheduler's
+            used = (self._forward_stream, current)
+            self._copies = port.new_stream(used)
+            self._scatters = port.new_stream((*used, self._copies))
+        here = port.record(current)
+        if self._forward_stream is None:
+            return Fence(here, (here,))
+        return Fence(here, (here, port.record(self._forward_stream)))
+
+    def queue(
+        self,
+        loads: Sequence[tuple[torch.Tensor, Prepare]],
+        fence: Fence,
+        on_layer: Callable[[Any], None],
+    ) -> Landing:
+        """Queues loads layer by layer.
+
+        Args:
+            loads: rows of the pool to write, as SGLang has them, and what prepares the pages.
+            fence: made when the rows were known.
+            on_layer: called for each layer in order with an event behind which it is there.
+
+        Raises:
+            CopyError: a page cannot be loaded as asked; what was queued runs on.
+        """
+        if self._ring is None:
+            return self._copy(loads, on_layer)
+        with self._queueing:
+            return self._bring_and_scatter(self._ring, loads, fence, on_layer)
+
+    def wait_queued(self) -> None:
+        """Lets the calling thread wait until all that was queued so far is done."""
+        for stream in (self._copies, self._scatters):
+            self._port.synchronize(self._port.record(stream))
+
+    def before_forwards(self, event: Any) -> None:
+        """Lets what SGLang launches from now on wait, on the device, for an event of a load."""
+        self._port.wait(self._port.current_stream(), event)
+        if self._forward_stream is not None:
+            self._port.wait(self._forward_stream, event)
+
+    def _copy(
+        self, loads: Sequence[tuple[torch.Tensor, Prepare]], on_layer: Callable[[Any], None]
+    ) -> Landing:
+        first = self._port.record(None)
+        parts = [part for rows, prepare in loads for part in prepare(self._port.rows(rows))]
+        for layer in range(self._copier.pool.num_layers):
+            for part in parts:
+                self._copier.load_layer(part, layer)
+            on_layer(None)
+        last = self._port.record(None)
+        return Landing(last, [(first, last)])
+
+    def _bring_and_scatter(
+        self,
+        ring: Ring,
+        loads: Sequence[tuple[torch.Tensor, Prepare]],
+        fence: Fence,
+        on_layer: Callable[[Any], None],
+    ) -> Landing:
+        port, scatters = self._port, self._scatters
+        port.wait(scatters, fence.rows_known)
+        with port.on(scatters):
+            parts = self._parts(ring, loads)
+        for event in fence.rows_free:
+            port.wait(scatters, event)
+        busy: list[tuple[Any, Any]] = []
+        begun = last = port.record(scatters)
+        for layers in self._groups(ring, parts):
+            for part in parts:
+                buffer, source = self._bring(ring, part, layers, busy)
+                begun = port.record(scatters)
+                with port.on(scatters):
+                    for layer in layers:
+                        self._copier.load_layer(part, layer, source)
+                last = buffer.free = port.record(scatters)
+            for _ in layers:
+                on_layer(last)
+        # The other scatters run while the link is busy, or wait for the batch in flight.
+        return Landing(last, [*busy, (begun, last)])
+
+    def _parts(self, ring: Ring, loads: Sequence[tuple[torch.Tensor, Prepare]]) -> list[LoadPages]:
+        size, most = self._copier.page_size, ring.buffer_bytes // max(self._copier.layer_bytes)
+        parts: list[LoadPages] = []
+        for rows, prepare in loads:
+            prepared = prepare(self._port.rows(rows))
+            split = [part for pages in prepared for part in pages.of_one_kind(size, most)]
+            for part in split:
+                self._copier.require_positions(part)
+            parts += uploaded(split, self._port)
+        return parts
+
+    def _groups(self, ring: Ring, parts: list[LoadPages]) -> Iterator[range]:
+        """Layers that are brought together: as many as a buffer has room for."""
+        num_layers = self._copier.pool.num_layers
+        most = max((len(part.page_slots) for part in parts), default=1)
+        step = max(1, ring.buffer_bytes // (most * max(self._copier.layer_bytes)))
+        for first in range(0, num_layers, step):
+            yield range(first, min(first + step, num_layers))
+
+    def _bring(
+        self, ring: Ring, part: LoadPages, layers: range, busy: list[tuple[Any, Any]]
+    ) -> tuple[Buffer, PageSource]:
+        """Queues the copies of some layers of some pages; scatters wait for them from now on."""
+        port, copies = self._port, self._copies
+        buffer, span = ring.take(), self._copier.span(layers)
+        if buffer.free is not None:
+            port.wait(copies, buffer.free)
+        num_pages, num_bytes = len(part.page_slots), span.stop - span.start
+        pages = buffer.memory[: num_pages * num_bytes].reshape(num_pages, num_bytes)
+        begin = port.record(copies)
+        with port.on(copies):
+            for row, slot in enumerate(part.page_slots.tolist()):
+                port.copy_in(pages[row], self._copier.slots[slot, span])
+        brought = port.record(copies)
+        port.wait(self._scatters, brought)
+        busy.append((begin, brought))
+        return buffer, PageSource(pages, ring.index[:num_pages], span.start)

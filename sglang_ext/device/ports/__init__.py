@@ -1,0 +1,16 @@
+"""What the save and load paths ask of a device, and the devices that give it."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_ext.device.ports.base import DevicePort
+from sglang_ext.device.ports.cuda import CudaPort
+from sglang_ext.device.ports.host import HostPort
+
+__all__ = ["DevicePort", "open_port"]
+
+
+def open_port(device: torch.device) -> DevicePort:
+    """The port of the device that a pool lies on."""
+    return CudaPort(device) if device.type == "cuda" else HostPort()

@@ -1,0 +1,381 @@
+"""A device that is only simulated, and proves that what happens on it is ordered.
+
+Streams are queues of work that a seed runs late, early or in any order that the events allow. Each
+stream and thread carries a vector clock. Every read and write of a row of the pool, of a buffer on
+the device and of a slot of the arena is noted with the clock that it has by order alone: two of
+which one is a write, and neither is ordered behind the other, are a `Conflict`, however lucky the
+timing was.
+
+Threads are played: one real thread acts as each of them in turn (`acting`), and what hands
+something from one to another says so (`hand_over`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_ext.device.ports.base import DevicePort
+
+Clock = dict[str, int]
+Cell = tuple[Any, ...]
+GRANULE_BYTES = 64
+
+
+class ConflictError(AssertionError):
+    """Two accesses that nothing orders, or a thread that waited and must not."""
+
+
+@dataclass
+class Event:
+    """What was queued on a stream when it was recorded."""
+
+    device: SimulatedDevice
+    clock: Clock
+    at: float | None = None  # when it happened
+
+    def wait(self) -> None:
+        """The calling thread's stream waits for it."""
+        self.device.wait(self.device.current_stream(), self)
+
+    def synchronize(self) -> None:
+        self.device.synchronize(self)
+
+
+@dataclass
+class Stream:
+    """Work in order; an entry is done, waited for, or called."""
+
+    name: str
+    clock: Clock = field(default_factory=dict)
+    queued: deque[tuple[Event | None, Callable[[], None]]] = field(default_factory=deque)
+
+
+@dataclass
+class _Cell:
+    """Who wrote and who read last, by name and tick."""
+
+    write: tuple[str, int, str] | None = None
+    reads: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+class SimulatedDevice(DevicePort):
+    """A device with memory of its own.
+
+    Args:
+        seed: decides when what runs.
+        may_not_wait: threads that must not wait for the device.
+    """
+
+    brings_pages = True
+
+    def __init__(self, seed: int, may_not_wait: Iterable[str] = ("scheduler",)) -> None:
+        self.rng = random.Random(seed)
+        self.eagerness = self.rng.choice((0.0, 0.1, 0.5, 1.0))
+        self.may_not_wait = set(may_not_wait)
+        self.counts: dict[str, int] = {}
+        self.bytes_in = 0
+        self.conflicts: list[ConflictError] = []
+        self._thread = "scheduler"
+        self._threads: dict[str, Clock] = {}
+        self._streams: list[Stream] = []
+        self._on: dict[str, list[Stream]] = {}
+        self._cells: dict[Cell, _Cell] = {}
+        self._memories: list[tuple[int, int, str, int]] = []
+        self._kept: list[Any] = []  # an address stays that of one thing
+        self._calls: deque[tuple[Event, Callable[[], None]]] = deque()
+        self._step = 0.0
+
+    # ---- threads ----
+
+    @contextmanager
+    def acting(self, name: str) -> Iterator[None]:
+        """What is called acts as this thread."""
+        before, self._thread = self._thread, name
+        try:
+            yield
+        finally:
+            self._thread = before
+
+    def hand_over(self) -> Clock:
+        """What the acting thread has done so far, for `take_over`."""
+        clock = self._clock()
+        clock[self._thread] = clock.get(self._thread, 0) + 1
+        return dict(clock)
+
+    def take_over(self, clock: Clock) -> None:
+        """The acting thread goes on behind what another had done."""
+        _merge(self._clock(), clock)
+
+    def _clock(self) -> Clock:
+        return self._threads.setdefault(self._thread, {})
+
+    # ---- the port ----
+
+    def new_stream(self, avoid: tuple[Any, ...]) -> Stream:
+        self._streams.append(Stream(f"stream {len(self._streams)}"))
+        return self._streams[-1]
+
+    def current_stream(self) -> Stream:
+        stack = self._on.setdefault(self._thread, [])
+        if not stack:
+            stack.append(self.new_stream(()))
+        return stack[-1]
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        stack = self._on.setdefault(self._thread, [])
+        stack.append(stream)
+        try:
+            yield
+        finally:
+            stack.pop()
+
+    def record(self, stream: Stream) -> Event:
+        event = Event(self, dict(stream.clock))
+
+        def happen() -> None:
+            event.at = self._step
+
+        stream.queued.append((None, happen))
+        self._maybe_run()
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        _merge(stream.clock, event.clock)
+        stream.queued.append((event, _nothing))
+
+    def synchronize(self, event: Event) -> None:
+        if self._thread in self.may_not_wait:
+            self._conflict(f"thread {self._thread} waits for the device")
+        self.count("synchronize")
+        while event.at is None:
+            self.run(1)
+        _merge(self._clock(), event.clock)
+
+    def when_done(self, event: Event, call: Callable[[], None]) -> None:
+        clock = self.hand_over()
+
+        def follow() -> None:
+            self.take_over(clock)
+            call()
+
+        self._calls.append((event, follow))
+
+    def seconds_between(self, first: Event, last: Event) -> float:
+        assert first.at is not None
+        assert last.at is not None
+        return last.at - first.at
+
+    def empty(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        memory = np.full(num_bytes + GRANULE_BYTES, 0x5A, np.uint8)
+        memory = memory[-memory.ctypes.data % GRANULE_BYTES :][:num_bytes]
+        self.add_memory(memory, "buffer", GRANULE_BYTES)
+        self.count("device_bytes", num_bytes)
+        return memory
+
+    def copy_in(self, out: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+        def copy() -> None:
+            out[:] = source
+
+        self.count("copies")
+        self.bytes_in += source.nbytes
+        self.launch("copy", copy, self.cells_of(source), self.cells_of(out))
+
+    def upload(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        staged, out = values.copy(), np.full(values.shape, -1, np.int64)
+        self.add_memory(out, "indices", max(out.nbytes, 1))
+
+        def copy() -> None:
+            out[:] = staged
+
+        self.count("uploads")
+        self.launch("upload", copy, (), self.cells_of(out))
+        return out
+
+    def rows(self, token_slots: torch.Tensor) -> npt.NDArray[np.int64]:
+        self.launch("rows", _nothing, [("rows", id(token_slots))], ())
+        return token_slots.numpy().astype(np.int64)
+
+    def close(self) -> None:
+        self.deliver(everything=True)
+
+    # ---- work ----
+
+    def launch(
+        self, what: str, work: Callable[[], None], reads: Iterable[Cell], writes: Iterable[Cell]
+    ) -> None:
+        """Queues work on the acting thread's stream, with all that it reads and writes."""
+        stream = self.current_stream()
+        _merge(stream.clock, self._clock())
+        stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
+        self._note(f"{what} on {stream.name}", stream.name, stream.clock, reads, writes)
+        stream.queued.append((None, work))
+        self._maybe_run()
+
+    def touch(self, what: str, reads: Iterable[Cell], writes: Iterable[Cell]) -> None:
+        """The acting thread itself reads and writes."""
+        clock = self._clock()
+        clock[self._thread] = clock.get(self._thread, 0) + 1
+        self._note(f"{what} by {self._thread}", self._thread, clock, reads, writes)
+
+    def _note(
+        self, what: str, who: str, clock: Clock, reads: Iterable[Cell], writes: Iterable[Cell]
+    ) -> None:
+        tick = clock[who]
+        for name in reads:
+            cell = self._cells.setdefault(name, _Cell())
+            self._require(cell.write, clock, what, name)
+            cell.reads[who] = (tick, what)
+        for name in writes:
+            cell = self._cells.setdefault(name, _Cell())
+            self._require(cell.write, clock, what, name)
+            for reader, (at, read) in cell.reads.items():
+                self._require((reader, at, read), clock, what, name)
+            cell.write, cell.reads = (who, tick, what), {}
+
+    def _require(
+        self, before: tuple[str, int, str] | None, clock: Clock, what: str, name: Cell
+    ) -> None:
+        if before is not None and clock.get(before[0], 0) < before[1]:
+            self._conflict(f"{what} is not ordered behind {before[2]}: both touch {name}")
+
+    def _conflict(self, what: str) -> NoReturn:
+        self.conflicts.append(ConflictError(what))
+        raise self.conflicts[-1]
+
+    def require_order(self) -> None:
+        """Raises the first conflict again: threads go on after an error.
+
+        Raises:
+            ConflictError: there was one.
+        """
+        if self.conflicts:
+            raise self.conflicts[0]
+
+    def add_memory(self, memory: npt.NDArray[Any], name: str, granule_bytes: int) -> None:
+        """Memory whose accesses are noted, in pieces of some bytes."""
+        self._memories.append((memory.ctypes.data, memory.nbytes, name, granule_bytes))
+        self._kept.append(memory)
+
+    def cells_of(self, part: npt.NDArray[Any]) -> list[Cell]:
+        """The pieces that a contiguous part of known memory touches."""
+        first = part.ctypes.data
+        for base, size, name, granule in reversed(self._memories):
+            if base <= first < base + max(size, 1):
+                start, stop = first - base, first - base + max(part.nbytes, 1)
+                return [(name, base, at) for at in range(start // granule, -(-stop // granule))]
+        raise AssertionError("an access to memory that is not known")
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Adds to a count."""
+        self.counts[name] = self.counts.get(name, 0) + by
+
+    def run(self, steps: int) -> None:
+        """Runs some work, of any stream whose next may run."""
+        for _ in range(steps):
+            ready = [
+                stream
+                for stream in self._streams
+                if stream.queued and (stream.queued[0][0] is None or _happened(stream.queued[0][0]))
+            ]
+            if not ready:
+                if any(stream.queued for stream in self._streams):
+                    self._conflict("all streams wait for one another")
+                return
+            self._step += 1.0
+            try:
+                self.rng.choice(ready).queued.popleft()[1]()
+            except Exception as error:  # a thread may take it for its own
+                self._conflict(f"queued work failed: {error!r}")
+
+    def run_all(self) -> None:
+        """Runs all that is queued."""
+        while any(stream.queued for stream in self._streams):
+            self.run(1)
+
+    def _maybe_run(self) -> None:
+        while self.rng.random() < self.eagerness * 0.9:
+            self.run(1)
+
+    def deliver(self, *, everything: bool = False) -> None:
+        """What follows events is called, on a thread of the device's own, where they happened."""
+        with self.acting("landed"):
+            while self._calls and (everything or _happened(self._calls[0][0])):
+                event, call = self._calls.popleft()
+                self.synchronize(event)
+                call()
+
+
+class SimulatedKernels:
+    """Kernels that run on a simulated device when it gets to them.
+
+    Attributes:
+        fails_in: launches until one raises; None: never.
+    """
+
+    def __init__(self, device: SimulatedDevice, real: Any) -> None:
+        self.fails_in: int | None = None
+        self._device = device
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        work = getattr(self._real, name)
+
+        def launch(view: Any, *args: Any) -> None:
+            if self.fails_in is not None:
+                self.fails_in -= 1
+                if self.fails_in < 0:
+                    raise RuntimeError("a launch that was meant to fail")
+            self._device.count("launches")
+            pool, rows, arrays = _arguments(args)
+            width = pool.shape[1] * pool.shape[2] * pool.element_size()
+            reads = [
+                cell
+                for row in range(len(view.page_slots))
+                for cell in self._device.cells_of(
+                    view.arena[row, view.byte_offset : view.byte_offset + view.page_size * width]
+                )
+            ]
+            for array in arrays:
+                reads += self._device.cells_of(array)
+            writes = [pool_cell(pool, row) for row in rows.tolist()]
+            self._device.launch(name, lambda: work(view, *args), reads, writes)
+
+        return launch
+
+
+def pool_cell(pool: torch.Tensor, row: int) -> Cell:
+    """A row of one layer's K or V."""
+    return ("pool", pool.data_ptr(), row)
+
+
+def _arguments(args: tuple[Any, ...]) -> tuple[torch.Tensor, Any, list[Any]]:
+    """Pool, rows, and what lies on the device of the arguments behind the view."""
+    at = next(index for index, each in enumerate(args) if isinstance(each, torch.Tensor))
+    arrays = [each for each in args[:at] if isinstance(each, np.ndarray)]
+    for each in args[at + 2 :]:
+        if hasattr(each, "element"):
+            arrays += [each.page, each.element, each.bits]
+    return args[at], args[at + 1], [each for each in arrays if len(each)]
+
+
+def _merge(into: Clock, other: Clock) -> None:
+    for name, tick in other.items():
+        if into.get(name, 0) < tick:
+            into[name] = tick
+
+
+def _happened(event: Event) -> bool:
+    return event.at is not None
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,196 @@
+"""Loads on a simulated device, in adversarial orders: nothing is read or written out of order.
+
+`HIER_KV_DEVICE_STEPS=100000` makes it as many steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sglang_ext.device.load_counter import LoadCounter
+from sglang_ext.device.load_path import Fence, Landing, LoadPath
+from sglang_ext.device.ring import Ring
+from testkit.simulated_device import ConflictError, Event, SimulatedDevice
+from tests.property.device_world import DeviceWorld
+
+STEPS = int(os.environ.get("HIER_KV_DEVICE_STEPS", "1500"))
+STEPS_A_WORLD = 150
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)  # failures are injected
+
+
+def run(seed: int, steps: int = STEPS_A_WORLD) -> DeviceWorld:
+    world = DeviceWorld(seed)
+    try:
+        for _ in range(steps):
+            world.step()
+        world.settle()
+    finally:
+        world.close()
+    return world
+
+
+def run_many(num_worlds: int) -> None:
+    for seed in range(num_worlds):
+        run(seed)
+
+
+def test_nothing_is_read_or_written_out_of_order() -> None:
+    counts: dict[str, int] = {}
+    for seed in range(max(8, STEPS // STEPS_A_WORLD)):
+        for name, count in run(seed).counts.items():
+            counts[name] = counts.get(name, 0) + count
+    for name in ("load", "forward", "decode", "restore", "reuse", "failed"):
+        assert counts[name] >= 5, counts
+
+
+# Ways to get the order wrong: each is put in, and must be found.
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def forwards_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    real = LoadPath.fence
+    patch.setattr(LoadPath, "fence", lambda self: replace(real(self), rows_free=()))
+
+
+def forward_stream_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    real = LoadPath.fence
+
+    def fence(self: LoadPath) -> Fence:
+        made = real(self)
+        return replace(made, rows_free=made.rows_free[:1])
+
+    patch.setattr(LoadPath, "fence", fence)
+
+
+def rows_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    real = LoadPath.fence
+
+    def fence(self: LoadPath) -> Fence:
+        made = real(self)
+        return Fence(Event(self._port, {}, 0.0), made.rows_free[1:])  # type: ignore[arg-type]
+
+    patch.setattr(LoadPath, "fence", fence)
+
+
+def copies_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    real = LoadPath._bring
+
+    def bring(self: LoadPath, *args: Any) -> Any:
+        wait = self._port.wait
+        self._port.wait = lambda stream, event: (  # type: ignore[method-assign]
+            None if stream is self._scatters else wait(stream, event)
+        )
+        try:
+            return real(self, *args)
+        finally:
+            self._port.wait = wait  # type: ignore[method-assign]
+
+    patch.setattr(LoadPath, "_bring", bring)
+
+
+def buffer_reused_too_soon(patch: pytest.MonkeyPatch) -> None:
+    real = Ring.take
+
+    def take(self: Ring) -> Any:
+        buffer = real(self)
+        buffer.free = None
+        return buffer
+
+    patch.setattr(Ring, "take", take)
+
+
+def buffer_freed_by_the_copy(patch: pytest.MonkeyPatch) -> None:
+    real = LoadPath._bring
+
+    def bring(self: LoadPath, ring: Ring, *args: Any) -> Any:
+        for buffer in ring._buffers:
+            if buffer.free is not None:
+                buffer.free = self._port.record(self._copies)
+        return real(self, ring, *args)
+
+    patch.setattr(LoadPath, "_bring", bring)
+
+
+def layer_event_too_early(patch: pytest.MonkeyPatch) -> None:
+    real = LoadPath.queue
+
+    def queue(self: LoadPath, loads: Any, fence: Fence, on_layer: Any) -> Any:
+        early = self._port.record(self._scatters)
+        return real(self, loads, fence, lambda _: on_layer(early))
+
+    patch.setattr(LoadPath, "queue", queue)
+
+
+def layer_event_of_the_copies(patch: pytest.MonkeyPatch) -> None:
+    real = LoadPath.queue
+
+    def queue(self: LoadPath, loads: Any, fence: Fence, on_layer: Any) -> Any:
+        return real(self, loads, fence, lambda _: on_layer(self._port.record(self._copies)))
+
+    patch.setattr(LoadPath, "queue", queue)
+
+
+def layers_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LoadCounter, "wait_until", lambda self, threshold: None)
+
+
+def pins_given_back_when_queued(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimulatedDevice, "when_done", lambda self, event, call: call())
+    patch.setattr(SimulatedDevice, "seconds_between", lambda self, first, last: 0.0)
+
+
+def pins_given_back_with_the_first_copy(patch: pytest.MonkeyPatch) -> None:
+    real = LoadPath.queue
+
+    def queue(self: LoadPath, *args: Any) -> Landing:
+        landing = real(self, *args)
+        return Landing(landing.busy[0][0], [])
+
+    patch.setattr(LoadPath, "queue", queue)
+
+
+def restored_page_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LoadPath, "before_forwards", lambda self, event: None)
+
+
+def failed_load_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LoadPath, "wait_queued", lambda self: None)
+
+
+def scheduler_waits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LoadPath, "before_forwards", lambda self, event: self._port.synchronize(event))
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        forwards_not_awaited,
+        forward_stream_not_awaited,
+        rows_not_awaited,
+        copies_not_awaited,
+        buffer_reused_too_soon,
+        buffer_freed_by_the_copy,
+        layer_event_too_early,
+        layer_event_of_the_copies,
+        layers_not_awaited,
+        pins_given_back_when_queued,
+        pins_given_back_with_the_first_copy,
+        restored_page_not_awaited,
+        failed_load_not_awaited,
+        scheduler_waits,
+    ],
+)
+def test_a_mistake_in_the_order_is_found(mutate: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(ConflictError):
+        run_many(20)

@@ -1,0 +1,123 @@
+"""What a load costs a device, by count: copies, launches, uploads, memory; and nobody waits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_ext.device.copier import CopyError, PageCopier
+from sglang_ext.device.load_path import LoadPath
+from sglang_ext.device.pools import DevicePool
+from sglang_ext.device.ring import NUM_BUFFERS
+from sglang_ext.device.rope_discovery import LayerRope
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.kernels import rope as kernels
+from testkit.simulated_device import SimulatedDevice, SimulatedKernels
+from tests.unit.device.test_copier import HEADS, LAYERS, PAGE, spec
+
+
+class Bed:
+    """A pool, an arena of bare pages, and a path between them on a simulated device."""
+
+    def __init__(self, num_pages: int, ring_bytes: int, seed: int = 1) -> None:
+        shape = (num_pages * PAGE, HEADS, 16)
+        k, v = (
+            tuple(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)) for _ in "kv"
+        )
+        pool = DevicePool("mha", torch.bfloat16, k, v, 0, len(k[0]))
+        layout = pool.layout(PAGE)
+        self.slots = np.zeros((num_pages, layout.slot_bytes), np.uint8)
+        ropes = [LayerRope(spec(), movable=True) for _ in range(LAYERS)]
+        host = PageCopier(pool, layout, ropes, self.slots, mode="pre", kernels=kernels)
+        self.kv_bytes = layout.kv_bytes
+        self.pages = np.arange(num_pages)
+        self.rows = np.arange(num_pages * PAGE)
+        host.save(self.rows, 0, self.pages)
+        self.device = SimulatedDevice(seed)
+        self.device.add_memory(self.slots, "slot", layout.slot_bytes)
+        launching = SimulatedKernels(self.device, kernels)
+        self.copier = PageCopier(pool, layout, ropes, self.slots, mode="pre", kernels=launching)
+        with self.device.acting("assembly"):
+            self.path = LoadPath(self.device, self.copier, self.device.new_stream(()), ring_bytes)
+        self.device.counts.update(uploads=0, synchronize=0)
+
+    def queue(self, position: int = 0) -> list[object]:
+        layers: list[object] = []
+        rows = torch.from_numpy(self.rows)
+        self.device._kept.append(rows)
+        self.path.queue(
+            [(rows, lambda rows: [self.copier.prepare_load(self.pages, rows, position)])],
+            self.path.fence(),
+            layers.append,
+        )
+        return layers
+
+
+def test_a_load_is_one_upload_three_launches_a_layer_and_the_bytes_of_its_pages() -> None:
+    bed = Bed(12, 1 << 20)
+    assert len(bed.queue()) == LAYERS  # by the scheduler's thread, which may not wait
+    counts = bed.device.counts
+    assert counts["uploads"] == 1
+    assert counts["launches"] <= 3 * LAYERS
+    assert bed.device.bytes_in <= 1.02 * 12 * bed.kv_bytes
+    assert not counts["synchronize"]
+
+
+def test_a_load_far_larger_than_the_ring_uses_no_more_memory_than_the_ring() -> None:
+    ring_bytes = 16 << 10
+    bed = Bed(300, ring_bytes)
+    assert 300 * bed.kv_bytes > 50 * ring_bytes
+    bed.queue()
+    bed.device.run_all()
+    assert bed.device.counts["device_bytes"] == bed.path.ring_bytes == ring_bytes
+    assert bed.device.counts["uploads"] == 1
+    assert bed.device.bytes_in <= 1.02 * 300 * bed.kv_bytes
+
+
+def test_where_memory_is_short_the_ring_is_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_bytes = 4096
+    real = SimulatedDevice.empty
+
+    def empty(self: SimulatedDevice, num_bytes: int) -> np.ndarray:
+        if num_bytes > free_bytes:
+            raise torch.OutOfMemoryError("none")
+        return real(self, num_bytes)
+
+    monkeypatch.setattr(SimulatedDevice, "empty", empty)
+    bed = Bed(4, 1 << 20)
+    assert bed.path.ring_bytes == NUM_BUFFERS * 4096
+    bed.queue()
+    free_bytes = 16
+    with pytest.raises(HierKVConfigError, match="lower --mem-fraction-static"):
+        Bed(4, 1 << 20)
+
+
+def test_pages_come_before_the_batch_in_flight_is_done() -> None:
+    """Only the scatter waits for it."""
+    bed = Bed(4, 1 << 20)
+    fence = bed.path.fence()
+    never = bed.device.record(bed.device.new_stream(()))
+    never.at = None
+    held = bed.device.new_stream(())
+    held.queued.append((never, lambda: None))
+    busy = bed.device.record(held)
+    rows = torch.from_numpy(bed.rows)
+    landing = bed.path.queue(
+        [(rows, lambda rows: [bed.copier.prepare_load(bed.pages, rows, 0)])],
+        type(fence)(fence.rows_known, (busy,)),
+        lambda event: None,
+    )
+    bed.device.eagerness = 0.0
+    for _ in range(200):
+        if landing.busy[-2][1].at is None:
+            bed.device.run(1)
+    assert landing.busy[-2][1].at is not None  # all is brought
+    assert landing.last.at is None  # nothing is scattered
+
+
+def test_positions_outside_of_the_table_never_reach_the_device() -> None:
+    bed = Bed(4, 1 << 20)
+    with pytest.raises(CopyError, match="positions of a load must lie in"):
+        bed.queue(position=4096 - 2 * PAGE)
+    assert "launches" not in bed.device.counts
