@@ -35,6 +35,7 @@ import psutil
 
 from runtime_cpu import launch
 from runtime_cpu.forked import ForkedServer, Nursery
+from testkit.slow import on_path
 from testkit.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,7 +124,7 @@ class Server:
         self._args = [*_QUIET_OPTIONS, "--port", str(self.port), *map(str, args)]
         if model is not None:
             self._args = ["--model-path", str(model), *self._args]
-        self._env = {**launch.environment(), **_QUIET_ENVIRONMENT, **(env or {})}
+        self._env = on_path({**launch.environment(), **_QUIET_ENVIRONMENT, **(env or {})})
         self._start_timeout_s = start_timeout_s
         self._stop = stop
         self._progress = progress
@@ -403,7 +404,7 @@ class Server:
 @functools.cache
 def _nursery() -> Nursery:
     log_path = ROOT / "build" / "logs" / f"zygote-{os.getpid()}.log"
-    return Nursery({**launch.environment(), **_QUIET_ENVIRONMENT}, log_path)
+    return Nursery(on_path({**launch.environment(), **_QUIET_ENVIRONMENT}), log_path)
 
 
 def free_port() -> int:

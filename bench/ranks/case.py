@@ -21,7 +21,6 @@ from typing import Any
 from bench.core.case import CaseFailedError, Options, Report
 from bench.core.output import Table
 from sglang_ext.settings.config import GIB
-from sglang_ext.tiers.store.jitter import ENV_JITTER
 from testkit import rank_probe
 from testkit.rank_requests import (
     ENVIRONMENT,
@@ -38,6 +37,7 @@ from testkit.rank_requests import (
     token_differences,
 )
 from testkit.server import Server
+from testkit.slow import ENV_JITTER
 from testkit.workload import load_texts, load_tokenizer
 
 _NUM_PLAIN_RUNS = 3

@@ -34,10 +34,10 @@ from bench.core.output import Progress, Table
 from bench.core.reporting import run_alone
 from bench.core.stats import median, median_interval, percentile
 from bench.serve.ttft import MODEL
-from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
 from testkit import dummy_model
 from testkit.requests import Timed, flush_device, random_ids, settle, tier_state, timed
 from testkit.server import Server
+from testkit.slow import ENV_SPEED_FILE
 
 SLOW_MB_S, SLOW_FACTOR = 50.0, 3.0
 PREFIX, QUESTION = 1024, 32

@@ -30,11 +30,11 @@ from bench.core.case import CaseFailedError, Report, disk_folder
 from bench.core.output import Progress, Table
 from bench.core.reporting import run_alone
 from bench.core.stats import median, median_interval, percentile
-from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
 from testkit import dummy_model
 from testkit.dummy_model import DummyModel
 from testkit.requests import Timed, flush_device, random_ids, settle, tier_state, timed
 from testkit.server import Server
+from testkit.slow import ENV_SPEED_FILE
 
 SIDES = ("on", "off")
 NUM_REQUESTS, HOST_PREFIXES = 64, 8

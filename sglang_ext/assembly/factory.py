@@ -42,7 +42,7 @@ from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.folder import SharedFolderLock
-from sglang_ext.tiers.disk.throttle import default_io
+from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
@@ -197,7 +197,7 @@ def rank_place(ctx: Any) -> RankPlace:
 def _share_folder(folder: Path, server: str) -> None:
     """Keeps other servers out of a folder that the ranks of this one share, as long as it runs."""
     try:
-        SharedFolderLock(default_io(), folder, server)
+        SharedFolderLock(FileIO(), folder, server)
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
 from testkit.requests import flush_device, timed
 from testkit.server import Server
+from testkit.slow import ENV_SPEED_FILE
 from tests.e2e.hier_server import (
     PAGE,
     ask,

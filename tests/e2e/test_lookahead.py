@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
 from testkit.server import Server
+from testkit.slow import ENV_SPEED_FILE
 from testkit.workload import reply_of
 from tests.e2e.hier_server import (
     PAGE,

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglang_ext.tiers.store.jitter import ENV_JITTER
 from testkit import rank_probe
 from testkit.rank_requests import (
     ENVIRONMENT,
@@ -26,6 +25,7 @@ from testkit.rank_requests import (
     send_all,
 )
 from testkit.server import Server
+from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import PAGE, by_tier, hier_args, real_prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.tiers.store.jitter import ENV_JITTER
 from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.server import Server
+from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import PAGE, ask, by_tier, real_prompts, state, tokens_and_logprobs
 from tests.e2e.test_remote import Store, eventually, make_server, redis_store, start
 

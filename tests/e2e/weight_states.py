@@ -10,10 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE
 from testkit.rank_requests import ENVIRONMENT
 from testkit.requests import num_on_their_way
 from testkit.server import Server
+from testkit.slow import ENV_SPEED_FILE
 from tests.e2e import weight_answers
 from tests.e2e.hier_server import PAGE, ask, by_tier, hier_args, real_prompts, state
 from tests.e2e.weight_answers import ROUNDING, Answer, distance

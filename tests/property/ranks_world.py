@@ -46,7 +46,7 @@ from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from sglang_ext.tiers.records.record import HEADER_BYTES  # noqa: E402
 from sglang_ext.tiers.remote import RemoteStore  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, LivePages, PageStore, StoreConfig  # noqa: E402
-from sglang_ext.tiers.store.jitter import add_jitter  # noqa: E402
+from testkit.slow.store import add_jitter  # noqa: E402
 from tests.tiers.remote.remote_cases import open_store  # noqa: E402
 from tests.tiers.tier_pages import PAYLOAD_BYTES, SLOT_BYTES, key, make_slot, payload  # noqa: E402
 

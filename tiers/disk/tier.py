@@ -42,7 +42,6 @@ from sglang_ext.tiers.disk.segments.fileio import FileIO, direct_io_works, sync_
 from sglang_ext.tiers.disk.segments.reading import read_records
 from sglang_ext.tiers.disk.segments.recovery import Recovered, SegmentState
 from sglang_ext.tiers.disk.segments.writing import Writer
-from sglang_ext.tiers.disk.throttle import default_io
 from sglang_ext.tiers.disk.workers import Workers
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.record import ByteArray, VerifyResult
@@ -106,7 +105,7 @@ class DiskTier(Tier):
         self.num_needed = lambda segment_id: 0
         self.keeper = None
         self._config = config
-        self._io = io or default_io()
+        self._io = io or FileIO()
         self._lock = FolderLock(self._io, config.path)
         try:
             direct = self._choose_mode()

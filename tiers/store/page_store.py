@@ -26,7 +26,6 @@ from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.executor import Executor, Threads
 from sglang_ext.tiers.store.gate import Gate
-from sglang_ext.tiers.store.jitter import add_jitter, max_jitter_s
 from sglang_ext.tiers.store.movers.lookahead import LookAhead
 from sglang_ext.tiers.store.movers.promoter import Promoter
 from sglang_ext.tiers.store.movers.read_meter import OnMeasured, ReadMeter
@@ -51,10 +50,6 @@ from sglang_ext.tiers.transcoder import PageTranscoder
 
 NO_LORA = b""
 # Operations that a debug setting delays: each begins or ends a save, a load or a promotion.
-_DELAYED = (
-    "begin_save", "finish_save", "begin_plan", "finish_promotion", "pin_ready", "pin_leading",
-    "begin_load", "release", "finish_spill",
-)  # fmt: skip
 # Share of DRAM that write-back keeps free or clean.
 _LOW_WATER_SHARE = 0.125
 _CLOSE_LEAVING_S = 1.0  # for the batch in hand, before the disk is closed
@@ -195,8 +190,6 @@ class PageStore:
             self._promoter = Promoter(
                 self._directory, disk, executor, transcoder, self._read_meter, decoded, rules
             )
-        if max_jitter_s():
-            add_jitter(self._directory, _DELAYED, max_jitter_s())
 
     # ---- key spaces ----
 

@@ -15,13 +15,13 @@ from sglang_ext.admission.load_or_compute import Candidate, LoadOrCompute
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import Wish
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
-from sglang_ext.tiers.disk.throttle import ThrottledIO
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy.cost_model import Choice, CostModel
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import PageStore, StoreConfig
 from sglang_ext.tiers.store.types import Hashes
+from testkit.slow.disk import ThrottledIO
 
 SLOT = 64 << 10
 KV = SLOT - 4096

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.store import PageStore, StoreConfig
-from sglang_ext.tiers.store.jitter import ENV_JITTER, add_jitter
 
 CONFIG = HierKVConfig(host_size=8.0, disk_dir="/kv", disk_size=40.0, event_log="/log/a.jsonl")
 
@@ -72,17 +70,3 @@ def test_no_rank_opens_a_namespace_that_another_cannot() -> None:
     with pytest.raises(RuntimeError, match="rank 1 failed"):
         half.open(store())
     assert half.space_of(requests, store()) is None
-
-
-def test_the_page_store_is_late_only_when_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "release" not in vars(store()._directory)
-    monkeypatch.setenv(ENV_JITTER, "3")
-    assert "release" in vars(store()._directory)
-
-
-def test_jitter_delays_and_passes_everything_on() -> None:
-    target = SimpleNamespace(double=lambda number, plus=0: 2 * number + plus)
-    add_jitter(target, ("double",), 0.02, seed=1)
-    started_s = time.monotonic()
-    assert [target.double(number, plus=1) for number in range(5)] == [1, 3, 5, 7, 9]
-    assert time.monotonic() - started_s > 0.01

@@ -1,8 +1,4 @@
-"""Delays in the page store at random, for tests of what depends on its timing.
-
-`SGLANG_HIER_KV_DEBUG_JITTER_MS=50` makes every process of a server wait 0 to 50 ms before each
-operation of its page store, each process with delays of its own. Unset, nothing is wrapped.
-"""
+"""Delays at random, for tests of what depends on timing."""
 
 from __future__ import annotations
 
@@ -12,13 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
-
-ENV_JITTER = "SGLANG_HIER_KV_DEBUG_JITTER_MS"
-
-
-def max_jitter_s() -> float:
-    """The longest delay that the environment asks for, in seconds; 0 for none."""
-    return float(os.environ.get(ENV_JITTER, "0")) / 1e3
 
 
 def add_jitter(

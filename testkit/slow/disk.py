@@ -1,9 +1,8 @@
 """A slow disk, for tests and measurements: reads are held to a speed that a file states.
 
-Off unless the environment variable `SGLANG_HIER_KV_DEBUG_DISK_SPEED_FILE` names a file when the
-tier is opened; the tier then reads through `FileIO` itself and pays nothing. The file holds one
-number, MB (10^6 bytes) a second; it may be changed, emptied or removed at any time, the last two
-meaning "no limit". The disk that results serves one read after another, as a busy one does.
+The file holds one number, MB (10^6 bytes) a second; it may be changed, emptied or removed at any
+time, the last two meaning "no limit". The disk that results serves one read after another, as a
+busy one does.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from pathlib import Path
 
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.errors import TierConfigError
-
-ENV_SPEED_FILE = "SGLANG_HIER_KV_DEBUG_DISK_SPEED_FILE"
 
 # How often a waiting read looks at the file: the longest a change of speed goes unnoticed.
 _SLICE_S = 0.01
@@ -40,8 +37,7 @@ class SpeedFile:
         self._bytes_per_s: float | None = None
         if path.exists() and path.read_text().strip() and self.bytes_per_s() is None:
             raise TierConfigError(
-                f"{ENV_SPEED_FILE} must name a file that holds a number of MB/s above 0, got"
-                f" {path.read_text()[:40]!r}; correct or empty the file"
+                f"{path} must hold a number of MB/s above 0, got {path.read_text()[:40]!r}"
             )
 
     def bytes_per_s(self) -> float | None:
@@ -81,13 +77,3 @@ class ThrottledIO(FileIO):
                 left -= (now_s - served_s) * speed
                 served_s = now_s
         return got
-
-
-def default_io() -> FileIO:
-    """The system's calls; through a throttle when the environment asks for one.
-
-    Raises:
-        TierConfigError: the throttle's file holds no speed.
-    """
-    path = os.environ.get(ENV_SPEED_FILE)
-    return ThrottledIO(Path(path)) if path else FileIO()

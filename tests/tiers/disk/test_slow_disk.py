@@ -1,4 +1,4 @@
-"""The debug throttle: a read takes at least its time, and follows the file in service."""
+"""The kit's slow disk: a read takes at least its time, and follows the file in service."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 
 from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.disk.segments.fileio import FileIO
-from sglang_ext.tiers.disk.throttle import ENV_SPEED_FILE, SpeedFile, ThrottledIO, default_io
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.record import VerifyResult
+from testkit.slow import slow_down_disks
+from testkit.slow.disk import SpeedFile, ThrottledIO
 from tests.tiers.tier_pages import NAMESPACE, SLOT_BYTES, read_page, store
 
 OpenTier = Callable[..., DiskTier]
 
 
-def test_without_the_variable_nothing_stands_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENV_SPEED_FILE, raising=False)
-    assert type(default_io()) is FileIO
+def test_of_itself_a_tier_calls_the_system(open_tier: OpenTier) -> None:
+    assert type(open_tier()._io) is FileIO
 
 
 def test_a_read_takes_no_less_than_the_stated_time(
@@ -29,7 +29,8 @@ def test_a_read_takes_no_less_than_the_stated_time(
 ) -> None:
     speed = tmp_path / "speed"
     speed.write_text("0.5")
-    monkeypatch.setenv(ENV_SPEED_FILE, str(speed))
+    monkeypatch.setattr(DiskTier, "__init__", DiskTier.__init__)  # for it to be put back
+    slow_down_disks(speed)
     tier = open_tier()
     assert isinstance(tier._io, ThrottledIO)
     tier.open_namespace(NAMESPACE, SLOT_BYTES, {})

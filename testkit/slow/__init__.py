@@ -1,0 +1,70 @@
+"""A slow disk and late stores inside a server, without a line of the product knowing of them.
+
+SGLang loads every plugin of its entry point group; `Server` puts `load` below on the import path of
+all its servers. In a scheduler process it does what two variables say, and else nothing:
+
+- `ENV_SPEED_FILE` names a file: reads of the disk tier are held to the speed that it states;
+- `ENV_JITTER` is a number of milliseconds: every operation of the page store is late by 0 to so
+  many, in each process by delays of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ENV_SPEED_FILE = "HIER_KV_TEST_DISK_SPEED_FILE"
+ENV_JITTER = "HIER_KV_TEST_JITTER_MS"
+
+_FOLDER = Path(__file__).resolve().parent
+_DELAYED = (
+    "begin_save", "finish_save", "begin_plan", "finish_promotion", "pin_ready", "pin_leading",
+    "begin_load", "release", "finish_spill",
+)  # fmt: skip
+
+
+def on_path(env: dict[str, str]) -> dict[str, str]:
+    """The environment of a server, with this plugin on its import path."""
+    own = [str(_FOLDER / "plugin"), str(_FOLDER.parents[1])]
+    given = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    path = os.pathsep.join([*given, *(entry for entry in own if entry not in given)])
+    return {**env, "PYTHONPATH": path}
+
+
+def load() -> None:
+    """Entry point; acts where there is a scheduler, and there only if a variable says so."""
+    if "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    if os.environ.get(ENV_SPEED_FILE):
+        slow_down_disks(Path(os.environ[ENV_SPEED_FILE]))
+    if os.environ.get(ENV_JITTER):
+        make_stores_late(float(os.environ[ENV_JITTER]) / 1e3)
+
+
+def slow_down_disks(speed_file: Path) -> None:
+    """Every disk tier that this process opens from now on reads at the speed of a file."""
+    from sglang_ext.tiers.disk import DiskTier
+    from testkit.slow.disk import ThrottledIO
+
+    original = DiskTier.__init__
+
+    def opened_on_a_slow_disk(self: DiskTier, *args: Any, io: Any = None, **kwargs: Any) -> None:
+        original(self, *args, io=io or ThrottledIO(speed_file), **kwargs)
+
+    DiskTier.__init__ = opened_on_a_slow_disk  # type: ignore[method-assign]
+
+
+def make_stores_late(max_s: float) -> None:
+    """Every page store that this process makes from now on is late by up to so many seconds."""
+    from sglang_ext.tiers.store import PageStore
+    from testkit.slow.store import add_jitter
+
+    original = PageStore.__init__
+
+    def late(self: PageStore, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        add_jitter(self._directory, _DELAYED, max_s)
+
+    PageStore.__init__ = late  # type: ignore[method-assign]
