@@ -1,4 +1,4 @@
 """Identity: whose KV a page is, by model, weights, adapter and tenant.
 
-Every room above `settings` may import it.
+The seam, `provenance`, `truncation` and `assembly` import it.
 """

@@ -1,4 +1,4 @@
 """Ranks: which rank of a server a process is, and what the ranks of a group agree on in each step.
 
-The seam, `identity` and `assembly` import it; `admission` what the ranks agree on.
+The seam, `identity` and `assembly` import it.
 """

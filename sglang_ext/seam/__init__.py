@@ -1,4 +1,4 @@
 """The seam: where the plugin meets SGLang's classes; `cache.py` is the place to start reading.
 
-It may import every room but `assembly`. SGLang's names belong here and nowhere else.
+It may import every room below it. SGLang's names belong here and nowhere else.
 """

@@ -1,4 +1,4 @@
 """Hooks: what runs around SGLang's own functions, in the front process and in the scheduler.
 
-Only the entry point and the scheduler's own hooks import them.
+Only the entry point imports them.
 """

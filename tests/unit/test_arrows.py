@@ -1,0 +1,211 @@
+"""The rooms of the tree: imports go down, and only one room names SGLang.
+
+`ROOMS` is the picture of docs/architecture.md as a list, from the top down: a module may import
+from rooms below its own, and from its own. What is imported for type checking counts, and so does
+what is imported inside a function: both tie the two rooms together for whoever changes one.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Longer prefixes win. `kernels` and `tiers` are reached through links in `sglang_ext`.
+ROOMS = (
+    "bench",
+    "testkit",
+    "runtime_cpu",
+    "sglang_ext.plugin",
+    "sglang_ext.cli",
+    "sglang_ext.assembly",
+    "sglang_ext.seam",
+    "sglang_ext.provenance",
+    "sglang_ext.truncation",
+    "sglang_ext.identity",
+    "sglang_ext.ranks",
+    "sglang_ext.admission",
+    "sglang_ext.settings",
+    "sglang_ext.remote",
+    "sglang_ext.streaming",
+    "sglang_ext.codec",
+    "sglang_ext.device",
+    "sglang_ext.errors",
+    "sglang_ext.kernels",
+    "sglang_ext.tiers.store",
+    "sglang_ext.tiers.coded_host",
+    "sglang_ext.tiers.protection",
+    "sglang_ext.tiers.remote",
+    "sglang_ext.tiers.disk",
+    "sglang_ext.tiers.policy",
+    "sglang_ext.tiers",  # what tiers share: their interface, the arena, the index
+    "sglang_ext.tiers.records",
+    "sglang_ext.tiers.access",
+    "sglang_ext.tiers.compiled",
+    "sglang_ext.tiers.memory",
+    "sglang_ext.tiers.errors",
+)
+
+# Who names SGLang besides the seam, and why.
+NAMES_SGLANG = {
+    "sglang_ext.plugin": "SGLang's registry of hooks calls it",
+    "sglang_ext.assembly.factory": "it is called by SGLang's registry of caches",
+    "sglang_ext.provenance.taint": "it cuts SGLang's keys",
+    "sglang_ext.truncation.reuse": "it cuts SGLang's keys",
+}
+
+# Each of these is a debt, paid by taking the line away.
+DEBTS: set[tuple[str, str]] = {
+    ("sglang_ext.provenance.taint", "sglang_ext.seam.cache"),
+    ("sglang_ext.provenance.taint", "sglang_ext.seam.request_state"),
+    ("sglang_ext.ranks.lockstep", "sglang_ext.seam.cache"),
+    ("sglang_ext.truncation.quote_search", "sglang_ext.seam.cache"),
+    ("sglang_ext.truncation.quote_search", "sglang_ext.seam.hooks.truncation"),
+    ("sglang_ext.truncation.quote_search", "sglang_ext.seam.request_state"),
+    ("sglang_ext.truncation.reuse", "sglang_ext.seam.cache"),
+    ("sglang_ext.truncation.reuse", "sglang_ext.seam.request_state"),
+}
+
+_TIED = ("sglang_ext.seam.wrapper", "sglang_ext.seam.cache")  # one class in two files
+
+MAX_FILES = 16
+
+
+def _modules() -> dict[str, Path]:
+    found = {}
+    for top in ("bench", "testkit", "runtime_cpu", "sglang_ext", "tiers", "kernels"):
+        for folder, _, files in os.walk(ROOT / top):
+            for file in files:
+                path = Path(folder, file)
+                if path.suffix == ".py" and "stubs" not in path.parts:
+                    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                    name = f"sglang_ext.{name}" if top in ("tiers", "kernels") else name
+                    found[name.removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _imported(name: str, path: Path) -> Iterator[str]:
+    """Names of what a module imports, as far as they are modules: the longest ones."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parts, *filter(None, [node.module])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield full if full in MODULES else base
+
+
+IMPORTS = {
+    name: sorted({each for each in _imported(name, path) if each != name})
+    for name, path in MODULES.items()
+}
+
+
+def _room(module: str) -> int:
+    fits = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
+    assert fits, f"{module} is in no room"
+    return ROOMS.index(max(fits, key=len))
+
+
+def test_every_room_is_there() -> None:
+    inhabited = {
+        _room(name) for name in MODULES if name not in ("sglang_ext", "sglang_ext._version")
+    }
+    assert [ROOMS[each] for each in range(len(ROOMS)) if each not in inhabited] == []
+
+
+def test_imports_go_down() -> None:
+    upward = {
+        (name, other)
+        for name, others in IMPORTS.items()
+        for other in others
+        if other in MODULES and other != "sglang_ext" and name != "sglang_ext"
+        if _room(other) < _room(name)
+    }
+    assert upward - DEBTS == set(), "a lower room imports a higher one"
+    assert DEBTS - upward == set(), "paid: take the line away"
+
+
+def test_no_circle_of_modules() -> None:
+    state: dict[str, bool] = {}  # False: on the way, True: done
+    circles: list[list[str]] = []
+
+    def visit(name: str, trail: list[str]) -> None:
+        state[name] = False
+        for other in IMPORTS[name]:
+            if other not in MODULES or (name, other) in {*DEBTS, _TIED}:
+                continue
+            if name.startswith(f"{other}.") and _is_package(other):
+                continue
+            if state.get(other) is False:
+                circles.append([*trail[trail.index(other) :], other])
+            elif other not in state:
+                visit(other, [*trail, other])
+        state[name] = True
+
+    for name in MODULES:
+        if name not in state:
+            visit(name, [name])
+    assert circles == []
+
+
+def _is_package(name: str) -> bool:
+    return MODULES[name].name == "__init__.py"
+
+
+def test_only_the_seam_names_sglang() -> None:
+    named = {
+        name
+        for name, others in IMPORTS.items()
+        if name.startswith("sglang_ext.") and not name.startswith("sglang_ext.seam.")
+        if any(other.partition(".")[0] == "sglang" for other in others)
+    }
+    assert named == set(NAMES_SGLANG)
+
+
+def test_the_product_needs_no_test_tools() -> None:
+    outside = ("bench", "testkit", "tests", "runtime_cpu")
+    assert [
+        (name, other)
+        for name, others in IMPORTS.items()
+        if name.startswith("sglang_ext")
+        for other in others
+        if other.partition(".")[0] in outside
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "top", ["bench", "testkit", "runtime_cpu", "sglang_ext", "tiers", "kernels"]
+)
+def test_no_folder_is_flat(top: str) -> None:
+    """A newcomer reads a folder's names at once."""
+    files = Counter(
+        str(Path(folder).relative_to(ROOT))
+        for folder, _, names in os.walk(ROOT / top)
+        for name in names
+        if name.endswith(".py")
+    )
+    assert {folder: num for folder, num in files.items() if num > MAX_FILES} == {}
+
+
+def test_a_package_says_what_it_is() -> None:
+    silent = [
+        name
+        for name, path in MODULES.items()
+        if path.name == "__init__.py" and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert silent == []
