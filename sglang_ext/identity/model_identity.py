@@ -205,22 +205,29 @@ class ModelIdentity:
             if adapter is None:
                 self._lora_on_device.setdefault(lora_id, _MIXED)
                 return None
-            digest = self._lora_digests[lora_id] = _digest_adapter(lora_id, adapter, store)
+            digest = self._lora_digests[lora_id] = self._digest_adapter(lora_id, adapter, store)
         if not digest:
             self._lora_on_device[lora_id] = _MIXED
             return None
         return digest if self._lora_on_device.setdefault(lora_id, digest) == digest else None
 
+    def _digest_adapter(self, lora_id: str, adapter: Any, store: PageStore) -> bytes:
+        """Digest of an adapter's weights, 32 bytes; empty where a rank cannot read its own.
 
-def _digest_adapter(lora_id: str, adapter: Any, store: PageStore) -> bytes:
-    """Digest of an adapter's weights, 32 bytes; empty where they cannot be read."""
-    try:
-        return digest_lora_adapter(adapter)
-    except Exception:
-        store.counters.add("adapter_digest_failures")
-        logger.exception(
-            "hier-kv: the weights of adapter %s could not be digested; nothing is saved or loaded "
-            "for it until an adapter is loaded or unloaded and the device is flushed",
-            lora_id,
-        )
-        return b""
+        All ranks call it at the same point, as they do `open`: were one of them to keep an
+        adapter's KV that another one does not, their trees would differ from then on.
+        """
+        own = b""
+        try:
+            own = digest_lora_adapter(adapter)
+        except Exception:
+            store.counters.add("adapter_digest_failures")
+            logger.exception(
+                "hier-kv: the weights of adapter %s could not be digested; nothing is saved or "
+                "loaded for it until an adapter is loaded or unloaded and the device is flushed",
+                lora_id,
+            )
+        of_all = self._exchange(own)
+        if not all(of_all):
+            return b""
+        return own if len(of_all) == 1 else namespace_digest({"adapter": of_all})

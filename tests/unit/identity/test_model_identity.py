@@ -230,3 +230,18 @@ def test_an_adapter_that_cannot_be_digested_is_a_miss(world: Fixture) -> None:
     assert world.space("a") is None, "the device holds KV of nobody knows what"
     world.identity.device_was_reset()
     assert world.space("a") is not None
+
+
+@pytest.mark.parametrize("peer", [b"", b"another's"])
+def test_ranks_keep_an_adapters_kv_together_or_not_at_all(world: Fixture, peer: bytes) -> None:
+    """A rank that reads its adapter's weights does as one that cannot read its own."""
+    of_peer = iter([b"w" * 32, b"opened", peer])
+    identity = ModelIdentity(
+        world.model, {}, {}, lambda: world.adapters, lambda content: [content, next(of_peer)]
+    )
+    world.adapters["a"] = adapter(1.0)
+    request = SimpleNamespace(lora_id="a", extra_key=None)
+    space, alone = identity.space_of(request, world.store), world.space("a")
+    assert alone is not None
+    assert (space is None) == (not peer)
+    assert space is None or space.lora != alone.lora
