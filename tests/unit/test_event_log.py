@@ -136,3 +136,22 @@ def test_one_line_may_be_longer_than_all_that_may_wait(tmp_path: Path) -> None:
     log.note("cleared", pages=["f" * 64] * 100)
     log.close()
     assert json.loads((tmp_path / "events").read_text())["pages"] == ["f" * 64] * 100
+
+
+def test_whatever_fails_costs_its_line_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog(str(tmp_path / "events"))
+    append = log._append
+
+    def fails_once(line: bytes) -> None:
+        monkeypatch.setattr(log, "_append", append)
+        raise ValueError("nobody expects this")
+
+    monkeypatch.setattr(log, "_append", fails_once)
+    log.note("lost")
+    log.note("kept")
+    assert log.settle(300)
+    assert [line["e"] for line in _lines(tmp_path / "events")] == ["kept"]
+    assert log.num_dropped == 1
+    log.close()

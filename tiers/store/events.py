@@ -161,6 +161,8 @@ class EventLog:
                 self._append(line)
             except OSError as error:
                 failure = error.strerror or str(error)
+            except Exception as error:  # whatever it is, later lines are written
+                failure = repr(error)
             with self._changed:
                 self._num_done += 1
                 self._queued_bytes -= len(line)
