@@ -105,7 +105,7 @@ def _hook_tokenizer_manager() -> None:
     """Registered late: importing the tokenizer manager before the arguments are parsed is slow."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_ext.seam.hooks.front import around_tokenizing, around_validate
+    from sglang_ext.seam.hooks.front import around_sending, around_tokenizing, around_validate
     from sglang_ext.seam.report import unpack_details
 
     HookRegistry.register(
@@ -115,6 +115,7 @@ def _hook_tokenizer_manager() -> None:
     )
     HookRegistry.register(f"{_TOKENIZER}._validate_one_request", around_validate, HookType.AROUND)
     HookRegistry.register(f"{_TOKENIZER}._tokenize_texts", around_tokenizing, HookType.AROUND)
+    HookRegistry.register(f"{_TOKENIZER}._send_one_request", around_sending, HookType.AROUND)
     HookRegistry.register(f"{_TOKENIZER}.__init__", _after_tokenizer_manager)
     HookRegistry.apply_hooks()
 

@@ -80,6 +80,21 @@ async def around_tokenizing(
     )
 
 
+async def around_sending(original: Callable[..., Any], self: Any, tokenized: Any) -> Any:
+    """AROUND hook of `TokenizerManager._send_one_request`, a coroutine.
+
+    A request that was aborted while a thread tokenised it is not known to the scheduler when the
+    abort comes there; so it is aborted again once it is.
+    """
+    state = self.rid_to_state.get(tokenized.rid)
+    was_aborted = state is not None and state.abort_sent
+    result = await original(self, tokenized)
+    if was_aborted:
+        state.abort_sent = False
+        self.abort_request(rid=tokenized.rid)
+    return result
+
+
 def before_rendering(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE hook of `OpenAIServingChat._process_messages`: chats have the same bound as texts.
 

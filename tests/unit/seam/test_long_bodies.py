@@ -13,7 +13,12 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from sglang_ext.seam.hooks.body_bound import BodyBound, Message, NumberRun
-from sglang_ext.seam.hooks.front import around_tokenizing, before_rendering, bound_bodies
+from sglang_ext.seam.hooks.front import (
+    around_sending,
+    around_tokenizing,
+    before_rendering,
+    bound_bodies,
+)
 
 LONGEST = 40_000
 JSON = {b"content-type": b"application/json"}
@@ -186,3 +191,22 @@ def test_bodies_are_bounded_where_prompts_are_cut() -> None:
         assert [name.startswith("Middleware(BodyBound") for name in names] == [False, True][
             : 1 + num
         ]
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_what_was_aborted_before_it_was_sent_is_aborted_once_it_was(aborted: bool) -> None:
+    """A text on its thread: SGLang's abort came to a scheduler that did not know the request."""
+    told: list[str] = []
+    state = SimpleNamespace(abort_sent=aborted)
+
+    def abort_request(rid: str) -> None:
+        assert not state.abort_sent, "SGLang tells of an abort once"
+        told.append(f"abort {rid}")
+
+    async def send(_: Any, request: Any) -> None:
+        told.append(f"send {request.rid}")
+
+    manager = SimpleNamespace(rid_to_state={"a": state}, abort_request=abort_request)
+    asyncio.run(around_sending(send, manager, SimpleNamespace(rid="a")))
+    asyncio.run(around_sending(send, manager, SimpleNamespace(rid="gone")))
+    assert told == ["send a", *(["abort a"] if aborted else []), "send gone"]
