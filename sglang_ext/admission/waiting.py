@@ -7,10 +7,10 @@ has of them is asked when the request enters the queue, and fetched by its plan.
 With look-ahead the leading requests of the queue have plans: as many as DRAM may be pinned for
 together. A request further behind has none, so it never holds room that one before it needs; its
 turn comes when one before it is admitted. Without look-ahead a plan is made when a request enters
-the queue, for what DRAM has room for then, and never again; what found no room is computed.
+the queue, for what DRAM has room for then, and when its turn comes (`turns.py`).
 
 Whether to hold or to admit is decided in one place, `WaitingRoom.may_admit`, from what was seen of
-the plans and of the clock in one other, `WaitingRoom._observe`, once a scheduler step. Everything
+the plans and of the clock in one other, `RequestPlans.observe`, once a scheduler step. Everything
 here runs on the scheduler's thread, and neither copies nor waits.
 """
 
@@ -21,7 +21,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from sglang_ext.admission.load_or_compute import Candidate, LoadOrCompute
+from sglang_ext.admission.load_or_compute import LoadOrCompute
+from sglang_ext.admission.request_plans import RequestPlans
+from sglang_ext.admission.turns import Turns
 from sglang_ext.admission.waiting_request import (
     LONGEST_PAUSE_S,
     UNKNOWN,
@@ -29,11 +31,9 @@ from sglang_ext.admission.waiting_request import (
     Waiting,
     Wish,
 )
-from sglang_ext.tiers.store import PageStore, Plan, TierCounts
+from sglang_ext.tiers.store import PageStore, TierCounts
 from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
 
-# After so many attempts that brought nothing the pages that are there are used.
-MAX_ATTEMPTS = 8
 # So many requests a step are looked for again whose pages became known, or were lost.
 _FIND_AT_ONCE = 4
 # Between two looks for requests that left the queue without a word.
@@ -86,7 +86,8 @@ class WaitingRoom:
         self._clock = clock
         self._waiting: dict[Hashable, Waiting] = {}
         self._by_number: dict[int, Waiting] = {}
-        self._planned: dict[int, Waiting] = {}  # those with a plan, by number
+        self._plans = RequestPlans(store, cost)
+        self._turns = Turns(self._plans, self._look) if store.lookahead is None else None
         self._asking: dict[int, Waiting] = {}  # those whose inquiry is open, by number
         self._next_number = 0
         self._order: list[Hashable] = []  # of the last step
@@ -104,20 +105,17 @@ class WaitingRoom:
         """A request enters the queue; returns where its pages lie that are not on the device."""
         self.leave(handle)
         number, self._next_number = self._next_number, self._next_number + 1
-        if self._store.lookahead is None:
-            found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
-        else:
-            found = self._expect(number, wish)
+        found = self._find(number, wish)
         evictions = self._store.num_wanted_evicted
         waiting = Waiting(handle, number, wish, found, evictions, arrived_s=self._clock())
         self._waiting[handle] = self._by_number[number] = waiting
         self._came.append(handle)
         self._changed = True
         if self._cost is not None:
-            self._cost.enter(handle, self._candidate(waiting))
+            self._cost.enter(handle, self._plans.candidate(waiting))
         self._ask(waiting)
-        if self._store.lookahead is None and found.total:
-            self._plan_once(waiting)
+        if self._turns is not None and found.total:
+            self._turns.arrive(waiting)
         return found
 
     def leave(self, handle: Hashable, *, admitted: bool = False) -> None:
@@ -132,7 +130,7 @@ class WaitingRoom:
             return
         if admitted:
             self._count_admission(waiting.wish)
-        self._give_up_plan(waiting)
+        self._plans.give_up(waiting)
         self._stop_asking(waiting)
         del self._by_number[waiting.number]
         self._left.add(handle)
@@ -169,34 +167,43 @@ class WaitingRoom:
         self._now_s = self._clock()
         if self._asking:
             self._take_answers()
-        if self._store.lookahead is not None:
+        if self._turns is not None:
+            self._turns.step()
+        else:
             self._follow_order(order)
             self._find_again()
-            for waiting in self._planned.values():
+            self._changed |= bool(self._plans.take_back_yielded())
+            for waiting in self._plans.planned.values():
                 self._follow_device(waiting)
             if self._changed or self._now_s >= self._next_try_s:
                 self._follow_window()
         if self._now_s >= self._next_sweep_s:
             self._sweep(order)
-        self._observe()
+        self._next_try_s = min(self._next_try_s, self._plans.observe())
 
     def may_admit(self, handle: Hashable) -> bool:
-        """False while a request should wait for pages that are on their way. O(1)."""
+        """False while a request should wait for pages that are on their way.
+
+        O(1); without look-ahead a few requests a step are looked for again in it.
+        """
         waiting = self._waiting.get(handle)
-        if waiting is None or self._policy == "best_effort" or waiting.gave_up:
+        if waiting is None or self._policy == "best_effort":
             return True
-        if waiting.ready or (waiting.plan is None and not waiting.found.total):
-            return not self._awaits_answer(waiting)
-        if waiting.plan is None and self._is_resident(waiting):
-            return not self._awaits_answer(waiting)
+        if self._turns is None or self._turns.take(waiting, self._now_s):
+            if waiting.gave_up:
+                return True
+            if waiting.ready or (waiting.plan is None and not waiting.found.total):
+                return not self._awaits_answer(waiting)
+            if waiting.plan is None and self._is_resident(waiting):
+                return not self._awaits_answer(waiting)
         self.hold(handle)
         if not self._is_late(handle, waiting):
             return False
         if self._cost is None:
             self._store.counters.add("prefetch_timeouts")
-        self._give_up_plan(waiting)
+        self._plans.give_up(waiting)
         self._stop_asking(waiting)
-        waiting.gave_up = True
+        waiting.gave_up = waiting.had_turn = True
         return True
 
     # ---- with several ranks, which decide together (`promises.py`) ----
@@ -260,9 +267,9 @@ class WaitingRoom:
             self._changed = True
             self._wish_for_more(waiting)
             if self._cost is not None:
-                self._cost.learn(waiting.handle, self._candidate(waiting))
-            if self._store.lookahead is None:
-                self._plan_once(waiting)
+                self._cost.learn(waiting.handle, self._plans.candidate(waiting))
+            if self._turns is not None:
+                self._turns.arrive(waiting)
 
     def _awaits_answer(self, waiting: Waiting) -> bool:
         """Whether a request that could run should wait for what the remote store says."""
@@ -274,7 +281,7 @@ class WaitingRoom:
             return True  # every call of the store has a deadline
         limit_s = self._timeout_s
         if self._cost is not None:
-            limit_s = self._cost.answer_wait_s(self._candidate(waiting), waiting.found.here)
+            limit_s = self._cost.answer_wait_s(self._plans.candidate(waiting), waiting.found.here)
         # A store that does not answer one request is not waited for by the next.
         waited_s = max(self._now_s - waiting.held_since_s, self._store.remote_stalled_s)
         if waited_s < limit_s:
@@ -288,10 +295,6 @@ class WaitingRoom:
             waiting.inquiry.cancelled = True
             waiting.inquiry, waiting.answered = None, True
 
-    def _candidate(self, waiting: Waiting) -> Candidate:
-        assert self._cost is not None
-        return waiting.wish.candidate(self._cost.page_tokens, waiting.remote_sizes())
-
     # ---- private ----
 
     def _is_late(self, handle: Hashable, waiting: Waiting) -> bool:
@@ -300,25 +303,6 @@ class WaitingRoom:
         if self._cost is not None:
             return not self._cost.should_hold(handle, waiting.plan)
         return self._now_s - waiting.held_since_s >= self._timeout_s
-
-    def _observe(self) -> None:
-        """Notes which plans have brought what they can; nothing else looks at their progress."""
-        for waiting in self._planned.values():
-            plan = waiting.plan
-            assert plan is not None
-            waiting.ready = plan.done and self._is_enough(waiting, plan)
-            if plan.lacked_room and not waiting.ready:
-                self._next_try_s = min(self._next_try_s, waiting.next_plan_s)
-            if plan.fetch_failed and not waiting.remote_failed:
-                waiting.remote_failed = True
-                waiting.found = waiting.with_remote(waiting.found._replace(remote=0))
-
-    def _is_enough(self, waiting: Waiting, plan: Plan) -> bool:
-        if self._store.lookahead is None or not plan.short or plan.failed:
-            return True
-        if plan.num_planned >= self._store.max_planned_pages:
-            return True  # more is not to be had
-        return waiting.attempts >= MAX_ATTEMPTS and not plan.starved
 
     def _follow_order(self, order: Sequence[Hashable]) -> None:
         """Tells the store of an order that is not what follows from who came and who left."""
@@ -354,9 +338,9 @@ class WaitingRoom:
         self._changed, self._next_try_s = False, float("inf")
         numbers: list[Any] = self._store.lookahead.window()
         inside = set(numbers)
-        for number in [number for number in self._planned if number not in inside]:
-            self._give_up_plan(self._planned[number])
-            self._store.counters.add("deferred_plans")
+        planned = self._plans.planned
+        for waiting in [each for number, each in planned.items() if number not in inside]:
+            self._plans.defer(waiting)
         window = [self._by_number[number] for number in numbers]
         for position, waiting in enumerate(window):
             if waiting.gave_up or not waiting.found.total:
@@ -370,7 +354,7 @@ class WaitingRoom:
         """Sees to the plan of a request in the window; False when it lacks room for it."""
         if waiting.plan is None:
             self._follow_device(waiting)
-            self._plan(waiting, position)
+            self._plans.make(waiting, position)
         elif not waiting.plan.short and waiting.plan.num_stored >= min(
             waiting.found.total, waiting.num_asked
         ):
@@ -378,62 +362,17 @@ class WaitingRoom:
         elif waiting.plan.num_remote_left:
             # What is fetched for it now would be lost with the plan.
             self._next_try_s = min(self._next_try_s, self._now_s + LONGEST_PAUSE_S)
-            return self._is_enough(waiting, waiting.plan)
+            return self._plans.is_enough(waiting, waiting.plan)
         elif not waiting.may_plan_again(self._now_s):
             self._next_try_s = min(self._next_try_s, waiting.next_plan_s)
             return not waiting.plan.short
         else:
-            self._plan(waiting, position)
-        for other in reversed(window[position + 1 :]):
-            if waiting.plan is None or not waiting.plan.short:
-                break
-            if other.plan is not None:
-                self._give_up_plan(other)
-                self._store.counters.add("deferred_plans")
-                self._plan(waiting, position)
-        if waiting.plan is None or self._is_enough(waiting, waiting.plan):
+            self._plans.make(waiting, position)
+        self._plans.make_in_place_of(waiting, position, reversed(window[position + 1 :]))
+        if waiting.plan is None or self._plans.is_enough(waiting, waiting.plan):
             return True
         self._next_try_s = min(self._next_try_s, max(waiting.next_plan_s, self._now_s))
         return False
-
-    def _plan_once(self, waiting: Waiting) -> None:
-        """Without look-ahead: a plan for what DRAM has room for now."""
-        self._plan(waiting, priority=0)
-        waiting.gave_up = waiting.plan is None or waiting.plan.starved
-
-    def _plan(self, waiting: Waiting, priority: int) -> None:
-        """Makes a request's plan, or makes it anew, of what is stored and fits now."""
-        wish, old = waiting.wish, waiting.plan
-        num = waiting.num_asked = len(wish.below)
-        if self._cost is not None:
-            num = self._cost.num_pages(waiting.handle, self._candidate(waiting))
-            waiting.num_asked = num
-        sizes, plan = waiting.remote_sizes(), None
-        if num:
-            plan = self._store.plan(
-                wish.space,
-                wish.below[:num],
-                wish.max_quality,
-                priority,
-                remote_sizes=None if sizes is None else sizes[:num],
-                instead_of=old,
-                arrived_s=waiting.arrived_s,
-            )
-        if old is not None:
-            self._store.cancel_plan(old)  # after the new one has taken over its pins
-        waiting.plan, waiting.ready = plan, False
-        if plan is None:
-            self._planned.pop(waiting.number, None)
-            waiting.found = TierCounts(0, 0, 0)
-        else:
-            self._planned[waiting.number] = waiting
-
-    def _give_up_plan(self, waiting: Waiting) -> None:
-        plan, waiting.plan, waiting.ready = waiting.plan, None, False
-        if plan is not None:
-            del self._planned[waiting.number]
-            self._store.cancel_plan(plan)
-            waiting.evictions = UNKNOWN
 
     def _is_resident(self, waiting: Waiting) -> bool:
         """Whether all that is stored of a request without a plan is ready in DRAM."""
@@ -454,7 +393,7 @@ class WaitingRoom:
             waiting = self._by_number.get(number)
             if waiting is None:
                 continue
-            found = waiting.with_remote(self._expect(waiting.number, waiting.wish))
+            found = waiting.with_remote(self._find(waiting.number, waiting.wish))
             if found.total != waiting.found.total:
                 self._changed = True
                 self._wish_for_more(waiting)
@@ -468,7 +407,7 @@ class WaitingRoom:
         num_above = self._num_held(wish.above)
         if num_above < wish.num_above:
             waiting.wish = replace(wish, num_above=num_above)
-            waiting.found = waiting.with_remote(self._expect(waiting.number, waiting.wish))
+            waiting.found = waiting.with_remote(self._find(waiting.number, waiting.wish))
             self._changed = True
             self._wish_for_more(waiting)
             self._store.counters.add("device_lost_pages", wish.num_above - num_above)
@@ -477,11 +416,18 @@ class WaitingRoom:
         """More became known than its plan was made for: the next look makes it anew."""
         waiting.num_asked = len(waiting.wish.below)
 
-    def _expect(self, number: int, wish: Wish) -> TierCounts:
-        assert self._store.lookahead is not None
+    def _find(self, number: int, wish: Wish) -> TierCounts:
+        """Where a request's pages lie; the store expects it from now on where it looks ahead."""
+        if self._store.lookahead is None:
+            return self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
         return self._store.lookahead.expect(
             number, wish.space, wish.hashes, wish.num_above, wish.max_quality
         )
+
+    def _look(self, waiting: Waiting) -> None:
+        """Looks for a request's pages again, without look-ahead."""
+        self._follow_device(waiting)
+        waiting.found = waiting.with_remote(self._find(waiting.number, waiting.wish))
 
     def _sweep(self, order: Sequence[Hashable]) -> None:
         """Lets go of requests that were not in the queue twice in a row."""

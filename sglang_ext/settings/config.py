@@ -207,7 +207,7 @@ class HierKVConfig:
         "on",
         "on: the waiting queue decides what is fetched from disk first and what leaves DRAM last. "
         "off: pages are fetched when their request enters the queue, as far as DRAM has room then, "
-        "and the least recent ones leave.",
+        "and when its turn comes; the least recent ones leave.",
         choices=("on", "off"),
     )
     tree_core: str = _knob(

@@ -176,10 +176,9 @@ class QueueWorld(World):
         assert pinned == directory.num_planned_pages <= directory.max_planned_pages
         handles = {req.cache_request_handle for req in self.waiting}
         assert room._waiting.keys() <= handles
-        assert room._planned.keys() <= room._by_number.keys()
-        for waiting in room._planned.values():
-            assert waiting.plan is not None, waiting
-            assert not waiting.plan.cancelled, waiting
+        assert room._plans.planned.keys() <= room._by_number.keys()
+        for waiting in room._plans.planned.values():
+            assert waiting.plan is not None, waiting  # a save may have taken its room since
 
     def _watched_victims(self, count: int) -> Rows:
         """What leaves DRAM; no page may go before one that it leads to and that could go too.
@@ -233,7 +232,7 @@ class QueueWorld(World):
     def check_nothing_waits(self) -> None:
         room, directory = self.cache.waiting_room, self.store._directory
         assert not room._waiting
-        assert not room._planned
+        assert not room._plans.planned
         assert not room._by_number
         assert directory.num_planned_pages == 0
         assert directory.num_in_flight == 0

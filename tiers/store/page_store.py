@@ -293,7 +293,7 @@ class PageStore:
         A key space of an epoch that is over gets none.
         """
         if self.gate.save(space, len(hashes)):
-            return self._directory.begin_save(space, hashes, ancestors, quality)
+            return self._directory.begin_save(space, hashes, ancestors, quality, before_plans=True)
         nothing = self._directory.begin_save(space, hashes[:0], ancestors[:0])
         return replace(nothing, dropped=len(hashes))
 

@@ -149,6 +149,7 @@ class Plan:
         remaining: pages not ready yet.
         num_remote_left: those of them that come from the remote store.
         failed: a page could not be read; the pages from it on are not promised.
+        cancelled: its pins were given back, by whoever made it or for the room of a save.
         priority: reads of the plan with the smallest go first: the request's place in the queue.
     """
 

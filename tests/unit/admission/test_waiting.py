@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from sglang_ext.admission.waiting import MAX_ATTEMPTS, WaitingRoom
+from sglang_ext.admission.request_plans import MAX_ATTEMPTS
+from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import LONGEST_PAUSE_S, Wish
 from sglang_ext.tiers.store import Epoch, KeySpace, Plan, TierCounts
 from sglang_ext.tiers.store.types import StoreCounters
@@ -84,8 +85,9 @@ class Store:
         return plan
 
     def cancel_plan(self, plan: Plan) -> None:
-        plan.cancelled = True
-        self.plans.remove(plan)
+        if not plan.cancelled:
+            plan.cancelled = True
+            self.plans.remove(plan)
 
     def arrive(self, plan: Plan) -> None:
         plan.remaining = 0
@@ -320,20 +322,102 @@ def test_a_longer_prefix_is_planned_before_the_old_pins_go() -> None:
     assert new.num_stored == 4
 
 
-def test_without_lookahead_what_finds_no_room_at_once_is_computed() -> None:
+def arrive_all(store: Store) -> None:
+    for plan in store.plans:
+        store.arrive(plan)
+
+
+def test_without_lookahead_a_request_whose_turn_comes_takes_the_room_of_who_came_last() -> None:
     store = Store(looks_ahead=False)
     room, clock = make_room(store)
     for handle in "abc":
         room.enter(handle, wish())
+    arrive_all(store)
+    step(room, clock, "cab")
+    assert [len(plan.rows) for plan in store.plans] == [4, 4, 0]
+    assert not room.may_admit("c")  # it came last and found no room, but it comes first now
+    assert plan_of(room, "b") is None
+    assert plan_of(room, "a") is not None
+    arrive_all(store)
+    step(room, clock, "cab")
+    assert room.may_admit("c")
+    room.leave("c", admitted=True)
+    step(room, clock, "ab")
+    assert room.may_admit("a")
+    assert not room.may_admit("b")
+    arrive_all(store)
+    step(room, clock, "ab")
+    assert [room.may_admit(handle) for handle in "ab"] == [True, True]
+
+
+def test_without_lookahead_room_of_requests_that_are_asked_for_is_waited_for() -> None:
+    store = Store(looks_ahead=False)
+    room, clock = make_room(store)
+    for handle in "abc":
+        room.enter(handle, wish())
+    for _ in range(100):
+        step(room, clock, "abc")
+        assert [room.may_admit(handle) for handle in "abc"] == [False, False, False]
+    assert store.num_plans < 20  # c is tried again now and then
+    arrive_all(store)
     step(room, clock, "abc")
-    assert [room.may_admit(handle) for handle in "abc"] == [False, False, True]
-    for plan in store.plans:
-        store.arrive(plan)
-    step(room, clock, "abc")
-    assert [room.may_admit(handle) for handle in "abc"] == [True, True, True]
+    assert [room.may_admit(handle) for handle in "abc"] == [True, True, False]
     room.leave("a", admitted=True)
+    step(room, clock, "bc", LONGEST_PAUSE_S)
+    assert not room.may_admit("c")
+    arrive_all(store)
     step(room, clock, "bc")
-    assert store.num_plans == 3
+    assert room.may_admit("c")
+
+
+def test_without_lookahead_what_was_stored_while_a_request_waited_is_found_in_its_turn() -> None:
+    store = Store(looks_ahead=False, found=TierCounts(0, 0, 0))
+    room, clock = make_room(store)
+    room.enter("a", wish())
+    assert store.plans == []
+    store.found = TierCounts(0, 4, 0)
+    step(room, clock, "a")
+    assert not room.may_admit("a")
+    arrive_all(store)
+    step(room, clock, "a")
+    assert room.may_admit("a")
+    assert store.num_plans == 1
+
+
+def test_without_lookahead_few_requests_are_looked_for_in_a_step_and_a_deadline_counts() -> None:
+    store = Store(looks_ahead=False, found=TierCounts(0, 0, 0))
+    room, clock = make_room(store, "timeout", 1000.0)
+    handles = [str(number) for number in range(10)]
+    for handle in handles:
+        room.enter(handle, wish())
+    room.step(handles)
+    before = store.num_lookups
+    assert [room.may_admit(handle) for handle in handles] == [True] * 4 + [False] * 6
+    assert store.num_lookups == before + 4
+    clock.now_s += 1.0
+    room.step(handles)
+    assert all(room.may_admit(handle) for handle in handles)
+
+
+def test_a_plan_whose_room_a_save_took_is_made_again() -> None:
+    for looks_ahead in (True, False):
+        store = Store(looks_ahead=looks_ahead)
+        room, clock = make_room(store)
+        room.enter("a", wish())
+        step(room, clock, "a")
+        old = plan_of(room, "a")
+        assert old is not None
+        store.arrive(old)
+        store.cancel_plan(old)  # as the store does for a save
+        step(room, clock, "a")
+        assert not room.may_admit("a")
+        new = plan_of(room, "a")
+        assert new is not None
+        assert new is not old
+        store.arrive(new)
+        step(room, clock, "a")
+        assert room.may_admit("a"), looks_ahead
+        assert store.counters.snapshot()["deferred_plans"] == 1
 
 
 def test_nothing_stays_of_requests_that_leave() -> None:
@@ -357,7 +441,7 @@ def test_nothing_stays_of_requests_that_leave() -> None:
         assert store.plans == []
         assert not store.requests
         assert not room._waiting
-        assert not room._planned
+        assert not room._plans.planned
 
 
 def test_admissions_are_counted_by_where_the_pages_lie() -> None:

@@ -35,7 +35,7 @@ from sglang_ext.tiers.records.record import HEADER_BYTES
 from sglang_ext.tiers.store import PageStore, StoreConfig
 
 SLOT_BYTES = 4096
-DECIDES = ("/tiers/policy/", "/admission/waiting", "/books/dram_order", "/disk/reclaim")
+DECIDES = ("/tiers/policy/", "/admission/", "/books/dram_order", "/disk/reclaim")
 
 SIZES = StoreSizes(1 << 20, host_pages=64, disk_pages=192)
 
@@ -59,6 +59,16 @@ def test_a_replay_is_deterministic_and_below_the_optimum(lines: list[Line]) -> N
     assert done[0].hits + done[0].new == sum(map(len, paths))
     assert done[0].written_per_hit * done[0].hits == pytest.approx(done[0].written)
     assert done[0].written >= done[0].first_written > 0
+
+
+def test_without_lookahead_it_is_an_lru_cache_however_long_the_queue_is() -> None:
+    paths = [line.hash_ids for line in read_trace(BUNDLED, limit=250)]
+    sizes = StoreSizes(1 << 20, host_pages=150, disk_pages=900)
+    lru = order_share(paths, sizes.disk_pages, "lru")  # what is in DRAM lies on disk, too
+    for num_known in (1, 60, len(paths)):
+        with virtual_store(sizes, None) as server:
+            done = Replay(paths, num_known, [1.0] * len(paths)).run(server)
+        assert done.hit_share >= lru, num_known
 
 
 def test_what_is_known_orders_the_optima() -> None:

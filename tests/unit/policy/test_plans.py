@@ -317,3 +317,28 @@ def test_pages_above_the_device_end_are_wanted_too(make: Make) -> None:
     rows = rig.directory.index.lookup(chain, 0)
     assert rig.directory.policy.wanted(rows).all()
     rig.settle()
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_save_that_lacks_room_takes_that_of_the_last_plan(make: Make, *, lookahead: bool) -> None:
+    rig = make(slots=16, lookahead=lookahead)
+    for name in "abc":
+        rig.save(pages(name, 2))
+    rig.settle()
+    plans = [plan(rig, pages(name, 2), place) for place, name in enumerate("abc")]
+    for each in plans:
+        rig.wait(each)
+    saved = rig.save(pages("d", 12))
+    if lookahead:  # what is planned is needed soon, and more than what is saved
+        assert saved < 12
+        assert not any(each.cancelled for each in plans)
+    else:
+        assert saved == 12
+        assert [each.cancelled for each in plans] == [False, False, True]
+        assert rig.ready(pages("a", 2)) == rig.ready(pages("b", 2)) == 2
+        rig.until(lambda: rig.on_disk(pages("d", 12)) == 12)
+        assert rig.save(pages("e", 16)) == 14  # the first one's stays
+    for each in plans:
+        rig.store.cancel_plan(each)
+    rig.settle()
+    assert rig.directory.num_planned_pages == 0

@@ -80,6 +80,8 @@ class Directory(RemoteBook):
         hashes: Hashes,
         ancestors: Hashes,
         quality: Qualities | None = None,
+        *,
+        before_plans: bool = False,
     ) -> SaveTicket:
         """Takes slots for those of the offered pages that are not stored as well yet.
 
@@ -90,6 +92,7 @@ class Directory(RemoteBook):
             hashes: u8 `[N, 32]`, in path order.
             ancestors: u8 `[M, 32]`, the pages before them on the path; kept young with them.
             quality: u8 `[N]`; None when all are exact.
+            before_plans: whether plans of waiting requests may give up their room for it.
         """
         quality = np.zeros(len(hashes), np.uint8) if quality is None else quality
         with self.lock:
@@ -101,6 +104,9 @@ class Directory(RemoteBook):
             self._touch(path)  # before room is made: the path must not be pushed out by its child
             self.burst_pages = max(len(pages) + self.num_reserved, self.burst_pages * _BURST_FADES)
             slots = self._alloc(len(pages), keep=self.num_reserved)
+            while before_plans and len(slots) < len(pages) and self._yield_last_plan():
+                more = self._alloc(len(pages) - len(slots), keep=self.num_reserved)
+                slots = np.concatenate([slots, more])
             num = len(slots)
             refused = pages[num:]
             self._remove(rows[refused][created[refused]])

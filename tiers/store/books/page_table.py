@@ -131,6 +131,7 @@ class PageTable:
         # Called with the lock held.
         self.on_published: Callable[[int, Hashes], None] | None = None
         self._waiters: dict[int, list[Plan]] = {}  # row -> plans that wait for it
+        self._plans: dict[Plan, None] = {}  # with pins, oldest first; guarded by lock
         self._clock = 0
 
     @property

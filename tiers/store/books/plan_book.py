@@ -70,6 +70,7 @@ class PlanBook(DiskBook):
             plan = Plan(rows, remaining=len(pending), num_stored=len(known))
             plan.slots = np.concatenate([held_slots, slots])
             self._count_pins(plan.slots, 1)
+            self._plans[plan] = None
             for row in pending.tolist():
                 self._waiters.setdefault(row, []).append(plan)
             if len(to_read):
@@ -124,10 +125,7 @@ class PlanBook(DiskBook):
         """Gives a plan's pins back; reads under way go on and their pages stay useful."""
         with self.lock:
             if not plan.cancelled:
-                plan.cancelled = True
-                self._end_reservation(plan)
-                self._count_pins(plan.slots, -1)
-                self._unpin_slots(plan.slots)
+                self._cancel(plan)
 
     def withdraw(self, rows: Rows, slots: Slots) -> Plan | None:
         """A cancelled plan's read that has not begun: another's, or nobody's, from now on.
@@ -171,6 +169,36 @@ class PlanBook(DiskBook):
             )
 
     # ---- private; the caller holds the lock ----
+
+    def _cancel(self, plan: Plan) -> None:
+        plan.cancelled = True
+        self._plans.pop(plan, None)
+        self._end_reservation(plan)
+        self._count_pins(plan.slots, -1)
+        self._unpin_slots(plan.slots)
+
+    def _yield_last_plan(self) -> bool:
+        """Cancels the plan of the last request in the queue for a save that lacks room.
+
+        Not with look-ahead: what is planned is then what is needed soonest, and worth more than
+        what no longer fits. The first one's stays, so that a queue moves on however much is saved.
+        Reads under way go on; those that have not begun are given up when the plan's owner cancels
+        it, too.
+
+        Returns:
+            False when there is none.
+        """
+        if self.policy is not None:
+            return False
+        plans = [plan for plan in self._plans if len(plan.slots)]
+        yielding = [plan for plan in plans if not plan.num_remote_left]  # else fetched in vain
+        if not yielding:
+            return False
+        last = max(yielding, key=lambda plan: plan.priority)
+        if last is min(plans, key=lambda plan: plan.priority):
+            return False
+        self._cancel(last)
+        return True
 
     def _known_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int) -> Rows:
         rows = self.index.prefix_rows(hashes, space.number)

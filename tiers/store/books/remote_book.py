@@ -38,7 +38,8 @@ class RemoteBook(PlanBook):
             For how many there is room; the plan waits for these now, and is short of the others.
         """
         with self.lock:
-            num = min(num_pages, max(0, self.max_planned_pages - self.num_planned_pages))
+            room = max(0, self.max_planned_pages - self.num_planned_pages)
+            num = 0 if plan.cancelled else min(num_pages, room)
             plan.num_stored += num_pages
             plan.num_planned += num
             plan.num_reserved = plan.num_remote_left = num

@@ -1,0 +1,131 @@
+"""The plans of waiting requests: made, made anew, looked at and taken back, for `waiting.py`.
+
+Scheduler thread only. Without look-ahead the store may cancel a plan of its own accord, when a save
+needs the room; that is seen at the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from sglang_ext.admission.load_or_compute import Candidate, LoadOrCompute
+from sglang_ext.admission.waiting_request import UNKNOWN, Waiting
+from sglang_ext.tiers.store import PageStore, Plan, TierCounts
+
+MAX_ATTEMPTS: Final = 8
+"""After so many attempts that brought nothing the pages that are there are used."""
+
+
+class RequestPlans:
+    """Who of the waiting requests has a plan.
+
+    Args:
+        store: DRAM and disk.
+        cost: says how much of a prefix is worth its time; None: all of it.
+
+    Attributes:
+        planned: the requests with a plan, by number.
+    """
+
+    def __init__(self, store: PageStore, cost: LoadOrCompute | None) -> None:
+        self._store = store
+        self._cost = cost
+        self.planned: dict[int, Waiting] = {}
+
+    def candidate(self, waiting: Waiting) -> Candidate:
+        """A request for the cost model."""
+        assert self._cost is not None
+        return waiting.wish.candidate(self._cost.page_tokens, waiting.remote_sizes())
+
+    def make(self, waiting: Waiting, priority: int) -> None:
+        """Makes a request's plan, or makes it anew, of what is stored and fits now."""
+        wish, old = waiting.wish, waiting.plan
+        num = waiting.num_asked = len(wish.below)
+        if self._cost is not None:
+            num = self._cost.num_pages(waiting.handle, self.candidate(waiting))
+            waiting.num_asked = num
+        sizes, plan = waiting.remote_sizes(), None
+        if num:
+            plan = self._store.plan(
+                wish.space,
+                wish.below[:num],
+                wish.max_quality,
+                priority,
+                remote_sizes=None if sizes is None else sizes[:num],
+                instead_of=old,
+                arrived_s=waiting.arrived_s,
+            )
+        if old is not None:
+            self._store.cancel_plan(old)  # after the new one has taken over its pins
+        waiting.plan, waiting.ready = plan, False
+        if plan is None:
+            self.planned.pop(waiting.number, None)
+            waiting.found = TierCounts(0, 0, 0)
+        else:
+            self.planned[waiting.number] = waiting
+
+    def make_in_place_of(self, waiting: Waiting, priority: int, behind: Iterable[Waiting]) -> None:
+        """Makes the plan of a request that is short of room, with that of others.
+
+        Args:
+            waiting: with or without a plan.
+            priority: see `Plan`.
+            behind: requests that give up their plans one by one until it has what it needs.
+        """
+        for other in behind:
+            if waiting.plan is None or not waiting.plan.short:
+                return
+            if other.plan is not None:
+                self.defer(other)
+                self.make(waiting, priority)
+
+    def give_up(self, waiting: Waiting) -> None:
+        """Takes back a request's plan, if it has one: its pins, and reads that have not begun."""
+        plan, waiting.plan, waiting.ready = waiting.plan, None, False
+        if plan is not None:
+            del self.planned[waiting.number]
+            self._store.cancel_plan(plan)
+            waiting.evictions = UNKNOWN
+
+    def defer(self, waiting: Waiting) -> None:
+        """Takes back the plan of a request whose turn has not come."""
+        self.give_up(waiting)
+        self._store.counters.add("deferred_plans")
+
+    def take_back_yielded(self) -> list[Waiting]:
+        """Takes back the plans whose room the store gave to a save; returns whose they were."""
+        yielded = [
+            waiting
+            for waiting in self.planned.values()
+            if waiting.plan is not None and waiting.plan.cancelled
+        ]
+        for waiting in yielded:
+            self.defer(waiting)
+        return yielded
+
+    def observe(self) -> float:
+        """Notes which plans have brought what they can; nothing else looks at their progress.
+
+        Returns:
+            When the first of those that are short of room may be tried again; infinity for never.
+        """
+        next_try_s = float("inf")
+        for waiting in self.planned.values():
+            plan = waiting.plan
+            assert plan is not None
+            waiting.ready = plan.done and self.is_enough(waiting, plan)
+            if plan.lacked_room and not waiting.ready:
+                next_try_s = min(next_try_s, waiting.next_plan_s)
+            if plan.fetch_failed and not waiting.remote_failed:
+                waiting.remote_failed = True
+                waiting.found = waiting.with_remote(waiting.found._replace(remote=0))
+        return next_try_s
+
+    def is_enough(self, waiting: Waiting, plan: Plan) -> bool:
+        """Whether a request will do with what its plan covers."""
+        if self._store.lookahead is None or not plan.short or plan.failed:
+            return True
+        if plan.num_planned >= self._store.max_planned_pages:
+            return True  # more is not to be had
+        return waiting.attempts >= MAX_ATTEMPTS and not plan.starved

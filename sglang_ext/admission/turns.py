@@ -1,0 +1,69 @@
+"""Plans without look-ahead: one when a request enters the queue, and one when its turn comes.
+
+The first is for what DRAM has room for then, so that reads overlap with the wait. By the time of
+the turn pages may be stored that were not, or no more, so they are looked for again, and the plan
+gets the room of those that came last. So nothing is lost that is stored when a request runs, as in
+any LRU cache, however long the queue is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang_ext.admission.request_plans import RequestPlans
+from sglang_ext.admission.waiting_request import Waiting
+
+# A scheduler that is told to hold a request asks for the next: so many prefixes a step are looked
+# for, and the others are held until the next one.
+_TURNS_AT_ONCE = 4
+
+
+class Turns:
+    """Gives a plan to who comes, and to whom the scheduler would run. Scheduler thread only.
+
+    Args:
+        plans: the plans of all waiting requests.
+        look: looks for a request's pages again, and sets `Waiting.found`.
+    """
+
+    def __init__(self, plans: RequestPlans, look: Callable[[Waiting], None]) -> None:
+        self._plans = plans
+        self._look = look
+        self._left = _TURNS_AT_ONCE
+
+    def step(self) -> None:
+        """A scheduler step begins. Who lost its plan to a save has none until its turn."""
+        self._left = _TURNS_AT_ONCE
+        for waiting in self._plans.take_back_yielded():
+            waiting.had_turn, waiting.gave_up = False, True
+
+    def arrive(self, waiting: Waiting) -> None:
+        """A request came, or became known better: a plan for what DRAM has room for now."""
+        self._plans.make(waiting, priority=waiting.number)
+        waiting.gave_up = waiting.plan is None or waiting.plan.starved
+
+    def take(self, waiting: Waiting, now_s: float) -> bool:
+        """The scheduler would run a request; returns whether its plan is as good as it gets."""
+        plan = waiting.plan
+        if waiting.had_turn or (plan is not None and not plan.done):
+            return True
+        if not self._left or not waiting.may_plan_again(now_s):
+            return False
+        self._left -= 1
+        self._look(waiting)
+        if (plan is None or waiting.found.total > plan.num_planned) and not self._plan(waiting):
+            return False
+        plan = waiting.plan
+        waiting.had_turn = True
+        waiting.gave_up = plan is not None and plan.starved
+        waiting.ready = plan is not None and plan.done
+        return True
+
+    def _plan(self, waiting: Waiting) -> bool:
+        """Makes the plan of who has the turn; False where others will soon leave it more room."""
+        self._plans.make(waiting, priority=waiting.number)
+        others = [other for other in self._plans.planned.values() if other is not waiting]
+        behind = sorted((o for o in others if not o.was_asked_for), key=lambda o: -o.number)
+        self._plans.make_in_place_of(waiting, waiting.number, behind)
+        plan = waiting.plan
+        return plan is None or not plan.short or not any(o.was_asked_for for o in others)
