@@ -1,10 +1,10 @@
-"""A long queue whose prefixes are all on a slow disk: look-ahead against prefetch at enqueue only.
+"""A long queue whose prefixes are all on a slow disk: look-ahead against a server without it.
 
     python -m bench.serve.lookahead [--quick] [--json FILE]
 
-Two servers, one after the other, with the same arguments but for `--hier-kv-lookahead`. `off` is
-HiCache's rule: a request's pages are fetched when it enters the queue, as far as DRAM has room
-then; what found no room is computed. Each answers the same bursts: 64 requests at once, each with a
+Two servers, one after the other, with the same arguments but for `--hier-kv-lookahead`. With
+`off` a request's pages are fetched when it enters the queue, as far as DRAM has room then, and when
+its turn comes. Each answers the same bursts: 64 requests at once, each with a
 prefix of its own that lies on disk only, while DRAM holds 8 prefixes. The disk is throttled so that
 reading one prefix takes a given part of prefilling it, as measured just before in queues of fresh
 ones.
