@@ -262,8 +262,8 @@ class Model:
             quality=np.array([quality for _, quality in copies], np.uint8),
         )
 
-    def queue_coldest(self) -> None:
-        self.directory.queue_coldest(3)
+    def queue_all(self) -> None:
+        self.directory.queue_all()
 
     # ---- checks ----
 
@@ -325,7 +325,7 @@ class Model:
 _WEIGHTS: dict[str, float] = {
     "begin_save": 10, "finish_save": 10, "take_spills": 8, "finish_spill": 8, "plan": 6,
     "finish_promotion": 8, "cancel_plan": 6, "load": 8, "finish_load": 8, "reclaim": 2,
-    "queue_coldest": 6,
+    "queue_all": 2,
 }  # fmt: skip
 
 

@@ -447,8 +447,8 @@ class PageStore:
         if self._spiller is not None:
             # What would be gone with the process is not worth the time.
             lasts = self._disk is not None and self._disk.persistent
-            left = self._spiller.flush(self._directory.now_s() + (timeout_s if lasts else 0.0))
-            self.counters.add("shutdown_lost_pages", left)
+            self._spiller.flush(self._directory.now_s() + (timeout_s if lasts else 0.0))
+            self.counters.add("shutdown_lost_pages", self._directory.num_only_in_dram())
             self._spiller.close()
         if self._leaving is not None:
             self._leaving.close(_CLOSE_LEAVING_S)

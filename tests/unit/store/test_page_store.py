@@ -513,6 +513,29 @@ def test_shutdown_gives_up_in_time_and_counts_what_is_lost(make: Make) -> None:
     assert rig.count("shutdown_lost_pages") == 6
 
 
+def test_shutdown_writes_what_was_used_last_and_roots_first(make: Make) -> None:
+    rig = make(policy="write_back", slots=64)
+    rig.save(pages("old", 6))
+    rig.save(pages("new", 6))
+    assert rig.directory.queue_all() == 12
+    entry = rig.directory.take_spills(4)
+    assert entry is not None
+    hashes, _ = rig.directory.index.keys(entry.rows)
+    assert hashes.tolist() == pages("new", 4).tolist()
+    nowhere = np.zeros(4, np.uint32)
+    copies = DiskCopies(nowhere, nowhere, np.zeros(4, np.uint16), np.zeros(4, np.uint8))
+    rig.directory.finish_spill(entry, np.zeros(4, np.bool_), copies)
+
+
+def test_pages_that_a_disk_refused_are_counted_as_lost_at_shutdown(make: Make) -> None:
+    rig = make(policy="write_back", slots=16)
+    rig.save(pages("a", 6))
+    rig.io.fail_writes = True
+    rig.store.close()
+    assert rig.count("write_dropped_pages") == 6
+    assert rig.count("shutdown_lost_pages") == 6
+
+
 def test_shutdown_does_not_wait_for_reads_that_have_not_begun(make: Make) -> None:
     rig = make()
     on_disk_only(rig, pages("a", 3))
@@ -538,14 +561,14 @@ def test_stale_entries_of_one_key_space_do_not_end_a_flush(make: Make) -> None:
     assert rig.store._spiller is not None
     with rig.store._spiller._writing:
         rig.save(pages("a", 3))
-        rig.directory.queue_coldest(16)
+        rig.directory.queue_all()
         rows = rig.directory.index.lookup(pages("a", 3), 0)
         queued = list(rig.directory.spill_queue)
         with rig.directory.lock:
             rig.arena.free(rig.directory.index.host_slot[rows])
             rig.directory.index.remove(rows)
         rig.save(pages("b", 2), space=other)
-        rig.directory.queue_coldest(16)
+        rig.directory.queue_all()
         assert len(queued) == 1
         entry = rig.directory.take_spills(16)
     assert entry is not None

@@ -313,19 +313,28 @@ class DiskBook(PageTable):
             rows = self._next_to_leave(num_pages - self.arena.num_free)
             self._queue_unwritten(rows[self._unwritten(rows)])
 
-    def queue_coldest(self, max_pages: int) -> int:
-        """Queues the least recent pages that are not on disk; for shutdown."""
+    def queue_all(self) -> int:
+        """Queues all pages that are not on disk (linear); for a flush, which may run out of time.
+
+        The most recent first, and a page before those that it leads to: what a flush wrote can be
+        used, however far it came.
+        """
         with self.lock:
             rows = self.index.lru_tail(
-                max_pages, ON_DISK | QUEUED | SPILLING | FILLING | WRITE_DROPPED
+                self.arena.num_slots, ON_DISK | QUEUED | SPILLING | FILLING | WRITE_DROPPED
             )
-            self._queue_by_space(rows)
+            self._queue_by_space(rows[::-1])
             return len(rows)
 
     def num_unwritten(self) -> int:
         """Pages in DRAM that the disk neither has nor refused (linear)."""
         with self.lock:
             return len(self.index.lru_tail(self.arena.num_slots, ON_DISK | WRITE_DROPPED))
+
+    def num_only_in_dram(self) -> int:
+        """Pages in DRAM that the disk does not have, those that it refused among them (linear)."""
+        with self.lock:
+            return len(self.index.lru_tail(self.arena.num_slots, ON_DISK))
 
     def _admitted(self, entry: SpillEntry) -> SpillEntry:
         """Those of some pages that the disk is to take; the others may leave DRAM all the same.

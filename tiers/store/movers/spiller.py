@@ -85,7 +85,7 @@ class Spiller(Work):
             job = self._take_batch()
             if job is not None:
                 job.run()
-            elif not directory.queue_coldest(self._batch_pages()):
+            elif not directory.queue_all():
                 break
         return directory.num_unwritten()
 
