@@ -327,14 +327,45 @@ class SimulatedKernels:
         self._device = device
         self._real = real
 
+    def save_k(self, pool: torch.Tensor, rows: Any, positions: Any, spec: Any, view: Any) -> Any:
+        """Waits for the list of corrections, as the real one does."""
+        found: list[Any] = []
+
+        def save() -> None:
+            found.append(self._real.save_k(pool, rows, positions, spec, view))
+
+        self._save("save_k", save, pool, rows, view)
+        self._device.synchronize(self._device.record(self._device.current_stream()))
+        return found[0]
+
+    def copy_rows_to_pages(self, pool: torch.Tensor, rows: Any, view: Any) -> None:
+        """Only queued."""
+        self._save(
+            "copy_rows_to_pages",
+            lambda: self._real.copy_rows_to_pages(pool, rows, view),
+            pool,
+            rows,
+            view,
+        )
+
+    def _save(self, name: str, work: Any, pool: torch.Tensor, rows: Any, view: Any) -> None:
+        self._may_fail()
+        reads = [pool_cell(pool, row) for row in rows.tolist()]
+        slots = view.page_slots.tolist()
+        writes = [cell for slot in slots for cell in self._device.cells_of(view.arena[slot])]
+        self._device.launch(name, work, reads, writes)
+
+    def _may_fail(self) -> None:
+        if self.fails_in is not None:
+            self.fails_in -= 1
+            if self.fails_in < 0:
+                raise RuntimeError("a launch that was meant to fail")
+
     def __getattr__(self, name: str) -> Any:
         work = getattr(self._real, name)
 
         def launch(view: Any, *args: Any) -> None:
-            if self.fails_in is not None:
-                self.fails_in -= 1
-                if self.fails_in < 0:
-                    raise RuntimeError("a launch that was meant to fail")
+            self._may_fail()
             self._device.count("launches")
             pool, rows, arrays = _arguments(args)
             width = pool.shape[1] * pool.shape[2] * pool.element_size()

@@ -82,8 +82,10 @@ def save_k(
     _to_view(pages, out, 0)
     width = pool.shape[1] * pool.shape[2]
     at = wrong.view(-1).nonzero().view(-1)
-    rows = _words(pool)[_indices(token_slots, pool)[at // width]].reshape(at.numel(), width)
-    bits = rows.gather(1, (at % width)[:, None]).view(-1).cpu().numpy()
+    span = (pool.shape[0] - 1) * pool.stride(0) + width
+    words = torch.as_strided(_words(pool), (span,), (1,))
+    places = _indices(token_slots, pool)[at // width] * pool.stride(0) + at % width
+    bits = words[places].cpu().numpy()
     flat = at.cpu().numpy()
     block = out.page_size * width
     unsigned = bits.view(np.uint16 if bits.itemsize == 2 else np.uint32)
@@ -333,12 +335,13 @@ def _copy(
 
 
 def _to_view(pages: torch.Tensor, out: PagedView, first_row: int) -> None:
-    rows = pages.view(pages.shape[0], -1).view(torch.uint8).cpu().numpy()
+    """Queues the copies; to page-locked memory they are done when the stream is."""
+    rows = pages.view(pages.shape[0], -1).view(torch.uint8)
     row_bytes, done = rows.shape[1], 0
     while done < rows.shape[0]:  # a page, or what of it is asked for, at a time
         page, row = divmod(first_row + done, out.page_size)
         num = min(out.page_size - row, rows.shape[0] - done)
         start = out.byte_offset + row * row_bytes
-        part = rows[done : done + num].reshape(-1)
-        out.arena[out.page_slots[page], start : start + part.size] = part
+        part = out.arena[out.page_slots[page], start : start + num * row_bytes]
+        torch.from_numpy(part).copy_(rows[done : done + num].reshape(-1), non_blocking=True)
         done += num

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from sglang_ext.device.ports.base import DevicePort
+
+# K of a layer of so many pages lies on the device while it is saved: 4 MB at 2 KB a token.
+PAGES_A_SAVE = 32
 
 
 class CopyStreams:
@@ -18,6 +21,11 @@ class CopyStreams:
         self._port = port
         self._forward_stream = forward_stream
         self._save: Any = None
+
+    @property
+    def pages_a_save(self) -> int | None:
+        """Pages to copy at once, so that memory for them is bounded; None: any number."""
+        return PAGES_A_SAVE if self._port.brings_pages else None
 
     def save_events(self, record: Callable[[], list[Any]]) -> list[Any]:
         """Events, made by SGLang, after which the pages of a node are complete on the device."""
@@ -39,8 +47,16 @@ class CopyStreams:
             tensor.record_stream(stream)
         return port.on(stream)
 
-    def saving(self, events: list[Any]) -> AbstractContextManager[None]:
-        """Context in which a save's copies run."""
+    @contextmanager
+    def saving(self, events: list[Any]) -> Iterator[None]:
+        """Context in which a save's copies run; when it ends, however it does, they are done.
+
+        Slots are published behind it, or given to others where the save failed.
+        """
         for event in events:
-            event.synchronize()
-        return self._port.on(self._save)
+            self._port.synchronize(event)
+        with self._port.on(self._save):
+            try:
+                yield
+            finally:
+                self._port.synchronize(self._port.record(self._save))

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -135,22 +135,27 @@ class SaveThread:
             if not isinstance(job, SaveJob):
                 self._call(job)
                 continue
-            stored = False
-            try:
-                if job.dropped:
-                    pass
-                elif time.monotonic() < self._deadline_s:
-                    stored = self._save(job)
-                else:
-                    self._store.counters.add("shutdown_lost_pages", len(job.hashes))
-            except Exception:
-                self._store.counters.add("save_failures")
-                logger.exception("hier-kv: a node could not be saved; it stays on the device")
+            stored = self.save(job)
             with self._done:
                 if job.epoch == self._epoch:
                     self._completed.append(stored)
                 self._num_saves -= 1
                 self._done.notify_all()
+
+    def save(self, job: SaveJob) -> bool:
+        """Does a save; True when all its pages are stored. One thread at a time."""
+        try:
+            if job.dropped:
+                return False
+            if time.monotonic() < self._deadline_s:
+                return self._save(job)
+            self._store.counters.add("shutdown_lost_pages", len(job.hashes))
+        except torch.OutOfMemoryError:
+            self._store.counters.add("save_no_device_memory")
+        except Exception:
+            self._store.counters.add("save_failures")
+            logger.exception("hier-kv: a node could not be saved; it stays on the device")
+        return False
 
     def _call(self, note: Callable[[], None]) -> None:
         try:
@@ -180,12 +185,11 @@ class SaveThread:
         return ok and ticket.dropped == 0
 
     def _copy_out(self, job: SaveJob, ticket: SaveTicket, pages: npt.NDArray[np.int64]) -> None:
-        """Copies runs of neighbouring new `pages` of a job; usually there is one run."""
+        """Copies runs of neighbouring new `pages` of a job, long ones in parts."""
         size, place = self._page_size, job.place
         token_slots = job.token_slots.cpu().numpy()
         started_s, page = time.monotonic(), 0
-        breaks = np.flatnonzero(np.diff(pages) != 1) + 1
-        for run in np.split(np.arange(len(pages)), breaks):
+        for run in _runs(pages, self._streams.pages_a_save):
             first = int(pages[run[0]])
             tokens = token_slots[first * size : (first + len(run)) * size]
             position = place.position + first * size
@@ -206,3 +210,11 @@ class SaveThread:
                 self._store.counters.add("corrections", page_info.num_corrections)
                 self._store.counters.add(f"saved_{meta.rope}_pages")
         self._store.counters.add("save_us", int(1e6 * (time.monotonic() - started_s)))
+
+
+def _runs(pages: npt.NDArray[np.int64], most: int | None) -> Iterator[npt.NDArray[np.int64]]:
+    """Places in `pages` of those that follow one another, at most so many at a time."""
+    breaks = np.flatnonzero(np.diff(pages) != 1) + 1
+    for run in np.split(np.arange(len(pages)), breaks):
+        step = most or len(run)
+        yield from (run[first : first + step] for first in range(0, len(run), step))

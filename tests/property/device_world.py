@@ -1,4 +1,4 @@
-"""The real linker, copier and load path on a simulated device, with a scheduler around them.
+"""The real linker, copier, load path and save thread on a simulated device, and a scheduler.
 
 Every row that a forward reads is compared with what a CPU loads, at the time the forward runs; the
 simulated device sees to it that the order does not come from luck. Rows change hands as soon as
@@ -20,14 +20,20 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
-from sglang_ext.device.copier import PageCopier  # noqa: E402
+from sglang_ext.device.copier import CopyError, PageCopier  # noqa: E402
 from sglang_ext.device.pools import DevicePool  # noqa: E402
 from sglang_ext.device.rope_discovery import LayerRope  # noqa: E402
-from sglang_ext.device.transfers import LoadJob  # noqa: E402
+from sglang_ext.device.transfers import LoadJob, Place, SaveJob  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.kernels.rope import RopeSpec  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
-from testkit.simulated_device import Clock, SimulatedDevice, SimulatedKernels, pool_cell  # noqa: E402
+from testkit.simulated_device import (  # noqa: E402
+    Clock,
+    ConflictError,
+    SimulatedDevice,
+    SimulatedKernels,
+    pool_cell,
+)
 
 LAYERS, PAGE, HEADS, DIM, MAX_POSITION = 3, 4, 2, 8, 256
 SLOTS, PAGES, CONTENTS = 24, 40, 6
@@ -44,6 +50,7 @@ class Pages:
 
     def __init__(self, world: DeviceWorld) -> None:
         self.counters = _Counters()
+        self.arena = SimpleNamespace(slots=world.arena)
         self.gate = SimpleNamespace(is_live=lambda pages: True, load=lambda ticket, space: ticket)
         self.events = SimpleNamespace(note=lambda *_, **__: None, pages=lambda *_, **__: None)
         self._world = world
@@ -52,6 +59,18 @@ class Pages:
         """Somebody else may have the slots; the store's lock orders this before that."""
         self._world.unpinned.append((slots.tolist(), self._world.device.hand_over()))
 
+    def begin_save(self, space: Any, hashes: Any, ancestors: Any, quality: Any) -> Any:
+        """Slots for the pages, which the scheduler had set aside."""
+        slots = np.array(self._world.set_aside, np.int32)
+        places = np.arange(len(slots))
+        return SimpleNamespace(rows=places, slots=slots, pages=places, dropped=0)
+
+    def finish_save(self, ticket: Any, *, ok: bool) -> None:
+        """The pages are there for everybody, or the slots are."""
+        if ok:
+            self._world.published(ticket.slots.astype(np.int64))
+        self.release(ticket.slots)
+
     def close(self) -> None: ...
 
 
@@ -59,6 +78,7 @@ class Pages:
 class Load:
     """A request whose pages are loaded."""
 
+    position: int
     rows: torch.Tensor
     expected: list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -114,7 +134,7 @@ class DeviceWorld:
                 ring_bytes=4 * RING_PAGES * max(copier.layer_bytes),
             )
             built = self.device.hand_over()
-        for thread in ("scheduler", "load"):
+        for thread in ("scheduler", "load", "save"):
             with self.device.acting(thread):
                 self.device.take_over(built)
         self.linker.loads.start = self._start  # type: ignore[assignment,method-assign]
@@ -123,6 +143,9 @@ class DeviceWorld:
         self.queued: list[Load] = []
         self.batches: list[Batch] = []
         self.running: list[Load] = []
+        self.offered: list[tuple[SaveJob, Load, list[int], Clock]] = []
+        self.set_aside: list[int] = []
+        self.saving: Load | None = None
         self.next_rid = 0
 
     def _contents(self, copier: PageCopier) -> list[np.ndarray]:
@@ -205,7 +228,7 @@ class DeviceWorld:
         for slot in slots:
             self.free_slots.remove(slot)
         queue(SimpleNamespace(slots=where.astype(np.int32)), rows, first * PAGE)
-        return Load(rows, expected)
+        return Load(first * PAGE, rows, expected)
 
     def _touch_rows(self, rows: torch.Tensor) -> None:
         """SGLang makes the tensor of rows on its own stream, some time before it is used."""
@@ -317,6 +340,58 @@ class DeviceWorld:
         self.running.append(load)
         return None
 
+    def offer(self) -> bool | None:
+        """A running request's pages are to be saved; until they are, its rows stay its own."""
+        if not self.running:
+            return False
+        load = self.running[self.rng.randrange(len(self.running))]
+        num_pages = len(load.rows) // PAGE
+        if len(self.free_slots) < num_pages + 12:
+            return False
+        self.running.remove(load)
+        slots = [self.free_slots.pop() for _ in range(num_pages)]
+        device = self.device
+        events = self.linker._streams.save_events(
+            lambda: [device.record(device.current_stream()), device.record(self.forwards)]
+        )
+        space: Any = SimpleNamespace(digest=bytes(32), lora=bytes(32))
+        hashes = np.zeros((num_pages, 32), np.uint8)
+        job = SaveJob(Place(space, load.position, hashes[:0]), hashes, load.rows, events, 0)
+        self.offered.append((job, load, slots, device.hand_over()))
+        return None
+
+    def save(self) -> bool | None:
+        """The save thread gets to its next job; now and then a launch fails."""
+        if not self.offered:
+            return False
+        job, self.saving, self.set_aside, clock = self.offered.pop(0)
+        fails = self.rng.random() < 0.2
+        self.kernels.fails_in = self.rng.randrange(1, 6) if fails else None
+        with self.device.acting("save"):
+            self.device.take_over(clock)
+            if not self.linker._saves.save(job):
+                self.counts["failed saves"] = self.counts.get("failed saves", 0) + 1
+            told = self.device.hand_over()
+        self.kernels.fails_in = None
+        self.device.take_over(told)
+        self.running.append(self.saving)
+        return None
+
+    def published(self, slots: np.ndarray) -> None:
+        """What is published is what a load would give back."""
+        load = self.saving
+        assert load is not None
+        for slot in slots.tolist():
+            self.device.touch("published", self.device.cells_of(self.arena[slot]), ())
+        try:
+            job = self.plain.prepare_load(slots, load.rows.numpy(), load.position)
+        except CopyError as error:
+            raise ConflictError(f"published before it was whole: {error}") from error
+        for layer, (want_k, want_v) in enumerate(load.expected):
+            self.plain.load_layer(job, layer)
+            assert torch.equal(_bits(self.shadow.k[layer][load.rows]), _bits(want_k))
+            assert torch.equal(_bits(self.shadow.v[layer][load.rows]), _bits(want_v))
+
     # ---- everything else ----
 
     def run(self) -> None:
@@ -359,6 +434,8 @@ class DeviceWorld:
         while self.queued or self.batches:
             self.begin()
             self.forward()
+        while self.offered:
+            self.save()
         while self.running:
             self.decode()
         self.device.run_all()
@@ -376,8 +453,8 @@ class DeviceWorld:
 
 
 _WEIGHTS = {
-    "load": 10, "begin": 6, "pump": 6, "forward": 6, "decode": 8, "restore": 2, "run": 8,
-    "deliver": 4, "reuse": 6, "fail": 3,
+    "load": 10, "begin": 6, "pump": 6, "forward": 6, "decode": 8, "restore": 2, "offer": 4,
+    "save": 4, "run": 8, "deliver": 4, "reuse": 6, "fail": 3,
 }  # fmt: skip
 
 

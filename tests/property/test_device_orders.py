@@ -1,4 +1,4 @@
-"""Loads on a simulated device, in adversarial orders: nothing is read or written out of order.
+"""Loads and saves on a simulated device: in no order that it runs them do two accesses race.
 
 `HIER_KV_DEVICE_STEPS=100000` makes it as many steps.
 """
@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from sglang_ext.device import copy_streams
+from sglang_ext.device.copier import PageCopier
+from sglang_ext.device.copy_streams import CopyStreams
 from sglang_ext.device.load_counter import LoadCounter
 from sglang_ext.device.load_path import Fence, Landing, LoadPath
 from sglang_ext.device.ring import Ring
@@ -39,6 +44,52 @@ def run(seed: int, steps: int = STEPS_A_WORLD) -> DeviceWorld:
     return world
 
 
+def save_one(world: DeviceWorld) -> None:
+    while not world.running:
+        world.load()
+        world.begin()
+        world.forward()
+    world.offer()
+    world.save()
+
+
+def test_a_long_save_is_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_streams, "PAGES_A_SAVE", 2)
+    parts: list[int] = []
+    real = PageCopier.save
+
+    def save(self: PageCopier, rows: Any, position: int, page_slots: Any) -> Any:
+        parts.append(len(page_slots))
+        return real(self, rows, position, page_slots)
+
+    world = DeviceWorld(3)
+    monkeypatch.setattr(PageCopier, "save", save)
+    try:
+        while len(parts) < 6:
+            save_one(world)
+            world.settle()
+    finally:
+        world.close()
+    assert max(parts) == 2
+    assert world.store.counters.get("save_failures", 0) == world.counts.get("failed saves", 0)
+
+
+def test_a_save_without_device_memory_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("none")
+
+    world = DeviceWorld(3)
+    monkeypatch.setattr(PageCopier, "save", save)
+    try:
+        save_one(world)
+        world.settle()  # all slots are free again
+    finally:
+        world.close()
+    assert world.store.counters["save_no_device_memory"] == 1
+    assert world.counts["failed saves"] == 1
+    assert "save_failures" not in world.store.counters
+
+
 def run_many(num_worlds: int) -> None:
     for seed in range(num_worlds):
         run(seed)
@@ -49,7 +100,7 @@ def test_nothing_is_read_or_written_out_of_order() -> None:
     for seed in range(max(8, STEPS // STEPS_A_WORLD)):
         for name, count in run(seed).counts.items():
             counts[name] = counts.get(name, 0) + count
-    for name in ("load", "forward", "decode", "restore", "reuse", "failed"):
+    for name in ("load", "forward", "decode", "restore", "save", "reuse", "failed"):
         assert counts[name] >= 5, counts
 
 
@@ -167,6 +218,34 @@ def failed_load_not_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoadPath, "wait_queued", lambda self: None)
 
 
+def saves_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def saving(self: CopyStreams, events: list[Any]) -> Iterator[None]:
+        for event in events:
+            self._port.synchronize(event)
+        with self._port.on(self._save):
+            yield
+
+    patch.setattr(CopyStreams, "saving", saving)
+
+
+def failed_saves_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def saving(self: CopyStreams, events: list[Any]) -> Iterator[None]:
+        for event in events:
+            self._port.synchronize(event)
+        with self._port.on(self._save):
+            yield
+            self._port.synchronize(self._port.record(self._save))
+
+    patch.setattr(CopyStreams, "saving", saving)
+
+
+def saved_before_it_was_written(patch: pytest.MonkeyPatch) -> None:
+    real = CopyStreams.saving
+    patch.setattr(CopyStreams, "saving", lambda self, events: real(self, []))
+
+
 def scheduler_waits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoadPath, "before_forwards", lambda self, event: self._port.synchronize(event))
 
@@ -187,6 +266,9 @@ def scheduler_waits(patch: pytest.MonkeyPatch) -> None:
         pins_given_back_with_the_first_copy,
         restored_page_not_awaited,
         failed_load_not_awaited,
+        saves_not_awaited,
+        failed_saves_not_awaited,
+        saved_before_it_was_written,
         scheduler_waits,
     ],
 )
