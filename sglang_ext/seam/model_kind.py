@@ -19,7 +19,6 @@ def model_kind(model_config: Any) -> str:
         is_deepseek_v4,
         is_minimax_sparse,
     )
-    from sglang.srt.model_loader.utils import get_resolved_model_impl
 
     hf_config = model_config.hf_config
     if mambaish_config(model_config) is not None:
@@ -30,7 +29,10 @@ def model_kind(model_config: Any) -> str:
         return "swa"
     if model_config.is_encoder_decoder:
         return "encoder-decoder"
-    uses_transformers = get_resolved_model_impl(model_config) == ModelImpl.TRANSFORMERS
-    if model_config.is_multimodal and uses_transformers:
-        return "no tree"
+    if model_config.is_multimodal:
+        # Imports every model that SGLang has, for seconds.
+        from sglang.srt.model_loader.utils import get_resolved_model_impl
+
+        if get_resolved_model_impl(model_config) == ModelImpl.TRANSFORMERS:
+            return "no tree"
     return "mla" if model_config.attention_arch == AttentionArch.MLA else "mha"

@@ -147,6 +147,9 @@ LIMITED: dict[str, Limit] = {
     ),
     "enable_hierarchical_cache": _off("no other hierarchical cache (HiCache)", _OTHER_CACHE),
     "hicache_storage_backend": _unset("no other hierarchical cache (HiCache)", _OTHER_CACHE),
+    "enable_int8_mamba_checkpoint": _off(
+        "no checkpoints of states", "SGLang keeps them in its own radix cache only"
+    ),
     "enable_lmcache": _off("no other hierarchical cache (LMCache)", _OTHER_CACHE),
     "enable_flexkv": _off("no other hierarchical cache (FlexKV)", _OTHER_CACHE),
     "enable_unified_cache_external_linker": _off("no other external linker", _OTHER_CACHE),
@@ -254,7 +257,7 @@ _FREE = {
         mamba_backend mamba_ssm_dtype mamba_max_states_per_path
         enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
         mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval
-        enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_backend
+        int8_mamba_ckpt_size linear_attn_backend
         linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend
         enable_linear_replayssm linear_replayssm_cache_len enable_linear_replayssm_spec""",
     "of features that are refused themselves": """

@@ -135,10 +135,11 @@ def _check_values(
         )
     if (read("tp_size") or 1) > 1:
         _check_tensor_parallel(config)
-    if read("page_size") == 1:
+    page_size = read("page_size")
+    if page_size is not None and page_size < 2:
         _refuse(
             "--page-size of at least 2",
-            "1",
+            f"{page_size}",
             f"leave the flag out (default {DEFAULT_PAGE_SIZE}) or give 16, 32 or 64",
         )
 

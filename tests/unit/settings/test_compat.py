@@ -161,6 +161,12 @@ def test_diffusion_models_are_refused() -> None:
         check_arguments(SimpleNamespace(dllm_algorithm="LowConfidence"), HierKVConfig())
 
 
+@pytest.mark.parametrize("page_size", [1, 0, -64])
+def test_pages_of_less_than_two_tokens_are_refused(page_size: int) -> None:
+    with pytest.raises(HierKVConfigError, match=f"at least 2, got {page_size}; leave the flag out"):
+        check_arguments(SimpleNamespace(page_size=page_size), HierKVConfig())
+
+
 def test_several_tokenizer_workers_are_refused_with_truncation() -> None:
     args = SimpleNamespace(tokenizer_worker_num=2)
     with pytest.raises(HierKVConfigError, match="got 2; leave it out or add"):

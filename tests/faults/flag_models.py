@@ -1,0 +1,75 @@
+"""Small configurations of models of each kind, for what needs no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from testkit.server import TINYLM
+
+_LATENT = {
+    "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+_WINDOWS = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 4}
+
+# What differs from the bundled model's configuration.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
+    },
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_EXPERTS,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 128,
+        "query_pre_attn_scalar": 64,
+    },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_LATENT,
+    },
+    "deepseek-v3.2": {
+        "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **_LATENT,
+        "index_topk": 64, "index_head_dim": 32, "index_n_heads": 4,
+    },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", **_WINDOWS,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+    "granite-windows": {
+        "architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa", **_WINDOWS,
+    },
+    "qwen3-next": {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **_EXPERTS,
+    },
+    "nemotron-h": {
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M*" * 4,
+    },
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"] * 4,
+    },
+    "whisper": {
+        "architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper",
+    },
+}  # fmt: skip
+
+# The kinds that are served; drawn more often, as others are refused whatever their arguments are.
+SERVED = ("llama", "qwen3", "qwen3-moe", "gemma3", "deepseek-v3")
+
+
+def model_folder(folder: Path, name: str) -> Path:
+    """Makes a folder with the configuration of a model and a tokenizer, and no weights."""
+    folder.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / file).symlink_to(TINYLM / file)
+    config = json.loads((TINYLM / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **MODELS[name]}))
+    return folder
