@@ -13,7 +13,9 @@ from typing import Any
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
-_CHAT = "sglang.srt.entrypoints.openai.serving_chat"
+_OPENAI = "sglang.srt.entrypoints.openai"
+_CHAT = f"{_OPENAI}.serving_chat"
+_USAGE = f"{_OPENAI}.usage_processor"
 
 
 def load() -> None:
@@ -54,6 +56,7 @@ def attach(server_args: Any, config: Any) -> None:
     server_args._hier_kv_secret = lineage_secret(config.disk_dir)
     server_args._hier_kv_server = secrets.token_hex(16)  # for its ranks to know each other by
     server_args.radix_cache_backend = "hier_kv"
+    server_args.enable_cache_report = True  # OpenAI's clients: `prompt_tokens_details`
     if server_args.page_size is None:
         server_args.page_size = DEFAULT_PAGE_SIZE
     _hook_tokenizer_manager()
@@ -105,6 +108,7 @@ def _hook_tokenizer_manager() -> None:
     """Registered late: importing the tokenizer manager before the arguments are parsed is slow."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_ext.seam.hooks.answers import around_generate
     from sglang_ext.seam.hooks.front import around_sending, around_tokenizing, around_validate
     from sglang_ext.seam.report import unpack_details
 
@@ -116,6 +120,7 @@ def _hook_tokenizer_manager() -> None:
     HookRegistry.register(f"{_TOKENIZER}._validate_one_request", around_validate, HookType.AROUND)
     HookRegistry.register(f"{_TOKENIZER}._tokenize_texts", around_tokenizing, HookType.AROUND)
     HookRegistry.register(f"{_TOKENIZER}._send_one_request", around_sending, HookType.AROUND)
+    HookRegistry.register(f"{_TOKENIZER}.generate_request", around_generate, HookType.AROUND)
     HookRegistry.register(f"{_TOKENIZER}.__init__", _after_tokenizer_manager)
     HookRegistry.apply_hooks()
 
@@ -124,14 +129,31 @@ def _after_tokenizer_manager(result: Any, self: Any, *args: Any, **kwargs: Any) 
     """The HTTP server, if there is one, is imported by now and does not serve yet."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_ext.seam.hooks.answers import add_reports
     from sglang_ext.seam.hooks.front import before_rendering, bound_bodies
 
     server = sys.modules.get(_HTTP_SERVER)
     if server is None or getattr(self.server_args, "_hier_kv", None) is None:
         return
+    add_reports(server.app)
     bound_bodies(server.app, self)
     if _CHAT in sys.modules:
+        _hook_usage()
         HookRegistry.register(
             f"{_CHAT}.OpenAIServingChat._process_messages", before_rendering, HookType.BEFORE
         )
         HookRegistry.apply_hooks()
+
+
+def _hook_usage() -> None:
+    """Lets the answers of OpenAI's endpoints say what was reused."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_ext.seam.hooks.answers import reports_usage, response_classes
+
+    protocol = sys.modules[f"{_OPENAI}.protocol"]
+    for name, replacement in response_classes(protocol):
+        HookRegistry.register(f"{protocol.__name__}.{name}", replacement, HookType.REPLACE)
+    after_usage = reports_usage(protocol.UsageInfo, protocol.PromptTokensDetails)
+    for name in ("calculate_response_usage", "calculate_streaming_usage"):
+        HookRegistry.register(f"{_USAGE}.UsageProcessor.{name}", after_usage)

@@ -7,7 +7,10 @@ strings, so the nested ``hier_kv`` object crosses as JSON text and is unpacked o
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
+
+from sglang_ext.tiers.records.quality import Quality
 
 DETAILS_KEY = "hier_kv"
 
@@ -16,11 +19,15 @@ def pack_details(details: dict[str, Any] | None, report: dict[str, Any]) -> dict
     """Adds the plugin's report to SGLang's own; in the scheduler process.
 
     Args:
-        details: SGLang's.
+        details: SGLang's, or None where it has none.
         report: reused tokens by tier, and `quality`, `exact` or `lossy`: the worst of them, when
             any was not exact or the request asked for exact ones only.
     """
-    packed: dict[str, Any] = dict(details) if details is not None else {"device": 0, "host": 0}
+    packed: dict[str, Any] = dict(details or {})
+    # SGLang's own three, for its metrics and its clients: they add up to what was reused.
+    packed["device"], packed["host"] = report["device"], report["host"]
+    packed["storage"] = report["disk"] + report["remote"]
+    packed["storage_backend"] = DETAILS_KEY
     packed[DETAILS_KEY] = json.dumps(report)
     return packed
 
@@ -30,3 +37,14 @@ def unpack_details(self: Any, recv_obj: Any, *args: Any, **kwargs: Any) -> None:
     for details in getattr(recv_obj, "cached_tokens_details", None) or ():
         if details and isinstance(details.get(DETAILS_KEY), str):
             details[DETAILS_KEY] = json.loads(details[DETAILS_KEY])
+
+
+def merge_reports(reports: Collection[dict[str, Any]]) -> dict[str, Any]:
+    """The report of several prompts: sums of tokens, and the worst quality where any is told."""
+    merged: dict[str, Any] = {}
+    for report in reports:
+        for name, value in report.items():
+            if isinstance(value, int):
+                merged[name] = merged.get(name, 0) + value
+    named = [Quality[report["quality"].upper()] for report in reports if "quality" in report]
+    return {**merged, "quality": max(named).name.lower()} if named else merged

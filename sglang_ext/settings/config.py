@@ -177,12 +177,13 @@ class HierKVConfig:
         metavar="MS",
     )
     truncation: str = _knob(
-        "overflow",
-        "overflow: a prompt over the context length keeps its head and drops the oldest of the "
-        "rest, and what is kept keeps its KV; without it SGLang refuses the prompt. match: a "
-        "prompt that fits and begins and goes on like a stored conversation reuses the KV of both "
-        "(an approximation), inside one salt and extra_key only. all: both. A request may choose "
-        'less than this with `custom_params: {"hier_kv_truncation": ...}`, never more.',
+        "off",
+        "off: SGLang refuses a prompt over the context length. overflow: such a prompt keeps its "
+        "head and drops the oldest of the rest, what is kept keeps its KV, and the answer says how "
+        "many tokens were dropped. match: a prompt that fits and begins and goes on like a stored "
+        "conversation reuses the KV of both (an approximation), inside one salt and extra_key "
+        "only. all: both. A request may choose less than this with "
+        '`custom_params: {"hier_kv_truncation": ...}`, never more.',
         choices=("off", "overflow", "match", "all"),
     )
     truncation_ratio: float = _knob(

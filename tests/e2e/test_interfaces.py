@@ -67,6 +67,7 @@ class Life:
     first_end: tuple[Leftovers, list[str], list[str]] | None = None
     restarted: list[dict[str, Any]] = field(default_factory=list)
     restarted_state: dict[str, Any] = field(default_factory=dict)
+    restarted_metrics: str = ""
     cleared: list[int] = field(default_factory=list)
     clear_answer: Any = None
     pages_after_clear: int = -1
@@ -122,9 +123,10 @@ def first_server(folder: Path, life: Life) -> None:
 
 def second_server(folder: Path, life: Life) -> None:
     """Finds the pages of the first; then all tiers are cleared."""
-    args = [*hier_args(folder, host_pages=200), "--max-total-tokens", "16384"]
+    args = [*hier_args(folder, host_pages=200), "--max-total-tokens", "16384", "--enable-metrics"]
     with Server(args, log_path=folder / "second.log") as server:
         life.restarted = [ask(server, prompt) for prompt in life.prompts]
+        life.restarted_metrics = str(server.get("/metrics"))
         life.restarted_state = state(server)
         life.clear_answer = server.post("/hicache/storage-backend/clear")
         life.pages_after_clear = state(server)["host"]["host_pages"]
@@ -208,6 +210,19 @@ def test_metrics_show_events_and_pages(life: Life) -> None:
     assert of("sglang:hier_kv_pages", 'of="host_capacity_pages"') == 200
     assert 0 < of("sglang:hier_kv_pages", 'of="host_pages"') <= 200
     assert of("sglang:hier_kv_events_total", 'event="disk_bytes_written"') >= written * 262_144
+
+
+def test_sglangs_own_metric_counts_the_disk_as_storage(life: Life) -> None:
+    sources = {}
+    for line in life.restarted_metrics.splitlines():
+        if line.startswith("sglang:cached_tokens_total{"):
+            name, _, value = line.rpartition(" ")
+            sources[name.partition('cache_source="')[2].partition('"')[0]] = float(value)
+    from_disk = sum(by_tier(answer)["disk"] for answer in life.restarted)
+    assert sources == {"storage": from_disk}
+    details = [answer["meta_info"]["cached_tokens_details"] for answer in life.restarted]
+    assert sum(one["storage"] for one in details) == from_disk > 0
+    assert {one["storage_backend"] for one in details} == {"hier_kv"}
 
 
 def test_sigterm_leaves_nothing_behind(life: Life) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 import sglang as sgl
 
@@ -26,6 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("truncation")
     args = [*hier_args(folder, host_pages=600, disk_gb=0.2), "--page-size", str(PAGE)]
     args += ["--context-length", str(CONTEXT), "--max-total-tokens", "4096"]
+    args += ["--hier-kv-truncation", "overflow"]
     with Server(args, log_path=folder / "server.log", stop="kill", start_timeout_s=400) as running:
         yield running
 
@@ -230,6 +233,106 @@ def test_chat_completions_keep_the_system_prompt_and_cut_between_messages(server
     opened = tokenizer.token_to_id("<|user|>")
     assert whole[head] == opened
     assert whole[head + found["dropped"]] == opened
+
+
+# ---- what a client of the OpenAI endpoints sees ----
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chat_about(num_tokens: int, seed: int) -> Any:
+    text = text_of(num_tokens, seed)
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+
+
+def seen(usage: openai.types.CompletionUsage | None) -> tuple[int, dict[str, Any]]:
+    """Cached tokens, and what the extension says: `hier_kv` of `prompt_tokens_details`."""
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    extra = usage.prompt_tokens_details.model_extra
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    return cached, (extra or {}).get("hier_kv") or {}
+
+
+def through(client: openai.OpenAI, way: str, num_tokens: int, seed: int) -> tuple[Any, Any]:
+    """One question in one of four ways; the usage and the header."""
+    common: dict[str, Any] = {"model": "m", "max_tokens": 4, "temperature": 0}
+    common |= {"stream": True, "stream_options": {"include_usage": True}} if "str" in way else {}
+    if "chat" in way:
+        create: Any = client.chat.completions.with_raw_response.create
+        raw = create(messages=chat_about(num_tokens, seed), **common)
+    else:
+        create = client.completions.with_raw_response.create
+        raw = create(prompt=text_of(num_tokens, seed), **common)
+    parsed = raw.parse()
+    usages = [one.usage for one in (list(parsed) if "str" in way else [parsed]) if one.usage]
+    return usages[-1], json.loads(raw.headers.get("x-hier-kv", "{}"))
+
+
+WAYS = ("chat", "streamed chat", "completion", "streamed completion")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_openai_client_sees_reuse_by_tier(
+    server: Server, client: openai.OpenAI, way: str
+) -> None:
+    seed = 200 + WAYS.index(way)
+    usage, header = through(client, way, 200, seed)
+    cached, report = seen(usage)
+    assert cached == sum(report.get(tier, 0) for tier in ("device", "host", "disk", "remote"))
+    settled(server)
+    server.post("/flush_cache")
+    usage, header = through(client, way, 200, seed)
+    cached, report = seen(usage)
+    assert report == header == {"device": 0, "host": cached, "disk": 0, "remote": 0}
+    assert cached == (usage.prompt_tokens - 1) // PAGE * PAGE > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_openai_client_sees_what_was_dropped(client: openai.OpenAI, way: str) -> None:
+    seed = 210 + WAYS.index(way)
+    fits, _ = through(client, way, 400, seed)
+    usage, header = through(client, way, 700, seed)
+    _, report = seen(usage)
+    assert report == header
+    assert report["cut_prompts"] == 1
+    assert 700 * 0.9 < usage.prompt_tokens + report["dropped"] - (fits.prompt_tokens - 400) < 770
+    # Again: now what is kept comes from where it lay, at another place than it was computed at.
+    usage, _ = through(client, way, 700, seed)
+    cached, report = seen(usage)
+    assert cached > 0
+    assert report["dropped"] > 0
+
+
+def test_a_stream_without_usage_says_in_its_header_that_prompts_were_cut(
+    client: openai.OpenAI,
+) -> None:
+    prompts = [text_of(700, 220), text_of(100, 221), text_of(700, 222)]
+    create = client.completions.with_streaming_response.create
+    with create(model="m", prompt=prompts, max_tokens=4, stream=True) as raw:
+        header = json.loads(raw.headers["x-hier-kv"])
+        assert "prompt_tokens_details" not in "".join(raw.iter_text())
+    assert header["cut_prompts"] == 2
+
+
+def test_several_answers_to_one_prompt_count_it_once(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="m", prompt=text_of(700, 223), max_tokens=4, n=3)
+    assert len(answer.choices) == 3
+    cached, report = seen(answer.usage)
+    assert report["cut_prompts"] == 1
+    assert 0 < report["dropped"] < 700
+    assert cached == sum(report[tier] for tier in ("device", "host", "disk", "remote"))
+
+
+def test_a_prompt_of_which_nothing_is_known_has_no_report(client: openai.OpenAI) -> None:
+    raw = client.completions.with_raw_response.create(model="m", prompt="a", max_tokens=1)
+    assert "x-hier-kv" not in raw.headers
+    assert seen(raw.parse().usage) == (0, {})
 
 
 def test_a_session_goes_through_an_overflow(server: Server) -> None:

@@ -28,8 +28,8 @@ TIER_IMPORTS = {
     "xxhash",
     "zstandard",
 }
-# SGLang brings prometheus_client, and transformers for calibration.
-PLUGIN_IMPORTS = KERNEL_IMPORTS | TIER_IMPORTS | {"prometheus_client", "transformers"}
+# SGLang brings prometheus_client, pydantic for its answers, and transformers for calibration.
+PLUGIN_IMPORTS = KERNEL_IMPORTS | TIER_IMPORTS | {"prometheus_client", "pydantic", "transformers"}
 
 # The seam: the only modules of the plugin that may import sglang.
 SGLANG_MODULES = {

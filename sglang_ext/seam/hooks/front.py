@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sglang_ext.identity.tenancy import owner_of
+from sglang_ext.seam.hooks.answers import note_cut
 from sglang_ext.seam.hooks.body_bound import BodyBound
 from sglang_ext.truncation.policy import (
     STATED,
@@ -55,6 +56,7 @@ def around_validate(original: Callable[..., Any], self: Any, obj: Any, input_ids
     if wish is not None:
         custom = params.get("custom_params")
         params["custom_params"] = {**(custom if isinstance(custom, dict) else {}), STATED: True}
+    note_cut()
     return original(self, obj, list(input_ids[: min(fits, fits + 1 - stated)]))
 
 

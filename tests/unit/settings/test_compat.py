@@ -170,8 +170,8 @@ def test_pages_of_less_than_two_tokens_are_refused(page_size: int) -> None:
 def test_several_tokenizer_workers_are_refused_with_truncation() -> None:
     args = SimpleNamespace(tokenizer_worker_num=2)
     with pytest.raises(HierKVConfigError, match="got 2; leave it out or add"):
-        check_arguments(args, HierKVConfig())
-    check_arguments(args, HierKVConfig(truncation="off"))
+        check_arguments(args, HierKVConfig(truncation="overflow"))
+    check_arguments(args, HierKVConfig())
 
 
 @pytest.mark.parametrize(

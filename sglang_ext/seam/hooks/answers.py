@@ -1,0 +1,184 @@
+"""Tells HTTP clients what was reused for their request, and what was left out of it.
+
+SGLang's OpenAI endpoints keep three of the numbers that a scheduler reports and drop the rest. Here
+an `Answer` follows each HTTP request: what the scheduler reported of its prompts is noted as it
+comes past, and put where a client looks: the field `hier_kv` of `usage.prompt_tokens_details`, and
+a header for answers that have no usage. Imports no SGLang: it is handed SGLang's classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextvars import ContextVar
+from typing import Any
+
+from pydantic import BaseModel, SerializeAsAny, create_model
+
+from sglang_ext.seam.hooks.body_bound import App, Message, Receive, Send
+from sglang_ext.seam.report import DETAILS_KEY, merge_reports
+
+HEADER = b"x-hier-kv"
+# SGLang's classes of answers with a `usage` that say how a prompt was served.
+ANSWER_MODELS = (
+    "ChatCompletionResponse",
+    "ChatCompletionStreamResponse",
+    "CompletionResponse",
+    "CompletionStreamResponse",
+)
+
+_answer: ContextVar[Answer | None] = ContextVar("hier_kv_answer", default=None)
+
+
+class Answer:
+    """What is known of the prompts of one HTTP request. One event loop's tasks only."""
+
+    def __init__(self) -> None:
+        self._reports: dict[int, dict[str, Any]] = {}
+        self._num_choices = 1
+        self._num_cut = 0
+
+    def note_cut(self) -> None:
+        """One of its prompts is over the context length and will be cut."""
+        self._num_cut += 1
+
+    def note(self, output: dict[str, Any], index: int, num_choices: int) -> None:
+        """Takes in what SGLang's front process knows of one of its choices by now.
+
+        Args:
+            output: what `TokenizerManager.generate_request` yields for one choice.
+            index: of the choice, over all prompts.
+            num_choices: of each prompt; the first of them says what the prompt cost.
+        """
+        self._num_choices = num_choices
+        details = output.get("meta_info", {}).get("cached_tokens_details")
+        report = details.get(DETAILS_KEY) if details else None
+        if isinstance(report, dict) and index % num_choices == 0:
+            self._reports[index] = report
+
+    def report(self) -> dict[str, Any]:
+        """Over all prompts: reused tokens by tier, `dropped`, `moved`, `quality`; empty for none.
+
+        With `cut_prompts` where any prompt was cut, also one of which nothing came back yet.
+        """
+        merged = merge_reports(self._reports.values())
+        num_cut = max(self._num_cut, sum("dropped" in report for report in self._reports.values()))
+        return {**merged, "cut_prompts": num_cut} if num_cut else merged
+
+
+class AnswerReports:
+    """ASGI middleware: gives each HTTP request its `Answer`, and the answer its header."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serves one connection's request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = Answer()
+
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                report = answer.report()
+                if report:
+                    value = json.dumps(report, separators=(",", ":")).encode()
+                    message = {**message, "headers": [*message.get("headers", ()), (HEADER, value)]}
+            await send(message)
+
+        token = _answer.set(answer)
+        try:
+            await self._app(scope, receive, send_with_header)
+        finally:
+            _answer.reset(token)
+
+
+def note_cut() -> None:
+    """A prompt of the HTTP request that is being served will be cut."""
+    answer = _answer.get()
+    if answer is not None:
+        answer.note_cut()
+
+
+def around_generate(
+    original: Callable[..., AsyncGenerator[Any, None]],
+    self: Any,
+    obj: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> AsyncGenerator[Any, None]:
+    """AROUND hook of `TokenizerManager.generate_request`: notes what comes past."""
+    answer, outputs = _answer.get(), original(self, obj, *args, **kwargs)
+    return outputs if answer is None else _noted(outputs, answer, obj)
+
+
+async def _noted(
+    outputs: AsyncGenerator[Any, None], answer: Answer, obj: Any
+) -> AsyncGenerator[Any, None]:
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            num_choices = getattr(obj, "parallel_sample_num", 1) or 1  # known once it runs
+            for place, one in enumerate(output if isinstance(output, list) else [output]):
+                if isinstance(one, dict):
+                    answer.note(one, one.get("index", place), num_choices)
+            yield output
+
+
+def reports_usage(usage_class: type[BaseModel], details_class: type[BaseModel]) -> Any:
+    """Makes the AFTER hook of the functions that make a `usage`.
+
+    Args:
+        usage_class: SGLang's `UsageInfo`.
+        details_class: its `PromptTokensDetails`.
+
+    Returns:
+        The hook: it adds the report of the request that is being served to its usage.
+    """
+    details: Any = create_model(
+        details_class.__name__, __base__=details_class, hier_kv=(dict[str, Any], ...)
+    )
+    usage: Any = create_model(
+        usage_class.__name__, __base__=usage_class, prompt_tokens_details=(details, ...)
+    )
+
+    def after_usage(result: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = _answer.get()
+        report = answer.report() if answer is not None else {}
+        if not report:
+            return None
+        known = dict(result.prompt_tokens_details or ())
+        values = {
+            **dict(result),
+            "prompt_tokens_details": details.model_construct(**known, hier_kv=report),
+        }
+        return usage.model_construct(**values)
+
+    return after_usage
+
+
+def with_any_usage(model: type[BaseModel]) -> type[BaseModel]:
+    """A class of answers whose `usage` may say more than its own type does."""
+    field = model.model_fields["usage"]
+    kind: Any = SerializeAsAny[field.annotation]  # type: ignore[name-defined]
+    fields: Any = {"usage": (kind, field)}
+    return create_model(model.__name__, __base__=model, __module__=model.__module__, **fields)
+
+
+def add_reports(app: Any) -> None:
+    """Puts `AnswerReports` around SGLang's app.
+
+    Args:
+        app: SGLang's `FastAPI`, before it serves.
+    """
+    app.add_middleware(AnswerReports)
+
+
+def response_classes(protocol: Any) -> Iterable[tuple[str, type[BaseModel]]]:
+    """SGLang's classes of answers by name, each with what takes its place.
+
+    Args:
+        protocol: the module `sglang.srt.entrypoints.openai.protocol`.
+    """
+    return [(name, with_any_usage(getattr(protocol, name))) for name in ANSWER_MODELS]
