@@ -161,8 +161,8 @@ def reports_usage(usage_class: type[BaseModel], details_class: type[BaseModel]) 
 def with_any_usage(model: type[BaseModel]) -> type[BaseModel]:
     """A class of answers whose `usage` may say more than its own type does."""
     field = model.model_fields["usage"]
-    kind: Any = SerializeAsAny[field.annotation]  # type: ignore[name-defined]
-    fields: Any = {"usage": (kind, field)}
+    as_any: Any = SerializeAsAny  # written as the class it has, not as the one that is declared
+    fields: Any = {"usage": (as_any[field.annotation], field)}
     return create_model(model.__name__, __base__=model, __module__=model.__module__, **fields)
 
 
