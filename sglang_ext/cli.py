@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 
@@ -18,6 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_calibrate(commands.add_parser("calibrate", help="measure a model's codec profile"))
     _add_keygen(commands.add_parser("keygen", help="make a key for --hier-kv-key-file"))
+    _add_doctor(
+        commands.add_parser("doctor", help="look at SGLang and the machine, as a start would")
+    )
     chosen = parser.parse_args(arguments)
     try:
         return int(chosen.run(chosen))
@@ -59,6 +63,41 @@ def _keygen(chosen: argparse.Namespace) -> int:
     write_key_file(Path(chosen.file))
     print(chosen.file)  # noqa: T201
     return 0
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    from sglang_ext.settings.flags import add_flags
+
+    parser.description = (
+        "Says whether a server would start with these settings, and what it would lose; needs no "
+        "model and no GPU. The exit status is 1 where it would be refused. Example: "
+        "hier-kv doctor --hier-kv-host-size 64 --hier-kv-disk-dir /kv --hier-kv-disk-size 500"
+    )
+    parser.set_defaults(run=_doctor)
+    parser.add_argument(
+        "--contract", metavar="PLACE", help="look at this SGLang only: a wheel, or a folder"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    add_flags(parser)
+
+
+def _doctor(chosen: argparse.Namespace) -> int:
+    from sglang_ext.assembly.doctor import check_sglang, look
+    from sglang_ext.settings.flags import config_from_namespace
+
+    if chosen.contract:
+        checks = [check_sglang(Path(chosen.contract))]
+    else:
+        chosen.enable_hier_kv = True  # its flags mean something here without it, too
+        config = config_from_namespace(chosen)
+        assert config is not None
+        checks = list(look(config))
+    if chosen.json:
+        print(json.dumps([asdict(check) for check in checks], indent=1))  # noqa: T201
+    else:
+        for check in checks:
+            print("\n    ".join([f"{check.name}: {check.state}. {check.text}", *check.details]))  # noqa: T201
+    return int(any(check.state == "refused" for check in checks))
 
 
 def _calibrate(chosen: argparse.Namespace) -> int:

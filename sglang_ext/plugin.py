@@ -6,9 +6,12 @@ may fail runs later, from hooks, where an error ends the start with a sentence.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import sys
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -20,11 +23,11 @@ _USAGE = f"{_OPENAI}.usage_processor"
 
 def load() -> None:
     """Registers the flags and, where this process runs a scheduler, the cache and its hooks."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang_ext.seam.hooks.hooking import hook
 
-    HookRegistry.register(f"{_SERVER_ARGS}.add_cli_args", _after_add_cli_args)
-    HookRegistry.register(f"{_SERVER_ARGS}.from_cli_args", _after_from_cli_args)
-    HookRegistry.register(f"{_SERVER_ARGS}.resolve_once", _around_resolution, HookType.AROUND)
+    hook(f"{_SERVER_ARGS}.add_cli_args", _after_add_cli_args)
+    hook(f"{_SERVER_ARGS}.from_cli_args", _after_from_cli_args)
+    hook(f"{_SERVER_ARGS}.resolve_once", _around_resolution, "around")
     _extend_engine()
     # Importing the scheduler costs seconds and the main process does not need it; a scheduler
     # process has imported it before it loads plugins.
@@ -47,9 +50,13 @@ def attach(server_args: Any, config: Any) -> None:
         HierKVConfigError: the set-up is refused.
     """
     from sglang_ext.assembly.preflight import check_machine
+    from sglang_ext.seam.contract.verdict import check_contract
+    from sglang_ext.seam.hooks.hooking import check_hooks
     from sglang_ext.settings.compat import DEFAULT_PAGE_SIZE, check_arguments
     from sglang_ext.truncation.secret import lineage_secret
 
+    check_contract()
+    check_hooks()
     check_arguments(server_args, config)
     check_machine(config)
     server_args._hier_kv = config.to_dict()
@@ -63,8 +70,16 @@ def attach(server_args: Any, config: Any) -> None:
 
 
 def _after_add_cli_args(result: Any, parser: Any) -> None:
+    from sglang_ext.errors import HierKVConfigError
+    from sglang_ext.seam.hooks.hooking import check_hooks
     from sglang_ext.settings.flags import add_flags
 
+    try:
+        check_hooks()
+    except HierKVConfigError as error:
+        # Flags that nobody reads would be accepted and do nothing. A server without them may run.
+        logger.error("hier-kv: its flags are not known to this server: %s", error)
+        return
     add_flags(parser)
 
 
@@ -106,31 +121,25 @@ def _extend_engine() -> None:
 
 def _hook_tokenizer_manager() -> None:
     """Registered late: importing the tokenizer manager before the arguments are parsed is slow."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     from sglang_ext.seam.hooks.answers import around_generate
     from sglang_ext.seam.hooks.front import around_sending, around_tokenizing, around_validate
+    from sglang_ext.seam.hooks.hooking import apply_hooks, hook
     from sglang_ext.seam.report import unpack_details
 
-    HookRegistry.register(
-        f"{_TOKENIZER}._handle_batch_output",
-        unpack_details,
-        HookType.BEFORE,
-    )
-    HookRegistry.register(f"{_TOKENIZER}._validate_one_request", around_validate, HookType.AROUND)
-    HookRegistry.register(f"{_TOKENIZER}._tokenize_texts", around_tokenizing, HookType.AROUND)
-    HookRegistry.register(f"{_TOKENIZER}._send_one_request", around_sending, HookType.AROUND)
-    HookRegistry.register(f"{_TOKENIZER}.generate_request", around_generate, HookType.AROUND)
-    HookRegistry.register(f"{_TOKENIZER}.__init__", _after_tokenizer_manager)
-    HookRegistry.apply_hooks()
+    hook(f"{_TOKENIZER}._handle_batch_output", unpack_details, "before")
+    hook(f"{_TOKENIZER}._validate_one_request", around_validate, "around")
+    hook(f"{_TOKENIZER}._tokenize_texts", around_tokenizing, "around")
+    hook(f"{_TOKENIZER}._send_one_request", around_sending, "around")
+    hook(f"{_TOKENIZER}.generate_request", around_generate, "around")
+    hook(f"{_TOKENIZER}.__init__", _after_tokenizer_manager)
+    apply_hooks()
 
 
 def _after_tokenizer_manager(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """The HTTP server, if there is one, is imported by now and does not serve yet."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     from sglang_ext.seam.hooks.answers import add_reports
     from sglang_ext.seam.hooks.front import before_rendering, bound_bodies
+    from sglang_ext.seam.hooks.hooking import apply_hooks, hook
 
     server = sys.modules.get(_HTTP_SERVER)
     if server is None or getattr(self.server_args, "_hier_kv", None) is None:
@@ -139,21 +148,18 @@ def _after_tokenizer_manager(result: Any, self: Any, *args: Any, **kwargs: Any) 
     bound_bodies(server.app, self)
     if _CHAT in sys.modules:
         _hook_usage()
-        HookRegistry.register(
-            f"{_CHAT}.OpenAIServingChat._process_messages", before_rendering, HookType.BEFORE
-        )
-        HookRegistry.apply_hooks()
+        hook(f"{_CHAT}.OpenAIServingChat._process_messages", before_rendering, "before")
+        apply_hooks()
 
 
 def _hook_usage() -> None:
     """Lets the answers of OpenAI's endpoints say what was reused."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     from sglang_ext.seam.hooks.answers import reports_usage, response_classes
+    from sglang_ext.seam.hooks.hooking import hook
 
     protocol = sys.modules[f"{_OPENAI}.protocol"]
     for name, replacement in response_classes(protocol):
-        HookRegistry.register(f"{protocol.__name__}.{name}", replacement, HookType.REPLACE)
+        hook(f"{protocol.__name__}.{name}", replacement, "replace")
     after_usage = reports_usage(protocol.UsageInfo, protocol.PromptTokensDetails)
     for name in ("calculate_response_usage", "calculate_streaming_usage"):
-        HookRegistry.register(f"{_USAGE}.UsageProcessor.{name}", after_usage)
+        hook(f"{_USAGE}.UsageProcessor.{name}", after_usage)

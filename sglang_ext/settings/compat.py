@@ -1,4 +1,4 @@
-"""What the plugin runs with, and what it refuses: SGLang versions and server set-ups.
+"""What the plugin runs with, and what it refuses of server set-ups and models.
 
 Every refusal is one sentence with what was expected, what came and what to do. Three times, each
 with more known: ``check_arguments`` as they were given, ``check_resolved`` when SGLang has decided
@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
@@ -20,7 +19,6 @@ from sglang_ext.settings.arguments import flag, outside_limits, unknown_argument
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.model_kinds import MODEL_KINDS, WITHOUT
 
-TESTED_SGLANG = ("0.5.23",)
 DEFAULT_PAGE_SIZE = 64
 # By name, as the classes of other devices and pools are subclasses of these.
 _ALLOCATOR = "PagedTokenToKVPoolAllocator"
@@ -46,21 +44,6 @@ class Resolved:
     model_kind: str
 
 
-def check_sglang_version() -> None:
-    """Refuses an SGLang release that the plugin was not tested with.
-
-    Raises:
-        HierKVConfigError: unless ``SGLANG_HIER_KV_ALLOW_UNTESTED=1`` is set.
-    """
-    found = metadata.version("sglang")
-    if found in TESTED_SGLANG or _untested_is_allowed():
-        return
-    raise HierKVConfigError(
-        f"--enable-hier-kv was tested with SGLang {', '.join(TESTED_SGLANG)}, found {found}; "
-        f"install sglang=={TESTED_SGLANG[-1]} or set SGLANG_HIER_KV_ALLOW_UNTESTED=1."
-    )
-
-
 def check_arguments(server_args: Any, config: HierKVConfig) -> None:
     """Refuses server arguments under which the plugin would be wrong or untested.
 
@@ -71,7 +54,6 @@ def check_arguments(server_args: Any, config: HierKVConfig) -> None:
     Raises:
         HierKVConfigError: naming the argument, its value and what to do.
     """
-    check_sglang_version()
 
     def read(name: str) -> Any:
         # With aux hidden states the algorithm is only the name of a convention; SGLang resets it.

@@ -1,9 +1,10 @@
 """Parses many command lines in one process, as SGLang's main process does, plugins loaded.
 
-Reads a JSON list of {"argv", "version", "resolve"} from stdin; writes for each either {"exit",
-"stderr"} or {"args": SGLang's arguments, "hier_kv": the plugin's settings}. With "resolve" SGLang
-decides what was left open, as it does before it starts its processes. Importing SGLang takes
-seconds, so the tests run this once.
+Reads a JSON list of {"argv", "sglang", "resolve"} from stdin; `sglang` is a folder to be looked at
+as if it were the SGLang that is installed. Writes for each either {"exit", "stderr"} or {"args":
+SGLang's arguments, "hier_kv": the plugin's settings}. With "resolve" SGLang decides what was left
+open, as it does before it starts its processes. Importing SGLang takes seconds, so the tests run
+this once.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ import io
 import json
 import sys
 import traceback
-from importlib import metadata
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+from sglang_ext.seam.contract import verdict
+from sglang_ext.seam.contract.source import Source
 
 
 def main() -> None:
@@ -26,15 +31,11 @@ def main() -> None:
     ServerArgs.add_cli_args(parser)
     names = sorted({action.dest for action in parser._actions} - {"help"})
     load_plugins()
-    true_version = metadata.version
+    true_installed = verdict.installed
     out = []
     for case in json.load(sys.stdin):
-        version = case.get("version")
-
-        def found(name: str, version: str | None = version) -> str:
-            return version if version and name == "sglang" else true_version(name)
-
-        setattr(metadata, "version", found)  # noqa: B010 - mypy refuses the assignment
+        place = case.get("sglang")
+        verdict.installed = partial(Source, Path(place)) if place else true_installed
         resolve = bool(case.get("resolve"))
         out.append(_parse(prepare_server_args, names, case["argv"], resolve))
     print("\n" + json.dumps(out))

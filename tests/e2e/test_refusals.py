@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from runtime_cpu import launch
+from sglang_ext.seam.contract.symbols import SYMBOLS
 from testkit.server import ROOT, TINYLM, Server, ServerError
+from testkit.sglang_copy import SglangCopy
 from tests.e2e.hier_server import (
     PAGE,
     SLOT_BYTES,
@@ -35,6 +37,7 @@ DUMMY = [
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
 ]
 SENTENCE_CHARS = 400
+HOOKED = next(symbol for symbol in SYMBOLS if symbol.name == "Scheduler._create_generation_req")
 
 # What is added to a good command line, and what the sentence must say.
 REFUSED_ARGUMENTS = {
@@ -226,8 +229,13 @@ def parsed(folder: Path) -> Parsed:
         cases[name] = {"argv": [*ON, *size, *added]}
     for name, added in FLAG_ALONE.items():
         cases[f"alone: {name}"] = {"argv": [*ON[:-1], *added]}
-    cases["other version"] = {"argv": [*ON, *SMALL], "version": "0.5.22"}
-    cases["other version, off"] = {"argv": ON[:-1], "version": "0.5.22"}
+    broken = SglangCopy(folder / "broken", "0.6.0")
+    broken.rename(HOOKED)
+    cases["broken"] = {"argv": [*ON, *SMALL], "sglang": str(broken.folder)}
+    cases["broken, off"] = {"argv": ON[:-1], "sglang": str(broken.folder)}
+    later = SglangCopy(folder / "later", "0.6.0")
+    later.add_statement(HOOKED)
+    cases["later"] = {"argv": [*ON, *SMALL], "sglang": str(later.folder)}
     cases["off"] = {"argv": ON[:-1]}
     cases["off again"] = {"argv": ON[:-1]}
     cases["on"] = {"argv": [*ON, *SMALL]}
@@ -297,19 +305,22 @@ def test_a_flag_without_the_switch_is_refused(parsed: Parsed, folder: Path, name
     assert_one_sentence(result["stderr"], expected, folder)
 
 
-def test_another_sglang_is_refused_only_with_the_switch(parsed: Parsed, folder: Path) -> None:
-    result = parsed["other version"]
+def test_another_sglang_is_refused_only_where_it_breaks_what_is_used(
+    parsed: Parsed, folder: Path
+) -> None:
+    result = parsed["broken"]
     assert result.get("exit") == 1, result
-    expected = ["tested with SGLang 0.5.23", "found 0.5.22", "install sglang==0.5.23"]
+    expected = ["as in 0.5.23", f"SGLang 0.6.0 {HOOKED} is missing", "install sglang==0.5.23"]
     assert_one_sentence(result["stderr"], expected, folder)
-    assert "args" in parsed["other version, off"]
+    assert "args" in parsed["broken, off"]
+    assert "args" in parsed["later"]
 
 
-def test_the_switch_changes_two_arguments_and_no_switch_changes_none(parsed: Parsed) -> None:
+def test_the_switch_changes_three_arguments_and_no_switch_changes_none(parsed: Parsed) -> None:
     off, on = parsed["off"]["args"], parsed["on"]["args"]
     random = {name for name in off if off[name] != parsed["off again"]["args"][name]}
     changed = {name for name in off if off[name] != on[name]} - random
-    assert changed == {"page_size", "radix_cache_backend"}
+    assert changed == {"page_size", "radix_cache_backend", "enable_cache_report"}
     assert parsed["off"]["hier_kv"] is None
     assert on["page_size"] == "64"
     assert parsed["on"]["hier_kv"]["host_size"] == 0.05

@@ -54,7 +54,6 @@ ROOMS = (
 
 # Who names SGLang besides the seam, and why.
 NAMES_SGLANG = {
-    "sglang_ext.plugin": "SGLang's registry of hooks calls it",
     "sglang_ext.assembly.factory": "it is called by SGLang's registry of caches",
     "sglang_ext.provenance.taint": "it cuts SGLang's keys",
     "sglang_ext.truncation.reuse": "it cuts SGLang's keys",

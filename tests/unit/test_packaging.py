@@ -34,14 +34,12 @@ PLUGIN_IMPORTS = KERNEL_IMPORTS | TIER_IMPORTS | {"prometheus_client", "pydantic
 # The seam: the only modules of the plugin that may import sglang.
 SGLANG_MODULES = {
     "assembly/factory",
-    "plugin",
     "provenance/taint",
     "seam/cache",
     "seam/hash_fallback",
+    "seam/hooks/hooking",
     "seam/hooks/resolution",
     "seam/hooks/scheduler",
-    "seam/hooks/truncation",
-    "seam/hooks/weights",
     "seam/linker",
     "seam/model_kind",
     "seam/self_check",

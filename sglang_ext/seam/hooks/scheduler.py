@@ -11,6 +11,7 @@ from sglang_ext.device.rope_discovery import rope_digest
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.tenancy import note_tenant
 from sglang_ext.seam.cache import HierKVRadixCache
+from sglang_ext.seam.hooks.hooking import check_hooks, hook
 from sglang_ext.seam.hooks.truncation import build_truncator, register_truncation_hooks
 from sglang_ext.seam.hooks.weights import register_weight_hooks
 from sglang_ext.seam.report import DETAILS_KEY, pack_details
@@ -34,25 +35,30 @@ def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
         build_cache: makes the cache from what SGLang hands to a backend of its radix cache.
     """
     from sglang.srt.mem_cache import registry
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if BACKEND not in registry.registered_radix_cache_backends():
-        registry.register_radix_cache_backend(BACKEND, build_cache)
-    HookRegistry.register(f"{_SCHEDULER}.__init__", _after_init)
-    HookRegistry.register(f"{_SCHEDULER}._create_generation_req", _after_create)
-    HookRegistry.register(f"{_SCHEDULER}.run_batch", _after_run_batch)
-    HookRegistry.register(f"{_SCHEDULER}.process_batch_result", _after_process_batch_result)
-    HookRegistry.register(
+        registry.register_radix_cache_backend(BACKEND, _build_hooked)
+    hook(f"{_SCHEDULER}.__init__", _after_init)
+    hook(f"{_SCHEDULER}._create_generation_req", _after_create)
+    hook(f"{_SCHEDULER}.run_batch", _after_run_batch)
+    hook(f"{_SCHEDULER}.process_batch_result", _after_process_batch_result)
+    hook(
         f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer.get_cached_tokens_details",
         _after_details,
     )
-    HookRegistry.register(
+    hook(
         f"{_COMPONENTS}.internal_state.SchedulerInternalStateController.get_internal_state",
         _after_internal_state,
     )
-    HookRegistry.register(f"{_SCHEDULER}.process_batch_result", _before_result, HookType.BEFORE)
+    hook(f"{_SCHEDULER}.process_batch_result", _before_result, "before")
     register_weight_hooks()
     register_truncation_hooks()
+
+
+def _build_hooked(ctx: Any) -> Any:
+    """SGLang's factory of caches: here the hooks are in place, or the start ends."""
+    check_hooks()
+    return build_cache(ctx)
 
 
 def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:

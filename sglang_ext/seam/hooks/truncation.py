@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
+from sglang_ext.seam.hooks.hooking import hook
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.truncation.cut import DEFAULT_HEAD_TOKENS, Cut, CutRefusedError, CutRule
 from sglang_ext.truncation.lineage import CutLineage, attach_lineage, lineage_of, names_of
@@ -37,13 +38,9 @@ _SESSION = "sglang.srt.session.session_controller.Session"
 
 def register_truncation_hooks() -> None:
     """Registers the scheduler's part. It acts where the cache is ours and truncation is on."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_SCHEDULER}._create_generation_req", _after_create)
-    HookRegistry.register(
-        f"{_SCHEDULER}.init_req_max_new_tokens", _around_max_new_tokens, HookType.AROUND
-    )
-    HookRegistry.register(f"{_SESSION}._concat_token_arrays", _around_concat, HookType.AROUND)
+    hook(f"{_SCHEDULER}._create_generation_req", _after_create)
+    hook(f"{_SCHEDULER}.init_req_max_new_tokens", _around_max_new_tokens, "around")
+    hook(f"{_SESSION}._concat_token_arrays", _around_concat, "around")
 
 
 # ---- the scheduler ----

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_ext.seam.cache import HierKVRadixCache
+from sglang_ext.seam.hooks.hooking import hook
 
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 # Every path on which SGLang 0.5.23 writes weights. Releasing and resuming memory may leave
 # weights undefined until the caller loads them again.
@@ -28,20 +30,12 @@ _ADAPTER_METHODS = (
 
 def register_weight_hooks() -> None:
     """Registers the hooks; in a scheduler process, before the scheduler is built."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     for method in _WEIGHT_METHODS:
-        HookRegistry.register(f"{_UPDATER}.{method}", _around_weight_change, HookType.AROUND)
+        hook(f"{_UPDATER}.{method}", _around_weight_change, "around")
     for method in _ADAPTER_METHODS:
-        HookRegistry.register(
-            f"sglang.srt.managers.scheduler.Scheduler.{method}",
-            _around_adapter_change,
-            HookType.AROUND,
-        )
-    HookRegistry.register(f"{_UPDATER}.check_weights", _around_check, HookType.AROUND)
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.flush_cache", _before_flush, HookType.BEFORE
-    )
+        hook(f"{_SCHEDULER}.{method}", _around_adapter_change, "around")
+    hook(f"{_UPDATER}.check_weights", _around_check, "around")
+    hook(f"{_SCHEDULER}.flush_cache", _before_flush, "before")
 
 
 def _around_weight_change(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,6 @@ from sglang_ext.settings.compat import (
     check_model,
     check_ranks,
     check_resolved,
-    check_sglang_version,
     check_tree,
 )
 from sglang_ext.settings.config import HierKVConfig
@@ -188,14 +187,6 @@ def test_what_tensor_parallel_ranks_cannot_agree_on_is_refused(
     with pytest.raises(HierKVConfigError, match=words):
         check_arguments(SimpleNamespace(tp_size=2), config)
     check_arguments(SimpleNamespace(dp_size=2), config)
-
-
-def test_an_untested_release_runs_only_when_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_ext.settings.compat.metadata.version", lambda name: "0.6.0")
-    with pytest.raises(HierKVConfigError, match=r"found 0\.6\.0"):
-        check_sglang_version()
-    monkeypatch.setenv("SGLANG_HIER_KV_ALLOW_UNTESTED", "1")
-    check_sglang_version()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

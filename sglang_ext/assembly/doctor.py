@@ -1,0 +1,120 @@
+"""`hier-kv doctor`: looks at SGLang and the machine as a start would, before a model is loaded."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sglang_ext.assembly.preflight import check_machine
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.seam.contract.source import ContractError, Source
+from sglang_ext.seam.contract.symbols import SYMBOLS
+from sglang_ext.seam.contract.verdict import ALLOW_UNTESTED, examine, installed
+from sglang_ext.settings.config import GIB, HierKVConfig
+from sglang_ext.tiers.disk.segments.fileio import FileIO, direct_io_works
+from sglang_ext.tiers.memory import available_bytes
+
+_GPU = Path("/dev/nvidiactl")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: of it.
+        state: whether a start would go on, go on with a loss, or be refused.
+        text: what is so, and what to do about it; a sentence.
+        details: more of it, a line each.
+    """
+
+    name: str
+    state: Literal["ok", "warning", "refused"]
+    text: str
+    details: list[str] = field(default_factory=list)
+
+
+def look(config: HierKVConfig, place: Path | None = None) -> Iterator[Check]:
+    """Looks at everything, the cheapest first.
+
+    Args:
+        config: the settings that a server would be given.
+        place: folder or wheel of the SGLang to look at; the installed one if None.
+    """
+    yield check_sglang(place)
+    yield _check_settings(config)
+    yield _check_memory_lock(config)
+    if config.disk_dir and Path(config.disk_dir).is_dir():
+        yield _check_disk(config)
+
+
+def check_sglang(place: Path | None = None) -> Check:
+    """Compares an SGLang release with what was tested; runs nothing of it."""
+    try:
+        source = installed() if place is None else Source(place)
+    except ContractError as error:
+        return Check("sglang", "refused", str(error))
+    verdict = examine(source)
+    differs = [f"{one.symbol} is written differently" for one in verdict.unproven]
+    told = [f"{one.symbol} is written differently (hooked only)" for one in verdict.changed]
+    details = [*map(str, verdict.broken), *differs, *told]
+    allowed = os.environ.get(ALLOW_UNTESTED) == "1"
+    refusal = verdict.refusal(allow_untested=allowed)
+    if refusal:
+        return Check("sglang", "refused", refusal, details)
+    if not verdict.is_tested:
+        return Check("sglang", "warning", f"{verdict.warning()}.", details)
+    return Check("sglang", "ok", f"SGLang {verdict.version}, tested; {len(SYMBOLS)} names agree.")
+
+
+def _check_settings(config: HierKVConfig) -> Check:
+    try:
+        config.validate()
+        check_machine(config)
+    except HierKVConfigError as error:
+        return Check("settings", "refused", str(error))
+    free = available_bytes() / GIB
+    return Check("settings", "ok", f"{config.host_size:g} GB of DRAM of {free:.1f} GB free.")
+
+
+def _check_memory_lock(config: HierKVConfig) -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if not _GPU.exists():
+        return Check("memlock", "ok", "No NVIDIA GPU here, so no memory is page-locked.")
+    if soft in (resource.RLIM_INFINITY, -1) or soft >= config.host_bytes:
+        return Check("memlock", "ok", "All of the host tier may be page-locked.")
+    return Check(
+        "memlock",
+        "warning",
+        f"--hier-kv-host-size {config.host_size:g} needs {config.host_bytes} bytes of locked "
+        f"memory for fast copies, the limit is {soft}; raise it (`ulimit -l unlimited`).",
+    )
+
+
+def _check_disk(config: HierKVConfig) -> Check:
+    folder = Path(config.disk_dir)
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    wanted = config.disk_bytes + int(config.disk_free_floor * GIB)
+    held = sum(path.stat().st_size for path in folder.rglob("seg-*") if path.is_file())
+    mode = config.disk_io
+    if mode == "auto":
+        mode = "direct" if direct_io_works(FileIO(), folder) else "buffered"
+    if mode == "direct" and not direct_io_works(FileIO(), folder):
+        text = f"--hier-kv-disk-io direct needs O_DIRECT, which {folder} lacks; use auto."
+        return Check("disk", "refused", text)
+    if free + held < wanted:
+        return Check(
+            "disk",
+            "warning",
+            f"--hier-kv-disk-size {config.disk_size:g} and the free-space floor are more than the "
+            f"{(free + held) / GIB:.1f} GB that are free or ours; the disk tier will stay smaller.",
+        )
+    if mode == "buffered":
+        text = "Buffered I/O: the page cache holds a second copy of what is read; a local disk"
+        return Check("disk", "warning", f"{text} with O_DIRECT is faster.")
+    return Check("disk", "ok", f"Direct I/O, {(free + held) / GIB:.1f} GB free or ours.")

@@ -1,0 +1,167 @@
+"""Every name of SGLang's that the plugin imports, hooks, overrides, calls or relies on.
+
+A hook on a name that is not here is refused (`hooking.py`); tests compare the rest with the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+
+class Use(Enum):
+    """What is done with a name, and so what of it must be as it was tested."""
+
+    NAMED = "exists"
+    CALLED = "signature"
+    HOOKED = "signature; its body is told of when it differs"
+    FOLLOWED = "signature and body: ours takes its place, or rests on what it does"
+
+
+class Symbol(NamedTuple):
+    """A name of SGLang's.
+
+    Attributes:
+        module: within the package `sglang`, dotted.
+        name: in the module, dotted; of an attribute that methods of a class assign, too.
+        use: what is done with it.
+    """
+
+    module: str
+    name: str
+    use: Use
+
+    @property
+    def path(self) -> str:
+        """The file, within the package."""
+        return f"{self.module.replace('.', '/')}.py"
+
+    def __str__(self) -> str:
+        return f"sglang.{self.module}.{self.name}"
+
+
+_UNIFIED = "srt.mem_cache.unified_radix_cache"
+_LINKER = "srt.mem_cache.unified_cache.unified_cache_linker"
+_TREE = "srt.mem_cache.unified_cache.unified_tree_core"
+_SCHEDULER = "srt.managers.scheduler"
+_PARTS = "srt.managers.scheduler_components"
+_TOKENIZER = "srt.managers.tokenizer_manager"
+_OPENAI = "srt.entrypoints.openai"
+
+# Names by use, module and class; a class of "" is the module itself.
+_NAMES: dict[Use, dict[tuple[str, str], str]] = {
+    Use.HOOKED: {
+        ("srt.server_args", "ServerArgs"): "add_cli_args from_cli_args resolve_once",
+        (_TOKENIZER, "TokenizerManager"): (
+            "__init__ generate_request _handle_batch_output _send_one_request _tokenize_texts "
+            "_validate_one_request"
+        ),
+        (f"{_OPENAI}.serving_chat", "OpenAIServingChat"): "_process_messages",
+        (f"{_OPENAI}.usage_processor", "UsageProcessor"): (
+            "calculate_response_usage calculate_streaming_usage"
+        ),
+        (_SCHEDULER, "Scheduler"): (
+            "__init__ _create_generation_req run_batch process_batch_result flush_cache "
+            "init_req_max_new_tokens load_lora_adapter load_lora_adapter_from_tensors "
+            "unload_lora_adapter"
+        ),
+        (f"{_PARTS}.output_streamer", "SchedulerOutputStreamer"): "get_cached_tokens_details",
+        (f"{_PARTS}.internal_state", "SchedulerInternalStateController"): "get_internal_state",
+        (f"{_PARTS}.weight_updater", "SchedulerWeightUpdaterManager"): (
+            "update_weights_from_disk update_weights_from_distributed update_weights_from_tensor "
+            "update_weights_from_ipc begin_weight_update end_weight_update "
+            "release_memory_occupation resume_memory_occupation check_weights"
+        ),
+        ("srt.session.session_controller", "Session"): "_concat_token_arrays",
+    },
+    Use.FOLLOWED: {
+        (_UNIFIED, "UnifiedRadixCache"): (
+            "checkpoint checkpoint_into_tree is_backuped is_root prefetch_from_storage "
+            "match_prefix _finalize_match_result check_prefetch_progress pop_prefetch_loaded_span "
+            "prefix_device_indices maybe_hand_to_session claim_kv_row release_aborted_request "
+            "check_hicache_events finish_external_linker_loads reset clear_storage_backend "
+            "release_host_resources"
+        ),
+        (_LINKER, "UnifiedCacheLinkerWrapper"): (
+            "__init__ match load_back _offload_node commit_completed_offloads reset "
+            "replace_pending_offload_node take_completed_offloads _tail_hashes"
+        ),
+        (_LINKER, "UnifiedCacheLinker"): (
+            "lookup load start_layer_wise_loading finish_layer_wise_loading cancel_queued_load "
+            "offload num_completed_offloads pop_completed_offload record_offload_ready reset close"
+        ),
+        # What a page is named by, and the replacement of it where no compiler is.
+        ("srt.mem_cache.utils", ""): "get_storage_hash_str",
+        ("srt.mem_cache.cpp_utils.native_hash", ""): "get_native_hash _native_hash_input",
+        # When the switches that are set after the scheduler is built have SGLang ask the cache.
+        (_SCHEDULER, "Scheduler"): "_prefetch_kvcache is_fully_idle",
+    },
+    Use.CALLED: {
+        ("srt.plugins.hook_registry", "HookRegistry"): "register apply_hooks",
+        ("srt.mem_cache.registry", ""): (
+            "register_radix_cache_backend registered_radix_cache_backends "
+            "create_unified_radix_cache"
+        ),
+        ("srt.session.streaming_session", ""): "is_virtual_node",
+        ("srt.utils.rank_consensus_checker", ""): "rank_consensus",
+        ("srt.runtime_context", ""): "get_parallel",
+        ("srt.arg_groups.arg_utils", ""): "record_fields",
+        ("srt.arg_groups.model_override_base", ""): "model_config_of",
+        ("srt.arg_groups.overrides", ""): "resolution_result",
+        ("srt.configs.hybrid_arch", ""): "mambaish_config",
+        ("srt.configs.model_config", ""): "is_deepseek_dsa is_deepseek_v4 is_minimax_sparse",
+        ("srt.model_loader.utils", ""): "get_resolved_model_impl",
+        (_UNIFIED, "UnifiedRadixCache"): (
+            "__init__ inc_lock_ref dec_lock_ref root_node_handle _apply_cache_actions"
+        ),
+        (_TREE, "UnifiedTreeCore"): (
+            "match_prefix match_full_device_prefix collect_full_device_indices node_by_id "
+            "root_node_handle"
+        ),
+        ("srt.mem_cache.radix_cache", "RadixKey"): "__init__ page_aligned",
+        (_SCHEDULER, "Scheduler"): "process_pending_chunked_abort",
+        ("srt.managers.schedule_batch", "Req"): "__init__ finished set_finish_with_abort",
+        ("srt.managers.schedule_batch", "ScheduleBatch"): "init_new prepare_for_extend",
+        ("srt.model_executor.forward_batch_info", "ForwardBatch"): "init_new",
+    },
+    Use.NAMED: {
+        ("srt.plugins.hook_registry", ""): "HookType",
+        ("srt.server_args", ""): "ServerArgs",
+        ("srt.entrypoints.engine", "Engine"): "server_args_class",
+        ("srt.configs.model_config", ""): "AttentionArch ModelImpl",
+        ("srt.configs.model_config", "ModelConfig"): (
+            "hf_config is_hybrid_swa is_encoder_decoder is_multimodal attention_arch"
+        ),
+        ("srt.entrypoints.http_server", ""): "app",
+        (f"{_OPENAI}.protocol", ""): (
+            "ChatCompletionResponse ChatCompletionStreamResponse CompletionResponse "
+            "CompletionStreamResponse UsageInfo PromptTokensDetails"
+        ),
+        ("srt.mem_cache.hicache_storage", ""): "PoolName PoolTransfer",
+        (_LINKER, ""): "ExternalCacheHitMarker _PendingOffload",
+        (_LINKER, "UnifiedCacheLinkerWrapper"): (
+            "hit_markers pending_offloads inflight_load_rids inflight_load_index "
+            "private_load_indices cache_linker"
+        ),
+        (_TREE, "UnifiedTreeCore"): "eviction_strategy _node_arena",
+        ("srt.managers.schedule_batch", ""): "FINISH_ABORT",
+        (_SCHEDULER, "Scheduler"): (
+            "enable_unified_cache_external_linker enable_lmcache waiting_queue tree_cache "
+            "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req"
+        ),
+        ("srt.sampling.sampling_params", ""): "SamplingParams",
+        ("srt.speculative.spec_info", ""): "SpeculativeAlgorithm",
+        ("srt.mem_cache.memory_pool", ""): "MHATokenToKVPool MLATokenToKVPool",
+    },
+}
+
+
+def _all() -> Iterator[Symbol]:
+    for use, groups in _NAMES.items():
+        for (module, holder), names in groups.items():
+            for name in names.split():
+                yield Symbol(module, f"{holder}.{name}" if holder else name, use)
+
+
+SYMBOLS: tuple[Symbol, ...] = tuple(_all())

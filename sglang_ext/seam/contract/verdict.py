@@ -1,0 +1,181 @@
+"""Compares an SGLang release with those that the plugin was tested with, and says what follows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.seam.contract.source import ContractError, Shape, Source
+from sglang_ext.seam.contract.symbols import SYMBOLS, Symbol, Use
+
+logger = logging.getLogger(__name__)
+
+TESTED_FILE = Path(__file__).with_name("tested.json")
+ALLOW_UNTESTED = "SGLANG_HIER_KVALLOW_UNTESTED_UNTESTED"
+_NAMED_AT_MOST = 3  # in a sentence; `hier-kv doctor` lists all
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A name that is not as it was tested, and what about it."""
+
+    symbol: Symbol
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.symbol} {self.what}"
+
+
+@dataclass
+class Verdict:
+    """What an SGLang release is like.
+
+    Attributes:
+        version: of the release.
+        reference: the tested release that it was compared with.
+        broken: names that are missing or take other parameters: nothing can run.
+        unproven: what the plugin takes the place of, or rests on, is written differently: it may
+            mean something else now.
+        changed: what the plugin only goes around is written differently.
+    """
+
+    version: str
+    reference: str
+    broken: list[Finding] = field(default_factory=list)
+    unproven: list[Finding] = field(default_factory=list)
+    changed: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_tested(self) -> bool:
+        """The release was tested, and this is it."""
+        return self.version == self.reference and not (self.broken or self.unproven or self.changed)
+
+    def refusal(self, *, allow_untested: bool) -> str:
+        """Why the plugin does not run with it, a sentence; empty where it does."""
+        if self.broken:
+            return (
+                f"--enable-hier-kv needs SGLang as in {self.reference}; of SGLang {self.version} "
+                f"{_listed(self.broken)}; install sglang=={self.reference}."
+            )
+        if self.unproven and not allow_untested:
+            return (
+                f"--enable-hier-kv rests on code of SGLang {self.reference}; of SGLang "
+                f"{self.version} {_names(self.unproven)} differ; install "
+                f"sglang=={self.reference}, or set {ALLOW_UNTESTED}=1 to run untested."
+            )
+        return ""
+
+    def warning(self) -> str:
+        """What an operator should know who runs it all the same; empty where nothing."""
+        if self.is_tested:
+            return ""
+        differs = [*self.unproven, *self.changed]
+        found = (
+            f"{_names(differs)} differ" if differs else f"all {len(SYMBOLS)} names are as tested"
+        )
+        return (
+            f"SGLang {self.version} was not tested with this plugin; compared with "
+            f"{self.reference}, {found}"
+        )
+
+
+def examine(source: Source, symbols: Iterable[Symbol] = SYMBOLS) -> Verdict:
+    """Compares a release with the same tested one, or with the newest where it was not tested."""
+    releases = reference_releases()
+    reference = source.version if source.version in releases else list(releases)[-1]
+    files, names = releases[reference]["files"], releases[reference]["names"]
+    verdict = Verdict(source.version, reference)
+    same: dict[str, bool] = {}
+    for symbol in symbols:
+        path = symbol.path
+        if path not in same:
+            same[path] = source.digest(path) == files[path]
+        if not same[path]:
+            expected = Shape(*names[str(symbol)])
+            _compare(verdict, symbol, expected, source.shape(path, symbol.name))
+    return verdict
+
+
+def _compare(verdict: Verdict, symbol: Symbol, expected: Shape, found: Shape | None) -> None:
+    if found is None:
+        verdict.broken.append(Finding(symbol, "is missing"))
+    elif symbol.use is Use.NAMED:
+        return
+    elif found.signature != expected.signature:
+        what = f"takes {found.signature or 'no call'}, expected {expected.signature}"
+        verdict.broken.append(Finding(symbol, what))
+    elif found.body != expected.body and symbol.use is not Use.CALLED:
+        group = verdict.unproven if symbol.use is Use.FOLLOWED else verdict.changed
+        group.append(Finding(symbol, "is written differently"))
+
+
+def reference_releases() -> Mapping[str, Mapping[str, Any]]:
+    """By release, the oldest first: digests of `files`, and the shapes of `names`."""
+    found: dict[str, Any] = json.loads(TESTED_FILE.read_text())
+    return found
+
+
+def record(sources: Iterable[Source]) -> dict[str, Any]:
+    """What `reference_releases` holds, of releases that are tested, the oldest first.
+
+    Raises:
+        ContractError: a name is missing: the list is wrong, or the release cannot be supported.
+    """
+    releases = {}
+    for source in sources:
+        shapes = {str(symbol): source.shape(symbol.path, symbol.name) for symbol in SYMBOLS}
+        missing = [name for name, shape in shapes.items() if shape is None]
+        if missing:
+            raise ContractError(f"SGLang {source.version} lacks {', '.join(missing)}.")
+        paths = sorted({symbol.path for symbol in SYMBOLS})
+        releases[source.version] = {
+            "files": {path: source.digest(path) for path in paths},
+            "names": {name: list(shape) for name, shape in shapes.items() if shape is not None},
+        }
+    return releases
+
+
+def installed() -> Source:
+    """The SGLang that this Python would import.
+
+    Raises:
+        ContractError: there is none.
+    """
+    spec = find_spec("sglang")
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not places:
+        raise ContractError("SGLang is not installed; pip install 'sglang-hier-kv[sglang]'.")
+    return Source(Path(places[0]))
+
+
+def check_contract() -> None:
+    """Refuses an SGLang that the plugin cannot run with; in the main process, before the model.
+
+    Reads source only: where files are as they were tested, their digests and no more.
+
+    Raises:
+        HierKVConfigError: naming what is missing or different.
+    """
+    verdict = examine(installed())
+    refusal = verdict.refusal(allow_untested=os.environ.get(ALLOW_UNTESTED) == "1")
+    if refusal:
+        raise HierKVConfigError(refusal)
+    if not verdict.is_tested:
+        logger.warning("hier-kv: %s", verdict.warning())
+
+
+def _listed(findings: Sequence[object]) -> str:
+    shown = ", ".join(str(finding) for finding in findings[:_NAMED_AT_MOST])
+    more = len(findings) - _NAMED_AT_MOST
+    return f"{shown} and {more} more (`hier-kv doctor` lists them)" if more > 0 else shown
+
+
+def _names(findings: Sequence[Finding]) -> str:
+    return _listed([finding.symbol for finding in findings])

@@ -1,0 +1,90 @@
+"""`hier-kv doctor`: what it says is what a start would say."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.assembly import doctor
+from sglang_ext.cli import main
+from sglang_ext.seam.contract.symbols import SYMBOLS
+from testkit.sglang_copy import SglangCopy
+
+SMALL = ["--hier-kv-host-size", "0.01"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit status, and the checks by name."""
+    status = main(["doctor", "--json", *arguments])
+    return status, {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+
+
+def test_a_good_set_up_is_good(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    arguments = ["--hier-kv-disk-dir", str(disk), "--hier-kv-disk-size", "0.1"]
+    status, checks = run(
+        capsys, *SMALL, *arguments, "--hier-kv-disk-free-floor", "0", "--hier-kv-disk-io", "auto"
+    )
+    assert status == 0
+    assert checks["sglang"]["text"] == f"SGLang 0.5.23, tested; {len(SYMBOLS)} names agree."
+    assert {name: one["state"] for name, one in checks.items()} == {
+        "sglang": "ok", "settings": "ok", "memlock": "ok", "disk": checks["disk"]["state"]
+    }  # fmt: skip
+    assert checks["disk"]["state"] in ("ok", "warning")  # O_DIRECT is the file system's to have
+    assert list(disk.rglob("*")) == [], "it leaves nothing behind"
+
+
+def test_what_a_start_refuses_is_refused_in_the_same_words(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    status, checks = run(capsys, *SMALL, "--hier-kv-disk-dir", str(tmp_path / "file"))
+    assert status == 1
+    assert checks["settings"]["state"] == "refused"
+    assert "--hier-kv-disk-dir must be a folder" in checks["settings"]["text"]
+    status, checks = run(capsys, "--hier-kv-host-size", "1000000")
+    assert status == 1
+    assert "give a smaller size" in checks["settings"]["text"]
+
+
+def test_another_release_is_looked_at_and_every_difference_is_listed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    copy = SglangCopy(tmp_path, "0.6.0")
+    gone = [symbol for symbol in SYMBOLS if symbol.name.startswith("SchedulerWeightUpdaterManager")]
+    for symbol in gone:
+        copy.rename(symbol)
+    status, checks = run(capsys, "--contract", str(copy.folder))
+    assert status == 1
+    assert checks["sglang"]["details"] == [f"{symbol} is missing" for symbol in gone]
+    assert main(["doctor", "--contract", str(copy.folder)]) == 1
+    assert str(gone[-1]) in capsys.readouterr().out
+    status, checks = run(capsys, "--contract", str(tmp_path / "nothing"))
+    assert status == 1
+    assert "an SGLang package was expected" in checks["sglang"]["text"]
+
+
+def test_a_limit_of_locked_memory_is_told_where_there_is_a_gpu(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_GPU", tmp_path)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (65_536, 65_536))
+    status, checks = run(capsys, *SMALL)
+    assert status == 0
+    assert checks["memlock"]["state"] == "warning"
+    assert "ulimit -l" in checks["memlock"]["text"]
+
+
+def test_a_disk_that_is_smaller_than_its_size_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, checks = run(
+        capsys, *SMALL, "--hier-kv-disk-dir", str(tmp_path), "--hier-kv-disk-size", "10000000"
+    )
+    assert status == 0
+    assert checks["disk"]["state"] == "warning"
+    assert "will stay smaller" in checks["disk"]["text"]

@@ -1,0 +1,207 @@
+"""The contract with SGLang: a release that does not keep to it is refused by the name it breaks."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime_cpu import inprocess
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.seam.contract import verdict as verdict_module
+from sglang_ext.seam.contract.source import ContractError, Source
+from sglang_ext.seam.contract.symbols import SYMBOLS, Symbol, Use
+from sglang_ext.seam.contract.verdict import (
+    Verdict,
+    check_contract,
+    examine,
+    installed,
+    record,
+    reference_releases,
+)
+from sglang_ext.seam.hooks import hooking
+from testkit.sglang_copy import SglangCopy
+
+ROOT = Path(__file__).resolve().parents[3]
+FUNCTIONS = [symbol for symbol in SYMBOLS if symbol.use is not Use.NAMED]
+BROKEN = FUNCTIONS[:: len(FUNCTIONS) // 20][:20]  # of all uses
+UNTESTED = "0.6.0"
+
+
+def named(name: str) -> Symbol:
+    return next(symbol for symbol in SYMBOLS if symbol.name == name)
+
+
+def look(copy: SglangCopy) -> Verdict:
+    return examine(Source(copy.folder))
+
+
+def test_the_installed_release_is_as_it_was_tested() -> None:
+    source = installed()
+    assert examine(source).is_tested
+    tested = reference_releases()[source.version]
+    assert record([source])[source.version] == json.loads(json.dumps(tested))
+
+
+@pytest.mark.parametrize("symbol", BROKEN, ids=lambda symbol: symbol.name)
+def test_a_name_that_is_gone_is_refused_by_name(tmp_path: Path, symbol: Symbol) -> None:
+    copy = SglangCopy(tmp_path, UNTESTED)
+    copy.rename(symbol)
+    refusal = look(copy).refusal(allow_untested=True)
+    assert f"of SGLang {UNTESTED} {symbol} is missing; install sglang==0.5.23" in refusal
+
+
+def test_twenty_names_of_every_use_are_broken_in_turn() -> None:
+    assert len(set(BROKEN)) == 20
+    assert {symbol.use for symbol in BROKEN} == {Use.HOOKED, Use.FOLLOWED, Use.CALLED}
+
+
+@pytest.mark.parametrize(
+    "name", ["Scheduler.run_batch", "UnifiedRadixCache.match_prefix", "get_storage_hash_str"]
+)
+def test_another_parameter_is_refused(tmp_path: Path, name: str) -> None:
+    copy = SglangCopy(tmp_path)
+    copy.add_parameter(named(name))
+    refusal = look(copy).refusal(allow_untested=True)
+    assert f"{named(name)} takes (" in refusal
+    assert "hurry" in refusal
+
+
+def test_other_code_in_what_is_overridden_runs_only_when_told_so(tmp_path: Path) -> None:
+    copy, symbol = SglangCopy(tmp_path, UNTESTED), named("UnifiedRadixCache.checkpoint")
+    copy.add_statement(symbol)
+    found = look(copy)
+    assert f"of SGLang 0.6.0 {symbol} differ" in found.refusal(allow_untested=False)
+    assert found.refusal(allow_untested=True) == ""
+    assert str(symbol) in found.warning()
+
+
+@pytest.mark.parametrize("name", ["Scheduler.run_batch", "Scheduler.flush_cache"])
+def test_other_code_in_what_is_hooked_runs_and_is_told(tmp_path: Path, name: str) -> None:
+    copy = SglangCopy(tmp_path, UNTESTED)
+    copy.add_statement(named(name))
+    found = look(copy)
+    assert found.refusal(allow_untested=False) == ""
+    assert str(named(name)) in found.warning()
+    assert "0.6.0 was not tested" in found.warning()
+
+
+def test_a_release_of_which_nothing_that_is_used_differs_runs_and_is_told(tmp_path: Path) -> None:
+    copy = SglangCopy(tmp_path, UNTESTED)
+    for name in ("UnifiedRadixCache.checkpoint", "Scheduler.run_batch"):
+        copy.add_comments(named(name))
+    found = look(copy)
+    assert found.refusal(allow_untested=False) == ""
+    assert f"all {len(SYMBOLS)} names are as tested" in found.warning()
+
+
+def test_a_tested_release_that_somebody_changed_is_not_taken_for_it(tmp_path: Path) -> None:
+    copy = SglangCopy(tmp_path)
+    assert look(copy).is_tested
+    copy.add_statement(named("UnifiedCacheLinkerWrapper.match"))
+    assert not look(copy).is_tested
+    assert "UnifiedCacheLinkerWrapper.match differ" in look(copy).refusal(allow_untested=False)
+
+
+def test_a_wheel_is_read_without_being_installed(tmp_path: Path) -> None:
+    copy = SglangCopy(tmp_path, UNTESTED)
+    copy.rename(named("Scheduler.run_batch"))
+    wheel = tmp_path / "sglang-0.6.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in copy.folder.rglob("*.py"):
+            archive.write(path, path.relative_to(tmp_path))
+    found = examine(Source(wheel))
+    assert [str(one.symbol) for one in found.broken] == [str(named("Scheduler.run_batch"))]
+    with pytest.raises(ContractError, match="an SGLang package was expected"):
+        Source(tmp_path / "nothing")
+
+
+def test_the_check_at_start_refuses_and_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_contract()  # of the installed one
+    assert not caplog.records
+    copy = SglangCopy(tmp_path, UNTESTED)
+    monkeypatch.setattr(verdict_module, "installed", lambda: Source(copy.folder))
+    with caplog.at_level(logging.WARNING):
+        check_contract()
+    assert "SGLang 0.6.0 was not tested" in caplog.text
+    copy.rename(named("Scheduler._create_generation_req"))
+    monkeypatch.setenv("SGLANG_HIER_KV_ALLOW_UNTESTED", "1")
+    with pytest.raises(HierKVConfigError, match=r"Scheduler\._create_generation_req is missing"):
+        check_contract()
+
+
+# ---- the list is all that the code uses ----
+
+
+def own_files() -> Iterator[Path]:
+    skipped = {"kernels", "tiers"}
+    for path in (ROOT / "sglang_ext").rglob("*.py"):
+        if not skipped & set(path.relative_to(ROOT / "sglang_ext").parts[:1]):
+            yield path
+
+
+def test_every_import_of_sglang_is_in_the_list() -> None:
+    known = {str(symbol) for symbol in SYMBOLS}
+    modules = {f"sglang.{symbol.module}" for symbol in SYMBOLS}
+    for path in own_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang."):
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    covered = name in modules or any(
+                        one == name or one.startswith(f"{name}.") for one in known
+                    )
+                    assert covered, f"{path.relative_to(ROOT)}: {name}"
+
+
+def test_every_override_is_in_the_list_as_one() -> None:
+    inprocess.prepare()
+    from sglang_ext.seam.cache import HierKVRadixCache
+    from sglang_ext.seam.linker import HierKVLinker
+    from sglang_ext.seam.wrapper import HierKVLinkerWrapper
+
+    followed = {str(symbol) for symbol in SYMBOLS if symbol.use is Use.FOLLOWED}
+    overrides = set()
+    for own in (HierKVRadixCache, HierKVLinkerWrapper, HierKVLinker):
+        bases = [base for base in own.__mro__[1:] if base.__module__.startswith("sglang.")]
+        for name, value in vars(own).items():
+            if callable(value) and not (name.startswith("__") and name.endswith("__")):
+                nearest = next((base for base in bases if name in vars(base)), None)
+                if nearest is not None:
+                    overrides.add(f"{nearest.__module__}.{nearest.__qualname__}.{name}")
+    assert len(overrides) > 30
+    assert overrides <= followed, overrides - followed
+
+
+def test_a_hook_on_another_name_is_refused() -> None:
+    with pytest.raises(KeyError, match=r"Scheduler\.get_next_batch_to_run is hooked, and is not"):
+        hooking.hook("sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run", print)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks",  # there, and not replaced
+        "sglang.srt.managers.no_such_module.Scheduler.run_batch",
+    ],
+)
+def test_a_hook_that_is_not_in_place_ends_the_start(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    monkeypatch.setattr(hooking, "_before", {})
+    monkeypatch.setattr(hooking, "_NAMES", {target})
+    monkeypatch.setattr(HookRegistry, "register", lambda *args: None)  # as if it could not apply it
+    hooking.check_hooks()
+    hooking.hook(target, print)
+    with pytest.raises(HierKVConfigError, match="could not be hooked") as refused:
+        hooking.check_hooks()
+    assert target in str(refused.value)
