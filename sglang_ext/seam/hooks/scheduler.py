@@ -36,8 +36,12 @@ def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
     """
     from sglang.srt.mem_cache import registry
 
+    def build_hooked(ctx: Any) -> Any:
+        check_hooks()  # all have been applied by now, or the start ends
+        return build_cache(ctx)
+
     if BACKEND not in registry.registered_radix_cache_backends():
-        registry.register_radix_cache_backend(BACKEND, _build_hooked)
+        registry.register_radix_cache_backend(BACKEND, build_hooked)
     hook(f"{_SCHEDULER}.__init__", _after_init)
     hook(f"{_SCHEDULER}._create_generation_req", _after_create)
     hook(f"{_SCHEDULER}.run_batch", _after_run_batch)
@@ -53,12 +57,6 @@ def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
     hook(f"{_SCHEDULER}.process_batch_result", _before_result, "before")
     register_weight_hooks()
     register_truncation_hooks()
-
-
-def _build_hooked(ctx: Any) -> Any:
-    """SGLang's factory of caches: here the hooks are in place, or the start ends."""
-    check_hooks()
-    return build_cache(ctx)
 
 
 def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
