@@ -24,7 +24,7 @@ def hashes_from_hex(keys: list[str]) -> Hashes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where on a radix path the pages of a transfer lie; set by the wrapper before the call.
+    """Where on a radix path the pages of a transfer lie.
 
     Attributes:
         space: namespace and adapter.

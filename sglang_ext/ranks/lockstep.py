@@ -8,18 +8,21 @@ step may be admitted in the same one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
 
+from sglang_ext.admission.port import Admission, Queue, Take
+from sglang_ext.admission.waiting import WaitingRoom
+from sglang_ext.admission.waiting_request import Wish
 from sglang_ext.ranks.consensus import MAX_SAVES, Agreed, Consensus, MinReduce, Report, Vector
-from sglang_ext.ranks.promises import PromiseBook
+from sglang_ext.ranks.promises import FindDamaged, PromiseBook
 from sglang_ext.ranks.rank import Exchange
-
-if TYPE_CHECKING:
-    from sglang_ext.seam.cache import HierKVRadixCache
+from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
+from sglang_ext.tiers.store.types import Hashes
 
 # How often a waiting request is agreed on again because the device lost pages of its prefix.
 _MAX_MOVES = 3
@@ -46,30 +49,68 @@ class AgreedPrompt:
     renewed: bool = False
 
 
-class Lockstep:
+class Transfers(Protocol):
+    """This rank's saves and loads, as SGLang's linker wrapper keeps them."""
+
+    def ended_saves(self, most: int) -> list[bool]:
+        """Results of the oldest saves that ended here and were not taken yet."""
+
+    def take_completed_offloads(self, count: int) -> Any:
+        """Takes the results of so many saves."""
+
+    def commit_completed_offloads(self, successes: list[bool]) -> None:
+        """Releases the nodes of the oldest saves, by what became of them on all ranks."""
+
+    def end_loads(self) -> tuple[list[str], bool]:
+        """Waits for a batch's loads; ids of the requests that loaded, and whether all landed."""
+
+
+class Lockstep(Admission):
     """What several ranks agree on, for one cache. Scheduler thread only.
+
+    Args:
+        store: this rank's DRAM and disk.
+        room: its waiting requests.
+        queue: the waiting requests' handles.
+        transfers: its saves and loads.
+        page_size: P.
+        find_damaged: see `PromiseBook`.
+        num_on_device: how many pages of a prompt's key are on the device.
+        min_reduce: of the tensor parallel group, see `Consensus`.
+        gather: of the same group, for rare events: each call is a collective of its own.
 
     Attributes:
         promises: of the waiting requests.
         gather: sends bytes to all ranks; returns what each sent, by rank.
     """
 
-    def __init__(self, cache: HierKVRadixCache, min_reduce: MinReduce, gather: Exchange) -> None:
-        """Starts with nothing agreed.
+    decides_alone = False
 
-        Args:
-            cache: this rank's, with its linker and waiting room.
-            min_reduce: of the tensor parallel group, see `Consensus`.
-            gather: of the same group, for rare events: each call is a collective of its own.
-        """
-        self._cache = cache
+    def __init__(
+        self,
+        store: PageStore,
+        room: WaitingRoom,
+        queue: Queue,
+        transfers: Transfers,
+        *,
+        page_size: int,
+        find_damaged: FindDamaged,
+        num_on_device: Callable[[Any], int],
+        min_reduce: MinReduce,
+        gather: Exchange,
+    ) -> None:
+        self._store = store
+        self._room = room
+        self._queue = queue
+        self._transfers = transfers
+        self._num_on_device = num_on_device
         self.gather = gather
         self._consensus = Consensus(min_reduce)
         self.promises = PromiseBook(
-            cache.store,
-            cache.waiting_room,
-            page_size=cache.page_size,
-            find_damaged=cache.hier_linker.find_damaged,
+            store,
+            room,
+            page_size=page_size,
+            find_damaged=find_damaged,
             note=self._consensus.note,
         )
         # Requests whose loads ended on this rank, and whether these landed; until it is agreed.
@@ -80,7 +121,13 @@ class Lockstep:
         """Reductions so far: one a scheduler step, and one at each flush or weight update."""
         return self._consensus.num_rounds
 
-    def may_admit(self, handle: Any) -> bool:
+    # ---- a request's way ----
+
+    def enter(self, handle: Hashable, wish: Wish, key: Any) -> TierCounts:
+        """It is held until all ranks told of it."""
+        return self.promises.enter(handle, wish, AgreedPrompt(key))
+
+    def may_admit(self, handle: Hashable) -> bool:
         """False while a request is held, on all ranks alike.
 
         In a long queue things change: the device loses pages, so that what was promised does not
@@ -88,16 +135,15 @@ class Lockstep:
         """
         promises = self.promises
         if not promises.may_admit(handle):
-            self._cache.waiting_room.hold(handle)
+            self._room.hold(handle)
             return False
         prompt = promises.prompt(handle)
         if prompt is None or not self._is_outdated(handle, prompt):
             return True
-        matched, _, _ = self._cache.tree_core.match_full_device_prefix(prompt.key)
-        promises.enter_again(handle, matched // self._cache.page_size)
+        promises.enter_again(handle, self._num_on_device(prompt.key))
         return False
 
-    def _is_outdated(self, handle: Any, prompt: AgreedPrompt) -> bool:
+    def _is_outdated(self, handle: Hashable, prompt: AgreedPrompt) -> bool:
         first_page, num_missing = self.promises.gap(handle)
         if prompt.entered < 0:
             prompt.entered = self.num_rounds
@@ -106,10 +152,51 @@ class Lockstep:
             return True
         if not first_page or prompt.num_moves >= _MAX_MOVES:
             return False
-        matched, _, _ = self._cache.tree_core.match_full_device_prefix(prompt.key)
-        moved = matched // self._cache.page_size < first_page
+        moved = self._num_on_device(prompt.key) < first_page
         prompt.num_moves += moved
-        return bool(moved)
+        return moved
+
+    def num_loadable(
+        self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes, max_quality: int
+    ) -> int:
+        """What is promised, on every rank of the group."""
+        return min(self.promises.num_promised(handle, space, first_page), len(hashes))
+
+    def taker(self, handle: Hashable, space: KeySpace, first_page: int) -> Take | None:
+        """See `Admission`."""
+        return lambda hashes: self.promises.take(handle, space, first_page, hashes)
+
+    def load_queued(self, handle: Hashable) -> None:
+        """The pins behind the load stay: `take_last` may want the last of them."""
+
+    def admit(self, handle: Hashable, last_page: int | None) -> None:
+        """See `Admission`."""
+        self.promises.admit(handle, last_page)
+
+    def take_last(
+        self, handle: Hashable, space: KeySpace, page_hash: Hashes, max_quality: int
+    ) -> LoadTicket | None:
+        """See `Admission`."""
+        ticket = self.promises.take_last(handle, page_hash.tobytes())
+        if ticket is None or int(ticket.quality.max()) <= max_quality:
+            return ticket
+        self._store.release(ticket.slots)
+        return None
+
+    def release(self, handle: Hashable) -> None:
+        """See `Admission`."""
+        self.promises.leave(handle)
+
+    def leave(self, handle: Hashable) -> None:
+        """See `Admission`."""
+        self.promises.leave(handle)
+
+    def leave_all(self) -> None:
+        """See `Admission`."""
+        self.promises.leave_all()
+        self._room.leave_all()
+
+    # ---- the scheduler's steps ----
 
     def step(self) -> list[Any]:
         """Tells and takes; every rank calls it at the same point of its step.
@@ -117,13 +204,24 @@ class Lockstep:
         Returns:
             Requests whose loads did not land on every rank; their output must not be used.
         """
+        self._room.step(self._queue())
+        return self._settle()
+
+    def _settle(self) -> list[Any]:
         self._agree()
-        return self._end_loads()
+        return self._take_failed()
 
     def drain_saves(self) -> None:
         """Takes the results of all saves; each rank has waited for its own before."""
         while len(self._agree().saves) == MAX_SAVES:
             pass
+
+    def end_loads(self, reqs: list[Any]) -> list[Any]:
+        """Waits for this rank's loads; what landed on all of them is known at the next step."""
+        rids, landed = self._transfers.end_loads()
+        if rids:
+            self.loads_ended([req for req in reqs if req.rid in rids], landed=landed)
+        return []
 
     def loads_ended(self, reqs: list[Any], *, landed: bool) -> None:
         """The loads of a batch ended on this rank; agreed on in the next step, or before it."""
@@ -138,25 +236,25 @@ class Lockstep:
         """
         if self._loads is None or not any(req in self._loads[0] for req in reqs):
             return []
-        return self.step()
+        return self._settle()
 
     def _agree(self) -> Agreed:
-        linker = self._cache.linker
+        transfers = self._transfers
         loads_landed = self._loads is None or self._loads[1]
         report = Report(
-            linker.ended_saves(MAX_SAVES),
-            self.promises.report(req.cache_request_handle for req in self._cache.waiting_queue()),
+            transfers.ended_saves(MAX_SAVES),
+            self.promises.report(self._queue()),
             loads_landed,
         )
         agreed = self._consensus.agree(report)
-        linker.take_completed_offloads(len(agreed.saves))
-        linker.commit_completed_offloads(agreed.saves)
+        transfers.take_completed_offloads(len(agreed.saves))
+        transfers.commit_completed_offloads(agreed.saves)
         self.promises.settle(agreed.requests)
         if self._loads is not None:
             self._loads = (self._loads[0], agreed.loads_landed)
         return agreed
 
-    def _end_loads(self) -> list[Any]:
+    def _take_failed(self) -> list[Any]:
         reqs, landed = self._loads or ([], True)
         self._loads = None
         return [] if landed else reqs

@@ -10,39 +10,42 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.session.streaming_session import is_virtual_node
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from sglang_ext.admission.forward_timer import ForwardTimer
 from sglang_ext.admission.load_or_compute import LoadOrCompute
+from sglang_ext.admission.port import Admission, Solo
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import Wish
-from sglang_ext.device.transfers import hashes_from_hex
 from sglang_ext.identity.model_identity import ModelIdentity
-from sglang_ext.provenance.taint import TaintKeeper
-from sglang_ext.ranks.lockstep import AgreedPrompt, Lockstep, exchange, group_of, min_reduce
+from sglang_ext.provenance.request_state import Tier, find_state, max_quality_of, state_of
+from sglang_ext.provenance.tree_quality import DeviceProvenance
+from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, min_reduce
 from sglang_ext.seam.device_tree import DeviceTree
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.metrics import MetricsReporter
-from sglang_ext.seam.request_state import Tier, find_state, max_quality_of, state_of
+from sglang_ext.seam.page_hash import hashes_of, request_key, whole_pages_key
+from sglang_ext.seam.radix_tree import RadixTree
+from sglang_ext.seam.session_turns import SessionTurns
+from sglang_ext.seam.taint import TaintKeeper
 from sglang_ext.seam.wrapper import HierKVLinkerWrapper
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store import KeySpace, PageStore
+from sglang_ext.truncation.quote_search import QuoteSearch
 from sglang_ext.truncation.reuse import TruncatedReuse
-
-if TYPE_CHECKING:
-    from sglang_ext.seam.hooks.truncation import Truncator
-    from sglang_ext.truncation.quote_search import QuoteSearch
+from sglang_ext.truncation.truncator import Truncator
 
 logger = logging.getLogger(__name__)
+
+# Marks of pages that left the tree may stay before a sweep, beside two for each page of the device.
+_SPARE_MARKS = 1024
 
 
 class HierKVRadixCache(UnifiedRadixCache):
@@ -50,11 +53,10 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     linker: HierKVLinkerWrapper
     matching_request: Any = None
-    checkpoint_request: Any = None
     truncator: Truncator | None = None
     quotes: QuoteSearch | None = None  # with a truncator
     scheduler: Any = None
-    lockstep: Lockstep | None = None  # with several ranks that must decide alike
+    admission: Admission
 
     def attach(
         self,
@@ -68,8 +70,6 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Connects the tiers; called once, right after construction."""
         self.hier_config = config
         self.identity = identity
-        self.tree_core_name = config.tree_core
-        self.checkpoint_space: KeySpace | None = None
         self.metrics_reporter_hier = metrics
         self.forward_timer = forward_timer
         looks_ahead = linker.store.lookahead is not None
@@ -84,13 +84,44 @@ class HierKVRadixCache(UnifiedRadixCache):
             prefetch_timeout_ms=config.prefetch_timeout_ms,
             cost=cost,
         )
-        self.taint = TaintKeeper(self)
-        self.truncated = TruncatedReuse(self)
-        self.linker = HierKVLinkerWrapper(self, linker)
         group = group_of(self)
-        if group is not None:
-            linker.accepts_all = True
-            self.lockstep = Lockstep(self, partial(min_reduce, group), partial(exchange, group))
+        linker.accepts_all = group is not None
+        tree = RadixTree(self, config.tree_core)
+        num_pages = int(self.token_to_kv_pool_allocator.size) // self.page_size
+        pages = DeviceProvenance(2 * num_pages + _SPARE_MARKS, tree.live_hashes)
+        self.truncated = TruncatedReuse(
+            linker.store,
+            self.waiting_room,
+            page_size=self.page_size,
+            is_movable=lambda: linker.copier.movable,
+            composes=group is None,
+        )
+        self.linker = HierKVLinkerWrapper(self, linker, tree, pages)
+        self.taint = TaintKeeper(pages, tree, self.linker, self.req_to_token_pool)
+        self.session_turns = SessionTurns(self.session, linker.store.counters)
+        self.admission = self._admission_of(group, tree)
+
+    def _admission_of(self, group: Any | None, tree: RadixTree) -> Admission:
+        """Who decides on waiting requests: this process, or with others the ranks of a group."""
+        if group is None:
+            return Solo(
+                self.store,
+                self.waiting_room,
+                self._queued_handles,
+                take_saves=super().check_hicache_events,
+                finish_loads=super().finish_external_linker_loads,
+            )
+        return Lockstep(
+            self.store,
+            self.waiting_room,
+            self._queued_handles,
+            self.linker,
+            page_size=self.page_size,
+            find_damaged=self.hier_linker.find_damaged,
+            num_on_device=tree.num_on_device,
+            min_reduce=partial(min_reduce, group),
+            gather=partial(exchange, group),
+        )
 
     @property
     def hier_linker(self) -> HierKVLinker:
@@ -116,37 +147,35 @@ class HierKVRadixCache(UnifiedRadixCache):
         """The waiting requests, in the order in which the scheduler will take them."""
         return self.scheduler.waiting_queue if self.scheduler is not None else ()
 
+    def _queued_handles(self) -> list[Any]:
+        return [req.cache_request_handle for req in self.waiting_queue()]
+
     # ---- saves ----
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Inserts a request's tokens in the tree; new nodes are queued for saving."""
-        self.checkpoint_space, self.checkpoint_request = self.space_of(req), req
-        if self.checkpoint_space is not None:
-            self._restore_last_page(req, self.checkpoint_space, up_to)
+        space = self.space_of(req)
+        if space is not None:
+            self._restore_last_page(req, space, up_to)
         self.release_plan(req.cache_request_handle)
-        try:
+        with self.linker.saving(req, space):
             super().checkpoint(req, up_to=up_to, **kwargs)
-            self._note_use(req, up_to)
-            if self.quotes is not None and self.checkpoint_space is not None and req.finished():
-                self.quotes.note(req, self.checkpoint_space, up_to)
-        finally:
-            self.checkpoint_space = self.checkpoint_request = None
+        if space is not None and req.finished():
+            self._note_use(req, space, up_to)
+            if self.quotes is not None:
+                self.quotes.note(req, space, up_to)
 
-    def _note_use(self, req: Any, up_to: int) -> None:
+    def _note_use(self, req: Any, space: KeySpace, up_to: int) -> None:
         """Tells the look-ahead of a request that ends, behind its last save.
 
         Once a request: how soon its pages are used again is what the placement policy learns.
         """
-        lookahead, space, state = self.store.lookahead, self.checkpoint_space, find_state(req)
-        if lookahead is None or space is None or state is None or not req.finished():
+        lookahead, state = self.store.lookahead, find_state(req)
+        if lookahead is None or state is None:
             return
-        key = RadixKey(
-            req.full_untruncated_fill_ids[: up_to // self.page_size * self.page_size],
-            req.extra_key,
-            cache_salt=req.cache_salt,
-        )
+        key = request_key(req, up_to, self.page_size)
         if len(key):
-            hashes = hashes_from_hex(get_storage_hash_str(key, None, page_size=self.page_size))
+            hashes = hashes_of(key, self.page_size)
             hashes = self.truncated.stored_path(req, hashes)
             self.hier_linker.after_saves(partial(lookahead.used, space, hashes, state.arrived_s))
 
@@ -170,21 +199,13 @@ class HierKVRadixCache(UnifiedRadixCache):
         start = up_to - self.page_size
         if up_to % self.page_size or req.prefix_len != start or req.kv.cache_protected_len > start:
             return
-        key = RadixKey(
-            req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt
-        )
-        last = hashes_from_hex(get_storage_hash_str(key, None, page_size=self.page_size))[-1:]
+        last = hashes_of(request_key(req, up_to, self.page_size), self.page_size)[-1:]
         rows = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:up_to]
         state = find_state(req)
         limit = int(Quality.EXACT) if state is None else state.taint
-        if self.lockstep is None:
-            self.hier_linker.restore_pages(space, last, rows, start, max_quality=limit)
-            return
-        ticket = self.lockstep.promises.take_last(req.cache_request_handle, last.tobytes())
-        if ticket is not None and int(ticket.quality.max()) <= limit:
-            self.hier_linker.restore_pinned(ticket, space, last, rows, start)
-        elif ticket is not None:
-            self.store.release(ticket.slots)
+        ticket = self.admission.take_last(req.cache_request_handle, space, last, limit)
+        if ticket is not None:
+            self.hier_linker.restore_pages(ticket, space, last, rows, start)
 
     # ---- promotion of waiting requests ----
 
@@ -228,29 +249,21 @@ class HierKVRadixCache(UnifiedRadixCache):
         num_pages = len(tokens) // self.page_size
         if space is None or req is None or num_pages == 0:
             return
-        key = RadixKey(tokens, extra_key, cache_salt=cache_salt)
-        keys = get_storage_hash_str(
-            key[: num_pages * self.page_size], None, page_size=self.page_size
-        )
+        key = whole_pages_key(tokens, extra_key, cache_salt, self.page_size)
         marker = self.linker.hit_markers.get(handle.rid)
         device_len = marker.device_hit_len if marker else len(matched_prefix_tokens)
         device_pages = device_len // self.page_size
-        hashes = hashes_from_hex(keys)
+        hashes = hashes_of(key, self.page_size)
         lineage = self.truncated.lineage_of(req)
         if lineage is not None:
-            if self.lockstep is None:  # ranks do not agree yet on what a lineage is made of
-                self.truncated.enqueue(req, lineage, space, device_pages, hashes[device_pages:])
+            self.truncated.enqueue(req, lineage, space, device_pages, hashes[device_pages:])
             return
         num_above = min(device_pages, num_pages)
         above = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
         wish = Wish(space, hashes, num_above, max_quality_of(req), above, num_tokens)
         self._note_enqueued(req, wish, device_pages)  # before its plan begins to move its pages
-        if self.lockstep is None:
-            found = self.waiting_room.enter(handle, wish)
-        else:
-            key = key[: num_pages * self.page_size]
-            found = self.lockstep.promises.enter(handle, wish, AgreedPrompt(key))
+        found = self.admission.enter(handle, wish, key)
         if self.quotes is not None:
             self.quotes.begin(req, space, (num_above + found.total) * self.page_size)
 
@@ -284,7 +297,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     def match_prefix(self, params: Any) -> Any:
         """SGLang's match; a turn of a session may first have to give up its session's KV."""
         if params.req is not None and params.req.session is not None:
-            self.taint.meet_session(params.req)
+            self.session_turns.meet(params.req)
         return super().match_prefix(params)
 
     def _finalize_match_result(self, params: Any, result: Any) -> Any:
@@ -297,9 +310,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         """False while a request should wait for pages that are on their way. O(1)."""
         if self.quotes is not None and not self.quotes.may_admit(handle):
             return False
-        if self.lockstep is not None:
-            return self.lockstep.may_admit(handle)
-        return self.waiting_room.may_admit(handle)
+        return self.admission.may_admit(handle)
 
     def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, int | None]:
         """SGLang's own storage attribution is not used; see `RequestState`."""
@@ -307,12 +318,12 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def truncate_with(self, truncator: Truncator | None) -> None:
         """Cuts prompts that are too long from now on; None: off."""
-        from sglang_ext.truncation.quote_search import QuoteSearch
-
         self.truncator = truncator
-        alone = getattr(self, "lockstep", None) is None  # a search ends when it ends
+        alone = self.admission.decides_alone  # a search ends when it ends
         if truncator is not None and truncator.allows_match and alone:
-            self.quotes = QuoteSearch(self, truncator)
+            self.quotes = QuoteSearch(
+                self.store, self.truncated, truncator, page_size=self.page_size
+            )
             logger.info(
                 "hier-kv: --hier-kv-truncation %s: only requests with a cache_salt or an extra_key "
                 "are searched for stored text, and found, each inside its own",
@@ -321,19 +332,16 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def prefix_device_indices(self, req: Any) -> Any:
         """Rows of an admitted request's prefix; its pages need no plan any more."""
-        if self.lockstep is None:
-            self.release_plan(req.cache_request_handle)
-        else:
-            num_pages, left = divmod(len(req.full_untruncated_fill_ids), self.page_size)
-            last_page = None if left else num_pages - 1
-            self.lockstep.promises.admit(req.cache_request_handle, last_page)
+        num_pages, left = divmod(len(req.full_untruncated_fill_ids), self.page_size)
+        self.admission.admit(req.cache_request_handle, None if left else num_pages - 1)
+        self._drop_search(req.cache_request_handle)
         self.taint.admit(req)
         return super().prefix_device_indices(req)
 
     def maybe_hand_to_session(self, req: Any) -> None:
         """As SGLang's; from now on the turn writes its session's rows."""
         super().maybe_hand_to_session(req)
-        self.taint.begin_turn(req)
+        self.session_turns.begin(req)
 
     def claim_kv_row(self, req: Any) -> bool:
         """A request that held KV ends or is retracted: its plan ends at the latest now.
@@ -342,37 +350,35 @@ class HierKVRadixCache(UnifiedRadixCache):
         past none of the other places.
         """
         self.release_plan(req.cache_request_handle)
-        self.taint.leave_session(req)
+        self.session_turns.end(req)
         return bool(super().claim_kv_row(req))
 
-    def note_remote(self, req: Any) -> None:
-        """Attributes what a waiting request's plan brought from the remote store."""
-        first, num_pages = self.waiting_room.remote_pages(req.cache_request_handle)
-        if num_pages:
-            state_of(req).note_remote(first, num_pages)
+    def load_queued(self, req: Any, *, loaded: bool) -> None:
+        """What can be loaded for a request is queued; `loaded`: it is something."""
+        handle = req.cache_request_handle
+        if loaded:
+            first, num_pages = self.waiting_room.remote_pages(handle)
+            if num_pages:
+                state_of(req).note_remote(first, num_pages)
+        self.admission.load_queued(handle)
+        self._drop_search(handle)
 
     def release_plan(self, handle: Any) -> None:
-        """A request is admitted: gives back the pins that kept its pages in DRAM."""
-        if self.lockstep is not None:
-            self.lockstep.promises.leave(handle)
-        else:
-            self.waiting_room.leave(handle, admitted=True)
-        if self.quotes is not None:
-            self.quotes.drop(handle)
+        """A request runs: gives back the pins that kept its pages in DRAM."""
+        self.admission.release(handle)
+        self._drop_search(handle)
 
     def _leave_queue(self, handle: Any) -> None:
-        if self.lockstep is not None:
-            self.lockstep.promises.leave(handle)
-        else:
-            self.waiting_room.leave(handle)
+        self.admission.leave(handle)
+        self._drop_search(handle)
+
+    def _drop_search(self, handle: Any) -> None:
         if self.quotes is not None:
             self.quotes.drop(handle)
 
     def release_all_plans(self) -> None:
         """As `release_plan`, for all requests."""
-        if self.lockstep is not None:
-            self.lockstep.promises.leave_all()
-        self.waiting_room.leave_all()
+        self.admission.leave_all()
         if self.quotes is not None:
             self.quotes.drop_all()
 
@@ -388,11 +394,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Once a scheduler step: plans follow the queue, finished saves release their nodes."""
         if self.device_tree is not None:
             self.device_tree.new_step()
-        self.waiting_room.step([req.cache_request_handle for req in self.waiting_queue()])
-        if self.lockstep is None:
-            super().check_hicache_events()
-        else:
-            self._drop_outputs(self.lockstep.step())
+        self._drop_outputs(self.admission.step())
         self.metrics_reporter_hier.maybe_publish()
 
     @rank_consensus
@@ -402,19 +404,11 @@ class HierKVRadixCache(UnifiedRadixCache):
         With several ranks these are known at the next step, before any result of the batch is
         used.
         """
-        if self.lockstep is None:
-            failed: list[Any] = super().finish_external_linker_loads(reqs)
-            return failed
-        rids, landed = self.linker.end_loads()
-        if rids:
-            loaded = [req for req in reqs if req.rid in rids]
-            self.lockstep.loads_ended(loaded, landed=landed)
-        return []
+        return self.admission.end_loads(reqs)
 
     def before_result(self, reqs: list[Any]) -> None:
         """The result of a batch is about to be used."""
-        if self.lockstep is not None:
-            self._drop_outputs(self.lockstep.settle_loads(reqs))
+        self._drop_outputs(self.admission.settle_loads(reqs))
 
     def _drop_outputs(self, failed: list[Any]) -> None:
         """Requests whose KV did not land on some rank are aborted, as SGLang does with one rank."""
@@ -435,10 +429,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     def quiesce(self) -> None:
         """Waits for pending saves and takes their results, so that SGLang may flush or update."""
         self.hier_linker.quiesce()
-        if self.lockstep is None:
-            UnifiedRadixCache.check_hicache_events(self)
-        else:
-            self.lockstep.drain_saves()
+        self.admission.drain_saves()
 
     def weights_change(self) -> None:
         """Weights or adapters are about to change: what was planned under those of now is void.
@@ -457,7 +448,7 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def reset(self) -> None:
         """Drops the device tier; the tiers below stay (`/flush_cache`)."""
-        if getattr(self, "waiting_room", None) is not None:
+        if getattr(self, "admission", None) is not None:
             self.release_all_plans()
         super().reset()
         identity = getattr(self, "identity", None)

@@ -9,7 +9,8 @@ reported in that order too, as SGLang pairs them with its own list.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,6 @@ class HierKVLinker(UnifiedCacheLinker):
 
     Attributes:
         store: DRAM and disk.
-        place: see `Place`.
         loads: the thread that copies to the device.
         accepts_all: a save is never refused: what is too much ends as not stored, in its turn, so
             that the ranks of a group agree on what they queued.
@@ -64,7 +64,7 @@ class HierKVLinker(UnifiedCacheLinker):
         self.pools = {PoolName.KV: kv_pool}
         self.forward_stream = forward_stream
         self.layer_done_counter = LoadCounter(num_layers)
-        self.place: Place | None = None
+        self._place: Place | None = None
         self.accepts_all = False
         self.copier = copier
         self._port = port
@@ -75,13 +75,25 @@ class HierKVLinker(UnifiedCacheLinker):
         self._saves = SaveThread(store, copier, self._streams, page_size)
         self.loads = LoadThread(store, copier, self._load_path, port, self.layer_done_counter)
 
+    @contextmanager
+    def placed(self, place: Place) -> Iterator[None]:
+        """Says where the pages lie of the look-ups, loads and saves that SGLang calls for inside.
+
+        SGLang's calls name pages and rows; outside of this nothing is found, loaded or saved.
+        """
+        self._place = place
+        try:
+            yield
+        finally:
+            self._place = None
+
     # ---- look-up and load ----
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Every restorable prefix length of the tail, in pages: those ready in DRAM."""
-        if self.place is None:
+        if self._place is None:
             return []
-        place, hashes = self.place, hashes_from_hex(transfers[0].keys)
+        place, hashes = self._place, hashes_from_hex(transfers[0].keys)
         return list(range(1, self.store.ready_prefix(place.space, hashes, place.max_quality) + 1))
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
@@ -89,7 +101,7 @@ class HierKVLinker(UnifiedCacheLinker):
 
         The request is recomputed then; of a damaged page nothing is kept.
         """
-        place, transfer = self.place, transfers[0]
+        place, transfer = self._place, transfers[0]
         if place is None or self._closed:
             return False
         hashes = hashes_from_hex(transfer.keys)
@@ -178,12 +190,11 @@ class HierKVLinker(UnifiedCacheLinker):
 
     def restore_pages(
         self,
+        ticket: LoadTicket,
         space: KeySpace,
         hashes: Hashes,
         token_slots: torch.Tensor,
         position: int,
-        *,
-        max_quality: int,
     ) -> bool:
         """Overwrites pages on the device with what DRAM has of them.
 
@@ -191,30 +202,16 @@ class HierKVLinker(UnifiedCacheLinker):
         a CPU it is done.
 
         Args:
+            ticket: the pages, pinned; the pins are given back.
             space: namespace and adapter.
             hashes: u8 `[N, 32]`.
             token_slots: `[N * P]`, rows of the device pool.
             position: index of the first token.
-            max_quality: the worst that may be put there.
 
         Returns:
-            Whether all of them were ready in DRAM and copied. On an error some layers may hold
-            the stored KV and others the recomputed one; each is KV of the same tokens.
+            Whether they were copied. On an error some layers may hold the stored KV and others the
+            recomputed one; each is KV of the same tokens.
         """
-        ticket = self.store.pin_ready(space, hashes, max_quality)
-        return ticket is not None and self.restore_pinned(
-            ticket, space, hashes, token_slots, position
-        )
-
-    def restore_pinned(
-        self,
-        ticket: LoadTicket,
-        space: KeySpace,
-        hashes: Hashes,
-        token_slots: torch.Tensor,
-        position: int,
-    ) -> bool:
-        """As `restore_pages`, with pages that are pinned already; gives the pins back."""
         if self.store.gate.load(ticket, space) is None:
             return False
         slots = ticket.slots.astype(np.int64)
@@ -267,7 +264,7 @@ class HierKVLinker(UnifiedCacheLinker):
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Queues a node's pages for saving; False when they may not or cannot be saved now."""
-        place, transfer = self.place, transfers[0]
+        place, transfer = self._place, transfers[0]
         if place is None or self._closed:
             return False
         return self._saves.offer(

@@ -22,6 +22,7 @@ import torch
 
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope
+from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
 
 logger = logging.getLogger(__name__)
@@ -75,9 +76,10 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
 
 def _bind_what_others_bound(cache: HierKVRadixCache, failed: Iterable[int]) -> None:
     """A layer that fails on one rank is bound on all, so that all can move a page or none can."""
-    if cache.lockstep is None:
+    admission = cache.admission
+    if not isinstance(admission, Lockstep):
         return
-    for content in cache.lockstep.gather(json.dumps(sorted(failed)).encode()):
+    for content in admission.gather(json.dumps(sorted(failed)).encode()):
         for layer in json.loads(content):
             cache.hier_linker.copier.bind(layer, "it failed the self-check on some rank")
 

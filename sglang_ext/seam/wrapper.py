@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -13,30 +14,87 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     _PendingOffload,
 )
 
-from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
+from sglang_ext.admission.port import Admission
+from sglang_ext.device.transfers import Place, hashes_from_hex
+from sglang_ext.provenance.request_state import Tier, max_quality_of, state_of
+from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.seam.linker import HierKVLinker
-from sglang_ext.seam.request_state import Tier, max_quality_of, state_of
+from sglang_ext.seam.radix_tree import RadixTree
 from sglang_ext.tiers.records.quality import Qualities
-from sglang_ext.tiers.store import KeySpace, LoadTicket
+from sglang_ext.tiers.store import KeySpace
 from sglang_ext.truncation.lineage import lineage_of
+from sglang_ext.truncation.reuse import TruncatedReuse
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang_ext.seam.cache import HierKVRadixCache
-
 _NO_HASHES = np.empty((0, 32), np.uint8)
 
 
-class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
-    """SGLang's wrapper, with positions, namespaces and ready-in-DRAM promises."""
+class LinkedCache(Protocol):
+    """What the wrapper asks of the cache that it serves."""
 
-    cache: HierKVRadixCache
+    page_size: int
+    admission: Admission
+    truncated: TruncatedReuse
+
+    def space_of(self, req: Any) -> KeySpace | None:
+        """Key space of a request; None while nothing may be reused or saved for it."""
+
+    def load_queued(self, req: Any, *, loaded: bool) -> None:
+        """What can be loaded for a request is queued; `loaded`: it is something."""
+
+    def inc_lock_ref(self, node_id: Any) -> Any:
+        """SGLang's lock of a node and of those above it."""
+
+    def dec_lock_ref(self, node_id: Any, params: Any) -> Any:
+        """Its end."""
+
+
+class _Saving(NamedTuple):
+    """Whose pages SGLang saves in a checkpoint."""
+
+    req: Any
+    space: KeySpace
+
+
+class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
+    """SGLang's wrapper, with positions, namespaces and ready-in-DRAM promises.
+
+    Args:
+        cache: the cache that it serves.
+        cache_linker: the transport.
+        tree: the cache's.
+        pages: quality of the pages in the tree.
+    """
+
+    cache: LinkedCache
     cache_linker: HierKVLinker
     pending_offloads: list[Any]
     inflight_load_rids: list[str]
     inflight_load_index: int
     _num_void = 0  # leading pending saves of which nothing is stored any more
+
+    def __init__(
+        self,
+        cache: LinkedCache,
+        cache_linker: HierKVLinker,
+        tree: RadixTree,
+        pages: DeviceProvenance,
+    ) -> None:
+        super().__init__(cache, cache_linker)
+        self._tree = tree
+        self._pages = pages
+        self._saving: _Saving | None = None
+
+    @contextmanager
+    def saving(self, req: Any, space: KeySpace | None) -> Iterator[None]:
+        """Says whose pages those are that SGLang saves inside; with no space none are saved."""
+        self._saving = None if space is None else _Saving(req, space)
+        try:
+            yield
+        finally:
+            self._saving = None
 
     def match(self, key: Any, req: Any, result: Any) -> Any:
         """Extends a device match by the pages that are ready in DRAM now.
@@ -63,16 +121,17 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         )
 
     def _num_loadable(self, req: Any, space: KeySpace, device_len: int, tail: list[str]) -> int:
-        """Pages behind the device prefix that can be loaded, on every rank of the group."""
-        lockstep = self.cache.lockstep
-        if lockstep is not None:
-            first_page = device_len // self.cache.page_size
-            promised = lockstep.promises.num_promised(req.cache_request_handle, space, first_page)
-            return min(promised, len(tail))
+        """Pages behind the device prefix that can be loaded."""
         hashes, lineage = hashes_from_hex(tail), self.cache.truncated.lineage_of(req)
         if lineage is not None:
             return self.cache.truncated.ready_pages(req, lineage, space, device_len, hashes)
-        return self.cache_linker.store.ready_prefix(space, hashes, max_quality_of(req))
+        return self.cache.admission.num_loadable(
+            req.cache_request_handle,
+            space,
+            device_len // self.cache.page_size,
+            hashes,
+            max_quality_of(req),
+        )
 
     def load_back(self, req: Any) -> tuple[int, Any]:
         """Queues the promised pages into device slots of the request's own."""
@@ -84,40 +143,27 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         start = marker.device_hit_len
         lineage = lineage_of(req)
         composition = None if lineage is None else lineage.composition
-        self.cache_linker.place = Place(
+        first_page = start // self.cache.page_size
+        place = Place(
             space,
             start,
             _NO_HASHES,
             max_quality=max_quality_of(req),
             composition=composition,
-            take=self._take_promised(req, space, start),
+            take=self.cache.admission.taker(req.cache_request_handle, space, first_page),
         )
-        try:
+        with self.cache_linker.placed(place):
             loaded, node = super().load_back(req)
-        finally:
-            self.cache_linker.place = None
         if loaded:
-            self.cache.note_remote(req)
             state = state_of(req)
             state.note_loaded(start, loaded, Tier.HOST)
             quality = self.cache_linker.queued_quality(req.rid)
-            state.note_loaded_quality(start // self.cache.page_size, quality)
+            state.note_loaded_quality(first_page, quality)
             if lineage is not None and composition is not None:
                 lineage.note_loaded(composition)
                 self.cache_linker.store.counters.add("moved_tokens", composition.num_moved)
-        if self.cache.lockstep is None:
-            self.cache.release_plan(req.cache_request_handle)
+        self.cache.load_queued(req, loaded=bool(loaded))
         return loaded, node
-
-    def _take_promised(
-        self, req: Any, space: KeySpace, start: int
-    ) -> Callable[[Hashes], LoadTicket | None] | None:
-        """With several ranks, what hands over the pages that all of them promised."""
-        lockstep = self.cache.lockstep
-        if lockstep is None:
-            return None
-        handle, first_page = req.cache_request_handle, start // self.cache.page_size
-        return lambda hashes: lockstep.promises.take(handle, space, first_page, hashes)
 
     def end_loads(self) -> tuple[list[str], bool]:
         """Waits for the loads of the batch that just ran, on this rank.
@@ -141,21 +187,19 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         return self.cache_linker.completed_offloads(most)
 
     def _offload_node(self, node_id: Any, transfers: list[Any]) -> None:
-        space = self.cache.checkpoint_space
-        if space is None:
+        if self._saving is None:
             return
+        req, space = self._saving
         num_tokens = len(transfers[0].device_indices)
-        position, ancestors = self._path_before(node_id, num_tokens)
-        pages = self.cache.taint.pages
-        quality = pages.of(transfers[0].keys) if pages else None
-        place = Place(space, position, ancestors, quality)
-        self.cache_linker.place = self.cache.truncated.place_of_save(
-            self.cache.checkpoint_request, place, num_tokens // self.cache.page_size
+        position, ancestors = self._tree.path_before(node_id, num_tokens)
+        quality = self._pages.of(transfers[0].keys) if self._pages else None
+        place = self.cache.truncated.place_of_save(
+            req,
+            Place(space, position, ancestors, quality),
+            num_tokens // self.cache.page_size,
         )
-        try:
+        with self.cache_linker.placed(place):
             super()._offload_node(node_id, transfers)
-        finally:
-            self.cache_linker.place = None
 
     def save_again(
         self,
@@ -177,16 +221,13 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             ancestors: hashes of the pages before.
             quality: of the pages, u8 `[N]`.
         """
-        space = self.cache.checkpoint_space
-        if space is None:
+        if self._saving is None:
             return
         lock = self.cache.inc_lock_ref(node_id).to_dec_params()
-        self.cache_linker.place = Place(space, position, hashes_from_hex(ancestors), quality)
-        try:
-            transfer = PoolTransfer(name=PoolName.KV, device_indices=rows, keys=keys)
+        place = Place(self._saving.space, position, hashes_from_hex(ancestors), quality)
+        transfer = PoolTransfer(name=PoolName.KV, device_indices=rows, keys=keys)
+        with self.cache_linker.placed(place):
             queued = self.cache_linker.offload([transfer])
-        finally:
-            self.cache_linker.place = None
         if queued:
             # No node: what SGLang notes of nodes is of the save that came before.
             self.pending_offloads.append(_PendingOffload(node_id, lock, []))
@@ -200,9 +241,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         found. SGLang's tree in Rust keeps its marks: there it takes a flush.
         """
         self._num_void = len(self.pending_offloads)
-        if self.cache.tree_core_name == "python":
-            for node in self.cache.tree_core._node_arena.values():
-                node.external_cache_stored = False
+        self._tree.forget_saves()
 
     def commit_completed_offloads(self, successes: Sequence[bool]) -> None:
         """As SGLang's; saves from before `forget_saves` ended as not stored, whenever they did."""
@@ -226,18 +265,3 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         self.pending_offloads = [
             next(ordinary) if entry.publish_node_ids else entry for entry in everything
         ]
-
-    def _path_before(self, node_id: Any, num_tokens: int) -> tuple[int, Hashes]:
-        """Index of a node's first token, and the hashes of the pages before it."""
-        core = self.cache.tree_core
-        if self.cache.tree_core_name != "python":
-            end = len(core.collect_full_device_indices(node_id, self.cache.root_node_handle()))
-            return end - num_tokens, _NO_HASHES
-        keys: list[str] = []
-        node = core.node_by_id(node_id).parent
-        position = 0
-        while node is not None and node.parent is not None:
-            position += len(node.key)
-            keys = list(node.hash_value or ()) + keys
-            node = node.parent
-        return position, hashes_from_hex(keys) if keys else _NO_HASHES

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +31,8 @@ _ATTRIBUTE = "_hier_kv_lineage"
 # Lineages before the last one that are searched, newest first, beside the whole prompt.
 MAX_ANCESTORS = 8
 
-if TYPE_CHECKING:
-    UsableOf = Callable[[Hashes], Bools]
-    ChainHash = Callable[[array[int], str | None, str | None], Hashes]
+UsableOf = Callable[[Hashes], Bools]
+ChainHash = Callable[["array[int]", str | None, str | None], Hashes]
 
 
 def names_of(

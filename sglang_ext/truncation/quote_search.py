@@ -20,20 +20,18 @@ from array import array
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from sglang_ext.identity.tenancy import Tenant, tenant_of
-from sglang_ext.seam.request_state import wants_exact
-from sglang_ext.tiers.store import KeySpace
+from sglang_ext.provenance.request_state import wants_exact
+from sglang_ext.tiers.store import KeySpace, PageStore
 from sglang_ext.truncation.lineage import QuoteLineage, attach_lineage, lineage_of, quote_name
 from sglang_ext.truncation.quotes import I32, StoredRun, StoredText
+from sglang_ext.truncation.reuse import TruncatedReuse
 from sglang_ext.truncation.rolling import group_id
-
-if TYPE_CHECKING:
-    from sglang_ext.seam.cache import HierKVRadixCache
-    from sglang_ext.seam.hooks.truncation import Truncator
+from sglang_ext.truncation.truncator import Truncator
 
 logger = logging.getLogger(__name__)
 
@@ -59,22 +57,32 @@ class QuoteSearch:
     """The searches of one cache, and the text that they search.
 
     Args:
-        cache: the cache.
+        store: DRAM and disk.
+        reuse: finds the KV of what a prompt quotes.
         truncator: says who may, and where heads end; its mode is `match` or `all`.
+        page_size: P.
         max_pages: pages whose text is kept.
     """
 
     def __init__(
-        self, cache: HierKVRadixCache, truncator: Truncator, max_pages: int = MAX_PAGES
+        self,
+        store: PageStore,
+        reuse: TruncatedReuse,
+        truncator: Truncator,
+        *,
+        page_size: int,
+        max_pages: int = MAX_PAGES,
     ) -> None:
-        self._cache = cache
+        self._counters = store.counters
+        self._reuse = reuse
+        self._page_size = page_size
         self._truncator = truncator
         self._max_pages = max_pages
-        self._text = StoredText(cache.page_size, max_pages)
+        self._text = StoredText(page_size, max_pages)
         self._thread = ThreadPoolExecutor(1, "hier-kv-quotes")
         self._notes: list[Future[None]] = []
         self._searches: dict[Hashable, _Search] = {}
-        self._thread.submit(_warm_up, cache.page_size)
+        self._thread.submit(_warm_up, page_size)
 
     def _tenant_of(self, req: Any) -> Tenant | None:
         """The tenant of a request that opted in; None for who neither quotes nor is quoted.
@@ -92,7 +100,7 @@ class QuoteSearch:
         tenant = self._tenant_of(req)
         if tenant is None or not tenant.is_named:
             return
-        size = self._cache.page_size
+        size = self._page_size
         tokens = array("q", req.full_untruncated_fill_ids[: num_tokens // size * size])
         self._notes = [note for note in self._notes if not note.done()]
         if len(tokens) < _MIN_RUN_PAGES * size or len(self._notes) >= _MAX_JOBS:
@@ -107,7 +115,7 @@ class QuoteSearch:
     def forget(self) -> None:
         """The storage was cleared: no text of it is kept. Jobs under way end on the old text."""
         self.drop_all()
-        self._text = StoredText(self._cache.page_size, self._max_pages)
+        self._text = StoredText(self._page_size, self._max_pages)
 
     # ---- searches ----
 
@@ -119,15 +127,15 @@ class QuoteSearch:
             space: of its pages.
             num_found: tokens of its exact prefix that are stored or on the device.
         """
-        if wants_exact(req) or not self._cache.hier_linker.copier.movable:
+        if wants_exact(req) or not self._reuse.is_movable():
             return
         tenant = self._tenant_of(req)
         if tenant is None:
             return
         if not tenant.is_named:
-            self._cache.store.counters.add("quote_unnamed_requests")
+            self._counters.add("quote_unnamed_requests")
             return
-        size = self._cache.page_size
+        size = self._page_size
         head, num = self._truncator.head_of(req.origin_input_ids), len(req.origin_input_ids)
         if num_found > head + size or num - head < _MIN_RUN_PAGES * size:
             return
@@ -135,7 +143,7 @@ class QuoteSearch:
             return
         tokens = req.origin_input_ids[:]
         group, words = self._group(space, tenant, tokens[:head]), _words(tokens)
-        self._cache.store.counters.add("quote_searches")
+        self._counters.add("quote_searches")
         future = self._thread.submit(self._text.find, group, words, head, _MIN_RUN_PAGES * size)
         search = _Search(future, req, space, group, head, time.monotonic() + _DEADLINE_S)
         self._searches[req.cache_request_handle] = search
@@ -148,7 +156,7 @@ class QuoteSearch:
         if not search.future.done():
             if time.monotonic() < search.deadline_s:
                 return False
-            self._cache.store.counters.add("quote_search_timeouts")
+            self._counters.add("quote_search_timeouts")
             self.drop(handle)
             return True
         del self._searches[handle]
@@ -156,7 +164,7 @@ class QuoteSearch:
             run = search.future.result()
         except Exception:
             logger.exception("hier-kv: a prompt could not be searched for stored text")
-            self._cache.store.counters.add("quote_search_failures")
+            self._counters.add("quote_search_failures")
             return True
         if run is not None:
             self._found(search, run)
@@ -184,15 +192,15 @@ class QuoteSearch:
         return group_id(secret, space.digest, space.lora, *whose, head.tobytes())
 
     def _found(self, search: _Search, run: StoredRun) -> None:
-        req, cache = search.req, self._cache
+        req = search.req
         name = quote_name(self._truncator.secret, search.group, run)
         lineage = QuoteLineage(
-            req.origin_input_ids[:], run, search.head, cache.page_size, name, req.extra_key
+            req.origin_input_ids[:], run, search.head, self._page_size, name, req.extra_key
         )
         attach_lineage(req, lineage)
-        cache.store.counters.add("quoting_requests")
+        self._counters.add("quoting_requests")
         tail = self._truncator.hash_of(req.full_untruncated_fill_ids, req.extra_key, req.cache_salt)
-        cache.truncated.enqueue(req, lineage, search.space, 0, tail)
+        self._reuse.enqueue(req, lineage, search.space, 0, tail)
 
 
 def _warm_up(page_size: int) -> None:

@@ -5,46 +5,59 @@ Runs on the scheduler's thread and only looks things up. The copying is the link
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import Wish
 from sglang_ext.device.composition import Composition
-from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
-from sglang_ext.seam.request_state import Tier, max_quality_of, state_of
+from sglang_ext.device.transfers import Hashes, Place
+from sglang_ext.provenance.request_state import Tier, max_quality_of, state_of
 from sglang_ext.tiers.records.quality import Quality
-from sglang_ext.tiers.store import KeySpace
+from sglang_ext.tiers.store import KeySpace, PageStore
 from sglang_ext.tiers.store.types import ON_DISK, READY
 from sglang_ext.truncation.extents import Source, compose
 from sglang_ext.truncation.lineage import CutLineage, Lineage, lineage_of
-
-if TYPE_CHECKING:
-    from sglang_ext.seam.cache import HierKVRadixCache
 
 Bools = npt.NDArray[np.bool_]
 
 
 class TruncatedReuse:
-    """Compositions of truncated requests, for one cache."""
+    """Compositions of truncated requests, for one cache.
 
-    def __init__(self, cache: HierKVRadixCache) -> None:
-        self._cache = cache
+    Args:
+        store: DRAM and disk.
+        room: the waiting requests.
+        page_size: P.
+        is_movable: whether K can be moved to other positions now.
+        composes: False where several ranks must decide alike: what is ready differs between them,
+            and they agree on prefixes of a request's own chain only.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        room: WaitingRoom,
+        *,
+        page_size: int,
+        is_movable: Callable[[], bool],
+        composes: bool,
+    ) -> None:
+        self._store = store
+        self._room = room
+        self._page_size = page_size
+        self.is_movable = is_movable
+        self._composes = composes
 
     # ---- matches ----
 
     def lineage_of(self, req: Any) -> Lineage | None:
-        """The lineage of a request whose pages may be made of others; None for all others.
-
-        With several ranks that must decide alike none are: what is ready differs between ranks, and
-        they agree on prefixes of a request's own chain only.
-        """
-        return lineage_of(req) if getattr(self._cache, "lockstep", None) is None else None
+        """The lineage of a request whose pages may be made of others; None for all others."""
+        return lineage_of(req) if self._composes else None
 
     def ready_pages(
         self, req: Any, lineage: Lineage, space: KeySpace, device_len: int, tail: Hashes
@@ -73,16 +86,16 @@ class TruncatedReuse:
             device_pages: pages of it on the device.
             tail: u8 `[N, 32]`, hashes of its pages from there on.
         """
-        size = self._cache.page_size
+        size = self._page_size
         found = self._compose(req, lineage, space, device_pages * size, tail, 0xFF)
         tiers = [(Tier.DEVICE, device_pages)]
         if found is not None:
-            flags, _ = self._cache.store.page_states(space, found.hashes)
+            flags, _ = self._store.page_states(space, found.hashes)
             on_disk_only = ((flags & READY) == 0) & ((flags & ON_DISK) != 0)
             from_disk = found.worst_of(on_disk_only.astype(np.uint8))
             tiers += [(Tier.DISK if disk else Tier.HOST, 1) for disk in from_disk]
         state_of(req).note_enqueued(size, tiers)
-        room, handle = self._cache.waiting_room, req.cache_request_handle
+        room, handle = self._room, req.cache_request_handle
         if found is None:
             room.leave(handle)
         else:
@@ -91,10 +104,10 @@ class TruncatedReuse:
 
     def _leave_behind(self, req: Any, lineage: Lineage, space: KeySpace) -> None:
         """Tells the placement policy which stored pages the conversation goes on without."""
-        lookahead = self._cache.store.lookahead
+        lookahead = self._store.lookahead
         if lookahead is None or not self._takes_others(req) or not isinstance(lineage, CutLineage):
             return
-        size = self._cache.page_size
+        size = self._page_size
         for source in lineage.sources(0, _none_usable):
             first, end = -(-source.begin // size), (source.begin + source.shift) // size
             if first < end:
@@ -107,7 +120,7 @@ class TruncatedReuse:
         """
         if max_quality_of(req) < Quality.APPROXIMATED:
             return False
-        return bool(self._cache.hier_linker.copier.movable)
+        return self.is_movable()
 
     def _compose(
         self,
@@ -119,10 +132,10 @@ class TruncatedReuse:
         need: int,
     ) -> Composition | None:
         """The pages behind the device's that stored pages with any of the flags `need` give."""
-        size, limit = self._cache.page_size, max_quality_of(req)
+        size, limit = self._page_size, max_quality_of(req)
 
         def usable_of(hashes: Hashes) -> Bools:
-            flags, quality = self._cache.store.page_states(space, hashes)
+            flags, quality = self._store.page_states(space, hashes)
             usable: Bools = ((flags & np.uint8(need)) != 0) & (quality <= limit)
             return usable
 
@@ -163,7 +176,7 @@ class TruncatedReuse:
         if lineage is None or lineage.loaded is None:
             return place
         loaded = lineage.loaded
-        first, start = place.position // self._cache.page_size, loaded.start // loaded.page_size
+        first, start = place.position // self._page_size, loaded.start // loaded.page_size
         aliased = np.zeros(num_pages, np.bool_)
         begin, stop = max(first, start), min(first + num_pages, start + loaded.num_pages)
         if begin < stop:
@@ -178,13 +191,3 @@ class TruncatedReuse:
 
 def _none_usable(hashes: Hashes) -> Bools:
     return np.zeros(len(hashes), np.bool_)
-
-
-def page_hashes(page_size: int) -> Any:
-    """A function for the page hashes of (tokens, extra_key, salt), u8 `[N, 32]`."""
-
-    def hash_of(tokens: array[int], extra_key: str | None, salt: str | None) -> Hashes:
-        key = RadixKey(tokens, extra_key, cache_salt=salt).page_aligned(page_size)
-        return hashes_from_hex(get_storage_hash_str(key, None, page_size=page_size))
-
-    return hash_of

@@ -363,11 +363,12 @@ class World:
             device_indices=self.slots_of(node.pages),
             keys=chain.keys(node.start, end),
         )
-        self.linker.place = Place(chain.space, node.start * PAGE, chain.hashes[: node.start])
-        if self.linker.offload([transfer]):
+        place = Place(chain.space, node.start * PAGE, chain.hashes[: node.start])
+        with self.linker.placed(place):
+            queued = self.linker.offload([transfer])
+        if queued:
             node.locks += 1
             self.saving.append(node)
-        self.linker.place = None
 
     def collect(self) -> None:
         """Finished saves give their nodes free."""
@@ -386,8 +387,7 @@ class World:
         """A request is admitted: what is ready in DRAM is promised and queued."""
         chain = self.rng.choice(self.chains)
         start = self.rng.choice((0, 0, 0, 1, 3))
-        self.linker.place = Place(chain.space, start * PAGE, chain.hashes[:start])
-        try:
+        with self.linker.placed(Place(chain.space, start * PAGE, chain.hashes[:start])):
             keys = chain.keys(start, PAGES_PER_DOCUMENT)
             lengths = self.linker.lookup("", [PoolTransfer(name=PoolName.KV, keys=keys)])
             pages = self.take(lengths[-1]) if lengths else None
@@ -402,8 +402,6 @@ class World:
                 self.give_back(pages)
                 return False
             self.queued.append(Running(rid, chain, start, pages))
-        finally:
-            self.linker.place = None
         return None
 
     def abort(self) -> bool | None:
@@ -516,12 +514,11 @@ class World:
         self.store.end_epoch()
         if self.rng.random() < 0.2:  # a request that kept its key space
             chain = self.rng.choice(self.chains)
-            self.linker.place = Place(chain.space, 0, chain.hashes[:0])
             transfer = PoolTransfer(
                 name=PoolName.KV, device_indices=self.slots_of([0]), keys=chain.keys(0, 1)
             )
-            assert not self.linker.load("stale", [transfer])
-            self.linker.place = None
+            with self.linker.placed(Place(chain.space, 0, chain.hashes[:0])):
+                assert not self.linker.load("stale", [transfer])
         self.chains = [
             replace(chain, space=self.store.space(chain.space.digest, chain.space.lora))
             for chain in self.chains

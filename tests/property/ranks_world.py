@@ -36,7 +36,7 @@ from sglang_ext.admission.waiting import WaitingRoom  # noqa: E402
 from sglang_ext.admission.waiting_request import Wish  # noqa: E402
 from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
 from sglang_ext.ranks.consensus import Vector  # noqa: E402
-from sglang_ext.ranks.lockstep import AgreedPrompt, Lockstep  # noqa: E402
+from sglang_ext.ranks.lockstep import Lockstep  # noqa: E402
 from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
 from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
 from sglang_ext.tiers.disk.segments.fileio import FileIO  # noqa: E402
@@ -189,8 +189,7 @@ class Rank:
         self._write_weights(0)
         self.session_open = False
 
-        # What `Lockstep` asks of a cache.
-        self.page_size = PAGE
+        # What `Lockstep` asks for.
         self.waiting_room = WaitingRoom(
             self.store, prefetch_policy=policy, prefetch_timeout_ms=TIMEOUT_MS
         )
@@ -198,11 +197,16 @@ class Rank:
         self.hier_linker = self
         self.hit_markers: dict[str, Any] = {}
         self.quotes = None
-        self.tree_core = SimpleNamespace(match_full_device_prefix=self._match)
-        self.lockstep = Lockstep(
-            cast(Any, self),
-            lambda vector: wire.min_reduce(number, vector),
-            lambda content: [content],
+        self.admission = Lockstep(
+            self.store,
+            self.waiting_room,
+            lambda: [request.handle for request in self.queue],
+            self,
+            page_size=PAGE,
+            find_damaged=self.find_damaged,
+            num_on_device=self._num_on_device,
+            min_reduce=lambda vector: wire.min_reduce(number, vector),
+            gather=lambda content: [content],
         )
 
         self.queue: list[Request] = []
@@ -234,9 +238,6 @@ class Rank:
 
     # ---- what `Lockstep` asks ----
 
-    def waiting_queue(self) -> list[Any]:
-        return [SimpleNamespace(cache_request_handle=request.handle) for request in self.queue]
-
     def find_damaged(self, slots: Any, position: int) -> Any:
         assert position % PAGE == 0
         damaged = [at for at in range(len(slots)) if self.own.random() < self.failure]
@@ -252,9 +253,12 @@ class Rank:
         for result in results:
             self.note("saved", self.pending.popleft(), result)
 
-    def _match(self, document_and_length: tuple[int, int]) -> tuple[int, None, int]:
+    def end_loads(self) -> tuple[list[str], bool]:
+        raise NotImplementedError  # `_try` tells of loads itself
+
+    def _num_on_device(self, document_and_length: tuple[int, int]) -> int:
         document, num_pages = document_and_length
-        return PAGE * min(len(self.device[document]), num_pages), None, 0
+        return min(len(self.device[document]), num_pages)
 
     def quiesce(self) -> None:
         """As the cache does: waits for the saves and takes their results."""
@@ -262,7 +266,7 @@ class Rank:
         while len(self.ended) < len(self.pending):
             assert time.monotonic() < end_s
             time.sleep(0.001)
-        self.lockstep.drain_saves()
+        self.admission.drain_saves()
         assert not self.pending
 
     def weights_change(self) -> None:
@@ -291,8 +295,7 @@ class Rank:
         if self.num_steps % 70 == 0:
             self._clear()
         self.press()
-        self._step_room()
-        for failed in self.lockstep.step():
+        for failed in self.admission.step():
             self.note("failed", failed)
         for request in list(self.queue):
             if len(self.running) >= 3:
@@ -300,9 +303,6 @@ class Rank:
             self._try(request)
         while self.running and (len(self.running) >= 3 or self.script.random() < 0.5):
             self._finish()
-
-    def _step_room(self) -> None:
-        self.waiting_room.step([request.handle for request in self.queue])
 
     def press(self) -> None:
         """Other pages come into this rank's DRAM and push some out."""
@@ -317,8 +317,7 @@ class Rank:
         end_s = time.monotonic() + WAIT_S
         while self.queue or self.running or self.pending:
             self.press()
-            self._step_room()
-            self.lockstep.step()
+            self.admission.step()
             for request in list(self.queue):
                 self._try(request)
             while self.running:
@@ -342,7 +341,7 @@ class Rank:
             assert time.monotonic() < end_s, np.flatnonzero(self.arena._pins)
             time.sleep(0.002)
         assert self.store._directory.num_planned_pages == 0
-        assert len(self.lockstep.promises) == 0
+        assert len(self.admission.promises) == 0
         self.store.check()
 
     def note(self, kind: str, *values: Any) -> None:
@@ -357,16 +356,16 @@ class Rank:
 
     def _enqueue(self, request: Request) -> None:
         key_of_prompt = (request.document, request.num_pages)
-        num_above = self._match(key_of_prompt)[0] // PAGE
+        num_above = self._num_on_device(key_of_prompt)
         space = self.identity.space_of(request, self.store)
         if space is not None:
             wish = Wish(space, hashes_of(*key_of_prompt), num_above, 255)
-            self.lockstep.promises.enter(request.handle, wish, AgreedPrompt(key_of_prompt))
+            self.admission.enter(request.handle, wish, key_of_prompt)
         self.queue.append(request)
 
     def _abort(self) -> None:
         request = self.queue.pop(self.script.randrange(len(self.queue)))
-        self.lockstep.promises.leave(request.handle)
+        self.admission.promises.leave(request.handle)
 
     def _clear(self) -> None:
         """As the cache does, under whatever is on its way."""
@@ -376,8 +375,8 @@ class Rank:
 
     def _try(self, request: Request) -> None:
         handle, document, num_pages = request
-        promises, space = self.lockstep.promises, self.identity.space_of(request, self.store)
-        admitted = self.lockstep.may_admit(handle)
+        promises, space = self.admission.promises, self.identity.space_of(request, self.store)
+        admitted = self.admission.may_admit(handle)
         self.note("admitted" if admitted else "held", handle)
         if not admitted:
             return
@@ -398,9 +397,9 @@ class Rank:
             self._check_content(pages, request, on_device)
             self.note("loaded", handle, on_device, promised, ticket.quality.tolist())
             self.note("loaded under", *self._maker(request))
-            self.lockstep.loads_ended([handle], landed=self.own.random() >= self.failure)
+            self.admission.loads_ended([handle], landed=self.own.random() >= self.failure)
             if self.script.random() < 0.3:  # its result is used at once
-                for failed in self.lockstep.settle_loads([handle]):
+                for failed in self.admission.settle_loads([handle]):
                     self.note("failed", failed)
         self.queue.remove(request)
         promises.admit(handle, num_pages - 1)
@@ -415,7 +414,7 @@ class Rank:
             self._retract(request)
             return
         space = self.identity.space_of(request, self.store)
-        promises = self.lockstep.promises
+        promises = self.admission.promises
         last = promises.take_last(handle, key(page_number(document, num_pages - 1)))
         self.note("last page", handle, last is not None)
         pages = None
@@ -441,7 +440,7 @@ class Rank:
     def _retract(self, request: Request) -> None:
         """It gives up its KV and goes back to the queue."""
         handle = request.handle
-        self.lockstep.promises.leave(handle)
+        self.admission.promises.leave(handle)
         self._enqueue(request._replace(handle=handle._replace(attempt=handle.attempt + 1)))
 
     def _offload(self, space: KeySpace, document: int, start: int) -> None:
@@ -488,7 +487,7 @@ class Rank:
 
     def _flush(self) -> None:
         """`/flush_cache`; waiting requests are no hindrance in a pause."""
-        self.lockstep.promises.leave_all()
+        self.admission.promises.leave_all()
         self._drop_device()
         self.identity.device_was_reset()
 
@@ -499,7 +498,7 @@ class Rank:
             if retract:
                 self._retract(each.request)
             else:
-                self.lockstep.promises.leave(each.request.handle)
+                self.admission.promises.leave(each.request.handle)
 
     def _change_adapter(self) -> None:
         """The adapter is loaded again under its id, with other weights."""

@@ -166,15 +166,15 @@ def test_a_page_that_went_bad_in_dram_is_recomputed_and_dropped(tmp_path: Path) 
         slot, at = int(ticket.slots[1]), world.linker.copier._layout.tail_offset
         world.arena.slots[slot, at : at + 4] ^= 0xFF
 
-        world.linker.place = Place(chain.space, 0, chain.hashes[:0])
-        rows = world.slots_of(pages)
-        transfer = SimpleNamespace(device_indices=rows, keys=chain.keys(0, 3))
-        assert world.linker.load("r", [transfer]) is False
-        assert world.store.stats()["damaged_pages"] == 1
-        assert "load_failures" not in world.store.stats()
-        assert world.linker.lookup("r", [transfer]) == [1]
-        transfer = SimpleNamespace(device_indices=rows[:PAGE], keys=chain.keys(0, 1))
-        assert world.linker.load("r", [transfer]) is True
+        with world.linker.placed(Place(chain.space, 0, chain.hashes[:0])):
+            rows = world.slots_of(pages)
+            transfer = SimpleNamespace(device_indices=rows, keys=chain.keys(0, 3))
+            assert world.linker.load("r", [transfer]) is False
+            assert world.store.stats()["damaged_pages"] == 1
+            assert "load_failures" not in world.store.stats()
+            assert world.linker.lookup("r", [transfer]) == [1]
+            transfer = SimpleNamespace(device_indices=rows[:PAGE], keys=chain.keys(0, 1))
+            assert world.linker.load("r", [transfer]) is True
         assert world.linker.cancel_queued_load("r")
         world.settle()
     finally:

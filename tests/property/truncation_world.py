@@ -37,11 +37,12 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # isort: s
 from sglang.srt.mem_cache.radix_cache import RadixKey  # isort: skip
 
 from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of
-from sglang_ext.seam.hooks.truncation import Truncator
-from sglang_ext.seam.request_state import state_of, wants_exact
+from sglang_ext.provenance.request_state import state_of, wants_exact
+from sglang_ext.seam.page_hash import page_hasher
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
+from sglang_ext.truncation.truncator import Truncator
 
 CONTEXT = 80
 ROOM = 2
@@ -115,6 +116,7 @@ class TruncationWorld(World):
             max_req_len=CONTEXT + 1,
             max_input_len=CONTEXT - 2,
             page_size=PAGE,
+            hash_of=page_hasher(PAGE),
             tokenizer=None,
         )
         self.cache.truncate_with(self.truncator)

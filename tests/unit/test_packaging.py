@@ -34,7 +34,6 @@ PLUGIN_IMPORTS = KERNEL_IMPORTS | TIER_IMPORTS | {"prometheus_client", "pydantic
 # The seam: the only modules of the plugin that may import sglang.
 SGLANG_MODULES = {
     "assembly/factory",
-    "provenance/taint",
     "seam/cache",
     "seam/hash_fallback",
     "seam/hooks/hooking",
@@ -42,9 +41,12 @@ SGLANG_MODULES = {
     "seam/hooks/scheduler",
     "seam/linker",
     "seam/model_kind",
+    "seam/page_hash",
+    "seam/radix_tree",
     "seam/self_check",
+    "seam/session_turns",
+    "seam/taint",
     "seam/wrapper",
-    "truncation/reuse",
 }
 
 

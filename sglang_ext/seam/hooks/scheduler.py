@@ -10,12 +10,13 @@ from typing import Any
 from sglang_ext.device.rope_discovery import rope_digest
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.tenancy import note_tenant
+from sglang_ext.provenance.request_state import find_state, wants_exact
+from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
 from sglang_ext.seam.hooks.hooking import check_hooks, hook
 from sglang_ext.seam.hooks.truncation import build_truncator, register_truncation_hooks
 from sglang_ext.seam.hooks.weights import register_weight_hooks
 from sglang_ext.seam.report import DETAILS_KEY, pack_details
-from sglang_ext.seam.request_state import find_state, wants_exact
 from sglang_ext.seam.self_check import run_self_check
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.quality import Quality, name_of
@@ -126,8 +127,9 @@ def _after_internal_state(result: Any, self: Any, recv_req: Any) -> None:
 def _state_of_all_ranks(cache: HierKVRadixCache) -> dict[str, Any]:
     """This rank's state, with those of its tensor parallel group where it is one of several."""
     state = cache.metrics_reporter_hier.state()
-    if cache.lockstep is None:
+    admission = cache.admission
+    if not isinstance(admission, Lockstep):
         return state
-    state["agreements"] = cache.lockstep.num_rounds
-    others = cache.lockstep.gather(json.dumps(state).encode())
+    state["agreements"] = admission.num_rounds
+    others = admission.gather(json.dumps(state).encode())
     return {**state, "tp_ranks": [json.loads(other) for other in others]}

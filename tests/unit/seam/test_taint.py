@@ -22,9 +22,15 @@ from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
 from sglang.srt.session.streaming_session import is_virtual_node  # noqa: E402
 
 from sglang_ext.device.transfers import hashes_from_hex  # noqa: E402
+from sglang_ext.provenance.request_state import (  # noqa: E402
+    RequestState,
+    Tier,
+    max_quality_of,
+    state_of,
+    wants_exact,
+)
 from sglang_ext.provenance.tree_quality import DeviceProvenance  # noqa: E402
 from sglang_ext.seam.report import DETAILS_KEY  # noqa: E402
-from sglang_ext.seam.request_state import RequestState, Tier, max_quality_of, state_of, wants_exact  # noqa: E402
 from sglang_ext.tiers.records.quality import ANY, Quality, name_of, worst  # noqa: E402
 from tests.property.taint_world import PAGE, Request, World  # noqa: E402
 
@@ -184,7 +190,7 @@ def test_without_a_lossy_codec_nothing_is_kept_or_computed(
         raise AssertionError("provenance was looked at")
 
     monkeypatch.setattr(world, "check_tree", lambda: None)
-    monkeypatch.setattr(world.cache.taint, "_path_keys", never)
+    monkeypatch.setattr(world.cache.taint._tree, "path_hashes", never)
     monkeypatch.setattr(world.cache.taint.pages, "of", never)
     monkeypatch.setattr(world.cache.taint.pages, "note", never)
     req = world.run(PROMPT, exact=True)
@@ -237,14 +243,14 @@ def test_a_session_hands_its_kv_to_the_next_turn_with_what_it_is_worth(make: Mak
     cache = make().cache
     sessions = cache.session = Sessions()
     first, second, third = turn(), turn(), turn(exact=True)
-    cache.taint.meet_session(first)
+    cache.session_turns.meet(first)
     assert state_of(first).taint == Quality.EXACT
     state_of(first).taint = int(Quality.LOSSY)
-    cache.taint.leave_session(first)
-    cache.taint.meet_session(second)
+    cache.session_turns.end(first)
+    cache.session_turns.meet(second)
     assert state_of(second).taint == state_of(second).reused == Quality.LOSSY
-    cache.taint.leave_session(second)
-    cache.taint.meet_session(third)
+    cache.session_turns.end(second)
+    cache.session_turns.meet(third)
     assert sessions.released == ["s"]
     assert state_of(third).taint == Quality.EXACT
 
@@ -256,9 +262,9 @@ def test_a_turn_of_other_keys_or_adapter_computes_its_prompt(make: Make, name: s
     for expected, value in (([], "one"), ([], "one"), (["s"], "other")):
         req = turn()
         setattr(req, name, value)
-        cache.taint.meet_session(req)
+        cache.session_turns.meet(req)
         assert sessions.released == expected
-        cache.taint.leave_session(req)
+        cache.session_turns.end(req)
 
 
 class Session:

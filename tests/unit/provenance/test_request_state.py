@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.seam.request_state import RequestState, Tier, find_state, state_of
+from sglang_ext.provenance.request_state import RequestState, Tier, find_state, state_of
 
 PAGE = 16
 

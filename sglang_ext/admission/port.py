@@ -1,0 +1,221 @@
+"""What the radix cache asks about waiting requests: when one may run, and what it may load then.
+
+`Solo` answers from this process's waiting room alone. `ranks.lockstep.Lockstep` answers with what
+all ranks of a tensor parallel group agreed on.
+
+Everything here runs on the scheduler's thread, and neither copies nor waits, but for the
+collectives of `Lockstep`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from sglang_ext.admission.waiting import WaitingRoom
+from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
+from sglang_ext.tiers.store.types import Hashes
+
+# Hands over pages of a load that are pinned and verified; None when they are not to be had.
+Take = Callable[[Hashes], LoadTicket | None]
+# Handles of the waiting requests, as the scheduler will take them.
+Queue = Callable[[], Sequence[Hashable]]
+
+
+class Admission(ABC):
+    """Waiting requests by their handles, from when they enter the queue until they run.
+
+    Attributes:
+        decides_alone: False when several ranks must decide alike.
+    """
+
+    decides_alone: bool
+
+    # ---- a request's way ----
+
+    @abstractmethod
+    def enter(self, handle: Hashable, wish: Wish, key: Any) -> TierCounts:
+        """A request enters the queue.
+
+        Args:
+            handle: SGLang's name of it.
+            wish: what it could reuse.
+            key: SGLang's key of the pages of the wish.
+
+        Returns:
+            Where the pages lie that are not on the device, in this process.
+        """
+
+    @abstractmethod
+    def may_admit(self, handle: Hashable) -> bool:
+        """False while a request should wait for pages that are on their way. O(1)."""
+
+    @abstractmethod
+    def num_loadable(
+        self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes, max_quality: int
+    ) -> int:
+        """How many pages behind a device prefix can be loaded now.
+
+        Args:
+            handle: of the request.
+            space: the request's, as of now.
+            first_page: index of the first page that is not on the device.
+            hashes: u8 `[N, 32]`, its pages from there on.
+            max_quality: the worst that it may be given.
+        """
+
+    @abstractmethod
+    def taker(self, handle: Hashable, space: KeySpace, first_page: int) -> Take | None:
+        """What hands over the pages that were counted; None where the load looks them up."""
+
+    @abstractmethod
+    def load_queued(self, handle: Hashable) -> None:
+        """A load of a request's pages is queued and pins them itself."""
+
+    @abstractmethod
+    def admit(self, handle: Hashable, last_page: int | None) -> None:
+        """A request is admitted.
+
+        Args:
+            handle: of the request.
+            last_page: index of its prompt's last page when that is whole; see `take_last`.
+        """
+
+    @abstractmethod
+    def take_last(
+        self, handle: Hashable, space: KeySpace, page_hash: Hashes, max_quality: int
+    ) -> LoadTicket | None:
+        """Pins what is stored of the last page of an admitted request's prompt.
+
+        Args:
+            handle: of the request.
+            space: the request's, as of now.
+            page_hash: u8 `[1, 32]`.
+            max_quality: the worst that it may be given.
+        """
+
+    @abstractmethod
+    def release(self, handle: Hashable) -> None:
+        """A request runs, or ran: what is still pinned for it is given back."""
+
+    @abstractmethod
+    def leave(self, handle: Hashable) -> None:
+        """A request leaves the queue without running, or is about to enter it again."""
+
+    @abstractmethod
+    def leave_all(self) -> None:
+        """Every request leaves."""
+
+    # ---- the scheduler's steps ----
+
+    @abstractmethod
+    def step(self) -> list[Any]:
+        """Once a scheduler step: plans follow the queue, finished saves are taken.
+
+        Returns:
+            Requests whose loads failed somewhere; their output must not be used.
+        """
+
+    @abstractmethod
+    def end_loads(self, reqs: list[Any]) -> list[Any]:
+        """Waits for the loads of the batch that just ran; returns what `step` does."""
+
+    @abstractmethod
+    def settle_loads(self, reqs: list[Any]) -> list[Any]:
+        """A batch's result is about to be used; returns what `step` does."""
+
+    @abstractmethod
+    def drain_saves(self) -> None:
+        """Takes the results of all saves; this process has waited for its own before."""
+
+
+class Solo(Admission):
+    """A process that decides on what it knows.
+
+    Args:
+        store: DRAM and disk.
+        room: the waiting requests.
+        queue: the waiting requests' handles.
+        take_saves: takes the results of finished saves, as SGLang does once a step.
+        finish_loads: waits for a batch's loads as SGLang does; returns those that failed.
+    """
+
+    decides_alone = True
+
+    def __init__(
+        self,
+        store: PageStore,
+        room: WaitingRoom,
+        queue: Queue,
+        take_saves: Callable[[], None],
+        finish_loads: Callable[[list[Any]], list[Any]],
+    ) -> None:
+        self._store = store
+        self._room = room
+        self._queue = queue
+        self._take_saves = take_saves
+        self._finish_loads = finish_loads
+
+    def enter(self, handle: Hashable, wish: Wish, key: Any) -> TierCounts:
+        """See `Admission`."""
+        return self._room.enter(handle, wish)
+
+    def may_admit(self, handle: Hashable) -> bool:
+        """See `Admission`."""
+        return self._room.may_admit(handle)
+
+    def num_loadable(
+        self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes, max_quality: int
+    ) -> int:
+        """What is ready in DRAM."""
+        return self._store.ready_prefix(space, hashes, max_quality)
+
+    def taker(self, handle: Hashable, space: KeySpace, first_page: int) -> Take | None:
+        """None: the load pins what is ready when it is queued."""
+        return None
+
+    def load_queued(self, handle: Hashable) -> None:
+        """The plan has done its work."""
+        self.release(handle)
+
+    def admit(self, handle: Hashable, last_page: int | None) -> None:
+        """See `Admission`."""
+        self.release(handle)
+
+    def take_last(
+        self, handle: Hashable, space: KeySpace, page_hash: Hashes, max_quality: int
+    ) -> LoadTicket | None:
+        """See `Admission`."""
+        return self._store.pin_ready(space, page_hash, max_quality)
+
+    def release(self, handle: Hashable) -> None:
+        """See `Admission`."""
+        self._room.leave(handle, admitted=True)
+
+    def leave(self, handle: Hashable) -> None:
+        """See `Admission`."""
+        self._room.leave(handle)
+
+    def leave_all(self) -> None:
+        """See `Admission`."""
+        self._room.leave_all()
+
+    def step(self) -> list[Any]:
+        """A load that failed is known when its batch ran, so none is told of here."""
+        self._room.step(self._queue())
+        self._take_saves()
+        return []
+
+    def end_loads(self, reqs: list[Any]) -> list[Any]:
+        """See `Admission`."""
+        return self._finish_loads(reqs)
+
+    def settle_loads(self, reqs: list[Any]) -> list[Any]:
+        """Nothing is open: `end_loads` has told."""
+        return []
+
+    def drain_saves(self) -> None:
+        """See `Admission`."""
+        self._take_saves()

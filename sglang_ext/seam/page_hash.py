@@ -1,0 +1,45 @@
+"""SGLang's radix keys and page hashes, for everything in the plugin that names pages.
+
+A page's hash is chained from the root of its prompt, so equal hashes mean equal prefixes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from sglang_ext.device.transfers import Hashes, hashes_from_hex
+
+
+def whole_pages_key(tokens: Any, extra_key: str | None, salt: str | None, page_size: int) -> Any:
+    """SGLang's `RadixKey` of the whole pages of some tokens."""
+    return RadixKey(tokens, extra_key, cache_salt=salt).page_aligned(page_size)
+
+
+def request_key(req: Any, num_tokens: int, page_size: int) -> Any:
+    """The `RadixKey` of the whole pages among a request's first `num_tokens` tokens."""
+    tokens = req.full_untruncated_fill_ids[: num_tokens // page_size * page_size]
+    return RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+
+
+def hex_hashes_of(key: Any, page_size: int) -> list[str]:
+    """Hashes of a key's pages as SGLang's tree keeps them."""
+    return list(get_storage_hash_str(key, None, page_size=page_size))
+
+
+def hashes_of(key: Any, page_size: int) -> Hashes:
+    """Hashes of a key's pages, u8 `[N, 32]`."""
+    return hashes_from_hex(hex_hashes_of(key, page_size))
+
+
+def page_hasher(page_size: int) -> Callable[[array[int], str | None, str | None], Hashes]:
+    """A function for the page hashes of (tokens, extra_key, salt), u8 `[N, 32]`."""
+
+    def hash_of(tokens: array[int], extra_key: str | None, salt: str | None) -> Hashes:
+        return hashes_of(whole_pages_key(tokens, extra_key, salt, page_size), page_size)
+
+    return hash_of

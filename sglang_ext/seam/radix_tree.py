@@ -1,0 +1,102 @@
+"""What the plugin asks of SGLang's radix tree, whichever of its cores holds it.
+
+The core in Rust shows no nodes: where one is needed the answer is empty there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.session.streaming_session import is_virtual_node
+
+from sglang_ext.device.transfers import Hashes, hashes_from_hex
+
+_NO_HASHES = np.empty((0, 32), np.uint8)
+
+
+class RadixTree:
+    """The tree of one cache. Scheduler's thread only.
+
+    Args:
+        cache: SGLang's `UnifiedRadixCache`.
+        core_name: `python` or `rust`.
+
+    Attributes:
+        page_size: P.
+        shows_nodes: whether nodes can be looked at.
+    """
+
+    def __init__(self, cache: Any, core_name: str) -> None:
+        self._cache = cache
+        self.page_size: int = cache.page_size
+        self.shows_nodes = core_name == "python"
+
+    @property
+    def _core(self) -> Any:
+        return self._cache.tree_core
+
+    def match(self, params: Any) -> Any:
+        """SGLang's `MatchResult` of some `MatchPrefixParams`, of the device alone."""
+        result = self._core.match_prefix(params)
+        self._cache._apply_cache_actions(result.cache_actions)
+        return result
+
+    def device_prefix(self, key: Any) -> tuple[int, Any]:
+        """Pages of a key that are on the device, and the node in which these end."""
+        matched, node_id, _ = self._core.match_full_device_prefix(key)
+        return int(matched) // self.page_size, node_id
+
+    def num_on_device(self, key: Any) -> int:
+        """Pages of a key that are on the device."""
+        return self.device_prefix(key)[0]
+
+    def rows(self, node_id: Any) -> torch.Tensor:
+        """Rows of the device pool on the path from the root to the end of a node."""
+        rows: torch.Tensor = self._core.collect_full_device_indices(
+            node_id, self._core.root_node_handle()
+        )
+        return rows
+
+    def path_hashes(self, node_id: Any) -> list[str]:
+        """Hashes of the pages from the root to the end of a node; none for a session's rows."""
+        if self._cache.is_root(node_id) or is_virtual_node(node_id):
+            return []
+        return [*self._core.get_prefix_hash_values(node_id), *self._core.get_hash_values(node_id)]
+
+    def path_before(self, node_id: Any, num_tokens: int) -> tuple[int, Hashes]:
+        """Index of a node's first token, and the hashes of the pages before it.
+
+        Args:
+            node_id: the node.
+            num_tokens: its number of tokens.
+        """
+        core = self._core
+        if not self.shows_nodes:
+            end = len(core.collect_full_device_indices(node_id, self._cache.root_node_handle()))
+            return end - num_tokens, _NO_HASHES
+        keys: list[str] = []
+        node = core.node_by_id(node_id).parent
+        position = 0
+        while node is not None and node.parent is not None:
+            position += len(node.key)
+            keys = list(node.hash_value or ()) + keys
+            node = node.parent
+        return position, hashes_from_hex(keys) if keys else _NO_HASHES
+
+    @property
+    def live_hashes(self) -> Callable[[], Iterable[str]] | None:
+        """What lists the hashes of all pages in the tree; None where nodes are not shown."""
+        return self._live_hashes if self.shows_nodes else None
+
+    def _live_hashes(self) -> Iterable[str]:
+        for node in self._core._node_arena.values():
+            yield from node.hash_value or ()
+
+    def forget_saves(self) -> None:
+        """Marks every node as stored nowhere; the core in Rust keeps its marks until a flush."""
+        if self.shows_nodes:
+            for node in self._core._node_arena.values():
+                node.external_cache_stored = False

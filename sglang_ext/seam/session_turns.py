@@ -1,0 +1,97 @@
+"""What the KV of a streaming session is worth: it passes from turn to turn outside the tree."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from sglang_ext.provenance.request_state import find_state, state_of, wants_exact
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.tiers.store.types import StoreCounters
+
+_TAINT = "_hier_kv_taint"
+_SESSION_KEY = "_hier_kv_key"
+_RUNNING_TURN = "_hier_kv_running_turn"
+_SESSION_IS_BUSY = "Streaming session already has an active request."  # as SGLang says it
+
+
+class SessionTurns:
+    """The turns of one cache's sessions. Scheduler's thread only.
+
+    Args:
+        sessions: SGLang's `StreamingSession`.
+        counters: of the page store.
+    """
+
+    def __init__(self, sessions: Any, counters: StoreCounters) -> None:
+        self._sessions = sessions
+        self._counters = counters
+
+    def meet(self, req: Any) -> None:
+        """A turn is about to be matched: it will go on with the KV of the turns before it.
+
+        A turn that asks for exact KV where that is not gets none of it: the session's KV is given
+        up, as SGLang does where it cannot be used, and the prompt is computed. So is a turn's with
+        another adapter, `extra_key` or salt than those before it: SGLang would go on with KV of
+        the other adapter, and keep it under this turn's key if the turn is aborted.
+
+        A turn that comes while another runs on the session's rows gets neither of the two: those
+        rows are being written. Nor does one that SGLang refused for another that still waits.
+        """
+        slot = self._sessions.slots.get(req.session.session_id)
+        if getattr(slot, _RUNNING_TURN, None) not in (None, req):
+            req.session._inflight = True
+            self._turn_away(req)
+            return
+        if getattr(req.to_finish, "message", None) == _SESSION_IS_BUSY:
+            self._turn_away(req)
+            return
+        if not self._sessions.will_lend_record(req):
+            return
+        taint = getattr(slot, _TAINT, Quality.EXACT)
+        own_key = _session_key(req)
+        is_another = getattr(slot, _SESSION_KEY, own_key) != own_key
+        if is_another or (taint > Quality.EXACT and wants_exact(req)):
+            self._sessions.release_session(req.session.session_id)
+        elif taint > Quality.EXACT:
+            state_of(req).note_reused(int(taint))
+
+    def _turn_away(self, req: Any) -> None:
+        """Ends a turn as SGLang does where a session has another one.
+
+        SGLang notes that none runs any more when it takes such a turn from its session, and then
+        lets the next one in, onto the same rows; or it leaves the turn in a session that has no
+        rows yet, and two turns bring the first ones. Here the note and the session stay the other
+        turn's.
+        """
+        if req.to_finish is None:
+            req.to_finish = FINISH_ABORT(
+                _SESSION_IS_BUSY, HTTPStatus.BAD_REQUEST, "BadRequestError"
+            )
+        req.release_mm_inputs_on_abort()
+        req.session = None
+        self._counters.add("refused_session_turns")
+
+    def begin(self, req: Any) -> None:
+        """A request was given rows; those of a session's turn are the session's until it ends."""
+        slot = self._sessions.borrowed_slot(req)
+        if slot is not None:
+            setattr(slot, _RUNNING_TURN, req)
+
+    def end(self, req: Any) -> None:
+        """A turn ends or is retracted; its session may keep its KV."""
+        slot = self._sessions.borrowed_slot(req)
+        if slot is None:
+            return
+        setattr(slot, _RUNNING_TURN, None)
+        setattr(slot, _SESSION_KEY, _session_key(req))
+        state = find_state(req)
+        if state is not None and state.taint > Quality.EXACT:
+            setattr(slot, _TAINT, state.taint)
+
+
+def _session_key(req: Any) -> tuple[str | None, str | None, str | None]:
+    """What must be equal for one turn to go on with the KV of another."""
+    return req.lora_id, req.extra_key, req.cache_salt
