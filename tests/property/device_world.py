@@ -323,7 +323,7 @@ class DeviceWorld:
 
         def restore(ticket: Any, rows: torch.Tensor, position: int) -> None:
             hashes = np.zeros((1, 32), np.uint8)
-            done = self.linker.restore_pinned(
+            done = self.linker.restore_pages(
                 ticket,
                 None,  # type: ignore[arg-type]
                 hashes,

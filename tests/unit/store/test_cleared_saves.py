@@ -11,6 +11,7 @@ inprocess.prepare()
 
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore  # noqa: E402
 
+from sglang_ext.seam.radix_tree import RadixTree  # noqa: E402
 from sglang_ext.seam.wrapper import HierKVLinkerWrapper  # noqa: E402
 
 
@@ -39,9 +40,8 @@ class Core:
 def make(stored: list[bool], saving: list[int]) -> tuple[Core, HierKVLinkerWrapper]:
     core = Core(stored, saving)
     wrapper = object.__new__(HierKVLinkerWrapper)
-    wrapper.cache = SimpleNamespace(  # type: ignore[assignment]
-        tree_core=core, tree_core_name="python", dec_lock_ref=lambda *_: None
-    )
+    cache: Any = SimpleNamespace(tree_core=core, page_size=1, dec_lock_ref=lambda *_: None)
+    wrapper.cache, wrapper._tree = cache, RadixTree(cache, "python")
     wrapper.pending_offloads = [
         SimpleNamespace(publish_node_ids=[number], lock_node_id=number, lock_params=None)
         for number in saving
