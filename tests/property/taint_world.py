@@ -300,7 +300,7 @@ class World:
 
     def check_tree(self) -> None:
         """No page of the device tree is worse than it is said to be."""
-        if self.cache.tree_core_name != "python":
+        if self.cache.hier_config.tree_core != "python":
             return
         exact = [torch.empty(0, PAGE, dtype=torch.int64)]
         for node in self.cache.tree_core._node_arena.values():

@@ -26,8 +26,8 @@ ROOMS = (
     "sglang_ext.cli",
     "sglang_ext.assembly",
     "sglang_ext.seam",
-    "sglang_ext.provenance",
     "sglang_ext.truncation",
+    "sglang_ext.provenance",
     "sglang_ext.identity",
     "sglang_ext.ranks",
     "sglang_ext.admission",
@@ -55,23 +55,7 @@ ROOMS = (
 # Who names SGLang besides the seam, and why.
 NAMES_SGLANG = {
     "sglang_ext.assembly.factory": "it is called by SGLang's registry of caches",
-    "sglang_ext.provenance.taint": "it cuts SGLang's keys",
-    "sglang_ext.truncation.reuse": "it cuts SGLang's keys",
 }
-
-# Each of these is a debt, paid by taking the line away.
-DEBTS: set[tuple[str, str]] = {
-    ("sglang_ext.provenance.taint", "sglang_ext.seam.cache"),
-    ("sglang_ext.provenance.taint", "sglang_ext.seam.request_state"),
-    ("sglang_ext.ranks.lockstep", "sglang_ext.seam.cache"),
-    ("sglang_ext.truncation.quote_search", "sglang_ext.seam.cache"),
-    ("sglang_ext.truncation.quote_search", "sglang_ext.seam.hooks.truncation"),
-    ("sglang_ext.truncation.quote_search", "sglang_ext.seam.request_state"),
-    ("sglang_ext.truncation.reuse", "sglang_ext.seam.cache"),
-    ("sglang_ext.truncation.reuse", "sglang_ext.seam.request_state"),
-}
-
-_TIED = ("sglang_ext.seam.wrapper", "sglang_ext.seam.cache")  # one class in two files
 
 MAX_FILES = 16
 
@@ -135,8 +119,7 @@ def test_imports_go_down() -> None:
         if other in MODULES and other != "sglang_ext" and name != "sglang_ext"
         if _room(other) < _room(name)
     }
-    assert upward - DEBTS == set(), "a lower room imports a higher one"
-    assert DEBTS - upward == set(), "paid: take the line away"
+    assert upward == set(), "a lower room imports a higher one"
 
 
 def test_no_circle_of_modules() -> None:
@@ -146,7 +129,7 @@ def test_no_circle_of_modules() -> None:
     def visit(name: str, trail: list[str]) -> None:
         state[name] = False
         for other in IMPORTS[name]:
-            if other not in MODULES or (name, other) in {*DEBTS, _TIED}:
+            if other not in MODULES:
                 continue
             if name.startswith(f"{other}.") and _is_package(other):
                 continue
