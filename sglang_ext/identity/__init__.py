@@ -1,4 +1,4 @@
 """Identity: whose KV a page is, by model, weights, adapter and tenant.
 
-The seam, `provenance`, `truncation` and `assembly` import it.
+The seam, `truncation` and `assembly` import it.
 """

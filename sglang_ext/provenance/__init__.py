@@ -1,4 +1,4 @@
 """Provenance: how far the KV in the device tree may differ from exact KV, and who may reuse it.
 
-The seam imports it.
+The seam and `truncation` import it.
 """

@@ -1,7 +1,7 @@
 """SGLang's unified radix cache with tiers below the device: the few methods that differ.
 
-Every method here runs on the scheduler's thread. What becomes of waiting requests is decided in
-`waiting.py`.
+Every method here runs on the scheduler's thread. What becomes of waiting requests is decided
+behind `admission`.
 """
 
 from __future__ import annotations
