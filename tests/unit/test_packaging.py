@@ -45,7 +45,6 @@ SGLANG_MODULES = {
     "seam/radix_tree",
     "seam/self_check",
     "seam/session_turns",
-    "seam/taint",
     "seam/wrapper",
 }
 

@@ -31,6 +31,7 @@ from sglang_ext.provenance.request_state import (  # noqa: E402
 )
 from sglang_ext.provenance.tree_quality import DeviceProvenance  # noqa: E402
 from sglang_ext.seam.report import DETAILS_KEY  # noqa: E402
+from sglang_ext.seam.session_turns import SessionTurns  # noqa: E402
 from sglang_ext.tiers.records.quality import ANY, Quality, name_of, worst  # noqa: E402
 from tests.property.taint_world import PAGE, Request, World  # noqa: E402
 
@@ -240,31 +241,31 @@ def turn(*, exact: bool = False) -> Request:
 
 
 def test_a_session_hands_its_kv_to_the_next_turn_with_what_it_is_worth(make: Make) -> None:
-    cache = make().cache
-    sessions = cache.session = Sessions()
+    sessions = Sessions()
+    turns = SessionTurns(sessions, make().store.counters)
     first, second, third = turn(), turn(), turn(exact=True)
-    cache.session_turns.meet(first)
+    turns.meet(first)
     assert state_of(first).taint == Quality.EXACT
     state_of(first).taint = int(Quality.LOSSY)
-    cache.session_turns.end(first)
-    cache.session_turns.meet(second)
+    turns.end(first)
+    turns.meet(second)
     assert state_of(second).taint == state_of(second).reused == Quality.LOSSY
-    cache.session_turns.end(second)
-    cache.session_turns.meet(third)
+    turns.end(second)
+    turns.meet(third)
     assert sessions.released == ["s"]
     assert state_of(third).taint == Quality.EXACT
 
 
 @pytest.mark.parametrize("name", ["extra_key", "cache_salt", "lora_id"])
 def test_a_turn_of_other_keys_or_adapter_computes_its_prompt(make: Make, name: str) -> None:
-    cache = make().cache
-    sessions = cache.session = Sessions()
+    sessions = Sessions()
+    turns = SessionTurns(sessions, make().store.counters)
     for expected, value in (([], "one"), ([], "one"), (["s"], "other")):
         req = turn()
         setattr(req, name, value)
-        cache.session_turns.meet(req)
+        turns.meet(req)
         assert sessions.released == expected
-        cache.session_turns.end(req)
+        turns.end(req)
 
 
 class Session:
