@@ -47,7 +47,7 @@ MODEL_KINDS = {
         "Llama, Qwen 2 and 3, Mistral, Phi, GLM-4, Cohere, Gemma 2 and 3; hybrids of window and "
         "full layers with `--disable-hybrid-swa-memory`",
         "exact; moved where the rotation of all layers is understood; coded",
-        "tests/e2e/test_model_kinds.py",
+        "tests/e2e/reuse/test_model_kinds.py",
     ),
     "mla": ModelKind(
         "one latent row a token (MLA)",
@@ -115,24 +115,26 @@ class ServedMode:
 
 
 SERVED_MODES = (
-    ServedMode("one scheduler", "exact, moved, coded", "tests/e2e/test_equality.py"),
+    ServedMode("one scheduler", "exact, moved, coded", "tests/e2e/reuse/test_equality.py"),
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
         "exact; moved by `overflow` alone; coded without a calibrated profile; with MLA each rank "
         "stores the same KV",
-        "tests/e2e/test_ranks.py",
+        "tests/e2e/reuse/test_ranks.py",
     ),
     ServedMode(
         "several whole schedulers (`--dp-size`)",
         "exact, moved, coded; each its own, shared through the remote store only",
-        "tests/e2e/test_ranks.py",
+        "tests/e2e/reuse/test_ranks.py",
     ),
-    ServedMode("adapters (`--enable-lora`)", "exact", "tests/e2e/test_adapter_promises.py"),
-    ServedMode("weights that change in service", "exact", "tests/e2e/test_weight_promises.py"),
+    ServedMode("adapters (`--enable-lora`)", "exact", "tests/e2e/updates/test_adapter_promises.py"),
+    ServedMode(
+        "weights that change in service", "exact", "tests/e2e/updates/test_weight_promises.py"
+    ),
     ServedMode(
         "streaming sessions (`--enable-streaming-session`)",
         "what SGLang's tree gets of them",
-        "tests/e2e/test_tenants.py",
+        "tests/e2e/reuse/test_tenants.py",
     ),
     ServedMode(
         "fp8 KV (`--kv-cache-dtype fp8_e4m3`)",

@@ -22,7 +22,7 @@ from sglang_ext.device.load_counter import LoadCounter
 from sglang_ext.device.load_path import Fence, Landing, LoadPath
 from sglang_ext.device.ring import Ring
 from testkit.simulated_device import ConflictError, Event, SimulatedDevice
-from tests.property.device_world import DeviceWorld
+from tests.property.worlds.device_world import DeviceWorld
 
 STEPS = int(os.environ.get("HIER_KV_DEVICE_STEPS", "1500"))
 STEPS_A_WORLD = 150

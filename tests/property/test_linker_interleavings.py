@@ -12,9 +12,9 @@ import pytest
 
 from sglang_ext.device.transfers import Place
 from sglang_ext.tiers.policy import PolicyConfig
-from tests.property import linker_world
-from tests.property.coverage import missing, run_until_all_seen
-from tests.property.linker_world import PAGE, PAGES_PER_DOCUMENT, Node, World
+from tests.property.worlds import linker_world
+from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.linker_world import PAGE, PAGES_PER_DOCUMENT, Node, World
 
 ROUNDS = 5  # of 500 operations, in each of ten worlds
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.property.coverage import missing, run_until_all_seen
-from tests.property.queue_world import QueueWorld
+from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.queue_world import QueueWorld
 
 ROUNDS = 5
 Make = Callable[..., QueueWorld]

@@ -16,9 +16,9 @@ from sglang_ext.ranks.consensus import RankDivergenceError
 from sglang_ext.ranks.promises import PromiseBook
 from sglang_ext.tiers.store import LivePages, gate
 from sglang_ext.tiers.store.gate import Gate
-from tests.property import ranks_world
-from tests.property.coverage import missing, run_until_all_seen
-from tests.property.ranks_world import run_ranks
+from tests.property.worlds import ranks_world
+from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.ranks_world import run_ranks
 
 NUM_STEPS = 200
 CASES = [

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.property.coverage import missing, run_until_all_seen
-from tests.property.taint_world import World
+from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.taint_world import World
 
 ROUNDS = 8
 Make = Callable[..., World]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.property import truncation_world
-from tests.property.coverage import missing, run_until_all_seen
-from tests.property.truncation_world import TruncationWorld, world
+from tests.property.worlds import truncation_world
+from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.truncation_world import TruncationWorld, world
 
 CASES = int(os.environ.get("HIER_KV_PROPERTY_CASES", "1200"))
 SEEDS = 3

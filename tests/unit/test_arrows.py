@@ -171,7 +171,7 @@ def test_the_product_needs_no_test_tools() -> None:
 
 
 @pytest.mark.parametrize(
-    "top", ["bench", "testkit", "runtime_cpu", "sglang_ext", "tiers", "kernels"]
+    "top", ["bench", "testkit", "runtime_cpu", "sglang_ext", "tiers", "kernels", "tests"]
 )
 def test_no_folder_is_flat(top: str) -> None:
     """A newcomer reads a folder's names at once."""

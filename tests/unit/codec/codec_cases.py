@@ -12,7 +12,7 @@ from sglang_ext.codec.base import PlaneArray
 from sglang_ext.codec.float_bits import from_float32
 from sglang_ext.codec.hier.profile import Profile
 from sglang_ext.kernels.kvquant import TransformArrays
-from tests.kernels.kvquant_cases import make_transform, make_values
+from tests.kernels.kvquant.kvquant_cases import make_transform, make_values
 
 ALL_DTYPES = tuple(DTYPES)
 

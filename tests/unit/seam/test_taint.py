@@ -1,6 +1,6 @@
 """Lossy KV and what is computed on it, through the real tree, linker and store.
 
-What is compared is the KV itself: see `tests/property/taint_world.py`.
+What is compared is the KV itself: see `tests/property/worlds/taint_world.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sglang_ext.provenance.tree_quality import DeviceProvenance  # noqa: E402
 from sglang_ext.seam.report import DETAILS_KEY  # noqa: E402
 from sglang_ext.seam.session_turns import SessionTurns  # noqa: E402
 from sglang_ext.tiers.records.quality import ANY, Quality, name_of, worst  # noqa: E402
-from tests.property.taint_world import PAGE, Request, World  # noqa: E402
+from tests.property.worlds.taint_world import PAGE, Request, World  # noqa: E402
 
 PAGES = 6
 DOCUMENT = [1 + at % 90 for at in range(PAGES * PAGE)]

@@ -1,0 +1,451 @@
+"""Set-ups that cannot work end at start with one sentence; a failing disk is a count in service."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime_cpu import launch
+from sglang_ext.seam.contract.symbols import SYMBOLS
+from testkit.server import ROOT, TINYLM, Server, ServerError
+from testkit.sglang_copy import SglangCopy
+from tests.e2e.hier_server import (
+    PAGE,
+    SLOT_BYTES,
+    ask,
+    by_tier,
+    hier_args,
+    real_prompts,
+    settled,
+    tokens_and_logprobs,
+)
+
+pytestmark = pytest.mark.e2e
+
+ON = ["--model-path", str(TINYLM), "--device", "cpu", "--enable-hier-kv"]
+SMALL = ["--hier-kv-host-size", "0.05"]
+DUMMY = [
+    *("--load-format", "dummy", "--max-total-tokens", "4096", "--dtype", "bfloat16"),
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+]
+SENTENCE_CHARS = 400
+HOOKED = next(symbol for symbol in SYMBOLS if symbol.name == "Scheduler._create_generation_req")
+
+# What is added to a good command line, and what the sentence must say.
+REFUSED_ARGUMENTS = {
+    "data parallel attention": (
+        ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+        ["whole schedulers as data parallel ranks", "--enable-dp-attention", "remove one"],
+    ),
+    "data parallel attention by its other name": (
+        ["--tp-size", "2", "--attn-dp-size", "2"],
+        ["whole schedulers as data parallel ranks", "--attn-dp-size 2", "set it to 1"],
+    ),
+    "multiplexed streams": (["--enable-pdmux"], ["on one stream", "--enable-pdmux"]),
+    "a store of HiCache alone": (
+        ["--hicache-storage-backend", "file"],
+        ["HiCache", "--hicache-storage-backend file"],
+    ),
+    "block scales": (["--kv-cache-dtype", "mxfp8"], ["without block scales", "mxfp8"]),
+    "page-major": (
+        ["--enable-page-major-kv-layout"],
+        ["plain KV pool", "--enable-page-major-kv-layout"],
+    ),
+    "canary": (["--kv-canary", "raise"], ["no --kv-canary", "--kv-canary raise"]),
+    "experts elsewhere": (["--kt-weight-path", "@/"], ["all experts", "--kt-weight-path"]),
+    "profile of all heads": (
+        [
+            *("--tp-size", "2", "--hier-kv-disk-dir", "@/disk"),
+            *("--hier-kv-codec", "hier", "--hier-kv-profile", "some.hkp"),
+        ],
+        ["no --hier-kv-profile", "some.hkp", "each rank learns"],
+    ),
+    "pp": (["--pp-size", "2"], ["--pp-size 1", "got --pp-size 2"]),
+    "nodes": (
+        ["--nnodes", "2", "--dist-init-addr", "127.0.0.1:1"],
+        ["--nnodes 1", "got --nnodes 2"],
+    ),
+    "context parallel": (["--attn-cp-size", "2"], ["--attn-cp-size 1", "got --attn-cp-size 2"]),
+    "decode context parallel": (["--dcp-size", "2"], ["--dcp-size 1", "got --dcp-size 2"]),
+    "speculative": (
+        ["--speculative-algorithm", "NGRAM"],
+        ["no speculative decoding", "--speculative-algorithm NGRAM", "leave it out"],
+    ),
+    "nvfp4": (["--kv-cache-dtype", "nvfp4"], ["8 bits or more", "nvfp4", "choose auto"]),
+    "mxfp4": (["--kv-cache-dtype", "fp4_mx_block16"], ["8 bits or more", "fp4_mx_block16"]),
+    "sharding": (["--enable-kv-cache-sharding"], ["one piece", "--enable-kv-cache-sharding"]),
+    "no kv cache": (["--prefill-only-disable-kv-cache"], ["--prefill-only-disable-kv-cache"]),
+    "unified memory": (["--enable-unified-memory"], ["plain KV pool", "--enable-unified-memory"]),
+    "disaggregation": (
+        ["--disaggregation-mode", "prefill"],
+        ["both prefills and decodes", "--disaggregation-mode prefill"],
+    ),
+    "no radix cache": (["--disable-radix-cache"], ["radix cache", "--disable-radix-cache"]),
+    "hicache": (
+        ["--enable-hierarchical-cache"],
+        ["HiCache", "--enable-hierarchical-cache", "remove one of the two flags"],
+    ),
+    "lmcache": (["--enable-lmcache"], ["LMCache", "--enable-lmcache"]),
+    "flexkv": (["--enable-flexkv"], ["FlexKV", "--enable-flexkv"]),
+    "linker": (
+        ["--enable-unified-cache-external-linker"],
+        ["no other external linker", "--enable-unified-cache-external-linker"],
+    ),
+    "ray": (["--use-ray"], ["own process launcher", "--use-ray"]),
+    "hisparse": (["--enable-hisparse"], ["plain KV pool", "--enable-hisparse"]),
+    "page size 1": (["--page-size", "1"], ["--page-size of at least 2", "got 1", "64"]),
+    # The plugin's own flags.
+    "host size 0": (["--hier-kv-host-size", "0"], ["--hier-kv-host-size", "greater than 0", "0"]),
+    "negative host size": (["--hier-kv-host-size", "-1"], ["greater than 0", "got -1"]),
+    "host size nan": (["--hier-kv-host-size", "nan"], ["--hier-kv-host-size", "finite", "nan"]),
+    "host size inf": (["--hier-kv-host-size", "inf"], ["--hier-kv-host-size", "finite", "inf"]),
+    "host too large": (["--hier-kv-host-size", "1e6"], ["more than", "free", "smaller"]),
+    "disk size 0": (
+        ["--hier-kv-disk-dir", "@/disk", "--hier-kv-disk-size", "0"],
+        ["--hier-kv-disk-size", "greater than 0", "--hier-kv-disk-dir"],
+    ),
+    "disk size inf": (
+        ["--hier-kv-disk-dir", "@/disk", "--hier-kv-disk-size", "inf"],
+        ["--hier-kv-disk-size", "inf"],
+    ),
+    "segment size 0": (
+        ["--hier-kv-disk-segment-size", "0"],
+        ["--hier-kv-disk-segment-size", "greater than 0"],
+    ),
+    "negative floor": (["--hier-kv-disk-free-floor", "-1"], ["free-floor", "0 or more", "-1"]),
+    "folder is a file": (["--hier-kv-disk-dir", "@/file"], ["must be a folder", "is a file"]),
+    "folder below a file": (["--hier-kv-disk-dir", "@/file/sub"], ["--hier-kv-disk-dir", "@/file"]),
+    "read-only folder": (["--hier-kv-disk-dir", "/proc/hier-kv"], ["writable", "/proc/hier-kv"]),
+    "no log folder": (["--hier-kv-event-log", "@/no/log"], ["--hier-kv-event-log", "create"]),
+    "sizes past all sense": (["--hier-kv-host-size", "1e308"], ["--hier-kv-host-size", "at most"]),
+    "floor past all sense": (
+        ["--hier-kv-disk-dir", "@/disk", "--hier-kv-disk-free-floor", "1e308"],
+        ["--hier-kv-disk-free-floor", "at most"],
+    ),
+    "floor above the disk": (
+        ["--hier-kv-disk-dir", "@/disk", "--hier-kv-disk-free-floor", "1e8"],
+        ["--hier-kv-disk-free-floor", "all of the file system"],
+    ),
+    "log is a folder": (["--hier-kv-event-log", "@/"], ["--hier-kv-event-log", "is a folder"]),
+    "password in the URL": (
+        ["--hier-kv-remote-url", "redis://:hunter2@127.0.0.1"],
+        ["--hier-kv-remote-url must have no password in it", "password-file=PATH"],
+    ),
+    "store in the disk folder": (
+        ["--hier-kv-disk-dir", "@/disk", "--hier-kv-remote-url", "file://@/disk/x?size=1GB"],
+        ["must not lie in each other"],
+    ),
+    "a store of one byte": (["--hier-kv-remote-url", "file://@/?size=1"], ["at least 64KB"]),
+    # What argparse itself refuses.
+    "unknown rope": (["--hier-kv-rope", "post"], ["--hier-kv-rope", "'post'", "pre", "delta"]),
+    "unknown policy": (["--hier-kv-write-policy", "lazy"], ["--hier-kv-write-policy", "'lazy'"]),
+    "unknown prefetch": (["--hier-kv-prefetch-policy", "x"], ["--hier-kv-prefetch-policy", "'x'"]),
+    "unknown io": (["--hier-kv-disk-io", "x"], ["--hier-kv-disk-io", "'x'"]),
+    "unknown fsync": (["--hier-kv-disk-fsync", "x"], ["--hier-kv-disk-fsync", "'x'"]),
+    "unknown tree core": (["--hier-kv-tree-core", "c"], ["--hier-kv-tree-core", "'c'"]),
+    "unknown kernels": (["--hier-kv-kernels", "cuda"], ["--hier-kv-kernels", "'cuda'"]),
+    "not a number": (["--hier-kv-host-size", "4GB"], ["--hier-kv-host-size", "4GB"]),
+    "unknown flag": (["--hier-kv-nonsense", "1"], ["--hier-kv-nonsense"]),
+}
+
+# Models that are refused by their configuration, before weights load.
+REFUSED_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "windows": (
+        {
+            "architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa",
+            "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 4,
+        },
+        ["full attention in every layer", "add --disable-hybrid-swa-memory"],
+    ),
+    "linear attention": (
+        {
+            "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+        ["attention in every layer", "state-space layers"],
+    ),
+    "convolution": (
+        {
+            "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention"] * 4,
+        },
+        ["attention in every layer", "state-space layers"],
+    ),
+    "sparse attention": (
+        {
+            "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
+            "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+            "v_head_dim": 32, "index_topk": 64, "index_head_dim": 32, "index_n_heads": 4,
+        },
+        ["plain MHA, GQA, MQA or MLA KV pool", "sparse attention over an index"],
+    ),
+    "cross attention": (
+        {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"},
+        ["SGLang's radix cache", "which SGLang chose for this model"],
+    ),
+}  # fmt: skip
+
+FLAG_ALONE = {
+    "size": ["--hier-kv-host-size", "2"],
+    "default value": ["--hier-kv-rope", "pre"],
+    "folder": ["--hier-kv-disk-dir", "@/disk"],
+}
+
+Parsed = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("refusals")
+    (path / "file").write_text("not a folder")
+    return path
+
+
+def make_model(folder: Path, **changes: Any) -> Path:
+    """A model folder with tinylm's tokenizer and another config; weights come from a dummy load."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).symlink_to(TINYLM / name)
+    config = json.loads((TINYLM / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parsed(folder: Path) -> Parsed:
+    """Every command line of this module, parsed in one process."""
+    cases: dict[str, dict[str, Any]] = {}
+    for name, (added, _) in REFUSED_ARGUMENTS.items():
+        size = [] if "--hier-kv-host-size" in added else SMALL
+        cases[name] = {"argv": [*ON, *size, *added]}
+    for name, added in FLAG_ALONE.items():
+        cases[f"alone: {name}"] = {"argv": [*ON[:-1], *added]}
+    broken = SglangCopy(folder / "broken", "0.6.0")
+    broken.rename(HOOKED)
+    cases["broken"] = {"argv": [*ON, *SMALL], "sglang": str(broken.folder)}
+    cases["broken, off"] = {"argv": ON[:-1], "sglang": str(broken.folder)}
+    later = SglangCopy(folder / "later", "0.6.0")
+    later.add_statement(HOOKED)
+    cases["later"] = {"argv": [*ON, *SMALL], "sglang": str(later.folder)}
+    cases["off"] = {"argv": ON[:-1]}
+    cases["off again"] = {"argv": ON[:-1]}
+    cases["on"] = {"argv": [*ON, *SMALL]}
+    cases["own page size"] = {"argv": [*ON, *SMALL, "--page-size", "32"]}
+    for name, (changes, _) in REFUSED_MODELS.items():
+        model = make_model(folder / name.replace(" ", "-"), **changes)
+        given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL]
+        cases[f"model: {name}"] = {"argv": given, "resolve": True}
+    given = [*cases["model: windows"]["argv"], "--disable-hybrid-swa-memory"]
+    cases["windows in one pool"] = {"argv": given, "resolve": True}
+    text = json.dumps(list(cases.values())).replace("@/", f"{folder}/")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.start.parse_probe"],
+        input=text,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=launch.environment(),
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def assert_one_sentence(text: str, expected: list[str], folder: Path) -> None:
+    """The plugin's part of an error output is one sentence with what is expected in it."""
+    for words in expected:
+        assert words.replace("@", str(folder)) in text, text
+    assert "Traceback" not in text
+    ours = text[text.find("sglang-hier-kv: ") :] if "sglang-hier-kv: " in text else text
+    ours = ours.replace(str(folder), "")
+    assert len(ours.strip().splitlines()[-1]) <= SENTENCE_CHARS
+
+
+@pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
+def test_is_refused_with_one_sentence(parsed: Parsed, folder: Path, name: str) -> None:
+    result = parsed[name]
+    assert result.get("exit") in (1, 2), result
+    assert_one_sentence(result["stderr"], REFUSED_ARGUMENTS[name][1], folder)
+    assert "hunter2" not in result["stderr"]
+    if result["exit"] == 1:  # ours; argparse ends with 2
+        sentence = result["stderr"].strip().splitlines()[-1]
+        assert sentence.startswith("sglang-hier-kv: "), sentence
+        assert sentence.endswith(".")
+
+
+@pytest.mark.parametrize("name", REFUSED_MODELS)
+def test_a_model_is_refused_before_its_weights_load(
+    parsed: Parsed, folder: Path, name: str
+) -> None:
+    result = parsed[f"model: {name}"]
+    assert result.get("exit") == 1, result
+    assert_one_sentence(result["stderr"], REFUSED_MODELS[name][1], folder)
+    assert result["stderr"].endswith("start this model without --enable-hier-kv.")
+
+
+def test_windows_in_one_pool_are_taken(parsed: Parsed) -> None:
+    assert parsed["windows in one pool"].get("hier_kv"), parsed["windows in one pool"]
+
+
+@pytest.mark.parametrize("name", FLAG_ALONE)
+def test_a_flag_without_the_switch_is_refused(parsed: Parsed, folder: Path, name: str) -> None:
+    result = parsed[f"alone: {name}"]
+    assert result.get("exit") == 1, result
+    expected = [FLAG_ALONE[name][0], "without --enable-hier-kv", "add --enable-hier-kv or remove"]
+    assert_one_sentence(result["stderr"], expected, folder)
+
+
+def test_another_sglang_is_refused_only_where_it_breaks_what_is_used(
+    parsed: Parsed, folder: Path
+) -> None:
+    result = parsed["broken"]
+    assert result.get("exit") == 1, result
+    expected = ["as in 0.5.23", f"SGLang 0.6.0 {HOOKED} is missing", "install sglang==0.5.23"]
+    assert_one_sentence(result["stderr"], expected, folder)
+    assert "args" in parsed["broken, off"]
+    assert "args" in parsed["later"]
+
+
+def test_the_switch_changes_three_arguments_and_no_switch_changes_none(parsed: Parsed) -> None:
+    off, on = parsed["off"]["args"], parsed["on"]["args"]
+    random = {name for name in off if off[name] != parsed["off again"]["args"][name]}
+    changed = {name for name in off if off[name] != on[name]} - random
+    assert changed == {"page_size", "radix_cache_backend", "enable_cache_report"}
+    assert parsed["off"]["hier_kv"] is None
+    assert on["page_size"] == "64"
+    assert parsed["on"]["hier_kv"]["host_size"] == 0.05
+    assert parsed["own page size"]["args"]["page_size"] == "32"
+
+
+# ---- with the real server ------------------------------------------------------------------------
+
+
+def start_fails(args: list[str], log: Path, model: Path | None = TINYLM) -> tuple[str, int, float]:
+    """Starts a server that must not start: its log, exit code, and seconds to its end."""
+    server = Server(args, model=model, log_path=log, start_timeout_s=150)
+    with pytest.raises(ServerError, match="ended with") as caught, server:
+        pass
+    code = int(str(caught.value).partition("ended with ")[2].split()[0])
+    assert not server.tree(), "processes stayed behind"
+    return server.log(), code, time.monotonic()
+
+
+def sentences(log: str) -> list[str]:
+    """Lines of a log that carry an error of the plugin."""
+    lines = [line for line in log.splitlines() if "HierKVConfigError: " in line]
+    lines = [line.partition("HierKVConfigError: ")[2] for line in lines]
+    return lines or [line for line in log.splitlines() if line.startswith("sglang-hier-kv: ")]
+
+
+def test_a_refused_argument_ends_the_real_command(tmp_path: Path) -> None:
+    args = ["--enable-hier-kv", *SMALL, "--disable-radix-cache"]
+    log, code, _ = start_fails(args, tmp_path / "server.log")
+    assert code == 1
+    found = sentences(log)
+    assert len(found) == 1
+    assert "--disable-radix-cache" in found[0]
+    assert "Traceback" not in log
+
+
+def test_a_sliding_window_model_is_refused(tmp_path: Path) -> None:
+    model = make_model(
+        tmp_path / "model",
+        architectures=["GraniteSWAForCausalLM"],
+        model_type="granite_swa",
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 4,
+    )
+    args = ["--enable-hier-kv", *SMALL, "--load-format", "dummy", "--max-total-tokens", "4096"]
+    log, code, _ = start_fails(args, tmp_path / "server.log", model)
+    assert code != 0
+    found = sentences(log)
+    assert found, log[-4000:]
+    assert "sliding-window layers" in found[-1]
+    assert "without --enable-hier-kv" in found[-1]
+    assert "Load weight" not in log
+
+
+def test_a_disk_too_small_for_two_segments_is_refused(tmp_path: Path) -> None:
+    args = ["--enable-hier-kv", *SMALL, "--hier-kv-disk-dir", str(tmp_path / "disk")]
+    log, code, _ = start_fails([*args, "--hier-kv-disk-size", "0.001"], tmp_path / "server.log")
+    assert code != 0
+    found = sentences(log)
+    assert found, log[-4000:]
+    assert "at least" in found[-1]
+    assert "two segments" in found[-1] or "two small segments" in found[-1]
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """A server whose disk folder lies on a file system below its free-space floor."""
+    folder = tmp_path_factory.mktemp("floor")
+    status = os.statvfs(folder)
+    # All of it but a thousandth, as what is all of it is refused at start.
+    floor_gb = 0.999 * status.f_frsize * status.f_blocks / (1 << 30)
+    args = [*hier_args(folder, host_pages=60), "--max-total-tokens", "8192"]
+    args += ["--hier-kv-disk-free-floor", f"{floor_gb:.4f}"]
+    with Server(args, log_path=folder / "server.log", stop="kill") as server:
+        yield server, folder
+
+
+def churn(server: Server) -> dict[str, Any]:
+    """Serves more pages than DRAM holds, each prompt twice; all must be answered."""
+    prompts = list(real_prompts([900] * 12, seed=3))
+    for prompt in prompts:
+        answer = ask(server, prompt)
+        server.post("/flush_cache")
+        again = ask(server, prompt)
+        assert by_tier(again)["host"] == 896
+        assert tokens_and_logprobs(again)[0] == tokens_and_logprobs(answer)[0]
+    found = settled(server)
+    # The oldest prompt has left DRAM; whether or not the disk has it, the answer is right.
+    server.post("/flush_cache")
+    assert len(ask(server, prompts[0])["output_ids"]) == 8
+    return found
+
+
+def test_below_the_free_space_floor_it_serves_and_counts(full: tuple[Server, Path]) -> None:
+    server, folder = full
+    found = churn(server)
+    assert found["disk"]["dropped"]["full"] > 0
+    assert found["disk"]["records_written"] == 0
+    assert found["host"]["evicted_pages"] > 0, "DRAM must not fill with pages the disk refuses"
+    assert found["host"].get("save_dropped_pages", 0) == 0
+    assert found["host"]["host_pages"] <= 60
+    assert not list((folder / "disk").rglob("seg-*"))
+
+
+def test_a_folder_of_another_live_server_is_refused(full: tuple[Server, Path]) -> None:
+    server, folder = full
+    args = ["--enable-hier-kv", *SMALL, "--hier-kv-disk-dir", str(folder / "disk")]
+    args += ["--max-total-tokens", "4096"]
+    log, code, _ = start_fails(args, folder / "second.log")
+    assert code != 0
+    found = sentences(log)
+    assert found, log[-4000:]
+    assert f"in use by process {server.scheduler_pid}" in found[-1]
+    assert "folder of its own" in found[-1]
+    assert len(ask(server, [5] * 100)["output_ids"]) == 8  # the first one goes on
+
+
+def test_a_full_disk_tier_serves_and_gives_places_to_new_pages(tmp_path: Path) -> None:
+    num_pages = 60
+    args = hier_args(tmp_path, host_pages=60, disk_gb=num_pages * SLOT_BYTES / (1 << 30))
+    args += ["--max-total-tokens", "8192", "--hier-kv-write-policy", "write_through"]
+    with Server(args, log_path=tmp_path / "server.log", stop="kill") as server:
+        found = churn(server)
+        assert found["disk"]["records_written"] > num_pages
+        assert found["disk"]["segments_reused"] > 0
+        assert found["disk"]["used_bytes"] <= found["disk"]["max_bytes"]
+        size = sum(path.stat().st_size for path in (tmp_path / "disk").rglob("*.hkv"))
+        assert size <= num_pages * SLOT_BYTES + PAGE

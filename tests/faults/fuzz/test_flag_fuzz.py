@@ -1,0 +1,16 @@
+"""A sample of `fuzz_flags`: nothing is accepted that fails behind the weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.faults.fuzz.fuzz_flags import run
+
+
+def test_nothing_is_accepted_that_cannot_be_built() -> None:
+    cases = run(60, seed=4)
+    failed = [case for case in cases if case["end"] == "FAILED"]
+    assert not failed, failed
+    ends = Counter(case["end"] for case in cases)
+    assert ends["accepted"] >= 10, ends
+    assert ends["refused"] >= 10, ends

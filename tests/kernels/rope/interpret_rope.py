@@ -1,0 +1,140 @@
+"""Checks of the Triton rope kernels under the interpreter; run by test_rope_triton.py.
+
+A process of its own, because `TRITON_INTERPRET` counts when the kernels are imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_ext.kernels import rope
+from sglang_ext.kernels.rope import RopeSpec, gpu, naive
+from tests.kernels.rope.rope_cases import (
+    DTYPES,
+    RULES,
+    Bed,
+    make_bed,
+    make_spec,
+    page_rows,
+    random_rows,
+    same_bits,
+)
+
+SHAPES = ((3, 16, 0, 16, False), (2, 20, 4, 10, True), (1, 40, 32, 8, True))
+
+
+def check(rows: torch.Tensor, positions: np.ndarray, spec: RopeSpec, page_size: int) -> Bed:
+    bed = make_bed(rows, page_size)
+    fixes = gpu.save_k(bed.pool, bed.slots, positions, spec, bed.view)
+    for load in (gpu.load_k, rope.load_k):  # either path loads what this one saved
+        back = bed.loaded()
+        load(bed.view, positions, spec, back, bed.slots, fixes)
+        assert same_bits(bed.gather(back), rows)
+    elsewhere = positions[::-1].copy()
+    moved = bed.loaded()
+    gpu.load_k(bed.view, elsewhere, spec, moved, bed.slots, None)
+    assert same_bits(bed.gather(moved), naive.rotate(page_rows(bed), elsewhere, spec))
+
+    on_cpu = make_bed(rows, page_size)
+    fixes = rope.save_k(on_cpu.pool, on_cpu.slots, positions, spec, on_cpu.view)
+    back = on_cpu.loaded()
+    gpu.load_k(on_cpu.view, positions, spec, back, on_cpu.slots, fixes)
+    assert same_bits(on_cpu.gather(back), rows)
+    return bed
+
+
+def check_shapes() -> None:
+    # Any two of dtype, rule and shape meet; all three meet in test_rope_cpu.py.
+    for i, dtype in enumerate(DTYPES):
+        for j, rule in enumerate(RULES):
+            heads, dim, first, rotary_dim, interleaved = SHAPES[(i + j) % len(SHAPES)]
+            spec = make_spec(rotary_dim, rule, first=first, interleaved=interleaved, table=dtype)
+            positions = np.random.default_rng(1).integers(0, spec.max_pos, 6)
+            rows = naive.rotate(random_rows((6, heads, dim), dtype), positions, spec)
+            check(rows, positions, spec, 3)
+
+
+def check_random_bits() -> None:
+    words = np.random.default_rng(0).integers(0, 256, 4 * 3 * 16 * 4, np.uint8)
+    for dtype in DTYPES:
+        rows = torch.from_numpy(words).view(dtype)[: 4 * 3 * 16].view(4, 3, 16)
+        check(rows, np.arange(4) + 60, make_spec(16), 2)
+
+
+def check_moves_and_copies() -> None:
+    saved = np.arange(6) + 9
+    wanted = saved + np.array([0, 5, 5, 0, 70, 1])
+    for dtype in DTYPES:
+        spec = make_spec(16, first=2, table=dtype)
+        bed = make_bed(random_rows((6, 2, 20), dtype), 3)
+        gpu.copy_rows_to_pages(bed.pool, bed.slots, bed.view)
+        assert same_bits(page_rows(bed), bed.rows)
+        back = bed.loaded()
+        gpu.copy_pages_to_rows(bed.view, back, bed.slots[1:5], first_row=1)
+        assert same_bits(bed.gather(back)[1:5], bed.rows[1:5])
+        moved = bed.loaded()
+        gpu.move_k(bed.view, saved, wanted, spec, moved, bed.slots)
+        assert same_bits(bed.gather(moved), naive.move(bed.rows, saved, wanted, spec))
+
+
+def check_corrections_are_rare() -> None:
+    positions = np.arange(32) * 15
+    for ratio in (1.0, 1000.0):
+        spec = make_spec(128, "fp32")
+        x = random_rows((32, 2, 128), torch.bfloat16, ratio=ratio)
+        bed = make_bed(naive.rotate(x, positions, spec), 32)
+        fixes = gpu.save_k(bed.pool, bed.slots, positions, spec, bed.view)
+        assert len(fixes) / x.numel() < 0.002, (ratio, len(fixes))
+
+
+def check_warm_up() -> None:
+    for dtype in DTYPES:
+        pool = random_rows((4, 2, 20), dtype)
+        before = pool.clone()
+        for spec in (make_spec(16, first=2, table=dtype), None):
+            gpu.warm_up(pool, spec, 3)
+        assert same_bits(pool, before)
+
+
+def check_what_lies_on_the_device() -> None:
+    """Pages and indices as tensors give what arrays give, at any row of any page."""
+    for dtype in DTYPES:
+        spec = make_spec(16, first=2, table=dtype)
+        positions = np.arange(6) + 30
+        rows = naive.rotate(random_rows((6, 2, 20), dtype, ratio=300.0), positions, spec)
+        bed = make_bed(rows, 3)
+        fixes = gpu.save_k(bed.pool, bed.slots, positions, spec, bed.view)
+        pages: Any = torch.from_numpy(bed.view.arena[bed.view.page_slots])
+        numbers: Any = torch.arange(2)
+        there = rope.PagedView(pages, numbers, bed.view.byte_offset, 3)
+        on_device: list[Any] = [
+            torch.from_numpy(each.astype(np.int64))
+            for each in (fixes.page, fixes.element, fixes.bits)
+        ]
+        for first in (0, 1, 4):
+            index = torch.from_numpy(bed.slots[first:])
+            for rest in (None, rope.Corrections(*on_device)):
+                want, back = bed.loaded(), bed.loaded()
+                late = positions[first:]
+                listed = None if rest is None else fixes
+                gpu.load_k(bed.view, late, spec, want, bed.slots[first:], listed, first)
+                gpu.load_k(there, torch.from_numpy(late), spec, back, index, rest, first)
+                assert same_bits(back, want)
+                assert rest is None or same_bits(bed.gather(back)[first:], rows[first:])
+
+
+if __name__ == "__main__":
+    check_shapes()
+    check_random_bits()
+    check_moves_and_copies()
+    check_corrections_are_rare()
+    check_warm_up()
+    check_what_lies_on_the_device()
+    print("all checks passed")

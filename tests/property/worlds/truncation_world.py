@@ -1,0 +1,344 @@
+"""`taint_world` with prompts that are too long, and whose KV a row holds written in the row.
+
+A row's fingerprint is made of its token and of the fingerprint in the row before it, as read from
+the pool when the row is computed. So it names every token that the row's KV rests on, dropped ones
+included, whatever the request's own prompt looks like by now. A brute-force model says which
+fingerprints a request may meet: for an exact one a single one a token, for a truncated one those of
+its own conversation, whole or from one of its cuts on.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.property.worlds import taint_world
+from tests.property.worlds.taint_world import (
+    DIM,
+    EXACT_BIT,
+    HEADS,
+    IDENTITY,
+    PAGE,
+    Request,
+    World,
+    Wrong,
+)
+
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # isort: skip
+from sglang.srt.mem_cache.radix_cache import RadixKey  # isort: skip
+
+from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of
+from sglang_ext.provenance.request_state import state_of, wants_exact
+from sglang_ext.seam.page_hash import page_hasher
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
+from sglang_ext.truncation.truncator import Truncator
+
+CONTEXT = 80
+ROOM = 2
+_BITS = (1 << 28) - 1
+KEYS: tuple[tuple[str | None, str | None], ...] = (
+    (None, None), ("team", None), (None, "salt"), ("hier-kv-truncated:00:", None),
+)  # fmt: skip
+_OFTEN_NAMED = (0, 1, 1, 2, 2, 3)
+
+
+@dataclass
+class CutRequest(Request):
+    """A request whose prompt the truncator may cut."""
+
+    finished_reason: None = None
+    to_finish: None = None
+    mode: str = "overflow"
+    owner: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        custom = {**(self.sampling_params.custom_params or {}), "hier_kv_truncation": self.mode}
+        custom["hier_kv_owner"] = self.owner
+        self.sampling_params = SimpleNamespace(custom_params=custom, max_new_tokens=ROOM)
+        self._hier_kv_not_cut = ""
+
+    @property
+    def origin_input_ids(self) -> array[int]:
+        return array("q", self.tokens[: self.prompt_len])
+
+    @origin_input_ids.setter
+    def origin_input_ids(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.prompt_len = len(self.tokens)
+
+
+def opted_in(req: Request) -> bool:
+    """Whether a request may quote, and be quoted."""
+    return isinstance(req, CutRequest) and req.mode == "all"
+
+
+def step_print(before: int, token: int) -> int:
+    """Fingerprint of a row from that of the row before it."""
+    return zlib.crc32(token.to_bytes(4, "little"), before) & _BITS
+
+
+def seed_of(extra_key: str | None, salt: str | None) -> int:
+    """Fingerprint before the first row: whose prompt it is."""
+    return zlib.crc32(repr((extra_key, salt)).encode()) & _BITS
+
+
+def prints_of(tokens: Sequence[int], before: int) -> list[int]:
+    """Fingerprints of rows computed one behind the other."""
+    out = []
+    for token in tokens:
+        before = step_print(before, token)
+        out.append(before)
+    return out
+
+
+class TruncationWorld(World):
+    """One server's cache; conversations that grow, fork, quote one another and overflow."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
+        patch.setattr(taint_world, "MAX_TOKENS", 2 * CONTEXT)
+        super().__init__(folder, patch, seed, **options)
+        self.truncator = Truncator(
+            HierKVConfig(truncation="all", truncation_head=self.rng.choice((0, 3, 4))),
+            b"secret" + bytes([seed % 256]),
+            context_len=CONTEXT,
+            max_req_len=CONTEXT + 1,
+            max_input_len=CONTEXT - 2,
+            page_size=PAGE,
+            hash_of=page_hasher(PAGE),
+            tokenizer=None,
+        )
+        self.cache.truncate_with(self.truncator)
+        # Fingerprints of rows of exact prompts that ended and may be quoted: whose each is, its
+        # head and its token.
+        self.known: dict[int, set[tuple[Tenant, tuple[int, ...], int]]] = {}
+        self.talks: list[tuple[list[int], int]] = []  # (tokens, index of KEYS)
+        self.num_served = 0
+        self.num_cut = 0
+        self.num_exact_cut = 0
+        self.num_quoting = 0
+
+    # ---- prompts ----
+
+    def talk(self) -> tuple[list[int], int]:
+        """The next prompt: a conversation goes on, forks, or quotes another."""
+        rng, talks = self.rng, self.talks
+        kind = rng.choices(
+            ("new", "on", "fork", "other key", "quote", "twin"), (1, 14, 3, 1, 5, 2)
+        )[0]
+        if not talks or kind == "new":
+            tokens, key = self.tokens() + self.tokens(), rng.choice(_OFTEN_NAMED)
+        else:
+            old, key = rng.choice(talks)
+            tokens = list(old)
+            if kind == "fork":
+                tokens = tokens[: rng.randint(1, len(tokens))]
+            elif kind == "other key":
+                key = rng.choice(_OFTEN_NAMED)
+            elif kind == "quote":  # the head and a tail, as a client would cut it
+                at = rng.randint(0, len(tokens))
+                tokens = tokens[: rng.choice((len(self.head(tokens)), 8))]
+                tokens += old[max(at, len(old) - 60) :]
+            elif kind == "twin" and len(tokens) > 12:  # equal head and tail, another token between
+                tokens[rng.randint(5, len(tokens) // 2)] ^= 64
+        tokens += [1 + rng.randrange(3) for _ in range(rng.randint(1, 16))]
+        if len(tokens) > 230:
+            tokens = tokens[:20]
+        talks.append((tokens, key))
+        if len(talks) > 12:
+            talks.pop(rng.randrange(len(talks)))
+        return tokens, key
+
+    def arrive(
+        self, tokens: list[int] | None = None, *, exact: bool | None = None, num_new: int = 1,
+        key: int = 0,
+    ) -> Request:  # fmt: skip
+        if tokens is None:
+            tokens, key = self.talk()
+        req = CutRequest(
+            f"r{self._next}",
+            list(tokens),
+            self.rng.randint(0, min(num_new, ROOM)),
+            self.rng.random() < 0.3 if exact is None else exact,
+            mode=self.rng.choice(("overflow", "all", "all", "all")),
+            owner=self.rng.choice((None, None, None, None, "me")),
+        )
+        req.extra_key, req.cache_salt = KEYS[key]
+        message = {"extra_key": req.extra_key, "cache_salt": req.cache_salt}
+        note_tenant(req, SimpleNamespace(**message, session_id=None, session_params=None))
+        self._next += 1
+        self.num_served += 1
+        lineage = self.truncator.cut(req)
+        if lineage is not None:
+            attach_lineage(req, lineage)
+            self.num_cut += 1
+            self.num_exact_cut += wants_exact(req)
+        self.enqueue(req)
+        self.waiting.append(req)
+        return req
+
+    def enqueue(self, req: Request) -> None:
+        """As `_prefetch_kvcache` does."""
+        self.match(req)
+        matched, limit = req.prefix_len + req.host_hit_length, len(req.tokens) - 1
+        self.cache.prefetch_from_storage(
+            req.cache_request_handle,
+            req.last_node,
+            array("q", req.tokens[matched:limit]),
+            matched_prefix_tokens=array("q", req.tokens[:matched]),
+            extra_key=req.extra_key,
+            cache_salt=req.cache_salt,
+        )
+
+    def match(self, req: Request) -> None:
+        key = RadixKey(
+            req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1,
+            cache_salt=req.cache_salt,
+        )  # fmt: skip
+        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
+        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
+        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
+
+    # ---- the model ----
+
+    def seed(self, req: Request) -> int:
+        """Fingerprint before a request's first row."""
+        lineage = lineage_of(req)
+        extra_key = req.extra_key
+        if isinstance(lineage, CutLineage | QuoteLineage):
+            extra_key = lineage.extra_key
+        return seed_of(extra_key, req.cache_salt)
+
+    def head(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that a prompt never loses."""
+        return tuple(tokens[: self.truncator.head_of(tokens)])
+
+    def read_prints(self, rows: torch.Tensor, buffer: torch.Tensor) -> list[int]:
+        parts = buffer[:, 0, IDENTITY : IDENTITY + 4][rows].to(torch.int64)
+        return [int(a | b << 7 | c << 14 | d << 21) for a, b, c, d in parts.tolist()]
+
+    def forward(self, req: Request, start: int, end: int) -> None:
+        rows = self.rows_of(req, 0, end)
+        self.check_attended(req, start)
+        inexact = start and (self.inexact(rows[:start]) or not self.recomputed(req, start))
+        before = self.seed(req)
+        if start:
+            before = self.read_prints(rows[start - 1 : start], self.kv_pool.k_buffer[0])[0]
+        values = prints_of(req.tokens[start:end], before)
+        new = torch.zeros(end - start, HEADS, DIM, dtype=torch.bfloat16)
+        new[..., EXACT_BIT] = float(inexact)
+        parts = [[value >> shift & 127 for shift in (0, 7, 14, 21)] for value in values]
+        new[..., IDENTITY : IDENTITY + 4] = torch.tensor(parts, dtype=torch.bfloat16)[:, None]
+        for buffer in (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer):
+            buffer[rows[start:]] = new
+
+    # ---- checks ----
+
+    def allowed(self, req: Request, end: int) -> list[set[int]]:
+        """The brute-force model: fingerprints that the rows before `end` may have."""
+        lineage, seed = lineage_of(req), self.seed(req)
+        exact = prints_of(req.tokens[:end], seed)
+        if not isinstance(lineage, CutLineage):
+            return [{value} for value in exact]
+        head, shift = lineage.cut.head, lineage.cut.num_dropped
+        whole = [*lineage.tokens, *req.tokens[lineage.cut.num_kept :]]
+        sets = [{value} for value in exact]
+        if wants_exact(req):
+            return sets
+        for start in (head, *lineage.cut.starts):
+            chain = prints_of([*whole[:head], *whole[start:]], seed)
+            for at in range(head, end):
+                sets[at].add(chain[at + shift - (start - head)])
+        return sets
+
+    def recomputed(self, req: Request, end: int) -> bool:
+        """Whether the rows before `end` are what the request's own prompt gives, computed anew."""
+        wanted = prints_of(req.tokens[:end], self.seed(req))
+        return self.read_prints(self.rows_of(req, 0, end), self.kv_pool.k_buffer[0]) == wanted
+
+    def check_attended(self, req: Request, end: int) -> None:
+        if not end:
+            return
+        rows, allowed = self.rows_of(req, 0, end), self.allowed(req, end)
+        quotes = isinstance(lineage_of(req), QuoteLineage)
+        for buffer in (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer):
+            found = self.read_prints(rows, buffer)
+            if quotes:
+                self.check_quote(req, found)
+            elif not all(value in one for value, one in zip(found, allowed, strict=True)):
+                raise Wrong(f"rows of {req.rid} are another's")
+        inexact = self.inexact(rows) or not self.recomputed(req, end)
+        if inexact and wants_exact(req):
+            raise Wrong(f"{req.rid} asked for exact KV and attends to other")
+        if inexact and state_of(req).taint == Quality.EXACT:
+            raise Wrong(f"{req.rid} attends to inexact KV and does not know")
+        moved = not self.recomputed(req, end)
+        if moved and state_of(req).taint < Quality.APPROXIMATED:
+            raise Wrong(f"{req.rid} attends to moved KV and does not know")
+
+    def check_quote(self, req: Request, found: list[int]) -> None:
+        """Rows of a prompt that quotes: computed on the row before, or of a prompt like it."""
+        before, tenant, head = self.seed(req), tenant_of(req), self.head(req.tokens)
+        if tenant is None or not tenant.is_named or not opted_in(req):
+            raise Wrong(f"{req.rid} quotes, and is nobody's or declined")
+        for token, value in zip(req.tokens, found, strict=False):
+            stored = (tenant, head, token) in self.known.get(value, ())
+            if value != step_print(before, token) and not stored:
+                raise Wrong(f"rows of {req.rid} are another's, or of other text")
+            before = value
+
+    def finish(self, req: Request) -> None:
+        tenant = tenant_of(req)
+        if lineage_of(req) is None and tenant is not None and opted_in(req):
+            head, tokens = self.head(req.tokens[: req.prompt_len]), req.tokens[: req.prefix_len]
+            for token, value in zip(tokens, prints_of(tokens, self.seed(req)), strict=True):
+                self.known.setdefault(value, set()).add((tenant, head, token))
+        self.num_quoting += isinstance(lineage_of(req), QuoteLineage)
+        super().finish(req)
+
+    def check_tree(self) -> None:
+        """After every insert would be most of the time; once in a while finds the same."""
+        if self.rng.random() < 0.1:
+            super().check_tree()
+
+    def check_report(self, req: Request) -> None:
+        super().check_report(req)
+        told = state_of(req).reused >= Quality.APPROXIMATED
+        if req.prefix_len and not told and not self.recomputed(req, req.prefix_len):
+            raise Wrong(f"{req.rid} is told that nothing was moved")
+
+    def _do_admit(self) -> bool | None:
+        if not self.waiting or len(self.running) >= 6:
+            return False
+        chunk = self.rng.choice((None, None, None, 8, 12))
+        return self.admit(self.rng.choice(self.waiting), chunk)
+
+    def step(self) -> None:
+        kinds = ("arrive", "admit", "go_on", "events", "evict", "flush", "retract", "breathe")
+        kind = self.rng.choices(kinds, (30, 40, 60, 4, 4, 0.5, 0.7, 0.1))[0]
+        if getattr(self, f"_do_{kind}")() is not False:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+
+
+def world(folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> TruncationWorld:
+    """A world with the options that a seed draws."""
+    rng = random.Random(seed)
+    drawn: dict[str, Any] = {
+        "lossy": rng.random() < 0.5,
+        "policy": rng.choice(("write_through", "write_back")),
+        "device_pages": rng.choice((100, 140, 200)),
+        "host_pages": rng.choice((100, 200, 400)),
+    }
+    return TruncationWorld(folder, patch, seed, **{**drawn, **options})
