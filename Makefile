@@ -12,8 +12,8 @@ ARGS ?=
 CASE ?= all
 BENCH_ARGS ?= --quick
 TESTS ?=
-# Test files that run at a time, in order, the long ones first: most servers here compute on one core.
-WORKERS ?= 2
+# Test files that run at a time, in order, the long ones first: a server's start waits as much as it computes.
+WORKERS ?= 3
 
 .PHONY: help dev demo check test bench serve clean
 
