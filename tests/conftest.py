@@ -15,7 +15,7 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-# Three test files run at a time, and an idle scheduler would spin on a core that the other one needs.
+# Three test files run at a time, and an idle scheduler would spin on a core that others need.
 os.environ.setdefault("CPU_IDLE_SLEEP_MS", "0.5")
 
 # A server that is forked from a process which has imported SGLang starts in a third of the time.
