@@ -227,7 +227,7 @@ def test_a_fetch_for_which_dram_has_no_slot_is_made_when_there_is_one(make: Make
 
 def test_a_slow_store_is_computed_around_and_probed(make: Make) -> None:
     server = make()
-    server.teach_prefill(1e-5)  # 8 ms for a prefix
+    server.teach_prefill(5e-4)  # 0.4 s for a prefix; so long an answer may take
     server.teach_remote(0.1)  # a second
     server.enter("a", 12)
     server.time_to_admit("a")
