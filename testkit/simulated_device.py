@@ -12,7 +12,9 @@ something from one to another says so (`hand_over`).
 
 from __future__ import annotations
 
+import ctypes
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -93,6 +95,9 @@ class SimulatedDevice(DevicePort):
         self._kept: list[Any] = []  # an address stays that of one thing
         self._calls: deque[tuple[Event, Callable[[], None]]] = deque()
         self._step = 0.0
+        # Memory that was given back, by the stream it was taken on and its size.
+        self._heap: dict[tuple[str, int], list[npt.NDArray[np.int64]]] = {}
+        self.memory_left: int | None = None  # None: enough
 
     # ---- threads ----
 
@@ -119,6 +124,8 @@ class SimulatedDevice(DevicePort):
         return self._threads.setdefault(self._thread, {})
 
     # ---- the port ----
+
+    def enter_thread(self) -> None: ...
 
     def new_stream(self, avoid: tuple[Any, ...]) -> Stream:
         self._streams.append(Stream(f"stream {len(self._streams)}"))
@@ -182,24 +189,54 @@ class SimulatedDevice(DevicePort):
         self.count("device_bytes", num_bytes)
         return memory
 
-    def copy_in(self, out: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+    def bring(
+        self,
+        out: npt.NDArray[np.uint8],
+        slots: npt.NDArray[np.uint8],
+        page_slots: npt.NDArray[np.int64],
+        span: slice,
+    ) -> None:
+        which = page_slots.copy()
+
         def copy() -> None:
-            out[:] = source
+            out[:] = slots[which, span]
 
         self.count("copies")
-        self.bytes_in += source.nbytes
-        self.launch("copy", copy, self.cells_of(source), self.cells_of(out))
+        self.bytes_in += out.nbytes
+        reads = [cell for slot in which.tolist() for cell in self.cells_of(slots[slot, span])]
+        self.launch("copy", copy, reads, self.cells_of(out))
 
     def upload(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        staged, out = values.copy(), np.full(values.shape, -1, np.int64)
-        self.add_memory(out, "indices", max(out.nbytes, 1))
+        staged, memory = values.copy(), self._take(len(values))
 
         def copy() -> None:
-            out[:] = staged
+            memory[: len(staged)] = staged
 
         self.count("uploads")
-        self.launch("upload", copy, (), self.cells_of(out))
-        return out
+        self.launch("upload", copy, (), self.cells_of(memory))
+        free = self._heap[self.current_stream().name, len(memory)]
+        return np.asarray(_Handle(memory, free.append))[: len(values)]
+
+    def _take(self, count: int) -> npt.NDArray[np.int64]:
+        """Memory for indices: such as was given back on this stream, as torch does."""
+        if self.memory_left is not None and 8 * count > self.memory_left:
+            raise torch.OutOfMemoryError("none is left")
+        size = 1 << max(count - 1, 0).bit_length()
+        free = self._heap.setdefault((self.current_stream().name, size), [])
+        if free:
+            return free.pop()
+        memory = np.full(size, -1, np.int64)
+        self.add_memory(memory, "indices", memory.nbytes)
+        self.count("index_bytes", memory.nbytes)
+        return memory
+
+    def raw(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The same memory, but not kept: work on a device does not keep its memory either."""
+        assert array.flags.c_contiguous
+        self.cells_of(array)  # known, so it stays an address of ours
+        view: Any = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+        known: npt.NDArray[Any] = np.ndarray(array.shape, array.dtype, buffer=view)
+        return known
 
     def rows(self, token_slots: torch.Tensor) -> npt.NDArray[np.int64]:
         self.launch("rows", _nothing, [("rows", id(token_slots))], ())
@@ -315,88 +352,12 @@ class SimulatedDevice(DevicePort):
                 call()
 
 
-class SimulatedKernels:
-    """Kernels that run on a simulated device when it gets to them.
+class _Handle:
+    """What the host holds of memory for indices; without it, the memory is free again."""
 
-    Attributes:
-        fails_in: launches until one raises; None: never.
-    """
-
-    def __init__(self, device: SimulatedDevice, real: Any) -> None:
-        self.fails_in: int | None = None
-        self._device = device
-        self._real = real
-
-    def save_k(self, pool: torch.Tensor, rows: Any, positions: Any, spec: Any, view: Any) -> Any:
-        """Waits for the list of corrections, as the real one does."""
-        found: list[Any] = []
-
-        def save() -> None:
-            found.append(self._real.save_k(pool, rows, positions, spec, view))
-
-        self._save("save_k", save, pool, rows, view)
-        self._device.synchronize(self._device.record(self._device.current_stream()))
-        return found[0]
-
-    def copy_rows_to_pages(self, pool: torch.Tensor, rows: Any, view: Any) -> None:
-        """Only queued."""
-        self._save(
-            "copy_rows_to_pages",
-            lambda: self._real.copy_rows_to_pages(pool, rows, view),
-            pool,
-            rows,
-            view,
-        )
-
-    def _save(self, name: str, work: Any, pool: torch.Tensor, rows: Any, view: Any) -> None:
-        self._may_fail()
-        reads = [pool_cell(pool, row) for row in rows.tolist()]
-        slots = view.page_slots.tolist()
-        writes = [cell for slot in slots for cell in self._device.cells_of(view.arena[slot])]
-        self._device.launch(name, work, reads, writes)
-
-    def _may_fail(self) -> None:
-        if self.fails_in is not None:
-            self.fails_in -= 1
-            if self.fails_in < 0:
-                raise RuntimeError("a launch that was meant to fail")
-
-    def __getattr__(self, name: str) -> Any:
-        work = getattr(self._real, name)
-
-        def launch(view: Any, *args: Any) -> None:
-            self._may_fail()
-            self._device.count("launches")
-            pool, rows, arrays = _arguments(args)
-            width = pool.shape[1] * pool.shape[2] * pool.element_size()
-            reads = [
-                cell
-                for row in range(len(view.page_slots))
-                for cell in self._device.cells_of(
-                    view.arena[row, view.byte_offset : view.byte_offset + view.page_size * width]
-                )
-            ]
-            for array in arrays:
-                reads += self._device.cells_of(array)
-            writes = [pool_cell(pool, row) for row in rows.tolist()]
-            self._device.launch(name, lambda: work(view, *args), reads, writes)
-
-        return launch
-
-
-def pool_cell(pool: torch.Tensor, row: int) -> Cell:
-    """A row of one layer's K or V."""
-    return ("pool", pool.data_ptr(), row)
-
-
-def _arguments(args: tuple[Any, ...]) -> tuple[torch.Tensor, Any, list[Any]]:
-    """Pool, rows, and what lies on the device of the arguments behind the view."""
-    at = next(index for index, each in enumerate(args) if isinstance(each, torch.Tensor))
-    arrays = [each for each in args[:at] if isinstance(each, np.ndarray)]
-    for each in args[at + 2 :]:
-        if hasattr(each, "element"):
-            arrays += [each.page, each.element, each.bits]
-    return args[at], args[at + 1], [each for each in arrays if len(each)]
+    def __init__(self, memory: npt.NDArray[np.int64], give_back: Callable[..., None]) -> None:
+        self.__array_interface__ = memory.__array_interface__
+        weakref.finalize(self, give_back, memory)
 
 
 def _merge(into: Clock, other: Clock) -> None:

@@ -91,8 +91,9 @@ def build_cache(ctx: Any) -> Any:
     feeds = CostFeeds(cost, layout.kv_bytes)
     rules = LocalPages(layout, ropes, config.rope)
     store, disk = _build_store(config, layout, page_codec, feeds, remote_codec, rules)
+    pinned_bytes = 0
     if pool.device.type == "cuda":
-        pin_memory(store.arena, torch.cuda.cudart())  # type: ignore[no-untyped-call]
+        pinned_bytes = pin_memory(store.arena, torch.cuda.cudart())  # type: ignore[no-untyped-call]
     copier = PageCopier(
         pool,
         layout,
@@ -108,7 +109,7 @@ def build_cache(ctx: Any) -> Any:
         num_layers=pool.num_layers,
         page_size=ctx.params.page_size,
         kv_pool=kv_pool,
-        port=open_port(pool.device),
+        port=open_port(pool.device, pinned=pinned_bytes == store.arena.nbytes),
         forward_stream=runner.forward_stream,
     )
     linker.loads.on_load = feeds.on_load

@@ -22,6 +22,10 @@ class CopyStreams:
         self._forward_stream = forward_stream
         self._save: Any = None
 
+    def enter_thread(self) -> None:
+        """To be called once by the thread that saves."""
+        self._port.enter_thread()
+
     @property
     def pages_a_save(self) -> int | None:
         """Pages to copy at once, so that memory for them is bounded; None: any number."""

@@ -20,6 +20,7 @@ class _Batch:
 
     num_done: int = 0
     error: BaseException | None = None
+    error_event: Any = None
     events: list[Any] = field(default_factory=list)
     first_wait_over_s: float = 0.0
     last_done_s: float = 0.0
@@ -67,12 +68,18 @@ class LoadCounter:
             batch.last_done_s = time.monotonic()
             self._changed.notify_all()
 
-    def fail(self, index: int, error: BaseException) -> None:
-        """Ends a batch with an error; waiters go on, `finish` reports it."""
+    def fail(self, index: int, error: BaseException, event: Any = None) -> None:
+        """Ends a batch with an error; waiters go on, `finish` reports it.
+
+        Args:
+            index: of the batch.
+            error: what happened.
+            event: behind what was queued before; None where nothing is queued.
+        """
         with self._changed:
             batch = self._batches.get(index)
             if batch is not None:
-                batch.error = error
+                batch.error, batch.error_event = error, event
                 self._changed.notify_all()
 
     def wait_until(self, threshold: int) -> None:
@@ -90,8 +97,9 @@ class LoadCounter:
                 )
         if threshold == 0 and not batch.first_wait_over_s:
             batch.first_wait_over_s = time.monotonic()
-        if batch.error is None and batch.events[threshold] is not None:
-            batch.events[threshold].wait()
+        event = batch.events[threshold] if batch.error is None else batch.error_event
+        if event is not None:
+            event.wait()
 
     def finish(self, index: int) -> tuple[bool, float, Any]:
         """Waits until a batch is copied, or queued, and closes it.
@@ -99,7 +107,7 @@ class LoadCounter:
         Returns:
             Whether every layer landed (or will), by how many seconds layer 0 was released to the
             forward before the last layer was copied (the overlap; 0 where there was none), and the
-            event of the last layer (None without).
+            event behind all that was queued (None without).
         """
         with self._changed:
             batch = self._batches.get(index)
@@ -110,7 +118,7 @@ class LoadCounter:
             )
             del self._batches[index]
         overlap_s = batch.last_done_s - batch.first_wait_over_s if batch.first_wait_over_s else 0.0
-        last = batch.events[-1] if batch.error is None else None
+        last = batch.events[-1] if batch.error is None else batch.error_event
         return batch.error is None, max(overlap_s, 0.0), last
 
     def reset(self) -> None:

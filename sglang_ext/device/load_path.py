@@ -122,10 +122,12 @@ class LoadPath:
         with self._queueing:
             return self._bring_and_scatter(self._ring, loads, fence, on_layer)
 
-    def wait_queued(self) -> None:
-        """Lets the calling thread wait until all that was queued so far is done."""
-        for stream in (self._copies, self._scatters):
-            self._port.synchronize(self._port.record(stream))
+    def behind_queued(self) -> Any:
+        """An event behind all that was queued so far; None where work is never queued."""
+        if self._ring is None:
+            return None
+        self._port.wait(self._scatters, self._port.record(self._copies))
+        return self._port.record(self._scatters)
 
     def before_forwards(self, event: Any) -> None:
         """Lets what SGLang launches from now on wait, on the device, for an event of a load."""
@@ -164,10 +166,12 @@ class LoadPath:
             for part in parts:
                 buffer, source = self._bring(ring, part, layers, busy)
                 begun = port.record(scatters)
-                with port.on(scatters):
-                    for layer in layers:
-                        self._copier.load_layer(part, layer, source)
-                last = buffer.free = port.record(scatters)
+                try:
+                    with port.on(scatters):
+                        for layer in layers:
+                            self._copier.load_layer(part, layer, source)
+                finally:  # what was launched before an error reads the buffer all the same
+                    last = buffer.free = port.record(scatters)
             for _ in layers:
                 on_layer(last)
         # The other scatters run while the link is busy, or wait for the batch in flight.
@@ -204,8 +208,7 @@ class LoadPath:
         pages = buffer.memory[: num_pages * num_bytes].reshape(num_pages, num_bytes)
         begin = port.record(copies)
         with port.on(copies):
-            for row, slot in enumerate(part.page_slots.tolist()):
-                port.copy_in(pages[row], self._copier.slots[slot, span])
+            port.bring(pages, self._copier.slots, part.page_slots, span)
         brought = port.record(copies)
         port.wait(self._scatters, brought)
         busy.append((begin, brought))

@@ -76,6 +76,7 @@ class LoadThread:
     # ---- the thread ----
 
     def _run(self) -> None:
+        self._port.enter_thread()
         while True:
             batch = self._batches.get()
             if batch is None:
@@ -94,13 +95,20 @@ class LoadThread:
         except BaseException as error:
             self._store.counters.add("load_failures")
             logger.exception("hier-kv: a load failed; its requests are aborted")
-            try:
-                # What was queued still writes to rows that are given back once this is known.
-                self._path.wait_queued()
-            except Exception:
-                logger.exception("hier-kv: the device failed")
-            self._counter.fail(index, error)  # without it the scheduler waits on
+            self._give_up(index, jobs, error)
+
+    def _give_up(self, index: int, jobs: list[LoadJob], error: BaseException) -> None:
+        """Ends a batch; what was queued before still reads its pages and writes its rows."""
+        event = None
+        try:
+            event = self._path.behind_queued()
+        except Exception:
+            logger.exception("hier-kv: the device failed")
+        self._counter.fail(index, error, event)  # without it the scheduler waits on
+        if event is None:
             self._release(jobs)
+        else:
+            self._port.when_done(event, partial(self._release, jobs))
 
     def _landed(self, index: int, jobs: list[LoadJob], landing: Landing) -> None:
         """The device is done with a batch."""

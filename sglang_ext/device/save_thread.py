@@ -128,6 +128,7 @@ class SaveThread:
     # ---- the thread ----
 
     def _run(self) -> None:
+        self._streams.enter_thread()
         while True:
             job = self._jobs.get()
             if job is None:

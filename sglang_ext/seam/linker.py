@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -224,16 +225,22 @@ class HierKVLinker(UnifiedCacheLinker):
         except Exception:
             self.store.counters.add("load_failures")
             logger.exception("hier-kv: stored pages could not be put in place of recomputed ones")
-            self._load_path.wait_queued()
-            self.store.release(ticket.slots)
+            self._end_restore(ticket, token_slots, self._load_path.behind_queued())
             return False
-        self._load_path.before_forwards(landing.last)
-        self._port.when_done(landing.last, lambda: self._end_restore(ticket, token_slots))
+        self._end_restore(ticket, token_slots, landing.last)
         self.store.counters.add("restored_pages", len(hashes))
         self.store.events.pages("restored", hashes)
         return True
 
-    def _end_restore(self, ticket: LoadTicket, token_slots: torch.Tensor) -> None:
+    def _end_restore(self, ticket: LoadTicket, token_slots: torch.Tensor, last: Any) -> None:
+        """Lets what follows wait for an event; only then pins and `token_slots` are given up."""
+        if last is None:
+            self.store.release(ticket.slots)
+            return
+        self._load_path.before_forwards(last)
+        self._port.when_done(last, partial(self._release, ticket, token_slots))
+
+    def _release(self, ticket: LoadTicket, token_slots: torch.Tensor) -> None:
         """The device is done with pages and rows; the caller kept `token_slots` alive until now."""
         self.store.release(ticket.slots)
 

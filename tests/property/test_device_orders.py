@@ -15,17 +15,27 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.device import copy_streams
-from sglang_ext.device.copier import PageCopier
-from sglang_ext.device.copy_streams import CopyStreams
-from sglang_ext.device.load_counter import LoadCounter
-from sglang_ext.device.load_path import Fence, Landing, LoadPath
-from sglang_ext.device.ring import Ring
-from testkit.simulated_device import ConflictError, Event, SimulatedDevice
-from tests.property.worlds.device_world import DeviceWorld
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang_ext.device import copy_streams  # noqa: E402
+from sglang_ext.device.copier import PageCopier  # noqa: E402
+from sglang_ext.device.copy_streams import CopyStreams  # noqa: E402
+from sglang_ext.device.load_counter import LoadCounter  # noqa: E402
+from sglang_ext.device.load_path import Fence, Landing, LoadPath  # noqa: E402
+from sglang_ext.device.load_thread import LoadThread  # noqa: E402
+from sglang_ext.device.ring import Ring  # noqa: E402
+from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
+from testkit.simulated_device import ConflictError, Event, SimulatedDevice  # noqa: E402
+from tests.property.worlds.device_world import DeviceWorld  # noqa: E402
 
 STEPS = int(os.environ.get("HIER_KV_DEVICE_STEPS", "1500"))
 STEPS_A_WORLD = 150
+MUST_HAPPEN = (
+    *("load", "forward", "decode", "restore", "save", "reuse", "failed", "failed restores"),
+    *("failed saves", "abort", "retract", "flush", "evict"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +106,15 @@ def run_many(num_worlds: int) -> None:
 
 
 def test_nothing_is_read_or_written_out_of_order() -> None:
-    counts: dict[str, int] = {}
-    for seed in range(max(8, STEPS // STEPS_A_WORLD)):
-        for name, count in run(seed).counts.items():
-            counts[name] = counts.get(name, 0) + count
-    for name in ("load", "forward", "decode", "restore", "save", "reuse", "failed"):
-        assert counts[name] >= 5, counts
+    counts = dict.fromkeys(MUST_HAPPEN, 0)
+    num_worlds = max(8, STEPS // STEPS_A_WORLD)
+    for seed in range(40 * num_worlds):
+        if seed >= num_worlds and min(counts.values()) >= 5:
+            return
+        done = run(seed).counts
+        for name in MUST_HAPPEN:
+            counts[name] += done.get(name, 0)
+    raise AssertionError(counts)
 
 
 # Ways to get the order wrong: each is put in, and must be found.
@@ -215,7 +228,58 @@ def restored_page_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_load_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LoadPath, "wait_queued", lambda self: None)
+    patch.setattr(LoadPath, "behind_queued", lambda self: None)
+
+
+def failed_load_not_awaited_by_forwards(patch: pytest.MonkeyPatch) -> None:
+    real = LoadCounter.fail
+    patch.setattr(LoadCounter, "fail", lambda self, index, error, event: real(self, index, error))
+
+
+def pins_of_a_failed_load_given_back(patch: pytest.MonkeyPatch) -> None:
+    real = LoadThread._give_up
+
+    def give_up(self: LoadThread, index: int, jobs: Any, error: BaseException) -> None:
+        self._release(jobs)
+        real(self, index, [], error)
+
+    patch.setattr(LoadThread, "_give_up", give_up)
+
+
+def buffer_of_a_failed_launch_reused(patch: pytest.MonkeyPatch) -> None:
+    real = LoadPath._bring_and_scatter
+
+    def bring_and_scatter(self: LoadPath, ring: Ring, *args: Any) -> Any:
+        before = [buffer.free for buffer in ring._buffers]
+        try:
+            return real(self, ring, *args)
+        except RuntimeError:
+            for buffer, free in zip(ring._buffers, before, strict=True):
+                buffer.free = free
+            raise
+
+    patch.setattr(LoadPath, "_bring_and_scatter", bring_and_scatter)
+
+
+def pins_of_a_restored_page_given_back(patch: pytest.MonkeyPatch) -> None:
+    def end(self: HierKVLinker, ticket: Any, token_slots: Any, last: Any) -> None:
+        self._load_path.before_forwards(last)
+        self.store.release(ticket.slots)
+
+    patch.setattr(HierKVLinker, "_end_restore", end)
+
+
+def indices_given_back_to_another_stream(patch: pytest.MonkeyPatch) -> None:
+    """Uploaded where pages are brought: memory that is free there may still be read elsewhere."""
+    real = LoadPath._parts
+
+    def parts(self: LoadPath, *args: Any) -> Any:
+        with self._port.on(self._copies):
+            made = real(self, *args)
+        self._port.wait(self._scatters, self._port.record(self._copies))
+        return made
+
+    patch.setattr(LoadPath, "_parts", parts)
 
 
 def saves_not_awaited(patch: pytest.MonkeyPatch) -> None:
@@ -266,6 +330,11 @@ def scheduler_waits(patch: pytest.MonkeyPatch) -> None:
         pins_given_back_with_the_first_copy,
         restored_page_not_awaited,
         failed_load_not_awaited,
+        failed_load_not_awaited_by_forwards,
+        pins_of_a_failed_load_given_back,
+        buffer_of_a_failed_launch_reused,
+        pins_of_a_restored_page_given_back,
+        indices_given_back_to_another_stream,
         saves_not_awaited,
         failed_saves_not_awaited,
         saved_before_it_was_written,

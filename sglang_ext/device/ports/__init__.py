@@ -6,11 +6,19 @@ import torch
 
 from sglang_ext.device.ports.base import DevicePort
 from sglang_ext.device.ports.cuda import CudaPort
+from sglang_ext.device.ports.cudart import find_cudart
 from sglang_ext.device.ports.host import HostPort
 
 __all__ = ["DevicePort", "open_port"]
 
 
-def open_port(device: torch.device) -> DevicePort:
-    """The port of the device that a pool lies on."""
-    return CudaPort(device) if device.type == "cuda" else HostPort()
+def open_port(device: torch.device, *, pinned: bool = True) -> DevicePort:
+    """The port of the device that a pool lies on.
+
+    Args:
+        device: which.
+        pinned: whether all of the arena is page-locked.
+    """
+    if device.type != "cuda":
+        return HostPort()
+    return CudaPort(device, runtime=find_cudart(), batches=pinned)

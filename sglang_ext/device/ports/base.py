@@ -28,8 +28,12 @@ class DevicePort(ABC):
     brings_pages: bool
 
     @abstractmethod
+    def enter_thread(self) -> None:
+        """To be called once by each thread of the plugin's own, before it asks for anything."""
+
+    @abstractmethod
     def new_stream(self, avoid: tuple[Any, ...]) -> Any:
-        """A stream that is none of those in `avoid`."""
+        """A stream that is none of those in `avoid`, nor one that was given before."""
 
     @abstractmethod
     def current_stream(self) -> Any:
@@ -67,8 +71,21 @@ class DevicePort(ABC):
         """Memory of the device, u8 `[num_bytes]`, not initialised."""
 
     @abstractmethod
-    def copy_in(self, out: Any, source: npt.NDArray[np.uint8]) -> None:
-        """Queues a copy of bytes from pinned memory to the device's."""
+    def bring(
+        self,
+        out: Any,
+        slots: npt.NDArray[np.uint8],
+        page_slots: npt.NDArray[np.int64],
+        span: slice,
+    ) -> None:
+        """Queues copies of a part of some pinned slots to the device's memory.
+
+        Args:
+            out: u8 `[n, span]` on the device, contiguous.
+            slots: u8 `[num_slots, slot_bytes]`, pinned.
+            page_slots: i64 `[n]`, which; may change after the call.
+            span: bytes of a slot, with both ends.
+        """
 
     @abstractmethod
     def upload(self, values: npt.NDArray[np.int64]) -> Any:

@@ -14,11 +14,14 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.device.ports.base import DevicePort
+from sglang_ext.device.ports.cudart import Cudart, CudartError
 
 logger = logging.getLogger(__name__)
 
 # torch hands streams out of a pool of 32, round robin.
 _DRAWS = 65
+# Indices of a restored page and its corrections are fewer.
+_SMALL_UPLOAD = 4096
 
 
 class CudaPort(DevicePort):
@@ -27,27 +30,49 @@ class CudaPort(DevicePort):
     Args:
         device: which.
         cuda: what makes streams and events.
+        runtime: CUDA's own library; None: pages are copied one by one.
+        batches: whether all of the arena is page-locked, as copies in batches want it.
     """
 
     brings_pages = True
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        cuda: Any = torch.cuda,
+        runtime: Cudart | None = None,
+        *,
+        batches: bool = True,
+    ) -> None:
         self._device = device
         self._cuda = cuda
+        self._runtime = runtime
+        self._given: list[Any] = []
+        self._batches = batches and runtime is not None and self._copies_in_batches(runtime)
         self._calls: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hier-kv-landed", daemon=True)
         self._thread.start()
 
+    def enter_thread(self) -> None:
+        """Lets the thread go on while another one captures a graph."""
+        if self._runtime is not None:
+            try:
+                self._runtime.allow_during_capture()
+            except CudartError as error:
+                logger.warning("hier-kv: a graph captured while KV is copied may fail: %s", error)
+
     def new_stream(self, avoid: tuple[Any, ...]) -> Any:
-        """A stream of torch's pool that is none of `avoid`.
+        """A stream of torch's pool that is none of `avoid`, nor one that was given before.
 
         Raises:
             RuntimeError: the pool has no other.
         """
-        taken = {stream.cuda_stream for stream in avoid if stream is not None}
+        used = [stream for stream in (*avoid, *self._given) if stream is not None]
+        taken = {stream.cuda_stream for stream in used}
         for _ in range(_DRAWS):
             stream = self._cuda.Stream(self._device)
             if stream.cuda_stream not in taken:
+                self._given.append(stream)
                 return stream
         raise RuntimeError(f"CUDA gave no stream that differs from {len(taken)} streams in use")
 
@@ -86,13 +111,27 @@ class CudaPort(DevicePort):
         """Memory of torch's."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def copy_in(self, out: Any, source: npt.NDArray[np.uint8]) -> None:
-        """Runs asynchronously where `source` is page-locked."""
-        out.copy_(torch.from_numpy(source), non_blocking=True)
+    def bring(
+        self,
+        out: Any,
+        slots: npt.NDArray[np.uint8],
+        page_slots: npt.NDArray[np.int64],
+        span: slice,
+    ) -> None:
+        """One call of CUDA, or one a page; they run asynchronously where slots are page-locked."""
+        if self._batches and self._runtime is not None:
+            here = out.data_ptr() + np.arange(len(page_slots)) * (span.stop - span.start)
+            there = slots.ctypes.data + page_slots * slots.strides[0] + span.start
+            stream = self.current_stream().cuda_stream
+            self._runtime.copy_many(here, there, span.stop - span.start, stream)
+            return
+        for row, slot in enumerate(page_slots.tolist()):
+            out[row].copy_(torch.from_numpy(slots[slot, span]), non_blocking=True)
 
     def upload(self, values: npt.NDArray[np.int64]) -> Any:
         """Copies by way of page-locked memory, which torch keeps until the copy is done."""
-        staged = pinned(len(values))
+        # One size for all small ones: memory is page-locked when the server starts, and not again.
+        staged = pinned(max(len(values), _SMALL_UPLOAD))[: len(values)]
         staged.numpy()[:] = values
         return staged.to(self._device, non_blocking=True)
 
@@ -105,7 +144,26 @@ class CudaPort(DevicePort):
         self._calls.put(None)
         self._thread.join()
 
+    def _copies_in_batches(self, runtime: Cudart) -> bool:
+        """Tries it: the driver may be older than the library."""
+        source, stream = pinned(4), self.new_stream(())
+        source[:] = torch.arange(4)
+        target = torch.zeros(4, dtype=torch.int64, device=self._device)
+        try:
+            self.synchronize(self.record(self.current_stream()))  # of the zeros
+            here, there = (each.data_ptr() + np.array([0, 16]) for each in (target, source))
+            runtime.copy_many(here, there, 16, stream.cuda_stream)
+            self.synchronize(self.record(stream))
+            if torch.equal(target.cpu(), source):
+                return True
+            reason = "other bytes came than were sent"
+        except CudartError as error:
+            reason = str(error)
+        logger.info("hier-kv: pages are copied one by one: %s", reason)
+        return False
+
     def _run(self) -> None:
+        self.enter_thread()
         while (item := self._calls.get()) is not None:
             event, call = item
             try:

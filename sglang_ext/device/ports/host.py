@@ -19,6 +19,9 @@ class HostPort(DevicePort):
 
     brings_pages = False
 
+    def enter_thread(self) -> None:
+        """Any thread may do anything."""
+
     def new_stream(self, avoid: tuple[Any, ...]) -> Any:
         """There is none."""
         return None
@@ -53,9 +56,15 @@ class HostPort(DevicePort):
         """Ordinary memory."""
         return np.empty(num_bytes, np.uint8)
 
-    def copy_in(self, out: Any, source: npt.NDArray[np.uint8]) -> None:
+    def bring(
+        self,
+        out: Any,
+        slots: npt.NDArray[np.uint8],
+        page_slots: npt.NDArray[np.int64],
+        span: slice,
+    ) -> None:
         """Copies the bytes."""
-        out[:] = source
+        out[:] = slots[page_slots, span]
 
     def upload(self, values: npt.NDArray[np.int64]) -> Any:
         """A copy of them."""

@@ -9,6 +9,8 @@ as soon as their pins are gone.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,75 +23,32 @@ from runtime_cpu import inprocess
 inprocess.prepare()
 
 from sglang_ext.device.copier import CopyError, PageCopier  # noqa: E402
-from sglang_ext.device.pools import DevicePool  # noqa: E402
-from sglang_ext.device.rope_discovery import LayerRope  # noqa: E402
 from sglang_ext.device.transfers import LoadJob, Place, SaveJob  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
-from sglang_ext.kernels.rope import RopeSpec  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
 from testkit.simulated_device import (  # noqa: E402
     Clock,
     ConflictError,
     SimulatedDevice,
-    SimulatedKernels,
-    pool_cell,
+)
+from testkit.simulated_kernels import SimulatedKernels, pool_cell  # noqa: E402
+from tests.property.worlds.device_parts import (  # noqa: E402
+    CONTENTS,
+    DIM,
+    HEADS,
+    LAYERS,
+    PAGE,
+    PAGES,
+    SLOTS,
+    Batch,
+    Load,
+    Pages,
+    bits_of,
+    make_pool,
+    make_ropes,
 )
 
-LAYERS, PAGE, HEADS, DIM, MAX_POSITION = 3, 4, 2, 8, 256
-SLOTS, PAGES, CONTENTS = 24, 40, 6
 RING_PAGES = 3  # pages of a layer that a buffer of the ring holds
-
-
-class _Counters(dict[str, int]):
-    def add(self, name: str, by: int = 1) -> None:
-        self[name] = self.get(name, 0) + by
-
-
-class Pages:
-    """What the load path asks of the page store: pins that are given back, counters, a gate."""
-
-    def __init__(self, world: DeviceWorld) -> None:
-        self.counters = _Counters()
-        self.arena = SimpleNamespace(slots=world.arena)
-        self.gate = SimpleNamespace(is_live=lambda pages: True, load=lambda ticket, space: ticket)
-        self.events = SimpleNamespace(note=lambda *_, **__: None, pages=lambda *_, **__: None)
-        self._world = world
-
-    def release(self, slots: Any) -> None:
-        """Somebody else may have the slots; the store's lock orders this before that."""
-        self._world.unpinned.append((slots.tolist(), self._world.device.hand_over()))
-
-    def begin_save(self, space: Any, hashes: Any, ancestors: Any, quality: Any) -> Any:
-        """Slots for the pages, which the scheduler had set aside."""
-        slots = np.array(self._world.set_aside, np.int32)
-        places = np.arange(len(slots))
-        return SimpleNamespace(rows=places, slots=slots, pages=places, dropped=0)
-
-    def finish_save(self, ticket: Any, *, ok: bool) -> None:
-        """The pages are there for everybody, or the slots are."""
-        if ok:
-            self._world.published(ticket.slots.astype(np.int64))
-        self.release(ticket.slots)
-
-    def close(self) -> None: ...
-
-
-@dataclass
-class Load:
-    """A request whose pages are loaded."""
-
-    position: int
-    rows: torch.Tensor
-    expected: list[tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass
-class Batch:
-    """Loads of one forward."""
-
-    index: int
-    loads: list[Load]
-    forwarded: bool = False
 
 
 @dataclass
@@ -103,12 +62,12 @@ class DeviceWorld:
         self.rng = random.Random(self.seed)
         self.device = SimulatedDevice(self.seed + 1)
         self.kernels = SimulatedKernels(self.device, rope_kernels)
-        self.pool, self.shadow, origin = (_pool(number) for number in range(3))
+        self.pool, self.shadow, origin = (make_pool(number) for number in range(3))
         self.layout = self.pool.layout(PAGE)
         object.__setattr__(self.layout, "max_corrections", 20)
         self.arena = np.zeros((SLOTS, self.layout.slot_bytes), np.uint8)
         self.device.add_memory(self.arena, "slot", self.layout.slot_bytes)
-        ropes = _ropes()
+        ropes = make_ropes()
         plain = PageCopier(origin, self.layout, ropes, self.arena, mode="pre", kernels=rope_kernels)
         self.plain = PageCopier(
             self.shadow, self.layout, ropes, self.arena, mode="pre", kernels=rope_kernels
@@ -175,10 +134,24 @@ class DeviceWorld:
         batch, clock = self.started.pop(0)
         with self.device.acting("load"):
             self.device.take_over(clock)
-            self.linker.loads.load(*batch)
+            with self._failing(0.15):
+                self.linker.loads.load(*batch)
             told = self.device.hand_over()  # the counter's lock
         self.device.take_over(told)
         return None
+
+    @contextmanager
+    def _failing(self, share: float) -> Iterator[None]:
+        """In which now and then a launch fails, or the device has no memory left."""
+        if self.rng.random() < share:
+            if self.rng.random() < 0.3:
+                self.device.memory_left = 0
+            else:
+                self.kernels.fails_in = self.rng.randrange(12)
+        try:
+            yield
+        finally:
+            self.kernels.fails_in = self.device.memory_left = None
 
     # ---- what the scheduler does ----
 
@@ -200,6 +173,52 @@ class DeviceWorld:
         job = LoadJob(SimpleNamespace(ticket=ticket), rows, position)  # type: ignore[arg-type]
         self.next_rid += 1
         self.linker._pending_loads[str(self.next_rid)] = job
+
+    def abort(self) -> bool | None:
+        """A request whose load was not begun is given up."""
+        if not self.queued:
+            return False
+        at = self.rng.randrange(len(self.queued))
+        assert self.linker.cancel_queued_load(list(self.linker._pending_loads)[at])
+        self._give_back(self.queued.pop(at))
+        return None
+
+    def retract(self) -> bool | None:
+        """A request that runs, perhaps one whose pages still come, gives its rows back."""
+        if not self.running:
+            return False
+        self._give_back(self.running.pop(self.rng.randrange(len(self.running))))
+        return None
+
+    def flush(self) -> None:
+        """The device is emptied, as soon as SGLang does it: all forwards are launched."""
+        while self.batches:
+            self.forward()
+        while self.offered:
+            self.save()
+        while self.running:
+            self.retract()
+        self.linker.reset()
+        while self.queued:
+            self._give_back(self.queued.pop())
+
+    def evict(self) -> bool | None:
+        """Pages leave DRAM for others."""
+        slots = [slot for slot in self.free_slots if self.rng.random() < 0.2]
+        if not slots:
+            return False
+        clock = self.device.hand_over()
+        with self.device.acting("promoter"):
+            self.device.take_over(clock)
+            self._overwrite(slots)
+            came = self.device.hand_over()
+        self.device.take_over(came)
+        return None
+
+    def _overwrite(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.device.touch("new page", (), self.device.cells_of(self.arena[slot]))
+            self.arena[slot] = self.contents[self.rng.randrange(CONTENTS)]
 
     def _admit(self, queue: Any, most: int = 7) -> Load | None:
         first = self.rng.randrange(CONTENTS)
@@ -261,29 +280,30 @@ class DeviceWorld:
         device, counter = self.device, self.linker.layer_done_counter
         device.wait(self.forwards, device.record(device.current_stream()))
         counter.set_consumer(batch.index)
+        failed = counter._batches[batch.index].error is not None
         with device.on(self.forwards):
             for layer in range(LAYERS):
                 counter.wait_until(layer)
-                if not self.store.counters.get("load_failures"):
-                    for load in batch.loads:
-                        self._read(load, layer)
+                for load in batch.loads:
+                    self._read(load, layer, compare=not failed)
         counter.set_consumer(-1)
         if self.linker.finish_layer_wise_loading(batch.index):
             self.running += batch.loads
         else:
-            self.store.counters["load_failures"] = 0
             self.counts["failed"] = self.counts.get("failed", 0) + 1
             for load in batch.loads:
                 self._give_back(load)
         return None
 
-    def _read(self, load: Load, layer: int) -> None:
+    def _read(self, load: Load, layer: int, *, compare: bool = True) -> None:
         k, v, (want_k, want_v) = self.pool.k[layer], self.pool.v[layer], load.expected[layer]
 
         def read() -> None:
-            same = torch.equal(_bits(k[load.rows]), _bits(want_k))
+            if not compare:
+                return
+            same = torch.equal(bits_of(k[load.rows]), bits_of(want_k))
             assert same, "a forward read other K than a CPU loads"
-            assert torch.equal(_bits(v[load.rows]), _bits(want_v)), "a forward read other V"
+            assert torch.equal(bits_of(v[load.rows]), bits_of(want_v)), "a forward read other V"
 
         rows = load.rows.tolist()
         cells = [pool_cell(tensor, row) for tensor in (k, v) for row in rows]
@@ -321,23 +341,28 @@ class DeviceWorld:
     def restore(self) -> bool | None:
         """A prompt's last page is put in place of what was recomputed; then a step reads it."""
 
+        done = False
+
         def restore(ticket: Any, rows: torch.Tensor, position: int) -> None:
             hashes = np.zeros((1, 32), np.uint8)
-            done = self.linker.restore_pages(
-                ticket,
-                None,  # type: ignore[arg-type]
-                hashes,
-                rows,
-                position,
-            )
-            assert done
+            nonlocal done
+            with self._failing(0.3):
+                done = self.linker.restore_pages(
+                    ticket,
+                    None,  # type: ignore[arg-type]
+                    hashes,
+                    rows,
+                    position,
+                )
 
-        if self.kernels.fails_in is not None:
-            return False
         load = self._admit(restore, most=1)
         if load is None:
             return False
-        self.running.append(load)
+        if done:
+            self.running.append(load)
+        else:
+            self.counts["failed restores"] = self.counts.get("failed restores", 0) + 1
+            self._give_back(load)
         return None
 
     def offer(self) -> bool | None:
@@ -356,7 +381,8 @@ class DeviceWorld:
         )
         space: Any = SimpleNamespace(digest=bytes(32), lora=bytes(32))
         hashes = np.zeros((num_pages, 32), np.uint8)
-        job = SaveJob(Place(space, load.position, hashes[:0]), hashes, load.rows, events, 0)
+        epoch = self.linker._saves._epoch
+        job = SaveJob(Place(space, load.position, hashes[:0]), hashes, load.rows, events, epoch)
         self.offered.append((job, load, slots, device.hand_over()))
         return None
 
@@ -365,14 +391,11 @@ class DeviceWorld:
         if not self.offered:
             return False
         job, self.saving, self.set_aside, clock = self.offered.pop(0)
-        fails = self.rng.random() < 0.2
-        self.kernels.fails_in = self.rng.randrange(1, 6) if fails else None
-        with self.device.acting("save"):
+        with self.device.acting("save"), self._failing(0.25):
             self.device.take_over(clock)
             if not self.linker._saves.save(job):
                 self.counts["failed saves"] = self.counts.get("failed saves", 0) + 1
             told = self.device.hand_over()
-        self.kernels.fails_in = None
         self.device.take_over(told)
         self.running.append(self.saving)
         return None
@@ -389,8 +412,8 @@ class DeviceWorld:
             raise ConflictError(f"published before it was whole: {error}") from error
         for layer, (want_k, want_v) in enumerate(load.expected):
             self.plain.load_layer(job, layer)
-            assert torch.equal(_bits(self.shadow.k[layer][load.rows]), _bits(want_k))
-            assert torch.equal(_bits(self.shadow.v[layer][load.rows]), _bits(want_v))
+            assert torch.equal(bits_of(self.shadow.k[layer][load.rows]), bits_of(want_k))
+            assert torch.equal(bits_of(self.shadow.v[layer][load.rows]), bits_of(want_v))
 
     # ---- everything else ----
 
@@ -409,24 +432,10 @@ class DeviceWorld:
         slots, clock = self.unpinned.pop(0)
         with self.device.acting("promoter"):
             self.device.take_over(clock)
-            for slot in slots:
-                self.device.touch("new page", (), self.device.cells_of(self.arena[slot]))
-                self.arena[slot] = self.contents[self.rng.randrange(CONTENTS)]
+            self._overwrite(slots)
             came = self.device.hand_over()
         self.device.take_over(came)  # a page is looked up under the store's lock
         self.free_slots += slots
-        return None
-
-    def fail(self) -> bool | None:
-        """A launch of the next load raises."""
-        while self.queued or self.batches:
-            self.begin()
-            self.forward()
-        self.kernels.fails_in = self.rng.randrange(8)
-        self.load()
-        self.begin()
-        self.forward()
-        self.kernels.fails_in = None
         return None
 
     def settle(self) -> None:
@@ -453,25 +462,7 @@ class DeviceWorld:
 
 
 _WEIGHTS = {
-    "load": 10, "begin": 6, "pump": 6, "forward": 6, "decode": 8, "restore": 2, "offer": 4,
-    "save": 4, "run": 8, "deliver": 4, "reuse": 6, "fail": 3,
+    "load": 20, "begin": 12, "pump": 12, "forward": 12, "decode": 12, "restore": 4, "offer": 10,
+    "save": 10, "run": 16, "deliver": 8, "reuse": 12, "abort": 3, "retract": 3, "flush": 1,
+    "evict": 3,
 }  # fmt: skip
-
-
-def _pool(seed: int) -> DevicePool:
-    shape = (PAGES * PAGE, HEADS, DIM)
-    k = tuple(torch.full(shape, -77.0, dtype=torch.bfloat16) for _ in range(LAYERS))
-    v = tuple(torch.full(shape, -77.0, dtype=torch.bfloat16) for _ in range(LAYERS))
-    return DevicePool("mha", torch.bfloat16, k, v, 0, PAGES * PAGE)
-
-
-def _ropes() -> list[LayerRope]:
-    frequencies = 10_000.0 ** (-np.arange(0, DIM, 2) / DIM)
-    angles = np.arange(MAX_POSITION)[:, None] * frequencies[None]
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    spec = RopeSpec(cos, sin, DIM, 0, False, "eager")
-    return [LayerRope(spec, movable=True) for _ in range(LAYERS - 1)] + [LayerRope(None, True)]
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.view(torch.int16)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import subprocess
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from sglang_ext.device.pinning import pin_memory
-from sglang_ext.device.ports import cuda, open_port
+from sglang_ext.device.ports import cuda, cudart, open_port
 from sglang_ext.device.ports.cuda import CudaPort
 from sglang_ext.device.ports.host import HostPort
 from sglang_ext.tiers.host import HostArena
@@ -73,12 +76,11 @@ def port() -> Any:
     made.close()
 
 
-def test_a_stream_is_none_of_those_in_use(port: CudaPort) -> None:
-    used = [Stream(number) for number in (0, 1, 2)]
-    for _ in range(6):
-        assert port.new_stream((*used, None)).cuda_stream == 3
+def test_a_stream_is_none_of_those_in_use_nor_one_of_our_own(port: CudaPort) -> None:
+    used = [Stream(number) for number in (0, 1)]
+    assert {port.new_stream((*used, None)).cuda_stream for _ in range(2)} == {2, 3}
     with pytest.raises(RuntimeError, match="gave no stream that differs from 4 streams"):
-        port.new_stream((*used, Stream(3)))
+        port.new_stream((*used, None))
 
 
 def test_nothing_but_synchronize_waits_for_the_device(
@@ -93,10 +95,10 @@ def test_nothing_but_synchronize_waits_for_the_device(
     assert other.waits == [event]
     with port.on(stream):
         assert port.current_stream() is stream
-        memory = port.empty(64)
-        source = np.arange(64, dtype=np.uint8)
-        port.copy_in(memory, source)
-        assert np.array_equal(memory.numpy(), source)
+        memory = port.empty(12).reshape(2, 6)
+        slots = np.arange(40, dtype=np.uint8).reshape(4, 10)
+        port.bring(memory, slots, np.array([3, 1]), slice(2, 8))
+        assert np.array_equal(memory.numpy(), slots[[3, 1], 2:8])
         values = np.arange(5)
         uploaded = port.upload(values)
         values[:] = 0
@@ -131,6 +133,100 @@ def test_calls_follow_their_events_in_order_and_an_error_ends_none(
     first.happened.set()
     assert ended.wait(60)
     assert seen == ["first", "second"]
+
+
+STUB = """
+#include <string.h>
+#include <stddef.h>
+typedef struct { int order; int source[2]; int target[2]; unsigned flags; } attributes;
+int mode = 7, status = 0;
+int cudaThreadExchangeStreamCaptureMode(int *to) {
+    int before = mode; mode = *to; *to = before; return status;
+}
+int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, attributes *how,
+                         size_t *first, size_t num, %s void *stream) {
+    if (how->order != 1 || how->source[0] || how->target[1] || how->flags) return 101;
+    if (num != 1 || first[0] || stream != (void *)0x123456789aUL) return 102;
+    for (size_t i = 0; i < count; i++) memcpy(to[i], from[i], sizes[i]);
+    return status;
+}
+"""
+
+
+@pytest.fixture(params=[12, 13])
+def library(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A library with the arguments that CUDA's header gives the two calls."""
+    source = tmp_path / "stub.c"
+    source.write_text(STUB % ("size_t *failed," if request.param == 12 else ""))
+    out = tmp_path / f"libcudart.so.{request.param}"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", out, source], check=True)
+    return out
+
+
+def maps_of(tmp_path: Path, *libraries: Path) -> Path:
+    maps = tmp_path / "maps"
+    maps.write_text("".join(f"7f00-7f01 r-xp 00000000 00:1f 77    {path}\n" for path in libraries))
+    return maps
+
+
+def test_pages_are_copied_in_one_call_of_cudas(library: Path, tmp_path: Path) -> None:
+    runtime = cudart.find_cudart(maps_of(tmp_path, library))
+    assert runtime is not None
+    slots = np.arange(40, dtype=np.uint8).reshape(4, 10)
+    out = np.zeros((3, 6), np.uint8)
+    which = np.array([3, 0, 2])
+    here = out.ctypes.data + 6 * np.arange(3)
+    runtime.copy_many(here, slots.ctypes.data + 10 * which + 2, 6, 0x123456789A)
+    assert np.array_equal(out, slots[which, 2:8])
+    runtime.copy_many(here[:0], here[:0], 6, 0)  # nothing to do
+    with pytest.raises(cudart.CudartError, match="must succeed, got CUDA error 102"):
+        runtime.copy_many(here, here, 6, 0)
+
+
+def test_a_thread_may_wait_while_another_captures_a_graph(
+    library: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = cudart.find_cudart(maps_of(tmp_path, library))
+    assert runtime is not None
+    entered = []
+    runtime.allow_during_capture = lambda: entered.append(threading.current_thread().name)  # type: ignore[method-assign]
+    port = CudaPort(torch.device("cpu"), Cuda(), runtime, batches=False)
+    port.close()
+    assert entered == ["hier-kv-landed"]
+    del runtime.allow_during_capture
+    runtime.allow_during_capture()
+    stub = ctypes.CDLL(str(library))
+    assert ctypes.c_int.in_dll(stub, "mode").value == 2  # relaxed
+    ctypes.c_int.in_dll(stub, "status").value = 35
+    port = CudaPort(torch.device("cpu"), Cuda(), runtime, batches=False)
+    port.enter_thread()  # says so, and goes on
+    port.close()
+    assert "may fail: cudaThreadExchangeStreamCaptureMode must succeed" in caplog.text
+
+
+def test_without_batches_pages_are_copied_one_by_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    gone = tmp_path / "libcudart.so.13"
+    assert cudart.find_cudart(maps_of(tmp_path)) is None
+    assert cudart.find_cudart(maps_of(tmp_path, gone)) is None
+    assert caplog.text.count("pages are copied one by one") == 2
+    monkeypatch.setattr(cuda, "pinned", lambda count: torch.empty(count, dtype=torch.int64))
+    monkeypatch.setattr(Event, "synchronize", lambda self: None)
+
+    class Refuses:
+        def allow_during_capture(self) -> None: ...
+
+        def copy_many(self, *_: Any) -> None:
+            raise cudart.CudartError("the driver is too old")
+
+    port = CudaPort(torch.device("cpu"), Cuda(), Refuses())  # type: ignore[arg-type]
+    slots, memory = np.arange(40, dtype=np.uint8).reshape(4, 10), port.empty(10)
+    port.bring(memory.reshape(1, 10), slots, np.array([2]), slice(0, 10))
+    assert memory.tolist() == slots[2].tolist()
+    port.close()
+    assert "the driver is too old" in caplog.text
 
 
 def test_a_pool_on_the_cpu_has_the_port_of_the_host() -> None:
