@@ -135,6 +135,22 @@ def test_shutdown_gives_no_copy_up_because_dram_has_the_page(make: Make) -> None
     assert rig.count("given_up_pages") == given_up
 
 
+def test_no_more_is_queued_behind_a_slow_disk_than_is_to_be_able_to_leave(make: Make) -> None:
+    rig, _ = _full(make)
+    directory = rig.directory
+    rig.io.open_gate.clear()
+    for number in range(4):  # in parts: one save of all would ask for as much to be written ahead
+        rig.save(pages(f"new{number}-", 2))
+    wanted = max(rig.store._spiller._low_water_pages, int(directory.burst_pages))
+    for _ in range(20):
+        directory._look_at = 0
+        directory.queue_leaving(8)
+        with directory.lock:
+            assert directory._num_queued <= wanted
+    rig.io.open_gate.set()
+    rig.settle()
+
+
 def test_capacity_adds_up_and_writes_stay_bounded() -> None:
     """DRAM is a quarter of the disk, so what lies twice is worth as much."""
     paths = [line.hash_ids for line in read_trace(BUNDLED, limit=250)]

@@ -288,7 +288,11 @@ class DiskBook(PageTable):
     def num_queued(self) -> int:
         """Pages on their way to disk, those that are being written among them."""
         with self.lock:
-            return self.num_spilling + sum(len(entry.rows) for entry in self.spill_queue)
+            return self._num_queued
+
+    @property
+    def _num_queued(self) -> int:
+        return self.num_spilling + sum(len(entry.rows) for entry in self.spill_queue)
 
     @property
     def should_look(self) -> bool:
@@ -301,7 +305,8 @@ class DiskBook(PageTable):
         Looks only where enough has changed since the last look, or some time has passed.
 
         Args:
-            num_pages: so many are to be free, or able to leave; more where saves were larger.
+            num_pages: so many are to be free, or able to leave, or on their way to disk; more where
+                saves were larger.
         """
         with self.lock:
             num_pages = max(min(num_pages, _MAX_CLEAN_PAGES), int(self.burst_pages))
@@ -310,7 +315,9 @@ class DiskBook(PageTable):
                 return
             self._look_at = self.num_moved + max(1, num_pages // _LOOKS)
             self._look_s = now_s + _LOOK_S
-            rows = self._next_to_leave(num_pages - self.arena.num_free)
+            # What is on its way to disk stands in no order of leaving, but will be able to leave.
+            num_queued = self._num_queued if self.order is not None else 0
+            rows = self._next_to_leave(max(0, num_pages - self.arena.num_free - num_queued))
             self._queue_unwritten(rows[self._unwritten(rows)])
 
     def queue_all(self) -> int:
