@@ -30,6 +30,7 @@ class Turns:
         self._plans = plans
         self._look = look
         self._left = _TURNS_AT_ONCE
+        self._num_asked = 0
 
     def step(self) -> None:
         """A scheduler step begins. Who lost its plan to a save has none until its turn."""
@@ -44,6 +45,8 @@ class Turns:
 
     def take(self, waiting: Waiting, now_s: float) -> bool:
         """The scheduler would run a request; returns whether its plan is as good as it gets."""
+        if waiting.asked is None:
+            waiting.asked, self._num_asked = self._num_asked, self._num_asked + 1
         plan = waiting.plan
         if waiting.had_turn or (plan is not None and not plan.done):
             return True
@@ -60,10 +63,26 @@ class Turns:
         return True
 
     def _plan(self, waiting: Waiting) -> bool:
-        """Makes the plan of who has the turn; False where others will soon leave it more room."""
+        """Makes the plan of who has the turn; False where others will soon leave it more room.
+
+        It waits for those alone that do not wait for it: who had their turn, or were asked for
+        before. Two that each hold what the other lacks would wait for ever.
+        """
         self._plans.make(waiting, priority=waiting.number)
         others = [other for other in self._plans.planned.values() if other is not waiting]
-        behind = sorted((o for o in others if not o.was_asked_for), key=lambda o: -o.number)
+        behind = [other for other in others if _yields(other, waiting)]
+        behind.sort(key=_place, reverse=True)
         self._plans.make_in_place_of(waiting, waiting.number, behind)
         plan = waiting.plan
-        return plan is None or not plan.short or not any(o.was_asked_for for o in others)
+        return plan is None or not plan.short or all(_yields(each, waiting) for each in others)
+
+
+def _yields(other: Waiting, waiting: Waiting) -> bool:
+    """Whether a request gives up its plan for one whose turn it is."""
+    assert waiting.asked is not None
+    return not other.had_turn and (other.asked is None or other.asked > waiting.asked)
+
+
+def _place(waiting: Waiting) -> tuple[bool, int]:
+    """A place among those that wait: in the order of their turns, then as they came."""
+    return waiting.asked is None, waiting.number if waiting.asked is None else waiting.asked

@@ -79,6 +79,8 @@ class Waiting:
         ready: the plan brought what it can, as of this step.
         held_since_s: when it was first held back.
         gave_up: its deadline is over, or DRAM has no room for it.
+        asked: without look-ahead: its place among those that the scheduler would have run, by when
+            it first would; None: it would not yet.
         had_turn: without look-ahead: its plan was made, or looked at, when the scheduler would
             have run it.
         evictions: `PageStore.num_wanted_evicted` when its pages were last looked for, or UNKNOWN
@@ -99,6 +101,7 @@ class Waiting:
     ready: bool = False
     held_since_s: float | None = None
     gave_up: bool = False
+    asked: int | None = None
     had_turn: bool = False
     attempts: int = 0
     pause_s: float = FIRST_PAUSE_S
@@ -107,11 +110,6 @@ class Waiting:
     answered: bool = True
     remote_failed: bool = False
     arrived_s: float = 0.0
-
-    @property
-    def was_asked_for(self) -> bool:
-        """Whether the scheduler would have run it."""
-        return self.had_turn or self.held_since_s is not None
 
     def remote_sizes(self) -> npt.NDArray[np.int64] | None:
         """Bytes of the pages below the device that the remote store has; 0 for the others."""

@@ -368,7 +368,7 @@ class PageStore:
         if instead_of is not None and instead_of.num_reserved:
             self._directory.yield_room(instead_of)
         if self._promoter is None:
-            plan = self._directory.begin_plan(space, hashes, max_quality)[0]
+            plan = self._directory.begin_plan(space, hashes, max_quality, priority)[0]
         else:
             plan = self._promoter.start(space, hashes, max_quality, priority)
         if self._remote is not None and remote_sizes is not None:

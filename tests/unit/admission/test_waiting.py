@@ -72,12 +72,13 @@ class Store:
         return False
 
     def plan(
-        self, space: KeySpace, hashes: Any, quality: int, priority: int, **_: object
-    ) -> Plan | None:
+        self, space: KeySpace, hashes: Any, quality: int, priority: int,
+        instead_of: Plan | None = None, **_: object,
+    ) -> Plan | None:  # fmt: skip
         self.num_plans += 1
         if not self.found.total:
             return None
-        room = self.fits - sum(len(plan.rows) for plan in self.plans)
+        room = self.fits - sum(len(p.rows) for p in self.plans if p is not instead_of)
         num = min(max(room, 0), self.found.total)
         plan = Plan(np.arange(num), remaining=num, num_stored=self.found.total)
         plan.priority = priority
@@ -368,6 +369,49 @@ def test_without_lookahead_room_of_requests_that_are_asked_for_is_waited_for() -
     arrive_all(store)
     step(room, clock, "bc")
     assert room.may_admit("c")
+
+
+def test_without_lookahead_two_that_lack_room_do_not_wait_for_each_other() -> None:
+    store = Store(looks_ahead=False, fits=6)
+    room, clock = make_room(store)
+    room.enter("a", wish())
+    arrive_all(store)
+    step(room, clock, "a")
+    assert room.may_admit("a")
+    store.found = TierCounts(0, 6, 0)
+    room.enter("b", wish())
+    room.enter("c", wish())
+    arrive_all(store)
+    step(room, clock, "abc")
+    assert [room.may_admit(handle) for handle in "bc"] == [False, False]
+    room.leave("a", admitted=True)
+    step(room, clock, "bc", 2 * LONGEST_PAUSE_S)
+    assert not room.may_admit("c")  # it comes to a's room first
+    for _ in range(20):
+        arrive_all(store)
+        step(room, clock, "bc", 2 * LONGEST_PAUSE_S)
+        for handle in [handle for handle in "bc" if handle in room._waiting]:
+            if room.may_admit(handle):
+                assert cast(Plan, plan_of(room, handle)).num_planned == 6
+                room.leave(handle, admitted=True)
+    assert not room._waiting
+
+
+def test_without_lookahead_who_is_asked_for_later_leaves_reads_of_those_before_alone() -> None:
+    store = Store(looks_ahead=False, fits=4)
+    room, clock = make_room(store)
+    for handle in "ab":
+        room.enter(handle, wish())
+    arrive_all(store)
+    step(room, clock, "ba")
+    assert not room.may_admit("b")  # it goes before a, which came first, and takes its room
+    plan = plan_of(room, "b")
+    assert plan is not None
+    for _ in range(20):
+        assert not room.may_admit("a")
+        assert not room.may_admit("b")  # its pages are on their way
+        step(room, clock, "ba", 2 * LONGEST_PAUSE_S)
+    assert plan_of(room, "b") is plan
 
 
 def test_without_lookahead_what_was_stored_while_a_request_waited_is_found_in_its_turn() -> None:

@@ -34,6 +34,8 @@ from sglang_ext.tiers.store.types import (
 )
 
 _BURST_FADES = 0.99  # what the largest save counts for, at each save after it
+# How often one save has plans yield: what they held may be on its way to disk, and of no use yet.
+_MAX_YIELDS = 4
 
 
 class Directory(RemoteBook):
@@ -104,9 +106,8 @@ class Directory(RemoteBook):
             self._touch(path)  # before room is made: the path must not be pushed out by its child
             self.burst_pages = max(len(pages) + self.num_reserved, self.burst_pages * _BURST_FADES)
             slots = self._alloc(len(pages), keep=self.num_reserved)
-            while before_plans and len(slots) < len(pages) and self._yield_last_plan():
-                more = self._alloc(len(pages) - len(slots), keep=self.num_reserved)
-                slots = np.concatenate([slots, more])
+            if before_plans:
+                slots = self._alloc_of_plans(slots, len(pages))
             num = len(slots)
             refused = pages[num:]
             self._remove(rows[refused][created[refused]])
@@ -152,6 +153,16 @@ class Directory(RemoteBook):
         self.counters.add("replaced_pages", len(replaced))
         if hashes is not None:
             self.events.pages("saved", hashes)
+
+    def _alloc_of_plans(self, slots: Slots, count: int) -> Slots:
+        """Adds to some slots, up to a count, what plans of waiting requests give up for a save."""
+        for _ in range(_MAX_YIELDS):
+            short = count - len(slots)
+            if not short or not self._yield_plans(short):
+                break
+            more = self._alloc(short, keep=self.num_reserved)
+            slots = np.concatenate([slots, more])
+        return slots
 
     def _begin_save(self, ticket: SaveTicket) -> None:
         new = ~ticket.replaces

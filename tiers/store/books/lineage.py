@@ -59,6 +59,12 @@ class Lineage:
         num: int = _above(self._parents, self._depths, row, rows)
         return rows[:num]
 
+    def tops(self, rows: Rows) -> Rows:
+        """Those of some pages before which there is one that is not among them."""
+        parents = self._parents[rows].astype(np.int64) - 1
+        result: Rows = rows[(parents >= 0) & ~np.isin(parents, rows)]
+        return result
+
     def children_first(self, leaving: Rows, count: int) -> Rows:
         """The first `count` of these pages to leave, none before one of them that it leads to.
 

@@ -50,11 +50,11 @@ from sglang_ext.tiers.store.types import (
     StoreCounters,
 )
 
-# Rows of the LRU tail that one eviction looks at, so that it stays short when none can leave.
-_MAX_EVICTION_SCAN = 4096
+# Rows of the LRU tail that one look at it is about, so that it stays short when none can leave.
+_MIN_EVICTION_SCAN, _MAX_EVICTION_SCAN = 64, 4096
 # Candidates for each page to evict by age alone, where some cannot leave.
 _SCAN_BY_AGE = 4
-# How often room is asked for again because pages that are to be written were met.
+# How often room is asked for again because pages were met that stay.
 _MAX_TAKES = 16
 # Share of DRAM that may be pinned for waiting requests; the rest stays free to move.
 _PLAN_SHARE = 0.5
@@ -238,7 +238,7 @@ class PageTable:
     def _victims(self, count: int) -> Rows:
         """Up to `count` pages to evict, in the order in which they leave."""
         if self.policy is None or self.order is None:
-            return self.lineage.children_first(self._evictable(_SCAN_BY_AGE * count), count)
+            return self.lineage.children_first(self._evictable(count), count)
         victims = self._take_clean(self.order, count)
         num_wanted = int(self.policy.wanted(victims).sum())
         self.num_wanted_evicted += num_wanted
@@ -290,13 +290,29 @@ class PageTable:
             return self.index.lru_tail(count, FILLING)
         return self.order.next_to_leave(count, self.now_s())
 
-    def _evictable(self, scan: int) -> Rows:
-        """Those of the least recent pages that may leave DRAM now, coldest first."""
-        scan = min(max(scan, 64), _MAX_EVICTION_SCAN)
-        rows = self.index.lru_tail(scan, FILLING | SPILLING | QUEUED)
-        if self.has_disk and self.write_policy != "selective":
-            rows = rows[(self.index.flags[rows] & (ON_DISK | WRITE_DROPPED)) != 0]
-        return rows[~self.arena.pinned(self.index.host_slot[rows])]
+    def _evictable(self, count: int) -> Rows:
+        """Those of the least recent pages that may leave DRAM now, coldest first.
+
+        Looks at some more than `count`. Pinned pages that are met are in use, so they and what
+        leads to them are made recent, and it looks again; unwritten ones are queued where pages
+        are written back.
+        """
+        scan = min(max(_SCAN_BY_AGE * count, _MIN_EVICTION_SCAN), _MAX_EVICTION_SCAN)
+        for _ in range(_MAX_TAKES):
+            rows = self.index.lru_tail(scan, FILLING | SPILLING | QUEUED)
+            pinned = self.arena.pinned(self.index.host_slot[rows])
+            stay = pinned.copy()
+            if self.has_disk and self.write_policy != "selective":
+                unwritten = self._unwritten(rows) & ~pinned
+                if self.writes_back:
+                    self._queue_unwritten(rows[unwritten][:count])
+                stay |= unwritten
+            if not pinned.any():
+                break
+            self.index.lru_touch(rows[pinned])
+            for row in self.lineage.tops(rows[pinned]).tolist():
+                self.index.lru_touch(self.lineage.above(row))
+        return rows[~stay]
 
     def _remove(self, rows: Rows) -> int:
         """Forgets pages; the policy is told, as the numbers of their rows are used again."""

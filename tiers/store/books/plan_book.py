@@ -6,6 +6,9 @@ an underscore. Nothing here blocks on I/O.
 
 from __future__ import annotations
 
+import itertools
+from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,12 +29,15 @@ from sglang_ext.tiers.store.types import (
     TierCounts,
 )
 
+_MAX_YIELDING: Final = 256
+"""So many plans at most give up their room at a time; plans that share pages give little each."""
+
 
 class PlanBook(DiskBook):
     """Plans and promotions."""
 
     def begin_plan(
-        self, space: KeySpace, hashes: Hashes, max_quality: int = ANY
+        self, space: KeySpace, hashes: Hashes, max_quality: int = ANY, priority: int = 0
     ) -> tuple[Plan | None, Rows, Slots]:
         """Pins the leading stored pages for a waiting request and takes slots for those on disk.
 
@@ -42,6 +48,7 @@ class PlanBook(DiskBook):
             space: where the pages belong.
             hashes: u8 `[N, 32]`.
             max_quality: no page from the first worse one on.
+            priority: see `Plan`.
 
         Returns:
             The plan (None when no page is stored), and the rows and slots to read from disk. The
@@ -68,9 +75,11 @@ class PlanBook(DiskBook):
             self._pin_slots(slots)  # the plan's own pin beside the reader's
             pending = rows[(self.index.flags[rows] & READY) == 0]
             plan = Plan(rows, remaining=len(pending), num_stored=len(known))
+            plan.priority = priority
             plan.slots = np.concatenate([held_slots, slots])
             self._count_pins(plan.slots, 1)
-            self._plans[plan] = None
+            if len(plan.slots):
+                self._plans[plan] = None
             for row in pending.tolist():
                 self._waiters.setdefault(row, []).append(plan)
             if len(to_read):
@@ -177,28 +186,38 @@ class PlanBook(DiskBook):
         self._count_pins(plan.slots, -1)
         self._unpin_slots(plan.slots)
 
-    def _yield_last_plan(self) -> bool:
-        """Cancels the plan of the last request in the queue for a save that lacks room.
+    def _yield_plans(self, num_slots: int) -> bool:
+        """Cancels plans for a save that lacks room, those of the last requests in the queue first.
 
         Not with look-ahead: what is planned is then what is needed soonest, and worth more than
-        what no longer fits. The first one's stays, so that a queue moves on however much is saved.
+        what no longer fits. The first one's stays, so that a queue moves on however much is saved,
+        and so do plans that have no more than that one.
         Reads under way go on; those that have not begun are given up when the plan's owner cancels
         it, too.
 
+        Args:
+            num_slots: no more plans go once so many slots lost their last pin.
+
         Returns:
-            False when there is none.
+            Whether there was one.
         """
-        if self.policy is not None:
+        if self.policy is not None or len(self._plans) < 2:
             return False
-        plans = [plan for plan in self._plans if len(plan.slots)]
-        yielding = [plan for plan in plans if not plan.num_remote_left]  # else fetched in vain
-        if not yielding:
-            return False
-        last = max(yielding, key=lambda plan: plan.priority)
-        if last is min(plans, key=lambda plan: plan.priority):
-            return False
-        self._cancel(last)
-        return True
+        first, *others = sorted(self._plans, key=lambda plan: plan.priority)
+        stays = np.zeros(self.arena.num_slots, np.bool_)
+        stays[first.slots] = True
+        yielding = (  # what is fetched would be in vain
+            plan
+            for plan in reversed(others)
+            if not plan.num_remote_left and not stays[plan.slots].all()
+        )
+        given = 0
+        for plan in itertools.islice(yielding, _MAX_YIELDING):
+            given += int(np.count_nonzero(self._plan_pins[plan.slots] == 1))
+            self._cancel(plan)
+            if given >= num_slots:
+                break
+        return given > 0
 
     def _known_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int) -> Rows:
         rows = self.index.prefix_rows(hashes, space.number)

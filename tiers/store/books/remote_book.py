@@ -65,6 +65,8 @@ class RemoteBook(PlanBook):
                 self._pin_slots(slots)
                 self._count_pins(slots, 1)
                 plan.slots = np.concatenate([plan.slots, slots])
+                if num:
+                    self._plans[plan] = None
                 used = min(num, plan.num_reserved)
                 plan.num_reserved -= used
                 self.num_planned_pages -= used

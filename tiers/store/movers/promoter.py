@@ -102,10 +102,9 @@ class Promoter(Work):
         Returns:
             A plan to poll, or None when no page is stored. Does not block.
         """
-        plan, rows, slots = self._directory.begin_plan(space, hashes, max_quality)
+        plan, rows, slots = self._directory.begin_plan(space, hashes, max_quality, priority)
         if plan is None:
             return None
-        plan.priority = priority
         if not len(rows):
             return plan
         piece_pages = -(-self._piece.num_bytes // self._directory.arena.slot_bytes)
