@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.policy import PlacementPolicy
+from sglang_ext.tiers.policy import PlacementPolicy, TierLists
 
 _PATH_PAGES = 64
 _EVICTED = 64
@@ -21,8 +21,7 @@ def decisions_per_s(
 
     A step is: the head of the queue is admitted and its pages are used, one request of 64 pages
     arrives, the order is handed over (every eighth step a request moved within it), the prefetch
-    window is asked for, 64 pages are evicted from the tier and 64 victims are chosen among 1,024
-    candidates.
+    window is asked for, and 64 pages are evicted from the tier.
 
     Returns:
         `decisions_per_s`: calls of the policy per second; `step_ms`: median, `step_p99_ms`; the
@@ -32,13 +31,8 @@ def decisions_per_s(
         `num_waiting`, `num_pages`.
     """
     rng = np.random.default_rng(5)
-    policy = PlacementPolicy(num_pages)
-    tier = policy.add_tier(num_pages)
-    num_paths = num_pages // _PATH_PAGES
-    paths = np.arange(num_paths * _PATH_PAGES).reshape(num_paths, _PATH_PAGES)
-    for i in range(num_paths):
-        policy.used(paths[i], i * 0.01)
-        tier.enter(paths[i])
+    policy, tier, paths = _filled(num_pages)
+    num_paths = len(paths)
     queue = list(range(num_waiting))
     waiting = {request: paths[rng.integers(num_paths)] for request in queue}
     for request in queue:
@@ -54,8 +48,6 @@ def decisions_per_s(
             queue.insert(num_waiting // 2, queue.pop(int(rng.integers(num_waiting))))
         waiting[new] = paths[rng.integers(num_paths)]
         path = waiting.pop(head)
-        candidates = paths[rng.integers(num_paths, size=1024 // _PATH_PAGES)][:, ::-1].ravel()
-        candidates = np.unique(candidates)[::-1].copy()
         start_s, start_cpu_s = time.perf_counter(), time.thread_time()
         policy.leave(head)
         policy.used(path, now_s)
@@ -63,11 +55,10 @@ def decisions_per_s(
         policy.set_order(queue)
         policy.window(num_pages // 20)
         policy.wanted(path)
-        policy.victims(candidates, _EVICTED, now_s)
         gone = tier.evict(_EVICTED, now_s)
         took_s.append(time.perf_counter() - start_s)
         cpu_s.append(time.thread_time() - start_cpu_s)
-        calls += 8
+        calls += 7
         tier.enter(np.sort(gone))
     return {
         "decisions_per_s": calls / sum(took_s),
@@ -81,6 +72,55 @@ def decisions_per_s(
         "num_waiting": num_waiting,
         "num_pages": num_pages,
     }
+
+
+def eviction_us(
+    num_pages: int = 10_000_000, batch_pages: int = 16, num_waiting: int = 1000, steps: int = 20_000
+) -> dict[str, Any]:
+    """Measures what it takes to decide which pages leave a full tier, a few at a time.
+
+    As many pages enter again after each batch. 1,000 requests of 64 pages wait for some of them.
+
+    Returns:
+        `evict_us`: microseconds of processor time for each page that leaves, the mean of all;
+        `evict_p99_us`: of the slowest in a hundred batches; `enter_us`: for each that enters.
+    """
+    rng = np.random.default_rng(5)
+    policy, tier, paths = _filled(num_pages)
+    for request, number in enumerate(rng.integers(len(paths), size=num_waiting).tolist()):
+        policy.enqueue(request, paths[number], 0.0)
+    now_s = len(paths) * 0.01
+    evict_s: list[float] = []
+    enter_s: list[float] = []
+    for _ in range(steps):
+        now_s += 0.01
+        started_s = time.thread_time()
+        gone = tier.evict(batch_pages, now_s)
+        evict_s.append(time.thread_time() - started_s)
+        gone.sort()
+        started_s = time.thread_time()
+        tier.enter(gone)
+        enter_s.append(time.thread_time() - started_s)
+    page_us = 1e6 / batch_pages
+    return {
+        "evict_us": page_us * float(np.mean(evict_s)),
+        "evict_p99_us": page_us * float(np.percentile(evict_s, 99)),
+        "enter_us": page_us * float(np.mean(enter_s)),
+        "num_pages": num_pages,
+        "batch_pages": batch_pages,
+    }
+
+
+def _filled(num_pages: int) -> tuple[PlacementPolicy, TierLists, npt.NDArray[np.int64]]:
+    """A policy with a full tier of paths of 64 pages; the paths."""
+    policy = PlacementPolicy(num_pages)
+    tier = policy.add_tier(num_pages)
+    num_paths = num_pages // _PATH_PAGES
+    paths = np.arange(num_paths * _PATH_PAGES).reshape(num_paths, _PATH_PAGES)
+    for i in range(num_paths):
+        policy.used(paths[i], i * 0.01)
+        tier.enter(paths[i])
+    return policy, tier, paths
 
 
 def _reshuffles(
@@ -112,3 +152,4 @@ def _reshuffle_cpu_ms(policy: PlacementPolicy, queue: list[int]) -> float:
 if __name__ == "__main__":
     for num_pages in (10_000, 100_000, 1_000_000):
         print(decisions_per_s(num_pages=num_pages))
+    print(eviction_us())

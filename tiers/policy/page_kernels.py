@@ -219,28 +219,3 @@ def forget(pages: Any, rows: Any) -> None:
             pages.known[row] = 0
             pages.kind[row] = 0
             pages.parent[row] = NONE
-
-
-@compiled
-def children_first(pages: Any, rows: Any, ranks: Any, scratch: Any) -> None:
-    """Raises ranks so that no page ranks below a page of `rows` that descends from it.
-
-    Args:
-        pages: The columns.
-        rows: i64[N], distinct.
-        ranks: i64[N], in and out.
-        scratch: i64 per row, all -1 before and after.
-    """
-    for i in range(rows.size):
-        scratch[rows[i]] = ranks[i]
-    deepest_first = np.argsort(-pages.depth[rows])
-    for k in range(rows.size):
-        row = rows[deepest_first[k]]
-        if not pages.known[row]:
-            continue
-        parent = pages.parent[row]
-        if parent != NONE and scratch[parent] != NONE:
-            scratch[parent] = max(scratch[parent], scratch[row])
-    for i in range(rows.size):
-        ranks[i] = scratch[rows[i]]
-        scratch[rows[i]] = NONE

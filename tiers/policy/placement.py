@@ -46,7 +46,6 @@ class PlacementPolicy:
         queue: what waits.
         pages: what is known of pages.
         tiers: what `add_tier` made.
-        return_times: estimator and guard behind `victims`; learns while no tier was added.
     """
 
     def __init__(
@@ -62,10 +61,8 @@ class PlacementPolicy:
         self.queue = WaitingQueue(num_rows)
         self.pages = page_kernels.new_pages(num_rows)
         self.tiers: list[TierLists] = []
-        self.return_times = ReturnTimes(config.capacity_pages or num_rows, self.order)
         self._generation = np.zeros(num_rows, np.uint32)
         self._names = np.zeros(num_rows, np.uint64)
-        self._scratch = np.full(num_rows, page_kernels.NONE, np.int64)
         self._clock = 0
 
     def add_tier(self, capacity_pages: int) -> TierLists:
@@ -210,33 +207,6 @@ class PlacementPolicy:
         """Which pages some waiting request needs."""
         return self.queue.needed_at(_as_rows(rows)) >= 0
 
-    def victims(self, candidates: Rows, count: int, now_s: float) -> Rows:
-        """Which of these pages leave, in the order of leaving.
-
-        First those that nobody waits for, by return times or in base order; then those that are
-        needed latest. A child before its parent, always.
-
-        Args:
-            candidates: pages that may be evicted, distinct; coldest first for `lru`.
-            count: how many to return at most.
-            now_s: time.
-        """
-        rows = _as_rows(candidates)
-        rows = rows[(rows >= 0) & (rows < self.num_rows)]
-        if count <= 0 or not len(rows):
-            return np.zeros(0, np.int64)
-        keys = [np.arange(len(rows)), self._coldness(rows, now_s)]
-        if self.config.lookahead:
-            if self.return_times.left_never_return:
-                keys.append(self.pages.kind[rows] != page_kernels.LEFT_BEHIND)
-            places = self.queue.needed_at(rows)
-            keys.append(np.where(places < 0, np.iinfo(np.int64).min, -places))
-        leaving = np.lexsort(keys)
-        ranks = np.empty(len(rows), np.int64)
-        ranks[leaving] = np.arange(len(rows))
-        page_kernels.children_first(self.pages, rows, ranks, self._scratch)
-        return rows[np.lexsort((-self.pages.depth[rows], ranks))[:count]]
-
     def window(self, budget_pages: int) -> list[Hashable]:
         """The leading requests whose distinct pages fit the budget together; at least the first.
 
@@ -244,10 +214,6 @@ class PlacementPolicy:
         divides the room by the mean size of a request; here pages are counted, shared ones once.
         """
         return self.queue.window(budget_pages)
-
-    def window_pages(self, request: Hashable) -> int:
-        """Distinct pages that this request adds to those before it in the queue."""
-        return self.queue.window_pages(request)
 
     # ---- private ----
 
@@ -257,20 +223,7 @@ class PlacementPolicy:
                 tier.settle(rows)
 
     def _estimators(self) -> list[ReturnTimes]:
-        return [tier.return_times for tier in self.tiers] or [self.return_times]
-
-    def _coldness(self, rows: Rows, now_s: float) -> npt.NDArray[np.generic]:
-        """Smaller leaves sooner."""
-        if self.config.return_times and self.return_times.active:
-            scores = np.empty(len(rows))
-            return_kernels.score(
-                self.return_times.scores, self.pages.kind, self.pages.last_s, rows, now_s, scores
-            )
-            return scores
-        if self.config.order == "lru":  # the candidates are in this order
-            return np.zeros(len(rows))
-        first, last = self.pages.first[rows].tolist(), self.pages.last[rows].tolist()
-        return np.array([self.order.stamp(*uses) for uses in zip(first, last, strict=True)])
+        return [tier.return_times for tier in self.tiers]
 
 
 def _as_rows(rows: Rows) -> Rows:
@@ -281,26 +234,22 @@ def _as_rows(rows: Rows) -> Rows:
 def _compile_loops() -> None:
     """Calls every loop once, so that nothing compiles while serving."""
     policy = PlacementPolicy(64, _compile=False)
-    policy.return_times.active = True
+    tier = policy.add_tier(8)
+    tier.return_times.active = True
     for turn in range(8):
         path = np.arange(turn, turn + 16)
-        if turn == 4:
-            tier = policy.add_tier(8)
         policy.enqueue(turn, path, 0.0)
         policy.enqueue(turn, path[:8], 0.0)
         policy.leave_behind(path[:2], 0.0)
         policy.used(path, float(turn), names=path.astype(np.uint64) + np.uint64(turn * 100))
-        if turn >= 4:
-            tier.enter(path)
-            tier.hold(path)
-            tier.release(path)
-    return_kernels.rescore(policy.return_times.directory, 9.0, 1.0)
+        tier.enter(path)
+    return_kernels.rescore(tier.return_times.directory, 9.0, 1.0)
+    tier.worth(np.arange(4), 9.0)
     policy.set_order(list(range(7, -1, -1)))
     policy.link(np.arange(40, 44), 9.0)
     policy.touched(np.arange(4))
     tier.hold_where(np.arange(4), np.zeros(4, np.bool_))
     tier.next_to_leave(4, 9.0)
-    policy.victims(np.arange(32), 8, 9.0)
     policy.wanted(np.arange(4))
     policy.window(10)
     tier.evict(20, 9.0)

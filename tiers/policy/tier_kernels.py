@@ -22,7 +22,7 @@ _PARKED_A_CALL = 256  # pages of each class, in one call
 
 
 class Lists(NamedTuple):
-    """Columns by row, all owned by `TierLists`; 26 bytes a row.
+    """Columns by row, all owned by `TierLists`; 23 bytes a row.
 
     Attributes:
         state: u8, absent, listed or parked.
@@ -31,7 +31,7 @@ class Lists(NamedTuple):
         next: i32.
         stamp: i64, when it was linked last.
         children: i32, pages of the tier whose parent it is.
-        holds: i32, how often the owner holds it.
+        held: bool, the owner holds it.
         ends: i32[2, NUM_CLASSES], the old and the young end of each list.
         counts: i64[2], pages in the tier, clock of links.
     """
@@ -42,7 +42,7 @@ class Lists(NamedTuple):
     next: npt.NDArray[np.int32]
     stamp: npt.NDArray[np.int64]
     children: npt.NDArray[np.int32]
-    holds: npt.NDArray[np.int32]
+    held: npt.NDArray[np.bool_]
     ends: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int64]
 
@@ -50,7 +50,7 @@ class Lists(NamedTuple):
 def new_lists(num_rows: int) -> Lists:
     """Lists of an empty tier."""
     u8, i32 = np.uint8, np.int32
-    types = (u8, u8, i32, i32, np.int64, i32, i32)
+    types = (u8, u8, i32, i32, np.int64, i32, np.bool_)
     columns: Any = (np.zeros(num_rows, dtype) for dtype in types)
     make: Any = Lists
     lists: Lists = make(*columns, np.full((2, NUM_CLASSES), NONE, i32), np.zeros(2, np.int64))
@@ -122,7 +122,7 @@ def enter(lists: Any, pages: Any, rows: Any) -> None:
 
 @compiled
 def _settle(lists: Any, row: int, young: bool) -> None:
-    if lists.state[row] == PARKED and lists.children[row] == 0 and lists.holds[row] == 0:
+    if lists.state[row] == PARKED and lists.children[row] == 0 and not lists.held[row]:
         _unpark(lists, row, young)
 
 
@@ -148,20 +148,11 @@ def leave(lists: Any, pages: Any, rows: Any, young: bool) -> None:
 
 
 @compiled
-def hold(lists: Any, rows: Any, change: int, young: bool) -> None:
-    """Counts up or down how often pages are held."""
-    for i in range(rows.size):
-        row = rows[i]
-        lists.holds[row] += change
-        _settle(lists, row, young)
-
-
-@compiled
 def hold_where(lists: Any, rows: Any, stay: Any, young: bool) -> None:
     """Sets whether pages are held."""
     for i in range(rows.size):
         row = rows[i]
-        lists.holds[row] = stay[i]
+        lists.held[row] = stay[i]
         _settle(lists, row, young)
 
 
@@ -252,7 +243,7 @@ def _next_of_kind(
     row = lists.ends[end, kind]
     while row != NONE:
         wanted = lookahead and head[row] != NONE
-        if lists.children[row] == 0 and lists.holds[row] == 0 and not wanted:
+        if lists.children[row] == 0 and not lists.held[row] and not wanted:
             return row
         if budget[kind] == 0:
             return NONE
@@ -343,7 +334,7 @@ def evict_wanted(
         while entry != NONE and num < out.size:
             row = needs.row[entry]
             if row != NONE and needs.head[row] == entry and lists.state[row] != ABSENT:
-                if lists.children[row] == 0 and lists.holds[row] == 0:
+                if lists.children[row] == 0 and not lists.held[row]:
                     out[num] = row
                     num += 1
                     _exit_one(lists, pages, row, young)

@@ -40,10 +40,9 @@ class TierLists:
     """The pages of a tier in the order in which they leave. Made by `PlacementPolicy.add_tier`.
 
     The owner says what enters and leaves; uses and the queue come from the policy. `evict` chooses
-    over all pages of the tier, where `PlacementPolicy.victims` chooses among the pages it is shown.
-    A page leaves before its parent, always; a held page never leaves.
+    over all pages of the tier. A page leaves before its parent, always; a held page never leaves.
 
-    Not locked: the owner's lock guards it. Memory: 26 bytes a row.
+    Not locked: the owner's lock guards it. Memory: 23 bytes a row.
 
     Attributes:
         return_times: the estimator of this tier and its guard.
@@ -66,7 +65,7 @@ class TierLists:
 
     def held(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which pages are held."""
-        held: npt.NDArray[np.bool_] = self._lists.holds[rows] != 0
+        held: npt.NDArray[np.bool_] = self._lists.held[rows]
         return held
 
     def enter(self, rows: Rows) -> None:
@@ -77,14 +76,6 @@ class TierLists:
     def exit(self, rows: Rows) -> None:
         """Pages left the tier otherwise than through `evict`."""
         kernels.leave(self._lists, self._shared.pages, rows, self._young)
-
-    def hold(self, rows: Rows) -> None:
-        """Pages must not leave until as many calls of `release`."""
-        kernels.hold(self._lists, rows, 1, self._young)
-
-    def release(self, rows: Rows) -> None:
-        """Undoes one `hold`."""
-        kernels.hold(self._lists, rows, -1, self._young)
 
     def hold_where(self, rows: Rows, stay: npt.NDArray[np.bool_]) -> None:
         """Says of each of some pages whether it must stay; what was said of it before is over."""
@@ -101,7 +92,7 @@ class TierLists:
         kernels.put_back(self._lists, self._shared.pages, rows, self._young)
         kernels.mark_dirty(self._shared.queue.needs, rows, self._bit)
 
-    def evict(self, count: int, now_s: float, *, spare: int | None = 0) -> Rows:
+    def evict(self, count: int, now_s: float) -> Rows:
         """Takes out up to `count` pages and returns them in the order of leaving.
 
         First those that nobody waits for, then those that are needed latest.
@@ -109,8 +100,6 @@ class TierLists:
         Args:
             count: pages asked for.
             now_s: time.
-            spare: waiting requests, from the front of the queue, whose pages stay whatever
-                happens; `None` spares all of them.
         """
         shared = self._shared
         out = np.empty(max(count, 0), np.int64)
@@ -120,9 +109,9 @@ class TierLists:
             shared.config.return_times and times.active, shared.config.lookahead, self._young,
             shared.config.lookahead and times.left_never_return, now_s, out,
         )  # fmt: skip
-        if num < count and shared.config.lookahead and spare is not None:
+        if num < count and shared.config.lookahead:
             num += kernels.evict_wanted(
-                self._lists, shared.pages, shared.queue.needs, shared.queue.slots()[spare:],
+                self._lists, shared.pages, shared.queue.needs, shared.queue.slots(),
                 self._bit, self._young, out[num:],
             )  # fmt: skip
         return out[:num]

@@ -138,11 +138,6 @@ class WaitingQueue:
         num = kernels.leading(line, self.needs.distinct, budget_pages, slots)
         return [self._requests[slot] for slot in slots[:num].tolist()]
 
-    def window_pages(self, request: Hashable) -> int:
-        """Pages that a request needs and none before it does; 0 for an unknown one."""
-        slot = self._slots.get(request)
-        return 0 if slot is None else int(self.needs.distinct[slot])
-
     def needed_at(self, rows: Rows) -> npt.NDArray[np.int64]:
         """Place of the first request that needs each page, smaller is sooner; -1 for nobody."""
         places = np.empty(len(rows), np.int64)

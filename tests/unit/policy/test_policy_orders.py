@@ -38,10 +38,8 @@ def test_stamps_agree_with_what_the_order_says_of_itself(order_id: str) -> None:
 
 
 @pytest.mark.parametrize("order_id", order_ids())
-def test_lists_and_victims_leave_in_the_same_order(order_id: str) -> None:
+def test_pages_leave_in_this_order(order_id: str) -> None:
     policy = _used(order_id)
-    candidates = np.array([1, 2, 3, 0])  # as an LRU list gives them
-    assert policy.victims(candidates, 4, 9.0).tolist() == EXPECTED[order_id]
     assert policy.tiers[0].evict(4, 9.0).tolist() == EXPECTED[order_id]
 
 
@@ -53,14 +51,10 @@ def test_a_child_leaves_before_its_parent(order_id: str) -> None:
         policy.used(np.array(path), float(now_s))
         tier.enter(np.array(path))
     parents = {1: 0, 2: 1, 3: 1, 4: 3, 6: 5}
-    everything = np.arange(7)
-    for leaving in (
-        policy.victims(everything, 7, 9.0).tolist(),
-        tier.evict(7, 9.0).tolist(),
-    ):
-        assert sorted(leaving) == everything.tolist()
-        for child, parent in parents.items():
-            assert leaving.index(child) < leaving.index(parent)
+    leaving = tier.evict(7, 9.0).tolist()
+    assert sorted(leaving) == list(range(7))
+    for child, parent in parents.items():
+        assert leaving.index(child) < leaving.index(parent)
 
 
 def test_unknown_and_taken_ids_are_refused() -> None:
@@ -79,7 +73,7 @@ def test_pages_that_a_waiting_request_goes_on_without_leave_before_those_it_need
     policy.used(np.arange(4), 0.0)
     tier.enter(np.arange(4))
     policy.enqueue("cut", np.array([2, 3]), 1.0)
-    assert tier.evict(2, 2.0, spare=None).tolist() == [1, 0]
+    assert tier.evict(2, 2.0).tolist() == [1, 0]
     policy.used(np.array([2, 3, 4]), 3.0)
     tier.enter(np.array([4]))
     policy.leave("cut")

@@ -17,11 +17,13 @@ def _rows(rows: Sequence[int]) -> np.ndarray:
     return np.array(rows, np.int64)
 
 
-def _two_chats() -> PlacementPolicy:
+def _two_chats(config: PolicyConfig | None = None) -> PlacementPolicy:
     """Pages 0 to 9 are a chat's; 20 to 25 one that was used before it, so colder."""
-    policy = PlacementPolicy(64)
-    policy.used(_rows(range(20, 26)), 1.0)
-    policy.used(_rows(range(10)), 2.0)
+    policy = PlacementPolicy(64, config or PolicyConfig())
+    tier = policy.add_tier(32)
+    for now_s, path in ((1.0, _rows(range(20, 26))), (2.0, _rows(range(10)))):
+        policy.used(path, now_s)
+        tier.enter(path)
     return policy
 
 
@@ -34,16 +36,12 @@ def test_what_was_cut_leaves_before_what_is_colder() -> None:
     policy.leave_behind(_rows([1, 2, 3, 4, 5]), 3.0)
     policy.enqueue("cut", _rows([0, 6, 7, 8, 9]), 3.0)
     assert _left(policy) == [1, 2, 3, 4, 5]
-    candidates = _rows([*range(20, 26), *range(10)])
-    assert policy.victims(candidates, 7, 4.0).tolist() == [5, 4, 3, 2, 1, 25, 24]
+    assert policy.tiers[0].evict(7, 4.0).tolist() == [5, 4, 3, 2, 1, 25, 24]
 
 
-def test_a_tier_gives_it_up_first() -> None:
-    policy = PlacementPolicy(64)
-    tier = policy.add_tier(32)
-    for now_s, path in ((1.0, _rows(range(20, 26))), (2.0, _rows(range(10)))):
-        policy.used(path, now_s)
-        tier.enter(path)
+def test_the_start_of_a_conversation_too() -> None:
+    policy = _two_chats()
+    tier = policy.tiers[0]
     policy.leave_behind(_rows(range(4)), 3.0)
     policy.enqueue("cut", _rows(range(4, 10)), 3.0)
     assert tier.evict(6, 4.0).tolist() == [3, 2, 1, 0, 25, 24]
@@ -54,12 +52,14 @@ def test_a_page_that_is_waited_for_stays() -> None:
     tier = policy.add_tier(32)
     policy.used(_rows(range(10)), 1.0)
     tier.enter(_rows(range(10)))
+    policy.used(_rows([20]), 2.0)
+    tier.enter(_rows([20]))
     policy.enqueue("whole", _rows(range(10)), 2.0)
     policy.leave_behind(_rows(range(4)), 3.0)
     policy.enqueue("cut", _rows(range(4, 10)), 3.0)
-    assert tier.evict(4, 4.0, spare=None).tolist() == []
+    assert tier.next_to_leave(1, 4.0).tolist() == [20]
     policy.leave("whole")
-    assert tier.evict(4, 5.0, spare=None).tolist() == [3, 2, 1, 0]
+    assert tier.evict(5, 5.0).tolist() == [3, 2, 1, 0, 20]
 
 
 def test_what_others_use_too_is_not_left() -> None:
@@ -118,22 +118,20 @@ def test_where_they_come_back_the_rule_is_given_up() -> None:
     """As with a client that asks for exact KV now and then, of conversations that are cut."""
     for share, holds in ((0.01, True), (0.5, False)):
         policy = PlacementPolicy(4096)
+        tier = policy.add_tier(4096)
         for chat in range(200):
             path = _rows(range(20 * chat, 20 * chat + 20))
             policy.used(path, 10.0 * chat)
             policy.leave_behind(path[:10], 10.0 * chat + 2)
             if chat % round(1 / share) == 0:
                 policy.used(path, 10.0 * chat + 4)
-        assert policy.return_times.left_never_return == holds
+        assert tier.return_times.left_never_return == holds
 
 
 def test_without_look_ahead_the_base_order_decides() -> None:
-    policy = PlacementPolicy(64, PolicyConfig(lookahead=False, return_times=False))
-    policy.used(_rows(range(20, 26)), 1.0)
-    policy.used(_rows(range(10)), 2.0)
+    policy = _two_chats(PolicyConfig(lookahead=False, return_times=False))
     policy.leave_behind(_rows([1, 2, 3, 4, 5]), 3.0)
-    candidates = _rows([*range(20, 26), *range(10)])
-    assert policy.victims(candidates, 6, 4.0).tolist() == [25, 24, 23, 22, 21, 20]
+    assert policy.tiers[0].evict(6, 4.0).tolist() == [25, 24, 23, 22, 21, 20]
 
 
 @pytest.fixture

@@ -80,6 +80,11 @@ class DramOrder:
         """The pages that `take` would take out."""
         return self._lists.next_to_leave(count, now_s)
 
+    @property
+    def left_never_return(self) -> bool:
+        """Whether pages that conversations left behind leave before all others; see `TierLists`."""
+        return self._lists.return_times.left_never_return
+
     def check(self) -> None:
         """Verifies the lists against index and arena (linear; for tests).
 

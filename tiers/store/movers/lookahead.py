@@ -112,7 +112,7 @@ class LookAhead:
                 return
             directory.lineage.depart(rows[:first], rows[end:])
             directory.counters.add("left_behind_pages", len(left))
-            if self._policy.return_times.left_never_return:
+            if directory.order is not None and directory.order.left_never_return:
                 directory.index.lru_sink(left[::-1])
 
     def leave(self, request: Hashable) -> None:
