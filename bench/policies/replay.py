@@ -30,7 +30,7 @@ from bench.policies.order import RequestOrder, replay_order
 from bench.policies.simulator.store import Ids, ServerStore, StoreSizes, page_hashes, virtual_store
 from bench.policies.workloads.models import LLAMA_70B
 from bench.policies.workloads.trace import BLOCK_TOKENS, BUNDLED, read_trace
-from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store.types import Hashes
 
@@ -141,8 +141,8 @@ class Replay:
         ):
             hashes = self._hashes[number] = page_hashes(self._paths[number])
             self._arrived_s[number] = server.clock.now_s
-            wish = Wish(server.space, hashes, 0, max_quality=255)
-            server.room.enter(number, wish)
+            prefix = ReusablePrefix(server.space, hashes, 0, max_quality=255)
+            server.room.enter(number, prefix)
 
     def _serve(self, server: ServerStore, number: int) -> tuple[int, int]:
         """A request's turn; returns its pages in DRAM before that, and those that it loaded."""

@@ -11,20 +11,22 @@ Scheduler's thread only. `should_hold` is O(1); the others look up the request's
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.admission.waiting_request import (
+    Estimate,
+    Moves,
+    ReusablePrefix,
+    WaitingRequest,
+)
 from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.policy.cost_model import Choice, CostModel, DiskQueue, Prefix, Verdict
-from sglang_ext.tiers.store import KeySpace, PageStore, Plan
+from sglang_ext.tiers.store import PageStore, Plan
 from sglang_ext.tiers.store.shared.pages import num_leading
-from sglang_ext.tiers.store.types import Hashes
 
 # A verdict, and a decision to go on waiting, are good for so long.
 _JUDGE_AGAIN_S = _ASK_AGAIN_S = 0.001
@@ -33,53 +35,8 @@ _AFTER_ALL_OTHERS = 1 << 30  # priority of a probe's reads
 _ANSWER_SHARE = 0.25
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """What a waiting request could reuse.
-
-    Attributes:
-        space: namespace and adapter.
-        hashes: u8 `[N, 32]`, its pages behind those on the device.
-        max_quality: the worst that it may be given.
-        device_tokens: leading tokens on the device.
-        prompt_tokens: tokens of the whole prompt.
-        remote_sizes: i64 `[N]`, bytes of those pages that the remote store has; None: none.
-    """
-
-    space: KeySpace
-    hashes: Hashes
-    max_quality: int
-    device_tokens: int
-    prompt_tokens: int
-    remote_sizes: npt.NDArray[np.int64] | None = None
-
-
-class _Moves(NamedTuple):
-    """What would be moved for a request, on average."""
-
-    page_bytes: float  # to be read, and to be decoded, for a page on disk
-    decoded_bytes: float
-    num_remote: int
-    remote_page_bytes: float
-
-
-@dataclass
-class _Case:
-    """A waiting request."""
-
-    candidate: Candidate
-    verdict: Verdict
-    turn_at_s: float  # when the requests before it should be through
-    compute_s: float  # what its own prefill should take
-    moves: _Moves
-    judged_at_s: float
-    held_since_s: float | None = None
-    budget_s: float | None = None
-    asked_at_s: float = -math.inf  # when it was last found worth waiting
-
-
 class LoadOrCompute:
-    """Decisions about waiting requests, by the requests' handles.
+    """Decisions about waiting requests; what it thinks of each is the request's `estimate`.
 
     Args:
         store: DRAM and disk.
@@ -88,6 +45,9 @@ class LoadOrCompute:
         kv_bytes_per_page: raw bytes of a page's KV.
         is_decoding: whether other requests decode now.
         clock: seconds, monotonic.
+
+    Attributes:
+        num_waiting: requests that entered and did not leave.
     """
 
     def __init__(
@@ -106,129 +66,123 @@ class LoadOrCompute:
         self._kv_bytes = kv_bytes_per_page
         self._is_decoding = is_decoding
         self._clock = clock
-        self._cases: dict[Hashable, _Case] = {}
+        self.num_waiting = 0
         self._ahead_s = 0.0  # sum of their `compute_s`
         self._probe: Plan | None = None
 
     # ---- coming and going ----
 
-    def enter(self, handle: Hashable, candidate: Candidate) -> Verdict:
+    def enter(self, request: WaitingRequest) -> Verdict:
         """A request enters the queue; returns what it should do about its pages elsewhere."""
-        self.leave(handle)
-        now_s = self._clock()
-        verdict, moves = self._judge(candidate, self._ahead_s)
-        reused = candidate.device_tokens + verdict.pages * self.page_tokens
-        reused = min(reused, candidate.prompt_tokens - 1)
-        compute_s = self.cost.prefill_s(candidate.prompt_tokens - reused, reused) or 0.0
-        self._cases[handle] = _Case(
-            candidate, verdict, now_s + self._ahead_s, compute_s, moves, now_s
-        )
+        now_s, prefix = self._clock(), request.prefix
+        verdict, moves = self._judge(request, self._ahead_s)
+        reused = (prefix.num_on_device + verdict.pages) * self.page_tokens
+        reused = min(reused, prefix.prompt_tokens - 1)
+        compute_s = self.cost.prefill_s(prefix.prompt_tokens - reused, reused) or 0.0
+        request.estimate = Estimate(verdict, moves, now_s + self._ahead_s, compute_s, now_s)
         self._ahead_s += compute_s
+        self.num_waiting += 1
         if verdict.choice is not Choice.NONE:
             self._store.counters.add(f"cost_{verdict.choice.value}")
-        self._note(handle, verdict)
+        self._note(request, verdict)
         return verdict
 
-    def learn(self, handle: Hashable, candidate: Candidate) -> None:
+    def learn(self, request: WaitingRequest) -> None:
         """A waiting request's pages are known better, and are judged anew in its place."""
-        case = self._cases.get(handle)
-        if case is None:
+        estimate = request.estimate
+        if estimate is None:
             return
-        was = case.verdict.choice
-        self._judge_again(case, candidate)
-        if was is Choice.NONE and case.verdict.choice is not Choice.NONE:
-            self._store.counters.add(f"cost_{case.verdict.choice.value}")
-        self._note(handle, case.verdict)
+        was = estimate.verdict.choice
+        self._judge_again(request, estimate)
+        if was is Choice.NONE and estimate.verdict.choice is not Choice.NONE:
+            self._store.counters.add(f"cost_{estimate.verdict.choice.value}")
+        self._note(request, estimate.verdict)
 
-    def leave(self, handle: Hashable) -> None:
-        """A request leaves the queue; unknown ones are ignored."""
-        case = self._cases.pop(handle, None)
-        if case is not None:
-            self._ahead_s = max(0.0, self._ahead_s - case.compute_s) if self._cases else 0.0
+    def leave(self, request: WaitingRequest) -> None:
+        """A request leaves the queue."""
+        estimate, request.estimate = request.estimate, None
+        if estimate is None:
+            return
+        self.num_waiting -= 1
+        ahead_s = max(0.0, self._ahead_s - estimate.compute_s)
+        self._ahead_s = ahead_s if self.num_waiting else 0.0
 
-    def leave_all(self) -> None:
-        """Every request leaves, and no probe stays."""
-        self._cases.clear()
-        self._ahead_s = 0.0
+    def end_probe(self) -> None:
+        """The queue is emptied: no probe stays."""
         self._end_probe(always=True)
 
     # ---- decisions ----
 
-    def num_pages(self, handle: Hashable, candidate: Candidate) -> int:
+    def num_pages(self, request: WaitingRequest) -> int:
         """How many of a request's leading pages a plan that is made now should ask for."""
-        num = len(candidate.hashes)
-        case = self._cases.get(handle)
-        if case is None:
+        num, estimate = len(request.prefix.off_device), request.estimate
+        if estimate is None:
             return num
-        case.candidate = candidate
-        age_s = self._clock() - case.judged_at_s
-        if case.verdict.choice is not Choice.NONE and age_s > _JUDGE_AGAIN_S:
-            self._judge_again(case, candidate)
-        self._begin_probe(case)
+        age_s = self._clock() - estimate.judged_at_s
+        if estimate.verdict.choice is not Choice.NONE and age_s > _JUDGE_AGAIN_S:
+            self._judge_again(request, estimate)
+        verdict = estimate.verdict
+        self._begin_probe(request, verdict)
         # Where nothing has to be read all is asked for, pages that come to be stored among them.
-        return num if case.verdict.choice is Choice.NONE else min(num, case.verdict.pages)
+        return num if verdict.choice is Choice.NONE else min(num, verdict.pages)
 
-    def should_hold(self, handle: Hashable, plan: Plan | None) -> bool:
+    def should_hold(self, request: WaitingRequest) -> bool:
         """Whether a request, whose turn it is, should wait for its pages.
 
-        Args:
-            handle: the request.
-            plan: brings them; None while there is no room in DRAM for one.
+        Without a plan there is no room in DRAM for one.
         """
-        case = self._cases.get(handle)
-        if case is None or case.verdict.choice is Choice.RECOMPUTE:
+        plan, estimate = request.plan, request.estimate
+        if estimate is None or estimate.verdict.choice is Choice.RECOMPUTE:
             return False
         if plan is not None and plan.done and not plan.starved:
             return False
         now_s = self._clock()
-        if now_s - case.asked_at_s < _ASK_AGAIN_S:
+        if now_s - estimate.asked_at_s < _ASK_AGAIN_S:
             return True
         if plan is None or plan.starved:
-            ready, left, remote = 0, case.verdict.pages, case.moves.num_remote
+            ready, left, remote = 0, estimate.verdict.pages, estimate.moves.num_remote
         else:
             ready, left = max(0, plan.num_planned - plan.remaining), plan.remaining
             remote = plan.num_remote_left
-        saving_s = self._saving_s(case.candidate, ready, left)
-        if case.held_since_s is None:
-            case.held_since_s, case.budget_s = now_s, saving_s
+        saving_s = self._saving_s(request.prefix, ready, left)
+        if estimate.held_since_s is None:
+            estimate.held_since_s, estimate.budget_s = now_s, saving_s
         if self.cost.is_worth_waiting(
-            waited_s=now_s - case.held_since_s,
-            budget_s=case.budget_s,
+            waited_s=now_s - estimate.held_since_s,
+            budget_s=estimate.budget_s,
             saving_s=saving_s,
-            read_s=self._moving_s(case, max(0, left - remote), remote),
+            read_s=self._moving_s(estimate.moves, max(0, left - remote), remote),
             decoding=self._is_decoding(),
         ):
-            case.asked_at_s = now_s
+            estimate.asked_at_s = now_s
             return True
         self._store.counters.add("cost_gave_up")
         return False
 
-    def answer_wait_s(self, candidate: Candidate, num_here: int) -> float:
-        """How long a request, whose turn it is, should wait to hear what the remote store has.
-
-        Args:
-            candidate: the request.
-            num_here: leading pages that are here anyway.
-        """
-        saving_s = self._saving_s(candidate, num_here, len(candidate.hashes) - num_here)
+    def answer_wait_s(self, request: WaitingRequest) -> float:
+        """How long a request, whose turn it is, should wait to hear what the remote store has."""
+        prefix, num_here = request.prefix, request.found.here
+        saving_s = self._saving_s(prefix, num_here, len(prefix.off_device) - num_here)
         if saving_s is None:
             return self.cost.unmeasured_wait_s
         return _ANSWER_SHARE * saving_s
 
     # ---- private ----
 
-    def _judge_again(self, case: _Case, candidate: Candidate) -> None:
-        now_s, case.candidate = self._clock(), candidate
-        case.verdict, case.moves = self._judge(candidate, max(0.0, case.turn_at_s - now_s))
-        case.judged_at_s = now_s
+    def _judge_again(self, request: WaitingRequest, estimate: Estimate) -> None:
+        now_s = self._clock()
+        turn_in_s = max(0.0, estimate.turn_at_s - now_s)
+        estimate.verdict, estimate.moves = self._judge(request, turn_in_s)
+        estimate.judged_at_s = now_s
 
-    def _judge(self, candidate: Candidate, turn_in_s: float) -> tuple[Verdict, _Moves]:
+    def _judge(self, request: WaitingRequest, turn_in_s: float) -> tuple[Verdict, Moves]:
         """The verdict, and what it would move."""
-        survey = self._store.survey(candidate.space, candidate.hashes, candidate.max_quality)
+        wanted, sizes = request.prefix, request.remote_sizes()
+        survey = self._store.survey(wanted.space, wanted.off_device, wanted.max_quality)
         num_here = len(survey.ready)
         fetched = np.empty(0, np.int64)
-        if candidate.remote_sizes is not None:
-            behind = candidate.remote_sizes[num_here:]
+        if sizes is not None:
+            behind = sizes[num_here:]
             fetched = behind[: num_leading(behind)]
 
         def padded(column: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -242,8 +196,8 @@ class LoadOrCompute:
         coded = on_disk & (length < self._kv_bytes)
         remote_bytes = np.concatenate([np.zeros(num_here, np.int64), fetched])
         prefix = Prefix(
-            prompt_tokens=candidate.prompt_tokens,
-            device_tokens=candidate.device_tokens,
+            prompt_tokens=wanted.prompt_tokens,
+            device_tokens=wanted.num_on_device * self.page_tokens,
             page_tokens=self.page_tokens,
             read_bytes=length,
             decode_bytes=np.where(coded, self._kv_bytes, 0),
@@ -254,22 +208,22 @@ class LoadOrCompute:
         store = self._store
         verdict = self.cost.judge(prefix, store.disk_queue(), turn_in_s, store.fetch_queue())
         num, num_remote = max(1, int(on_disk.sum())), len(fetched)
-        return verdict, _Moves(
+        return verdict, Moves(
             float(length.sum()) / num,
             float(prefix.decode_bytes.sum()) / num,
             num_remote,
             float(fetched.sum()) / max(1, num_remote),
         )
 
-    def _saving_s(self, candidate: Candidate, ready: int, left: int) -> float | None:
-        size = self.page_tokens
-        there = min(candidate.device_tokens + ready * size, candidate.prompt_tokens - 1)
-        more = min(left * size, candidate.prompt_tokens - 1 - there)
-        return self.cost.saving_s(candidate.prompt_tokens, there, more)
+    def _saving_s(self, prefix: ReusablePrefix, ready: int, left: int) -> float | None:
+        size, last_token = self.page_tokens, prefix.prompt_tokens - 1
+        there = min((prefix.num_on_device + ready) * size, last_token)
+        more = min(left * size, last_token - there)
+        return self.cost.saving_s(prefix.prompt_tokens, there, more)
 
-    def _moving_s(self, case: _Case, on_disk: int, remote: int) -> float | None:
+    def _moving_s(self, moves: Moves, on_disk: int, remote: int) -> float | None:
         """Seconds until the rest of a plan is there: both links work at once."""
-        moves, store = case.moves, self._store
+        store = self._store
         read_s = self.cost.read_s(
             _until(store.disk_queue(), on_disk * moves.page_bytes, on_disk * moves.decoded_bytes)
         )
@@ -277,17 +231,17 @@ class LoadOrCompute:
         known = [seconds for seconds in (read_s, fetch_s) if seconds is not None]
         return max(known) if known else None
 
-    def _begin_probe(self, case: _Case) -> None:
+    def _begin_probe(self, request: WaitingRequest, verdict: Verdict) -> None:
         """Reads a little of what is not worth loading, so that a faster disk is noticed."""
         self._end_probe()
-        verdict, candidate = case.verdict, case.candidate
         if not verdict.probe_pages or self._probe is not None:
             return
-        end, sizes = verdict.pages + verdict.probe_pages, candidate.remote_sizes
+        prefix, sizes = request.prefix, request.remote_sizes()
+        end = verdict.pages + verdict.probe_pages
         self._probe = self._store.plan(
-            candidate.space,
-            candidate.hashes[verdict.pages : end],
-            candidate.max_quality,
+            prefix.space,
+            prefix.off_device[verdict.pages : end],
+            prefix.max_quality,
             _AFTER_ALL_OTHERS,
             remote_sizes=None if sizes is None else sizes[verdict.pages : end],
         )
@@ -298,11 +252,11 @@ class LoadOrCompute:
             self._store.cancel_plan(self._probe)
             self._probe = None
 
-    def _note(self, handle: Hashable, verdict: Verdict) -> None:
+    def _note(self, request: WaitingRequest, verdict: Verdict) -> None:
         if self._store.events.on and verdict.choice is not Choice.NONE:
             self._store.events.note(
                 "judged",
-                rid=getattr(handle, "rid", str(handle)),
+                rid=getattr(request.handle, "rid", str(request.handle)),
                 choice=verdict.choice.value,
                 num_pages=verdict.pages,
                 expected_s=verdict.expected_s,

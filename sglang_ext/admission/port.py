@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from sglang_ext.admission.waiting import WaitingRoom
-from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
 from sglang_ext.tiers.store.types import Hashes
 
@@ -36,13 +36,13 @@ class Admission(ABC):
     # ---- a request's way ----
 
     @abstractmethod
-    def enter(self, handle: Hashable, wish: Wish, key: Any) -> TierCounts:
+    def enter(self, handle: Hashable, prefix: ReusablePrefix, key: Any) -> TierCounts:
         """A request enters the queue.
 
         Args:
             handle: SGLang's name of it.
-            wish: what it could reuse.
-            key: SGLang's key of the pages of the wish.
+            prefix: what it could reuse.
+            key: SGLang's key of the pages of the prefix.
 
         Returns:
             Where the pages lie that are not on the device, in this process.
@@ -158,9 +158,9 @@ class Solo(Admission):
         self._take_saves = take_saves
         self._finish_loads = finish_loads
 
-    def enter(self, handle: Hashable, wish: Wish, key: Any) -> TierCounts:
+    def enter(self, handle: Hashable, prefix: ReusablePrefix, key: Any) -> TierCounts:
         """See `Admission`."""
-        return self._room.enter(handle, wish)
+        return self._room.enter(handle, prefix)
 
     def may_admit(self, handle: Hashable) -> bool:
         """See `Admission`."""

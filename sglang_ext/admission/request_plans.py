@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from sglang_ext.admission.load_or_compute import Candidate, LoadOrCompute
-from sglang_ext.admission.waiting_request import UNKNOWN, Waiting
+from sglang_ext.admission.load_or_compute import LoadOrCompute
+from sglang_ext.admission.waiting_request import UNKNOWN, WaitingRequest
 from sglang_ext.tiers.store import PageStore, Plan, TierCounts
 
 MAX_ATTEMPTS: Final = 8
@@ -31,26 +31,21 @@ class RequestPlans:
     def __init__(self, store: PageStore, cost: LoadOrCompute | None) -> None:
         self._store = store
         self._cost = cost
-        self.planned: dict[int, Waiting] = {}
+        self.planned: dict[int, WaitingRequest] = {}
 
-    def candidate(self, waiting: Waiting) -> Candidate:
-        """A request for the cost model."""
-        assert self._cost is not None
-        return waiting.wish.candidate(self._cost.page_tokens, waiting.remote_sizes())
-
-    def make(self, waiting: Waiting, priority: int) -> None:
+    def make(self, waiting: WaitingRequest, priority: int) -> None:
         """Makes a request's plan, or makes it anew, of what is stored and fits now."""
-        wish, old = waiting.wish, waiting.plan
-        num = waiting.num_asked = len(wish.below)
+        prefix, old = waiting.prefix, waiting.plan
+        num = waiting.num_asked = len(prefix.off_device)
         if self._cost is not None:
-            num = self._cost.num_pages(waiting.handle, self.candidate(waiting))
+            num = self._cost.num_pages(waiting)
             waiting.num_asked = num
         sizes, plan = waiting.remote_sizes(), None
         if num:
             plan = self._store.plan(
-                wish.space,
-                wish.below[:num],
-                wish.max_quality,
+                prefix.space,
+                prefix.off_device[:num],
+                prefix.max_quality,
                 priority,
                 remote_sizes=None if sizes is None else sizes[:num],
                 instead_of=old,
@@ -65,7 +60,9 @@ class RequestPlans:
         else:
             self.planned[waiting.number] = waiting
 
-    def make_in_place_of(self, waiting: Waiting, priority: int, behind: Iterable[Waiting]) -> None:
+    def make_in_place_of(
+        self, waiting: WaitingRequest, priority: int, behind: Iterable[WaitingRequest]
+    ) -> None:
         """Makes the plan of a request that is short of room, with that of others.
 
         Args:
@@ -80,7 +77,7 @@ class RequestPlans:
                 self.defer(other)
                 self.make(waiting, priority)
 
-    def give_up(self, waiting: Waiting) -> None:
+    def give_up(self, waiting: WaitingRequest) -> None:
         """Takes back a request's plan, if it has one: its pins, and reads that have not begun."""
         plan, waiting.plan, waiting.ready = waiting.plan, None, False
         if plan is not None:
@@ -88,12 +85,12 @@ class RequestPlans:
             self._store.cancel_plan(plan)
             waiting.evictions = UNKNOWN
 
-    def defer(self, waiting: Waiting) -> None:
+    def defer(self, waiting: WaitingRequest) -> None:
         """Takes back the plan of a request whose turn has not come."""
         self.give_up(waiting)
         self._store.counters.add("deferred_plans")
 
-    def take_back_yielded(self) -> list[Waiting]:
+    def take_back_yielded(self) -> list[WaitingRequest]:
         """Takes back the plans whose room the store gave to a save; returns whose they were."""
         yielded = [
             waiting
@@ -122,7 +119,7 @@ class RequestPlans:
                 waiting.found = waiting.with_remote(waiting.found._replace(remote=0))
         return next_try_s
 
-    def is_enough(self, waiting: Waiting, plan: Plan) -> bool:
+    def is_enough(self, waiting: WaitingRequest, plan: Plan) -> bool:
         """Whether a request will do with what its plan covers."""
         if self._store.lookahead is None or not plan.short or plan.failed:
             return True

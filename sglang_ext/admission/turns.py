@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sglang_ext.admission.request_plans import RequestPlans
-from sglang_ext.admission.waiting_request import Waiting
+from sglang_ext.admission.waiting_request import WaitingRequest
 
 # A scheduler that is told to hold a request asks for the next: so many prefixes a step are looked
 # for, and the others are held until the next one.
@@ -23,10 +23,10 @@ class Turns:
 
     Args:
         plans: the plans of all waiting requests.
-        look: looks for a request's pages again, and sets `Waiting.found`.
+        look: looks for a request's pages again, and sets `WaitingRequest.found`.
     """
 
-    def __init__(self, plans: RequestPlans, look: Callable[[Waiting], None]) -> None:
+    def __init__(self, plans: RequestPlans, look: Callable[[WaitingRequest], None]) -> None:
         self._plans = plans
         self._look = look
         self._left = _TURNS_AT_ONCE
@@ -38,12 +38,12 @@ class Turns:
         for waiting in self._plans.take_back_yielded():
             waiting.had_turn, waiting.gave_up = False, True
 
-    def arrive(self, waiting: Waiting) -> None:
+    def arrive(self, waiting: WaitingRequest) -> None:
         """A request came, or became known better: a plan for what DRAM has room for now."""
         self._plans.make(waiting, priority=waiting.number)
         waiting.gave_up = waiting.plan is None or waiting.plan.starved
 
-    def take(self, waiting: Waiting, now_s: float) -> bool:
+    def take(self, waiting: WaitingRequest, now_s: float) -> bool:
         """The scheduler would run a request; returns whether its plan is as good as it gets."""
         if waiting.asked is None:
             waiting.asked, self._num_asked = self._num_asked, self._num_asked + 1
@@ -62,7 +62,7 @@ class Turns:
         waiting.ready = plan is not None and plan.done
         return True
 
-    def _plan(self, waiting: Waiting) -> bool:
+    def _plan(self, waiting: WaitingRequest) -> bool:
         """Makes the plan of who has the turn; False where others will soon leave it more room.
 
         It waits for those alone that do not wait for it: who had their turn, or were asked for
@@ -77,12 +77,12 @@ class Turns:
         return plan is None or not plan.short or all(_yields(each, waiting) for each in others)
 
 
-def _yields(other: Waiting, waiting: Waiting) -> bool:
+def _yields(other: WaitingRequest, waiting: WaitingRequest) -> bool:
     """Whether a request gives up its plan for one whose turn it is."""
     assert waiting.asked is not None
     return not other.had_turn and (other.asked is None or other.asked > waiting.asked)
 
 
-def _place(waiting: Waiting) -> tuple[bool, int]:
+def _place(waiting: WaitingRequest) -> tuple[bool, int]:
     """A place among those that wait: in the order of their turns, then as they came."""
     return waiting.asked is None, waiting.number if waiting.asked is None else waiting.asked

@@ -27,9 +27,9 @@ from sglang_ext.admission.turns import Turns
 from sglang_ext.admission.waiting_request import (
     LONGEST_PAUSE_S,
     UNKNOWN,
-    Stand,
-    Waiting,
-    Wish,
+    Readiness,
+    ReusablePrefix,
+    WaitingRequest,
 )
 from sglang_ext.tiers.store import PageStore, TierCounts
 from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
@@ -62,8 +62,8 @@ class WaitingRoom:
         prefetch_policy: `cost`, `timeout`, `best_effort` or `wait_complete`.
         prefetch_timeout_ms: the longest that one request is held back under `timeout`, from when
             the scheduler would have run it.
-        num_held: how many leading pages of what `Wish.above` names are still on the device; None
-            where that cannot be told.
+        num_held: how many leading pages of a `ReusablePrefix.device_anchor` are still on the
+            device; None where that cannot be told.
         cost: decides under `cost`; None for the other policies.
         clock: seconds; monotonic.
     """
@@ -84,11 +84,11 @@ class WaitingRoom:
         self._num_held = num_held
         self._cost = cost
         self._clock = clock
-        self._waiting: dict[Hashable, Waiting] = {}
-        self._by_number: dict[int, Waiting] = {}
+        self._waiting: dict[Hashable, WaitingRequest] = {}
+        self._by_number: dict[int, WaitingRequest] = {}
         self._plans = RequestPlans(store, cost)
         self._turns = Turns(self._plans, self._look) if store.lookahead is None else None
-        self._asking: dict[int, Waiting] = {}  # those whose inquiry is open, by number
+        self._asking: dict[int, WaitingRequest] = {}  # those whose inquiry is open, by number
         self._next_number = 0
         self._order: list[Hashable] = []  # of the last step
         self._came: list[Hashable] = []  # since then, in order
@@ -101,18 +101,18 @@ class WaitingRoom:
 
     # ---- coming and going ----
 
-    def enter(self, handle: Hashable, wish: Wish) -> TierCounts:
+    def enter(self, handle: Hashable, prefix: ReusablePrefix) -> TierCounts:
         """A request enters the queue; returns where its pages lie that are not on the device."""
         self.leave(handle)
         number, self._next_number = self._next_number, self._next_number + 1
-        found = self._find(number, wish)
+        found = self._find(number, prefix)
         evictions = self._store.num_wanted_evicted
-        waiting = Waiting(handle, number, wish, found, evictions, arrived_s=self._clock())
+        waiting = WaitingRequest(handle, number, prefix, found, evictions, arrived_s=self._clock())
         self._waiting[handle] = self._by_number[number] = waiting
         self._came.append(handle)
         self._changed = True
         if self._cost is not None:
-            self._cost.enter(handle, self._plans.candidate(waiting))
+            self._cost.enter(waiting)
         self._ask(waiting)
         if self._turns is not None and found.total:
             self._turns.arrive(waiting)
@@ -129,13 +129,13 @@ class WaitingRoom:
         if waiting is None:
             return
         if admitted:
-            self._count_admission(waiting.wish)
+            self._count_admission(waiting.prefix)
         self._plans.give_up(waiting)
         self._stop_asking(waiting)
         del self._by_number[waiting.number]
         self._left.add(handle)
         if self._cost is not None:
-            self._cost.leave(handle)
+            self._cost.leave(waiting)
         if self._store.lookahead is not None:
             self._store.lookahead.leave(waiting.number)
         self._changed = True
@@ -145,7 +145,7 @@ class WaitingRoom:
         for handle in list(self._waiting):
             self.leave(handle)
         if self._cost is not None:
-            self._cost.leave_all()
+            self._cost.end_probe()
 
     def remote_pages(self, handle: Hashable) -> tuple[int, int]:
         """(first page of the prompt, number) of what the remote store had of a request's pages."""
@@ -197,7 +197,7 @@ class WaitingRoom:
             if waiting.plan is None and self._is_resident(waiting):
                 return not self._awaits_answer(waiting)
         self.hold(handle)
-        if not self._is_late(handle, waiting):
+        if not self._is_late(waiting):
             return False
         if self._cost is None:
             self._store.counters.add("prefetch_timeouts")
@@ -208,7 +208,7 @@ class WaitingRoom:
 
     # ---- with several ranks, which decide together (`promises.py`) ----
 
-    def stand(self, handle: Hashable) -> Stand:
+    def readiness(self, handle: Hashable) -> Readiness:
         """What this rank alone thinks of holding a request. O(1).
 
         Here a request without a plan waits for its turn even when its pages are in DRAM: only what
@@ -216,16 +216,16 @@ class WaitingRoom:
         """
         waiting = self._waiting.get(handle)
         if waiting is None or self._policy == "best_effort" or waiting.gave_up:
-            return Stand.READY
+            return Readiness.READY
         if waiting.ready or not waiting.found.total:
             # Its time runs from when the scheduler would have run it, as with pages on their way.
             held = waiting.held_since_s is not None
             asks = not waiting.answered and (not held or self._awaits_answer(waiting))
-            return Stand.WAITING if asks else Stand.READY
-        if not self._is_late(handle, waiting):
-            return Stand.WAITING
+            return Readiness.WAITING if asks else Readiness.READY
+        if not self._is_late(waiting):
+            return Readiness.WAITING
         self._store.counters.add("prefetch_timeouts")
-        return Stand.LATE
+        return Readiness.LATE
 
     def hold(self, handle: Hashable) -> None:
         """The scheduler would have run a request that is held: its deadline runs from now on."""
@@ -236,20 +236,20 @@ class WaitingRoom:
     def progress(self, handle: Hashable) -> Progress:
         """Which pages a request's plan covers, and how many of them are to come. O(1)."""
         waiting = self._waiting.get(handle)
-        first = waiting.wish.num_above if waiting is not None else 0
+        first = waiting.prefix.num_on_device if waiting is not None else 0
         if waiting is None or waiting.plan is None:
             return Progress(first, first, 0)
         return Progress(first, first + waiting.plan.num_planned, waiting.plan.remaining)
 
     # ---- what the remote store has ----
 
-    def _ask(self, waiting: Waiting) -> None:
+    def _ask(self, waiting: WaitingRequest) -> None:
         """Asks the remote store for the pages that are not here."""
-        wish = waiting.wish
-        first = wish.num_above + waiting.found.here
-        if first == len(wish.hashes):
+        prefix = waiting.prefix
+        first = prefix.num_on_device + waiting.found.here
+        if first == len(prefix.hashes):
             return
-        inquiry = RemoteInquiry(wish.space, wish.hashes[first:], first, wish.max_quality)
+        inquiry = RemoteInquiry(prefix.space, prefix.hashes[first:], first, prefix.max_quality)
         if self._store.ask_remote(inquiry):
             waiting.inquiry, waiting.answered = inquiry, False
             self._asking[waiting.number] = waiting
@@ -265,13 +265,13 @@ class WaitingRoom:
             if not waiting.found.remote:
                 continue
             self._changed = True
-            self._wish_for_more(waiting)
+            self._ask_for_more(waiting)
             if self._cost is not None:
-                self._cost.learn(waiting.handle, self._plans.candidate(waiting))
+                self._cost.learn(waiting)
             if self._turns is not None:
                 self._turns.arrive(waiting)
 
-    def _awaits_answer(self, waiting: Waiting) -> bool:
+    def _awaits_answer(self, waiting: WaitingRequest) -> bool:
         """Whether a request that could run should wait for what the remote store says."""
         if waiting.answered:
             return False
@@ -281,7 +281,7 @@ class WaitingRoom:
             return True  # every call of the store has a deadline
         limit_s = self._timeout_s
         if self._cost is not None:
-            limit_s = self._cost.answer_wait_s(self._plans.candidate(waiting), waiting.found.here)
+            limit_s = self._cost.answer_wait_s(waiting)
         # A store that does not answer one request is not waited for by the next.
         waited_s = max(self._now_s - waiting.held_since_s, self._store.remote_stalled_s)
         if waited_s < limit_s:
@@ -290,18 +290,18 @@ class WaitingRoom:
         self._stop_asking(waiting)
         return False
 
-    def _stop_asking(self, waiting: Waiting) -> None:
+    def _stop_asking(self, waiting: WaitingRequest) -> None:
         if self._asking.pop(waiting.number, None) is not None and waiting.inquiry is not None:
             waiting.inquiry.cancelled = True
             waiting.inquiry, waiting.answered = None, True
 
     # ---- private ----
 
-    def _is_late(self, handle: Hashable, waiting: Waiting) -> bool:
+    def _is_late(self, waiting: WaitingRequest) -> bool:
         if self._policy == "wait_complete" or waiting.held_since_s is None:
             return False
         if self._cost is not None:
-            return not self._cost.should_hold(handle, waiting.plan)
+            return not self._cost.should_hold(waiting)
         return self._now_s - waiting.held_since_s >= self._timeout_s
 
     def _follow_order(self, order: Sequence[Hashable]) -> None:
@@ -350,7 +350,9 @@ class WaitingRoom:
             if not self._complete(waiting, position, window):
                 return  # those behind must not take the room that this one needs
 
-    def _complete(self, waiting: Waiting, position: int, window: list[Waiting]) -> bool:
+    def _complete(
+        self, waiting: WaitingRequest, position: int, window: list[WaitingRequest]
+    ) -> bool:
         """Sees to the plan of a request in the window; False when it lacks room for it."""
         if waiting.plan is None:
             self._follow_device(waiting)
@@ -374,13 +376,13 @@ class WaitingRoom:
         self._next_try_s = min(self._next_try_s, max(waiting.next_plan_s, self._now_s))
         return False
 
-    def _is_resident(self, waiting: Waiting) -> bool:
+    def _is_resident(self, waiting: WaitingRequest) -> bool:
         """Whether all that is stored of a request without a plan is ready in DRAM."""
         evictions, found = self._store.num_wanted_evicted, waiting.found
         absent = bool(found.disk or found.pending)
         if waiting.evictions == UNKNOWN or (not absent and waiting.evictions != evictions):
-            wish = waiting.wish
-            found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
+            prefix = waiting.prefix
+            found = self._store.locate_prefix(prefix.space, prefix.off_device, prefix.max_quality)
             waiting.found, waiting.evictions = waiting.with_remote(found), evictions
             absent = bool(found.disk or found.pending)
         return not absent and not waiting.found.remote
@@ -393,41 +395,41 @@ class WaitingRoom:
             waiting = self._by_number.get(number)
             if waiting is None:
                 continue
-            found = waiting.with_remote(self._find(waiting.number, waiting.wish))
+            found = waiting.with_remote(self._find(waiting.number, waiting.prefix))
             if found.total != waiting.found.total:
                 self._changed = True
-                self._wish_for_more(waiting)
+                self._ask_for_more(waiting)
             waiting.found = found
 
-    def _follow_device(self, waiting: Waiting) -> None:
-        """Wishes for pages that the device held when the request came, and evicted since."""
-        wish = waiting.wish
-        if self._num_held is None or not wish.num_above:
+    def _follow_device(self, waiting: WaitingRequest) -> None:
+        """Asks for pages too that the device held when the request came, and evicted since."""
+        prefix = waiting.prefix
+        if self._num_held is None or not prefix.num_on_device:
             return
-        num_above = self._num_held(wish.above)
-        if num_above < wish.num_above:
-            waiting.wish = replace(wish, num_above=num_above)
-            waiting.found = waiting.with_remote(self._find(waiting.number, waiting.wish))
+        num_on_device = self._num_held(prefix.device_anchor)
+        if num_on_device < prefix.num_on_device:
+            waiting.prefix = replace(prefix, num_on_device=num_on_device)
+            waiting.found = waiting.with_remote(self._find(waiting.number, waiting.prefix))
             self._changed = True
-            self._wish_for_more(waiting)
-            self._store.counters.add("device_lost_pages", wish.num_above - num_above)
+            self._ask_for_more(waiting)
+            self._store.counters.add("device_lost_pages", prefix.num_on_device - num_on_device)
 
-    def _wish_for_more(self, waiting: Waiting) -> None:
+    def _ask_for_more(self, waiting: WaitingRequest) -> None:
         """More became known than its plan was made for: the next look makes it anew."""
-        waiting.num_asked = len(waiting.wish.below)
+        waiting.num_asked = len(waiting.prefix.off_device)
 
-    def _find(self, number: int, wish: Wish) -> TierCounts:
+    def _find(self, number: int, prefix: ReusablePrefix) -> TierCounts:
         """Where a request's pages lie; the store expects it from now on where it looks ahead."""
         if self._store.lookahead is None:
-            return self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
+            return self._store.locate_prefix(prefix.space, prefix.off_device, prefix.max_quality)
         return self._store.lookahead.expect(
-            number, wish.space, wish.hashes, wish.num_above, wish.max_quality
+            number, prefix.space, prefix.hashes, prefix.num_on_device, prefix.max_quality
         )
 
-    def _look(self, waiting: Waiting) -> None:
+    def _look(self, waiting: WaitingRequest) -> None:
         """Looks for a request's pages again, without look-ahead."""
         self._follow_device(waiting)
-        waiting.found = waiting.with_remote(self._find(waiting.number, waiting.wish))
+        waiting.found = waiting.with_remote(self._find(waiting.number, waiting.prefix))
 
     def _sweep(self, order: Sequence[Hashable]) -> None:
         """Lets go of requests that were not in the queue twice in a row."""
@@ -438,9 +440,9 @@ class WaitingRoom:
             self._store.counters.add("swept_requests")
         self._missing = missing
 
-    def _count_admission(self, wish: Wish) -> None:
+    def _count_admission(self, prefix: ReusablePrefix) -> None:
         """Counts where the pages of a request lie as it is admitted."""
-        found = self._store.locate_prefix(wish.space, wish.below, wish.max_quality)
+        found = self._store.locate_prefix(prefix.space, prefix.off_device, prefix.max_quality)
         if found.total:
             late = found.disk + found.pending
             self._store.counters.add("admitted_host_pages", found.host)

@@ -1,16 +1,17 @@
-"""A waiting request as `waiting.py` sees it: what it could reuse, and how far that has come."""
+"""The record of a waiting request: what it could reuse, what that costs, how far it has come."""
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.admission.load_or_compute import Candidate
+from sglang_ext.tiers.policy.cost_model import Verdict
 from sglang_ext.tiers.store import KeySpace, Plan, TierCounts
 from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
 from sglang_ext.tiers.store.shared.pages import num_leading
@@ -22,8 +23,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.032
 UNKNOWN = -1
 
 
-class Stand(enum.IntEnum):
-    """What one rank thinks of a waiting request. Of several ranks the least counts."""
+class Readiness(enum.IntEnum):
+    """Whether one rank would run a waiting request. Of several ranks the least counts."""
 
     LATE = 0  # waited long enough: go on with what is there
     WAITING = 1
@@ -31,48 +32,73 @@ class Stand(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReusablePrefix:
     """What a waiting request could reuse.
 
     Attributes:
         space: namespace and adapter.
         hashes: u8 `[N, 32]`, its pages from the root on.
-        num_above: leading pages that are on the device.
+        num_on_device: leading pages that are on the device.
         max_quality: the worst that it may be given.
-        above: what says whether those are still there; for `WaitingRoom`'s `num_held`.
+        device_anchor: says whether those are still there; for `WaitingRoom`'s `num_held`.
         prompt_tokens: tokens of the whole prompt.
     """
 
     space: KeySpace
     hashes: Hashes
-    num_above: int
+    num_on_device: int
     max_quality: int
-    above: Any = None
+    device_anchor: Any = None
     prompt_tokens: int = 0
 
     @property
-    def below(self) -> Hashes:
+    def off_device(self) -> Hashes:
         """The pages that are not on the device."""
-        return self.hashes[self.num_above :]
+        return self.hashes[self.num_on_device :]
 
-    def candidate(
-        self, page_tokens: int, remote_sizes: npt.NDArray[np.int64] | None = None
-    ) -> Candidate:
-        """The same for the cost model."""
-        above = self.num_above * page_tokens
-        return Candidate(
-            self.space, self.below, self.max_quality, above, self.prompt_tokens, remote_sizes
-        )
+
+class Moves(NamedTuple):
+    """What would be moved for a request, on average."""
+
+    page_bytes: float  # to be read, and to be decoded, for a page on disk
+    decoded_bytes: float
+    num_remote: int
+    remote_page_bytes: float
 
 
 @dataclass
-class Waiting:
+class Estimate:
+    """What the cost model thinks of a request; `load_or_compute.py` makes and uses it.
+
+    Attributes:
+        verdict: what to do about its pages elsewhere.
+        moves: what that would move.
+        turn_at_s: when the requests before it should be through.
+        compute_s: what its own prefill should take.
+        judged_at_s: when the verdict was made.
+        held_since_s: when it was first asked whether to wait for its pages.
+        budget_s: what all of its pages would have saved then; None where that is not known.
+        asked_at_s: when it was last found worth waiting.
+    """
+
+    verdict: Verdict
+    moves: Moves
+    turn_at_s: float
+    compute_s: float
+    judged_at_s: float
+    held_since_s: float | None = None
+    budget_s: float | None = None
+    asked_at_s: float = -math.inf
+
+
+@dataclass
+class WaitingRequest:
     """A waiting request.
 
     Attributes:
         handle: SGLang's name of it.
         number: the store's; a number is cheaper to look up by.
-        wish: what it could reuse.
+        prefix: what it could reuse.
         found: where its pages lay when they were last looked for.
         plan: keeps or brings them; None before its turn, or when nothing is stored.
         num_asked: leading pages that the plan was to bring.
@@ -89,11 +115,12 @@ class Waiting:
         answered: its answer was taken, or is not waited for.
         remote_failed: the store did not give what it had said it has; it is not asked again.
         arrived_s: when it entered the queue.
+        estimate: what loading and computing it cost; None under other policies than `cost`.
     """
 
     handle: Hashable
     number: int
-    wish: Wish
+    prefix: ReusablePrefix
     found: TierCounts
     evictions: int
     plan: Plan | None = None
@@ -110,14 +137,15 @@ class Waiting:
     answered: bool = True
     remote_failed: bool = False
     arrived_s: float = 0.0
+    estimate: Estimate | None = None
 
     def remote_sizes(self) -> npt.NDArray[np.int64] | None:
         """Bytes of the pages below the device that the remote store has; 0 for the others."""
         inquiry = self.inquiry
         if inquiry is None or not self.answered or self.remote_failed or not len(inquiry.sizes):
             return None
-        sizes = np.zeros(len(self.wish.below), np.int64)
-        first = inquiry.first_page - self.wish.num_above
+        sizes = np.zeros(len(self.prefix.off_device), np.int64)
+        first = inquiry.first_page - self.prefix.num_on_device
         sizes[first : first + len(inquiry.sizes)] = inquiry.sizes
         return sizes
 

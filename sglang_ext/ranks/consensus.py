@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.admission.waiting_request import Stand
+from sglang_ext.admission.waiting_request import Readiness
 
 Vector = npt.NDArray[np.int32]
 MinReduce = Callable[[Vector], None]
@@ -47,23 +47,23 @@ class RankDivergenceError(RuntimeError):
     """The ranks were asked to agree on different things: a bug, or one rank missed a request."""
 
 
-class Told(NamedTuple):
+class RequestReport(NamedTuple):
     """What a rank tells of one waiting request.
 
     Attributes:
         first_page: index of the first page that this rank has pinned in DRAM for it.
         end_page: end of these pages.
-        stand: whether the rank would wait.
+        readiness: whether the rank would wait.
         quality: the worst of these pages; 0 is exact.
     """
 
     first_page: int
     end_page: int
-    stand: Stand
+    readiness: Readiness
     quality: int
 
 
-class Settled(NamedTuple):
+class AgreedRequest(NamedTuple):
     """What all ranks know of one waiting request.
 
     Attributes:
@@ -90,7 +90,7 @@ class Report:
     """
 
     saves: Sequence[bool] = ()
-    requests: Sequence[Told] = ()
+    requests: Sequence[RequestReport] = ()
     loads_landed: bool = True
 
 
@@ -105,7 +105,7 @@ class Agreed:
     """
 
     saves: list[bool] = field(default_factory=list)
-    requests: list[Settled] = field(default_factory=list)
+    requests: list[AgreedRequest] = field(default_factory=list)
     loads_landed: bool = True
 
 
@@ -159,8 +159,8 @@ class Consensus:
         vector[_SAVES:_REQUESTS] = 1
         vector[_SAVES : _SAVES + len(saves)] = saves
         columns = vector[_REQUESTS:].reshape(_COLUMNS, MAX_REQUESTS)
-        for column, (first_page, end_page, stand, quality) in enumerate(report.requests):
-            columns[:, column] = -first_page, end_page, stand, -quality
+        for column, (first_page, end_page, readiness, quality) in enumerate(report.requests):
+            columns[:, column] = -first_page, end_page, readiness, -quality
         return vector
 
 
@@ -170,8 +170,8 @@ def _decode(vector: Vector, num_requests: int) -> Agreed:
     return Agreed(
         saves=[bool(result) for result in saves],
         requests=[
-            Settled(-minus_first, end_page, stand != Stand.WAITING, -minus_worst)
-            for minus_first, end_page, stand, minus_worst in columns.T.tolist()
+            AgreedRequest(-minus_first, end_page, readiness != Readiness.WAITING, -minus_worst)
+            for minus_first, end_page, readiness, minus_worst in columns.T.tolist()
         ],
         loads_landed=bool(vector[_LOADS]),
     )

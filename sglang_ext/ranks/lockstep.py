@@ -17,7 +17,7 @@ from torch import distributed
 
 from sglang_ext.admission.port import Admission, Queue, Take
 from sglang_ext.admission.waiting import WaitingRoom
-from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.ranks.consensus import MAX_SAVES, Agreed, Consensus, MinReduce, Report, Vector
 from sglang_ext.ranks.promises import FindDamaged, PromiseBook
 from sglang_ext.ranks.rank import Exchange
@@ -37,7 +37,7 @@ class AgreedPrompt:
     """What a waiting request is agreed on again with.
 
     Attributes:
-        key: SGLang's key of the pages of its wish.
+        key: SGLang's key of the pages of its prefix.
         num_moves: how often that was done because the device lost pages of it.
         entered: number of the round before which it entered first.
         renewed: it was agreed on once more after a long wait.
@@ -123,9 +123,9 @@ class Lockstep(Admission):
 
     # ---- a request's way ----
 
-    def enter(self, handle: Hashable, wish: Wish, key: Any) -> TierCounts:
+    def enter(self, handle: Hashable, prefix: ReusablePrefix, key: Any) -> TierCounts:
         """It is held until all ranks told of it."""
-        return self.promises.enter(handle, wish, AgreedPrompt(key))
+        return self.promises.enter(handle, prefix, AgreedPrompt(key))
 
     def may_admit(self, handle: Hashable) -> bool:
         """False while a request is held, on all ranks alike.

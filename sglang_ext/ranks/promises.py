@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.admission.waiting import Progress, WaitingRoom
-from sglang_ext.admission.waiting_request import Wish
-from sglang_ext.ranks.consensus import MAX_REQUESTS, Settled, Told
+from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.ranks.consensus import MAX_REQUESTS, AgreedRequest, RequestReport
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
 from sglang_ext.tiers.store.types import Hashes, Rows, Slots
 
@@ -35,7 +35,7 @@ class _Promise:
     """One waiting request.
 
     Attributes:
-        wish: its pages.
+        prefix: its pages.
         prompt: what whoever entered it wants to know of it.
         first_page: index of the first page that is pinned, or would be.
         ticket: the pages that are pinned.
@@ -44,13 +44,13 @@ class _Promise:
         settled: what was agreed; None before.
     """
 
-    wish: Wish
+    prefix: ReusablePrefix
     prompt: Any
     first_page: int
     ticket: LoadTicket
     seen: Progress | None = None
     closed: bool = False
-    settled: Settled | None = None
+    settled: AgreedRequest | None = None
 
     @property
     def end_page(self) -> int:
@@ -94,28 +94,28 @@ class PromiseBook:
 
     # ---- entering and leaving ----
 
-    def enter(self, handle: Hashable, wish: Wish, prompt: Any = None) -> TierCounts:
+    def enter(self, handle: Hashable, prefix: ReusablePrefix, prompt: Any = None) -> TierCounts:
         """A request enters the queue; it is held until all ranks told of it.
 
         Args:
             handle: of the request; its text is the same on all ranks.
-            wish: its pages.
+            prefix: its pages.
             prompt: anything, to be had back from `prompt`.
 
         Returns:
             Where the pages that are not on the device lie, on this rank.
         """
         self.leave(handle)
-        self._note(f"+{handle}:{wish.num_above}:{len(wish.hashes)}")
-        found = self._room.enter(handle, wish)
-        promise = _Promise(wish, prompt, wish.num_above, _nothing(wish.space))
+        self._note(f"+{handle}:{prefix.num_on_device}:{len(prefix.hashes)}")
+        found = self._room.enter(handle, prefix)
+        promise = _Promise(prefix, prompt, prefix.num_on_device, _nothing(prefix.space))
         self._promises[handle] = self._open[handle] = promise
         return found
 
-    def enter_again(self, handle: Hashable, num_above: int) -> None:
+    def enter_again(self, handle: Hashable, num_on_device: int) -> None:
         """The device lost pages of a request's prefix: it is held until it is agreed on again."""
         promise = self._promises[handle]
-        self.enter(handle, replace(promise.wish, num_above=num_above), promise.prompt)
+        self.enter(handle, replace(promise.prefix, num_on_device=num_on_device), promise.prompt)
 
     def leave(self, handle: Hashable, *, admitted: bool = False) -> None:
         """A request leaves the queue, to run or not."""
@@ -136,7 +136,7 @@ class PromiseBook:
 
     # ---- agreeing ----
 
-    def report(self, order: Iterable[Hashable] = ()) -> list[Told]:
+    def report(self, order: Iterable[Hashable] = ()) -> list[RequestReport]:
         """What this rank tells of the requests that were not agreed on yet.
 
         Args:
@@ -148,16 +148,16 @@ class PromiseBook:
             return []
         named = dict.fromkeys(handle for handle in order if handle in self._open)
         self._told = [*named, *(h for h in self._open if h not in named)][:MAX_REQUESTS]
-        told = []
+        reports = []
         for handle in self._told:
             promise = self._open[handle]
-            stand = self._room.stand(handle)
+            readiness = self._room.readiness(handle)
             self._extend(handle, promise)
             worst = int(promise.ticket.quality.max(initial=0))
-            told.append(Told(promise.first_page, promise.end_page, stand, worst))
-        return told
+            reports.append(RequestReport(promise.first_page, promise.end_page, readiness, worst))
+        return reports
 
-    def settle(self, requests: list[Settled]) -> None:
+    def settle(self, requests: list[AgreedRequest]) -> None:
         """Takes what was agreed on the requests of the last report."""
         for handle, settled in zip(self._told, requests, strict=True):
             if settled.admit:
@@ -180,8 +180,8 @@ class PromiseBook:
         start, end = promise.end_page, progress.end_page
         if end <= start:
             return
-        wish = promise.wish
-        more = self._store.pin_leading(wish.space, wish.hashes[start:end], wish.max_quality)
+        prefix = promise.prefix
+        more = self._store.pin_leading(prefix.space, prefix.hashes[start:end], prefix.max_quality)
         damaged = self._find_damaged(more.slots, start * self._page_size)
         if len(damaged):
             promise.closed = True
@@ -217,7 +217,7 @@ class PromiseBook:
             return 0, 0
         settled = promise.settled
         end_page = max(settled.first_page, settled.end_page)
-        return settled.first_page, max(0, len(promise.wish.hashes) - end_page)
+        return settled.first_page, max(0, len(promise.prefix.hashes) - end_page)
 
     def prompt(self, handle: Hashable) -> Any:
         """What a request was entered with; None for one that is not known."""
@@ -231,7 +231,7 @@ class PromiseBook:
         than the request's of now.
         """
         promise = self._promises.get(handle)
-        if promise is None or promise.settled is None or promise.wish.space != space:
+        if promise is None or promise.settled is None or promise.prefix.space != space:
             return 0
         settled = promise.settled
         if device_pages < settled.first_page:
@@ -259,7 +259,7 @@ class PromiseBook:
         promise = self._promises[handle]
         settled = promise.settled
         if settled is None or not np.array_equal(
-            promise.wish.hashes[device_pages:end_page], hashes
+            promise.prefix.hashes[device_pages:end_page], hashes
         ):
             return None
         self._keep(promise, device_pages, promise.end_page)
@@ -267,7 +267,7 @@ class PromiseBook:
         promise.ticket = _part(promise.ticket, len(hashes), len(promise.ticket.rows))
         promise.first_page = end_page
         promise.settled = settled._replace(first_page=end_page)
-        self._store.begin_load(promise.wish.space, taken, hashes)
+        self._store.begin_load(promise.prefix.space, taken, hashes)
         return replace(taken, quality=np.full(len(hashes), settled.quality, np.uint8))
 
     def admit(self, handle: Hashable, last_page: int | None) -> None:
@@ -284,9 +284,9 @@ class PromiseBook:
             if settled.first_page <= last_page < settled.end_page:
                 self._keep(promise, last_page, last_page + 1)
                 quality = np.full(1, settled.quality, np.uint8)
-                page_hash = promise.wish.hashes[last_page].tobytes()
+                page_hash = promise.prefix.hashes[last_page].tobytes()
                 kept = page_hash, replace(promise.ticket, quality=quality)
-                promise.ticket = _nothing(promise.wish.space)
+                promise.ticket = _nothing(promise.prefix.space)
         self.leave(handle, admitted=True)
         if kept is not None:
             self._last_pages[handle] = kept
@@ -312,7 +312,7 @@ def _part(ticket: LoadTicket, start: int, end: int) -> LoadTicket:
 
 
 def _joined(first: LoadTicket, second: LoadTicket) -> LoadTicket:
-    """Both of the same wish, so of the same key space."""
+    """Both of the same prefix, so of the same key space."""
     return replace(
         first,
         rows=np.concatenate([first.rows, second.rows]),

@@ -22,7 +22,7 @@ from sglang_ext.admission.forward_timer import ForwardTimer
 from sglang_ext.admission.load_or_compute import LoadOrCompute
 from sglang_ext.admission.port import Admission, Solo
 from sglang_ext.admission.waiting import WaitingRoom
-from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.provenance.request_state import Tier, find_state, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
@@ -258,18 +258,20 @@ class HierKVRadixCache(UnifiedRadixCache):
         if lineage is not None:
             self.truncated.enqueue(req, lineage, space, device_pages, hashes[device_pages:])
             return
-        num_above = min(device_pages, num_pages)
-        above = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
+        num_on_device = min(device_pages, num_pages)
+        anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
-        wish = Wish(space, hashes, num_above, max_quality_of(req), above, num_tokens)
-        self._note_enqueued(req, wish, device_pages)  # before its plan begins to move its pages
-        found = self.admission.enter(handle, wish, key)
+        prefix = ReusablePrefix(
+            space, hashes, num_on_device, max_quality_of(req), anchor, num_tokens
+        )
+        self._note_enqueued(req, prefix, device_pages)  # before its plan begins to move its pages
+        found = self.admission.enter(handle, prefix, key)
         if self.quotes is not None:
-            self.quotes.begin(req, space, (num_above + found.total) * self.page_size)
+            self.quotes.begin(req, space, (num_on_device + found.total) * self.page_size)
 
-    def _note_enqueued(self, req: Any, wish: Wish, device_pages: int) -> None:
+    def _note_enqueued(self, req: Any, prefix: ReusablePrefix, device_pages: int) -> None:
         """Records where a request's pages lie as it enters the queue, for its report."""
-        survey = self.store.survey(wish.space, wish.below, wish.max_quality)
+        survey = self.store.survey(prefix.space, prefix.off_device, prefix.max_quality)
         in_dram = survey.ready | survey.coming
         parts = np.split(in_dram, np.flatnonzero(np.diff(in_dram)) + 1)
         tiers = [
@@ -281,7 +283,7 @@ class HierKVRadixCache(UnifiedRadixCache):
                 "enqueued",
                 rid=req.rid,
                 device=device_pages,
-                pages=[row.tobytes().hex() for row in wish.below[: len(in_dram)]],
+                pages=[row.tobytes().hex() for row in prefix.off_device[: len(in_dram)]],
                 on_disk=np.flatnonzero(~in_dram).tolist(),
             )
 

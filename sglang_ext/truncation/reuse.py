@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.admission.waiting import WaitingRoom
-from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.composition import Composition
 from sglang_ext.device.transfers import Hashes, Place
 from sglang_ext.provenance.request_state import Tier, max_quality_of, state_of
@@ -100,7 +100,7 @@ class TruncatedReuse:
             room.leave(handle)
         else:
             self._leave_behind(req, lineage, space)
-            room.enter(handle, Wish(space, found.hashes, 0, max_quality_of(req)))
+            room.enter(handle, ReusablePrefix(space, found.hashes, 0, max_quality_of(req)))
 
     def _leave_behind(self, req: Any, lineage: Lineage, space: KeySpace) -> None:
         """Tells the placement policy which stored pages the conversation goes on without."""

@@ -144,7 +144,7 @@ def test_promises_that_outlive_their_weights_are_found_out(
 
     def of_any_space(self: Any, handle: Any, space: Any, device_pages: int) -> int:
         promise = self._promises.get(handle)
-        space = space if promise is None else promise.wish.space
+        space = space if promise is None else promise.prefix.space
         return num_promised(self, handle, space, device_pages)
 
     monkeypatch.setattr(ranks_world.Rank, "weights_change", lambda self: self.quiesce())

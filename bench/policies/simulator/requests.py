@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.policies.simulator.store import ServerStore, StoreSizes, page_hashes, virtual_store
 from bench.policies.simulator.types import Ids, Request, System
-from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.store.types import Hashes, LoadTicket
@@ -71,8 +71,10 @@ class Store:
             server.store.lookahead.leave_behind(server.space, path, at, at + len(request.left_ids))
         hashes = self._prompts[request.number] = page_hashes(prompt)
         if len(hashes):
-            wish = Wish(server.space, hashes, 0, ANY, prompt_tokens=request.prompt_tokens)
-            server.room.enter(request.number, wish)
+            prefix = ReusablePrefix(
+                server.space, hashes, 0, ANY, prompt_tokens=request.prompt_tokens
+            )
+            server.room.enter(request.number, prefix)
 
     def step(self, order: Sequence[int]) -> None:
         """A step of the scheduler."""

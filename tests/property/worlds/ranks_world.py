@@ -33,7 +33,7 @@ from runtime_cpu import inprocess
 inprocess.prepare()
 
 from sglang_ext.admission.waiting import WaitingRoom  # noqa: E402
-from sglang_ext.admission.waiting_request import Wish  # noqa: E402
+from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
 from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
 from sglang_ext.ranks.consensus import Vector  # noqa: E402
 from sglang_ext.ranks.lockstep import Lockstep  # noqa: E402
@@ -356,11 +356,11 @@ class Rank:
 
     def _enqueue(self, request: Request) -> None:
         key_of_prompt = (request.document, request.num_pages)
-        num_above = self._num_on_device(key_of_prompt)
+        num_on_device = self._num_on_device(key_of_prompt)
         space = self.identity.space_of(request, self.store)
         if space is not None:
-            wish = Wish(space, hashes_of(*key_of_prompt), num_above, 255)
-            self.admission.enter(request.handle, wish, key_of_prompt)
+            prefix = ReusablePrefix(space, hashes_of(*key_of_prompt), num_on_device, 255)
+            self.admission.enter(request.handle, prefix, key_of_prompt)
         self.queue.append(request)
 
     def _abort(self) -> None:

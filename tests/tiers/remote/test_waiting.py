@@ -12,7 +12,7 @@ import pytest
 from sglang_ext.admission.cost_feeds import CostFeeds
 from sglang_ext.admission.load_or_compute import LoadOrCompute
 from sglang_ext.admission.waiting import WaitingRoom
-from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
@@ -84,7 +84,7 @@ class Server:
 
     def enter(self, name: str, count: int) -> None:
         tokens = count * P + 10
-        self.room.enter(name, Wish(self.space, pages(name, count), 0, 255, None, tokens))
+        self.room.enter(name, ReusablePrefix(self.space, pages(name, count), 0, 255, None, tokens))
 
     def admits(self, name: str, queue: str | None = None) -> bool:
         """One step of the scheduler; whether it would run a request."""

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from sglang_ext.admission.waiting_request import Stand
+from sglang_ext.admission.waiting_request import Readiness
 from sglang_ext.ranks.consensus import (
     MAX_REQUESTS,
     MAX_SAVES,
     Agreed,
+    AgreedRequest,
     Consensus,
     RankDivergenceError,
     Report,
-    Settled,
-    Told,
+    RequestReport,
     Vector,
 )
 
@@ -58,27 +58,42 @@ def test_saves_beyond_what_a_step_takes_wait() -> None:
 
 def test_a_request_is_promised_what_every_rank_has() -> None:
     ranks = [
-        Report(requests=[Told(2, 9, Stand.READY, 0), Told(0, 4, Stand.READY, 1)]),
-        Report(requests=[Told(0, 7, Stand.READY, 3), Told(0, 4, Stand.WAITING, 0)]),
-        Report(requests=[Told(1, 8, Stand.READY, 0), Told(0, 0, Stand.READY, 0)]),
+        Report(
+            requests=[
+                RequestReport(2, 9, Readiness.READY, 0),
+                RequestReport(0, 4, Readiness.READY, 1),
+            ]
+        ),
+        Report(
+            requests=[
+                RequestReport(0, 7, Readiness.READY, 3),
+                RequestReport(0, 4, Readiness.WAITING, 0),
+            ]
+        ),
+        Report(
+            requests=[
+                RequestReport(1, 8, Readiness.READY, 0),
+                RequestReport(0, 0, Readiness.READY, 0),
+            ]
+        ),
     ]
-    wanted = [Settled(2, 7, True, 3), Settled(0, 0, False, 1)]
+    wanted = [AgreedRequest(2, 7, True, 3), AgreedRequest(0, 0, False, 1)]
     assert [agreed.requests for agreed in agree_all(ranks)] == [wanted] * 3
 
 
 @pytest.mark.parametrize(
-    ("stands", "admit"),
+    ("told", "admit"),
     [
-        ((Stand.READY, Stand.READY), True),
-        ((Stand.READY, Stand.WAITING), False),
-        ((Stand.WAITING, Stand.LATE), True),
-        ((Stand.READY, Stand.LATE), True),
+        ((Readiness.READY, Readiness.READY), True),
+        ((Readiness.READY, Readiness.WAITING), False),
+        ((Readiness.WAITING, Readiness.LATE), True),
+        ((Readiness.READY, Readiness.LATE), True),
     ],
 )
 def test_one_late_rank_ends_the_wait_and_one_waiting_rank_holds(
-    stands: tuple[Stand, Stand], admit: bool
+    told: tuple[Readiness, Readiness], admit: bool
 ) -> None:
-    found = agree_all([Report(requests=[Told(0, 3, stand, 0)]) for stand in stands])
+    found = agree_all([Report(requests=[RequestReport(0, 3, readiness, 0)]) for readiness in told])
     assert [agreed.requests[0].admit for agreed in found] == [admit] * 2
 
 
@@ -91,11 +106,11 @@ def test_ranks_with_other_histories_are_found_out() -> None:
     with pytest.raises(RankDivergenceError, match="restart the server"):
         agree_all([Report(), Report()], notes=[["+a", "-a"], ["-a", "+a"]])
     with pytest.raises(RankDivergenceError):  # another number of requests
-        agree_all([Report(), Report(requests=[Told(0, 0, Stand.READY, 0)])])
+        agree_all([Report(), Report(requests=[RequestReport(0, 0, Readiness.READY, 0)])])
     agree_all([Report(), Report()], notes=[["+a", "-a"], ["+a", "-a"]])
 
 
 def test_the_vector_has_one_length_however_much_is_told() -> None:
-    full = Report([True] * MAX_SAVES, [Told(0, 1, Stand.READY, 0)] * MAX_REQUESTS)
+    full = Report([True] * MAX_SAVES, [RequestReport(0, 1, Readiness.READY, 0)] * MAX_REQUESTS)
     consensus = Consensus(lambda vector: None)
     assert len(consensus._encode(full)) == len(consensus._encode(Report()))

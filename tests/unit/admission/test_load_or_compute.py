@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from sglang_ext.admission.cost_feeds import CostFeeds
-from sglang_ext.admission.load_or_compute import Candidate, LoadOrCompute
+from sglang_ext.admission.load_or_compute import LoadOrCompute
 from sglang_ext.admission.waiting import WaitingRoom
-from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.admission.waiting_request import ReusablePrefix, WaitingRequest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
@@ -72,11 +72,12 @@ class Rig:
         for power in (16, 18, 20, 22) * 2:
             self.cost.note_read(1 << power, (1 << power) / (1e6 * mb_s))
 
-    def wish(self, name: str, count: int, new_tokens: int = 10) -> Wish:
-        return Wish(self.space, pages(name, count), 0, 255, None, count * P + new_tokens)
+    def prefix(self, name: str, count: int, new_tokens: int = 10) -> ReusablePrefix:
+        return ReusablePrefix(self.space, pages(name, count), 0, 255, None, count * P + new_tokens)
 
-    def candidate(self, name: str, count: int) -> Candidate:
-        return self.wish(name, count).candidate(P)
+    def request(self, name: str, count: int) -> WaitingRequest:
+        found = self.store.locate_prefix(self.space, pages(name, count))
+        return WaitingRequest(name, 0, self.prefix(name, count), found, 0)
 
     def admits(self, handle: str) -> bool:
         """One step of the scheduler, with one request in its queue."""
@@ -116,7 +117,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def test_a_fast_disk_is_waited_for(rig: Rig) -> None:
     rig.teach_prefill(1e-2)  # 10 s for the prefix
-    rig.room.enter("x", rig.wish("a", 16))
+    rig.room.enter("x", rig.prefix("a", 16))
     until(lambda: rig.admits("x"))
     assert rig.ready("a", 16) == 16
     assert rig.count("cost_load") == 1
@@ -128,7 +129,7 @@ def test_a_slow_disk_is_not_waited_for_and_not_loaded_from(rig: Rig) -> None:
     rig.teach_prefill(1e-6)
     rig.teach_disk(0.1)
     rig.speed.write_text("0.001")
-    rig.room.enter("x", rig.wish("a", 16))
+    rig.room.enter("x", rig.prefix("a", 16))
     assert rig.admits("x")
     rig.room.leave("x")
     assert rig.count("cost_recompute") == 1
@@ -145,7 +146,7 @@ def test_what_is_in_dram_is_used_though_the_rest_is_recomputed(rig: Rig) -> None
     for _ in range(3):
         rig.teach_disk(0.1)
     rig.speed.write_text("0.1")
-    rig.room.enter("x", rig.wish("a", 16))
+    rig.room.enter("x", rig.prefix("a", 16))
     assert rig.admits("x")
     assert rig.ready("a", 16) == 4
     assert rig.count("cost_recompute") == 1
@@ -158,14 +159,14 @@ def test_follows_a_disk_that_becomes_fast_within_five_requests(rig: Rig) -> None
     rig.teach_disk(0.1)
     choices = []
     for name in "abcdefg":
-        verdict = rig.judge.enter(name, rig.candidate(name, 16))
-        choices.append(verdict.choice)
-        num = rig.judge.num_pages(name, rig.candidate(name, 16))
+        request = rig.request(name, 16)
+        choices.append(rig.judge.enter(request).choice)
+        num = rig.judge.num_pages(request)
         plan = rig.store.plan(rig.space, pages(name, num)) if num else None
         until(lambda: not rig.store.disk_queue().bytes_ahead)
         if plan is not None:
             rig.store.cancel_plan(plan)
-        rig.judge.leave(name)
+        rig.judge.leave(request)
     assert choices[0] is Choice.RECOMPUTE
     assert set(choices[5:]) == {Choice.LOAD}
 
@@ -174,32 +175,33 @@ def test_a_disk_that_crawls_is_given_up_by_the_time_its_pages_are_worth(rig: Rig
     rig.teach_prefill(1e-4)
     rig.teach_disk(1000)
     rig.speed.write_text("0.001")
-    rig.room.enter("x", rig.wish("a", 16))
+    rig.room.enter("x", rig.prefix("a", 16))
     assert not rig.admits("x")
     until(lambda: rig.admits("x"))
     assert rig.count("cost_gave_up") == 1
     assert rig.ready("a", 16) == 0
     # The next one sees that nothing arrives.
-    verdict = rig.judge.enter("y", rig.candidate("b", 16))
+    verdict = rig.judge.enter(rig.request("b", 16))
     assert verdict.choice is Choice.RECOMPUTE
 
 
 def test_a_place_behind_others_is_time_for_a_part(rig: Rig) -> None:
     rig.teach_prefill(1e-3)
     rig.teach_disk(0.5)
-    assert rig.judge.enter("first", rig.candidate("nowhere", 10)).choice is Choice.NONE
+    first, second = rig.request("nowhere", 10), rig.request("a", 16)
+    assert rig.judge.enter(first).choice is Choice.NONE
     # 0.65 s of prefill before it: 0.3 MB come meanwhile, and 2 s would be needed for all.
-    verdict = rig.judge.enter("second", rig.candidate("a", 16))
+    verdict = rig.judge.enter(second)
     assert verdict.choice is Choice.PARTIAL
     assert verdict.pages == pytest.approx(0.65 * 0.5e6 / SLOT, abs=1)
-    rig.judge.leave("first")
-    rig.judge.leave("second")
-    assert rig.judge.enter("third", rig.candidate("b", 16)).choice is Choice.RECOMPUTE
+    rig.judge.leave(first)
+    rig.judge.leave(second)
+    assert rig.judge.enter(rig.request("b", 16)).choice is Choice.RECOMPUTE
 
 
 def test_nothing_known_means_load_and_a_bounded_wait(rig: Rig) -> None:
     rig.speed.write_text("0.001")
-    rig.room.enter("x", rig.wish("a", 16))
+    rig.room.enter("x", rig.prefix("a", 16))
     assert rig.count("cost_load") == 1
     started_s = time.monotonic()
     until(lambda: rig.admits("x"))
@@ -210,11 +212,11 @@ def test_requests_that_leave_leave_nothing(rig: Rig) -> None:
     rig.teach_prefill(1e-3)
     rig.teach_disk(0.1)
     for name in "abcd":
-        rig.room.enter(name, rig.wish(name, 16))
-    rig.room.enter("a", rig.wish("e", 16))  # again, with another prefix
+        rig.room.enter(name, rig.prefix(name, 16))
+    rig.room.enter("a", rig.prefix("e", 16))  # again, with another prefix
     for name in "abcdz":
         rig.room.leave(name)
-    assert rig.judge._cases == {}
+    assert rig.judge.num_waiting == 0
     assert rig.judge._ahead_s == 0.0
     rig.room.leave_all()
     assert rig.store.wait_idle(DEADLINE_S)

@@ -10,7 +10,7 @@ import numpy as np
 
 from sglang_ext.admission.request_plans import MAX_ATTEMPTS
 from sglang_ext.admission.waiting import WaitingRoom
-from sglang_ext.admission.waiting_request import LONGEST_PAUSE_S, Wish
+from sglang_ext.admission.waiting_request import LONGEST_PAUSE_S, ReusablePrefix
 from sglang_ext.tiers.store import Epoch, KeySpace, Plan, TierCounts
 from sglang_ext.tiers.store.types import StoreCounters
 
@@ -102,8 +102,8 @@ class Clock:
         return self.now_s
 
 
-def wish(num_above: int = 2) -> Wish:
-    return Wish(SPACE, np.zeros((6, 32), np.uint8), num_above, 255)
+def prefix(num_on_device: int = 2) -> ReusablePrefix:
+    return ReusablePrefix(SPACE, np.zeros((6, 32), np.uint8), num_on_device, 255)
 
 
 def make_room(
@@ -129,7 +129,7 @@ def test_only_the_head_of_the_queue_has_plans_in_its_order() -> None:
     store = Store()
     room, clock = make_room(store)
     for handle in "cab":
-        room.enter(handle, wish())
+        room.enter(handle, prefix())
         assert plan_of(room, handle) is None
     step(room, clock, "abc")
     a, b = plan_of(room, "a"), plan_of(room, "b")
@@ -160,21 +160,21 @@ def test_the_store_is_told_of_an_order_only_when_it_does_not_follow_from_who_cam
         return "".join(str(room._by_number[number].handle) for number in store.requests)
 
     for handle in "abc":
-        room.enter(handle, wish())
+        room.enter(handle, prefix())
     step(room, clock, "xabc")  # x has nothing to wait for; it was not named to the store
     step(room, clock, "abc")
     calls = store.num_orders
     room.leave("b")
-    room.enter("d", wish())
+    room.enter("d", prefix())
     step(room, clock, "acd")
     assert (names(), store.num_orders) == ("acd", calls)
     step(room, clock, "cad")
     assert (names(), store.num_orders) == ("cad", calls + 1)
-    room.enter("c", wish())  # again, in its place
+    room.enter("c", prefix())  # again, in its place
     step(room, clock, "cad")
     assert names() == "cad"
     room.leave("a")
-    room.enter("e", wish())
+    room.enter("e", prefix())
     step(room, clock, "ecd")
     assert names() == "ecd"
     room.leave_all()
@@ -186,9 +186,9 @@ def test_a_request_that_comes_first_takes_the_room_of_the_last() -> None:
     store = Store()
     room, clock = make_room(store)
     for handle in "ab":
-        room.enter(handle, wish())
+        room.enter(handle, prefix())
     step(room, clock, "ab")
-    room.enter("u", wish())
+    room.enter("u", prefix())
     step(room, clock, "uab")
     assert plan_of(room, "b") is None
     assert plan_of(room, "u") is not None
@@ -200,11 +200,11 @@ def test_those_behind_give_up_the_room_that_one_before_them_lacks() -> None:
     store = Store(fits=8)
     room, clock = make_room(store)
     for handle in "ab":
-        room.enter(handle, wish())
+        room.enter(handle, prefix())
     step(room, clock, "ab")
     store.fits = 4  # saves took the rest of DRAM
     room.leave("a")
-    room.enter("a", wish())
+    room.enter("a", prefix())
     step(room, clock, "ab")
     a = plan_of(room, "a")
     assert a is not None
@@ -217,7 +217,7 @@ def test_those_behind_give_up_the_room_that_one_before_them_lacks() -> None:
 def test_a_plan_without_room_is_made_again_now_and_then_not_at_every_step() -> None:
     store = Store(fits=0)
     room, clock = make_room(store)
-    room.enter("a", wish())
+    room.enter("a", prefix())
     for _ in range(300):
         step(room, clock, "a")
         assert room.may_admit("a") is False
@@ -235,7 +235,7 @@ def test_a_plan_without_room_is_made_again_now_and_then_not_at_every_step() -> N
 def test_a_plan_that_never_gets_all_its_room_is_used_as_it_is() -> None:
     store = Store(fits=3)
     room, clock = make_room(store)
-    room.enter("a", wish())
+    room.enter("a", prefix())
     steps = 0
     while not room.may_admit("a"):
         for plan in store.plans:
@@ -250,7 +250,7 @@ def test_the_deadline_runs_from_when_the_scheduler_would_have_run_it() -> None:
     store = Store()
     room, clock = make_room(store, "timeout", 50.0)
     for handle in "abc":
-        room.enter(handle, wish())
+        room.enter(handle, prefix())
     step(room, clock, "abc", 10.0)  # a long time in the queue behind others
     assert [room.may_admit(handle) for handle in "abc"] == [False, False, False]
     step(room, clock, "abc", 0.04)
@@ -267,7 +267,7 @@ def test_the_deadline_runs_from_when_the_scheduler_would_have_run_it() -> None:
 def test_best_effort_never_holds_but_fetches() -> None:
     store = Store()
     room, clock = make_room(store, "best_effort")
-    room.enter("a", wish())
+    room.enter("a", prefix())
     step(room, clock, "a")
     assert plan_of(room, "a") is not None
     assert room.may_admit("a")
@@ -277,7 +277,7 @@ def test_a_request_whose_pages_are_in_dram_need_not_wait_for_its_turn() -> None:
     store = Store(found=TierCounts(4, 0, 0))
     room, clock = make_room(store)
     for handle in "abc":
-        room.enter(handle, wish())
+        room.enter(handle, prefix())
     step(room, clock, "abc")
     assert plan_of(room, "c") is None
     for _ in range(100):
@@ -294,7 +294,7 @@ def test_pages_that_become_known_meanwhile_are_found() -> None:
     store = Store(found=TierCounts(0, 0, 0))
     room, clock = make_room(store)
     for handle in "ab":
-        room.enter(handle, wish())
+        room.enter(handle, prefix())
     step(room, clock, "ab")
     assert store.plans == []
     assert room.may_admit("b")
@@ -310,7 +310,7 @@ def test_pages_that_become_known_meanwhile_are_found() -> None:
 def test_a_longer_prefix_is_planned_before_the_old_pins_go() -> None:
     store = Store(found=TierCounts(0, 2, 0))
     room, clock = make_room(store)
-    room.enter("a", wish())
+    room.enter("a", prefix())
     step(room, clock, "a")
     old = plan_of(room, "a")
     store.found = TierCounts(2, 2, 0)
@@ -332,7 +332,7 @@ def test_without_lookahead_a_request_whose_turn_comes_takes_the_room_of_who_came
     store = Store(looks_ahead=False)
     room, clock = make_room(store)
     for handle in "abc":
-        room.enter(handle, wish())
+        room.enter(handle, prefix())
     arrive_all(store)
     step(room, clock, "cab")
     assert [len(plan.rows) for plan in store.plans] == [4, 4, 0]
@@ -355,7 +355,7 @@ def test_without_lookahead_room_of_requests_that_are_asked_for_is_waited_for() -
     store = Store(looks_ahead=False)
     room, clock = make_room(store)
     for handle in "abc":
-        room.enter(handle, wish())
+        room.enter(handle, prefix())
     for _ in range(100):
         step(room, clock, "abc")
         assert [room.may_admit(handle) for handle in "abc"] == [False, False, False]
@@ -417,7 +417,7 @@ def test_without_lookahead_who_is_asked_for_later_leaves_reads_of_those_before_a
 def test_without_lookahead_what_was_stored_while_a_request_waited_is_found_in_its_turn() -> None:
     store = Store(looks_ahead=False, found=TierCounts(0, 0, 0))
     room, clock = make_room(store)
-    room.enter("a", wish())
+    room.enter("a", prefix())
     assert store.plans == []
     store.found = TierCounts(0, 4, 0)
     step(room, clock, "a")
@@ -433,7 +433,7 @@ def test_without_lookahead_few_requests_are_looked_for_in_a_step_and_a_deadline_
     room, clock = make_room(store, "timeout", 1000.0)
     handles = [str(number) for number in range(10)]
     for handle in handles:
-        room.enter(handle, wish())
+        room.enter(handle, prefix())
     room.step(handles)
     before = store.num_lookups
     assert [room.may_admit(handle) for handle in handles] == [True] * 4 + [False] * 6
@@ -447,7 +447,7 @@ def test_a_plan_whose_room_a_save_took_is_made_again() -> None:
     for looks_ahead in (True, False):
         store = Store(looks_ahead=looks_ahead)
         room, clock = make_room(store)
-        room.enter("a", wish())
+        room.enter("a", prefix())
         step(room, clock, "a")
         old = plan_of(room, "a")
         assert old is not None
@@ -474,7 +474,7 @@ def test_nothing_stays_of_requests_that_leave() -> None:
     for name, way in ways.items():
         store = Store()
         room, clock = make_room(store)
-        room.enter("a", wish())
+        room.enter("a", prefix())
         step(room, clock, "a", 3.0)
         assert len(store.plans) == 1
         room.leave("unknown")
@@ -492,7 +492,7 @@ def test_admissions_are_counted_by_where_the_pages_lie() -> None:
     store = Store()
     room, clock = make_room(store)
     for handle, found in (("a", TierCounts(4, 0, 0)), ("b", TierCounts(1, 2, 1)), ("c", None)):
-        room.enter(handle, wish())
+        room.enter(handle, prefix())
         store.found = found or TierCounts(0, 0, 0)
         room.leave(handle, admitted=True)
     step(room, clock, "")

@@ -26,7 +26,7 @@ from bench.policies.simulator.store import (
     virtual_store,
 )
 from bench.policies.workloads.trace import BUNDLED, Line, read_trace
-from sglang_ext.admission.waiting_request import Wish
+from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
@@ -96,7 +96,7 @@ def test_pages_move_in_virtual_time_without_threads() -> None:
         assert server.clock.now_s == pytest.approx(12, rel=0.05)
         missing = 6 - server.store.ready_prefix(server.space, first)
         assert missing
-        server.room.enter("r", Wish(server.space, first[:4], 0, 255))
+        server.room.enter("r", ReusablePrefix(server.space, first[:4], 0, 255))
         began_s = server.clock.now_s
         server.room.step(["r"])
         while not server.room.may_admit("r"):
