@@ -10,8 +10,8 @@ import torch
 from sglang_ext.assembly.key_setup import file_keys
 from sglang_ext.codec.base import CodecError
 from sglang_ext.codec.calibration.profile_paths import find_profile
-from sglang_ext.codec.learned import kind_of
 from sglang_ext.codec.page_codec import CodedShape, PageCodec, parse_level
+from sglang_ext.codec.registry import kind_of
 from sglang_ext.device.layout import PageLayout
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.errors import HierKVConfigError
@@ -126,8 +126,7 @@ def _learned(config: HierKVConfig, codec_id: str, server_args: Any) -> Any | Non
             ) from error
     if kind is None:
         return None
-    # A calibrated profile is of all heads, and a tensor parallel rank has a part of them.
-    calibrated = codec_id == "hier" and server_args.tp_size == 1
+    calibrated = kind.is_calibrated and server_args.tp_size == 1
     found = find_profile(str(server_args.model_path)) if calibrated else None
     return kind.load(found) if found is not None else None
 

@@ -8,12 +8,9 @@ from sglang_ext.codec.base import (
     KVDtype,
     check_out,
     check_planes,
-    codec_class,
-    codec_ids,
-    create_codec,
     kv_dtype,
-    register_codec,
 )
+from sglang_ext.codec.registry import codec_class, codec_ids, create_codec, register_codec
 
 __all__ = [
     "DTYPES",

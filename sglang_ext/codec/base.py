@@ -1,4 +1,4 @@
-"""What a codec of KV chunks is, and the codecs by id.
+"""What a codec of KV chunks is, and what it may have to learn about a model.
 
 A chunk is `planes`: bit patterns, an array [S, T, C] of unsigned integers as wide as the KV dtype.
 S planes go layer by layer, K before V (MLA: one plane a layer); T tokens; C = H*D channels. K is
@@ -7,13 +7,13 @@ position-free.
 
 from __future__ import annotations
 
-import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -129,6 +129,45 @@ def check_out(out: PlaneArray, dtype: KVDtype) -> ChunkShape:
     return shape
 
 
+class LearnedShape(NamedTuple):
+    """The model that something learned must be of.
+
+    Attributes:
+        num_planes: S.
+        num_channels: C.
+    """
+
+    num_planes: int
+    num_channels: int
+
+
+@dataclass(frozen=True)
+class LearnedKind:
+    """How one codec's knowledge is made, named and stored.
+
+    Attributes:
+        suffix: of its files.
+        load: reads a file; raises `CodecError` or `OSError`.
+        read: the content of a file that anybody may have made, for a model of this shape; raises
+            `CodecError`, and takes no more memory than such a model needs.
+        max_file_bytes: no such file is longer.
+        digest: bytes that name the content.
+        num_levels: of what `build` makes.
+        build: from chunks `[S, T, C]`, the dtype's name, head dim and a note on their origin.
+        is_calibrated: a file of it may lie beside the model (`hier-kv calibrate`); it is of all
+            heads, so of no use to a tensor parallel rank, which has a part of them.
+    """
+
+    suffix: str
+    load: Callable[[Path], Any]
+    read: Callable[[bytes, LearnedShape], Any]
+    max_file_bytes: Callable[[LearnedShape], int]
+    digest: Callable[[Any], bytes]
+    num_levels: int
+    build: Callable[[Sequence[PlaneArray], str, int, str], Any]
+    is_calibrated: bool = False
+
+
 class Codec(ABC):
     """Encodes chunks of one KV dtype to bytes and back.
 
@@ -141,6 +180,9 @@ class Codec(ABC):
         num_levels: quality settings; level 0 is the coarsest. 1 for a codec without any.
         layered: whether one stream can hold several levels, each a prefix of it.
         default_level: what a profile from `hier-kv calibrate`, or the codec alone, defaults to.
+        expected_kl: mean KL divergence, in nats a token, that each level of a model is expected to
+            cost, coarsest first; finer ones cost what the last does. What counts is the ratio of
+            levels. A lossless codec costs nothing.
         dtype: the KV dtype it was made for.
     """
 
@@ -149,7 +191,13 @@ class Codec(ABC):
     num_levels: int = 1
     layered: bool = False
     default_level: int = 0
+    expected_kl: ClassVar[tuple[float, ...]] = (0.005,)
     dtype: KVDtype
+
+    @classmethod
+    def learned_kind(cls) -> LearnedKind | None:
+        """What the codec has to learn about a model; None when it needs nothing."""
+        return None
 
     @abstractmethod
     def encode(
@@ -191,71 +239,3 @@ class Codec(ABC):
                 profile; or `out` is no array to decode into; or the level is not in the stream.
                 Never anything else.
         """
-
-
-# Ids are stored in records; never rename.
-_BUILTIN: dict[str, str] = {
-    "none": "sglang_ext.codec.none:NoneCodec",
-    "zstd": "sglang_ext.codec.zstd:ZstdCodec",
-    "lossless": "sglang_ext.codec.lossless.codec:LosslessCodec",
-    "hier": "sglang_ext.codec.hier.codec:HierCodec",
-    "cachegen-paper": "sglang_ext.codec.cachegen.paper:CachegenPaperCodec",
-    "cachegen-released": "sglang_ext.codec.cachegen.released:CachegenReleasedCodec",
-}
-_CODECS: dict[str, str] = dict(_BUILTIN)
-
-
-def register_codec(codec_id: str, target: str) -> None:
-    """Registers `target` ("module:Class") as the codec called `codec_id`.
-
-    Raises:
-        ValueError: the id is taken or not 1 to 16 ASCII characters, or `target` is not of the form
-            "module:Class".
-    """
-    if codec_id in _CODECS:
-        raise ValueError(f"codec {codec_id!r} is already registered as {_CODECS[codec_id]!r}")
-    if not (codec_id.isascii() and codec_id.isprintable() and 1 <= len(codec_id) <= 16):
-        raise ValueError(f"a codec id is 1 to 16 printable ASCII characters, got {codec_id!r}")
-    if target.count(":") != 1:
-        raise ValueError(f"a codec is registered as 'module:Class', got {target!r}")
-    _CODECS[codec_id] = target
-
-
-def codec_ids() -> tuple[str, ...]:
-    """Returns the registered ids, sorted."""
-    return tuple(sorted(_CODECS))
-
-
-def codec_class(codec_id: str) -> type[Codec]:
-    """Imports and returns the class of the codec called `codec_id`.
-
-    Raises:
-        CodecError: no codec has this id.
-    """
-    if codec_id not in _CODECS:
-        raise CodecError(f"no codec is called {codec_id!r}; known are {', '.join(codec_ids())}")
-    module, name = _CODECS[codec_id].split(":")
-    cls: Any = getattr(importlib.import_module(module), name)
-    if not (isinstance(cls, type) and issubclass(cls, Codec)):
-        raise TypeError(f"{_CODECS[codec_id]} must be a subclass of Codec")
-    return cls
-
-
-def create_codec(
-    codec_id: str, *, dtype: str, profile: Any = None, engine: str = "numba", **options: Any
-) -> Codec:
-    """Makes the codec called `codec_id`. Its module is imported only now.
-
-    Args:
-        codec_id: one of `codec_ids()`.
-        dtype: name of the KV dtype, one of `DTYPES`.
-        profile: what the codec needs to know about the model; ignored by codecs that need nothing.
-        engine: "numba", "naive" or "triton", for codecs that have several; all give the same bytes.
-        options: passed to the class; what it takes is in its docstring.
-
-    Raises:
-        CodecError: no such codec or dtype, or the codec cannot work with this profile.
-    """
-    cls: Any = codec_class(codec_id)
-    codec: Codec = cls(kv_dtype(dtype), profile=profile, engine=engine, **options)
-    return codec

@@ -15,13 +15,12 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.codec.base import CodecError, PlaneArray
+from sglang_ext.codec.base import CodecError, LearnedKind, LearnedShape
 from sglang_ext.codec.memo import Memo
-from sglang_ext.codec.profile_file import LearnedShape
+from sglang_ext.codec.registry import kind_of
 from sglang_ext.tiers.access import make_folder, tighten, write_private
 
 logger = logging.getLogger(__name__)
@@ -31,69 +30,6 @@ MAX_DIGEST_BYTES = 64
 MAX_KNOWN, MAX_KNOWN_BYTES = 32, 1 << 30
 MAX_FILES, MAX_FILE_BYTES = 64, 4 << 30
 _MAX_POINTER_BYTES = 4 * MAX_DIGEST_BYTES
-
-
-@dataclass(frozen=True)
-class LearnedKind:
-    """How one codec's knowledge is made, named and stored.
-
-    Attributes:
-        suffix: of its files.
-        load: reads a file; raises `CodecError` or `OSError`.
-        read: the content of a file that anybody may have made, for a model of this shape; raises
-            `CodecError`, and takes no more memory than such a model needs.
-        max_file_bytes: no such file is longer.
-        digest: bytes that name the content.
-        num_levels: of what `build` makes.
-        build: from chunks `[S, T, C]`, the dtype's name, head dim and a note on their origin.
-    """
-
-    suffix: str
-    load: Callable[[Path], Any]
-    read: Callable[[bytes, LearnedShape], Any]
-    max_file_bytes: Callable[[LearnedShape], int]
-    digest: Callable[[Any], bytes]
-    num_levels: int
-    build: Callable[[Sequence[PlaneArray], str, int, str], Any]
-
-
-def kind_of(codec_id: str) -> LearnedKind | None:
-    """What the codec called `codec_id` has to learn; None when it needs nothing."""
-    if codec_id == "hier":
-        from sglang_ext.codec.calibration.calibrate import profile_from_planes
-        from sglang_ext.codec.calibration.options import CalibrationOptions
-        from sglang_ext.codec.hier.profile import Profile
-        from sglang_ext.codec.profile_file import max_file_bytes
-
-        return LearnedKind(
-            ".hkp",
-            Profile.load,
-            Profile.from_bytes,
-            max_file_bytes,
-            lambda profile: bytes(profile.digest),
-            CalibrationOptions().num_levels,
-            lambda chunks, dtype, head_dim, source: profile_from_planes(
-                chunks, dtype, head_dim=head_dim, source=source
-            ),
-        )
-    if codec_id == "cachegen-paper":
-        from sglang_ext.codec.cachegen.tables import (
-            FACTORS,
-            PaperTables,
-            max_file_bytes,
-            measure_tables,
-        )
-
-        return LearnedKind(
-            ".hkct",
-            PaperTables.load,
-            PaperTables.from_bytes,
-            max_file_bytes,
-            lambda tables: int(tables.digest).to_bytes(8, "little"),
-            len(FACTORS),
-            lambda chunks, dtype, _head_dim, _source: measure_tables(chunks, dtype),
-        )
-    return None
 
 
 class LearnedFolder:

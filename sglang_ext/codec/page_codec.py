@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.codec.base import Codec, CodecError, PlaneArray, codec_class, create_codec, kv_dtype
-from sglang_ext.codec.learned import MAX_KNOWN, MAX_KNOWN_BYTES, LearnedFolder, kind_of
+from sglang_ext.codec.base import Codec, CodecError, LearnedShape, PlaneArray, kv_dtype
+from sglang_ext.codec.learned import MAX_KNOWN, MAX_KNOWN_BYTES, LearnedFolder
 from sglang_ext.codec.memo import Memo
-from sglang_ext.codec.profile_file import LearnedShape
+from sglang_ext.codec.registry import codec_class, create_codec, kind_of
 from sglang_ext.device.layout import (
     HEADER_BYTES,
     ROPE_NAMES,

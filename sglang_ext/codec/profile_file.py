@@ -9,7 +9,7 @@ for a file of another server by the local model's planes and by the file's own l
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-from sglang_ext.codec.base import MAX_CHANNELS, MAX_PLANES, CodecError
+from sglang_ext.codec.base import MAX_CHANNELS, MAX_PLANES, CodecError, LearnedShape
 
 # Stored on disk; never renumber.
 _MAGIC, _VERSION = b"HKVP", 1
@@ -53,18 +53,6 @@ ARRAYS: dict[str, str] = {
     "freqs": "<u2",
     "radius": "|u1",
 }
-
-
-class LearnedShape(NamedTuple):
-    """The model that something learned must be of.
-
-    Attributes:
-        num_planes: S.
-        num_channels: C.
-    """
-
-    num_planes: int
-    num_channels: int
 
 
 def pack(arrays: dict[str, npt.NDArray[Any]], ints: dict[str, int], source: str) -> bytes:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.codec.base import Codec, CodecError, PlaneArray, codec_class
+from sglang_ext.codec.base import Codec, CodecError, PlaneArray
 from sglang_ext.codec.container import read_header
-from sglang_ext.codec.learned import kind_of
 from sglang_ext.codec.page_codec import TAIL_LENGTH, CodedShape, PageCodec, is_consistent
+from sglang_ext.codec.registry import codec_class, kind_of
 from sglang_ext.device.layout import HEADER_BYTES, U8
 from sglang_ext.tiers.records.record import RecordMeta, parse_header
 from sglang_ext.tiers.store.shared.coding import Levels, RemoteCodec

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sglang_ext.codec.registry import codec_class
 from sglang_ext.remote.lookup import FoundPage
 from sglang_ext.remote.transfer import Part
 from sglang_ext.streaming import (
@@ -26,9 +27,6 @@ from sglang_ext.tiers.remote.staged import START_BYTES
 
 CHUNK_TOKENS = 1500
 _CHUNK_BYTES = 32 << 20
-# Mean KL of the bundled model at the levels of `hier`, docs/codec.md: what matters is the ratio.
-_DAMAGE = (0.0355, 0.00627, 0.00123, 0.00029, 0.00005, 0.00001)
-_OTHER_DAMAGE = 0.005
 _REQUEST_S = 0.001
 _UNKNOWN_TOKEN_S = 10.0  # slower than any store
 
@@ -179,12 +177,11 @@ def _offer(chunk: Sequence[FoundPage]) -> ChunkOffer:
 
 
 def _scale(page: FoundPage) -> QualityScale:
-    num = len(page.sizes)
-    if page.meta.codec == "hier":
-        levels = [min(page.level(step), len(_DAMAGE) - 1) for step in range(num)]
-        damage = tuple(_DAMAGE[level] for level in levels)
-    else:
-        damage = (0.0 if page.meta.quality == Quality.EXACT else _OTHER_DAMAGE,) * num
+    expected_kl: tuple[float, ...] = (0.0,)
+    if page.meta.quality != Quality.EXACT:
+        expected_kl = codec_class(page.meta.codec).expected_kl
+    num, last = len(page.sizes), len(expected_kl) - 1
+    damage = tuple(expected_kl[min(page.level(step), last)] for step in range(num))
     return QualityScale(damage, default_level=num - 1)
 
 

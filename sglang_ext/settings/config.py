@@ -12,7 +12,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from sglang_ext.codec.base import codec_ids
+from sglang_ext.codec.registry import codec_ids
 from sglang_ext.errors import HierKVConfigError
 
 # Past these a value is a slip, and arithmetic and the system's calls no longer take it.

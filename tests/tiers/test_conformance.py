@@ -16,7 +16,6 @@ from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.record import VerifyResult
 from sglang_ext.tiers.records.seals import CHECKSUMS
-from sglang_ext.tiers.registry import register_tier, tier_class, tier_ids
 from tests.tiers.protection_cases import seals
 from tests.tiers.tier_pages import (
     ADAPTER,
@@ -333,14 +332,3 @@ def test_many_readers_and_a_writer(tier: Tier) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_tiers_are_found_by_id() -> None:
-    assert "disk" in tier_ids()
-    assert tier_class("disk") is DiskTier
-    with pytest.raises(TierConfigError, match="known are"):
-        tier_class("tape")
-    with pytest.raises(ValueError, match="already"):
-        register_tier("disk", "a:B")
-    with pytest.raises(ValueError, match="module:Class"):
-        register_tier("tape", "tape")

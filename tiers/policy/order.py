@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import abc
-import importlib
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
-_BUILTIN: dict[str, str] = {
-    "lru": "sglang_ext.tiers.policy.order_lru:LruOrder",
-    "fifo": "sglang_ext.tiers.policy.order_fifo:FifoOrder",
-    "tail_of_queue": "sglang_ext.tiers.policy.order_tail_of_queue:TailOfQueueOrder",
-}
-_ORDERS: dict[str, str] = dict(_BUILTIN)
+from sglang_ext.registry import Registry
+
+_ORDERS: Final = Registry(
+    "base order",
+    "hier_kv.base_orders",
+    {
+        "lru": "sglang_ext.tiers.policy.order_lru:LruOrder",
+        "fifo": "sglang_ext.tiers.policy.order_fifo:FifoOrder",
+        "tail_of_queue": "sglang_ext.tiers.policy.order_tail_of_queue:TailOfQueueOrder",
+    },
+    is_id=lambda text: text.isascii() and text.isidentifier(),
+    id_rule="a base order's id is letters, digits and _",
+    error=ValueError,
+)
+
+register_order = _ORDERS.register
+order_ids = _ORDERS.ids
 
 
 class BaseOrder(abc.ABC):
@@ -39,38 +49,14 @@ class BaseOrder(abc.ABC):
         """
 
 
-def register_order(order_id: str, target: str) -> None:
-    """Registers `target` ("module:Class") as the base order called `order_id`.
-
-    Raises:
-        ValueError: the id is taken, or `target` is not of the form "module:Class".
-    """
-    if order_id in _ORDERS:
-        raise ValueError(f"base order {order_id!r} is already registered as {_ORDERS[order_id]!r}")
-    if target.count(":") != 1:
-        raise ValueError(f"a base order is registered as 'module:Class', got {target!r}")
-    _ORDERS[order_id] = target
-
-
-def order_ids() -> tuple[str, ...]:
-    """The registered ids, sorted."""
-    return tuple(sorted(_ORDERS))
-
-
 def base_order(order_id: str) -> BaseOrder:
     """Imports and builds the base order called `order_id`.
 
     Raises:
-        ValueError: no base order has this id.
-        TypeError: what is registered under it is no `BaseOrder`.
+        ValueError: no base order has this id, or what has it is none.
     """
-    if order_id not in _ORDERS:
-        raise ValueError(
-            f"no base order is called {order_id!r}; known are {', '.join(order_ids())}"
-        )
-    module, name = _ORDERS[order_id].split(":")
-    cls: Any = getattr(importlib.import_module(module), name)
+    cls: Any = _ORDERS.load(order_id)
     if not (isinstance(cls, type) and issubclass(cls, BaseOrder)):
-        raise TypeError(f"{_ORDERS[order_id]} must be a subclass of BaseOrder")
+        raise ValueError(f"the base order {order_id!r} must be a subclass of BaseOrder")
     order: BaseOrder = cls()
     return order

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import Any, Final
 
+from sglang_ext.registry import Registry
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote.base import RemoteEngine
 from sglang_ext.tiers.remote.url_options import Options, RemoteUrl
 
 _PACKAGE = "sglang_ext.tiers.remote.engines"
-_ENGINES: dict[str, str] = {
-    "redis": f"{_PACKAGE}.redis_engine",
-    "rediss": f"{_PACKAGE}.redis_engine",
-    "mooncake": f"{_PACKAGE}.mooncake_engine",
-    "file": f"{_PACKAGE}.file_engine",
-}
+_ENGINES: Final = Registry(
+    "remote store",
+    "hier_kv.remote_engines",
+    {
+        "redis": f"{_PACKAGE}.redis_engine",
+        "rediss": f"{_PACKAGE}.redis_engine",
+        "mooncake": f"{_PACKAGE}.mooncake_engine",
+        "file": f"{_PACKAGE}.file_engine",
+    },
+    is_id=lambda text: text.isalpha() and text.islower() and text.isascii(),
+    id_rule="a scheme is lower case letters",
+    error=TierConfigError,
+)
 
-
-def register_engine(scheme: str, module: str) -> None:
-    """Registers a module as the home of the engine for a scheme.
-
-    Args:
-        scheme: lower case letters.
-        module: name of a module that has `options(scheme) -> Options` and
-            `open_engine(url) -> RemoteEngine`.
-
-    Raises:
-        ValueError: the scheme is taken, or is not one.
-    """
-    if scheme in _ENGINES:
-        raise ValueError(f"scheme {scheme!r} is already registered as {_ENGINES[scheme]!r}")
-    if not scheme.isalpha() or not scheme.islower():
-        raise ValueError(f"a scheme is lower case letters, got {scheme!r}")
-    _ENGINES[scheme] = module
-
-
-def engine_schemes() -> tuple[str, ...]:
-    """Returns the registered schemes, sorted."""
-    return tuple(sorted(_ENGINES))
+# The target of a scheme is a module with `options(scheme) -> Options` and
+# `open_engine(url) -> RemoteEngine`.
+register_engine = _ENGINES.register
+engine_schemes = _ENGINES.ids
 
 
 def scheme_options(scheme: str) -> Options:
@@ -59,14 +48,16 @@ def open_engine(url: RemoteUrl) -> RemoteEngine:
     """
     engine: Any = _module(url.scheme).open_engine(url)
     if not isinstance(engine, RemoteEngine):
-        raise TypeError(f"{_ENGINES[url.scheme]} must make a RemoteEngine, got {type(engine)}")
+        raise TierConfigError(
+            f"the store of {url.scheme}:// must make a RemoteEngine, got {type(engine).__name__}"
+        )
     return engine
 
 
 def _module(scheme: str) -> Any:
-    if scheme not in _ENGINES:
+    if scheme not in engine_schemes():
         known = ", ".join(name + "://" for name in engine_schemes())
         raise TierConfigError(
             f"--hier-kv-remote-url must begin with one of {known}, got {scheme + '://'!r}"
         )
-    return importlib.import_module(_ENGINES[scheme])
+    return _ENGINES.load(scheme)

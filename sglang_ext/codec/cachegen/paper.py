@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_ext.codec.base import CodecError, KVDtype, PlaneArray
+from sglang_ext.codec.base import CodecError, KVDtype, LearnedKind, PlaneArray
 from sglang_ext.codec.cachegen.stream import (
     CachegenCodec,
     check_places,
@@ -35,10 +35,13 @@ from sglang_ext.codec.cachegen.tables import (
     ANCHOR_MAX,
     DELTA_RADIUS,
     ESCAPE,
+    FACTORS,
     GROUP_TOKENS,
     PaperTables,
     anchor_values,
     deltas_of,
+    max_file_bytes,
+    measure_tables,
     quantise_anchors,
     quantise_deltas,
     symbols_of,
@@ -65,6 +68,19 @@ class CachegenPaperCodec(CachegenCodec):
     level_names = ("x1.0", "x0.5", "x0.25")
     magic = b"HKCP"
     num_sections = 5  # sizes of anchors, lengths, escapes, rows kept, streams
+
+    @classmethod
+    def learned_kind(cls) -> LearnedKind:
+        """`PaperTables`."""
+        return LearnedKind(
+            ".hkct",
+            PaperTables.load,
+            PaperTables.from_bytes,
+            max_file_bytes,
+            lambda tables: int(tables.digest).to_bytes(8, "little"),
+            len(FACTORS),
+            lambda chunks, dtype, _head_dim, _source: measure_tables(chunks, dtype),
+        )
 
     def __init__(self, dtype: KVDtype, *, profile: Any = None, engine: str = "numba") -> None:
         if isinstance(profile, (str, Path)):

@@ -15,14 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from sglang_ext.codec.base import (
-    Codec,
-    CodecError,
-    KVDtype,
-    PlaneArray,
-    check_out,
-    check_planes,
-)
+from sglang_ext.codec.base import Codec, CodecError, KVDtype, PlaneArray, check_out, check_planes
 from sglang_ext.codec.float_bits import F32, to_float32
 
 # Stored on disk; never renumber. Magic, version, dtype code, level, S, T, C, digest of the tables.

@@ -18,10 +18,16 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from sglang_ext.codec.base import MAX_CHANNELS, MAX_PLANES, CodecError, PlaneArray, kv_dtype
+from sglang_ext.codec.base import (
+    MAX_CHANNELS,
+    MAX_PLANES,
+    CodecError,
+    LearnedShape,
+    PlaneArray,
+    kv_dtype,
+)
 from sglang_ext.codec.cachegen.stream import finite_plane
 from sglang_ext.codec.float_bits import F32
-from sglang_ext.codec.profile_file import LearnedShape
 from sglang_ext.kernels import ac
 from sglang_ext.tiers.access import write_private
 

@@ -15,10 +15,19 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from sglang_ext.codec.base import Codec, CodecError, KVDtype, PlaneArray, check_out, check_planes
+from sglang_ext.codec.base import (
+    Codec,
+    CodecError,
+    KVDtype,
+    LearnedKind,
+    PlaneArray,
+    check_out,
+    check_planes,
+)
 from sglang_ext.codec.coded_symbols import pack_symbols, unpack_symbols
 from sglang_ext.codec.container import Buffer, Chunk, Section, write_chunk
 from sglang_ext.codec.hier.profile import Profile
+from sglang_ext.codec.profile_file import max_file_bytes
 from sglang_ext.codec.zstd import decompress_exactly
 from sglang_ext.kernels import kvquant
 from sglang_ext.kernels.rans import api as rans
@@ -45,6 +54,26 @@ class HierCodec(Codec):
     lossy = True
     layered = True
     default_level = 2
+    expected_kl = (0.0355, 0.00627, 0.00123, 0.00029, 0.00005, 0.00001)  # docs/codec.md
+
+    @classmethod
+    def learned_kind(cls) -> LearnedKind:
+        """A `Profile`."""
+        from sglang_ext.codec.calibration.calibrate import profile_from_planes
+        from sglang_ext.codec.calibration.options import CalibrationOptions
+
+        return LearnedKind(
+            ".hkp",
+            Profile.load,
+            Profile.from_bytes,
+            max_file_bytes,
+            lambda profile: bytes(profile.digest),
+            CalibrationOptions().num_levels,
+            lambda chunks, dtype, head_dim, source: profile_from_planes(
+                chunks, dtype, head_dim=head_dim, source=source
+            ),
+            is_calibrated=True,
+        )
 
     def __init__(
         self,

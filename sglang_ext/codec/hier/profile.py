@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.codec.base import CodecError
+from sglang_ext.codec.base import CodecError, LearnedShape
 from sglang_ext.codec.profile_file import (
     ARRAYS,
     INTS,
     MAX_LEVELS,
     MAX_TABLES,
-    LearnedShape,
     num_array_bytes,
     pack,
     unpack,

@@ -27,14 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from sglang_ext.codec.base import (
-    ChunkShape,
-    Codec,
-    CodecError,
-    KVDtype,
-    PlaneArray,
-    check_planes,
-)
+from sglang_ext.codec.base import ChunkShape, Codec, CodecError, KVDtype, PlaneArray, check_planes
 from sglang_ext.codec.coded_symbols import pack_symbols, unpack_symbols
 from sglang_ext.codec.container import Buffer, Section, write_chunk
 from sglang_ext.codec.lossless import kernels

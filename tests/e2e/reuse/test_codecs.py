@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from sglang_ext.codec.base import create_codec
 from sglang_ext.codec.calibration.hf_capture import CausalLm
-from sglang_ext.codec.learned import kind_of
+from sglang_ext.codec.registry import create_codec, kind_of
 from testkit.server import Server
 from testkit.workload import ASSETS
 from tests.e2e.hier_server import (

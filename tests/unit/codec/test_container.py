@@ -11,7 +11,15 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.codec import ChunkShape, Codec, CodecError, base, codec_ids, create_codec, kv_dtype
+from sglang_ext.codec import (
+    ChunkShape,
+    Codec,
+    CodecError,
+    codec_ids,
+    create_codec,
+    kv_dtype,
+    registry,
+)
 from sglang_ext.codec.container import MAX_HEADER_BYTES, Chunk, Section, read_header, write_chunk
 from tests.unit.codec.codec_cases import ALL_DTYPES, make_planes, make_profile, random_bits
 
@@ -227,15 +235,18 @@ def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
         create_codec("gzip", dtype="bf16")
     with pytest.raises(CodecError, match="no KV dtype is called 'int8'"):
         create_codec("none", dtype="int8")
-    monkeypatch.setattr(base, "_CODECS", dict(base._CODECS))
-    base.register_codec("mine", "sglang_ext.codec.none:NoneCodec")
+    monkeypatch.setattr(registry._CODECS, "_targets", dict(registry._CODECS._targets))
+    registry.register_codec("mine", "sglang_ext.codec.none:NoneCodec")
     assert create_codec("mine", dtype="bf16").codec_id == "none"
-    base.register_codec("bad", "sglang_ext.codec.base:KVDtype")
-    with pytest.raises(TypeError, match="subclass of Codec"):
+    registry.register_codec("bad", "sglang_ext.codec.base:KVDtype")
+    with pytest.raises(CodecError, match="subclass of Codec"):
         create_codec("bad", dtype="bf16")
-    for ident, target in (("none", "a:b"), ("x" * 17, "a:b"), ("", "a:b"), ("new", "a.b")):
+    registry.register_codec("gone", "no_such_package.codec:Codec")
+    with pytest.raises(CodecError, match="'gone' cannot be imported from no_such_package"):
+        create_codec("gone", dtype="bf16")
+    for ident, target in (("none", "a:b"), ("x" * 17, "a:b"), ("", "a:b")):
         with pytest.raises(ValueError, match="codec"):
-            base.register_codec(ident, target)
+            registry.register_codec(ident, target)
 
 
 @pytest.mark.parametrize("options", [{"compression_level": 0}, {"compression_level": 23}])

@@ -15,10 +15,12 @@ import xxhash
 import zstandard
 
 from sglang_ext.codec import learned as learned_module
+from sglang_ext.codec.base import LearnedShape
 from sglang_ext.codec.hier.profile import Profile
-from sglang_ext.codec.learned import LearnedFolder, kind_of
+from sglang_ext.codec.learned import LearnedFolder
 from sglang_ext.codec.memo import Memo
-from sglang_ext.codec.profile_file import _HEAD, ARRAYS, INTS, LearnedShape, num_array_bytes
+from sglang_ext.codec.profile_file import _HEAD, ARRAYS, INTS, num_array_bytes
+from sglang_ext.codec.registry import kind_of
 from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.tiers.records.record import RecordMeta, parse_header
 from tests.faults.hostile_pages import DIM, LAYERS, SHAPE, codec_of, page, profile

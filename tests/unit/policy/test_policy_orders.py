@@ -62,8 +62,8 @@ def test_unknown_and_taken_ids_are_refused() -> None:
         PolicyConfig(order="random")
     with pytest.raises(ValueError, match="already registered"):
         register_order("lru", "somewhere:Else")
-    with pytest.raises(ValueError, match="module:Class"):
-        register_order("new", "somewhere.Else")
+    with pytest.raises(ValueError, match="letters, digits and _"):
+        register_order("new order", "somewhere:Else")
 
 
 def test_pages_that_a_waiting_request_goes_on_without_leave_before_those_it_needs() -> None:

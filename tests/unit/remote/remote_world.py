@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.codec.learned import kind_of
+from sglang_ext.codec.registry import kind_of
 from sglang_ext.device.layout import HEADER_BYTES, U8
 from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.coded import coded_pages
