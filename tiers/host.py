@@ -229,7 +229,7 @@ class HostArena:
         with self._lock:
             self._require_open()
             self._require_used(wanted, "free")
-            # Of equal entries only one survives here, so a difference is a slot named twice.
+            # `_scratch` keeps one entry a slot, so a difference means that a slot was named twice.
             order = np.arange(len(wanted), dtype=np.int32)
             self._scratch[wanted] = order
             if (self._scratch[wanted] != order).any():

@@ -25,7 +25,7 @@ _WORDS: dict[torch.dtype, type] = {
 }
 # What a load writes is read by the next forward: from this size on it would not stay cached.
 _STREAMED_BYTES = 1 << 20
-# Half a grid step, relative: what one rounding in between may add.
+# The largest relative error that one intermediate rounding adds: half a grid step.
 _SLACK = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 
 

@@ -80,7 +80,7 @@ def _unrotate_run(
         v1, v2 = unrotate(y1, y2, ci, si, w1)
         x1, x2 = near(np.float32(v1), w1), near(np.float32(v2), w1)
         o1, o2 = rotated(rule, x1, x2, c, s, w1)
-        # Where the residual points lies the exact pair, if the rounded one is not it.
+        # If the rounded pair is not exact, the exact pair lies in the direction of the residual.
         e1, e2 = y1 - o1, y2 - o2
         u1 = beside(x1, e1 * c + e2 * s, w1)
         u2 = beside(x2, e2 * c - e1 * s, w1)
@@ -96,7 +96,7 @@ def _unrotate_run(
         else:
             put_first(out, b + j, pack(x1, w1))
             put_second(out, b + half + j, pack(x2, w1))
-        # A NaN makes v1 one; it is always listed, for `load` writes the one quiet NaN.
+        # A NaN in K makes v1 NaN. It is always listed, as `load` writes only the one quiet NaN.
         put_mark(bad, m + j, np.uint8(not (found & (v1 == v1))))
 
 

@@ -249,9 +249,9 @@ def _correct(
 
 
 def _check_positions(positions: Any, spec: RopeSpec) -> None:
-    """Kernels look positions up in a table without a look at its length.
+    """Checks positions on the host, because kernels do not check the length of a table.
 
-    Those on the device were checked before they went there: to look at them is to wait for it.
+    Positions on the device were checked before the upload; reading them would wait for the device.
 
     Raises:
         IndexError: one is not in the table.

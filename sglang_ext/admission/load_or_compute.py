@@ -1,8 +1,8 @@
 """Load or recompute, for the waiting requests of one server: the cost model at work.
 
 `enter` decides, when a request enters the queue, how many of its pages are worth having; `learn`
-does again when the remote store said what it has;
-`num_pages` says so whenever a plan is made, from how things are then; `should_hold` decides at its
+decides again when the remote store has answered;
+`num_pages` gives that number when a plan is made, judged anew if old; `should_hold` decides at its
 turn whether to go on waiting. What the decisions rest on comes from the page store (where pages
 lie), its read meter (what is queued), and `CostModel` (how fast everything is).
 
@@ -28,10 +28,10 @@ from sglang_ext.tiers.policy.cost_model import Choice, CostModel, DiskQueue, Pre
 from sglang_ext.tiers.store import PageStore, Plan
 from sglang_ext.tiers.store.shared.pages import num_leading
 
-# A verdict, and a decision to go on waiting, are good for so long.
+# A verdict, and a decision to go on waiting, are reused for so many seconds.
 _JUDGE_AGAIN_S = _ASK_AGAIN_S = 0.001
 _AFTER_ALL_OTHERS = 1 << 30  # priority of a probe's reads
-# A request waits for the remote store's answer for this share of what all of its pages would save.
+# The wait for the remote store's answer is at most this share of the time its pages would save.
 _ANSWER_SHARE = 0.25
 
 
@@ -88,7 +88,7 @@ class LoadOrCompute:
         return verdict
 
     def learn(self, request: WaitingRequest) -> None:
-        """A waiting request's pages are known better, and are judged anew in its place."""
+        """The remote store has answered for a request: judges it again; its place stays."""
         estimate = request.estimate
         if estimate is None:
             return
@@ -123,7 +123,7 @@ class LoadOrCompute:
             self._judge_again(request, estimate)
         verdict = estimate.verdict
         self._begin_probe(request, verdict)
-        # Where nothing has to be read all is asked for, pages that come to be stored among them.
+        # If nothing has to be read, the plan asks for all pages, also those stored only later.
         return num if verdict.choice is Choice.NONE else min(num, verdict.pages)
 
     def should_hold(self, request: WaitingRequest) -> bool:

@@ -1,9 +1,9 @@
 """Plans without look-ahead: one when a request enters the queue, and one when its turn comes.
 
-The first is for what DRAM has room for then, so that reads overlap with the wait. By the time of
-the turn pages may be stored that were not, or no more, so they are looked for again, and the plan
-gets the room of those that came last. So nothing is lost that is stored when a request runs, as in
-any LRU cache, however long the queue is.
+The first plan covers what DRAM has room for at that time, so that its reads overlap with the wait.
+Until the turn comes, more pages may be stored and others evicted. So the pages are looked up again
+then, and the new plan may take the room of the plans of later requests. A request can thus use
+every page that is stored when it runs, as in any LRU cache, however long the queue is.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from sglang_ext.admission.request_plans import RequestPlans
 from sglang_ext.admission.waiting_request import WaitingRequest
 
-# A scheduler that is told to hold a request asks for the next: so many prefixes a step are looked
-# for, and the others are held until the next one.
+# Look-ups per step. A scheduler that is told to hold a request asks for the next one, so without a
+# bound it could look up the whole queue in one step; requests beyond the bound are held.
 _TURNS_AT_ONCE = 4
 
 
@@ -33,18 +33,18 @@ class Turns:
         self._num_asked = 0
 
     def step(self) -> None:
-        """A scheduler step begins. Who lost its plan to a save has none until its turn."""
+        """A scheduler step begins. A request whose plan gave way to a save waits for its turn."""
         self._left = _TURNS_AT_ONCE
         for waiting in self._plans.take_back_yielded():
             waiting.had_turn, waiting.gave_up = False, True
 
     def arrive(self, waiting: WaitingRequest) -> None:
-        """A request came, or became known better: a plan for what DRAM has room for now."""
+        """A request came, or the remote store answered: plans what DRAM has room for now."""
         self._plans.make(waiting, priority=waiting.number)
         waiting.gave_up = waiting.plan is None or waiting.plan.starved
 
     def take(self, waiting: WaitingRequest, now_s: float) -> bool:
-        """The scheduler would run a request; returns whether its plan is as good as it gets."""
+        """The scheduler would run a request; False when its plan should be improved first."""
         if waiting.asked is None:
             waiting.asked, self._num_asked = self._num_asked, self._num_asked + 1
         plan = waiting.plan
@@ -63,10 +63,10 @@ class Turns:
         return True
 
     def _plan(self, waiting: WaitingRequest) -> bool:
-        """Makes the plan of who has the turn; False where others will soon leave it more room.
+        """Makes the plan of the request whose turn it is; False to wait for room of other plans.
 
-        It waits for those alone that do not wait for it: who had their turn, or were asked for
-        before. Two that each hold what the other lacks would wait for ever.
+        It waits only for requests that do not wait for it: those that had their turn, or were asked
+        for before. Two that each hold what the other lacks would wait for ever.
         """
         self._plans.make(waiting, priority=waiting.number)
         others = [other for other in self._plans.planned.values() if other is not waiting]

@@ -34,7 +34,7 @@ from sglang_ext.admission.waiting_request import (
 from sglang_ext.tiers.store import PageStore, TierCounts
 from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
 
-# So many requests a step are looked for again whose pages became known, or were lost.
+# Requests per step that are looked up again because pages of theirs were stored or lost.
 _FIND_AT_ONCE = 4
 # Between two looks for requests that left the queue without a word.
 _SWEEP_S = 2.0
@@ -305,7 +305,7 @@ class WaitingRoom:
         return self._now_s - waiting.held_since_s >= self._timeout_s
 
     def _follow_order(self, order: Sequence[Hashable]) -> None:
-        """Tells the store of an order that is not what follows from who came and who left."""
+        """Tells the store the order, unless it follows from the arrivals and departures alone."""
         assert self._store.lookahead is not None
         if self._came or self._left or order != self._order:
             if not self._is_as_expected(order):
@@ -323,7 +323,7 @@ class WaitingRoom:
         Nearly every change is of this kind, and this costs no look-up of those that stayed.
         """
         if not self._left.isdisjoint(self._came):
-            return False  # one came back, for the store at the end of the queue
+            return False  # a request left and came back: the store has it at the queue's end
         at, end = 0, len(order)
         for handle in self._order:
             if at < end and order[at] is handle:

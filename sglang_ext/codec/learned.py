@@ -26,7 +26,7 @@ from sglang_ext.tiers.access import make_folder, tighten, write_private
 logger = logging.getLogger(__name__)
 
 MAX_DIGEST_BYTES = 64
-# In memory, and in a folder. What leaves memory and lies in the folder is read again.
+# Bounds in memory and in a folder. What left memory is read again if it lies in the folder.
 MAX_KNOWN, MAX_KNOWN_BYTES = 32, 1 << 30
 MAX_FILES, MAX_FILE_BYTES = 64, 4 << 30
 _MAX_POINTER_BYTES = 4 * MAX_DIGEST_BYTES

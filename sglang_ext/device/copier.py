@@ -210,7 +210,7 @@ class PageCopier:
         return saved
 
     def _keep_bound(self, token_slots: I64, page_slots: I64) -> None:
-        """Stores K as the engine has it: a page with more corrections than it has room for."""
+        """Stores K position-bound, for a page whose corrections do not fit in its tail."""
         for layer in range(self.pool.num_layers):
             self._kernels.copy_rows_to_pages(
                 self.pool.k[layer], token_slots, self._k_view(page_slots, layer)
@@ -314,11 +314,11 @@ class PageCopier:
         return tails is not None and bool(self.rules.sound_tails(tails).all())
 
     def unusable(self, page_slots: I64, position: int) -> I64:
-        """Finds the pages that cannot be loaded as what follows a prefix, by index.
+        """Returns the indices of pages that cannot be loaded behind a prefix.
 
-        That is what `prepare_load` would refuse, and pages of another position: a page's key chains
-        all tokens before it, so it has one position. A page is verified when it comes to DRAM, so
-        these are pages that memory corrupted since.
+        These are the pages that `prepare_load` would refuse, and pages saved at another position: a
+        page's key chains all tokens before it, so a page has one position. Pages are verified when
+        they come to DRAM, so memory must have corrupted them since.
         """
         try:
             self._tails(page_slots, position, may_move=False)

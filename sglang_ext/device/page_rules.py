@@ -39,7 +39,7 @@ class LocalPages(PageRules):
 
     Args:
         layout: of its pages.
-        ropes: one a layer; the list that whoever binds a layer later changes.
+        ropes: one a layer; a shared list, which changes when a layer is bound later.
         mode: `pre` or `delta`.
     """
 
@@ -57,7 +57,7 @@ class LocalPages(PageRules):
 
     @property
     def states(self) -> tuple[int, ...]:
-        """How K of a page may be stored: too many corrections bind a single page."""
+        """The ways in which a page's K may be stored; in `pre` mode a page may also be bound."""
         state = self.saved_state
         return (ROPE_PRE, ROPE_BOUND) if state == ROPE_PRE else (state,)
 
@@ -68,7 +68,7 @@ class LocalPages(PageRules):
         return min(known, default=_NO_TABLE) - self._layout.page_size
 
     def sound_tails(self, tails: PageTails) -> npt.NDArray[np.bool_]:
-        """Which tails can be used: nothing that is looked up by them lies outside of a table.
+        """Which tails are valid: a known way of storing K, and a position within the rotary tables.
 
         Returns:
             Bool `[n]`.

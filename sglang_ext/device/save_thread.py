@@ -68,7 +68,7 @@ class SaveThread:
             hashes: u8 `[N, 32]`.
             token_slots: `[N * P]`, rows of the device pool.
             ready_events: makes the CUDA events after which these are complete.
-            accepts_all: a save that is too much is not refused: it ends as not stored, in its turn.
+            accepts_all: queue the save even when the queue is full; it then ends as not stored.
         """
         dropped = self._num_saves >= MAX_QUEUED_SAVES  # only this thread adds to it
         if dropped:
@@ -83,9 +83,9 @@ class SaveThread:
         return True
 
     def after_saves(self, note: Callable[[], None]) -> None:
-        """Calls something short behind the saves queued so far.
+        """Calls something short after the saves queued so far.
 
-        It is left out when that many are queued that a save would be dropped.
+        Not called when the queue is so long that a save would be dropped, too.
         """
         if self._jobs.qsize() < MAX_QUEUED_SAVES:
             self._jobs.put(note)
@@ -114,13 +114,13 @@ class SaveThread:
             return self._done.wait_for(lambda: self._num_saves == 0, timeout_s)
 
     def device_was_reset(self) -> None:
-        """Saves under way end in nothing, and results not taken are forgotten."""
+        """Saves under way will not be published; results that were not taken are dropped."""
         with self._done:
             self._epoch += 1
             self._completed.clear()
 
     def close(self) -> None:
-        """Ends the thread after what time allows; the rest is lost and counted."""
+        """Ends the thread; saves that cannot be done within a few seconds are lost and counted."""
         self._deadline_s = time.monotonic() + _CLOSE_SAVES_S
         self._jobs.put(None)
         self._thread.join()
@@ -214,7 +214,7 @@ class SaveThread:
 
 
 def _runs(pages: npt.NDArray[np.int64], most: int | None) -> Iterator[npt.NDArray[np.int64]]:
-    """Places in `pages` of those that follow one another, at most so many at a time."""
+    """Splits indices of `pages` into runs of consecutive pages, at most `most` in a run."""
     breaks = np.flatnonzero(np.diff(pages) != 1) + 1
     for run in np.split(np.arange(len(pages)), breaks):
         step = most or len(run)

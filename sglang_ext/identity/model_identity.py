@@ -140,8 +140,8 @@ class ModelIdentity:
     def add_rope(self, digest: bytes) -> None:
         """Adds how K is stored, which is known after the start-up checks; before the first `open`.
 
-        A page is read as its layers are stored in *this* process: were a check to fail where it
-        passed in the run that wrote the page, position-free K would be taken for the engine's.
+        A page is decoded by how its layers are stored in *this* process. If a check passed in the
+        run that wrote it and failed here, position-free K would be read as the engine's K.
 
         Args:
             digest: of `rope_digest`, 32 bytes.

@@ -81,7 +81,7 @@ def owner_of(custom_params: Any) -> str | None:
 
 
 def tenant_of(req: Any) -> Tenant | None:
-    """The tenant noted of a request; None where none was: it then shares nothing by content."""
+    """The tenant noted of a request, or None; without one it shares nothing by content."""
     return getattr(req, _ATTRIBUTE, None)
 
 

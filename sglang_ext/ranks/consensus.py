@@ -32,8 +32,8 @@ from sglang_ext.admission.waiting_request import Readiness
 Vector = npt.NDArray[np.int32]
 MinReduce = Callable[[Vector], None]
 
-# What one step can settle; the rest is told in the next. A step ends with few saves, and requests
-# that were agreed on once are not told again.
+# Bounds of one step; the rest is reported in the next one. They suffice: few saves end in one step,
+# and a request that was agreed on is not reported again.
 MAX_SAVES = 64
 MAX_REQUESTS = 256
 
@@ -155,7 +155,7 @@ class Consensus:
         saves = report.saves[:MAX_SAVES]
         vector[_NUM_SAVES] = len(saves)
         vector[_LOADS] = report.loads_landed
-        # A save that has not ended here says nothing: it does not count on any rank.
+        # Places of saves that have not ended here hold 1, which MIN ignores; the least count wins.
         vector[_SAVES:_REQUESTS] = 1
         vector[_SAVES : _SAVES + len(saves)] = saves
         columns = vector[_REQUESTS:].reshape(_COLUMNS, MAX_REQUESTS)

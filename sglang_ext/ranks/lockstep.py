@@ -167,7 +167,7 @@ class Lockstep(Admission):
         return lambda hashes: self.promises.take(handle, space, first_page, hashes)
 
     def load_queued(self, handle: Hashable) -> None:
-        """The pins behind the load stay: `take_last` may want the last of them."""
+        """Does nothing: the remaining pins are kept, as `take_last` may want the last page's."""
 
     def admit(self, handle: Hashable, last_page: int | None) -> None:
         """See `Admission`."""

@@ -36,7 +36,7 @@ class _Promise:
 
     Attributes:
         prefix: its pages.
-        prompt: what whoever entered it wants to know of it.
+        prompt: anything that the caller of `enter` wants back from `PromiseBook.prompt`.
         first_page: index of the first page that is pinned, or would be.
         ticket: the pages that are pinned.
         seen: how far the plan was when the ticket was last extended.
@@ -175,7 +175,7 @@ class PromiseBook:
         if progress.first_page != promise.first_page:
             self._keep(promise, promise.first_page, promise.first_page)
             promise.first_page = progress.first_page
-        # A plan that was taken back, for one before it, takes its pins along.
+        # If the plan was taken back for a request ahead, the pins here are given back, too.
         self._keep(promise, promise.first_page, progress.end_page)
         start, end = promise.end_page, progress.end_page
         if end <= start:
@@ -227,8 +227,8 @@ class PromiseBook:
     def num_promised(self, handle: Hashable, space: KeySpace, device_pages: int) -> int:
         """Pages promised behind a device prefix.
 
-        0 where the device lost pages meanwhile, or where the promise was made in another key space
-        than the request's of now.
+        0 when the device lost pages meanwhile, or when the key space has changed since the promise
+        was made.
         """
         promise = self._promises.get(handle)
         if promise is None or promise.settled is None or promise.prefix.space != space:

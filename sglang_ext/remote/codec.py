@@ -19,9 +19,9 @@ from sglang_ext.tiers.store.shared.coding import Levels, RemoteCodec
 class RemotePageCodec(PageCodec, RemoteCodec):
     """A `PageCodec` whose streams hold all levels up to one, where the codec can.
 
-    What it learned about the model leaves as the bytes of its file, and what other servers learned
-    comes in so. That decodes the records that name it, and nothing else: who can write to a store
-    that proves no origin could otherwise decide how badly this server codes its own pages.
+    A learned profile is sent as the bytes of its file, and other servers' arrive likewise.
+    A received profile only decodes the records that name it, unless `adopts` is set: otherwise
+    anyone who can write to a store that proves no origin could decide how this server codes.
 
     Attributes:
         codec_id: what pages are coded with.

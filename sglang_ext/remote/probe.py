@@ -1,4 +1,4 @@
-"""A little of what is computed is fetched all the same, to notice that a link has become fast.
+"""Probes: fetches a few pages that are being recomputed, to notice that a link has become fast.
 
 While every context is sooner computed than fetched nothing is fetched, and what is known of the
 link, or of the decoder, would never change again. Nobody waits for a probe, and what it brings is
@@ -59,7 +59,7 @@ class Prober:
     ) -> None:
         """Plans a probe of a stretch that is computed, if a faster link would have changed that.
 
-        It takes the part `PROBE_SHARE` of the time that computing takes, and one page at least.
+        A probe takes at most `PROBE_SHARE` of the time that computing takes, but at least a page.
         """
         is_due = self._next is None and now_s >= self._not_before_s
         if not is_due or not run.would_load(now_s):

@@ -83,7 +83,7 @@ class Run:
         chunks: its pages.
         stream: the planner.
         next_decode: the first chunk that is not published.
-        partial: what could be had of chunks of which some could not.
+        partial: by chunk, the leading pages that came where its other pages could not be had.
         held_bytes: arrived, and not forgotten.
         text_s: expected seconds to compute all of it, and what is behind it.
     """
@@ -188,7 +188,7 @@ def _scale(page: FoundPage) -> QualityScale:
 def _prefill(
     prefill_s: Callable[[int, int], float | None], before: int, question: int
 ) -> Callable[[int, int], float]:
-    """As the planner asks for it. Computing is no choice while nobody knows how long it takes."""
+    """Adapts `prefill_s` to the planner. An unknown time counts as too long to compute anything."""
 
     def seconds(num_new: int, num_before: int) -> float:
         found = prefill_s(num_new, before + num_before)

@@ -375,7 +375,7 @@ class RemoteStreams:
             num_text += sum(len(pages) for pages in context.runs)
             self._directory.counters.add("remote_text_pages", num_text)
         self._end(context)
-        if is_text and not at:  # nothing was fetched, so nothing was learned
+        if is_text and not at:  # no chunk was fetched, so the link was not measured
             self._prober.consider(run, self._link.estimator, self._decoding, time.monotonic())
             self._lock.notify_all()
 
@@ -398,7 +398,7 @@ class RemoteStreams:
             logger.exception("hier-kv: the end of a fetch could not be noted")
 
     def _brought(self, context: Context, first: int, end: int) -> None:
-        """Pages [first, end) of a context are in DRAM: who waits for these need not any more."""
+        """Pages [first, end) of a context are in DRAM: contexts that wait for them may go on."""
         if context in self._contexts:
             self._release(context, context.keys_of(first, end))
 

@@ -1,4 +1,4 @@
-"""SGLang's unified radix cache with tiers below the device: the few methods that differ.
+"""SGLang's unified radix cache with tiers below the device: the methods that differ.
 
 Every method here runs on the scheduler's thread. What becomes of waiting requests is decided
 behind `admission`.
@@ -49,7 +49,11 @@ _SPARE_MARKS = 1024
 
 
 class HierKVRadixCache(UnifiedRadixCache):
-    """A radix tree whose evicted nodes live on in DRAM and on disk."""
+    """A radix tree whose evicted nodes live on in DRAM and on disk.
+
+    It has many methods because SGLang calls that many of a cache's; each hands on to the part that
+    does the work.
+    """
 
     linker: HierKVLinkerWrapper
     matching_request: Any = None
@@ -193,8 +197,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         The last token of a prompt is always computed, so a prompt of whole pages computes its last
         page again, with other rounding. Where the tree holds that page, SGLang's insert drops what
         was recomputed and decodes on the older KV; this does the same where a tier below holds it,
-        so that a page has one value everywhere and answers are those of a device hit. Unless what
-        the tiers have is worse.
+        so that a page has one value everywhere and answers are those of a device hit. Nothing is
+        replaced where the stored page is of worse quality.
         """
         start = up_to - self.page_size
         if up_to % self.page_size or req.prefix_len != start or req.kv.cache_protected_len > start:
@@ -321,7 +325,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     def truncate_with(self, truncator: Truncator | None) -> None:
         """Cuts prompts that are too long from now on; None: off."""
         self.truncator = truncator
-        alone = self.admission.decides_alone  # a search ends when it ends
+        alone = self.admission.decides_alone  # searches end at different times on each rank
         if truncator is not None and truncator.allows_match and alone:
             self.quotes = QuoteSearch(
                 self.store, self.truncated, truncator, page_size=self.page_size
@@ -348,15 +352,15 @@ class HierKVRadixCache(UnifiedRadixCache):
     def claim_kv_row(self, req: Any) -> bool:
         """A request that held KV ends or is retracted: its plan ends at the latest now.
 
-        One that reused nothing and is barred from the tree, or whose session keeps its rows, comes
-        past none of the other places.
+        Needed for a request that reused nothing and is barred from the tree, or whose session keeps
+        its rows: nothing else releases its plan.
         """
         self.release_plan(req.cache_request_handle)
         self.session_turns.end(req)
         return bool(super().claim_kv_row(req))
 
     def load_queued(self, req: Any, *, loaded: bool) -> None:
-        """What can be loaded for a request is queued; `loaded`: it is something."""
+        """A request's load was queued; `loaded` is False when there was nothing to load."""
         handle = req.cache_request_handle
         if loaded:
             first, num_pages = self.waiting_room.remote_pages(handle)

@@ -78,9 +78,9 @@ class HierKVLinker(UnifiedCacheLinker):
 
     @contextmanager
     def placed(self, place: Place) -> Iterator[None]:
-        """Says where the pages lie of the look-ups, loads and saves that SGLang calls for inside.
+        """Sets where the pages of SGLang's look-ups, loads and saves inside the context belong.
 
-        SGLang's calls name pages and rows; outside of this nothing is found, loaded or saved.
+        SGLang's calls name only pages and rows. Outside of it nothing is found, loaded or saved.
         """
         self._place = place
         try:
@@ -175,7 +175,7 @@ class HierKVLinker(UnifiedCacheLinker):
         self.layer_done_counter.fail(index, RuntimeError("the weights changed before the load"))
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Ends a batch: nothing that is launched from now on meets its writes; True if it landed.
+        """Ends a batch; True if it landed. Work launched from now on runs after its last write.
 
         On a CPU it waits until the batch is copied. On a device with streams it is queued and can
         no longer fail, and the forwards to come are ordered behind its last write.

@@ -16,7 +16,7 @@ from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.store import PageStore
 
 _INTERVAL_S = 1.0
-# What the page store reports that can fall.
+# Values of the page store that are gauges: they can fall.
 _GAUGES = {
     "host_pages",
     "host_capacity_pages",

@@ -32,13 +32,13 @@ class SessionTurns:
     def meet(self, req: Any) -> None:
         """A turn is about to be matched: it will go on with the KV of the turns before it.
 
-        A turn that asks for exact KV where that is not gets none of it: the session's KV is given
-        up, as SGLang does where it cannot be used, and the prompt is computed. So is a turn's with
-        another adapter, `extra_key` or salt than those before it: SGLang would go on with KV of
-        the other adapter, and keep it under this turn's key if the turn is aborted.
+        If the turn asks for exact KV and the session's is not, the session's KV is given up and the
+        prompt is computed, as SGLang does with KV that cannot be used. The same if the turn has
+        another adapter, `extra_key` or salt than the turns before it: SGLang would go on with their
+        KV, and keep it under this turn's key if the turn is aborted.
 
-        A turn that comes while another runs on the session's rows gets neither of the two: those
-        rows are being written. Nor does one that SGLang refused for another that still waits.
+        A turn that comes while another one runs on the session's rows is refused, as those rows are
+        being written. So is a turn that SGLang refused because another one still waits.
         """
         slot = self._sessions.slots.get(req.session.session_id)
         if getattr(slot, _RUNNING_TURN, None) not in (None, req):
@@ -59,12 +59,12 @@ class SessionTurns:
             state_of(req).note_reused(int(taint))
 
     def _turn_away(self, req: Any) -> None:
-        """Ends a turn as SGLang does where a session has another one.
+        """Ends a turn as SGLang does when its session has another one.
 
-        SGLang notes that none runs any more when it takes such a turn from its session, and then
-        lets the next one in, onto the same rows; or it leaves the turn in a session that has no
-        rows yet, and two turns bring the first ones. Here the note and the session stay the other
-        turn's.
+        But not by SGLang's own code: that either clears the session's mark of a running turn, so
+        that the next turn would run on the same rows; or it leaves the turn in a session that has
+        no rows yet, and two turns would bring the first ones. Here both the mark and the session
+        stay with the running turn.
         """
         if req.to_finish is None:
             req.to_finish = FINISH_ABORT(

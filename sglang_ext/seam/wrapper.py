@@ -42,7 +42,7 @@ class LinkedCache(Protocol):
         """Key space of a request; None while nothing may be reused or saved for it."""
 
     def load_queued(self, req: Any, *, loaded: bool) -> None:
-        """What can be loaded for a request is queued; `loaded`: it is something."""
+        """A request's load was queued; `loaded` is False when there was nothing to load."""
 
     def inc_lock_ref(self, node_id: Any) -> Any:
         """SGLang's lock of a node and of those above it."""
@@ -211,7 +211,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         ancestors: list[str],
         quality: Qualities,
     ) -> None:
-        """Queues pages of the tree that got better for saving, stored as they may be already.
+        """Queues pages of the tree that were made better for saving, even if they are stored.
 
         Args:
             node_id: node at or below the pages, locked until they are saved.
@@ -229,7 +229,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         with self.cache_linker.placed(place):
             queued = self.cache_linker.offload([transfer])
         if queued:
-            # No node: what SGLang notes of nodes is of the save that came before.
+            # No nodes to publish: SGLang's marks on nodes belong to the earlier save.
             self.pending_offloads.append(_PendingOffload(node_id, lock, []))
         else:
             self.cache.dec_lock_ref(node_id, lock)
@@ -237,8 +237,8 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
     def forget_saves(self) -> None:
         """The tiers were cleared: what is on the device is stored nowhere, whatever was saved.
 
-        It is saved again when a request comes past it; without that what follows it could not be
-        found. SGLang's tree in Rust keeps its marks: there it takes a flush.
+        A page is saved again when a request inserts it again; otherwise pages behind it could not
+        be found. SGLang's Rust tree keeps its marks, so there this happens only after a flush.
         """
         self._num_void = len(self.pending_offloads)
         self._tree.forget_saves()
@@ -257,7 +257,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
     def replace_pending_offload_node(
         self, ack_id: Any, old_node_id: Any, new_node_ids: list[Any]
     ) -> None:
-        """A node whose save is under way was split; saves of `save_again` are not meant."""
+        """A node whose save is under way was split; entries of `save_again` stay as they are."""
         everything = self.pending_offloads
         self.pending_offloads = [entry for entry in everything if entry.publish_node_ids]
         super().replace_pending_offload_node(ack_id, old_node_id, new_node_ids)

@@ -135,7 +135,7 @@ def _check_tensor_parallel(config: HierKVConfig) -> None:
             "leave it out: each rank learns a profile of its own heads",
         )
     if config.truncation in ("match", "all"):
-        # A search ends when it ends, on each rank at another time.
+        # A search ends at a different time on each rank.
         _refuse(
             "--hier-kv-truncation overflow or off with several tensor parallel ranks",
             config.truncation,

@@ -131,8 +131,9 @@ class CutRule:
 
     Attributes:
         context_len: tokens that prompt and output may have together; the same for all requests.
-        ratio: share of the window behind the head that a cut drops: as near to it as a message
-            begins, from half of it on.
+        ratio: share of the window behind the head that a cut should drop. The cut is at the message
+            boundary nearest to that; it drops at least half of that share, unless one message
+            fills the rest.
         head_tokens: kept at the beginning even without a system prompt.
         align: where no boundary serves, the number of dropped tokens is a multiple of this.
 
@@ -177,8 +178,8 @@ class CutRule:
     def cut(self, num_tokens: int, limit: int, head: int, messages: Messages = NO_MESSAGES) -> Cut:
         """Where to cut a prompt.
 
-        Nothing is cut where it fits. The last message is cut into only where head and message are
-        together over the limit.
+        A prompt that fits is not cut. The last message is cut in the middle only if head and
+        message together exceed the limit.
 
         Args:
             num_tokens: of the whole prompt, as the client sent it.

@@ -60,7 +60,7 @@ def names_of(
         digest.update(view[done * tokens.itemsize : start * tokens.itemsize])
         done = start
         named = digest.copy()
-        # Read from the end: how many places, the places, and so the number of tokens before them.
+        # Read backwards these give the number of places, the places, and the tokens hashed before.
         named.update(np.array([*cut.starts[:number], number], "<i8").tobytes())
         names[start] = OF_LINEAGE + named.hexdigest() + ":"
     return names
@@ -145,7 +145,7 @@ class CutLineage(Lineage):
         return self.cut.num_dropped
 
     def key_of(self, start: int) -> str | None:
-        """The `extra_key` of a lineage by where its tail begins; the client's for all others."""
+        """`extra_key` of the lineage whose tail begins at `start`; without one the client's own."""
         name = self.names.get(start)
         return self.extra_key if name is None else name + (self.extra_key or "")
 

@@ -1,8 +1,8 @@
 """Which stored conversation a prompt quotes: `rolling`, with the pages' hashes beside their text.
 
-The tokens of stored pages are kept in memory, as a record does not hold them, for a bounded number
-of pages; the oldest go first. A page that left the store meanwhile is found here and not there: a
-miss.
+Records do not hold tokens, so the tokens of a bounded number of stored pages are kept in memory;
+the oldest are dropped first. Text is found here even if its page has left the store; the look-up in
+the store is a miss then.
 
 Pure: numpy and numba only. Thread-safe: everything runs under one lock.
 """

@@ -88,8 +88,8 @@ class MatchIndex:
         Args:
             page_size: tokens of a page.
             max_pages: most pages.
-            window: at most a page, which is the default; fewer find no more, as a run has at least
-                one whole page, and hit more text that only begins alike.
+            window: at most a page, which is the default. A smaller one finds no more runs (a run
+                has a whole page) and hits more text that only begins alike.
             seed: of the hashes; secret and random unless given.
         """
         window = page_size if window is None else window
@@ -204,8 +204,8 @@ class MatchIndex:
     ) -> Run | None:
         """The longest stretch of `prompt[start:]` that a chain of the group holds.
 
-        It has at least one whole page. What follows its last whole page is looked for in 64 pages
-        that continue it, and of pages with the same first tokens 8 are looked at.
+        It has at least one whole page. Behind its last whole page at most 64 continuing pages are
+        tried; of pages with the same first tokens at most 8 are tried.
 
         Args:
             prompt: int32 [n].

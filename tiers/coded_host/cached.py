@@ -130,9 +130,11 @@ class CachedDiskTier(Tier):
             }
 
     def _keep(self, location: Location, slot: ByteArray) -> None:
-        """Takes a copy of a record, with a checksum; a segment that went meanwhile takes it along.
+        """Takes a copy of a record, with a checksum.
 
-        The disk tier leaves none in the slot where it has better seals.
+        The disk tier leaves no checksum in the slot where it has better seals. If the record's
+        segment was deleted meanwhile, nobody asks for the copy any more: it is dropped as the least
+        recent one in the end.
         """
         try:
             size = HEADER_BYTES + parse_header(slot)[1]

@@ -238,7 +238,7 @@ class MemoryTier(Tier):
         return True
 
     def _free_records(self, num_bytes: int) -> bool:
-        """Frees records that are no pages any more, having some given up; whether there were any.
+        """Frees records that are no pages any more; if none, asks for some. True if it freed any.
 
         Without a keeper there are none: segments go as a whole.
         """

@@ -155,8 +155,8 @@ class DiskContext:
     def work(self, runs: Sequence[Run]) -> None:
         """Takes runs through their steps; see `Workers.run`.
 
-        Through the page cache a run is in the core's cache when it has been moved, so one thread
-        does all of its steps; as it does where it is the only one.
+        With buffered I/O the bytes of a run are in the core's cache after the move, so one thread
+        does all its steps. So it does when there are no helper threads.
         """
         shared = self.direct and self.config.num_helpers > 0
         self.workers.run(runs if shared else [run.whole() for run in runs])

@@ -1,9 +1,10 @@
 """Keeping the tier under its size bound: whole old segments go, their hot pages move.
 
-The victim is the sealed segment, of any namespace, whose last read or write is longest ago; of the
-few oldest that with the fewest pages that the owner will read soon. Hot pages, as the owner says,
-move to their namespace's active segment first: at most a quarter of the
-victim, by size, and no more than that segment still has room for. Everything here runs on the
+The victim is a sealed segment of any namespace. First come those with the fewest live blocks, where
+the owner knows these, then those whose last read or write is longest ago; of the first few goes the
+one with the fewest pages that the owner will read soon. Pages that the owner calls hot move to
+their namespace's active segment first: at most a quarter of the victim, by size, and no more than
+that segment still has room for. Everything here runs on the
 writing thread under the write lock; readers are never waited for.
 """
 
@@ -77,11 +78,11 @@ class Reclaimer:
         return shortfall <= 0
 
     def has_room(self, num_bytes: int, namespace: Namespace) -> bool:
-        """Whether a new segment fits, once what nobody can read is gone.
+        """Whether a new segment fits after unusable segments were dropped.
 
-        That is what other namespaces have left in the folder, and this one in segments that are
-        not written to as it is now (of another key, packed or not), of which the owner keeps no
-        page: the oldest segments go first.
+        These are sealed segments of other namespaces, and those of this namespace in a format that
+        is no longer written (another key, or the other of packed and whole slots). Only segments
+        in which the owner keeps no page are dropped, the oldest first.
         """
         keeper, catalog = self._owner.keeper, self._context.catalog
         while self._shortfall(num_bytes) > 0:
@@ -154,7 +155,7 @@ class Reclaimer:
         return sum(segment.file_bytes for segment in self._context.catalog.oldest_sealed())
 
     def _victims(self) -> list[Segment]:
-        """Sealed segments: those with least in them that is a page first, then the oldest.
+        """Sealed segments: those with the fewest live blocks first, then the oldest.
 
         What the call in hand wrote comes last: its records are no pages yet.
         """

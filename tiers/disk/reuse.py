@@ -34,7 +34,7 @@ from sglang_ext.tiers.disk.segments.layout import (
 from sglang_ext.tiers.disk.segments.recovery import read_footer
 from sglang_ext.tiers.records.record import RecordMeta
 
-# A segment is opened again for at least so many times the bytes that its new footer takes.
+# A segment is opened again only if its free blocks are this many times those of its footer.
 _WORTH_FOOTERS = 8
 _GIVE_UP_SHARE = 8  # of a segment, at least one in so many is given up at once
 _MAX_ROUNDS = 16  # of giving up, until a segment is worth opening
@@ -184,7 +184,7 @@ class Reuser:
     def open(
         self, namespace: Namespace, keeper: PageKeeper, blocks: Sequence[int], fresh: set[int]
     ) -> ReusedSegment | None:
-        """Opens the segment in which most is free, and has pages given up where none is worth it.
+        """Opens the segment with the most free room; if none has enough, has pages given up.
 
         Args:
             namespace: the segment's.

@@ -145,9 +145,9 @@ class Workers:
             has_waited = True  # nothing new to tell others
 
     def _take(self, own: _Batch | None) -> _Step | None:
-        """Takes the most urgent step: the disk must not wait, nor who waits for what was read.
+        """Takes the most urgent step: first moves, as the disk must not wait, then what was read.
 
-        A caller moves runs of its own call only: it could not return while it waits for the disk.
+        A caller moves runs of its own call only: with another's it would return too late.
         """
         batch = self._moves_next()
         if batch is not None and own in (None, batch):
@@ -166,7 +166,7 @@ class Workers:
         return None
 
     def _moves_next(self) -> _Batch | None:
-        """The call whose run should move now: of those with the fewest on their way the oldest."""
+        """The call whose run should move now: with the fewest on their way, then the oldest."""
         waiting = [batch for batch in self._batches if batch.to_move]
         if not waiting or not self._num_slots:
             return None

@@ -250,7 +250,7 @@ class CostModel:
         done, arrival = self._times(prefix, queue, turn_in_s, remote)
         if done is None or arrival is None:
             return Verdict(Choice.LOAD, num)  # nothing measured yet: load, and learn
-        # Of equal times the longest prefix: it leaves the device more time for others.
+        # Of prefixes that are equally fast the longest: it computes least on the device.
         wanted = num - int(np.argmin(done[::-1][: num - first + 1]))
         choice = Choice.LOAD if wanted == num else Choice.PARTIAL
         if not moves[:wanted].any():
@@ -370,12 +370,12 @@ class CostModel:
             for column in (prefix.read_bytes, prefix.decode_bytes, prefix.fetch_bytes)
         )
         coming = np.concatenate([[False], np.logical_or.accumulate(prefix.is_coming)])
-        # What comes for somebody else is on a link that is at work; on the disk if none is.
+        # A page on its way for others counts on each busy link, and on the disk if none is busy.
         reads = (own > 0) | (coming & (queue.bytes_ahead > 0 or not remote.bytes_ahead))
         fetches = (fetched > 0) | (coming & (remote.bytes_ahead > 0))
         with self._lock:
             prefill = self._prefill.coefficients
-            # A link on which nothing has to come need not have been measured.
+            # A link that has nothing to bring may be unmeasured.
             reading: Any = 0.0
             if reads.any():
                 reading = _moving_s(self._read, queue, queue.bytes_ahead + own)

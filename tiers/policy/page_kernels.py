@@ -86,8 +86,8 @@ def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> No
     known = 0
     while known < path.size and pages.known[path[known]] and pages.uses[path[known]]:
         known += 1
-    # The lineage goes on where the known part ends where an earlier path ended: a shared prefix
-    # ends in the middle of the paths it is shared by. The last page may have been a partial one.
+    # The path continues a conversation if its known part ends where an earlier path ended (or one
+    # page before: the last may have been partial). A shared prefix ends inside of earlier paths.
     turn, departs = 1, known > 0
     if known and pages.tail[path[known - 1]] <= 1:
         departs = False
@@ -122,7 +122,7 @@ def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> No
 
 @compiled
 def link(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> bool:
-    """Pages are stored by a path, root first, and nobody used them yet; whether that is news.
+    """Notes a path of stored pages, root first, without a use; returns whether that was new.
 
     A path may begin in the middle: what is known of the page before its first one stays.
 
@@ -157,7 +157,7 @@ def link(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> b
 
 @compiled
 def adopt(pages: Any, path: Any, old_parents: Any) -> bool:
-    """A request is going to reach these pages by `path`, root first; whether that is news.
+    """A request will reach these pages by `path`, root first; returns whether a parent changed.
 
     Args:
         pages: The columns.
@@ -183,7 +183,7 @@ def adopt(pages: Any, path: Any, old_parents: Any) -> bool:
 
 @compiled
 def leave_behind(pages: Any, rows: Any, now_s: float) -> Any:
-    """Gives pages that a cut conversation goes on without the class of such pages.
+    """Moves pages that a cut conversation does without to the class LEFT_BEHIND.
 
     Shared ones stay what they are.
 

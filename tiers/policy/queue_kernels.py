@@ -131,7 +131,7 @@ def add(needs: Any, slot: int, path: Any) -> None:
 
 @compiled
 def drop(needs: Any, slot: int, unneeded: Any) -> int:
-    """Unlinks all pages of a request; writes those that nobody needs now, returns how many."""
+    """Unlinks a request's pages; writes rows that are no longer needed, returns their number."""
     num = 0
     entry = needs.first[slot]
     while entry != NONE:
@@ -152,7 +152,7 @@ def drop(needs: Any, slot: int, unneeded: Any) -> int:
 
 @compiled
 def forget(needs: Any, rows: Any) -> bool:
-    """Nobody needs these pages any more: they are gone. Returns whether somebody did."""
+    """Unlinks forgotten pages from all requests; returns whether a request needed one."""
     was_needed = False
     for i in range(rows.size):
         row = rows[i]
@@ -182,7 +182,7 @@ def relink(needs: Any, slots: Any, moved: Any) -> None:
     num_moved = 0
     for i in range(slots.size):
         num_moved += moved[i]
-    # Where many move, all do: then each entry is linked at its list's end, without a walk.
+    # If most requests move, all are relinked: each entry then goes to its list's end, with no walk.
     every = 2 * num_moved > slots.size
     for i in range(slots.size):
         if every or moved[i]:

@@ -233,9 +233,9 @@ def learn(
 
 @compiled
 def relabel(directory: Any, names: Any, kind: int, now_s: float, mask: Any) -> None:
-    """Notes that pages have another class from now on, without a use.
+    """Changes the class of pages, without a use.
 
-    To the class that they had they are lost from sight at the age that they had.
+    In the statistics of its old class a page counts as gone, unreturned, at its present age.
     """
     d = directory
     for i in range(names.size):

@@ -20,8 +20,8 @@ _DIRECTORY_RATIO = 8  # the directory sees this many times further back than the
 _DECAY = 0.97  # at each rescoring: what was seen 23 of them ago counts half
 _MIN_DIFFERENT = 64  # hits in one cache only, before anything is concluded
 _FADE_AT = 4096
-# Of pages left behind: the share of returns up to which they leave first, and how many are taken
-# not to have returned before any was seen.
+# Pages left behind leave first while no more than the share _FEW of them returned. Before any was
+# seen, _UNSEEN of them count as not returned.
 _FEW, _UNSEEN = 0.05, 64
 
 

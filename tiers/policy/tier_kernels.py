@@ -109,7 +109,7 @@ def _unpark(lists: Any, row: int, young: bool) -> None:
 
 @compiled
 def enter(lists: Any, pages: Any, rows: Any) -> None:
-    """Adds pages that are not there yet, at the young end; the deepest of them is the oldest."""
+    """Adds pages that are not there yet at the young end; the deepest becomes their oldest."""
     for i in range(rows.size - 1, -1, -1):
         row = rows[i]
         if row < 0 or row >= lists.state.size or lists.state[row] != ABSENT:
@@ -169,7 +169,7 @@ def put_back(lists: Any, pages: Any, rows: Any, young: bool) -> None:
 
 @compiled
 def touch(lists: Any, rows: Any) -> None:
-    """Moves pages that lie here to the young ends of their lists; the first one is the last."""
+    """Moves pages that lie here to the young ends of their lists; the first becomes youngest."""
     for i in range(rows.size - 1, -1, -1):
         row = rows[i]
         if row < 0 or row >= lists.state.size or lists.state[row] == ABSENT:
@@ -236,9 +236,9 @@ def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, yo
 def _next_of_kind(
     lists: Any, head: Any, lookahead: bool, kind: int, end: int, budget: Any
 ) -> Any:  # fmt: skip
-    """The page at the leaving end of a class that may leave; those that may not are parked.
+    """Returns the next page of a class that may leave; parks those met before it that may not.
 
-    `budget`, i64[NUM_CLASSES], is how many may be parked; where more would have to be, no page.
+    `budget`, i64[NUM_CLASSES], is how many may still be parked; NONE when it is used up.
     """
     row = lists.ends[end, kind]
     while row != NONE:

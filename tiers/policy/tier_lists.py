@@ -78,7 +78,7 @@ class TierLists:
         kernels.leave(self._lists, self._shared.pages, rows, self._young)
 
     def hold_where(self, rows: Rows, stay: npt.NDArray[np.bool_]) -> None:
-        """Says of each of some pages whether it must stay; what was said of it before is over."""
+        """Sets for each page whether it is held, in place of what was set before."""
         kernels.hold_where(self._lists, rows, stay, self._young)
 
     def next_to_leave(self, count: int, now_s: float) -> Rows:

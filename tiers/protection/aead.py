@@ -50,11 +50,11 @@ class Origin(NamedTuple):
     """Who protected something, and with what; 40 bytes that lie beside it.
 
     Attributes:
-        mode: of it.
-        kind: of what it is; for whoever stores it.
+        mode: what was done to the bytes.
+        kind: a number that tells the caller what was protected.
         key_id: which key of the deployment, 8 bytes.
         salt: of the process, 16 bytes.
-        counter: how manieth of the process.
+        counter: number of the origin among those of the process.
     """
 
     mode: Mode

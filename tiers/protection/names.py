@@ -1,4 +1,4 @@
-"""Names of values in a store that do not say of what they are.
+"""Hides the names of values in a shared store, so that a name does not tell its page.
 
 A page's hash is a hash of its tokens: who guesses a prompt can look whether it was there. Where
 records are encrypted, values are named after keyed hashes instead.
@@ -42,9 +42,9 @@ class HidingEngine(RemoteEngine):
         self._engine.ping(deadline)
 
     def fetch(self, fetches: Sequence[Fetch], on_fetched: OnFetched, deadline: Deadline) -> None:
-        """See `RemoteEngine.fetch`. From the first value that is missing on all are held back.
+        """See `RemoteEngine.fetch`. Values are reported in order.
 
-        Until it is known whether they have an older name: they are reported in order.
+        So from the first missing one on, reports wait until older names were tried.
         """
         found: dict[int, int] = {}
         missing: list[int] = []

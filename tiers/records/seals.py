@@ -34,11 +34,11 @@ class SealedRecord(NamedTuple):
     Attributes:
         meta: what its header says.
         payload_bytes: length of its payload.
-        pieces: u8 [n] each; what to write, one behind the other, as long as the slot it is from.
-            Empty where `fill` makes it.
-        fill: puts what to write into memory as long as the slot, where it cannot be made in place:
-            when it is about to be moved, so that little of it is held at a time. The slot must not
-            change until then.
+        pieces: u8 [n] each; the bytes to write, one after another, as long as the slot. Empty when
+            `fill` makes them.
+        fill: writes the bytes into memory as long as the slot, for bytes that cannot be made in
+            place. Called just before they are moved, so that little memory is held; the slot must
+            not change until then.
     """
 
     meta: RecordMeta

@@ -87,10 +87,10 @@ class Guard:
 
         Args:
             call: uses the engine.
-            failed: asked after a call that ended well whether it was one for the breaker.
+            failed: asked after a call that raised nothing; True counts it as a failure.
 
         Returns:
-            None when it ended well; else what its unfinished items are.
+            None when it ended well; else the outcome of the items that it did not finish.
         """
         if not self.usable:
             self._counters.drop("breaker_open")

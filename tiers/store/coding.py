@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 KeepRaw = Callable[[float], bool]
 """Says whether pages should be stored raw, given coded over raw bytes of those coded lately."""
 
-# While pages are kept raw every so-manieth is coded, so that sizes and speeds stay known.
+# While pages are kept raw, one in this many is coded, so that sizes and speeds stay known.
 _STILL_CODED = 32
 _SHARE_STEP = 0.1
 

@@ -1,4 +1,4 @@
-"""Pages that lie on disk and in DRAM, and whose copy on disk may go: that loses nothing now.
+"""Pages that are in DRAM and on disk, so that freeing the disk copy loses nothing at present.
 
 Not locked: the owner's lock is held around every call.
 """
@@ -16,11 +16,12 @@ _STEP = 64  # slots that one step looks at
 
 
 class Doubles:
-    """A stack of slots of DRAM whose pages came from the disk, the last to come on top.
+    """A stack of DRAM slots whose pages were read from disk; the last one read is on top.
 
-    The last to come is the last to leave DRAM again, so what is taken here is not soon written a
-    second time. A page that a codec changed is none: what it would be coded to now is another's.
-    Each slot is there once; what became of its page since is looked at when it is met.
+    The last page read is the last to leave DRAM again, so a page taken here is not written a
+    second time soon. Only pages that are exact in DRAM and on disk qualify: coding a page that a
+    lossy codec changed would give another record. A slot is on the stack at most once; whether its
+    page still qualifies is checked when the slot is reached.
 
     Memory: 5 bytes a slot.
 
@@ -46,7 +47,7 @@ class Doubles:
         self._num += len(slots)
 
     def take(self, num_blocks: int) -> Rows:
-        """Pages whose records have so many blocks together, or what there is."""
+        """Takes pages whose records have `num_blocks` blocks together, or all there are."""
         taken: list[Rows] = []
         while num_blocks > 0 and self._num:
             start = max(0, self._num - _STEP)

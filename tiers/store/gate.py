@@ -1,7 +1,7 @@
-"""The one door between the device and the tiers: nothing passes under weights that are gone.
+"""The gate between the device and the tiers: it stops transfers that began under other weights.
 
-KV on the device is made by the weights of now, while a page is named by the digest of some weights.
-What is planned or promised for a request takes time, and weights may change meanwhile. So each key
+KV on the device was computed with the present weights, while a page's namespace is a digest of the
+weights that computed it. Weights may change between planning a transfer and doing it. So each key
 space carries the epoch in which it was given out, a load needs `LivePages`, and only `Gate` makes
 these, of a ticket whose epoch lasts. A ticket of another epoch, or of another key space than the
 request's, ends as a miss. Saves pass the same comparison.

@@ -49,7 +49,6 @@ from sglang_ext.tiers.store.types import (
 from sglang_ext.tiers.transcoder import PageTranscoder
 
 NO_LORA = b""
-# Operations that a debug setting delays: each begins or ends a save, a load or a promotion.
 # Share of DRAM that write-back keeps free or clean.
 _LOW_WATER_SHARE = 0.125
 _CLOSE_LEAVING_S = 1.0  # for the batch in hand, before the disk is closed
@@ -77,7 +76,8 @@ class StoreConfig:
 class PageStore:
     """Pages of KV in DRAM and on disk, by their full key.
 
-    Thread-safe. No method but `flush` and `close` waits for I/O.
+    Thread-safe. No method waits for I/O but `open_namespace`, which may list the disk's folder,
+    `wait_idle`, `flush` and `close`.
 
     Attributes:
         arena: the slots; a page's bytes are written and read through it by whoever holds a ticket.

@@ -138,8 +138,8 @@ class LoadTicket:
 class Plan:
     """A request's pages on their way to DRAM, and the pins that keep them there.
 
-    Made by `PageStore.plan`; `remaining` is an int that only falls, so polling it is O(1) and
-    needs no lock. `cancel` (through the store) gives the pins back.
+    Made by `PageStore.plan`; from then on `remaining` is an int that only falls, so polling it is
+    O(1) and needs no lock. `cancel` (through the store) gives the pins back.
 
     Attributes:
         rows: those of the pages below that were known here when it was made.

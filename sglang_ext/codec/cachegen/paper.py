@@ -5,7 +5,7 @@
 - Deltas are quantised in steps of bin * deviation: bins 0.5, 1 and 1.5 over the three thirds of the
   layers, times the level's factor, times the standard deviation of the plane's deltas.
 - An arithmetic coder (`kernels/ac`) with a stream for each (plane, channel), under tables measured
-  offline on other text (`cachegen_tables`): one for anchors, one for deltas.
+  offline on other text (`tables.py`): one for anchors, one for deltas.
 
 Side information in the stream: an anchor's size in the KV dtype, for each group and plane; the
 length of each stream, 16 bits or 32 where a stream needs it. Where the paper is silent: quotients

@@ -116,11 +116,11 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _find(statements: Iterable[ast.stmt], name: str) -> ast.stmt | None:
-    """The last statement that gives a name its meaning, but overloads and declarations."""
+    """The last statement that defines a name; a function or class wins over later assignments."""
     found = None
     for statement in statements:
         if isinstance(statement, _Function | ast.ClassDef):
-            # `Name = make("Name", Name)` behind a class leaves it what the name stands for.
+            # Even behind `Name = make("Name", Name)` the name stands for its class.
             matches, weak = statement.name == name, False
         elif isinstance(statement, ast.Import | ast.ImportFrom):
             names = [alias.asname or alias.name for alias in statement.names]

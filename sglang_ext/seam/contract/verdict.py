@@ -87,7 +87,7 @@ class Verdict:
 
 
 def examine(source: Source, symbols: Iterable[Symbol] = SYMBOLS) -> Verdict:
-    """Compares a release with the same tested one, or with the newest where it was not tested."""
+    """Compares a release with its own test record; one never tested, with the newest that was."""
     releases = reference_releases()
     reference = source.version if source.version in releases else list(releases)[-1]
     files, names = releases[reference]["files"], releases[reference]["names"]

@@ -23,7 +23,7 @@ _PIECE_BYTES = 1 << 16
 
 
 class NumberRun:
-    """Commas in the list of numbers with which the text so far ends.
+    """Counts the numbers of a list that is still open at the end of the text so far.
 
     Lists that lie within one piece are not counted: they cost the server nothing.
     """
@@ -59,7 +59,7 @@ class BodyBound:
     Args:
         app: the app.
         longest_tokens: numbers that a list may have.
-        advice: completes the sentence that a client reads: why it is so many.
+        advice: explains the limit inside the error message.
     """
 
     def __init__(self, app: App, *, longest_tokens: int, advice: str) -> None:

@@ -107,7 +107,7 @@ def before_rendering(self: Any, request: Any, *args: Any, **kwargs: Any) -> None
 
 
 def check_num_chars(manager: Any, num_chars: int) -> None:
-    """Refuses what no prompt that may be cut can be the text of.
+    """Refuses a text that is longer than any prompt that may be cut.
 
     Args:
         manager: SGLang's `TokenizerManager`.
@@ -138,7 +138,7 @@ def _words_of(messages: Iterable[Any]) -> Iterable[str]:
 
 
 def bound_bodies(app: Any, manager: Any) -> None:
-    """Puts `BodyBound` around SGLang's app, inside of all else: what unpacks bodies, checks keys.
+    """Puts `BodyBound` innermost around SGLang's app, behind what unpacks bodies and checks keys.
 
     Args:
         app: SGLang's `FastAPI`, before it serves.

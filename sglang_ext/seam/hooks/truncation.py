@@ -1,8 +1,8 @@
 """Cuts prompts that are too long, in the scheduler.
 
-SGLang checks lengths twice: in its front process (see `truncation_front`), and in the scheduler
-after it has bounded `max_new_tokens` by what the prompt leaves. The cut is made before both of the
-latter, so that the client's wish is still known and everything after it sees the cut prompt.
+SGLang checks lengths twice: in its front process (see `front.py`), and in the scheduler, which
+first bounds `max_new_tokens` by what the prompt leaves. The cut is made before both steps of the
+scheduler: the client's wish is still known then, and everything after it sees the cut prompt.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ _RENEW_AFTER_S = 600.0
 _FREE_CHECK_S = 1.0
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError)
-# What others put in a value's place is no value, and nothing is waited for: a symbolic link, what
-# this user may not read, a socket. It must not speak against the folder and all that is in it.
+# Errors of things in a value's place that are no value: a symbolic link, a file that this user may
+# not read, a socket. They count as a missing value and not as a failure of the folder.
 _NO_VALUE_ERRORS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
 _VALUE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_LINK_ERRORS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)

@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 _NOT_FOUND = (-703, -704)  # REPLICA_IS_NOT_READY, OBJECT_NOT_FOUND
 _INVALID_PARAMS = -600  # what a value longer or shorter than asked for answers
-_SMALL_BYTES = 4096  # of such a range the value is nearly always longer
+_SMALL_BYTES = 4096  # a value is nearly always longer than such a range
 
 
 class Worker:

@@ -26,7 +26,7 @@ Address = tuple[str, int]
 _NUM_SLOTS = 16384
 _MAX_IDLE = 16  # connections kept a node
 _MAX_NODES = 2048  # with slots; twice as many as clusters are made for
-# Ranges of slots, in each its nodes, of these names and numbers, and of some what else there is.
+# A reply to CLUSTER SLOTS: ranges of slots, and for each node its name, port, id and metadata.
 _SLOTS_BOUNDS = ReplyBounds(depth=4, num_items=1 << 18, num_bytes=8 << 20)
 
 

@@ -24,7 +24,7 @@ from sglang_ext.tiers.store.types import (
 
 # Pages that write-back keeps free or written ahead of saves, unless one save was larger.
 _MAX_CLEAN_PAGES = 1024
-# It looks for pages to write when one in so many of them have moved, or so much time has passed.
+# It looks again when this part of the target number of pages moved, or after so many seconds.
 _LOOKS = 8
 _LOOK_S = 0.1
 
@@ -78,7 +78,7 @@ class DiskBook(PageTable):
         self.events.settle()
 
     def give_up(self, num_blocks: int) -> int:
-        """Forgets the disk copies that are needed least, so that many blocks of them or what is.
+        """Forgets the disk copies needed least until `num_blocks` blocks are free or none is left.
 
         Returns:
             The blocks given up; 0 where there is nothing left, or segments go as a whole.
@@ -92,20 +92,21 @@ class DiskBook(PageTable):
             rows = self.disk_order.take(num_blocks - given_up, self.now_s())
             given_up += int(self.index.num_blocks[rows].sum())
             self._drop_from_disk(rows)
-            if given_up:  # else there is no room for anybody, which is not the pages' doing
+            if given_up:  # if nothing was freed, it is not pages that take the room
                 self._note_full()
         self.events.settle()
         return given_up
 
     def begin_closing(self) -> None:
-        """What is only in DRAM will be gone: no copy on disk gives way because DRAM has it."""
+        """Shutdown begins: DRAM will be lost, so a DRAM copy no longer makes a disk copy spare."""
         with self.lock:
             self.closing = True
 
     def _note_full(self) -> None:
         self.disk_is_full = True
         if self.order is not None and self.writes_back:
-            self.order.disk_first = False  # what is not written yet is queued, and held by that
+            # From now on an unwritten page is held in DRAM only while it is queued for the disk.
+            self.order.disk_first = False
 
     def _take_doubles(self, num_blocks: int) -> Rows:
         if self.doubles is None or not self.writes_back or self.closing:
@@ -180,7 +181,7 @@ class DiskBook(PageTable):
             self.counters.add("disk_evicted_wanted_pages", int(wanted.sum()))
             self.counters.add("lost_wanted_pages", int(wanted[~in_dram].sum()))
         self._take_off_disk(rows)
-        # Not written a second time, which could go round for ever, so they may leave DRAM.
+        # They are not written again (that could repeat for ever), so DRAM may evict them.
         self.index.flags[rows[in_dram]] |= WRITE_DROPPED
         self._may_leave_changed(rows[in_dram])
         self.counters.add("disk_reclaimed_pages", len(rows))
@@ -213,8 +214,8 @@ class DiskBook(PageTable):
         """The disk was told to clear these: it may get pages again."""
         with self.lock:
             self.to_clear.difference_update(digests)
-            # It may have room for all now, and need not choose. `auto` has no way back: pages in
-            # DRAM are held otherwise since it writes back.
+            # The disk may have room for every page again, so it need not refuse any. Except under
+            # `auto`: it never returns from write-back to write-through.
             if not self.to_clear and self.write_policy != "auto":
                 self.disk_is_full = False
 
@@ -282,7 +283,7 @@ class DiskBook(PageTable):
         self.counters.add("write_dropped_pages", int((~stored).sum()))
         if hashes is not None:
             self.events.pages("written", hashes)
-        self.num_spilling = 0  # last: who sees it finds the counters and the log complete
+        self.num_spilling = 0  # last: whoever reads 0 also sees the updated counters and log
 
     @property
     def num_queued(self) -> int:
@@ -300,13 +301,13 @@ class DiskBook(PageTable):
         return self.writes_back and self.num_moved >= self._look_at
 
     def queue_leaving(self, num_pages: int) -> None:
-        """Queues those of the pages that leave DRAM next that are to be on disk before.
+        """Queues for writing those pages that leave DRAM next and still have to go to disk.
 
         Looks only where enough has changed since the last look, or some time has passed.
 
         Args:
-            num_pages: so many are to be free, or able to leave, or on their way to disk; more where
-                saves were larger.
+            num_pages: pages that should be free, able to leave, or on their way to disk (more if
+                saves were larger).
         """
         with self.lock:
             num_pages = max(min(num_pages, _MAX_CLEAN_PAGES), int(self.burst_pages))
@@ -323,8 +324,8 @@ class DiskBook(PageTable):
     def queue_all(self) -> int:
         """Queues all pages that are not on disk (linear); for a flush, which may run out of time.
 
-        The most recent first, and a page before those that it leads to: what a flush wrote can be
-        used, however far it came.
+        The most recent pages come first, and a parent before its children, so that every page
+        that a flush wrote before it ran out of time can be used.
         """
         with self.lock:
             rows = self.index.lru_tail(
@@ -357,7 +358,7 @@ class DiskBook(PageTable):
         return self._refuse(entry, self.policy.wanted(entry.rows))
 
     def _outweigh(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which pages are worth more than those whose places on disk they would take."""
+        """Which of these pages are worth more than the disk pages that they would replace."""
         assert self.policy is not None
         assert self.disk_order is not None
         num = len(rows)

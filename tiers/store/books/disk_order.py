@@ -1,4 +1,4 @@
-"""Which page leaves the disk next, and with it the server where DRAM does not have it.
+"""Which page leaves the disk next; if DRAM does not have it either, it is then lost.
 
 Not locked: the owner's lock is held around every call.
 """
@@ -45,7 +45,7 @@ class DiskOrder:
         self._lists.exit(rows)
 
     def lift(self, rows: Rows) -> None:
-        """Pages are about to be said to lie elsewhere; their order stays. `lie` follows."""
+        """Removes pages from their segments before they move; `lie` follows. Their order stays."""
         self._segments.remove(rows, self._index.segment[rows], self._index.num_blocks[rows])
 
     def lie(self, rows: Rows) -> None:
@@ -57,9 +57,9 @@ class DiskOrder:
         self._lists.hold_where(rows, (self._index.flags[rows] & FILLING) != 0)
 
     def take(self, num_blocks: int, now_s: float) -> Rows:
-        """Pages that leave so that their records give up so many blocks, or what there is.
+        """Takes out pages that leave, until their records free `num_blocks` blocks or none is left.
 
-        They are still to be told to `leave`.
+        The caller still has to call `leave` for them.
         """
         taken: list[Rows] = []
         while num_blocks > 0:

@@ -17,8 +17,8 @@ from sglang_ext.tiers.store.types import Rows
 class Lineage:
     """The page before each page, by row. Not locked: the owner's lock is held around every call.
 
-    A link is believed only where the depths fit, so that one to a row that holds another page by
-    now leads nowhere or to a page at the same depth, and never in a circle.
+    Rows are reused, so a link may point to a row that now holds another page. It is followed only
+    if the depths fit: it then ends, or leads to a page of the same depth, and never in a circle.
 
     Memory: 12 bytes a row, committed as rows come into use.
 
@@ -36,13 +36,13 @@ class Lineage:
         self._children = np.zeros(num_rows, np.int32)  # of `children_first`; 0 between calls
 
     def link(self, path: Rows) -> None:
-        """Notes a path, root first; unknown rows, which are negative, cut it."""
+        """Notes a path, root first. Only the part behind its last unknown (negative) row counts."""
         path = path[np.flatnonzero(path < 0)[-1] + 1 :] if (path < 0).any() else path
         if len(path):
             _link(self._parents, self._depths, np.ascontiguousarray(path, np.int64))
 
     def depart(self, head: Rows, tail: Rows) -> None:
-        """Notes that a tail is reached from a head now, and from nothing else; -1: unknown rows."""
+        """Makes `head` the only path to `tail`, which is cut at its first unknown row (-1)."""
         known = np.flatnonzero(tail < 0)
         tail = tail[: known[0]] if len(known) else tail
         if len(tail):
@@ -66,10 +66,10 @@ class Lineage:
         return result
 
     def children_first(self, leaving: Rows, count: int) -> Rows:
-        """The first `count` of these pages to leave, none before one of them that it leads to.
+        """Returns up to `count` of these pages, each child before its parent.
 
         Args:
-            leaving: i64 `[N]`, distinct, in the order wished.
+            leaving: i64 `[N]`, distinct, in the order in which they should leave.
             count: how many to return at most.
         """
         chosen = np.empty(min(count, len(leaving)), np.int64)

@@ -2,10 +2,10 @@
 
 All state is guarded by `PageTable.lock`. Nothing here blocks on I/O.
 
-A page in DRAM is evicted only when it is ready, unpinned, not being written to disk, and either on
-disk already or not meant for it; where pages are written back, an unwritten one that is met is
-queued. With a policy `DramOrder` says which; without one the LRU list does, touched child before
-parent: a page never outlives, in DRAM, the pages that lead to it.
+A page in DRAM may be evicted only if it is ready, unpinned and not being written to disk. It must
+also be on disk already or not meant for it; under write-back, eviction queues an unwritten page
+that it meets. With a policy `DramOrder` chooses the page. Without one the LRU list does: a child is
+touched before its parent, so that in DRAM no page outlives the pages before it on its path.
 
 `index.quality` is that of the best copy, the one in DRAM where there is one; a copy on disk is
 never better than that in DRAM.
@@ -111,7 +111,7 @@ class PageTable:
         self.spill_queue: deque[SpillEntry] = deque()  # guarded by lock
         # Namespaces of which the disk is to lose what it has, before it gets more. Guarded by lock.
         self.to_clear: set[bytes] = set()
-        self.num_spilling = 0  # pages taken from it whose end is not counted; one writer at a time
+        self.num_spilling = 0  # pages taken from it and not finished; one writer at a time
         self.num_in_flight = 0  # saves and promotions that own FILLING rows; guarded by lock
         self.idle = threading.Condition(self.lock)
         # Whether any page was ever stored that is not exact; guarded by lock, never falls.
@@ -315,7 +315,7 @@ class PageTable:
         return rows[~stay]
 
     def _remove(self, rows: Rows) -> int:
-        """Forgets pages; the policy is told, as the numbers of their rows are used again."""
+        """Forgets pages, also in the policy, because their row numbers are reused."""
         live = rows[self.index.is_live(rows)]
         self._take_off_disk(live)
         self.lineage.forget(live)
@@ -357,10 +357,10 @@ class PageTable:
         self._remove(rows)
 
     def _settle(self, rows: Rows, slots: Slots, *, failed: bool) -> None:
-        """Ends the waits for pages that were to fill these slots.
+        """Ends the waits of plans for pages that were to be read into these slots.
 
-        A page may have been cleared meanwhile and its row be filled anew, in another slot: who
-        waits there waits for that.
+        A row may have been cleared meanwhile and may be filling another slot now. Plans that wait
+        for it then wait for the new fill, and are left waiting.
         """
         filling = self.index.is_live(rows) & ((self.index.flags[rows] & FILLING) != 0)
         others = filling & (self.index.host_slot[rows] != slots)
@@ -373,7 +373,7 @@ class PageTable:
                 plan.failed |= failed
 
     def _touch(self, rows: Rows) -> None:
-        """Makes a run of a path the most recent, and what leads to it more recent still."""
+        """Makes a run of a path the most recent, and its predecessors more recent than the run."""
         self.index.lru_touch(rows[::-1])
         if len(rows) and rows[0] >= 0:
             self.index.lru_touch(self.lineage.above(int(rows[0])))

@@ -137,15 +137,15 @@ class PlanBook(DiskBook):
                 self._cancel(plan)
 
     def withdraw(self, rows: Rows, slots: Slots) -> Plan | None:
-        """A cancelled plan's read that has not begun: another's, or nobody's, from now on.
+        """Hands a cancelled plan's unstarted read to another waiting plan, or drops the read.
 
         Args:
             rows: i64 `[n]`.
             slots: i32 `[n]`, as `begin_plan` gave them.
 
         Returns:
-            The first plan in the queue that waits for one of the pages, and now for the read; None
-            when there is none: the slots were given back and the pages lie on disk as before.
+            The waiting plan that is first in the queue; the read is its own now. None when no
+            plan waits: the slots are free again and the pages are on disk only, as before.
         """
         with self.lock:
             waiting = [plan for row in rows.tolist() for plan in self._waiters.get(row, ())]
@@ -189,11 +189,10 @@ class PlanBook(DiskBook):
     def _yield_plans(self, num_slots: int) -> bool:
         """Cancels plans for a save that lacks room, those of the last requests in the queue first.
 
-        Not with look-ahead: what is planned is then what is needed soonest, and worth more than
-        what no longer fits. The first one's stays, so that a queue moves on however much is saved,
-        and so do plans that have no more than that one.
-        Reads under way go on; those that have not begun are given up when the plan's owner cancels
-        it, too.
+        Never with look-ahead: then the planned pages are needed soonest and are worth more than
+        a save that does not fit. The first request's plan always stays, so that the queue moves on
+        however much is saved, and so do plans that have no more than that one. Reads under way go
+        on; those that have not begun are given up when the plan's owner cancels it, too.
 
         Args:
             num_slots: no more plans go once so many slots lost their last pin.

@@ -23,8 +23,8 @@ from sglang_ext.tiers.store.types import (
 class RemoteBook(PlanBook):
     """Fetches and uploads.
 
-    A plan's slots are taken when pages arrive; until then it holds room by number, so that what
-    all plans pin in the end stays within `max_planned_pages`.
+    A plan takes slots only when pages arrive. Until then it reserves a number of pages, so that
+    all plans together never pin more than `max_planned_pages`.
     """
 
     def reserve(self, plan: Plan, num_pages: int) -> int:
@@ -35,7 +35,7 @@ class RemoteBook(PlanBook):
             num_pages: that the remote store has.
 
         Returns:
-            For how many there is room; the plan waits for these now, and is short of the others.
+            Number of pages that fit. The plan waits for these; the others make it `short`.
         """
         with self.lock:
             room = max(0, self.max_planned_pages - self.num_planned_pages)
@@ -54,7 +54,7 @@ class RemoteBook(PlanBook):
             plan: waits for them.
             space: where they belong.
             hashes: u8 `[N, 32]`.
-            max_quality: a worse page is not what it waits for.
+            max_quality: no page from the first worse one on.
         """
         with self.lock:
             rows = self.index.prefix_rows(hashes, space.number, READY)
@@ -81,10 +81,10 @@ class RemoteBook(PlanBook):
             self._end_reservation(plan)
 
     def end_fetch(self, plan: Plan) -> None:
-        """Says that nothing more is fetched for a plan; what it still waited for does not come.
+        """Ends the fetches of a plan: pages that have not come by now will not come.
 
-        It may be made again when that was for want of room in DRAM; otherwise what did not come is
-        taken for missing.
+        If `lacked_room` is set the plan stays `short` and may be made again. Otherwise the pages
+        that did not come count as not stored, and `fetch_failed` is set.
         """
         with self.lock:
             left = plan.num_remote_left

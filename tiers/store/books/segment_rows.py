@@ -166,7 +166,10 @@ def _compile_loops() -> None:
 def _grouped(
     segments: npt.NDArray[np.uint32],
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.intp]]:
-    """Each segment once, and which of these each is; runs of one are sorted as one."""
+    """Returns the distinct segments, and for each element of `segments` its index among them.
+
+    Equal neighbours are sorted as one.
+    """
     firsts = np.flatnonzero(np.r_[True, segments[1:] != segments[:-1]][: len(segments)])
     ids, of_run = np.unique(segments[firsts], return_inverse=True)
     return ids, np.repeat(of_run, np.diff(firsts, append=len(segments)))

@@ -36,8 +36,8 @@ class LookAhead:
         self._policy = policy  # guarded by directory.lock
         self.num_waiting = 0  # requests; of the last call of `window`
         self.num_in_window = 0
-        # Waiting requests by the first page that they miss, and that page by request; what became
-        # of it, in order. All guarded by directory.lock.
+        # Waiting requests by the first page that they miss, and that page by request. In _changed
+        # are, in order, requests to be looked up again. All guarded by directory.lock.
         self._missing: dict[Key, dict[Hashable, None]] = {}
         self._missing_of: dict[Hashable, Key] = {}
         self._changed: dict[Hashable, None] = {}
@@ -68,7 +68,7 @@ class LookAhead:
             above, below = directory._path(space, hashes, num_above, max_quality)
             path = np.concatenate([above, below])
             directory._touch(path)
-            # Pages that nothing stored follows are the device's alone to keep.
+            # With nothing stored behind the device prefix, copies of the prefix are not needed.
             self._policy.enqueue(request, path if len(below) else below, directory.now_s())
             directory._reconsider(space, below)
             self._miss(request, space, hashes[num_above + len(below) :])
@@ -84,7 +84,8 @@ class LookAhead:
             most: how many to return; the others come with the next call.
         """
         queue = self._policy.queue
-        if not (self._changed or queue.has_bereft):  # seen a step later, and no lock for nothing
+        # Read without the lock; what is missed here is seen at the next step.
+        if not (self._changed or queue.has_bereft):
             return []
         with self._directory.lock:
             self._changed.update(dict.fromkeys(queue.take_bereft()))

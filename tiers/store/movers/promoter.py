@@ -41,14 +41,14 @@ Mask = npt.NDArray[np.bool_]
 
 
 class _Read:
-    """One piece of a plan's reads; the last to end ends the plan's part in what is in flight."""
+    """One piece of a plan's reads. A plan is no longer in flight once its last piece has ended."""
 
     num_bytes = 0  # to be read from disk
     read_s = decode_s = 0.0  # seconds of the thread
     decode_bytes = 0
 
     def __init__(self, plan: Plan, space: KeySpace, rows: Rows, slots: Slots, left: list[int]):
-        self.plan = plan  # for which it is read; another one's when the first gave it up
+        self.plan = plan  # the plan that waits for it; changes if that plan is cancelled
         self.space = space
         self.rows = rows
         self.slots = slots
@@ -124,7 +124,7 @@ class Promoter(Work):
         return plan
 
     def cancel(self, plan: Plan) -> None:
-        """Gives a plan's pins back, and up those of its reads that nobody else waits for.
+        """Gives a plan's pins back, and drops its unstarted reads that no other plan waits for.
 
         A read that has begun goes on, and its pages stay useful.
         """

@@ -57,7 +57,7 @@ class RemoteCodec(PageTranscoder):
 
     @abc.abstractmethod
     def learn(self, meta: RecordMeta, profile: bytes) -> bool:
-        """Takes what a record's profile is said to be; False when it is not that.
+        """Takes bytes that are said to be a record's profile; False when they are not.
 
         It is used to decode the records that name it. What is kept is bounded.
         """

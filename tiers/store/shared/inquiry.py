@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _QUEUED = 256  # requests; more are not asked for, and counted
 _PAGES_AT_ONCE = 64
 
-# Sizes in bytes of the leading pages that a store has, of some pages and no worse than a quality.
+# (key space, page hashes, max quality) -> bytes of each leading page that the store has.
 FindSizes = Callable[[KeySpace, Hashes, int], list[int]]
 
 

@@ -74,7 +74,7 @@ class LeavingPages:
         self._space_of = space_of
         num_slots = directory.arena.num_slots
         self._low_water_pages = max(1, int(num_slots * LOW_WATER_SHARE))
-        # What is being sent is pinned, so that others would leave in its place.
+        # Pages that are being sent are pinned: in a large batch they would make others leave.
         self._batch_pages = max(1, min(_BATCH_PAGES, self._low_water_pages // 4))
         slot_bytes = directory.arena.slot_bytes
         self._decoder = PageDecoder(transcoder, slot_bytes, rules=rules)
@@ -129,7 +129,7 @@ class LeavingPages:
         try:
             self._send(self._space_of(number), hashes)
         finally:
-            # Whatever came of it: what the store did not take now is not offered again and again.
+            # Also after a failure: pages that the store did not take are not offered again.
             self._directory.end_sending(number, hashes, slots)
         return True
 

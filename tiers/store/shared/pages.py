@@ -1,7 +1,7 @@
 """Pages between DRAM and a remote store: uploads after a save, fetches for waiting requests.
 
-One thread uploads, one asks what the store has (`remote_inquiry`), one fetches for plans; none is
-ever waited for by the scheduler's thread. What is fetched enters DRAM as a save does: slots are
+One thread uploads, one asks what the store has (`inquiry.py`), one fetches for plans; the
+scheduler's thread never waits for them. What is fetched enters DRAM as a save does: slots are
 taken, filled, verified, published; then the plan pins them. Here pages travel raw; with a codec for
 the store, questions, fetches and uploads are handed to a `CodedRemote`.
 """

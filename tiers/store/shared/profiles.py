@@ -26,7 +26,7 @@ from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.shared.coding import RemoteCodec
 
 _CODEC = "profile"  # stored; never rename
-# A store may evict a profile that is read once by each server; who uploads looks after it.
+# Each server reads a profile only once, so a store may evict it; the uploading server renews it.
 _LOOK_AFTER_S = 60.0
 _TRY_AGAIN_S = 5.0
 _MAX_NAMES = 1024  # from then on the oldest are forgotten

@@ -51,7 +51,7 @@ class CodedUploads:
         self._has_warned = False
 
     def upload(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, list[Outcome]]:
-        """Stores those of some pages that are in DRAM, and that the store has not as good.
+        """Stores those of the pages that are in DRAM, unless the store has them as good already.
 
         Returns:
             u8 `[n, 32]`, the pages that were in DRAM, and one outcome each.
@@ -76,7 +76,7 @@ class CodedUploads:
         return hashes, outcomes
 
     def _stored(self, space: KeySpace, metas: Sequence[RecordMeta]) -> list[Outcome]:
-        """KEPT for the pages that the store has as good as they would be; else what it said."""
+        """KEPT for pages that the store has as good already, else the look-up's outcome."""
         level = level_name(self._codec.codec_id, self._codec.level)
         found = self._remote.head(
             [RemoteKey(space.digest, meta.page_hash, space.lora, level) for meta in metas]
