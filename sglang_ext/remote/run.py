@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sglang_ext.codec.registry import codec_class
+from sglang_ext.codec.base import Codec
+from sglang_ext.codec.registry import codec_class, codec_ids
 from sglang_ext.remote.lookup import FoundPage
 from sglang_ext.remote.transfer import Part
 from sglang_ext.streaming import (
@@ -177,9 +178,11 @@ def _offer(chunk: Sequence[FoundPage]) -> ChunkOffer:
 
 
 def _scale(page: FoundPage) -> QualityScale:
+    codec_id = page.meta.codec
     expected_kl: tuple[float, ...] = (0.0,)
-    if page.meta.quality != Quality.EXACT:
-        expected_kl = codec_class(page.meta.codec).expected_kl
+    if page.meta.quality != Quality.EXACT:  # also raw bytes of what a codec had changed before
+        codec = codec_class(codec_id) if codec_id in codec_ids() else Codec
+        expected_kl = codec.expected_kl
     num, last = len(page.sizes), len(expected_kl) - 1
     damage = tuple(expected_kl[min(page.level(step), last)] for step in range(num))
     return QualityScale(damage, default_level=num - 1)
