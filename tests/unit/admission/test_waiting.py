@@ -374,13 +374,13 @@ def test_without_lookahead_room_of_requests_that_are_asked_for_is_waited_for() -
 def test_without_lookahead_two_that_lack_room_do_not_wait_for_each_other() -> None:
     store = Store(looks_ahead=False, fits=6)
     room, clock = make_room(store)
-    room.enter("a", wish())
+    room.enter("a", prefix())
     arrive_all(store)
     step(room, clock, "a")
     assert room.may_admit("a")
     store.found = TierCounts(0, 6, 0)
-    room.enter("b", wish())
-    room.enter("c", wish())
+    room.enter("b", prefix())
+    room.enter("c", prefix())
     arrive_all(store)
     step(room, clock, "abc")
     assert [room.may_admit(handle) for handle in "bc"] == [False, False]
@@ -401,7 +401,7 @@ def test_without_lookahead_who_is_asked_for_later_leaves_reads_of_those_before_a
     store = Store(looks_ahead=False, fits=4)
     room, clock = make_room(store)
     for handle in "ab":
-        room.enter(handle, wish())
+        room.enter(handle, prefix())
     arrive_all(store)
     step(room, clock, "ba")
     assert not room.may_admit("b")  # it goes before a, which came first, and takes its room
