@@ -37,6 +37,7 @@ from tests.tiers.remote.remote_cases import (
     make_items,
     open_store,
     read,
+    until,
 )
 
 Open = Callable[..., RemoteStore]
@@ -107,7 +108,8 @@ def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_record(
         writer = _writer(tmp_path, "forever")
         assert writer.stdout is not None
         assert writer.stdout.readline() == "begins\n"
-        time.sleep(0.05)
+        assert until(lambda: _values(tmp_path))
+        time.sleep(0.05)  # anywhere in what it does
         writer.kill()
         writer.wait()
         writer.stdout.close()
