@@ -22,7 +22,7 @@ from tests.tiers.tier_pages import (
     read_page,
     store,
 )
-from tests.unit.store.coded_world import Rig, Zstd, pages
+from tests.unit.store.coded.coded_world import Rig, Zstd, pages
 
 OK, MISSING = VerifyResult.OK, VerifyResult.MISSING
 RECORD = SLOT_BYTES - 100  # header and payload of a page of `tier_pages`

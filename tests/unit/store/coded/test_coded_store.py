@@ -22,7 +22,16 @@ from sglang_ext.tiers.records.record import (
     write_meta,
 )
 from sglang_ext.tiers.transcoder import PageTranscoder, coded_record, raw_header
-from tests.unit.store.coded_world import DIGEST, PAYLOAD, SLOT, Rig, Zstd, content, lossy, pages
+from tests.unit.store.coded.coded_world import (
+    DIGEST,
+    PAYLOAD,
+    SLOT,
+    Rig,
+    Zstd,
+    content,
+    lossy,
+    pages,
+)
 
 Make = Callable[..., Rig]
 
