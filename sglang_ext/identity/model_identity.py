@@ -47,7 +47,8 @@ class ModelIdentity:
         self._label = label
         self._lora_adapters = lora_adapters
         self._exchange = exchange
-        self._lora_digests: dict[str, bytes] = {}  # empty: could not be taken
+        # The adapter that each digest was taken of, and the digest; empty: could not be taken.
+        self._lora_digests: dict[str, tuple[Any, bytes]] = {}
         # Digests under which the device may still hold KV; an adapter reloaded with other
         # weights is off until the next flush.
         self._lora_on_device: dict[str, bytes] = {}
@@ -194,22 +195,34 @@ class ModelIdentity:
 
     # ---- adapters ----
 
-    def adapters_changed(self) -> None:
-        """An adapter was loaded or unloaded: digests are taken again at the next use."""
-        self._lora_digests.clear()
+    def adapters_changed(self, store: PageStore) -> None:
+        """An adapter was loaded or unloaded; a new one's digest is taken at its next use.
+
+        One that replaced another under its id is compared at once: what runs now computes with it,
+        whether or not anything asks for a key space before the first one comes back.
+        """
+        adapters = self._lora_adapters()
+        self._lora_digests = {
+            lora_id: (adapter, digest)
+            for lora_id, (adapter, digest) in self._lora_digests.items()
+            if digest and adapters.get(lora_id) is adapter
+        }
+        for lora_id in list(self._lora_on_device):
+            if lora_id in adapters:
+                self._lora_digest(lora_id, store)
 
     def _lora_digest(self, lora_id: str, store: PageStore) -> bytes | None:
-        digest = self._lora_digests.get(lora_id)
-        if digest is None:
+        """Digest of an adapter, or None while what the device holds of it may be another's."""
+        taken_of, digest = self._lora_digests.get(lora_id, (None, b""))
+        if taken_of is None:
             adapter = self._lora_adapters().get(lora_id)
-            if adapter is None:
-                self._lora_on_device.setdefault(lora_id, _MIXED)
-                return None
-            digest = self._lora_digests[lora_id] = self._digest_adapter(lora_id, adapter, store)
-        if not digest:
-            self._lora_on_device[lora_id] = _MIXED
-            return None
-        return digest if self._lora_on_device.setdefault(lora_id, digest) == digest else None
+            if adapter is not None:
+                digest = self._digest_adapter(lora_id, adapter, store)
+                self._lora_digests[lora_id] = adapter, digest
+        if digest and self._lora_on_device.setdefault(lora_id, digest) == digest:
+            return digest
+        self._lora_on_device[lora_id] = _MIXED  # until a flush, even if the first one comes back
+        return None
 
     def _digest_adapter(self, lora_id: str, adapter: Any, store: PageStore) -> bytes:
         """Digest of an adapter's weights, 32 bytes; empty where a rank cannot read its own.

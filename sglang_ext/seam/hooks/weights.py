@@ -69,7 +69,7 @@ def _around_adapter_change(original: Any, self: Any, *args: Any, **kwargs: Any) 
         return original(self, *args, **kwargs)
     finally:
         if cache is not None:
-            cache.identity.adapters_changed()
+            cache.identity.adapters_changed(cache.store)
 
 
 def _before_flush(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -506,7 +506,7 @@ class Rank:
         self.adapter = self.script.randrange(NUM_ADAPTERS)
         weights = {"lora_A": torch.full((2, 2), float(self.adapter))}
         self.lora = SimpleNamespace(layers=[SimpleNamespace(weights=weights)], scaling=1.0)
-        self.identity.adapters_changed()
+        self.identity.adapters_changed(self.store)
         self.note("adapter", self.adapter)
 
     def _write_weights(self, number: int) -> None:

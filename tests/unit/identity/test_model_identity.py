@@ -165,7 +165,7 @@ def test_an_adapter_reloaded_under_its_id_is_off_until_a_flush(world: Fixture) -
     first = world.space("a")
     base = world.space()
     world.adapters = {"a": adapter(2.0)}
-    world.identity.adapters_changed()
+    world.identity.adapters_changed(world.store)
     assert world.space("a") is None
     assert world.space() == base
     world.identity.device_was_reset()
@@ -173,10 +173,30 @@ def test_an_adapter_reloaded_under_its_id_is_off_until_a_flush(world: Fixture) -
     assert second is not None
     assert second != first
     world.adapters = {"a": adapter(1.0)}
-    world.identity.adapters_changed()
+    world.identity.adapters_changed(world.store)
     assert world.space("a") is None
     world.identity.device_was_reset()
     assert world.space("a") == first
+
+
+@pytest.mark.parametrize("is_asked_between", [True, False])
+def test_an_adapter_that_comes_back_after_another_is_off_until_a_flush(
+    world: Fixture, is_asked_between: bool
+) -> None:
+    """What ran between the two changes was computed by the other, asked for or not."""
+    first = adapter(1.0)
+    world.adapters = {"a": first, "b": adapter(3.0)}
+    space, other = world.space("a"), world.space("b")
+    world.adapters["a"] = adapter(2.0)
+    world.identity.adapters_changed(world.store)
+    if is_asked_between:
+        assert world.space("a") is None
+    world.adapters["a"] = first
+    world.identity.adapters_changed(world.store)
+    assert world.space("a") is None
+    assert world.space("b") == other
+    world.identity.device_was_reset()
+    assert world.space("a") == space
 
 
 def test_an_adapter_sglang_does_not_know(world: Fixture) -> None:
@@ -226,7 +246,7 @@ def test_an_adapter_that_cannot_be_digested_is_a_miss(world: Fixture) -> None:
     assert world.space() == base
 
     world.adapters["a"] = adapter(1.0)
-    world.identity.adapters_changed()
+    world.identity.adapters_changed(world.store)
     assert world.space("a") is None, "the device holds KV of nobody knows what"
     world.identity.device_was_reset()
     assert world.space("a") is not None
