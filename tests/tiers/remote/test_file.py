@@ -108,7 +108,7 @@ def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_record(
         writer = _writer(tmp_path, "forever")
         assert writer.stdout is not None
         assert writer.stdout.readline() == "begins\n"
-        assert until(lambda: _values(tmp_path))
+        assert until(lambda: bool(_values(tmp_path)))
         time.sleep(0.05)  # anywhere in what it does
         writer.kill()
         writer.wait()
