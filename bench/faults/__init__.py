@@ -195,6 +195,7 @@ def storm(folder: Path, size: Size, seed: int, tallies: Tallies) -> None:
     storm_memory(folder, size.memory, seed, tallies)
     cut_power(folder, size.power_cuts, seed, tallies)
     kill_stores(folder, size.store_kills, seed, tallies)
+    kill_stores(folder, max(1, size.store_kills // 4), seed, tallies, "auto")
     storm_remotes(folder, size.remotes, seed, tallies)
     logging.getLogger("sglang_ext").setLevel(logging.NOTSET)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from bench.faults.store.damage import damage_store
+from bench.faults.store.kills import kill_stores
 from bench.faults.store.open_time import measure_open
 from bench.faults.tally import Tallies
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
@@ -33,6 +34,25 @@ def test_500_damaged_records_are_misses_and_counted(tmp_path: Path) -> None:
     assert min(injected.values()) >= 30
     assert len(injected) == 7
     assert {k: t for k, t in tallies.by_kind.items() if not t.harmless} == {}
+
+
+def test_kill_9_under_auto_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    """Full disk: copies give their places up to others, and are written again as they leave."""
+    tallies = Tallies()
+    kill_stores(tmp_path, 2, 5, tallies, "auto")
+    tally = tallies["store_kill_9_auto"]
+    assert tally.injected == 2
+    assert tally.harmless, tally
+    events = [json.loads(line) for file in tmp_path.glob("*.jsonl") for line in whole_lines(file)]
+    reclaimed = [event for event in events if event["e"] == "reclaimed"]
+    written = [page for event in events if event["e"] == "written" for page in event["pages"]]
+    assert reclaimed
+    assert len(written) > len(set(written)), "nothing was written again as it left DRAM"
+
+
+def whole_lines(log: Path) -> list[str]:
+    """The lines of a log of which the last may be cut short."""
+    return log.read_text().split("\n")[:-1]
 
 
 @pytest.mark.slow

@@ -16,20 +16,29 @@ from testkit.server import ROOT
 
 _PAGES_A_LIFE = 20_000
 _LIVES_A_FOLDER = 10
-_MAX_LOG_BYTES = 40_000
+_LOG_BYTES, _FULL_LOG_BYTES = (200, 40_000), (60_000, 120_000)
 
 
-def kill_stores(folder: Path, wanted: int, seed: int, tallies: Tallies) -> None:
-    """Kills a process when its log has a random length; asks another store for all it promised."""
-    tally, rng = tallies["store_kill_9"], random.Random(seed)
+def kill_stores(
+    folder: Path, wanted: int, seed: int, tallies: Tallies, write_policy: str = "write_through"
+) -> None:
+    """Kills a process when its log has a random length; asks another store for all it promised.
+
+    Under `auto` the disk is full by then, and pages are written as they leave DRAM.
+    """
+    auto = write_policy == "auto"
+    kind = "store_kill_9_auto" if auto else "store_kill_9"
+    tally, rng = tallies[kind], random.Random(seed)
     log = Log()  # what a later store gave up is no longer promised by an earlier one
     for number in range(wanted):
-        place = folder / f"killed-{number // _LIVES_A_FOLDER}"
+        place = folder / f"{kind}-{number // _LIVES_A_FOLDER}"
         if number % _LIVES_A_FOLDER == 0:
             log = Log()
-        events = folder / f"killed-{number}.jsonl"
+        events = folder / f"{kind}-{number}.jsonl"
         life = number % _LIVES_A_FOLDER
-        _live_and_die(place, events, life * _PAGES_A_LIFE, seed + number, rng)
+        log_bytes = rng.randrange(*(_FULL_LOG_BYTES if auto else _LOG_BYTES))
+        numbers = (str(life * _PAGES_A_LIFE), str(seed + number))
+        _live_and_die([str(place), str(events), *numbers, write_policy], events, log_bytes)
         tally.injected += 1
         log.follow(events)
         last = (life + 1) * _PAGES_A_LIFE
@@ -38,15 +47,14 @@ def kill_stores(folder: Path, wanted: int, seed: int, tallies: Tallies) -> None:
             shutil.rmtree(place)
 
 
-def _live_and_die(place: Path, events: Path, first: int, seed: int, rng: random.Random) -> None:
-    command = [sys.executable, "-m", "bench.faults.store.child"]
-    command += [str(place), str(events), str(first), str(seed)]
-    last = rng.randrange(200, _MAX_LOG_BYTES)
+def _live_and_die(arguments: list[str], events: Path, log_bytes: int) -> None:
+    command = [sys.executable, "-m", "bench.faults.store.child", *arguments]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as child:
         try:
             wait_until(
                 lambda: (
-                    child.poll() is not None or (events.exists() and events.stat().st_size >= last)
+                    child.poll() is not None
+                    or (events.exists() and events.stat().st_size >= log_bytes)
                 ),
                 "a store wrote no log",
             )

@@ -18,6 +18,7 @@ from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, RecordMeta, write_meta
 from sglang_ext.tiers.store import PageStore, StoreConfig
 
@@ -26,6 +27,8 @@ NAMESPACE = hashlib.sha256(b"bench.faults.store.storm").digest()
 _PAYLOAD_BYTES = SLOT_BYTES - HEADER_BYTES - 700
 _NUM_SLOTS = 48
 _RUN_PAGES = 6
+ROOMY_BYTES, FULL_BYTES = 256 << 20, 2 << 20
+"""A disk with room for all that a round writes, and one that is soon full."""
 _NONE = np.empty((0, 32), np.uint8)
 _PATIENCE_S = 300.0  # for a state that comes soon, on any machine
 
@@ -40,11 +43,13 @@ def payload(page: bytes) -> ByteArray:
     return np.frombuffer(hashlib.shake_128(page).digest(_PAYLOAD_BYTES), np.uint8)
 
 
-def open_disk(folder: Path, io: FileIO, *, fsync: str = "none") -> DiskTier:
-    """A disk tier of small segments, with room for all that a round writes."""
+def open_disk(
+    folder: Path, io: FileIO, *, fsync: str = "none", max_bytes: int = ROOMY_BYTES
+) -> DiskTier:
+    """A disk tier of small segments; if not told otherwise with room for all of a round."""
     config = DiskConfig(
         folder,
-        max_bytes=256 << 20,
+        max_bytes=max_bytes,
         min_free_bytes=0,
         segment_bytes=256 << 10,
         direct_io="off",
@@ -62,15 +67,23 @@ class Client:
         first: number of the first page to save.
         seed: of what it does.
         tally: where wrong pages and failed calls are counted.
+        write_policy: of the store; one that writes back looks ahead.
     """
 
-    def __init__(self, tier: Tier, events: Path, first: int, seed: int, tally: Tally) -> None:
+    def __init__(
+        self, tier: Tier, events: Path, first: int, seed: int, tally: Tally,
+        write_policy: str = "write_through",
+    ) -> None:  # fmt: skip
         self.tally = tally
         self.store = PageStore(
             HostArena(_NUM_SLOTS, SLOT_BYTES),
             PageIndex(8192),
             tier,
-            StoreConfig(event_log=str(events)),
+            StoreConfig(
+                write_policy,
+                str(events),
+                None if write_policy == "write_through" else PolicyConfig(),
+            ),
         )
         if isinstance(tier, DiskTier | MemoryTier):
             self.store.connect(tier)

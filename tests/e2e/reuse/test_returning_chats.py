@@ -1,7 +1,8 @@
 """200 chats that come back in an order that the queue knows, and a disk for a third of them.
 
 What the look-ahead is for, counted in tokens that were not computed again: it keeps what the queue
-will come to, while a server without it lets each chat go shortly before its turn.
+will come to, while a server without it lets each chat go shortly before its turn. And the same on a
+disk that is written when pages leave DRAM.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.faults.store.audit import Auditor, Log
 from sglang_ext.tiers.disk.segments.layout import segment_file_bytes
 from testkit.server import Server
 from testkit.workload import reply_of
@@ -39,18 +41,42 @@ def _hit_tokens(folder: Path, prompts: list[list[int]], mode: str) -> int:
     """Tokens of the second turns that came out of DRAM or off the disk."""
     folder.mkdir()
     with Server(_args(folder, mode), log_path=folder / "server.log", stop="kill") as server:
-        first = _all(server, prompts)
-        settled(server, timeout_s=120)
-        server.post("/flush_cache")
-        turns = [
-            [*prompt, *reply_of(answer).output_ids, *prompt[:4]]
-            for prompt, answer in zip(prompts, first, strict=True)
-        ]
-        second = [reply_of(answer) for answer in _all(server, turns)]
+        tokens = _second_turns(server, prompts)
         waited = settled(server, timeout_s=120)["host"]
     assert waited.get("prefetch_timeouts", 0) == 0, waited
-    tiers = ("host", "disk")
-    return sum(reply.by_tier.get(tier, 0) for reply in second for tier in tiers)
+    return tokens
+
+
+def test_auto_writes_what_leaves_a_full_disk_keeps_what_it_acknowledged(tmp_path: Path) -> None:
+    """DRAM's pages and the disk's differ under `auto`; kill -9 loses what is in DRAM only."""
+    prompts = list(real_prompts([CHAT_PAGES * PAGE + 4] * (NUM_CHATS // 2)))
+    args = [*_args(tmp_path, "on"), "--hier-kv-write-policy", "auto"]
+    args += ["--hier-kv-event-log", str(tmp_path / "events.jsonl")]
+    with Server(args, log_path=tmp_path / "server.log", stop="kill") as server:
+        tokens = _second_turns(server, prompts)
+        host = settled(server, timeout_s=120)["host"]
+        _all(server, prompts)  # some are being written when it is killed
+    assert tokens >= DISK_CHATS * CHAT_PAGES * PAGE // 2, host
+    assert host["given_up_pages"] > 0, host
+    log = Log()
+    log.follow(tmp_path / "events.jsonl")
+    assert log.acknowledged
+    missing, changed = Auditor().audit(tmp_path / "disk", log, tmp_path / "scratch")
+    assert not missing
+    assert not changed
+
+
+def _second_turns(server: Server, prompts: list[list[int]]) -> int:
+    """Has all chats take two turns; tokens of the second ones that came from DRAM or disk."""
+    first = _all(server, prompts)
+    settled(server, timeout_s=120)
+    server.post("/flush_cache")
+    turns = [
+        [*prompt, *reply_of(answer).output_ids, *prompt[:4]]
+        for prompt, answer in zip(prompts, first, strict=True)
+    ]
+    second = [reply_of(answer) for answer in _all(server, turns)]
+    return sum(reply.by_tier.get(tier, 0) for reply in second for tier in ("host", "disk"))
 
 
 def _args(folder: Path, mode: str) -> list[str]:
