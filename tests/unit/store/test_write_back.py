@@ -12,7 +12,7 @@ from bench.policies.replay import Replay
 from bench.policies.simulator.store import StoreSizes, virtual_store
 from bench.policies.workloads.trace import BUNDLED, read_trace
 from sglang_ext.tiers.policy import PolicyConfig
-from sglang_ext.tiers.store.types import ON_DISK, READY
+from sglang_ext.tiers.store.types import ON_DISK, READY, DiskCopies
 from tests.unit.store.store_rig import Make, Rig, check_content, pages, rigs
 
 CHAT_PAGES = 4
@@ -121,6 +121,36 @@ def test_what_is_needed_later_than_all_on_disk_is_not_written(make: Make) -> Non
     soon = kept[: len(kept) // 4]
     assert _stored(rig, soon) >= sum(map(len, soon)) - 4 * CHAT_PAGES
     assert rig.count("written_pages") - written < len(late) * CHAT_PAGES
+
+
+@pytest.mark.parametrize("num_saves", [1, 2])
+def test_of_a_path_for_which_the_disk_has_half_the_room_it_takes_the_start(
+    make: Make, num_saves: int
+) -> None:
+    """What displaces nothing that is needed sooner, of all that is written at a time."""
+    rig, chats = _full(make, "write_through")
+    directory = rig.directory
+    kept = [chat for chat in chats if rig.on_disk(chat) == CHAT_PAGES][2:]
+    for number, chat in enumerate(kept):
+        _expect(rig, f"soon{number}", chat)
+    num_unneeded = sum(map(rig.on_disk, chats)) - CHAT_PAGES * len(kept)
+    path = pages("path", 2 * num_unneeded)
+    rig.io.open_gate.clear()
+    rig.save(pages("first", 1))
+    rig.until(lambda: directory.num_spilling == 1)  # the thread is busy
+    for part in np.split(np.arange(len(path)), num_saves):
+        rig.save(path[part], path[: part[0]])
+    _expect(rig, "late", path)
+    entry = directory.take_spills(len(path))
+    assert entry is not None
+    rows = directory.index.lookup(path, rig.space.number)
+    assert entry.rows.tolist() == rows[:num_unneeded].tolist()
+    nothing = np.zeros(num_unneeded, np.bool_)
+    none = np.zeros(num_unneeded, np.uint32)
+    copies = DiskCopies(none, none, none.astype(np.uint16), none.astype(np.uint8))
+    directory.finish_spill(entry, nothing, copies)
+    rig.io.open_gate.set()
+    rig.settle()
 
 
 def test_shutdown_gives_no_copy_up_because_dram_has_the_page(make: Make) -> None:

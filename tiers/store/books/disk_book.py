@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import RecoveredPages
+from sglang_ext.tiers.store.books.disk_order import DiskOrder
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.types import (
     FILLING,
@@ -227,29 +228,16 @@ class DiskBook(PageTable):
         with self.lock:
             if self.to_clear:
                 return None
-            taken: list[SpillEntry] = []
-            num = 0
-            while self.spill_queue and num < max_pages:
-                entry = self.spill_queue[0]
-                if taken and entry.space != taken[0].space:
-                    break
-                self.spill_queue.popleft()
-                if len(entry.rows) > max_pages - num:
-                    entry, rest = _split(entry, max_pages - num)
-                    self.spill_queue.appendleft(rest)
-                entry = self._admitted(self._still_valid(entry))
-                if len(entry.rows):
-                    taken.append(entry)
-                    num += len(entry.rows)
-            if not num:
-                return None
-            rows = np.concatenate([entry.rows for entry in taken])
-            slots = np.concatenate([entry.slots for entry in taken])
-            self.index.flags[rows] |= SPILLING
-            self._may_leave_changed(rows)
-            self._pin_slots(slots)
-            self.num_spilling = num
-            return SpillEntry(taken[0].space, rows, slots, np.empty(0, np.uint32))
+            while (queued := self._next_queued(max_pages)) is not None:
+                entry = self._admitted(queued)
+                if not len(entry.rows):
+                    continue
+                self.index.flags[entry.rows] |= SPILLING
+                self._may_leave_changed(entry.rows)
+                self._pin_slots(entry.slots)
+                self.num_spilling = len(entry.rows)
+                return entry
+            return None
 
     def finish_spill(
         self,
@@ -344,30 +332,55 @@ class DiskBook(PageTable):
         with self.lock:
             return len(self.index.lru_tail(self.arena.num_slots, ON_DISK))
 
+    def _next_queued(self, max_pages: int) -> SpillEntry | None:
+        """Takes pages of one key space out of the queue, those that are still to be written."""
+        taken: list[SpillEntry] = []
+        num = 0
+        while self.spill_queue and num < max_pages:
+            entry = self.spill_queue[0]
+            if taken and entry.space != taken[0].space:
+                break
+            self.spill_queue.popleft()
+            if len(entry.rows) > max_pages - num:
+                entry, rest = _split(entry, max_pages - num)
+                self.spill_queue.appendleft(rest)
+            entry = self._still_valid(entry)
+            if len(entry.rows):
+                taken.append(entry)
+                num += len(entry.rows)
+        if not num:
+            return None
+        return SpillEntry(
+            taken[0].space,
+            np.concatenate([entry.rows for entry in taken]),
+            np.concatenate([entry.slots for entry in taken]),
+            np.concatenate([entry.generations for entry in taken]),
+        )
+
     def _admitted(self, entry: SpillEntry) -> SpillEntry:
         """Those of some pages that the disk is to take; the others may leave DRAM all the same.
 
-        A page that nobody waits for does not take the place of one that somebody waits for.
+        A page that nobody waits for does not take the place of one that somebody waits for, nor one
+        that is needed later that of one that is needed sooner.
         """
-        if self.policy is None or self.disk_order is None or not self.disk_is_full:
+        if self.disk_order is None or not self.disk_is_full:
             return entry
-        if self.writes_back:
-            return self._refuse(entry, self._outweigh(entry.rows))
-        if not self.policy.wanted(self.disk_order.next_to_leave(1, self.now_s())).any():
-            return entry
-        return self._refuse(entry, self.policy.wanted(entry.rows))
+        return self._refuse(entry, self._outweigh(self.disk_order, entry.rows))
 
-    def _outweigh(self, rows: Rows) -> npt.NDArray[np.bool_]:
+    def _outweigh(self, order: DiskOrder, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which of these pages are worth more than the disk pages that they would replace."""
-        assert self.policy is not None
-        assert self.disk_order is not None
-        num = len(rows)
-        spare = self.doubles.count(num) if self.doubles is not None and not self.closing else 0
-        displaced = self.disk_order.next_to_leave(num - spare, self.now_s())
-        by_worth = self.disk_order.by_worth(rows, self.now_s())[::-1]
+        num, spare = len(rows), 0
+        if self.writes_back and self.doubles is not None and not self.closing:
+            spare = self.doubles.count(num)
+        displaced = order.next_to_leave(num - spare, self.now_s())
+        by_worth = order.by_worth(rows, self.now_s())
         admitted = np.ones(num, np.bool_)
         rivals = by_worth[spare : spare + len(displaced)]
-        admitted[rivals] = self.disk_order.outweigh(rows[rivals], displaced, self.now_s())
+        # What is written as it is saved is the youngest; what leaves DRAM may be worth less than
+        # what is on disk already.
+        admitted[rivals] = order.outweigh(
+            rows[rivals], displaced, self.now_s(), by_score=self.writes_back
+        )
         return admitted
 
     def _refuse(self, entry: SpillEntry, admitted: npt.NDArray[np.bool_]) -> SpillEntry:

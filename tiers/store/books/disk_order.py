@@ -78,19 +78,27 @@ class DiskOrder:
         return self._lists.next_to_leave(count, now_s)
 
     def by_worth(self, rows: Rows, now_s: float) -> npt.NDArray[np.intp]:
-        """Indices of pages, wherever they lie, by what they are worth here; ascending."""
-        return np.lexsort(self._lists.worth(rows, now_s)[::-1])
+        """Indices of pages, wherever they lie, by what they are worth here, the most first.
 
-    def outweigh(self, rows: Rows, others: Rows, now_s: float) -> npt.NDArray[np.bool_]:
+        Of equal ones the first comes first: of a path the root, without which none is reached.
+        """
+        needed, score = self._lists.worth(rows, now_s)
+        return np.lexsort((-score, -needed))
+
+    def outweigh(
+        self, rows: Rows, others: Rows, now_s: float, *, by_score: bool
+    ) -> npt.NDArray[np.bool_]:
         """Which pages are worth more than those beside them on disk, which are older.
 
-        Of two that the same request needs the one that is there stays.
+        Of two that the same request needs the one that is there stays. Of two that nobody needs it
+        stays only where scores count and it has the higher one.
         """
         (needed, score), (needed2, score2) = (
             self._lists.worth(each, now_s) for each in (rows, others)
         )
         unneeded = np.isneginf(needed) & np.isneginf(needed2)
-        result: npt.NDArray[np.bool_] = (needed > needed2) | (unneeded & (score >= score2))
+        younger = score >= score2 if by_score else np.True_
+        result: npt.NDArray[np.bool_] = (needed > needed2) | (unneeded & younger)
         return result
 
     def rows_of(self, segment: int) -> Rows:
