@@ -123,6 +123,6 @@ class RequestPlans:
         """Whether a request will do with what its plan covers."""
         if self._store.lookahead is None or not plan.short or plan.failed:
             return True
-        if plan.num_planned >= self._store.max_planned_pages:
+        if plan.num_planned >= self._store.max_lone_plan_pages:
             return True  # more is not to be had
         return waiting.attempts >= MAX_ATTEMPTS and not plan.starved

@@ -109,6 +109,8 @@ class WaitingRequest:
             it first would; None: it would not yet.
         had_turn: without look-ahead: its plan was made, or looked at, when the scheduler would
             have run it.
+        was_first: with look-ahead: it stood at the head of the queue when its plan was last made
+            or looked at for want of room.
         evictions: `PageStore.num_wanted_evicted` when its pages were last looked for, or UNKNOWN
             when they have to be looked for again.
         inquiry: what the remote store was asked; None when it was not.
@@ -130,6 +132,7 @@ class WaitingRequest:
     gave_up: bool = False
     asked: int | None = None
     had_turn: bool = False
+    was_first: bool = False
     attempts: int = 0
     pause_s: float = FIRST_PAUSE_S
     next_plan_s: float = 0.0
@@ -153,6 +156,17 @@ class WaitingRequest:
         """What is here, with what the remote store has behind that."""
         sizes = self.remote_sizes()
         return found if sizes is None else found._replace(remote=num_leading(sizes[found.here :]))
+
+    def is_first_for_once(self, position: int) -> bool:
+        """Whether it has come to the head of the queue since the last call.
+
+        It may take the room of all others then, so its attempts begin anew.
+        """
+        came = position == 0 and not self.was_first
+        self.was_first = position == 0
+        if came:
+            self.attempts, self.pause_s = 0, FIRST_PAUSE_S
+        return came
 
     def may_plan_again(self, now_s: float) -> bool:
         """Whether the turn of a plan that is short has come; the pauses between turns grow."""

@@ -399,6 +399,11 @@ class PageStore:
         return self._directory.max_planned_pages
 
     @property
+    def max_lone_plan_pages(self) -> int:
+        """Pages that one plan may pin where there is no other."""
+        return self._directory.max_lone_plan_pages
+
+    @property
     def num_wanted_evicted(self) -> int:
         """Pages so far that left DRAM although a waiting request needs them."""
         return self._directory.num_wanted_evicted

@@ -173,7 +173,7 @@ class QueueWorld(World):
         """Plans pin no more than they may, and only what waits has any."""
         room, directory = self.cache.waiting_room, self.store._directory
         pinned = int((directory._plan_pins > 0).sum())
-        assert pinned == directory.num_planned_pages <= directory.max_planned_pages
+        assert pinned == directory.num_planned_pages <= directory.max_lone_plan_pages
         handles = {req.cache_request_handle for req in self.waiting}
         assert room._waiting.keys() <= handles
         assert room._plans.planned.keys() <= room._by_number.keys()

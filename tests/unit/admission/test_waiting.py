@@ -40,6 +40,8 @@ class Store:
     def max_planned_pages(self) -> int:
         return 8
 
+    max_lone_plan_pages = max_planned_pages
+
     @property
     def lookahead(self) -> Store | None:
         return self if self.looks_ahead else None

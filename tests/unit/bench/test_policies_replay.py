@@ -61,6 +61,19 @@ def test_a_replay_is_deterministic_and_below_the_optimum(lines: list[Line]) -> N
     assert done[0].written >= done[0].first_written > 0
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_prompt_of_more_than_half_of_dram_is_loaded_as_a_whole(*, lookahead: bool) -> None:
+    """Others wait behind it whose plans hold the room that it lacks."""
+    long = np.arange(100)
+    short = [100 + 10 * number + np.arange(10) for number in range(30)]
+    paths = [long, *short, long, *short]
+    sizes = StoreSizes(1 << 20, host_pages=128, disk_pages=900)
+    with virtual_store(sizes, PolicyConfig() if lookahead else None) as server:
+        done = Replay(paths, len(paths), [1.0] * len(paths)).run(server)
+    assert done.reusable == 400
+    assert done.hits == 400
+
+
 def test_without_lookahead_it_is_an_lru_cache_however_long_the_queue_is() -> None:
     paths = [line.hash_ids for line in read_trace(BUNDLED, limit=250)]
     sizes = StoreSizes(1 << 20, host_pages=150, disk_pages=900)

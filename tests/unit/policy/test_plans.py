@@ -342,3 +342,31 @@ def test_a_save_that_lacks_room_takes_that_of_the_last_plan(make: Make, *, looka
         rig.store.cancel_plan(each)
     rig.settle()
     assert rig.directory.num_planned_pages == 0
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_the_only_plan_may_be_larger_than_half_of_dram(make: Make, *, lookahead: bool) -> None:
+    rig = make(slots=16, index=1024, lookahead=lookahead)
+    long, short = pages("long", 12), pages("short", 2)
+    on_disk_only(rig, long)
+    rig.save(short)
+    rig.settle()
+    beside = plan(rig, short)
+    first = plan(rig, long)
+    assert first.num_planned + beside.num_planned == rig.store.max_planned_pages == 8
+    assert first.short
+    rig.wait(first)
+    rig.store.cancel_plan(first)
+    rig.store.cancel_plan(beside)
+    alone = plan(rig, long)
+    assert not alone.short
+    rig.wait(alone)
+    check_content(rig, long)
+    late = plan(rig, short)
+    assert late.starved
+    shared = plan(rig, long[:6])
+    assert shared.num_planned == 6  # costs nothing
+    for each in (alone, late, shared):
+        rig.store.cancel_plan(each)
+    rig.settle()
+    assert rig.directory.num_planned_pages == 0

@@ -58,6 +58,8 @@ _SCAN_BY_AGE = 4
 _MAX_TAKES = 16
 # Share of DRAM that may be pinned for waiting requests; the rest stays free to move.
 _PLAN_SHARE = 0.5
+# Share that the only plan there is may pin, for a prompt that is larger than that.
+_LONE_PLAN_SHARE = 0.875
 # Share of DRAM that saves leave free for promotions, where a policy looks ahead.
 _RESERVE_SHARE = 1 / 32
 
@@ -119,6 +121,7 @@ class PageTable:
         # The best that the disk tier keeps: what its codec makes of an exact page.
         self.disk_floor = int(Quality.EXACT)
         self.max_planned_pages = max(1, int(arena.num_slots * _PLAN_SHARE))
+        self.max_lone_plan_pages = max(1, int(arena.num_slots * _LONE_PLAN_SHARE))
         self.num_planned_pages = 0  # slots that plans pin; guarded by lock
         self._plan_pins = np.zeros(arena.num_slots, np.int32)  # plans by slot; guarded by lock
         self.num_wanted_evicted = 0  # pages that left DRAM although wanted; guarded by lock

@@ -41,8 +41,8 @@ class PlanBook(DiskBook):
     ) -> tuple[Plan | None, Rows, Slots]:
         """Pins the leading stored pages for a waiting request and takes slots for those on disk.
 
-        All plans together pin at most `max_planned_pages`, so that saves and loads can go on; a
-        page that several plans share counts once.
+        All plans together pin at most `max_planned_pages`, so that saves and loads can go on, and
+        a single one up to `max_lone_plan_pages`; a page that several plans share counts once.
 
         Args:
             space: where the pages belong.
@@ -248,10 +248,16 @@ class PlanBook(DiskBook):
         return leading(rows, self.index.quality[rows] <= max_quality)
 
     def _num_affordable(self, rows: Rows) -> int:
-        """How many leading pages a plan may pin; those that other plans pin cost nothing."""
+        """How many leading pages a plan may pin; those that other plans pin cost nothing.
+
+        Where no plan pins anything else it may be larger than all plans together otherwise: a
+        prompt of more than half of DRAM would be computed anew, however long it waited.
+        """
         slots = self.index.host_slot[rows]
         costs = (slots == NO_SLOT) | (self._plan_pins[slots] == 0)
-        room = self.max_planned_pages - self.num_planned_pages
+        is_alone = self.num_planned_pages == np.count_nonzero(~costs)
+        most = self.max_lone_plan_pages if is_alone else self.max_planned_pages
+        room = most - self.num_planned_pages
         return int(np.searchsorted(np.cumsum(costs), max(0, room), side="right"))
 
     def _end_reservation(self, plan: Plan) -> None:
