@@ -44,10 +44,7 @@ def test_kill_9_under_auto_loses_nothing_that_was_acknowledged(tmp_path: Path) -
     assert tally.injected == 2
     assert tally.harmless, tally
     events = [json.loads(line) for file in tmp_path.glob("*.jsonl") for line in whole_lines(file)]
-    reclaimed = [event for event in events if event["e"] == "reclaimed"]
-    written = [page for event in events if event["e"] == "written" for page in event["pages"]]
-    assert reclaimed
-    assert len(written) > len(set(written)), "nothing was written again as it left DRAM"
+    assert any(event["e"] == "reclaimed" for event in events), "the disk was never full"
 
 
 def whole_lines(log: Path) -> list[str]:

@@ -248,17 +248,21 @@ class PlanBook(DiskBook):
         return leading(rows, self.index.quality[rows] <= max_quality)
 
     def _num_affordable(self, rows: Rows) -> int:
-        """How many leading pages a plan may pin; those that other plans pin cost nothing.
-
-        Where no plan pins anything else it may be larger than all plans together otherwise: a
-        prompt of more than half of DRAM would be computed anew, however long it waited.
-        """
+        """How many leading pages a plan may pin; those that other plans pin cost nothing."""
         slots = self.index.host_slot[rows]
         costs = (slots == NO_SLOT) | (self._plan_pins[slots] == 0)
-        is_alone = self.num_planned_pages == np.count_nonzero(~costs)
+        room = self._room_for(int(np.count_nonzero(~costs)))
+        return int(np.searchsorted(np.cumsum(costs), room, side="right"))
+
+    def _room_for(self, num_pinned: int) -> int:
+        """How many more pages a plan may pin, of which plans pin so many already.
+
+        Where they pin nothing else it may be larger than all plans together otherwise: a prompt of
+        more than half of DRAM would be computed anew, however long it waited.
+        """
+        is_alone = self.num_planned_pages == num_pinned
         most = self.max_lone_plan_pages if is_alone else self.max_planned_pages
-        room = most - self.num_planned_pages
-        return int(np.searchsorted(np.cumsum(costs), max(0, room), side="right"))
+        return max(0, most - self.num_planned_pages)
 
     def _end_reservation(self, plan: Plan) -> None:
         self.num_planned_pages -= plan.num_reserved

@@ -24,7 +24,7 @@ class RemoteBook(PlanBook):
     """Fetches and uploads.
 
     A plan takes slots only when pages arrive. Until then it reserves a number of pages, so that
-    all plans together never pin more than `max_planned_pages`.
+    what all plans pin in the end stays within what they may.
     """
 
     def reserve(self, plan: Plan, num_pages: int) -> int:
@@ -38,8 +38,7 @@ class RemoteBook(PlanBook):
             Number of pages that fit. The plan waits for these; the others make it `short`.
         """
         with self.lock:
-            room = max(0, self.max_planned_pages - self.num_planned_pages)
-            num = 0 if plan.cancelled else min(num_pages, room)
+            num = 0 if plan.cancelled else min(num_pages, self._room_for(len(plan.slots)))
             plan.num_stored += num_pages
             plan.num_planned += num
             plan.num_reserved = plan.num_remote_left = num
