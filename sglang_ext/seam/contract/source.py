@@ -98,8 +98,9 @@ class Source:
         found = re.search(rb"^__version__ = version = ['\"]([^'\"]+)", content, re.MULTILINE)
         if self.read("srt/server_args.py") is None:
             raise ContractError(
-                f"an SGLang package was expected at {self._folder}, found none; give the folder "
-                "`sglang`, one that holds it, or a wheel."
+                f"an SGLang package with its source was expected at {self._folder}, found none; "
+                "install SGLang from its wheel, unpacked and not compiled alone, or name the "
+                "folder `sglang`, one that holds it, or a wheel."
             )
         return found[1].decode() if found else "unknown"
 

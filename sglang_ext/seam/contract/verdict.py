@@ -18,7 +18,7 @@ from sglang_ext.seam.contract.symbols import SYMBOLS, Symbol, Use
 logger = logging.getLogger(__name__)
 
 TESTED_FILE = Path(__file__).with_name("tested.json")
-ALLOW_UNTESTED = "SGLANG_HIER_KVALLOW_UNTESTED_UNTESTED"
+ALLOW_UNTESTED = "SGLANG_HIER_KV_ALLOW_UNTESTED"
 _NAMED_AT_MOST = 3  # in a sentence; `hier-kv doctor` lists all
 
 
@@ -161,9 +161,12 @@ def check_contract() -> None:
     Reads source only: where files are as they were tested, their digests and no more.
 
     Raises:
-        HierKVConfigError: naming what is missing or different.
+        HierKVConfigError: naming what is missing or different; or there is nothing to compare.
     """
-    verdict = examine(installed())
+    try:
+        verdict = examine(installed())
+    except ContractError as error:
+        raise HierKVConfigError(f"--enable-hier-kv reads SGLang's source: {error}") from error
     refusal = verdict.refusal(allow_untested=os.environ.get(ALLOW_UNTESTED) == "1")
     if refusal:
         raise HierKVConfigError(refusal)

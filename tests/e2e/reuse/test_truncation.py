@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import sglang as sgl
@@ -240,7 +241,11 @@ def test_chat_completions_keep_the_system_prompt_and_cut_between_messages(server
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    # A connection for each request: SGLang closes an idle one after five seconds, which is when the
+    # client would still take it.
+    alone = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
+    url = f"{server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=alone) as client:
         yield client
 
 

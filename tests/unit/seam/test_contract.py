@@ -117,7 +117,7 @@ def test_a_wheel_is_read_without_being_installed(tmp_path: Path) -> None:
             archive.write(path, path.relative_to(tmp_path))
     found = examine(Source(wheel))
     assert [str(one.symbol) for one in found.broken] == [str(named("Scheduler.run_batch"))]
-    with pytest.raises(ContractError, match="an SGLang package was expected"):
+    with pytest.raises(ContractError, match="an SGLang package with its source was expected"):
         Source(tmp_path / "nothing")
 
 
@@ -134,6 +134,34 @@ def test_the_check_at_start_refuses_and_warns(
     copy.rename(named("Scheduler._create_generation_req"))
     monkeypatch.setenv("SGLANG_HIER_KV_ALLOW_UNTESTED", "1")
     with pytest.raises(HierKVConfigError, match=r"Scheduler\._create_generation_req is missing"):
+        check_contract()
+
+
+def test_the_variable_that_the_docs_name_lets_untested_code_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    variable = "SGLANG_HIER_KV_ALLOW_UNTESTED"
+    assert variable in (ROOT / "docs" / "upgrading.md").read_text()
+    copy, symbol = SglangCopy(tmp_path, UNTESTED), named("UnifiedRadixCache.checkpoint")
+    copy.add_statement(symbol)
+    monkeypatch.setattr(verdict_module, "installed", lambda: Source(copy.folder))
+    with pytest.raises(HierKVConfigError, match=f"or set {variable}=1 to run untested"):
+        check_contract()
+    monkeypatch.setenv(variable, "1")
+    with caplog.at_level(logging.WARNING):
+        check_contract()
+    assert str(symbol) in caplog.text
+
+
+def test_an_sglang_without_its_source_is_refused_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = SglangCopy(tmp_path, UNTESTED)
+    for path in copy.folder.rglob("*.py"):  # what `compileall -b` and a clean-up leave
+        path.rename(path.with_suffix(".pyc"))
+    monkeypatch.setattr(verdict_module, "installed", lambda: Source(copy.folder))
+    monkeypatch.setenv("SGLANG_HIER_KV_ALLOW_UNTESTED", "1")
+    with pytest.raises(HierKVConfigError, match="with its source was expected at .*; install"):
         check_contract()
 
 
