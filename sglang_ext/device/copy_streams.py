@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -31,14 +31,20 @@ class CopyStreams:
         """Pages to copy at once, so that memory for them is bounded; None: any number."""
         return PAGES_A_SAVE if self._port.brings_pages else None
 
-    def save_events(self, record: Callable[[], list[Any]]) -> list[Any]:
-        """Events, made by SGLang, after which the pages of a node are complete on the device."""
-        if not self._port.brings_pages:
+    def save_events(self) -> list[Any]:
+        """Events behind which the pages of a node are complete on the device; scheduler's thread.
+
+        The current stream has computed which rows they are; the forward stream may be writing them.
+        """
+        port = self._port
+        if not port.brings_pages:
             return []
-        if self._save is None:  # not before: here the current stream is the scheduler's
-            used = (self._forward_stream, self._port.current_stream())
-            self._save = self._port.new_stream(used)
-        return record()
+        writers = [port.current_stream()]  # here the scheduler's
+        if self._forward_stream is not None:
+            writers.append(self._forward_stream)
+        if self._save is None:
+            self._save = port.new_stream((self._forward_stream, writers[0]))
+        return [port.record(stream) for stream in writers]
 
     def in_forward_order(self, *inputs: torch.Tensor) -> AbstractContextManager[None]:
         """Context whose work runs where the forwards do, behind the current stream's so far."""

@@ -189,7 +189,12 @@ class HierKVRadixCache(UnifiedRadixCache):
         def insert() -> None:
             super(HierKVRadixCache, self).checkpoint_into_tree(req, up_to=up_to, **kwargs)
 
-        self.taint.insert(req, up_to, insert)
+        # SGLang 0.5.22 matches what it has just inserted; that asks for nothing.
+        self.linker.is_asked = False
+        try:
+            self.taint.insert(req, up_to, insert)
+        finally:
+            self.linker.is_asked = True
 
     def _restore_last_page(self, req: Any, space: KeySpace, up_to: int) -> None:
         """Puts the stored KV of a prompt's last page in place of what was just recomputed.
@@ -306,10 +311,11 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.session_turns.meet(params.req)
         return super().match_prefix(params)
 
-    def _finalize_match_result(self, params: Any, result: Any) -> Any:
+    def begin_match(self, key: Any, req: Any, result: Any) -> Any:
+        """The device match of a request, before what the tiers have is added to it."""
         # The request is not among the arguments of the prefetch call that follows its match.
-        self.matching_request = params.req
-        return super()._finalize_match_result(params, self.taint.begin_match(params, result))
+        self.matching_request = req
+        return self.taint.begin_match(key, req, result)
 
     @rank_consensus(same_params=True, same_results=True)
     def check_prefetch_progress(self, handle: Any) -> bool:

@@ -278,7 +278,7 @@ class HierKVLinker(UnifiedCacheLinker):
             place,
             hashes_from_hex(transfer.keys),
             transfer.device_indices,
-            lambda: self._streams.save_events(self.record_offload_ready),
+            self._streams.save_events,
             accepts_all=self.accepts_all,
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_ext.device.transfers import Hashes, hashes_from_hex
@@ -38,9 +39,9 @@ class RadixTree:
     def _core(self) -> Any:
         return self._cache.tree_core
 
-    def match(self, params: Any) -> Any:
-        """SGLang's `MatchResult` of some `MatchPrefixParams`, of the device alone."""
-        result = self._core.match_prefix(params)
+    def match(self, key: Any) -> Any:
+        """SGLang's `MatchResult` of a key, of the device alone."""
+        result = self._core.match_prefix(MatchPrefixParams(key=key))
         self._cache._apply_cache_actions(result.cache_actions)
         return result
 

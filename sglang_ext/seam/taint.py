@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,16 +55,14 @@ class TaintKeeper:
 
     # ---- matches ----
 
-    def begin_match(self, params: Any, result: Any) -> Any:
+    def begin_match(self, key: Any, req: Any, result: Any) -> Any:
         """Cuts the device match of a request that asks for exact KV at the first page that is not.
 
         Args:
-            params: SGLang's `MatchPrefixParams`.
+            key: SGLang's `RadixKey`.
+            req: the request.
             result: the tree's `MatchResult`.
         """
-        req = params.req
-        if req is None:
-            return result
         state, lineage = find_state(req), lineage_of(req)
         if state is not None and not req.kv.holds_kv:
             state.begin_admission()
@@ -77,7 +74,7 @@ class TaintKeeper:
         num_exact = self.pages.num_exact(keys)
         if num_exact == len(keys):
             return result
-        return self._tree.match(replace(params, key=params.key[: num_exact * self._tree.page_size]))
+        return self._tree.match(key[: num_exact * self._tree.page_size])
 
     def admit(self, req: Any) -> None:
         """Notes what an admitted request's prefix is worth: on the device, and loaded for it."""

@@ -41,6 +41,9 @@ class LinkedCache(Protocol):
     def space_of(self, req: Any) -> KeySpace | None:
         """Key space of a request; None while nothing may be reused or saved for it."""
 
+    def begin_match(self, key: Any, req: Any, result: Any) -> Any:
+        """The device match of a request, as far as the request may use it."""
+
     def load_queued(self, req: Any, *, loaded: bool) -> None:
         """A request's load was queued; `loaded` is False when there was nothing to load."""
 
@@ -66,6 +69,9 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         cache_linker: the transport.
         tree: the cache's.
         pages: quality of the pages in the tree.
+
+    Attributes:
+        is_asked: whether a match is that of a request which looks for what it can reuse.
     """
 
     cache: LinkedCache
@@ -73,6 +79,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
     pending_offloads: list[Any]
     inflight_load_rids: list[str]
     inflight_load_index: int
+    is_asked = True
     _num_void = 0  # leading pending saves of which nothing is stored any more
 
     def __init__(
@@ -101,6 +108,9 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
 
         Runs several times for a request: when it enters the queue and at each admission attempt.
         """
+        if not self.is_asked:
+            return result
+        result = self.cache.begin_match(key, req, result)
         self.hit_markers.pop(req.rid, None)  # a stale one would load pages of an older match
         space = self.cache.space_of(req)
         device_len = result.device_prefix_len

@@ -62,7 +62,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "calculate_response_usage calculate_streaming_usage"
         ),
         (_SCHEDULER, "Scheduler"): (
-            "__init__ _create_generation_req run_batch process_batch_result flush_cache "
+            "__init__ handle_generate_request run_batch process_batch_result flush_cache "
             "init_req_max_new_tokens load_lora_adapter load_lora_adapter_from_tensors "
             "unload_lora_adapter"
         ),
@@ -74,11 +74,12 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "release_memory_occupation resume_memory_occupation check_weights"
         ),
         ("srt.session.session_controller", "Session"): "_concat_token_arrays",
+        ("srt.managers.schedule_batch", "Req"): "__init__",
     },
     Use.FOLLOWED: {
         (_UNIFIED, "UnifiedRadixCache"): (
             "checkpoint checkpoint_into_tree is_backuped is_root prefetch_from_storage "
-            "match_prefix _finalize_match_result check_prefetch_progress pop_prefetch_loaded_span "
+            "match_prefix check_prefetch_progress pop_prefetch_loaded_span "
             "prefix_device_indices maybe_hand_to_session claim_kv_row release_aborted_request "
             "check_hicache_events finish_external_linker_loads reset clear_storage_backend "
             "release_host_resources"
@@ -89,7 +90,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         (_LINKER, "UnifiedCacheLinker"): (
             "lookup load start_layer_wise_loading finish_layer_wise_loading cancel_queued_load "
-            "offload num_completed_offloads pop_completed_offload record_offload_ready reset close"
+            "offload num_completed_offloads pop_completed_offload reset close"
         ),
         # What a page is named by, and the replacement of it where no compiler is.
         ("srt.mem_cache.utils", ""): "get_storage_hash_str",
@@ -121,7 +122,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         ("srt.mem_cache.radix_cache", "RadixKey"): "__init__ page_aligned",
         (_SCHEDULER, "Scheduler"): "process_pending_chunked_abort",
-        ("srt.managers.schedule_batch", "Req"): "__init__ finished set_finish_with_abort",
+        ("srt.managers.schedule_batch", "Req"): "finished set_finish_with_abort",
         ("srt.managers.schedule_batch", "ScheduleBatch"): "init_new prepare_for_extend",
         ("srt.model_executor.forward_batch_info", "ForwardBatch"): "init_new",
     },
@@ -139,6 +140,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "CompletionStreamResponse UsageInfo PromptTokensDetails"
         ),
         ("srt.mem_cache.hicache_storage", ""): "PoolName PoolTransfer",
+        ("srt.mem_cache.base_prefix_cache", "MatchPrefixParams"): "key",
         (_LINKER, ""): "ExternalCacheHitMarker _PendingOffload",
         (_LINKER, "UnifiedCacheLinkerWrapper"): (
             "hit_markers pending_offloads inflight_load_rids inflight_load_index "

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.source import ContractError, Shape, Source
 from sglang_ext.seam.contract.symbols import SYMBOLS, Symbol, Use
@@ -87,9 +89,9 @@ class Verdict:
 
 
 def examine(source: Source, symbols: Iterable[Symbol] = SYMBOLS) -> Verdict:
-    """Compares a release with its own test record; one never tested, with the newest that was."""
+    """Compares a release with the tested one that it is, or that it comes after."""
     releases = reference_releases()
-    reference = source.version if source.version in releases else list(releases)[-1]
+    reference = _reference_of(source.version, list(releases))
     files, names = releases[reference]["files"], releases[reference]["names"]
     verdict = Verdict(source.version, reference)
     same: dict[str, bool] = {}
@@ -101,6 +103,15 @@ def examine(source: Source, symbols: Iterable[Symbol] = SYMBOLS) -> Verdict:
             expected = Shape(*names[str(symbol)])
             _compare(verdict, symbol, expected, source.shape(path, symbol.name))
     return verdict
+
+
+def _reference_of(version: str, tested: Sequence[str]) -> str:
+    """The newest tested release that is not newer than a version; the newest of all for others."""
+    try:
+        found = [one for one in tested if Version(one) <= Version(version)]
+    except InvalidVersion:
+        found = []
+    return found[-1] if found else tested[-1]
 
 
 def _compare(verdict: Verdict, symbol: Symbol, expected: Shape, found: Shape | None) -> None:

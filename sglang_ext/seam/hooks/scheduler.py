@@ -14,6 +14,7 @@ from sglang_ext.provenance.request_state import find_state, wants_exact
 from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
 from sglang_ext.seam.hooks.hooking import check_hooks, hook
+from sglang_ext.seam.hooks.new_requests import new_requests
 from sglang_ext.seam.hooks.truncation import build_truncator, register_truncation_hooks
 from sglang_ext.seam.hooks.weights import register_weight_hooks
 from sglang_ext.seam.report import DETAILS_KEY, pack_details
@@ -44,7 +45,7 @@ def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
     if BACKEND not in registry.registered_radix_cache_backends():
         registry.register_radix_cache_backend(BACKEND, build_hooked)
     hook(f"{_SCHEDULER}.__init__", _after_init)
-    hook(f"{_SCHEDULER}._create_generation_req", _after_create)
+    new_requests.observe(_note_tenant)
     hook(f"{_SCHEDULER}.run_batch", _after_run_batch)
     hook(f"{_SCHEDULER}.process_batch_result", _after_process_batch_result)
     hook(
@@ -79,10 +80,9 @@ def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         raise HierKVConfigError(f"{error}.") from error
 
 
-def _after_create(result: Any, self: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
-    # Before anything is looked up by the request's key: a session's turns come past here too.
-    if isinstance(self.tree_cache, HierKVRadixCache):
-        note_tenant(result, recv_req)
+def _note_tenant(scheduler: Any, req: Any, message: Any) -> None:
+    if isinstance(scheduler.tree_cache, HierKVRadixCache):
+        note_tenant(req, message)
 
 
 def _after_run_batch(result: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

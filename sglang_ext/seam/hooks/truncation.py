@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.seam.hooks.hooking import hook
+from sglang_ext.seam.hooks.new_requests import new_requests
 from sglang_ext.seam.page_hash import page_hasher
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.truncation.cut import DEFAULT_HEAD_TOKENS, CutRefusedError
@@ -29,7 +30,7 @@ _SESSION = "sglang.srt.session.session_controller.Session"
 
 def register_truncation_hooks() -> None:
     """Registers the scheduler's part. It acts where the cache is ours and truncation is on."""
-    hook(f"{_SCHEDULER}._create_generation_req", _after_create)
+    new_requests.observe(_note_wish)
     hook(f"{_SCHEDULER}.init_req_max_new_tokens", _around_max_new_tokens, "around")
     hook(f"{_SESSION}._concat_token_arrays", _around_concat, "around")
 
@@ -57,9 +58,9 @@ def build_truncator(scheduler: Any, config: HierKVConfig, page_size: int) -> Tru
     )
 
 
-def _after_create(result: Any, self: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
+def _note_wish(scheduler: Any, req: Any, message: Any) -> None:
     # What the client asked for is on the message; the request is given it only later.
-    note_why_not_cut(result, why_not_cut(recv_req))
+    note_why_not_cut(req, why_not_cut(message))
 
 
 def _around_max_new_tokens(original: Callable[..., Any], self: Any, req: Any) -> Any:

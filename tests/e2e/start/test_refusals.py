@@ -37,7 +37,7 @@ DUMMY = [
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
 ]
 SENTENCE_CHARS = 400
-HOOKED = next(symbol for symbol in SYMBOLS if symbol.name == "Scheduler._create_generation_req")
+HOOKED = next(symbol for symbol in SYMBOLS if symbol.name == "Scheduler.handle_generate_request")
 
 # What is added to a good command line, and what the sentence must say.
 REFUSED_ARGUMENTS = {

@@ -376,9 +376,7 @@ class DeviceWorld:
         self.running.remove(load)
         slots = [self.free_slots.pop() for _ in range(num_pages)]
         device = self.device
-        events = self.linker._streams.save_events(
-            lambda: [device.record(device.current_stream()), device.record(self.forwards)]
-        )
+        events = self.linker._streams.save_events()
         space: Any = SimpleNamespace(digest=bytes(32), lora=bytes(32))
         hashes = np.zeros((num_pages, 32), np.uint8)
         epoch = self.linker._saves._epoch

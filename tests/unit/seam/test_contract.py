@@ -131,9 +131,9 @@ def test_the_check_at_start_refuses_and_warns(
     with caplog.at_level(logging.WARNING):
         check_contract()
     assert "SGLang 0.6.0 was not tested" in caplog.text
-    copy.rename(named("Scheduler._create_generation_req"))
+    copy.rename(named("Scheduler.handle_generate_request"))
     monkeypatch.setenv("SGLANG_HIER_KV_ALLOW_UNTESTED", "1")
-    with pytest.raises(HierKVConfigError, match=r"Scheduler\._create_generation_req is missing"):
+    with pytest.raises(HierKVConfigError, match=r"Scheduler\.handle_generate_request is missing"):
         check_contract()
 
 
