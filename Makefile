@@ -5,6 +5,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 SGLANG := sglang==0.5.23
+# Releases that are looked at, not installed: the tested ones, and two that are refused.
+RELEASES := 0.5.20 0.5.21 0.5.22 0.5.23
 
 PORT ?= 30000
 MODEL ?= tests/assets/tinylm
@@ -15,12 +17,13 @@ TESTS ?=
 # Test files that run at a time, in order, the long ones first: a server's start waits as much as it computes.
 WORKERS ?= 3
 
-.PHONY: help dev demo check test bench serve clean
+.PHONY: help dev demo check contract test bench serve clean
 
 help:
 	@echo "make dev     install everything into $(VENV)"
 	@echo "make demo    multi-turn chats and documents on a real server, with and without the plugin"
 	@echo "make check   ruff and mypy"
+	@echo "make contract  which releases of SGLang keep to what the plugin takes for granted"
 	@echo "make test    all tests; TESTS=tests/unit for some, WORKERS=1 for one at a time"
 	@echo "make bench   benchmarks; CASE=serve BENCH_ARGS='--json build/serve.json' for one"
 	@echo "make serve   SGLang in the foreground on the CPU; PORT=, MODEL=, ARGS='--enable-hier-kv ...'"
@@ -43,6 +46,11 @@ check: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+contract: $(STAMP)
+	for release in $(RELEASES); do ls build/sglang/sglang-$$release-*.whl >/dev/null 2>&1 \
+	  || $(PY) -m pip download --quiet --no-input --no-deps -d build/sglang sglang==$$release; done
+	$(PY) -m testkit.contract_matrix build/sglang/*.whl
 
 test: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)

@@ -289,7 +289,8 @@ _FREE = {
         speculative_ngram_match_type speculative_ngram_max_trie_depth speculative_ngram_capacity
         speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget
         speculative_ngram_external_corpus_max_tokens speculative_domino_candidate_pool_size
-        speculative_boundary_reduction speculative_skip_dp_mlp_sync speculative_use_block_verification
+        speculative_boundary_reduction speculative_use_block_verification
+        speculative_skip_dp_mlp_sync
         speculative_draft_sink_size enable_draft_weights_cpu_backup dllm_algorithm_config dllm_fdfo
         dcp_comm_backend dcp_replicate_q_proj cp_strategy kv_canary_real_data
         kv_canary_sweep_interval kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts

@@ -161,7 +161,7 @@ def test_an_sglang_without_its_source_is_refused_with_a_sentence(
         path.rename(path.with_suffix(".pyc"))
     monkeypatch.setattr(verdict_module, "installed", lambda: Source(copy.folder))
     monkeypatch.setenv("SGLANG_HIER_KV_ALLOW_UNTESTED", "1")
-    with pytest.raises(HierKVConfigError, match="with its source was expected at .*; install"):
+    with pytest.raises(HierKVConfigError, match=r"with its source was expected at .*; install"):
         check_contract()
 
 
