@@ -29,7 +29,11 @@ TIER_IMPORTS = {
     "zstandard",
 }
 # SGLang brings prometheus_client, pydantic for its answers, and transformers for calibration.
-PLUGIN_IMPORTS = KERNEL_IMPORTS | TIER_IMPORTS | {"prometheus_client", "pydantic", "transformers"}
+PLUGIN_IMPORTS = {
+    *KERNEL_IMPORTS,
+    *TIER_IMPORTS,
+    *("packaging", "prometheus_client", "pydantic", "transformers"),
+}
 
 # The seam: the only modules of the plugin that may import sglang.
 SGLANG_MODULES = {
