@@ -48,7 +48,7 @@ class SessionTurns:
         if getattr(req.to_finish, "message", None) == _SESSION_IS_BUSY:
             self._turn_away(req)
             return
-        if not self._sessions.will_lend_record(req):
+        if not _goes_on(req, slot):
             return
         taint = getattr(slot, _TAINT, Quality.EXACT)
         own_key = _session_key(req)
@@ -90,6 +90,13 @@ class SessionTurns:
         state = find_state(req)
         if state is not None and state.taint > Quality.EXACT:
             setattr(slot, _TAINT, state.taint)
+
+
+def _goes_on(req: Any, slot: Any) -> bool:
+    """Whether SGLang lets a turn go on in its session's rows."""
+    if not req.session.streaming or req.to_finish is not None:
+        return False
+    return slot is not None and bool(slot.kv.holds_kv)
 
 
 def _session_key(req: Any) -> tuple[str | None, str | None, str | None]:

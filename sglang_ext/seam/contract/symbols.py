@@ -118,11 +118,24 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         (_TREE, "UnifiedTreeCore"): (
             "match_prefix match_full_device_prefix collect_full_device_indices node_by_id "
-            "root_node_handle"
+            "root_node_handle get_hash_values get_prefix_hash_values"
         ),
         ("srt.mem_cache.radix_cache", "RadixKey"): "__init__ page_aligned",
         (_SCHEDULER, "Scheduler"): "process_pending_chunked_abort",
-        ("srt.managers.schedule_batch", "Req"): "finished set_finish_with_abort",
+        ("srt.managers.schedule_batch", "Req"): (
+            "finished set_finish_with_abort release_mm_inputs_on_abort"
+        ),
+        (_TOKENIZER, "TokenizerManager"): "abort_request",
+        ("srt.session.streaming_session", "StreamingSession"): "release_session borrowed_slot",
+        (_LINKER, "UnifiedCacheLinkerWrapper"): "release_request",
+        ("srt.mem_cache.base_prefix_cache", "IncLockRefResult"): "to_dec_params",
+        ("srt.mem_cache.allocator.base", "BaseTokenToKVPoolAllocator"): (
+            "get_kvcache available_size"
+        ),
+        ("srt.mem_cache.memory_pool", "KVCache"): "register_layer_transfer_counter",
+        ("srt.model_executor.forward_batch_info", "ForwardMode"): (
+            "is_decode is_extend is_split_prefill"
+        ),
         ("srt.managers.schedule_batch", "ScheduleBatch"): "init_new prepare_for_extend",
         ("srt.model_executor.forward_batch_info", "ForwardBatch"): "init_new",
     },
@@ -141,13 +154,35 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         ("srt.mem_cache.hicache_storage", ""): "PoolName PoolTransfer",
         ("srt.mem_cache.base_prefix_cache", "MatchPrefixParams"): "key",
+        ("srt.mem_cache.base_prefix_cache", "MatchResult"): (
+            "device_prefix_len last_device_node best_match_node last_host_node host_hit_length "
+            "cache_actions"
+        ),
         (_LINKER, ""): "ExternalCacheHitMarker _PendingOffload",
+        (_LINKER, "_PendingOffload"): "publish_node_ids",
         (_LINKER, "UnifiedCacheLinkerWrapper"): (
             "hit_markers pending_offloads inflight_load_rids inflight_load_index "
             "private_load_indices cache_linker"
         ),
         (_TREE, "UnifiedTreeCore"): "eviction_strategy _node_arena",
+        (_TREE, "UnifiedTreeNode"): "key hash_value parent external_cache_stored",
+        (_UNIFIED, "UnifiedRadixCache"): (
+            "session tree_core linker req_to_token_pool token_to_kv_pool_allocator page_size"
+        ),
+        ("srt.session.session_controller", "Session"): "_inflight session_id streaming",
+        ("srt.session.streaming_session", "StreamingSession"): "slots",
+        ("srt.session.streaming_session", "SessionSlot"): "kv",
+        (_TOKENIZER, "TokenizerManager"): (
+            "rid_to_state context_len num_reserved_tokens async_dynamic_batch_tokenizer server_args"
+        ),
+        (_TOKENIZER, "ReqState"): "abort_sent",
         ("srt.managers.schedule_batch", ""): "FINISH_ABORT",
+        ("srt.managers.schedule_batch", "Req"): (
+            "kv cache_request_handle to_finish full_untruncated_fill_ids prefix_len "
+            "origin_input_ids origin_input_ids_unpadded extra_key cache_salt lora_id session "
+            "skip_radix_cache_insert discard_output_reason cached_tokens last_node sampling_params"
+        ),
+        ("srt.managers.schedule_batch", "ReqKvInfo"): "holds_kv cache_protected_len req_pool_idx",
         (_SCHEDULER, "Scheduler"): (
             "enable_unified_cache_external_linker enable_lmcache waiting_queue tree_cache "
             "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req"
@@ -155,6 +190,9 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.sampling.sampling_params", ""): "SamplingParams",
         ("srt.speculative.spec_info", ""): "SpeculativeAlgorithm",
         ("srt.mem_cache.memory_pool", ""): "MHATokenToKVPool MLATokenToKVPool",
+        ("srt.mem_cache.memory_pool", "MHATokenToKVPool"): "k_buffer v_buffer",
+        ("srt.mem_cache.memory_pool", "MLATokenToKVPool"): "kv_buffer",
+        ("srt.mem_cache.memory_pool", "ReqToTokenPool"): "req_to_token",
     },
 }
 
