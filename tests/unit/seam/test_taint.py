@@ -219,11 +219,8 @@ class Sessions:
     """SGLang's streaming sessions, as far as the keeper looks at them."""
 
     def __init__(self) -> None:
-        self.slots = {"s": SimpleNamespace()}
+        self.slots = {"s": SimpleNamespace(kv=SimpleNamespace(holds_kv=True))}
         self.released: list[str] = []
-
-    def will_lend_record(self, req: Any) -> bool:
-        return req.session is not None and req.session.session_id in self.slots
 
     def borrowed_slot(self, req: Any) -> Any:
         return self.slots.get(req.session.session_id) if req.session is not None else None
@@ -235,7 +232,7 @@ class Sessions:
 
 def turn(*, exact: bool = False) -> Request:
     req = Request("turn", [1], 0, exact)
-    req.session = SimpleNamespace(session_id="s")  # type: ignore[assignment]
+    req.session = SimpleNamespace(session_id="s", streaming=True)  # type: ignore[assignment]
     req.to_finish = None  # type: ignore[attr-defined]
     return req
 
