@@ -153,6 +153,22 @@ def test_the_variable_that_the_docs_name_lets_untested_code_run(
     assert str(symbol) in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("version", "reference"),
+    [
+        ("0.5.21", "0.5.23"),
+        ("0.5.22", "0.5.22"),
+        ("0.5.22.post1", "0.5.22"),
+        ("0.5.24", "0.5.23"),
+        ("unknown", "0.5.23"),
+    ],
+)
+def test_a_release_is_compared_with_the_tested_one_before_it(
+    tmp_path: Path, version: str, reference: str
+) -> None:
+    assert look(SglangCopy(tmp_path, version)).reference == reference
+
+
 def test_an_sglang_without_its_source_is_refused_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
