@@ -234,7 +234,7 @@ def _build_store(
     store_config = StoreConfig(
         write_policy,
         config.event_log,
-        PolicyConfig() if config.lookahead == "on" else None,
+        PolicyConfig(config.base_order) if config.lookahead == "on" else None,
         config.remote_policy,
     )
     keep_raw = None

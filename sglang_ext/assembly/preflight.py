@@ -15,7 +15,8 @@ from sglang_ext.assembly.key_setup import build_trust
 from sglang_ext.assembly.remote_setup import check_remote
 from sglang_ext.codec.base import CodecError
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.settings.config import CODED_TIERS, GIB, HierKVConfig, flag_name
+from sglang_ext.settings.config import CODED_TIERS, GIB, HierKVConfig
+from sglang_ext.settings.values import flag_name
 from sglang_ext.tiers.access import make_folder, problem_of, shown
 from sglang_ext.tiers.disk import DiskConfig
 from sglang_ext.tiers.errors import TierConfigError

@@ -1,12 +1,12 @@
 """The plugin's settings: every knob once, with its unit, default, bounds and help text.
 
-This module imports neither torch, numba nor sglang. ``flags.py`` turns the fields into command line
-options; the parsed settings travel to SGLang's other processes as a plain dict.
+This module imports neither torch nor sglang, and numba only for a base order other than lru.
+``flags.py`` turns the fields into command line options; the parsed settings travel to SGLang's
+other processes as a plain dict.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_ext.codec.registry import codec_ids
 from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.values import coerce, flag_name, shown
 
 # Past these a value is a slip, and arithmetic and the system's calls no longer take it.
 _MAX_GB = 1e9
@@ -21,7 +22,6 @@ _MAX_MS = 86_400_000.0
 _MAX_TOKENS = (1 << 31) - 1
 _MIN_HOST_BYTES = 64 << 10
 _MIN_SEGMENT_BYTES = 4096
-_SHOWN_CHARS = 60
 CODED_TIERS = ("host", "disk", "remote")
 GIB = 1 << 30
 MIB = 1 << 20
@@ -211,6 +211,14 @@ class HierKVConfig:
         "and when its turn comes; the least recent ones leave.",
         choices=("on", "off"),
     )
+    base_order: str = _knob(
+        "lru",
+        "Which of the pages that nobody waits for leave DRAM and disk first: those used longest "
+        "ago (lru), those saved longest ago (fifo), those used last (tail_of_queue), or by an "
+        "order that an installed package brings (entry point hier_kv.base_orders). Learned return "
+        "times decide instead where they do better.",
+        metavar="ORDER",
+    )
     tree_core: str = _knob(
         "python",
         "SGLang's radix tree implementation to run on.",
@@ -280,6 +288,7 @@ class HierKVConfig:
             )
         self._validate_key()
         self._validate_range()
+        self._validate_base_order()
         self._validate_codec()
         self._validate_remote_codec()
         for item in fields(self):
@@ -287,7 +296,7 @@ class HierKVConfig:
             if choices and getattr(self, item.name) not in choices:
                 raise HierKVConfigError(
                     f"{flag_name(item.name)} must be one of {', '.join(choices)}, got "
-                    f"{_cut(getattr(self, item.name))}."
+                    f"{shown(getattr(self, item.name))}."
                 )
 
     def _validate_key(self) -> None:
@@ -313,7 +322,7 @@ class HierKVConfig:
             if getattr(self, name) > limit:
                 raise HierKVConfigError(
                     f"{flag_name(name)} must be at most {limit:g}, got "
-                    f"{_cut(getattr(self, name))}; give a smaller value."
+                    f"{shown(getattr(self, name))}; give a smaller value."
                 )
         least = {"host_size": _MIN_HOST_BYTES, "disk_segment_size": _MIN_SEGMENT_BYTES}
         for name, num_bytes in least.items():
@@ -323,12 +332,29 @@ class HierKVConfig:
                     f"{getattr(self, name):g} GB; give a greater value."
                 )
 
+    def _validate_base_order(self) -> None:
+        if self.base_order == "lru":
+            return
+        # Not above: every process of SGLang imports this module, and numba takes long to import.
+        from sglang_ext.tiers.policy import order_ids
+
+        if self.base_order not in order_ids():
+            raise HierKVConfigError(
+                f"--hier-kv-base-order must be one of {', '.join(order_ids())}, got "
+                f"{shown(self.base_order)}; give one of them or leave the flag out."
+            )
+        if self.lookahead == "off":
+            raise HierKVConfigError(
+                f"--hier-kv-base-order {self.base_order} needs --hier-kv-lookahead on: without it "
+                "the least recent pages leave; leave one of the two out."
+            )
+
     def _validate_codec(self) -> None:
         disk, host = (self.of_tier("codec", tier) for tier in ("disk", "host"))
         for codec in (disk, host):
             if codec not in codec_ids():
                 raise HierKVConfigError(
-                    f"--hier-kv-codec must be one of {', '.join(codec_ids())}, got {_cut(codec)}."
+                    f"--hier-kv-codec must be one of {', '.join(codec_ids())}, got {shown(codec)}."
                 )
         if disk != "none" and not self.disk_dir:
             raise HierKVConfigError(
@@ -360,7 +386,7 @@ class HierKVConfig:
         codec = self.of_tier("codec", "remote")
         if codec not in codec_ids():
             raise HierKVConfigError(
-                f"--hier-kv-codec must be one of {', '.join(codec_ids())}, got {_cut(codec)}."
+                f"--hier-kv-codec must be one of {', '.join(codec_ids())}, got {shown(codec)}."
             )
         if codec != "none" and not self.remote_url:
             raise HierKVConfigError(
@@ -392,7 +418,7 @@ class HierKVConfig:
             if not equals or key not in CODED_TIERS or key in values or not value:
                 raise HierKVConfigError(
                     f"{flag_name(name)} must be a value or a list of TIER=VALUE with tiers among "
-                    f"{', '.join(CODED_TIERS)}, each once, got {_cut(text)}."
+                    f"{', '.join(CODED_TIERS)}, each once, got {shown(text)}."
                 )
             values[key] = value
         return values.get(tier, default)
@@ -439,10 +465,10 @@ class HierKVConfig:
         for name, value in values.items():
             if name not in known:
                 raise HierKVConfigError(
-                    f"unknown setting hier_kv_{_cut(name)[1:-1]}; known settings are "
+                    f"unknown setting hier_kv_{shown(name)[1:-1]}; known settings are "
                     f"{', '.join('hier_kv_' + known_name for known_name in known)}."
                 )
-            clean[name] = _coerce(name, value, type(known[name].default))
+            clean[name] = coerce(name, value, type(known[name].default))
         config = cls(**clean)
         config.validate()
         return config
@@ -460,34 +486,3 @@ class HierKVConfig:
         if not isinstance(values, dict):
             raise HierKVConfigError(f"{expected}, got a {type(values).__name__}.")
         return cls.from_dict(values)
-
-
-def flag_name(field_name: str) -> str:
-    """The command line flag of a field: ``host_size`` -> ``--hier-kv-host-size``."""
-    return "--hier-kv-" + field_name.replace("_", "-")
-
-
-_KINDS = {float: "a number", int: "a whole number", str: "a string"}
-
-
-def _cut(value: object) -> str:
-    """What was given, for a message."""
-    try:
-        text = repr(value)
-    except ValueError:  # a whole number of thousands of digits
-        text = "a number of very many digits"
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
-
-
-def _coerce(name: str, value: Any, kind: type) -> Any:
-    if kind is str and isinstance(value, str):
-        return value
-    if kind is int and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, OverflowError):
-            return float(value)
-    # A URL that is no text may hold a password all the same.
-    is_plain = isinstance(value, (str, int, float))
-    got = _cut(value) if is_plain else f"a {type(value).__name__}"
-    raise HierKVConfigError(f"{flag_name(name)} must be {_KINDS[kind]}, got {got}.")

@@ -9,7 +9,8 @@ from dataclasses import fields
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.settings.config import HierKVConfig, flag_name
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.values import flag_name
 
 ENV_CONFIG = "SGLANG_HIER_KV_CONFIG"
 

@@ -68,7 +68,9 @@ assert "plain" in codec_ids()
 assert type(create_codec("none", dtype="bf16")).__module__ == "sglang_ext.codec.none"
 assert "theirs" in engine_schemes()
 PolicyConfig(order="newest")
-HierKVConfig.from_dict({"codec": "remote=plain", "remote_url": "theirs:///tmp", "host_size": 1})
+HierKVConfig.from_dict({
+    "codec": "remote=plain", "remote_url": "theirs:///tmp", "base_order": "newest", "host_size": 1,
+})
 print("used")
 """
 

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from runtime_cpu import launch
-from sglang_ext.settings.config import HierKVConfig, flag_name
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.values import flag_name
 from testkit.server import FORK_SERVERS, ROOT, TINYLM, Leftovers, Server
 from tests.e2e.hier_server import (
     PAGE,

@@ -216,6 +216,8 @@ def test_numbers_must_be_finite(name: str, value: float) -> None:
         ({"truncation_longest": 0}, "must be 1 or more contexts, got 0"),
         ({"truncation_head": 4.5}, "must be a whole number, got 4.5"),
         ({"rope": "post"}, "must be one of pre, delta, got 'post'"),
+        ({"base_order": "mru"}, "must be one of fifo, lru, tail_of_queue, got 'mru'"),
+        ({"base_order": "fifo", "lookahead": "off"}, "needs --hier-kv-lookahead on"),
     ],
 )
 def test_values_from_code_are_checked(values: dict[str, Any], words: str) -> None:

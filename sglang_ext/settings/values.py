@@ -1,0 +1,46 @@
+"""A setting's value as it was given: its flag's name, its type, and how messages show it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from sglang_ext.errors import HierKVConfigError
+
+_SHOWN_CHARS = 60
+
+
+def flag_name(field_name: str) -> str:
+    """The command line flag of a field: ``host_size`` -> ``--hier-kv-host-size``."""
+    return "--hier-kv-" + field_name.replace("_", "-")
+
+
+_KINDS = {float: "a number", int: "a whole number", str: "a string"}
+
+
+def shown(value: object) -> str:
+    """What was given, for a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        text = "a number of very many digits"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def coerce(name: str, value: Any, kind: type) -> Any:
+    """A value as the type of its field.
+
+    Raises:
+        HierKVConfigError: it is of another type.
+    """
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            return float(value)
+    # A URL that is no text may hold a password all the same.
+    is_plain = isinstance(value, (str, int, float))
+    got = shown(value) if is_plain else f"a {type(value).__name__}"
+    raise HierKVConfigError(f"{flag_name(name)} must be {_KINDS[kind]}, got {got}.")
