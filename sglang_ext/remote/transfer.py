@@ -69,6 +69,6 @@ def _is_sound(remote: RemoteStore, part: Part, out: ByteArray, num_bytes: int) -
         at = stages.start_of(stage)
         inside = part.start <= at and stage_end <= part.end
         if inside and not stages.is_sound(stage, out[at - part.start : stage_end - part.start]):
-            remote.reject(part.page.key, "bad_checksum")
+            remote.reject(part.page.key, stages.failure.value)
             return False
     return True

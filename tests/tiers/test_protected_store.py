@@ -158,6 +158,7 @@ def test_stages_are_proved_one_by_one(tmp_path: Path, mode: str) -> None:
         start = np.zeros(START_BYTES, np.uint8)
         store.read_ranges([RangeRequest(staged.key, start)])
         stages = store.read_stages(start, staged.key, 1 << 20)
+        assert stages.failure is VerifyResult.UNAUTHENTIC
         for number, end in enumerate(stages.ends):
             at = stages.start_of(number)
             data = np.zeros(end - at, np.uint8)

@@ -80,6 +80,11 @@ class Stages:
             return self.opener(stage, data)
         return _digest(data) == self.checksums[stage]
 
+    @property
+    def failure(self) -> VerifyResult:
+        """What bytes of a stage that are not sound count as."""
+        return VerifyResult.BAD_CHECKSUM if self.opener is None else VerifyResult.UNAUTHENTIC
+
 
 def stage(record: ByteArray, first_level: int, ends: Sequence[int]) -> ByteArray:
     """Makes a staged record of a coded one.

@@ -13,6 +13,7 @@ from sglang_ext.tiers.records.record import (
     ByteArray,
     RecordError,
     RecordMeta,
+    VerifyResult,
     parse_header,
     write_meta,
 )
@@ -39,6 +40,7 @@ def test_every_prefix_that_ends_at_a_stage_is_a_record() -> None:
     assert (stages.first_level, stages.meta) == (0, parse_header(record)[0])
     for last, end in enumerate(stages.ends):
         assert stages.is_sound(last, staged[stages.start_of(last) : end])
+        assert stages.failure is VerifyResult.BAD_CHECKSUM
         part = unstage(stages, last, staged[START_BYTES:end])
         meta, payload_bytes = parse_header(part)
         assert (meta.level, payload_bytes) == (last, ENDS[last] - HEADER_BYTES)
