@@ -1,4 +1,7 @@
-"""The disk tier; `tier.py` is the place to start reading."""
+"""The disk tier; `tier.py` is the place to start reading.
+
+Who calls `read` or `write` blocks on the disk; `workers.py` has the threads that share the work.
+"""
 
 from sglang_ext.tiers.disk.config import DiskConfig
 from sglang_ext.tiers.disk.counters import DiskStats
