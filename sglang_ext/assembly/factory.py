@@ -18,12 +18,18 @@ from sglang_ext.admission.load_or_compute import LoadOrCompute
 from sglang_ext.assembly.codec_setup import build_page_codec, build_remote_codec
 from sglang_ext.assembly.key_setup import Trust, build_trust
 from sglang_ext.assembly.remote_setup import open_remote
+from sglang_ext.assembly.window_setup import (
+    ask_for_windows,
+    bound_ropes,
+    window_layers,
+    with_windows,
+)
 from sglang_ext.codec.page_codec import PageCodec
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import LAYOUT_VERSION, PageLayout
 from sglang_ext.device.page_rules import LocalPages
 from sglang_ext.device.pinning import pin_memory
-from sglang_ext.device.pools import DevicePool, describe_pool
+from sglang_ext.device.pools import DevicePool, HybridPools, describe_pools
 from sglang_ext.device.ports import open_port
 from sglang_ext.device.rope_discovery import LayerRope, discover_ropes, type_of_attention
 from sglang_ext.errors import HierKVConfigError
@@ -78,13 +84,18 @@ def build_cache(ctx: Any) -> Any:
     ensure_page_hash()
     ctx.params.tree_core_backend = config.tree_core
     cache = create_unified_radix_cache(ctx, cache_class=HierKVRadixCache)
-    check_tree([component.name for component in cache.components])
+    check_tree([component.name for component in cache.components], has_windows=ctx.is_hybrid_swa)
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     runner = ctx.tp_worker.model_runner
     check_attention({type_of_attention(module) for module in runner.model.modules()})
-    pool = describe_pool(kv_pool)
+    pools = describe_pools(kv_pool)
+    pool = pools.full
     layout = pool.layout(ctx.params.page_size)
-    ropes = discover_ropes(runner.model, pool)
+    if pools.window is None:
+        ropes = discover_ropes(runner.model, pool)
+    else:
+        config = with_windows(config)
+        ropes = bound_ropes(pool)
     page_codec = build_page_codec(config, pool, layout, kv_pool.dtype, runner)
     remote_codec = build_remote_codec(config, pool, layout, kv_pool.dtype, runner)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
@@ -103,14 +114,18 @@ def build_cache(ctx: Any) -> Any:
         kernels=_kernels(config, pool, ropes, layout.page_size),
         parallel_loads=not _uses_triton(config, pool),
     )
+    windows = None
+    if pools.window is not None and pools.groups is not None:
+        windows = window_layers(cache, pools.window, pools.groups, copier)
     linker = HierKVLinker(
         store,
         copier,
-        num_layers=pool.num_layers,
+        num_layers=kv_pool.layer_num,
         page_size=ctx.params.page_size,
         kv_pool=kv_pool,
         port=open_port(pool.device, pinned=pinned_bytes == store.arena.nbytes),
         forward_stream=runner.forward_stream,
+        windows=windows,
     )
     linker.loads.on_load = feeds.on_load
     timer = ForwardTimer(
@@ -152,7 +167,7 @@ def build_cache(ctx: Any) -> Any:
     )
     cache.attach(
         linker,
-        _identity(ctx, config, pool, partial(exchange, group)),
+        _identity(ctx, config, pools, partial(exchange, group)),
         config,
         metrics,
         timer,
@@ -166,6 +181,7 @@ def build_cache(ctx: Any) -> Any:
         if decides_by_cost
         else None,
     )
+    ask_for_windows(cache, config)
     kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
     ctx.tp_worker.register_hicache_layer_transfer_counter(linker.layer_done_counter)
     logger.info(
@@ -348,8 +364,9 @@ def _compile(kernels: ModuleType, pool: DevicePool, ropes: list[LayerRope], page
 
 
 def _identity(
-    ctx: Any, config: HierKVConfig, pool: DevicePool, exchange_of_group: Exchange
+    ctx: Any, config: HierKVConfig, pools: HybridPools, exchange_of_group: Exchange
 ) -> ModelIdentity:
+    pool = pools.full
     model_config, server_args = ctx.model_config, ctx.server_args
     runner = ctx.tp_worker.model_runner
     fixed = {
@@ -362,6 +379,8 @@ def _identity(
         "page_size": ctx.params.page_size,
         "tp": [ctx.tp_rank, ctx.tp_size],
     }
+    if pools.groups is not None:
+        fixed["parts"] = [list(layers) for layers in pools.groups.model_layers]
     # Where the files lie and how they are cached says nothing of the KV.
     for name in ("_name_or_path", "transformers_version"):
         fixed["model"].pop(name, None)

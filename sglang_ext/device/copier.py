@@ -85,6 +85,7 @@ class PageCopier:
         self.pool = pool
         self.ropes = ropes
         self._layout = layout
+        self._mode = mode
         self.slots = slots
         self._kernels = kernels
         self.rules = LocalPages(layout, ropes, mode)
@@ -92,6 +93,18 @@ class PageCopier:
         self._v_thread: ThreadPoolExecutor | None = None
         if parallel_loads and pool.v:
             self._v_thread = ThreadPoolExecutor(1, "hier-kv-load-v")
+
+    def for_pool(self, pool: DevicePool, ropes: list[LayerRope]) -> PageCopier:
+        """A copier of other layers of the same shapes into the same slots."""
+        return PageCopier(
+            pool,
+            self._layout,
+            ropes,
+            self.slots,
+            mode=self._mode,
+            kernels=self._kernels,
+            parallel_loads=self._v_thread is not None,
+        )
 
     def close(self) -> None:
         """Ends the copier's own thread; nothing may be loaded any more."""

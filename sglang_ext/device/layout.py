@@ -104,6 +104,35 @@ class PageLayout:
 
 
 @dataclass(frozen=True)
+class LayerGroups:
+    """Which layers of a model the parts of its pages hold.
+
+    Attributes:
+        full: the model's layers with full attention, by number; what a page holds.
+        window: those with a window.
+    """
+
+    full: tuple[int, ...]
+    window: tuple[int, ...]
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Indices into `window`, as many a group as there are full layers.
+
+        The last group ends with the last layer. Where layers do not suffice it holds some twice,
+        with the same content, so that no byte of a page is left as it was.
+        """
+        size, num = len(self.full), len(self.window)
+        firsts = [*range(0, num - size, size), num - size]
+        return [tuple(layer % num for layer in range(first, first + size)) for first in firsts]
+
+    @property
+    def model_layers(self) -> list[tuple[int, ...]]:
+        """The model's layers of each part: of the full one, then of the groups."""
+        return [self.full, *(tuple(self.window[i] for i in group) for group in self.groups)]
+
+
+@dataclass(frozen=True)
 class PageTails:
     """The decoded tails of some pages.
 

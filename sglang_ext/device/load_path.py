@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -122,10 +122,12 @@ class LoadPath:
         with self._queueing:
             return self._bring_and_scatter(self._ring, loads, fence, on_layer)
 
-    def behind_queued(self) -> Any:
-        """An event behind all that was queued so far; None where work is never queued."""
+    def behind_queued(self, after: Any = None) -> Any:
+        """An event behind all that was queued so far, and `after`; None where nothing is queued."""
         if self._ring is None:
             return None
+        if after is not None:
+            self._port.wait(self._scatters, after)
         self._port.wait(self._scatters, self._port.record(self._copies))
         return self._port.record(self._scatters)
 
@@ -213,3 +215,65 @@ class LoadPath:
         port.wait(self._scatters, brought)
         busy.append((begin, brought))
         return buffer, PageSource(pages, ring.index[:num_pages], span.start)
+
+
+class LoadParts:
+    """Queues loads of pages whose layers lie in several parts. Threads may share it.
+
+    Args:
+        paths: one a part, of one device.
+        model_layers: the model's layer that each layer of each part is; every one at least once.
+    """
+
+    def __init__(self, paths: Sequence[LoadPath], model_layers: Sequence[Sequence[int]]) -> None:
+        self._paths = paths
+        self._model_layers = model_layers
+        self._num_layers = 1 + max(layer for layers in model_layers for layer in layers)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Memory on the device that loads keep for themselves."""
+        return sum(path.ring_bytes for path in self._paths)
+
+    def fence(self) -> Fence:
+        """See `LoadPath.fence`; each path makes its streams here."""
+        first, *_ = [path.fence() for path in self._paths]
+        return first
+
+    def queue(
+        self,
+        loads: Sequence[Sequence[tuple[torch.Tensor, Prepare]]],
+        fence: Fence,
+        on_layer: Callable[[Any], None],
+    ) -> Landing:
+        """Queues the loads of each part; see `LoadPath.queue`.
+
+        A part is ordered behind the one before it, so the last event is behind all.
+        """
+        if len(self._paths) == 1:
+            return self._paths[0].queue(loads[0], fence, on_layer)
+        events: list[Any] = [None] * self._num_layers
+        busy: list[tuple[Any, Any]] = []
+        last: Any = None
+        for path, layers, part in zip(self._paths, self._model_layers, loads, strict=True):
+            found: list[Any] = []
+            landing = path.queue(part, fence, found.append)
+            for layer, event in zip(layers, found, strict=True):
+                events[layer] = event
+            busy += landing.busy
+            last = landing.last
+            fence = replace(fence, rows_free=(*fence.rows_free, last))
+        for event in events:
+            on_layer(event)
+        return Landing(last, busy)
+
+    def behind_queued(self) -> Any:
+        """See `LoadPath.behind_queued`."""
+        event: Any = None
+        for path in self._paths:
+            event = path.behind_queued(event)
+        return event
+
+    def before_forwards(self, event: Any) -> None:
+        """See `LoadPath.before_forwards`."""
+        self._paths[0].before_forwards(event)

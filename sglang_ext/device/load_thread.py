@@ -10,18 +10,18 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
+import torch
 
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.load_counter import LoadCounter
 from sglang_ext.device.load_pages import LoadPages, PageRun
-from sglang_ext.device.load_path import Fence, Landing, LoadPath
+from sglang_ext.device.load_path import Fence, Landing, LoadParts, Prepare
 from sglang_ext.device.ports import DevicePort
-from sglang_ext.device.transfers import LoadJob
+from sglang_ext.device.transfers import LoadJob, WindowRows
 from sglang_ext.tiers.store import PageStore
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,13 @@ class LoadThread:
     def __init__(
         self,
         store: PageStore,
-        copier: PageCopier,
-        path: LoadPath,
+        copiers: Sequence[PageCopier],
+        path: LoadParts,
         port: DevicePort,
         counter: LoadCounter,
     ) -> None:
         self._store = store
-        self._copier = copier
+        self._copiers = copiers  # of the full layers, then of each group of window layers
         self._path = path
         self._port = port
         self._counter = counter
@@ -87,7 +87,7 @@ class LoadThread:
         """Queues a batch on the device; one thread at a time."""
         try:
             landing = self._path.queue(
-                [(job.token_slots, partial(self._prepare, job)) for job in jobs],
+                [self._loads(part, jobs) for part in range(len(self._copiers))],
                 fence,
                 partial(self._counter.complete, index),
             )
@@ -124,11 +124,26 @@ class LoadThread:
         for job in jobs:
             self._store.release(job.ticket.slots)
 
+    def _loads(self, part: int, jobs: list[LoadJob]) -> list[tuple[torch.Tensor, Prepare]]:
+        if part == 0:
+            return [(job.token_slots, partial(self._prepare, job)) for job in jobs]
+        return [
+            (job.windows.token_slots, partial(self._prepare_windows, job, job.windows, part))
+            for job in jobs
+            if job.windows is not None
+        ]
+
     def _prepare(self, job: LoadJob, rows: Any) -> list[LoadPages]:
-        slots = job.ticket.slots.astype(np.int64)
+        copier, slots = self._copiers[0], job.slots_of(0, len(self._copiers) - 1)
         if job.composition is None:
-            return [self._copier.prepare_load(slots, rows, job.position)]
+            return [copier.prepare_load(slots, rows, job.position)]
         runs = [
             PageRun(slots[run.pages], run.first_row, run.num_tokens) for run in job.composition.runs
         ]
-        return self._copier.prepare_runs(runs, rows, job.position)
+        return copier.prepare_runs(runs, rows, job.position)
+
+    def _prepare_windows(
+        self, job: LoadJob, windows: WindowRows, part: int, rows: Any
+    ) -> list[LoadPages]:
+        slots = job.slots_of(part, len(self._copiers) - 1)
+        return [self._copiers[part].prepare_load(slots, rows, windows.position)]

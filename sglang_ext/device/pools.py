@@ -5,12 +5,13 @@ Imports no SGLang: the pool's kind is told by its class name and attributes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from sglang_ext.device.layout import PageLayout
+from sglang_ext.device.layout import LayerGroups, PageLayout
 from sglang_ext.errors import HierKVConfigError
 
 # Values of these dtypes lie on a free grid that un-rotation can round to.
@@ -108,6 +109,45 @@ def describe_pool(kv_pool: Any) -> DevicePool:
         latent_dim=latent_dim,
         num_slots=int(k[0].shape[0]),
     )
+
+
+@dataclass(frozen=True)
+class HybridPools:
+    """The device tier of a model whose window layers may have a pool of their own.
+
+    Attributes:
+        full: of the layers with full attention, or of all.
+        window: of the window layers; None where there is no such pool.
+        groups: which layers these are; None without `window`.
+    """
+
+    full: DevicePool
+    window: DevicePool | None = None
+    groups: LayerGroups | None = None
+
+
+def describe_pools(kv_pool: Any) -> HybridPools:
+    """As `describe_pool`, of a pool that may be one of two."""
+    if type(kv_pool).__name__ != "SWAKVPool":
+        return HybridPools(describe_pool(kv_pool))
+    full, window = describe_pool(kv_pool.full_kv_pool), describe_pool(kv_pool.swa_kv_pool)
+    shapes = {t.shape[1:] for pool in (full, window) for t in pool.k}
+    values = {t.shape[1:] for pool in (full, window) for t in pool.v}
+    if (full.kind, window.kind) != ("mha", "mha") or len(shapes) > 1 or len(values) > 1:
+        raise HierKVConfigError(
+            "--enable-hier-kv needs window layers with K and V of the shape that full layers have, "
+            "got others; add --disable-hybrid-swa-memory or leave the flag out for this model."
+        )
+    layers: dict[bool, dict[int, int]] = {False: {}, True: {}}
+    for layer, (index, is_window) in kv_pool.layers_mapping.items():
+        layers[bool(is_window)][index] = layer
+    ids = [tuple(by_index[i] for i in range(len(by_index))) for by_index in layers.values()]
+    return HybridPools(full, window, LayerGroups(full=ids[0], window=ids[1]))
+
+
+def pool_of(pool: DevicePool, layers: Sequence[int]) -> DevicePool:
+    """The same rows, of some layers."""
+    return replace(pool, k=tuple(pool.k[i] for i in layers), v=tuple(pool.v[i] for i in layers))
 
 
 def _three_axes(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,10 +36,14 @@ class SaveThread:
     """
 
     def __init__(
-        self, store: PageStore, copier: PageCopier, streams: CopyStreams, page_size: int
+        self,
+        store: PageStore,
+        copiers: Sequence[PageCopier],
+        streams: CopyStreams,
+        page_size: int,
     ) -> None:
         self._store = store
-        self._copier = copier
+        self._copiers = copiers  # of the full layers, then of each group of window layers
         self._streams = streams
         self._page_size = page_size
         self._jobs: queue.SimpleQueue[SaveJob | Callable[[], None] | None] = queue.SimpleQueue()
@@ -60,6 +64,7 @@ class SaveThread:
         ready_events: Callable[[], list[Any]],
         *,
         accepts_all: bool,
+        is_of_windows: bool = False,
     ) -> bool:
         """Queues a save; False when it is refused because the queue is full.
 
@@ -69,6 +74,7 @@ class SaveThread:
             token_slots: `[N * P]`, rows of the device pool.
             ready_events: makes the CUDA events after which these are complete.
             accepts_all: queue the save even when the queue is full; it then ends as not stored.
+            is_of_windows: see `SaveJob`.
         """
         dropped = self._num_saves >= MAX_QUEUED_SAVES  # only this thread adds to it
         if dropped:
@@ -76,7 +82,9 @@ class SaveThread:
             self._store.counters.add("save_queue_full")
             if not accepts_all:
                 return False
-        job = SaveJob(place, hashes, token_slots, ready_events(), self._epoch, dropped)
+        job = SaveJob(
+            place, hashes, token_slots, ready_events(), self._epoch, dropped, is_of_windows
+        )
         with self._done:
             self._num_saves += 1
         self._jobs.put(job)
@@ -187,30 +195,45 @@ class SaveThread:
 
     def _copy_out(self, job: SaveJob, ticket: SaveTicket, pages: npt.NDArray[np.int64]) -> None:
         """Copies runs of neighbouring new `pages` of a job, long ones in parts."""
-        size, place = self._page_size, job.place
         token_slots = job.token_slots.cpu().numpy()
-        started_s, page = time.monotonic(), 0
-        for run in _runs(pages, self._streams.pages_a_save):
-            first = int(pages[run[0]])
-            tokens = token_slots[first * size : (first + len(run)) * size]
-            position = place.position + first * size
-            slots = ticket.slots[run].astype(np.int64)
-            saved = self._copier.save(tokens, position, slots)
-            for offset, (slot, page_info) in enumerate(zip(slots.tolist(), saved, strict=True)):
-                page = first + offset
-                meta = RecordMeta(
-                    page_hash=job.hashes[page].tobytes(),
-                    namespace=place.space.digest,
-                    lora=place.space.lora,
-                    position=place.position + page * size,
-                    num_tokens=size,
-                    rope=ROPE_NAMES[page_info.rope_state],
-                    quality=0 if place.quality is None else int(place.quality[page]),
-                )
-                write_meta(self._store.arena.slots[slot], meta, page_info.payload_bytes)
-                self._store.counters.add("corrections", page_info.num_corrections)
-                self._store.counters.add(f"saved_{meta.rope}_pages")
+        started_s, num_pages = time.monotonic(), len(token_slots) // self._page_size
+        # Of window layers the same pages come once a group.
+        part = pages // num_pages + 1 if job.is_of_windows else np.zeros_like(pages)
+        for number in np.unique(part).tolist():
+            mine = np.flatnonzero(part == number)
+            for run in _runs(pages[mine], self._streams.pages_a_save):
+                which = mine[run]
+                self._copy_run(job, number, pages[which], ticket.slots[which], token_slots)
         self._store.counters.add("save_us", int(1e6 * (time.monotonic() - started_s)))
+
+    def _copy_run(
+        self,
+        job: SaveJob,
+        part: int,
+        pages: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int32],
+        token_slots: npt.NDArray[np.int64],
+    ) -> None:
+        """Copies pages that follow one another, `pages` in the job's hashes, to slots."""
+        size, place = self._page_size, job.place
+        first = int(pages[0]) % (len(token_slots) // size)
+        tokens = token_slots[first * size : (first + len(pages)) * size]
+        position = place.position + first * size
+        saved = self._copiers[part].save(tokens, position, slots.astype(np.int64))
+        for offset, (slot, page_info) in enumerate(zip(slots.tolist(), saved, strict=True)):
+            page = int(pages[offset])
+            meta = RecordMeta(
+                page_hash=job.hashes[page].tobytes(),
+                namespace=place.space.digest,
+                lora=place.space.lora,
+                position=position + offset * size,
+                num_tokens=size,
+                rope=ROPE_NAMES[page_info.rope_state],
+                quality=0 if place.quality is None else int(place.quality[page]),
+            )
+            write_meta(self._store.arena.slots[slot], meta, page_info.payload_bytes)
+            self._store.counters.add("corrections", page_info.num_corrections)
+            self._store.counters.add(f"saved_{meta.rope}_pages")
 
 
 def _runs(pages: npt.NDArray[np.int64], most: int | None) -> Iterator[npt.NDArray[np.int64]]:

@@ -59,6 +59,8 @@ class SaveJob:
         ready_events: CUDA events after which these rows are complete.
         epoch: of the device pool when the save was offered.
         dropped: it ends as not stored, in its turn.
+        is_of_windows: the pages are of window layers: `hashes` are `[G * N, 32]`, one group's after
+            another's, and the rows of their own pool.
     """
 
     place: Place
@@ -67,6 +69,22 @@ class SaveJob:
     ready_events: list[Any]
     epoch: int
     dropped: bool = False
+    is_of_windows: bool = False
+
+
+@dataclass(frozen=True)
+class WindowRows:
+    """Rows of a model's window layers, of pages that follow one another.
+
+    Attributes:
+        num_pages: N.
+        token_slots: `[N * P]`, rows of the window layers' pool.
+        position: position of the first token.
+    """
+
+    num_pages: int
+    token_slots: torch.Tensor
+    position: int
 
 
 @dataclass(frozen=True)
@@ -74,18 +92,36 @@ class LoadJob:
     """A request's pages on their way to rows of its own.
 
     Attributes:
-        pages: the pages, pinned, as the gate let them through.
+        pages: the pages, pinned, as the gate let them through: of the full layers, then, with
+            `windows`, of one group of window layers after the other.
         token_slots: `[N * P]`, rows of the device pool.
         position: position of the first token.
         composition: how the pages are made of the ticket's; None: they are the ticket's.
+        windows: where the window layers' go; None where there are none to load.
     """
 
     pages: LivePages
     token_slots: torch.Tensor
     position: int
     composition: Composition | None = None
+    windows: WindowRows | None = None
 
     @property
     def ticket(self) -> LoadTicket:
         """The pages' pins."""
         return self.pages.ticket
+
+    def slots_of(self, part: int, num_groups: int) -> npt.NDArray[np.int64]:
+        """Slots of the pages of one part.
+
+        Args:
+            part: 0 for the full layers, 1 and on for groups of window layers.
+            num_groups: groups of window layers.
+        """
+        slots = self.ticket.slots.astype(np.int64)
+        num_window = 0 if self.windows is None else self.windows.num_pages
+        num_full = len(slots) - num_groups * num_window
+        if part == 0:
+            return slots[:num_full]
+        first = num_full + (part - 1) * num_window
+        return slots[first : first + num_window]

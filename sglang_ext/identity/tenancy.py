@@ -102,3 +102,15 @@ def note_tenant(req: Any, message: Any) -> None:
     named = getattr(message, "session_params", None)
     session = getattr(message, "session_id", None) or (named.id if named is not None else None)
     setattr(req, _ATTRIBUTE, Tenant(extra_key, salt, owner, session))
+
+
+def depends_on_tokens_alone(req: Any) -> bool:
+    """Whether a request's KV is a function of its token ids; images and embeddings are not.
+
+    SGLang bars requests with override embeddings from its tree, and those whose load failed.
+    """
+    return (
+        getattr(req, "multimodal_inputs", None) is None
+        and not getattr(req, "input_embeds", None)
+        and not getattr(req, "skip_radix_cache_insert", False)
+    )

@@ -37,6 +37,8 @@ class RequestState:
         taint: worst quality of the KV that its tokens attended to since it was admitted. It only
             grows: overwriting that KV with better one does not better what was computed on it.
         reused: worst quality of the pages that were not computed, for the report.
+        resume_pages: numbers of leading pages behind which a model with window layers went on with
+            its prompt, or would have.
     """
 
     def __init__(self) -> None:
@@ -46,6 +48,7 @@ class RequestState:
         self._loaded: list[tuple[int, int, Tier]] = []
         self.taint = int(Quality.EXACT)
         self.reused = int(Quality.EXACT)
+        self.resume_pages: set[int] = set()
         self._loaded_quality: list[tuple[int, Qualities]] = []  # (first page, quality)
 
     def note_enqueued(self, page_size: int, tiers: list[tuple[Tier, int]]) -> None:

@@ -24,6 +24,7 @@ from sglang_ext.admission.port import Admission, Solo
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.identity.model_identity import ModelIdentity
+from sglang_ext.identity.tenancy import depends_on_tokens_alone
 from sglang_ext.provenance.request_state import Tier, find_state, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, min_reduce
@@ -141,7 +142,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Key space of a request; None while nothing may be reused or saved for it."""
         # Asked for every request: it also notes which weights and adapters the device holds KV of.
         space = self.identity.space_of(req, self.store)
-        return space if _depends_on_tokens_alone(req) else None
+        return space if depends_on_tokens_alone(req) else None
 
     def bind_scheduler(self, scheduler: Any) -> None:
         """Gives access to the waiting queue; called once, when the scheduler is built."""
@@ -164,6 +165,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.release_plan(req.cache_request_handle)
         with self.linker.saving(req, space):
             super().checkpoint(req, up_to=up_to, **kwargs)
+        if space is not None and self.linker.windows is not None:
+            self.linker.windows.save(req, space, up_to)
         if space is not None and req.finished():
             self._note_use(req, space, up_to)
             if self.quotes is not None:
@@ -190,11 +193,8 @@ class HierKVRadixCache(UnifiedRadixCache):
             super(HierKVRadixCache, self).checkpoint_into_tree(req, up_to=up_to, **kwargs)
 
         # SGLang 0.5.22 matches what it has just inserted; that asks for nothing.
-        self.linker.is_asked = False
-        try:
+        with self.linker.unasked():
             self.taint.insert(req, up_to, insert)
-        finally:
-            self.linker.is_asked = True
 
     def _restore_last_page(self, req: Any, space: KeySpace, up_to: int) -> None:
         """Puts the stored KV of a prompt's last page in place of what was just recomputed.
@@ -212,17 +212,15 @@ class HierKVRadixCache(UnifiedRadixCache):
         rows = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:up_to]
         state = find_state(req)
         limit = int(Quality.EXACT) if state is None else state.taint
+        last, window_rows = self.linker.all_parts(last, rows, self.token_to_kv_pool_allocator)
         ticket = self.admission.take_last(req.cache_request_handle, space, last, limit)
         if ticket is not None:
-            self.hier_linker.restore_pages(ticket, space, last, rows, start)
+            self.hier_linker.restore_pages(ticket, space, last, rows, start, window_rows)
 
     # ---- promotion of waiting requests ----
 
     def is_backuped(self, node_id: Any) -> bool:
-        """SGLang asks it before it offers a request for prefetching; not so a session's turn.
-
-        A turn of a streaming session goes on in the session's rows, which are in no tree.
-        """
+        """Whether a request may be prefetched for; not a session's turn, whose rows no tree has."""
         return not is_virtual_node(node_id)
 
     def is_root(self, node_id: Any) -> bool:
@@ -268,6 +266,10 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.truncated.enqueue(req, lineage, space, device_pages, hashes[device_pages:])
             return
         num_on_device = min(device_pages, num_pages)
+        if self.linker.windows is not None:
+            limit = (len(req.full_untruncated_fill_ids) - 1) // self.page_size
+            tail = hashes[num_on_device:]
+            hashes, resumable = self.linker.windows.wish(space, hashes, num_on_device, limit)
         anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
         prefix = ReusablePrefix(
@@ -275,6 +277,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         )
         self._note_enqueued(req, prefix, device_pages)  # before its plan begins to move its pages
         found = self.admission.enter(handle, prefix, key)
+        if self.linker.inquiries is not None:
+            self.linker.inquiries.begin(handle, prefix, key, tail, limit, resumable)
         if self.quotes is not None:
             self.quotes.begin(req, space, (num_on_device + found.total) * self.page_size)
 
@@ -320,9 +324,8 @@ class HierKVRadixCache(UnifiedRadixCache):
     @rank_consensus(same_params=True, same_results=True)
     def check_prefetch_progress(self, handle: Any) -> bool:
         """False while a request should wait for pages that are on their way. O(1)."""
-        if self.quotes is not None and not self.quotes.may_admit(handle):
-            return False
-        return self.admission.may_admit(handle)
+        found = all(search.may_admit(handle) for search in self._searches)
+        return found and self.admission.may_admit(handle)
 
     def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, int | None]:
         """SGLang's own storage attribution is not used; see `RequestState`."""
@@ -384,15 +387,20 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.admission.leave(handle)
         self._drop_search(handle)
 
+    @property
+    def _searches(self) -> list[Any]:
+        """What looks for more than a waiting request's prefix."""
+        return [each for each in (self.quotes, self.linker.inquiries) if each is not None]
+
     def _drop_search(self, handle: Any) -> None:
-        if self.quotes is not None:
-            self.quotes.drop(handle)
+        for search in self._searches:
+            search.drop(handle)
 
     def release_all_plans(self) -> None:
         """As `release_plan`, for all requests."""
         self.admission.leave_all()
-        if self.quotes is not None:
-            self.quotes.drop_all()
+        for search in self._searches:
+            search.drop_all()
 
     def release_aborted_request(self, handle: Any) -> None:
         """The request will not run: its plan and its queued load are cancelled."""
@@ -406,6 +414,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Once a scheduler step: plans follow the queue, finished saves release their nodes."""
         if self.device_tree is not None:
             self.device_tree.new_step()
+        if self.linker.inquiries is not None:
+            self.linker.inquiries.step()
         self._drop_outputs(self.admission.step())
         self.metrics_reporter_hier.maybe_publish()
 
@@ -488,15 +498,3 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.quotes.close()
         self.linker.close()
         super().release_host_resources()
-
-
-def _depends_on_tokens_alone(req: Any) -> bool:
-    """Whether a request's KV is a function of its token ids; images and embeddings are not.
-
-    SGLang bars requests with override embeddings from its tree, and those whose load failed.
-    """
-    return (
-        getattr(req, "multimodal_inputs", None) is None
-        and not getattr(req, "input_embeds", None)
-        and not getattr(req, "skip_radix_cache_insert", False)
-    )

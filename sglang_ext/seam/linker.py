@@ -23,11 +23,13 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.copy_streams import CopyStreams
 from sglang_ext.device.load_counter import LoadCounter
-from sglang_ext.device.load_path import LoadPath
+from sglang_ext.device.load_pages import LoadPages
+from sglang_ext.device.load_path import LoadParts, LoadPath
 from sglang_ext.device.load_thread import LoadThread
 from sglang_ext.device.ports import DevicePort
 from sglang_ext.device.save_thread import SaveThread
-from sglang_ext.device.transfers import Hashes, LoadJob, Place, hashes_from_hex
+from sglang_ext.device.transfers import Hashes, LoadJob, Place, WindowRows, hashes_from_hex
+from sglang_ext.device.windows.layers import WindowLayers
 from sglang_ext.tiers.records.quality import Qualities, Quality
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore
 
@@ -45,6 +47,7 @@ class HierKVLinker(UnifiedCacheLinker):
     Attributes:
         store: DRAM and disk.
         loads: the thread that copies to the device.
+        windows: the window layers of a hybrid model; None of a model without.
         accepts_all: a save is never refused: what is too much ends as not stored, in its turn, so
             that the ranks of a group agree on what they queued.
     """
@@ -60,9 +63,16 @@ class HierKVLinker(UnifiedCacheLinker):
         port: DevicePort,
         forward_stream: Any,
         ring_bytes: int = RING_BYTES,
+        windows: WindowLayers | None = None,
     ) -> None:
         self.store = store
         self.pools = {PoolName.KV: kv_pool}
+        self.windows = windows
+        copiers, model_layers = [copier], [tuple(range(num_layers))]
+        if windows is not None:
+            self.pools[PoolName.SWA] = kv_pool
+            copiers += windows.copiers
+            model_layers = windows.model_layers
         self.forward_stream = forward_stream
         self.layer_done_counter = LoadCounter(num_layers)
         self._place: Place | None = None
@@ -70,11 +80,13 @@ class HierKVLinker(UnifiedCacheLinker):
         self.copier = copier
         self._port = port
         self._streams = CopyStreams(port, forward_stream)
-        self._load_path = LoadPath(port, copier, forward_stream, ring_bytes)
+        self._copiers = copiers
+        paths = [LoadPath(port, c, forward_stream, ring_bytes // len(copiers)) for c in copiers]
+        self._load_path = LoadParts(paths, model_layers)
         self._pending_loads: dict[str, LoadJob] = {}
         self._closed = False
-        self._saves = SaveThread(store, copier, self._streams, page_size)
-        self.loads = LoadThread(store, copier, self._load_path, port, self.layer_done_counter)
+        self._saves = SaveThread(store, copiers, self._streams, page_size)
+        self.loads = LoadThread(store, copiers, self._load_path, port, self.layer_done_counter)
 
     @contextmanager
     def placed(self, place: Place) -> Iterator[None]:
@@ -108,23 +120,38 @@ class HierKVLinker(UnifiedCacheLinker):
         hashes = hashes_from_hex(transfer.keys)
         if place.composition is not None:
             hashes = place.composition.hashes
-        ticket = self._pin(place, hashes) if place.take is None else place.take(hashes)
+        windows = None
+        if self.windows is not None:
+            windows = self._window_rows(transfers[1], place.position, len(hashes))
+            wanted = self.windows.entries(hashes[self.windows.window_of(len(hashes))])
+            hashes = np.concatenate([hashes, wanted])
+        ticket = self._pin(place, hashes, windows) if place.take is None else place.take(hashes)
         pages = None if ticket is None else self.store.gate.load(ticket, place.space)
         if pages is None:
             self.store.counters.add("load_vanished")
             return False
         self.store.events.pages("admitted", hashes, rid=rid, position=place.position)
         self._pending_loads[rid] = LoadJob(
-            pages, transfer.device_indices, place.position, place.composition
+            pages, transfer.device_indices, place.position, place.composition, windows
         )
         return True
 
-    def _pin(self, place: Place, hashes: Hashes) -> LoadTicket | None:
+    def _window_rows(self, transfer: Any, position: int, num_pages: int) -> WindowRows:
+        """Rows that SGLang took for the window layers, of the last pages of a load."""
+        assert self.windows is not None
+        window = self.windows.window_of(num_pages)
+        first = position + window.start * self.windows.page_size
+        return WindowRows(num_pages - window.start, transfer.device_indices, first)
+
+    def _pin(self, place: Place, hashes: Hashes, windows: WindowRows | None) -> LoadTicket | None:
         ticket = self.store.pin_ready(place.space, hashes, place.max_quality)
         if ticket is None:
             return None
         position = place.position if place.composition is None else None
-        damaged = self.find_damaged(ticket.slots, position)
+        if windows is None:
+            damaged = self.find_damaged(ticket.slots, position)
+        else:
+            damaged = self._damaged_parts(ticket, place.position, windows)
         if not len(damaged):
             return ticket
         self.store.drop_damaged(ticket, damaged)
@@ -147,11 +174,23 @@ class HierKVLinker(UnifiedCacheLinker):
             logger.warning("hier-kv: %d pages in DRAM are damaged and dropped", len(damaged))
         return damaged
 
+    def _damaged_parts(
+        self, ticket: LoadTicket, position: int, windows: WindowRows
+    ) -> npt.NDArray[np.int64]:
+        """As `find_damaged`, of the full layers' pages and of each group of window layers."""
+        num_groups = len(self._copiers) - 1
+        num_full = len(ticket.slots) - num_groups * windows.num_pages
+        found = [self.find_damaged(ticket.slots[:num_full], position)]
+        for first in range(num_full, len(ticket.slots), windows.num_pages):
+            slots = ticket.slots[first : first + windows.num_pages]
+            found.append(first + self.find_damaged(slots, windows.position))
+        return np.concatenate(found)
+
     def queued_quality(self, rid: str) -> Qualities:
         """Quality of the pages of a request's queued load, u8 `[N]`."""
         job = self._pending_loads[rid]
         if job.composition is None:
-            return job.ticket.quality
+            return job.ticket.quality[: len(job.slots_of(0, len(self._copiers) - 1))]
         return job.composition.worst_of(job.ticket.quality, int(Quality.APPROXIMATED))
 
     def start_layer_wise_loading(self) -> int:
@@ -196,6 +235,7 @@ class HierKVLinker(UnifiedCacheLinker):
         hashes: Hashes,
         token_slots: torch.Tensor,
         position: int,
+        window_slots: torch.Tensor | None = None,
     ) -> bool:
         """Overwrites pages on the device with what DRAM has of them.
 
@@ -208,6 +248,8 @@ class HierKVLinker(UnifiedCacheLinker):
             hashes: u8 `[N, 32]`.
             token_slots: `[N * P]`, rows of the device pool.
             position: index of the first token.
+            window_slots: `[N * P]`, rows of the window layers' pool, whose pages follow in the
+                ticket, group by group; None of a model without.
 
         Returns:
             Whether they were copied. On an error some layers may hold the stored KV and others the
@@ -215,33 +257,40 @@ class HierKVLinker(UnifiedCacheLinker):
         """
         if self.store.gate.load(ticket, space) is None:
             return False
-        slots = ticket.slots.astype(np.int64)
+        parts = np.split(ticket.slots.astype(np.int64), len(self._copiers))
+        rows = [token_slots]
+        if window_slots is not None:
+            rows += [window_slots] * (len(self._copiers) - 1)
+
+        def prepare(part: int, rows: Any) -> list[LoadPages]:
+            return [self._copiers[part].prepare_load(parts[part], rows, position)]
+
         try:
             landing = self._load_path.queue(
-                [(token_slots, lambda rows: [self.copier.prepare_load(slots, rows, position)])],
+                [[(rows[part], partial(prepare, part))] for part in range(len(parts))],
                 self._load_path.fence(),
                 lambda event: None,
             )
         except Exception:
             self.store.counters.add("load_failures")
             logger.exception("hier-kv: stored pages could not be put in place of recomputed ones")
-            self._end_restore(ticket, token_slots, self._load_path.behind_queued())
+            self._end_restore(ticket, rows, self._load_path.behind_queued())
             return False
-        self._end_restore(ticket, token_slots, landing.last)
+        self._end_restore(ticket, rows, landing.last)
         self.store.counters.add("restored_pages", len(hashes))
         self.store.events.pages("restored", hashes)
         return True
 
-    def _end_restore(self, ticket: LoadTicket, token_slots: torch.Tensor, last: Any) -> None:
-        """Lets what follows wait for an event; only then pins and `token_slots` are given up."""
+    def _end_restore(self, ticket: LoadTicket, rows: list[torch.Tensor], last: Any) -> None:
+        """Lets what follows wait for an event; only then pins and `rows` are given up."""
         if last is None:
             self.store.release(ticket.slots)
             return
         self._load_path.before_forwards(last)
-        self._port.when_done(last, partial(self._release, ticket, token_slots))
+        self._port.when_done(last, partial(self._release, ticket, rows))
 
-    def _release(self, ticket: LoadTicket, token_slots: torch.Tensor) -> None:
-        """The device is done with pages and rows; the caller kept `token_slots` alive until now."""
+    def _release(self, ticket: LoadTicket, rows: list[torch.Tensor]) -> None:
+        """The device is done with pages and rows; the caller kept `rows` alive until now."""
         self.store.release(ticket.slots)
 
     def overwrite_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -280,6 +329,25 @@ class HierKVLinker(UnifiedCacheLinker):
             transfer.device_indices,
             self._streams.save_events,
             accepts_all=self.accepts_all,
+        )
+
+    def offload_windows(self, place: Place, hashes: Hashes, token_slots: torch.Tensor) -> bool:
+        """Queues the window layers of some pages for saving; False when it is refused.
+
+        Args:
+            place: where the pages lie; their full layers' parts are the last of `ancestors`.
+            hashes: u8 `[N, 32]`, the pages' own.
+            token_slots: i64 `[N * P]`, rows of the window layers' pool.
+        """
+        if self._closed or self.windows is None:
+            return False
+        return self._saves.offer(
+            place,
+            self.windows.entries(hashes),
+            token_slots,
+            self._streams.save_events,
+            accepts_all=self.accepts_all,
+            is_of_windows=True,
         )
 
     def after_saves(self, note: Callable[[], None]) -> None:
@@ -329,5 +397,6 @@ class HierKVLinker(UnifiedCacheLinker):
         self._saves.close()
         self.loads.close()
         self._port.close()
-        self.copier.close()
+        for copier in self._copiers:
+            copier.close()
         self.store.close()

@@ -26,7 +26,7 @@ def model_kind(model_config: Any) -> str:
     if is_deepseek_v4(hf_config) or is_deepseek_dsa(hf_config) or is_minimax_sparse(hf_config):
         return "sparse"
     if model_config.is_hybrid_swa:
-        return "swa"
+        return _window_kind(model_config)
     if model_config.is_encoder_decoder:
         return "encoder-decoder"
     if model_config.is_multimodal:
@@ -36,3 +36,18 @@ def model_kind(model_config: Any) -> str:
         if get_resolved_model_impl(model_config) == ModelImpl.TRANSFORMERS:
             return "no tree"
     return "mla" if model_config.attention_arch == AttentionArch.MLA else "mha"
+
+
+def _window_kind(model_config: Any) -> str:
+    """The kind of a model whose window layers have a pool of their own."""
+    if model_config.attention_chunk_size is not None:
+        return "chunks"
+    full = model_config.get_num_kv_heads(1), model_config.head_dim, model_config.v_head_dim
+    window = (
+        model_config.get_swa_num_kv_heads(1),
+        model_config.swa_head_dim,
+        model_config.swa_v_head_dim,
+    )
+    layers = model_config.full_attention_layer_ids, model_config.swa_attention_layer_ids
+    alike = full == window and all(layers) and not model_config.is_hybrid_swa_compress
+    return "swa" if alike else "swa of two shapes"

@@ -5,17 +5,36 @@ The core in Rust shows no nodes: where one is needed the answer is empty there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.session.streaming_session import is_virtual_node
 
 from sglang_ext.device.transfers import Hashes, hashes_from_hex
 
 _NO_HASHES = np.empty((0, 32), np.uint8)
+
+
+class TreeNode(NamedTuple):
+    """A node on a path, with the rows of a hybrid model's window layers.
+
+    Attributes:
+        node_id: SGLang's number of it.
+        first: index of its first page.
+        end: behind its last page.
+        hashes: of its pages.
+        window_rows: `[(end - first) * P]`, rows of the window layers' pool; None where they left.
+    """
+
+    node_id: Any
+    first: int
+    end: int
+    hashes: Sequence[str]
+    window_rows: torch.Tensor | None
 
 
 class RadixTree:
@@ -49,6 +68,29 @@ class RadixTree:
         """Pages of a key that are on the device, and the node in which these end."""
         matched, node_id, _ = self._core.match_full_device_prefix(key)
         return int(matched) // self.page_size, node_id
+
+    def window_path(self, key: Any) -> tuple[int, list[TreeNode]]:
+        """Pages of a key whose full layers are on the device, and the nodes that hold them.
+
+        Nothing where the tree does not say which pages a node holds.
+        """
+        num_pages, node_id = self.device_prefix(key)
+        nodes: list[Any] = []
+        node = self._core.node_by_id(node_id) if num_pages else None
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        path: list[TreeNode] = []
+        for node in reversed(nodes):
+            if node.hash_value is None:
+                return 0, []
+            first = path[-1].end if path else 0
+            rows = node.component_data[ComponentType.SWA].value
+            if rows is not None and len(rows) != len(node.key):
+                rows = None  # which pages such rows are of is not said
+            end = first + len(node.key) // self.page_size
+            path.append(TreeNode(node.id, first, end, node.hash_value, rows))
+        return num_pages, path
 
     def num_on_device(self, key: Any) -> int:
         """Pages of a key that are on the device."""

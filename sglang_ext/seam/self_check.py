@@ -41,6 +41,8 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
         cache: its cache.
     """
     copier = cache.hier_linker.copier
+    if cache.hier_linker.windows is not None:
+        return  # every layer is bound already
     runner = scheduler.tp_worker.model_runner
 
     def release() -> None:

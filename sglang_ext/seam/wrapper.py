@@ -15,11 +15,13 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 )
 
 from sglang_ext.admission.port import Admission
-from sglang_ext.device.transfers import Place, hashes_from_hex
+from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
 from sglang_ext.provenance.request_state import Tier, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.radix_tree import RadixTree
+from sglang_ext.seam.window_inquiry import WindowInquiries
+from sglang_ext.seam.window_pages import WindowPages
 from sglang_ext.tiers.records.quality import Qualities
 from sglang_ext.tiers.store import KeySpace
 from sglang_ext.truncation.lineage import lineage_of
@@ -71,7 +73,8 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         pages: quality of the pages in the tree.
 
     Attributes:
-        is_asked: whether a match is that of a request which looks for what it can reuse.
+        windows: the window layers' pages; None of a model without.
+        inquiries: what of these is asked of a remote store; None without one.
     """
 
     cache: LinkedCache
@@ -79,7 +82,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
     pending_offloads: list[Any]
     inflight_load_rids: list[str]
     inflight_load_index: int
-    is_asked = True
+    _is_asked = True  # a match is that of a request which looks for what it can reuse
     _num_void = 0  # leading pending saves of which nothing is stored any more
 
     def __init__(
@@ -93,6 +96,10 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         self._tree = tree
         self._pages = pages
         self._saving: _Saving | None = None
+        self.windows: WindowPages | None = None
+        if cache_linker.windows is not None:
+            self.windows = WindowPages(cache_linker.windows, cache_linker.store, tree, self)
+        self.inquiries: WindowInquiries | None = None
 
     @contextmanager
     def saving(self, req: Any, space: KeySpace | None) -> Iterator[None]:
@@ -103,12 +110,21 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         finally:
             self._saving = None
 
+    @contextmanager
+    def unasked(self) -> Iterator[None]:
+        """Matches inside are SGLang's own; nothing is added to them."""
+        self._is_asked = False
+        try:
+            yield
+        finally:
+            self._is_asked = True
+
     def match(self, key: Any, req: Any, result: Any) -> Any:
         """Extends a device match by the pages that are ready in DRAM now.
 
         Runs several times for a request: when it enters the queue and at each admission attempt.
         """
-        if not self.is_asked:
+        if not self._is_asked:
             return result
         result = self.cache.begin_match(key, req, result)
         self.hit_markers.pop(req.rid, None)  # a stale one would load pages of an older match
@@ -117,6 +133,8 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         if space is None or device_len >= len(key):
             return result
         tail_hashes = self._tail_hashes(key, result, device_len)
+        if self.windows is not None:
+            self.windows.note_match(req, space, result, tail_hashes)
         num_pages = 0
         if tail_hashes:
             num_pages = self._num_loadable(req, space, device_len, tail_hashes)
@@ -128,11 +146,22 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         return result._replace(
             last_host_node=result.best_match_node,
             host_hit_length=num_pages * self.cache.page_size,
+            **self._window_hit(result, num_pages),
         )
+
+    def _window_hit(self, result: Any, num_pages: int) -> dict[str, int]:
+        """What of a hit the window layers take on the device, for SGLang's budget."""
+        layers = self.cache_linker.windows
+        if layers is None:
+            return {}
+        num_tokens = min(num_pages, layers.num_pages) * self.cache.page_size
+        return {"swa_host_hit_length": max(result.swa_host_hit_length, num_tokens)}
 
     def _num_loadable(self, req: Any, space: KeySpace, device_len: int, tail: list[str]) -> int:
         """Pages behind the device prefix that can be loaded."""
         hashes, lineage = hashes_from_hex(tail), self.cache.truncated.lineage_of(req)
+        if self.windows is not None:
+            return self.windows.num_loadable(space, hashes, max_quality_of(req))
         if lineage is not None:
             return self.cache.truncated.ready_pages(req, lineage, space, device_len, hashes)
         return self.cache.admission.num_loadable(
@@ -243,6 +272,40 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             self.pending_offloads.append(_PendingOffload(node_id, lock, []))
         else:
             self.cache.dec_lock_ref(node_id, lock)
+
+    def all_parts(
+        self, hashes: Hashes, rows: torch.Tensor, allocator: Any
+    ) -> tuple[Hashes, torch.Tensor | None]:
+        """Keys of all parts of some pages, and the rows of their window layers.
+
+        Args:
+            hashes: u8 `[N, 32]`, the pages' own.
+            rows: `[N * P]`, rows of the device pool.
+            allocator: SGLang's, which knows the window layers' rows.
+        """
+        if self.windows is None:
+            return hashes, None
+        return self.windows.parts(hashes), allocator.translate_loc_from_full_to_swa(rows)
+
+    def save_window(self, node_id: Any, place: Place, hashes: Hashes, rows: torch.Tensor) -> bool:
+        """Queues the window layers of pages of a node, which is locked until they are saved.
+
+        Args:
+            node_id: the node; all pages are its own.
+            place: of the pages.
+            hashes: u8 `[N, 32]`, the pages' own.
+            rows: `[N * P]`, rows of the window layers' pool.
+
+        Returns:
+            False when it is refused.
+        """
+        lock = self.cache.inc_lock_ref(node_id).to_dec_params()
+        queued = self.cache_linker.offload_windows(place, hashes, rows)
+        if queued:
+            self.pending_offloads.append(_PendingOffload(node_id, lock, []))
+        else:
+            self.cache.dec_lock_ref(node_id, lock)
+        return queued
 
     def forget_saves(self) -> None:
         """The tiers were cleared: what is on the device is stored nowhere, whatever was saved.

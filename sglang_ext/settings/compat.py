@@ -23,7 +23,12 @@ DEFAULT_PAGE_SIZE = 64
 # By name, as the classes of other devices and pools are subclasses of these.
 _ALLOCATOR = "PagedTokenToKVPoolAllocator"
 _REQUEST_POOL = "ReqToTokenPool"
+_WINDOW_ALLOCATOR = "SWATokenToKVPoolAllocator"
 _COMPONENT = "FULL"
+_WINDOW_COMPONENT = "SWA"
+_WINDOW_ADVICE = (
+    "change it, or add --disable-hybrid-swa-memory, which keeps all layers' KV in one pool"
+)
 _ENCODER = "encoder_only"
 
 
@@ -84,6 +89,8 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
             "leave it out or set SGLANG_HIER_KV_ALLOW_UNTESTED=1",
         )
     check_kind(resolved.model_kind)
+    if resolved.model_kind == "swa":
+        _check_windows(resolved.values.get, config)
     return [f"--{flag(name)} was never tested with --enable-hier-kv" for name in unknown]
 
 
@@ -96,6 +103,31 @@ def check_kind(name: str) -> None:
     kind = MODEL_KINDS[name]
     if not kind.is_served:
         _refuse(kind.expected, kind.found, kind.advice)
+
+
+def _check_windows(read: Callable[[str], Any], config: HierKVConfig) -> None:
+    """Refuses what was not tried with window layers that have a pool of their own."""
+    for expected, found in (
+        ("--tp-size 1", read("tp_size") or 1),
+        ("--dp-size 1", read("dp_size") or 1),
+        ("--hier-kv-codec none", config.codec or "none"),
+        ("--hier-kv-truncation off", config.truncation),
+        ("--hier-kv-tree-core python", config.tree_core),
+        ("no --enable-lora", "it" if read("enable_lora") or read("lora_paths") else ""),
+        ("no --enable-streaming-session", "it" if read("enable_streaming_session") else ""),
+        ("no --enable-session-radix-cache", "it" if read("enable_session_radix_cache") else ""),
+        ("no --swa-prefix-tails", read("swa_prefix_tails") or ""),
+        (
+            "no --enable-encoder-swa-bounded-replay",
+            "it" if read("enable_encoder_swa_bounded_replay") else "",
+        ),
+        (
+            "no --enable-decoder-swa-bounded-replay",
+            "it" if read("enable_decoder_swa_bounded_replay") else "",
+        ),
+    ):
+        if found and not expected.endswith(f" {found}"):
+            _refuse(f"{expected} with sliding-window layers", f"{found}", _WINDOW_ADVICE)
 
 
 def _check_values(
@@ -161,8 +193,15 @@ def check_model(ctx: Any) -> None:
             check_kind(name)
     params = ctx.params
     allocator = params.token_to_kv_pool_allocator
+    if ctx.is_hybrid_swa:
+        gates = getattr(params, "swa_gates_prefix_match", None)
+        if gates is None:
+            release = "SGLang 0.5.23 with sliding-window layers"
+            _refuse(release, "an older one", WITHOUT)
+        if not gates:
+            _refuse("a tree that keeps windows", "a model that recomputes them", WITHOUT)
     for expected, found in (
-        (_ALLOCATOR, type(allocator).__name__),
+        (_WINDOW_ALLOCATOR if ctx.is_hybrid_swa else _ALLOCATOR, type(allocator).__name__),
         (_REQUEST_POOL, type(params.req_to_token_pool).__name__),
         (f"pages of {params.page_size} tokens", f"pages of {allocator.page_size} tokens"),
         ("no draft model", "keys of token pairs" if params.is_eagle else "no draft model"),
@@ -171,13 +210,16 @@ def check_model(ctx: Any) -> None:
             _refuse(expected, found, WITHOUT)
 
 
-def check_tree(components: list[str]) -> None:
+def check_tree(components: list[str], *, has_windows: bool = False) -> None:
     """Refuses a tree that keeps more of a prefix than the pages that are stored.
 
     Args:
         components: names of the tree's components.
+        has_windows: whether window layers have a pool of their own.
     """
-    if components != [_COMPONENT]:
+    if has_windows and components == [_COMPONENT, _WINDOW_COMPONENT]:
+        return
+    if has_windows or components != [_COMPONENT]:
         _refuse("a radix tree of full attention only", f"one of {', '.join(components)}", WITHOUT)
 
 

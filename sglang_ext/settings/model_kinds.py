@@ -40,6 +40,7 @@ class ModelKind:
 
 
 _FULL = "full attention in every layer"
+_ONE_POOL = "add --disable-hybrid-swa-memory, which keeps all layers' KV in one pool, or " + WITHOUT
 
 MODEL_KINDS = {
     "mha": ModelKind(
@@ -56,13 +57,29 @@ MODEL_KINDS = {
         "tests/unit/device/test_copier.py; no CPU backend of SGLang runs such a model",
     ),
     "swa": ModelKind(
-        "a second pool for the window's layers",
-        "gpt-oss, Gemma 4, Llama 4, MiMo V2, Step 3.5, Laguna",
-        "a page would need the pages of the window at its end beside it",
+        "a second pool for the window's layers, with K and V of the same shape",
+        "gpt-oss, Mellum, Laguna",
+        "exact, at the saved position, by one rank, without codec, truncation, adapters or "
+        "sessions; run with a small Mellum on a CPU",
+        "tests/e2e/reuse/test_windows.py",
+    ),
+    "swa of two shapes": ModelKind(
+        "a second pool for the window's layers, of another shape or without full layers",
+        "Gemma 4, MiMo V2, Step 3.5",
+        "pages of one size are shared by all layers",
+        "",
+        "window layers with K and V of the shape that full layers have",
+        "a model with others",
+        _ONE_POOL,
+    ),
+    "chunks": ModelKind(
+        "a second pool for layers that see a chunk",
+        "Llama 4",
+        "where a chunk begins was never tried",
         "",
         _FULL,
-        "a model with sliding-window layers in a pool of their own",
-        "add --disable-hybrid-swa-memory, which keeps all layers' KV in one pool, or " + WITHOUT,
+        "a model with layers of chunked attention in a pool of their own",
+        _ONE_POOL,
     ),
     "state": ModelKind(
         "a state a sequence (state space, linear attention, short convolution)",

@@ -20,15 +20,16 @@ def build(server_args: Any) -> str:
         Exception: whatever SGLang or the plugin says to it.
     """
     from sglang_ext.assembly.factory import rank_place
-    from sglang_ext.device.pools import describe_pool
+    from sglang_ext.device.pools import describe_pools
     from sglang_ext.settings.compat import check_model, check_tree
 
     ctx = build_pools(server_args)
     rank_place(ctx)
     check_model(ctx)
-    check_tree([component.name for component in _tree(ctx).components])
+    components = [component.name for component in _tree(ctx).components]
+    check_tree(components, has_windows=ctx.is_hybrid_swa)
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    describe_pool(kv_pool).layout(ctx.params.page_size)
+    describe_pools(kv_pool).full.layout(ctx.params.page_size)
     return type(kv_pool).__name__
 
 
@@ -148,6 +149,7 @@ def _context(server_args: Any, model_config: Any, pools: Any, maker: Any) -> Any
         eviction_policy_config=memory.radix_eviction_policy_config,
         enable_session_radix_cache=memory.enable_session_radix_cache,
         tree_core_backend="python",
+        sliding_window_size=maker.sliding_window_size if model_config.is_hybrid_swa else None,
     )
     return TreeCacheBuildContext(
         server_args=server_args,

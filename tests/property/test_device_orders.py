@@ -228,7 +228,7 @@ def restored_page_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_load_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LoadPath, "behind_queued", lambda self: None)
+    patch.setattr(LoadPath, "behind_queued", lambda self, after=None: None)
 
 
 def failed_load_not_awaited_by_forwards(patch: pytest.MonkeyPatch) -> None:

@@ -22,25 +22,39 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
     that time cache hits use it; the tests that compare bits stay on ``torch_native``.
 
     K and V are read with the pool's ``get_key_buffer`` and ``get_value_buffer``, once a layer.
+    Where window layers have a pool of their own, ``torch_native`` writes to it and reads at rows of
+    the other one; here the rows are translated for reading, too.
     """
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self._window, self._every = parse_windows(os.environ.get(WINDOW_VARIABLE, ""))
+        self._reads_window_pool = False  # of the layer that is computed
 
     def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang's interface."""
-        self._give_window(layer)
+        self._begin_layer(layer)
         return super().forward_extend(q, k, v, layer, *args, **kwargs)
 
     def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang's interface."""
-        self._give_window(layer)
+        self._begin_layer(layer)
         return super().forward_decode(q, k, v, layer, *args, **kwargs)
 
-    def _give_window(self, layer: Any) -> None:
+    def _begin_layer(self, layer: Any) -> None:
         if self._window and (layer.layer_id + 1) % self._every:
             layer.sliding_window_size = self._window
+        pool = self.token_to_kv_pool
+        self._reads_window_pool = (
+            self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
+        )
+
+    def _rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Rows of the layer's own pool; row 0, which no token has, for what left the window."""
+        if not self._reads_window_pool:
+            return slots
+        translated: torch.Tensor = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
+        return translated
 
     def _run_sdpa_forward_extend(
         self,
@@ -70,7 +84,7 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
             strict=True,
         ):
             first = 0 if window is None else max(0, prefix - window)
-            slots = _run_or_list(req_to_token[request, first : prefix + num_new])
+            slots = _run_or_list(self._rows(req_to_token[request, first : prefix + num_new]))
             rows = slice(start, start + num_new)
             attend(
                 query[rows],
@@ -82,6 +96,28 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
             )
             start += num_new
         return output
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *args: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        if self._reads_window_pool:
+            longest = int(seq_lens.max()) if len(seq_lens) else 0
+            req_to_token = self._rows(req_to_token[req_pool_indices, :longest])
+            req_pool_indices = torch.arange(len(req_pool_indices))
+        found: torch.Tensor = super()._run_sdpa_forward_decode(
+            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
+            *args, **options,
+        )  # fmt: skip
+        return found
 
 
 def _run_or_list(slots: torch.Tensor) -> slice | torch.Tensor:

@@ -44,6 +44,7 @@ class Symbol(NamedTuple):
 _UNIFIED = "srt.mem_cache.unified_radix_cache"
 _LINKER = "srt.mem_cache.unified_cache.unified_cache_linker"
 _TREE = "srt.mem_cache.unified_cache.unified_tree_core"
+_WINDOWS = "srt.mem_cache.unified_cache.components.swa"
 _SCHEDULER = "srt.managers.scheduler"
 _PARTS = "srt.managers.scheduler_components"
 _TOKENIZER = "srt.managers.tokenizer_manager"
@@ -97,6 +98,11 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.mem_cache.cpp_utils.native_hash", ""): "get_native_hash _native_hash_input",
         # When the switches that are set after the scheduler is built have SGLang ask the cache.
         (_SCHEDULER, "Scheduler"): "_prefetch_kvcache is_fully_idle",
+        # Which rows of a hybrid's window layers a load fills, and which a tree's node has.
+        (_WINDOWS, "SWAComponent"): (
+            "build_external_linker_transfer update_external_linker_load "
+            "redistribute_on_node_split acquire_component_lock"
+        ),
     },
     Use.CALLED: {
         ("srt.plugins.hook_registry", "HookRegistry"): "register apply_hooks",
@@ -133,6 +139,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "get_kvcache available_size"
         ),
         ("srt.mem_cache.memory_pool", "KVCache"): "register_layer_transfer_counter",
+        ("srt.mem_cache.allocator.swa", "SWATokenToKVPoolAllocator"): (
+            "translate_loc_from_full_to_swa set_full_to_swa_mapping"
+        ),
+        ("srt.configs.model_config", "ModelConfig"): "get_num_kv_heads get_swa_num_kv_heads",
         ("srt.model_executor.forward_batch_info", "ForwardMode"): (
             "is_decode is_extend is_split_prefill"
         ),
@@ -145,7 +155,9 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.entrypoints.engine", "Engine"): "server_args_class",
         ("srt.configs.model_config", ""): "AttentionArch ModelImpl",
         ("srt.configs.model_config", "ModelConfig"): (
-            "hf_config is_hybrid_swa is_encoder_decoder is_multimodal attention_arch"
+            "hf_config is_hybrid_swa is_encoder_decoder is_multimodal attention_arch "
+            "attention_chunk_size is_hybrid_swa_compress head_dim v_head_dim swa_head_dim "
+            "swa_v_head_dim full_attention_layer_ids swa_attention_layer_ids"
         ),
         ("srt.entrypoints.http_server", ""): "app",
         (f"{_OPENAI}.protocol", ""): (
@@ -156,7 +168,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.mem_cache.base_prefix_cache", "MatchPrefixParams"): "key",
         ("srt.mem_cache.base_prefix_cache", "MatchResult"): (
             "device_prefix_len last_device_node best_match_node last_host_node host_hit_length "
-            "cache_actions"
+            "cache_actions swa_host_hit_length full_kv_hit_length"
         ),
         (_LINKER, ""): "ExternalCacheHitMarker _PendingOffload",
         (_LINKER, "_PendingOffload"): "publish_node_ids",
@@ -165,7 +177,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "private_load_indices cache_linker"
         ),
         (_TREE, "UnifiedTreeCore"): "eviction_strategy _node_arena",
-        (_TREE, "UnifiedTreeNode"): "key hash_value parent external_cache_stored",
+        (_TREE, "UnifiedTreeNode"): "key hash_value parent external_cache_stored component_data",
+        ("srt.mem_cache.unified_cache.component_type", ""): "ComponentType",
+        (_WINDOWS, "SWAComponent"): "full_window_pages",
+        ("srt.mem_cache.swa_memory_pool", "SWAKVPool"): "full_kv_pool swa_kv_pool layers_mapping",
         (_UNIFIED, "UnifiedRadixCache"): (
             "session tree_core linker req_to_token_pool token_to_kv_pool_allocator page_size"
         ),

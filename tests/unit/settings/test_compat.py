@@ -39,6 +39,7 @@ def context(**facts: Any) -> Any:
         "req_to_token_pool": named("ReqToTokenPool"),
         "page_size": 64,
         "is_eagle": False,
+        "swa_gates_prefix_match": True,
     }
     plain: dict[str, Any] = dict.fromkeys(
         ("disable_radix_cache", "is_hybrid_swa", "is_hybrid_ssm", "is_dsa"), False
@@ -62,7 +63,9 @@ def test_a_plain_model_is_taken() -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"is_hybrid_swa": True}, "sliding-window layers"),
+        ({"is_hybrid_swa": True}, "needs SWATokenToKVPoolAllocator"),
+        ({"is_hybrid_swa": True, "swa_gates_prefix_match": False}, "a tree that keeps windows"),
+        ({"is_hybrid_swa": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with sliding"),
         ({"is_hybrid_ssm": True}, "state-space layers"),
         ({"is_dsa": True}, "sparse attention"),
         ({"disable_radix_cache": True}, "SGLang disables it"),
@@ -87,6 +90,40 @@ def test_what_was_built_is_looked_at(facts: dict[str, Any], words: str) -> None:
 def test_a_tree_of_more_than_pages_is_refused() -> None:
     with pytest.raises(HierKVConfigError, match="full attention only, got one of FULL, C128"):
         check_tree(["FULL", "C128"])
+
+
+def test_a_tree_with_windows_is_taken_for_a_model_with_windows_alone() -> None:
+    check_tree(["FULL", "SWA"], has_windows=True)
+    for components, has_windows in (
+        (["FULL", "SWA"], False),
+        (["FULL"], True),
+        (["FULL", "SWA", "MAMBA"], True),
+    ):
+        with pytest.raises(HierKVConfigError, match="radix tree"):
+            check_tree(components, has_windows=has_windows)
+
+
+@pytest.mark.parametrize(
+    ("values", "config", "words"),
+    [
+        ({"tp_size": 2}, HierKVConfig(), "--tp-size 1 with sliding-window layers, got 2"),
+        ({"dp_size": 2}, HierKVConfig(), "--dp-size 1 with sliding-window layers, got 2"),
+        ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
+        ({"enable_streaming_session": True}, HierKVConfig(), "no --enable-streaming-session"),
+        ({"swa_prefix_tails": 4}, HierKVConfig(), "no --swa-prefix-tails"),
+        ({}, HierKVConfig(codec="lossless", disk_dir="/d"), "--hier-kv-codec none"),
+        ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
+        ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
+    ],
+)
+def test_what_was_not_tried_with_windows_is_refused_with_them_alone(
+    values: dict[str, Any], config: HierKVConfig, words: str
+) -> None:
+    check_resolved(resolved(**values), config)
+    with pytest.raises(HierKVConfigError) as caught:
+        check_resolved(resolved("swa", **values), config)
+    assert words in str(caught.value)
+    check_resolved(resolved("swa"), HierKVConfig())
 
 
 def test_an_encoder_is_refused() -> None:

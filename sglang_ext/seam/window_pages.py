@@ -1,0 +1,161 @@
+"""Window layers of a hybrid model: where a prompt can be resumed, and what is saved for it.
+
+SGLang's tree goes on behind a prefix only where the window layers' KV of the last window is there.
+So a hit is the longest prefix whose full layers' pages are all stored and whose last window's pages
+of the window layers are, too. These are saved where a prompt is likely to be resumed: at the end of
+a prompt and of its answer, where a request went on behind another's prefix, and where it would have
+if the window had been there. Scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
+from sglang_ext.device.windows.layers import WindowLayers, resume_length
+from sglang_ext.provenance.request_state import find_state, state_of
+from sglang_ext.seam.page_hash import request_key
+from sglang_ext.seam.radix_tree import RadixTree, TreeNode
+from sglang_ext.tiers.store import KeySpace, PageStore
+from sglang_ext.tiers.store.types import READY
+
+
+class WindowSaver(Protocol):
+    """What saves rows of the tree's; see `HierKVLinkerWrapper.save_window`."""
+
+    def save_window(self, node_id: Any, place: Place, hashes: Hashes, rows: torch.Tensor) -> bool:
+        """Queues the window layers of some pages of a node; False when it is refused."""
+
+
+class WindowPages:
+    """The window layers' pages of one cache.
+
+    Args:
+        layers: how they are stored.
+        store: DRAM and disk.
+        tree: SGLang's.
+        saver: what saves.
+    """
+
+    def __init__(
+        self, layers: WindowLayers, store: PageStore, tree: RadixTree, saver: WindowSaver
+    ) -> None:
+        self._layers = layers
+        self._store = store
+        self._tree = tree
+        self._saver = saver
+
+    # ---- hits ----
+
+    def num_loadable(self, space: KeySpace, tail: Hashes, max_quality: int) -> int:
+        """Pages behind a device prefix that can be loaded, and be gone on behind, now.
+
+        Args:
+            space: where they belong.
+            tail: u8 `[N, 32]`, the pages from the prefix on. Of the prefix SGLang's tree has the
+                window, or it would be no prefix.
+            max_quality: the worst that may be loaded.
+        """
+        num = self._store.ready_prefix(space, tail, max_quality)
+        return self._resume(space, tail[:num], READY)
+
+    def wish(
+        self, space: KeySpace, hashes: Hashes, num_on_device: int, limit: int
+    ) -> tuple[Hashes, int]:
+        """What a request that waits could reuse, in the order in which it is of use.
+
+        Args:
+            space: where its pages belong.
+            hashes: u8 `[N, 32]`, its pages from the root on.
+            num_on_device: leading ones that are on the device.
+            limit: pages that can be loaded at most; the next one is asked for all the same, when
+                all those before can be, as a prompt's last page is (`_restore_last_page`).
+
+        Returns:
+            The pages up to where it can be resumed, and the window layers' pages for that; and how
+            many pages behind the device prefix the former are.
+        """
+        tail = hashes[num_on_device:limit]
+        num = self._store.locate_prefix(space, tail).total
+        end = self._resume(space, tail[:num], 0xFF)
+        wanted = [hashes[: num_on_device + end]]
+        if end:
+            wanted.append(self._layers.entries(tail[self._layers.window_of(end)]))
+        if num_on_device + end == limit < len(hashes):
+            wanted.append(self.parts(hashes[limit : limit + 1]))
+        return np.concatenate(wanted), end
+
+    def parts(self, hashes: Hashes) -> Hashes:
+        """Keys of all parts of some pages: of the full layers, then group by group."""
+        return np.concatenate([hashes, self._layers.entries(hashes)])
+
+    def _resume(self, space: KeySpace, tail: Hashes, states: int) -> int:
+        """Where stored pages can be gone on behind, when all full layers' parts are there."""
+        if not len(tail):
+            return 0
+        flags = self._store.page_states(space, self._layers.entries(tail))[0]
+        there = (flags.reshape(self._layers.num_groups, -1) & np.uint8(states) != 0).all(axis=0)
+        return resume_length(np.ones(len(tail), np.bool_), there, self._layers.num_pages)
+
+    # ---- saves ----
+
+    def note_match(self, req: Any, space: KeySpace, result: Any, tail: list[str]) -> None:
+        """A request was matched: where it goes on, or would, others are likely to.
+
+        Args:
+            req: the request.
+            space: the request's.
+            result: SGLang's match on the device.
+            tail: hashes of the pages behind its device prefix.
+        """
+        size = self._layers.page_size
+        device = result.device_prefix_len // size
+        stored = self._store.locate_prefix(space, hashes_from_hex(tail)).total if tail else 0
+        furthest = max(device + stored, result.full_kv_hit_length // size)
+        state_of(req).resume_pages = {device, furthest} - {0}
+
+    def save(self, req: Any, space: KeySpace, up_to: int) -> None:
+        """Saves the windows at which a request's prompt may be resumed.
+
+        Args:
+            req: a request that was just inserted in the tree, or inserted again.
+            space: the request's.
+            up_to: tokens of it that are in the tree at most.
+        """
+        state = find_state(req)
+        ends = set() if state is None else set(state.resume_pages)
+        size = self._layers.page_size
+        if up_to >= len(req.origin_input_ids):  # between chunks nobody goes on
+            # The same prompt again computes its last token, so it resumes before that.
+            ends |= {up_to // size, (len(req.origin_input_ids) - 1) // size} - {0}
+        if not ends:
+            return
+        num_pages, nodes = self._tree.window_path(request_key(req, up_to, size))
+        for end in sorted(ends):
+            if end <= num_pages:
+                self._save_end(space, nodes, end)
+        if state is not None:
+            state.resume_pages = {end for end in state.resume_pages if end > num_pages}
+
+    def _save_end(self, space: KeySpace, nodes: list[TreeNode], end: int) -> None:
+        """Saves what going on behind `end` pages needs, if the device has all of it."""
+        window = self._layers.window_of(end)
+        hashes = hashes_from_hex([page for node in nodes for page in node.hashes][:end])
+        inside = [n for n in nodes if n.first < window.stop and n.end > window.start]
+        if any(node.window_rows is None for node in inside):
+            return
+        entries = self._layers.entries(hashes[window])
+        if (self._store.page_states(space, entries)[0] != 0).all():
+            return
+        size = self._layers.page_size
+        for node in inside:
+            first, stop = max(node.first, window.start), min(node.end, window.stop)
+            assert node.window_rows is not None
+            rows = node.window_rows[(first - node.first) * size : (stop - node.first) * size]
+            place = Place(space, first * size, hashes[:stop])
+            if not self._saver.save_window(node.node_id, place, hashes[first:stop], rows):
+                return
+        self._store.counters.add("saved_windows")

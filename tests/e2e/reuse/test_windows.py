@@ -1,0 +1,233 @@
+"""A model whose window layers have a KV pool of their own, on the real server.
+
+What is restored is compared with plain SGLang's own device hits bit for bit, and every answer, with
+many requests at once, with what transformers computes for the same tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from testkit.server import Server
+from testkit.window_model import PATTERN, WINDOW, write_window_model
+from tests.e2e.hier_server import (
+    GIB,
+    ask,
+    by_tier,
+    real_prompts,
+    settled,
+    state,
+    tokens_and_logprobs,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PAGE = 64
+SLOT_BYTES = 36_864  # a page of two layers of the window model, with its header
+FULL_LAYERS = PATTERN.count(0)
+WINDOW_GROUPS = -(-PATTERN.count(1) // FULL_LAYERS)
+WINDOW_PAGES = -(-(WINDOW - 1) // PAGE)
+TURNS = 4
+LENGTHS = [40, 128, 192, 333, 700, 1000, 1280]
+BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
+BASE += ["--chunked-prefill-size", "256"]
+# How far rounding takes a log-probability in bfloat16; another KV takes it to 1 and more.
+TOLERANCE = 0.2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_window_model(tmp_path_factory.mktemp("windows") / "model")
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[list[list[int]]]:
+    """What is said in each turn of three chats, which begin alike."""
+    (shared,) = real_prompts([5 * PAGE + 20], seed=5)
+    texts = list(real_prompts([150] * 3 * TURNS, seed=6))
+    turns = [texts[chat * TURNS : (chat + 1) * TURNS] for chat in range(3)]
+    return [[[*shared, *first], *others] for first, *others in turns]
+
+
+def server_of(
+    model: Path, folder: Path, *, pool: int, host_pages: int = 0, store: str = ""
+) -> Server:
+    """A server with DRAM for that many pages, and a disk or a store; a plain one for none."""
+    args = [*BASE, "--max-total-tokens", str(pool)]
+    if host_pages:
+        args += ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]
+        args += ["--hier-kv-host-size", f"{(host_pages + 0.5) * SLOT_BYTES / GIB:.9f}"]
+        if store:
+            args += ["--hier-kv-remote-url", store]
+        else:
+            args += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.5"]
+            args += ["--hier-kv-disk-segment-size", "0.01"]
+        args += ["--hier-kv-prefetch-timeout-ms", "20000"]
+    return Server(
+        args, model=model, log_path=folder / "server.log", stop="kill", start_timeout_s=300
+    )
+
+
+def answers(server: Server, prompts: Sequence[Sequence[int]], num: int = 12) -> list[Any]:
+    return [ask(server, prompt, num) for prompt in prompts]
+
+
+def cached(found: Sequence[Any]) -> list[int]:
+    return [int(answer["meta_info"]["cached_tokens"]) for answer in found]
+
+
+def values(found: Sequence[Any]) -> list[Any]:
+    return [tokens_and_logprobs(answer) for answer in found]
+
+
+class Transformers:
+    """The same weights without SGLang."""
+
+    def __init__(self, model: Path) -> None:
+        from transformers import MellumForCausalLM
+
+        self._model = MellumForCausalLM.from_pretrained(model, dtype=torch.float32)
+        torch.set_num_threads(1)  # several spin at their barriers where others want the cores
+
+    def furthest(self, prompt: Sequence[int], answer: Any) -> float:
+        """The largest difference of an answer's log-probabilities."""
+        tokens, found = tokens_and_logprobs(answer)
+        with torch.no_grad():
+            logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        wanted = rows[torch.arange(len(tokens)), torch.tensor(tokens)]
+        return float((wanted - torch.tensor(found)).abs().max())
+
+
+@pytest.fixture(scope="module")
+def by_transformers(model: Path) -> Transformers:
+    return Transformers(model)
+
+
+@pytest.fixture(scope="module")
+def plain(
+    model: Path, chats: list[list[list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Plain SGLang's answers, with a pool that holds everything."""
+    prompts = list(real_prompts(LENGTHS, seed=3))
+    with server_of(model, tmp_path_factory.mktemp("plain"), pool=32768) as server:
+        first, repeat = answers(server, prompts), answers(server, prompts)
+        talks = talk(server, chats, after_turn=lambda: None)
+    return {"prompts": prompts, "first": first, "repeat": repeat, "talks": talks}
+
+
+def talk(server: Server, chats: list[list[list[int]]], after_turn: Any) -> list[Any]:
+    """A turn of each chat at a time; a prompt is what was said before, and more."""
+    told: list[list[int]] = [[] for _ in chats]
+    out = []
+    for turn in range(TURNS):
+        for chat, texts in enumerate(chats):
+            told[chat] += texts[turn]
+            answer = ask(server, told[chat], 30)
+            told[chat] += answer["output_ids"]
+            out.append(answer)
+        after_turn()
+    return out
+
+
+def test_the_engine_computes_windows_as_transformers_does(
+    plain: dict[str, Any], by_transformers: Transformers
+) -> None:
+    assert cached(plain["repeat"]) == [(n - 1) // PAGE * PAGE for n in LENGTHS]
+    for kind in ("first", "repeat"):
+        for prompt, answer in zip(plain["prompts"], plain[kind], strict=True):
+            assert by_transformers.furthest(prompt, answer) < TOLERANCE
+
+
+def test_a_hit_is_what_the_device_would_have_given_from_every_tier(
+    model: Path, chats: list[list[list[int]]], plain: dict[str, Any], tmp_path: Path
+) -> None:
+    """From DRAM, from disk, and in a server started on the disk that another one left."""
+    prompts = plain["prompts"]
+    with server_of(model, tmp_path, pool=8192, host_pages=400) as server:
+        assert values(answers(server, prompts)) == values(plain["first"])
+        settled(server)
+        server.post("/flush_cache")
+        check_hits(answers(server, prompts), plain["repeat"], "host")
+        found = settled(server)["host"]
+        needed = sum(length // PAGE for length in LENGTHS)
+        # The window before the last token's page, and that before the end where it is whole.
+        windows = sum(min(WINDOW_PAGES + (n % PAGE == 0), n // PAGE) for n in LENGTHS)
+        # An answer that fills a page ends at a window of its own.
+        ended = sum((n + 11) // PAGE > n // PAGE for n in LENGTHS)
+        most = needed + ended + WINDOW_GROUPS * (windows + ended * WINDOW_PAGES)
+        assert found["saved_pages"] <= most, (found, most)
+    # Another one, after a kill -9, with a tenth of the room.
+    with server_of(model, tmp_path, pool=8192, host_pages=60) as server:
+        check_hits(answers(server, prompts), plain["repeat"], "disk")
+        talks = talk(server, chats, after_turn=lambda: drop_device(server))
+    ours, theirs = sum(cached(talks)), sum(cached(plain["talks"]))
+    print(f"chats: {ours} of {theirs} tokens that the device would have reused")
+    assert ours >= 0.95 * theirs
+    same = [a == b for a, b in zip(cached(talks), cached(plain["talks"]), strict=True)]
+    for a, b, is_same in zip(talks, plain["talks"], same, strict=True):
+        assert a["output_ids"] == b["output_ids"]
+        assert not is_same or tokens_and_logprobs(a) == tokens_and_logprobs(b)
+
+
+def drop_device(server: Server) -> None:
+    settled(server)
+    server.post("/flush_cache")
+
+
+def check_hits(found: list[Any], wanted: list[Any], tier: str) -> None:
+    assert cached(found) == cached(wanted)
+    from_tier = [by_tier(answer).get(tier, 0) for answer in found]
+    assert sum(from_tier) > 0.9 * sum(cached(found)), (tier, from_tier)
+    assert values(found) == values(wanted)
+
+
+def test_what_one_server_computed_another_one_gets_from_their_store(
+    model: Path, plain: dict[str, Any], tmp_path: Path
+) -> None:
+    prompts = plain["prompts"]
+    (tmp_path / "shared").mkdir()
+    store = f"file://{tmp_path / 'shared'}?size=1GB"
+    with server_of(model, tmp_path, pool=8192, host_pages=400, store=store) as server:
+        assert values(answers(server, prompts)) == values(plain["first"])
+        settled(server)
+    with server_of(model, tmp_path, pool=8192, host_pages=400, store=store) as server:
+        check_hits(answers(server, prompts), plain["repeat"], "remote")
+        # Of what they have in common nobody went on behind; behind its own end each still can.
+        branch = [*prompts[-1][: 10 * PAGE], *prompts[0]]
+        assert cached([ask(server, branch)]) == [0]
+        further = [*prompts[-2], *prompts[0]]
+        (answer,) = answers(server, [further])
+        assert cached([answer]) == [len(prompts[-2]) // PAGE * PAGE]
+
+
+def test_with_many_at_once_and_too_little_room_every_answer_is_right(
+    model: Path, by_transformers: Transformers, tmp_path: Path
+) -> None:
+    """Branches anywhere, evictions of both pools and all tiers, and what is restored in between."""
+    rng = random.Random(9)
+    trunks = list(real_prompts([700] * 6, seed=8))
+    prompts = []
+    for _ in range(40):
+        head = rng.choice(trunks)[: rng.randint(30, 700)]
+        prompts.append([*head, *rng.choice(trunks)[: rng.randint(1, 150)]])
+    with server_of(model, tmp_path, pool=3072, host_pages=150) as server:
+
+        def send(prompt: list[int]) -> Any:
+            return ask(server, prompt, rng.choice((1, 5, 5, 70)))
+
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(send, prompts))
+        counted = state(server)["host"]
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert by_transformers.furthest(prompt, answer) < TOLERANCE
+    from_tiers = sum(by_tier(a).get("host", 0) + by_tier(a).get("disk", 0) for a in found)
+    assert from_tiers > 20 * PAGE, (from_tiers, counted)
+    assert counted.get("load_failures", 0) == counted.get("save_failures", 0) == 0

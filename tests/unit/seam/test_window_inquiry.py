@@ -1,0 +1,140 @@
+"""What a remote store is asked of a model with window layers, against all that it has."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.device.windows.layers import WindowLayers, resume_length
+from sglang_ext.seam.window_inquiry import WindowInquiries
+
+GROUPS, PAGES = 2, 2
+LAYERS = WindowLayers(PAGES, 64, (None,) * GROUPS, [])  # type: ignore[arg-type]
+
+
+class Store:
+    """Keys that are here, and keys that the remote store has; it answers when it is told to."""
+
+    def __init__(self, here: set[bytes], remote: set[bytes]) -> None:
+        self.here = here
+        self.remote = remote
+        self.questions: list[Any] = []
+        self.remote_stalled_s = 0.0
+        self.counters = SimpleNamespace(add=lambda *_: None)
+
+    def locate_prefix(self, space: Any, hashes: Any, max_quality: int) -> Any:
+        return SimpleNamespace(total=leading(hashes, self.here))
+
+    def page_states(self, space: Any, hashes: Any) -> Any:
+        return np.array([row.tobytes() in self.here for row in hashes], np.uint8), None
+
+    def ask_remote(self, inquiry: Any) -> bool:
+        self.questions.append(inquiry)
+        return True
+
+    def answer(self) -> None:
+        for inquiry in self.questions:
+            inquiry.sizes = np.ones(leading(inquiry.hashes, self.remote), np.int64)
+            inquiry.done = True
+        self.questions.clear()
+
+
+def leading(hashes: Any, keys: set[bytes]) -> int:
+    num = 0
+    while num < len(hashes) and hashes[num].tobytes() in keys:
+        num += 1
+    return num
+
+
+def test_what_is_wished_for_is_there_and_is_the_furthest_of_what_was_asked_for() -> None:
+    rng = random.Random(3)
+    num_entered = 0
+    for case in range(600):
+        num = rng.randint(1, 12)
+        hashes = np.frombuffer(rng.randbytes(32 * num), np.uint8).reshape(-1, 32)
+        above = rng.randint(0, num - 1)
+        tail = hashes[above:]
+        share = rng.choice((0.6, 0.9, 1.0))
+        keys = [*tail, *LAYERS.entries(tail)]
+        here = {row.tobytes() for row in tail if rng.random() < share}
+        # A window's groups are saved together, and are asked for together where one lacks.
+        for page in range(len(tail)):
+            if rng.random() < share / 2:
+                here |= {row.tobytes() for row in LAYERS.entries(tail[page : page + 1])}
+        remote = {row.tobytes() for row in keys if rng.random() < share}
+        least = resumable(tail, here)
+        entered: dict[str, ReusablePrefix] = {}
+        store = Store(here, remote)
+        inquiries = WindowInquiries(
+            LAYERS,
+            store,  # type: ignore[arg-type]
+            partial(enter, entered),
+            longest_s=30.0,
+        )
+        space: Any = SimpleNamespace()
+        wish = ReusablePrefix(space, hashes[:above], above, 0)
+        inquiries.begin("one", wish, None, tail, num, least)
+        for _ in range(20):
+            if store.questions:
+                assert not inquiries.may_admit("one")
+            inquiries.step()
+            store.answer()
+        assert inquiries.may_admit("one")
+        num_full = leading(tail, here)
+        num_full += leading(tail[num_full:], remote)
+        best = resumable(tail[:num_full], here | remote)
+        if "one" in entered:
+            num_entered += 1
+            found = entered["one"].hashes
+            end = next(
+                end
+                for end in range(least + 1, best + 1)
+                if len(found) == above + end + GROUPS * min(end, PAGES)
+            )
+            assert (found[: above + end] == hashes[: above + end]).all()
+            assert (found[above + end :] == LAYERS.entries(tail[LAYERS.window_of(end)])).all()
+            wanted = {row.tobytes() for row in found[above:]}
+            assert wanted <= here | remote, case
+            assert end == best, case
+        else:
+            # It is given up for a gap that is far behind what was asked for, or nothing is there.
+            assert best <= least or best <= num_full - 4, (case, best, least)
+    assert num_entered > 100
+
+
+def resumable(tail: Any, keys: set[bytes]) -> int:
+    full = np.array([row.tobytes() in keys for row in tail], bool)
+    entries = [row.tobytes() in keys for row in LAYERS.entries(tail)]
+    window = np.asarray(np.array(entries, bool).reshape(GROUPS, -1).all(axis=0))
+    return resume_length(full, window, PAGES)
+
+
+def enter(entered: dict[Any, ReusablePrefix], handle: Any, wish: ReusablePrefix, key: Any) -> None:
+    entered[handle] = wish
+
+
+def test_a_store_that_does_not_answer_is_waited_for_as_long_as_was_said() -> None:
+    hashes = np.frombuffer(random.Random(1).randbytes(32 * 4), np.uint8).reshape(-1, 32)
+    now, store = [0.0], Store(set(), set())
+    inquiries = WindowInquiries(
+        LAYERS,
+        store,  # type: ignore[arg-type]
+        lambda handle, wish, key: None,
+        longest_s=2.0,
+        clock=lambda: now[0],
+    )
+    space: Any = SimpleNamespace()
+    inquiries.begin("one", ReusablePrefix(space, hashes[:0], 0, 0), None, hashes, 4, 0)
+    (asked,) = store.questions
+    assert not inquiries.may_admit("one")
+    now[0] = 2.0
+    assert inquiries.may_admit("one")
+    assert asked.cancelled
+    store.remote_stalled_s = 3.0
+    inquiries.begin("two", ReusablePrefix(space, hashes[:0], 0, 0), None, hashes, 4, 0)
+    assert inquiries.may_admit("two")
