@@ -196,7 +196,7 @@ class Rank:
         self.linker = self
         self.hier_linker = self
         self.hit_markers: dict[str, Any] = {}
-        self.quotes = None
+        self._searches: list[Any] = []
         self.admission = Lockstep(
             self.store,
             self.waiting_room,
