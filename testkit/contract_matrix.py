@@ -11,13 +11,13 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from sglang_ext.seam.contract.source import Source
+from sglang_ext.seam.contract.source import SGLangSource
 from sglang_ext.seam.contract.verdict import examine, reference_releases
 
 
 def main() -> int:
     """Prints a line a release, the oldest first; the exit status."""
-    verdicts = [examine(Source(Path(name))) for name in sys.argv[1:]]
+    verdicts = [examine(SGLangSource(Path(name))) for name in sys.argv[1:]]
     wrong = []
     for verdict in sorted(verdicts, key=lambda verdict: Version(verdict.version)):
         counts = [

@@ -15,7 +15,7 @@ from sglang_ext.codec.calibration.hf_capture import (
     I64,
     CausalLm,
     KvCapture,
-    Quality,
+    TokenDamage,
     compare,
     concatenate,
 )
@@ -120,7 +120,7 @@ def check_method(method: Method, prepared: Prepared, chunk_tokens: int) -> None:
 def measure(lm: CausalLm, method: Method, prepared: Sequence[Prepared], chunk_tokens: int) -> Point:
     """Rate and damage of one method over all windows."""
     check_method(method, prepared[0], chunk_tokens)
-    parts: list[Quality] = []
+    parts: list[TokenDamage] = []
     num_bytes = num_values = 0
     for window in prepared:
         back, size, count = through(method, window.planes(method), chunk_tokens)

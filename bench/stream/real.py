@@ -25,9 +25,9 @@ from bench.stream.links import GBPS, SteadyLink
 from bench.stream.sim import REQUEST_S, stream
 from sglang_ext.codec import create_codec
 from sglang_ext.streaming import (
+    ChunkFetch,
     ChunkOffer,
     ContextStream,
-    Fetch,
     LinkEstimator,
     QualityScale,
     StreamCosts,
@@ -100,7 +100,7 @@ class _Client:
 
     def run(self, port: int) -> float:
         """Seconds until everything that the planner asked for is decoded."""
-        asked: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
+        asked: queue.SimpleQueue[ChunkFetch | None] = queue.SimpleQueue()
         arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         parts = [bytearray() for _ in self.offers]
         decoder = _Decoder(self.content, self.offers)

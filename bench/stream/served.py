@@ -30,10 +30,9 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
-from sglang_ext.tiers.remote import RemoteStore, StoreConfig, open_engine, parse_remote_url
-from sglang_ext.tiers.store import PageStore
-from sglang_ext.tiers.store import StoreConfig as PageStoreConfig
-from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
+from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig, open_engine, parse_remote_url
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from testkit.remote.proxy import Network, Proxy
 from testkit.remote.redis_server import RedisServer, redis_binary
 
@@ -53,7 +52,7 @@ class _Server:
         self.shape = CodedShape.of(self.layout, content.dtype, HEAD_DIM)
         self.arena = HostArena(num_slots, self.layout.slot_bytes)
         url = parse_remote_url(f"redis://127.0.0.1:{port}?timeout=60s")
-        remote = RemoteStore(open_engine(url), StoreConfig.from_url(url))
+        remote = RemoteStore(open_engine(url), RemoteStoreConfig.from_url(url))
         codec = RemotePageCodec(self.shape, "hier", level, learned=content.profile)
         self.store = PageStore(
             self.arena,
@@ -82,13 +81,13 @@ class _Server:
         """Fetches the context; times and bytes."""
         asked_s = time.monotonic()
         hashes = _hashes(range(num_pages))
-        inquiry = RemoteInquiry(self.space, hashes, 0, ANY)
-        asked = self.store.ask_remote(inquiry)
-        _wait(lambda: inquiry.done or not asked)
-        if len(inquiry.sizes) < num_pages:
-            raise CaseFailedError(f"the store has {len(inquiry.sizes)} of {num_pages} pages")
+        remote_lookup = RemoteLookup(self.space, hashes, 0, ANY)
+        asked = self.store.ask_remote(remote_lookup)
+        _wait(lambda: remote_lookup.done or not asked)
+        if len(remote_lookup.sizes) < num_pages:
+            raise CaseFailedError(f"the store has {len(remote_lookup.sizes)} of {num_pages} pages")
         start_s, start_bytes = time.monotonic(), proxy.num_bytes_down
-        plan = self.store.plan(self.space, hashes, remote_sizes=inquiry.sizes)
+        plan = self.store.plan(self.space, hashes, remote_sizes=remote_lookup.sizes)
         assert plan is not None
         last_s, last = start_s, start_bytes
         while not plan.done:

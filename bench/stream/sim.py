@@ -12,9 +12,9 @@ import numpy as np
 
 from bench.stream.links import Link
 from sglang_ext.streaming import (
+    ChunkFetch,
     ChunkOffer,
     ContextStream,
-    Fetch,
     LinkEstimator,
     LinkShare,
     QualityScale,
@@ -51,7 +51,7 @@ class _Wire:
     free_s: float = 0.0
     busy_s: float = 0.0
 
-    def send(self, fetch: Fetch, now_s: float) -> tuple[float, float]:
+    def send(self, fetch: ChunkFetch, now_s: float) -> tuple[float, float]:
         """(start, end) of a transfer that is asked for now."""
         start_s = max(now_s + REQUEST_S, self.free_s)
         self.free_s = self.link.finish_s(start_s, fetch.chunk, fetch.num_bytes)
@@ -200,7 +200,7 @@ def fixed(
     decoded_s = np.zeros(concurrency)
     for number, offer in enumerate(offers):
         for each in range(concurrency):
-            fetch = Fetch(number, level, 0, offer.prefix_bytes[level])
+            fetch = ChunkFetch(number, level, 0, offer.prefix_bytes[level])
             _, end_s[each] = wire.send(fetch, 0.0)
             decoded_s[each] = max(decoded_s[each], end_s[each]) + costs.decode_s(offer.num_tokens)
     return _answer(offers, costs, decoded_s, kl)
@@ -220,7 +220,7 @@ def quantised(
     for number, offer in enumerate(offers):
         for each in range(concurrency):
             size = round(num_bytes * offer.num_tokens / total)
-            _, ready_s[each] = wire.send(Fetch(number, 0, 0, size), 0.0)
+            _, ready_s[each] = wire.send(ChunkFetch(number, 0, 0, size), 0.0)
     return _answer(offers, costs, ready_s, kl)
 
 

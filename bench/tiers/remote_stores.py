@@ -32,7 +32,7 @@ from sglang_ext.tiers.remote import (
     PutItem,
     RemoteKey,
     RemoteStore,
-    StoreConfig,
+    RemoteStoreConfig,
     open_engine,
     parse_remote_url,
 )
@@ -100,7 +100,7 @@ def _rounds(
     label: str,
 ) -> Samples:
     parsed = parse_remote_url(url)
-    config = StoreConfig.from_url(parsed)
+    config = RemoteStoreConfig.from_url(parsed)
     count = max(1, num_bytes // size)
     items = [_item(number, size) for number in range(count)]
     outs = [np.zeros(size, np.uint8) for _ in items]

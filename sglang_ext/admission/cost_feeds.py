@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from sglang_ext.tiers.coded_host import RecordTier
-from sglang_ext.tiers.policy.cost_model import CostModel, DiskQueue
+from sglang_ext.tiers.policy.cost_model import CostModel, TransferBacklog
 from sglang_ext.tiers.store import PageStore
 
 # The first estimates of each kind rest on next to nothing, and are not held against the model.
@@ -40,14 +40,14 @@ class CostFeeds:
 
     def on_read(self, num_bytes: int, read_s: float, decode_bytes: int, decode_s: float) -> None:
         """The disk was busy; see `CostModel.note_read`."""
-        expected_s = self.cost.read_s(DiskQueue(num_bytes, decode_bytes))
+        expected_s = self.cost.read_s(TransferBacklog(num_bytes, decode_bytes))
         if expected_s is not None:
             self._count("read", expected_s, read_s + decode_s)
         self.cost.note_read(num_bytes, read_s, decode_bytes, decode_s)
 
     def on_fetch(self, num_bytes: int, fetch_s: float, _decoded: int, _decode_s: float) -> None:
         """The remote store was busy; see `CostModel.note_fetch`."""
-        expected_s = self.cost.fetch_s(DiskQueue(num_bytes))
+        expected_s = self.cost.fetch_s(TransferBacklog(num_bytes))
         if expected_s is not None:
             self._count("fetch", expected_s, fetch_s)
         self.cost.note_fetch(num_bytes, fetch_s)

@@ -24,7 +24,13 @@ from sglang_ext.admission.waiting_request import (
     WaitingRequest,
 )
 from sglang_ext.tiers.base import BLOCK_BYTES
-from sglang_ext.tiers.policy.cost_model import Choice, CostModel, DiskQueue, Prefix, Verdict
+from sglang_ext.tiers.policy.cost_model import (
+    CostModel,
+    LoadChoice,
+    LoadDecision,
+    Prefix,
+    TransferBacklog,
+)
 from sglang_ext.tiers.store import PageStore, Plan
 from sglang_ext.tiers.store.shared.pages import num_leading
 
@@ -72,7 +78,7 @@ class LoadOrCompute:
 
     # ---- coming and going ----
 
-    def enter(self, request: WaitingRequest) -> Verdict:
+    def enter(self, request: WaitingRequest) -> LoadDecision:
         """A request enters the queue; returns what it should do about its pages elsewhere."""
         now_s, prefix = self._clock(), request.prefix
         verdict, moves = self._judge(request, self._ahead_s)
@@ -82,7 +88,7 @@ class LoadOrCompute:
         request.estimate = Estimate(verdict, moves, now_s + self._ahead_s, compute_s, now_s)
         self._ahead_s += compute_s
         self.num_waiting += 1
-        if verdict.choice is not Choice.NONE:
+        if verdict.choice is not LoadChoice.NONE:
             self._store.counters.add(f"cost_{verdict.choice.value}")
         self._note(request, verdict)
         return verdict
@@ -94,7 +100,7 @@ class LoadOrCompute:
             return
         was = estimate.verdict.choice
         self._judge_again(request, estimate)
-        if was is Choice.NONE and estimate.verdict.choice is not Choice.NONE:
+        if was is LoadChoice.NONE and estimate.verdict.choice is not LoadChoice.NONE:
             self._store.counters.add(f"cost_{estimate.verdict.choice.value}")
         self._note(request, estimate.verdict)
 
@@ -119,12 +125,12 @@ class LoadOrCompute:
         if estimate is None:
             return num
         age_s = self._clock() - estimate.judged_at_s
-        if estimate.verdict.choice is not Choice.NONE and age_s > _JUDGE_AGAIN_S:
+        if estimate.verdict.choice is not LoadChoice.NONE and age_s > _JUDGE_AGAIN_S:
             self._judge_again(request, estimate)
         verdict = estimate.verdict
         self._begin_probe(request, verdict)
         # If nothing has to be read, the plan asks for all pages, also those stored only later.
-        return num if verdict.choice is Choice.NONE else min(num, verdict.pages)
+        return num if verdict.choice is LoadChoice.NONE else min(num, verdict.pages)
 
     def should_hold(self, request: WaitingRequest) -> bool:
         """Whether a request, whose turn it is, should wait for its pages.
@@ -132,7 +138,7 @@ class LoadOrCompute:
         Without a plan there is no room in DRAM for one.
         """
         plan, estimate = request.plan, request.estimate
-        if estimate is None or estimate.verdict.choice is Choice.RECOMPUTE:
+        if estimate is None or estimate.verdict.choice is LoadChoice.RECOMPUTE:
             return False
         if plan is not None and plan.done and not plan.starved:
             return False
@@ -175,7 +181,7 @@ class LoadOrCompute:
         estimate.verdict, estimate.moves = self._judge(request, turn_in_s)
         estimate.judged_at_s = now_s
 
-    def _judge(self, request: WaitingRequest, turn_in_s: float) -> tuple[Verdict, Moves]:
+    def _judge(self, request: WaitingRequest, turn_in_s: float) -> tuple[LoadDecision, Moves]:
         """The verdict, and what it would move."""
         wanted, sizes = request.prefix, request.remote_sizes()
         survey = self._store.survey(wanted.space, wanted.off_device, wanted.max_quality)
@@ -231,7 +237,7 @@ class LoadOrCompute:
         known = [seconds for seconds in (read_s, fetch_s) if seconds is not None]
         return max(known) if known else None
 
-    def _begin_probe(self, request: WaitingRequest, verdict: Verdict) -> None:
+    def _begin_probe(self, request: WaitingRequest, verdict: LoadDecision) -> None:
         """Reads a little of what is not worth loading, so that a faster disk is noticed."""
         self._end_probe()
         if not verdict.probe_pages or self._probe is not None:
@@ -252,8 +258,8 @@ class LoadOrCompute:
             self._store.cancel_plan(self._probe)
             self._probe = None
 
-    def _note(self, request: WaitingRequest, verdict: Verdict) -> None:
-        if self._store.events.on and verdict.choice is not Choice.NONE:
+    def _note(self, request: WaitingRequest, verdict: LoadDecision) -> None:
+        if self._store.events.on and verdict.choice is not LoadChoice.NONE:
             self._store.events.note(
                 "judged",
                 rid=getattr(request.handle, "rid", str(request.handle)),
@@ -265,9 +271,9 @@ class LoadOrCompute:
             )
 
 
-def _until(queue: DiskQueue, own_bytes: float, decoded_bytes: float = 0.0) -> DiskQueue:
+def _until(queue: TransferBacklog, own_bytes: float, decoded_bytes: float = 0.0) -> TransferBacklog:
     """What a link has to do until a plan is done: what is in flight, and the plan's own rest."""
     ahead = queue.stalled_bytes + int(own_bytes)
-    return DiskQueue(
+    return TransferBacklog(
         min(queue.bytes_ahead, ahead), int(decoded_bytes), queue.stalled_bytes, queue.stalled_s
     )

@@ -32,7 +32,7 @@ from sglang_ext.admission.waiting_request import (
     WaitingRequest,
 )
 from sglang_ext.tiers.store import PageStore, TierCounts
-from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
+from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 
 # Requests per step that are looked up again because pages of theirs were stored or lost.
 _FIND_AT_ONCE = 4
@@ -88,7 +88,7 @@ class WaitingRoom:
         self._by_number: dict[int, WaitingRequest] = {}
         self._plans = RequestPlans(store, cost)
         self._turns = Turns(self._plans, self._look) if store.lookahead is None else None
-        self._asking: dict[int, WaitingRequest] = {}  # those whose inquiry is open, by number
+        self._asking: dict[int, WaitingRequest] = {}  # those whose look-up is open, by number
         self._next_number = 0
         self._order: list[Hashable] = []  # of the last step
         self._came: list[Hashable] = []  # since then, in order
@@ -150,9 +150,9 @@ class WaitingRoom:
     def remote_pages(self, handle: Hashable) -> tuple[int, int]:
         """(first page of the prompt, number) of what the remote store had of a request's pages."""
         waiting = self._waiting.get(handle)
-        if waiting is None or waiting.inquiry is None or not waiting.answered:
+        if waiting is None or waiting.remote_lookup is None or not waiting.answered:
             return 0, 0
-        return waiting.inquiry.first_page, len(waiting.inquiry.sizes)
+        return waiting.remote_lookup.first_page, len(waiting.remote_lookup.sizes)
 
     # ---- once a scheduler step ----
 
@@ -249,15 +249,15 @@ class WaitingRoom:
         first = prefix.num_on_device + waiting.found.here
         if first == len(prefix.hashes):
             return
-        inquiry = RemoteInquiry(prefix.space, prefix.hashes[first:], first, prefix.max_quality)
-        if self._store.ask_remote(inquiry):
-            waiting.inquiry, waiting.answered = inquiry, False
+        remote_lookup = RemoteLookup(prefix.space, prefix.hashes[first:], first, prefix.max_quality)
+        if self._store.ask_remote(remote_lookup):
+            waiting.remote_lookup, waiting.answered = remote_lookup, False
             self._asking[waiting.number] = waiting
 
     def _take_answers(self) -> None:
         for waiting in list(self._asking.values()):
-            assert waiting.inquiry is not None
-            if not waiting.inquiry.done:
+            assert waiting.remote_lookup is not None
+            if not waiting.remote_lookup.done:
                 continue
             del self._asking[waiting.number]
             waiting.answered = True
@@ -291,9 +291,9 @@ class WaitingRoom:
         return False
 
     def _stop_asking(self, waiting: WaitingRequest) -> None:
-        if self._asking.pop(waiting.number, None) is not None and waiting.inquiry is not None:
-            waiting.inquiry.cancelled = True
-            waiting.inquiry, waiting.answered = None, True
+        if self._asking.pop(waiting.number, None) is not None and waiting.remote_lookup is not None:
+            waiting.remote_lookup.cancelled = True
+            waiting.remote_lookup, waiting.answered = None, True
 
     # ---- private ----
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.policy.cost_model import Verdict
+from sglang_ext.tiers.policy.cost_model import LoadDecision
 from sglang_ext.tiers.store import KeySpace, Plan, TierCounts
-from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
 from sglang_ext.tiers.store.shared.pages import num_leading
+from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from sglang_ext.tiers.store.types import Hashes
 
 # Between two attempts to complete a plan for which DRAM had no free slot: the scheduler polls all
@@ -81,7 +81,7 @@ class Estimate:
         asked_at_s: when it was last found worth waiting.
     """
 
-    verdict: Verdict
+    verdict: LoadDecision
     moves: Moves
     turn_at_s: float
     compute_s: float
@@ -113,7 +113,7 @@ class WaitingRequest:
             or looked at for want of room.
         evictions: `PageStore.num_wanted_evicted` when its pages were last looked for, or UNKNOWN
             when they have to be looked for again.
-        inquiry: what the remote store was asked; None when it was not.
+        remote_lookup: what the remote store was asked; None when it was not.
         answered: its answer was taken, or is not waited for.
         remote_failed: the store did not give what it had said it has; it is not asked again.
         arrived_s: when it entered the queue.
@@ -136,7 +136,7 @@ class WaitingRequest:
     attempts: int = 0
     pause_s: float = FIRST_PAUSE_S
     next_plan_s: float = 0.0
-    inquiry: RemoteInquiry | None = None
+    remote_lookup: RemoteLookup | None = None
     answered: bool = True
     remote_failed: bool = False
     arrived_s: float = 0.0
@@ -144,12 +144,17 @@ class WaitingRequest:
 
     def remote_sizes(self) -> npt.NDArray[np.int64] | None:
         """Bytes of the pages below the device that the remote store has; 0 for the others."""
-        inquiry = self.inquiry
-        if inquiry is None or not self.answered or self.remote_failed or not len(inquiry.sizes):
+        remote_lookup = self.remote_lookup
+        if (
+            remote_lookup is None
+            or not self.answered
+            or self.remote_failed
+            or not len(remote_lookup.sizes)
+        ):
             return None
         sizes = np.zeros(len(self.prefix.off_device), np.int64)
-        first = inquiry.first_page - self.prefix.num_on_device
-        sizes[first : first + len(inquiry.sizes)] = inquiry.sizes
+        first = remote_lookup.first_page - self.prefix.num_on_device
+        sizes[first : first + len(remote_lookup.sizes)] = remote_lookup.sizes
         return sizes
 
     def with_remote(self, found: TierCounts) -> TierCounts:

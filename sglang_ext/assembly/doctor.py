@@ -11,7 +11,7 @@ from typing import Literal
 
 from sglang_ext.assembly.preflight import check_machine
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.seam.contract.source import ContractError, Source
+from sglang_ext.seam.contract.source import ContractError, SGLangSource
 from sglang_ext.seam.contract.symbols import SYMBOLS
 from sglang_ext.seam.contract.verdict import ALLOW_UNTESTED, examine, installed
 from sglang_ext.settings.config import GIB, HierKVConfig
@@ -55,7 +55,7 @@ def look(config: HierKVConfig, place: Path | None = None) -> Iterator[Check]:
 def check_sglang(place: Path | None = None) -> Check:
     """Compares an SGLang release with what was tested; runs nothing of it."""
     try:
-        source = installed() if place is None else Source(place)
+        source = installed() if place is None else SGLangSource(place)
     except ContractError as error:
         return Check("sglang", "refused", str(error))
     verdict = examine(source)

@@ -54,7 +54,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.policy.cost_model import CostModel
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ def _build_store(
     write_policy = config.write_policy
     if write_policy == "auto" and record_bytes > _LARGE_DISK * config.host_bytes:
         write_policy = "write_through"
-    store_config = StoreConfig(
+    store_config = PageStoreConfig(
         write_policy,
         config.event_log,
         PolicyConfig(config.base_order) if config.lookahead == "on" else None,

@@ -8,7 +8,7 @@ from sglang_ext.assembly.key_setup import Trust
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.tiers.access import shown
 from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.remote import RemoteStore, StoreConfig, open_engine, parse_remote_url
+from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig, open_engine, parse_remote_url
 
 
 def check_remote(text: str, disk_dir: str = "") -> None:
@@ -25,7 +25,7 @@ def check_remote(text: str, disk_dir: str = "") -> None:
         url = parse_remote_url(text)
         if disk_dir and url.scheme == "file":
             _refuse_nesting(url.path, disk_dir)
-        config = StoreConfig.from_url(url)
+        config = RemoteStoreConfig.from_url(url)
         engine = open_engine(url)
         engine.close()
         config.check(engine)
@@ -55,7 +55,7 @@ def open_remote(text: str, trust: Trust) -> RemoteStore:
     """
     try:
         url = parse_remote_url(text)
-        config = StoreConfig.from_url(url)
+        config = RemoteStoreConfig.from_url(url)
         engine = open_engine(url)
         if trust.name_keys:
             from sglang_ext.tiers.protection import HidingEngine

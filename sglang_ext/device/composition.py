@@ -16,7 +16,7 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenSpan:
     """Tokens that follow one another in the prompt and in a chain.
 
     Attributes:
@@ -47,7 +47,7 @@ class Composition:
     start: int
     page_size: int
     hashes: Hashes
-    runs: tuple[Run, ...]
+    runs: tuple[TokenSpan, ...]
     stored: Bools
 
     @property

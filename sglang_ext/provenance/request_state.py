@@ -17,7 +17,7 @@ _ATTRIBUTE = "_hier_kv_state"
 _EXACT_ONLY = "hier_kv_exact"
 
 
-class Tier(enum.IntEnum):
+class HitTier(enum.IntEnum):
     """Where a page lay when its request entered the queue."""
 
     NONE = 0
@@ -45,13 +45,13 @@ class RequestState:
         self.page_size = 1
         self.arrived_s: float | None = None
         self.origin: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
-        self._loaded: list[tuple[int, int, Tier]] = []
+        self._loaded: list[tuple[int, int, HitTier]] = []
         self.taint = int(Quality.EXACT)
         self.reused = int(Quality.EXACT)
         self.resume_pages: set[int] = set()
         self._loaded_quality: list[tuple[int, Qualities]] = []  # (first page, quality)
 
-    def note_enqueued(self, page_size: int, tiers: list[tuple[Tier, int]]) -> None:
+    def note_enqueued(self, page_size: int, tiers: list[tuple[HitTier, int]]) -> None:
         """Records where the request's pages lie as it enters the queue.
 
         Args:
@@ -71,10 +71,10 @@ class RequestState:
         origin = np.zeros(max(len(self.origin), first_page + num_pages), np.uint8)
         origin[: len(self.origin)] = self.origin
         found = origin[first_page : first_page + num_pages]
-        found[found == Tier.NONE] = Tier.REMOTE
+        found[found == HitTier.NONE] = HitTier.REMOTE
         self.origin = origin
 
-    def note_loaded(self, start: int, num_tokens: int, tier: Tier) -> None:
+    def note_loaded(self, start: int, num_tokens: int, tier: HitTier) -> None:
         """Records that tokens [start, start + num_tokens) were loaded from a tier at admission."""
         self._loaded.append((start, num_tokens, tier))
 
@@ -114,18 +114,18 @@ class RequestState:
             num_cached_tokens: tokens of the prompt that were not computed.
         """
         num_pages = -(-num_cached_tokens // self.page_size)
-        at_admission = np.full(num_pages, Tier.DEVICE, np.uint8)
+        at_admission = np.full(num_pages, HitTier.DEVICE, np.uint8)
         for start, num, tier in self._loaded:
             at_admission[start // self.page_size : (start + num) // self.page_size] = tier
         known = min(num_pages, len(self.origin))
         origin = at_admission.copy()
         origin[:known] = np.where(
-            self.origin[:known] == Tier.NONE, at_admission[:known], self.origin[:known]
+            self.origin[:known] == HitTier.NONE, at_admission[:known], self.origin[:known]
         )
-        counts = np.bincount(origin, minlength=len(Tier)) * self.page_size
+        counts = np.bincount(origin, minlength=len(HitTier)) * self.page_size
         if num_pages:  # the last page may be cut short by the match limit
             counts[origin[-1]] -= num_pages * self.page_size - num_cached_tokens
-        names = (Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.REMOTE)
+        names = (HitTier.DEVICE, HitTier.HOST, HitTier.DISK, HitTier.REMOTE)
         return {tier.name.lower(): int(counts[tier]) for tier in names}
 
 

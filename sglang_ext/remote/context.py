@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_ext.remote.lookup import FoundPage
-from sglang_ext.remote.run import Run
-from sglang_ext.streaming import Fetch
+from sglang_ext.remote.run import FetchedSpan
+from sglang_ext.streaming import ChunkFetch
 from sglang_ext.tiers.store.shared.coding import Lookup
 
 
@@ -33,7 +33,7 @@ class Context:
     lookup: Lookup
     done: Callable[[], None]
     runs: deque[list[FoundPage]] = field(default_factory=deque)
-    run: Run | None = None
+    run: FetchedSpan | None = None
     deadline_s: float | None = None
     is_decoding: bool = False
     begins: bool = False
@@ -55,14 +55,14 @@ class Job(NamedTuple):
     """Bytes to fetch for a context."""
 
     context: Context
-    run: Run
-    fetch: Fetch
+    run: FetchedSpan
+    fetch: ChunkFetch
 
 
 class Decode(NamedTuple):
     """Pages of a context to decode, at a level: a position in `FoundPage.sizes`."""
 
     context: Context
-    run: Run
+    run: FetchedSpan
     pages: Sequence[FoundPage]
     step: int

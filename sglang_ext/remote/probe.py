@@ -15,7 +15,7 @@ import numpy as np
 
 from sglang_ext.remote.lookup import FoundPage
 from sglang_ext.remote.publish import Publisher
-from sglang_ext.remote.run import Run, parts_of
+from sglang_ext.remote.run import FetchedSpan, parts_of
 from sglang_ext.remote.transfer import Part
 from sglang_ext.streaming import LinkEstimator
 from sglang_ext.tiers.policy.cost_model import PROBE_BYTES, PROBE_SHARE
@@ -55,7 +55,7 @@ class Prober:
         self._not_before_s = 0.0  # infinite while a probe is under way
 
     def consider(
-        self, run: Run, link: LinkEstimator, decoding: LinkEstimator, now_s: float
+        self, run: FetchedSpan, link: LinkEstimator, decoding: LinkEstimator, now_s: float
     ) -> None:
         """Plans a probe of a stretch that is computed, if a faster link would have changed that.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sglang_ext.remote.lookup import FoundPage
-from sglang_ext.remote.run import Run
+from sglang_ext.remote.run import FetchedSpan
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.record import (
     RAW_CODEC,
@@ -44,7 +44,9 @@ class Publisher:
         self._codec = codec
         self._decoded = decoded
 
-    def publish(self, lookup: Lookup, run: Run, pages: Sequence[FoundPage], step: int) -> bool:
+    def publish(
+        self, lookup: Lookup, run: FetchedSpan, pages: Sequence[FoundPage], step: int
+    ) -> bool:
         """Publishes neighbouring pages of a run, at one level; returns whether all are there now.
 
         Args:
@@ -83,7 +85,7 @@ class Publisher:
         lookup.plan.lacked_room |= not complete
         return complete
 
-    def _fill(self, run: Run, page: FoundPage, step: int, slot: ByteArray) -> bool:
+    def _fill(self, run: FetchedSpan, page: FoundPage, step: int, slot: ByteArray) -> bool:
         data = run.take(page, step)
         if data is None:
             return False

@@ -15,9 +15,9 @@ from sglang_ext.codec.registry import codec_class, codec_ids
 from sglang_ext.remote.lookup import FoundPage
 from sglang_ext.remote.transfer import Part
 from sglang_ext.streaming import (
+    ChunkFetch,
     ChunkOffer,
     ContextStream,
-    Fetch,
     LinkEstimator,
     QualityScale,
     StreamCosts,
@@ -77,7 +77,7 @@ class Partial(NamedTuple):
     step: int
 
 
-class Run:
+class FetchedSpan:
     """State of one stretch. Guarded by its owner's lock.
 
     Attributes:
@@ -139,7 +139,7 @@ class Run:
         costs = replace(self._costs, decode_bytes_per_s=math.inf, request_s=0.0)
         return self._new_stream(costs, link=LinkEstimator(), now_s=now_s).plan.num_loaded > 0
 
-    def parts(self, fetch: Fetch) -> list[Part]:
+    def parts(self, fetch: ChunkFetch) -> list[Part]:
         """What a fetch is of, page by page."""
         chunk = self.chunks[fetch.chunk]
         have = _offer(chunk).prefix_bytes.index(fetch.start) if fetch.start else -1

@@ -21,7 +21,7 @@ from sglang_ext.remote.link import LinkMeter
 from sglang_ext.remote.lookup import Finder, runs_of
 from sglang_ext.remote.probe import Probe, Prober
 from sglang_ext.remote.publish import Publisher
-from sglang_ext.remote.run import Partial, Run, Speeds
+from sglang_ext.remote.run import FetchedSpan, Partial, Speeds
 from sglang_ext.remote.transfer import Part, read_parts
 from sglang_ext.streaming import LinkEstimator, LinkShare
 from sglang_ext.tiers.records.record import ByteArray
@@ -211,7 +211,7 @@ class RemoteStreams:
         )
         now_s = time.monotonic()
         context.begins = False
-        context.run = Run(
+        context.run = FetchedSpan(
             pages,
             self._link.estimator,
             speeds,
@@ -325,7 +325,7 @@ class RemoteStreams:
                 return job
         return None
 
-    def _decode_of(self, context: Context, run: Run, now_s: float) -> Decode | None:
+    def _decode_of(self, context: Context, run: FetchedSpan, now_s: float) -> Decode | None:
         stream, at = run.stream, run.next_decode
         if not context.begins and stream.may_begin(now_s):
             context.begins = True
@@ -363,7 +363,7 @@ class RemoteStreams:
         if len(job.pages) < len(run.chunks[run.next_decode - 1]):
             self._end(context)  # the rest of that chunk is not to be had
 
-    def _end_run(self, context: Context, run: Run) -> None:
+    def _end_run(self, context: Context, run: FetchedSpan) -> None:
         """Goes on with a context's next stretch, or leaves the rest to be computed."""
         at = run.next_decode
         if at == len(run.chunks):

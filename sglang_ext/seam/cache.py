@@ -25,7 +25,7 @@ from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.identity.tenancy import depends_on_tokens_alone
-from sglang_ext.provenance.request_state import Tier, find_state, max_quality_of, state_of
+from sglang_ext.provenance.request_state import HitTier, find_state, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, min_reduce
 from sglang_ext.seam.device_tree import DeviceTree
@@ -288,9 +288,11 @@ class HierKVRadixCache(UnifiedRadixCache):
         in_dram = survey.ready | survey.coming
         parts = np.split(in_dram, np.flatnonzero(np.diff(in_dram)) + 1)
         tiers = [
-            (Tier.HOST if part[0] else self._record_tier, len(part)) for part in parts if len(part)
+            (HitTier.HOST if part[0] else self._record_tier, len(part))
+            for part in parts
+            if len(part)
         ]
-        state_of(req).note_enqueued(self.page_size, [(Tier.DEVICE, device_pages), *tiers])
+        state_of(req).note_enqueued(self.page_size, [(HitTier.DEVICE, device_pages), *tiers])
         if self.store.events.on:
             self.store.events.note(
                 "enqueued",
@@ -301,9 +303,9 @@ class HierKVRadixCache(UnifiedRadixCache):
             )
 
     @property
-    def _record_tier(self) -> Tier:
+    def _record_tier(self) -> HitTier:
         """The tier that records lie in: coded DRAM is DRAM."""
-        return Tier.HOST if self.store.keeps_records_in_dram else Tier.DISK
+        return HitTier.HOST if self.store.keeps_records_in_dram else HitTier.DISK
 
     def _enqueued_request(self, handle: Any) -> Any:
         req = self.matching_request

@@ -18,7 +18,7 @@ from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import Hashes
 from sglang_ext.device.windows.layers import WindowLayers
 from sglang_ext.tiers.store import PageStore
-from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
+from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 
 # So many windows of a request are asked for, from the furthest backwards.
 _MOST_WINDOWS = 4
@@ -48,7 +48,7 @@ class _Asked:
     last: Hashes
     num_local: int
     least: int
-    inquiry: RemoteInquiry
+    inquiry: RemoteLookup
     since_s: float
     end: int | None = None
     pages: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ class WindowInquiries:
         if least == len(tail):
             return
         num_local = self._store.locate_prefix(prefix.space, tail, prefix.max_quality).total
-        inquiry = RemoteInquiry(prefix.space, tail[num_local:], 0, prefix.max_quality)
+        inquiry = RemoteLookup(prefix.space, tail[num_local:], 0, prefix.max_quality)
         if self._store.ask_remote(inquiry):
             now_s = self._clock()
             self._open[handle] = _Asked(prefix, key, tail, last, num_local, least, inquiry, now_s)
@@ -162,7 +162,7 @@ class WindowInquiries:
             if pages:
                 keys = [self._layers.entries(asked.tail[page : page + 1]) for page in pages]
                 space, limit = asked.prefix.space, asked.prefix.max_quality
-                asked.inquiry = RemoteInquiry(space, np.concatenate(keys), 0, limit)
+                asked.inquiry = RemoteLookup(space, np.concatenate(keys), 0, limit)
                 asked.end, asked.pages, asked.num_windows = end, pages, asked.num_windows + 1
                 if not self._store.ask_remote(asked.inquiry):
                     self.drop(handle)

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 
 from sglang_ext.admission.port import Admission
 from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
-from sglang_ext.provenance.request_state import Tier, max_quality_of, state_of
+from sglang_ext.provenance.request_state import HitTier, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.radix_tree import RadixTree
@@ -195,7 +195,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             loaded, node = super().load_back(req)
         if loaded:
             state = state_of(req)
-            state.note_loaded(start, loaded, Tier.HOST)
+            state.note_loaded(start, loaded, HitTier.HOST)
             quality = self.cache_linker.queued_quality(req.rid)
             state.note_loaded_quality(first_page, quality)
             if lineage is not None and composition is not None:

@@ -5,17 +5,17 @@ remote tier and ``python -m bench stream`` drive the same code.
 """
 
 from sglang_ext.streaming.costs import ChunkOffer, QualityScale, StreamCosts
-from sglang_ext.streaming.planner import ContextStream, Fetch, Plan
+from sglang_ext.streaming.planner import ChunkFetch, ContextStream, StreamPlan
 from sglang_ext.streaming.sharing import LinkShare
 from sglang_ext.streaming.throughput import LinkEstimator
 
 __all__ = [
+    "ChunkFetch",
     "ChunkOffer",
     "ContextStream",
-    "Fetch",
     "LinkEstimator",
     "LinkShare",
-    "Plan",
     "QualityScale",
     "StreamCosts",
+    "StreamPlan",
 ]

@@ -26,7 +26,7 @@ _REFINE_DECODE_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Fetch:
+class ChunkFetch:
     """Bytes [start, end) of a chunk's stream, which lift it from one level to another.
 
     Attributes:
@@ -48,7 +48,7 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StreamPlan:
     """How a context will be had.
 
     Attributes:
@@ -107,7 +107,7 @@ class ContextStream:
         self._have = [-1] * len(offers)
         self._refines_chunk = [True] * len(offers)  # until a refinement of it could not be had
         self._asked = [-1] * len(offers)
-        self._in_flight: list[Fetch] = []
+        self._in_flight: list[ChunkFetch] = []
         # Levels that arrived before what they refine, by chunk and first byte.
         self._early: dict[tuple[int, int], int] = {}
         total = sum(offer.num_tokens for offer in offers)
@@ -124,7 +124,7 @@ class ContextStream:
         return tuple(self._have)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> StreamPlan:
         """The present plan."""
         return self._plan
 
@@ -145,7 +145,7 @@ class ContextStream:
         chunk, step = target
         return (0 if self._deadline_s is None else step), chunk
 
-    def next_fetch(self, now_s: float) -> Fetch | None:
+    def next_fetch(self, now_s: float) -> ChunkFetch | None:
         """The next bytes to ask for; None when enough is asked for, for now or for good."""
         if len(self._in_flight) >= self._max_in_flight:
             return None
@@ -156,7 +156,7 @@ class ContextStream:
             self._in_flight.append(fetch)
         return fetch
 
-    def arrived(self, fetch: Fetch, now_s: float) -> None:
+    def arrived(self, fetch: ChunkFetch, now_s: float) -> None:
         """Bytes that were asked for are there, verified. Fetches may overtake each other."""
         self._in_flight.remove(fetch)
         chunk = fetch.chunk
@@ -165,7 +165,7 @@ class ContextStream:
             self._have[chunk] = self._early.pop(end)
         self._plan = self._decide(now_s)
 
-    def failed(self, fetch: Fetch, now_s: float) -> None:
+    def failed(self, fetch: ChunkFetch, now_s: float) -> None:
         """Bytes could not be had: what the chunk has stays; without any, text begins at it."""
         self._in_flight.remove(fetch)
         chunk = fetch.chunk
@@ -188,14 +188,14 @@ class ContextStream:
 
     # ---- decision ----
 
-    def _candidate(self, now_s: float) -> Fetch | None:
+    def _candidate(self, now_s: float) -> ChunkFetch | None:
         """The bytes to ask for next; None when none are wanted or they would come too late."""
         target = self._next_target()
         if target is None:
             return None
         chunk, step = target
         level, asked = self._level_for(chunk, step, now_s), self._asked[chunk]
-        fetch = Fetch(chunk, level, self._bytes_at(chunk, asked), self._bytes_at(chunk, level))
+        fetch = ChunkFetch(chunk, level, self._bytes_at(chunk, asked), self._bytes_at(chunk, level))
         if asked >= 0 and self._arrival_s(fetch, now_s) > self._plan.begin_s:
             return None
         return fetch
@@ -239,14 +239,14 @@ class ContextStream:
                 fits = level
         return fits
 
-    def _arrival_s(self, fetch: Fetch, now_s: float) -> float:
+    def _arrival_s(self, fetch: ChunkFetch, now_s: float) -> float:
         speed = self._link.bytes_per_s
         if speed is None:
             return now_s
         ahead = sum(each.num_bytes for each in self._in_flight)
         return now_s + self._costs.request_s + (ahead + fetch.num_bytes) / speed
 
-    def _decide(self, now_s: float) -> Plan:
+    def _decide(self, now_s: float) -> StreamPlan:
         """Chooses how many leading chunks to load; with a deadline the least damage that fits."""
         best = self._with(self._num_offered, now_s)
         for num_loaded in range(self._num_offered - 1, -1, -1):
@@ -255,7 +255,7 @@ class ContextStream:
                 best = plan
         return best
 
-    def _with(self, num_loaded: int, now_s: float) -> Plan:
+    def _with(self, num_loaded: int, now_s: float) -> StreamPlan:
         """The plan with a number of leading chunks loaded."""
         offers = self._offers[:num_loaded]
         costs, before = self._costs, sum(offer.num_tokens for offer in offers)
@@ -270,17 +270,17 @@ class ContextStream:
         loaded_s = now_s + latency_s + self._seconds(missing)
         if self._deadline_s is None:
             damage = self._quality.damage[self._steps[step]] * before / total
-            return Plan(num_loaded, float("inf"), True, damage, loaded_s + after_s)
+            return StreamPlan(num_loaded, float("inf"), True, damage, loaded_s + after_s)
         begin_s = self._deadline_s - after_s - self._margin_s
         if loaded_s > begin_s:
             damage = self._quality.damage[self._steps[0]] * before / total
-            return Plan(num_loaded, begin_s, False, damage, loaded_s + after_s)
+            return StreamPlan(num_loaded, begin_s, False, damage, loaded_s + after_s)
         level, share = self._reachable(num_loaded, begin_s - now_s - latency_s)
         damage = self._quality.damage[self._steps[level]]
         if level + 1 < len(self._steps):
             damage -= share * (damage - self._quality.damage[self._steps[level + 1]])
         finish_s = loaded_s if level + 1 == len(self._steps) else begin_s
-        return Plan(num_loaded, begin_s, True, damage * before / total, finish_s + after_s)
+        return StreamPlan(num_loaded, begin_s, True, damage * before / total, finish_s + after_s)
 
     def _reachable(self, num_loaded: int, left_s: float) -> tuple[int, float]:
         """Step that all loaded chunks can reach in time, and the share of the next one."""
@@ -304,7 +304,7 @@ class ContextStream:
         return num_bytes / speed if speed else 0.0
 
 
-def _is_better(plan: Plan, than: Plan, deadline_s: float | None) -> bool:
+def _is_better(plan: StreamPlan, than: StreamPlan, deadline_s: float | None) -> bool:
     if deadline_s is None:
         return plan.finish_s < than.finish_s
     if plan.feasible != than.feasible:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from sglang_ext.streaming.planner import ContextStream, Fetch
+from sglang_ext.streaming.planner import ChunkFetch, ContextStream
 
 
 class LinkShare:
@@ -34,7 +34,7 @@ class LinkShare:
         self._streams.pop(context, None)
         self._served_bytes.pop(context, None)
 
-    def next_fetch(self, now_s: float) -> tuple[Hashable, Fetch] | None:
+    def next_fetch(self, now_s: float) -> tuple[Hashable, ChunkFetch] | None:
         """The next bytes to ask for, and for whom; None when the link has enough to do."""
         if self._num_in_flight >= self._max_in_flight:
             return None

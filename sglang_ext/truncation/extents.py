@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.device.composition import Bools, Composition, Hashes, Run
+from sglang_ext.device.composition import Bools, Composition, Hashes, TokenSpan
 
 Qualities = npt.NDArray[np.uint8]
 
@@ -118,7 +118,7 @@ def _gather(
     end = start + num_pages * page_size
     rows: list[bytes] = []
     known: dict[bytes, int] = {}
-    runs: list[Run] = []
+    runs: list[TokenSpan] = []
     stored = np.zeros(num_pages, np.bool_)
     for source, begin, stop in pieces:
         stop = min(stop, end)
@@ -133,7 +133,9 @@ def _gather(
                 known[key] = len(rows)
                 rows.append(key)
             pages[at] = known[key]
-        runs.append(Run(pages, (begin + source.shift) % page_size, stop - begin, source.shift))
+        runs.append(
+            TokenSpan(pages, (begin + source.shift) % page_size, stop - begin, source.shift)
+        )
         if source is own:
             whole = slice(-(-(begin - start) // page_size), (stop - start) // page_size)
             stored[whole] = True

@@ -16,7 +16,7 @@ from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.composition import Composition
 from sglang_ext.device.transfers import Hashes, Place
-from sglang_ext.provenance.request_state import Tier, max_quality_of, state_of
+from sglang_ext.provenance.request_state import HitTier, max_quality_of, state_of
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store import KeySpace, PageStore
 from sglang_ext.tiers.store.types import ON_DISK, READY
@@ -88,12 +88,12 @@ class TruncatedReuse:
         """
         size = self._page_size
         found = self._compose(req, lineage, space, device_pages * size, tail, 0xFF)
-        tiers = [(Tier.DEVICE, device_pages)]
+        tiers = [(HitTier.DEVICE, device_pages)]
         if found is not None:
             flags, _ = self._store.page_states(space, found.hashes)
             on_disk_only = ((flags & READY) == 0) & ((flags & ON_DISK) != 0)
             from_disk = found.worst_of(on_disk_only.astype(np.uint8))
-            tiers += [(Tier.DISK if disk else Tier.HOST, 1) for disk in from_disk]
+            tiers += [(HitTier.DISK if disk else HitTier.HOST, 1) for disk in from_disk]
         state_of(req).note_enqueued(size, tiers)
         room, handle = self._room, req.cache_request_handle
         if found is None:

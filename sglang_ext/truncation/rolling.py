@@ -31,7 +31,7 @@ _MOST_LOAD = 0.6
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class TextMatch:
     """A stretch of a prompt that is stored.
 
     `prompt[start + i]` equals token `offset + i` of the pages `rows`, one after another.
@@ -201,7 +201,7 @@ class MatchIndex:
 
     def find(
         self, prompt: npt.ArrayLike, group: int, *, start: int = 0, min_run: int = 1
-    ) -> Run | None:
+    ) -> TextMatch | None:
         """The longest stretch of `prompt[start:]` that a chain of the group holds.
 
         It has at least one whole page. Behind its last whole page at most 64 continuing pages are
@@ -240,7 +240,7 @@ class MatchIndex:
             if result[kernels.LENGTH] < max(1, min_run):
                 return None
             chain = self._chain(int(result[kernels.LAST_ROW]), int(result[kernels.NUM_ROWS]))
-        return Run(
+        return TextMatch(
             start + int(result[kernels.START]),
             int(result[kernels.LENGTH]),
             chain,

@@ -36,7 +36,7 @@ from sglang_ext.tiers.remote import (
     PutItem,
     RemoteKey,
     RemoteStore,
-    StoreConfig,
+    RemoteStoreConfig,
 )
 from sglang_ext.tiers.remote.base import (
     Deadline,
@@ -140,7 +140,7 @@ class Store:
     def __init__(self, mode: str = "plain", key: bytes = KEY) -> None:
         self.engine = DictEngine()
         given = protected_store(self.engine, mode, key)
-        self.remote = RemoteStore(config=StoreConfig(part_bytes=1 << 20), **given)
+        self.remote = RemoteStore(config=RemoteStoreConfig(part_bytes=1 << 20), **given)
         assert self.remote.wait_usable(30.0)
 
     def hold(self, key: RemoteKey, value: bytes) -> None:

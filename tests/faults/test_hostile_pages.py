@@ -28,7 +28,7 @@ from sglang_ext.tiers.remote import (
 )
 from sglang_ext.tiers.remote.base import Deadline, Value, value_name
 from sglang_ext.tiers.remote.staged import stage
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.faults.hostile_pages import (
     DIM,
@@ -183,7 +183,7 @@ class World:
             self.arena,
             PageIndex(256),
             disk,
-            StoreConfig(),
+            PageStoreConfig(),
             self.codec if disk is not None else None,
             remote=remote,
             open_coded=coded_pages(self.codec, no_prefill) if codec_id else None,

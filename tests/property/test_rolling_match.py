@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.truncation.rolling import MatchIndex, Run
+from sglang_ext.truncation.rolling import MatchIndex, TextMatch
 from sglang_ext.truncation.rolling_kernels import MAX_SAME
 from sglang_ext.truncation.rolling_naive import StoredPage, longest_run
 
 _GROUPS = (3, 4)
 
 
-def _check(index: MatchIndex, pages: dict[int, StoredPage], prompt: list[int], run: Run) -> None:
+def _check(
+    index: MatchIndex, pages: dict[int, StoredPage], prompt: list[int], run: TextMatch
+) -> None:
     """The run is what it says it is, token by token."""
     text = [token for row in run.rows for token in pages[int(row)].tokens]
     stored = text[run.offset : run.offset + run.length]

@@ -24,7 +24,7 @@ from sglang_ext.tiers.disk.segments.fileio import (
     read_all,
     write_all,
 )
-from sglang_ext.tiers.disk.workers import Run, Workers
+from sglang_ext.tiers.disk.workers import IoRun, Workers
 from sglang_ext.tiers.records.checksums import is_plain
 from sglang_ext.tiers.records.record import ByteArray
 from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
@@ -152,7 +152,7 @@ class DiskContext:
             out[:] = buffer[end - out.size : end]
         return arrived
 
-    def work(self, runs: Sequence[Run]) -> None:
+    def work(self, runs: Sequence[IoRun]) -> None:
         """Takes runs through their steps; see `Workers.run`.
 
         With buffered I/O the bytes of a run are in the core's cache after the move, so one thread

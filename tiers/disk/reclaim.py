@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
-class Reclaimer:
+class SegmentReclaimer:
     """Drops segments to make room. Used under the write lock only.
 
     Attributes:

@@ -17,7 +17,7 @@ Task = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class IoRun:
     """Neighbouring records that are moved in one call. Its steps follow one another.
 
     Attributes:
@@ -30,7 +30,7 @@ class Run:
     prepare: Task | None = None
     finish: Task | None = None
 
-    def whole(self) -> Run:
+    def whole(self) -> IoRun:
         """All of its steps as one."""
         steps = [step for step in (self.prepare, self.move, self.finish) if step is not None]
 
@@ -38,16 +38,16 @@ class Run:
             for step in steps:
                 step()
 
-        return Run(move)
+        return IoRun(move)
 
 
 class _Batch:
     """The runs of one call, by what is to be done with them next. Guarded by the workers' lock."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[IoRun]) -> None:
         self.to_prepare = deque(run for run in runs if run.prepare is not None)
         self.to_move = deque(run for run in runs if run.prepare is None)
-        self.to_finish: deque[Run] = deque()
+        self.to_finish: deque[IoRun] = deque()
         self.num_moving = 0
         self.num_left = len(runs)
         self.error: BaseException | None = None
@@ -58,8 +58,8 @@ class _Step:
     """What a thread does with a run; `queue` is the one that it was taken from."""
 
     batch: _Batch
-    run: Run
-    queue: deque[Run]
+    run: IoRun
+    queue: deque[IoRun]
     task: Task | None
 
 
@@ -86,7 +86,7 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def run(self, runs: Sequence[Run]) -> None:
+    def run(self, runs: Sequence[IoRun]) -> None:
         """Takes runs through their steps, on this thread and the helpers; returns when all ended.
 
         Raises:

@@ -39,7 +39,7 @@ _STALL_FACTOR = 2.0
 Array = npt.NDArray[np.float64]
 
 
-class Choice(enum.StrEnum):
+class LoadChoice(enum.StrEnum):
     """What a request does about its pages on disk and in the remote store."""
 
     NONE = "none"  # it has none there: nothing to decide
@@ -80,7 +80,7 @@ class Prefix:
 
 
 @dataclass(frozen=True)
-class DiskQueue:
+class TransferBacklog:
     """What the disk, or the remote store, has to do before it comes to a request.
 
     Attributes:
@@ -96,11 +96,11 @@ class DiskQueue:
     stalled_s: float = 0.0
 
 
-_IDLE = DiskQueue()
+_IDLE = TransferBacklog()
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LoadDecision:
     """A decision about a request.
 
     Attributes:
@@ -113,7 +113,7 @@ class Verdict:
         read_s: seconds until the pages asked for are in DRAM.
     """
 
-    choice: Choice
+    choice: LoadChoice
     pages: int
     probe_pages: int = 0
     expected_s: float | None = None
@@ -204,7 +204,7 @@ class CostModel:
         with self._lock:
             return self._prefill.batch_seconds(work)
 
-    def read_s(self, queue: DiskQueue) -> float | None:
+    def read_s(self, queue: TransferBacklog) -> float | None:
         """Expected seconds until all that is queued is in DRAM and decoded.
 
         None while the disk was never measured and shows no sign of being slow.
@@ -216,7 +216,7 @@ class CostModel:
             seconds = _moving_s(self._read, queue, queue.bytes_ahead)
         return None if seconds is None else float(seconds) + per_decoded * queue.decode_bytes_ahead
 
-    def fetch_s(self, queue: DiskQueue) -> float | None:
+    def fetch_s(self, queue: TransferBacklog) -> float | None:
         """`read_s` for the remote store."""
         if not queue.bytes_ahead:
             return 0.0
@@ -229,10 +229,10 @@ class CostModel:
     def judge(
         self,
         prefix: Prefix,
-        queue: DiskQueue,
+        queue: TransferBacklog,
         turn_in_s: float = 0.0,
-        remote: DiskQueue = _IDLE,
-    ) -> Verdict:
+        remote: TransferBacklog = _IDLE,
+    ) -> LoadDecision:
         """Chooses how many leading pages to use, so that the prefill is done earliest.
 
         Args:
@@ -245,29 +245,29 @@ class CostModel:
         num = len(prefix.read_bytes)
         moves = (prefix.read_bytes > 0) | (prefix.fetch_bytes > 0) | prefix.is_coming
         if not moves.any():
-            return Verdict(Choice.NONE, num)
+            return LoadDecision(LoadChoice.NONE, num)
         first = int(np.argmax(moves))  # pages before it are in DRAM: used in any case
         done, arrival = self._times(prefix, queue, turn_in_s, remote)
         if done is None or arrival is None:
-            return Verdict(Choice.LOAD, num)  # nothing measured yet: load, and learn
+            return LoadDecision(LoadChoice.LOAD, num)  # nothing measured yet: load, and learn
         # Of prefixes that are equally fast the longest: it computes least on the device.
         wanted = num - int(np.argmin(done[::-1][: num - first + 1]))
-        choice = Choice.LOAD if wanted == num else Choice.PARTIAL
+        choice = LoadChoice.LOAD if wanted == num else LoadChoice.PARTIAL
         if not moves[:wanted].any():
-            choice = Choice.RECOMPUTE
+            choice = LoadChoice.RECOMPUTE
         probe = 0
-        if choice is not Choice.LOAD and not (queue.bytes_ahead or remote.bytes_ahead):
+        if choice is not LoadChoice.LOAD and not (queue.bytes_ahead or remote.bytes_ahead):
             probe = self._probe_pages(prefix, wanted, float(done[first]) - turn_in_s)
-        return Verdict(
+        return LoadDecision(
             choice, wanted, probe, float(done[wanted]), float(done[first]), float(arrival[wanted])
         )
 
     def expected_done_s(
         self,
         prefix: Prefix,
-        queue: DiskQueue,
+        queue: TransferBacklog,
         turn_in_s: float = 0.0,
-        remote: DiskQueue = _IDLE,
+        remote: TransferBacklog = _IDLE,
     ) -> Array | None:
         """For each number of leading pages that are used, seconds until the prefill is done.
 
@@ -360,7 +360,7 @@ class CostModel:
     # ---- parts of a decision ----
 
     def _times(
-        self, prefix: Prefix, queue: DiskQueue, turn_in_s: float, remote: DiskQueue
+        self, prefix: Prefix, queue: TransferBacklog, turn_in_s: float, remote: TransferBacklog
     ) -> tuple[Array | None, Array | None]:
         """When the prefill is done and when the pages are there, by number of pages used."""
         num = len(prefix.read_bytes)
@@ -409,7 +409,7 @@ class CostModel:
         return min(len(fits), max(1, int(fits.sum())))
 
 
-def _moving_s(link: TransferEstimator, queue: DiskQueue, num_bytes: Any) -> Any:
+def _moving_s(link: TransferEstimator, queue: TransferBacklog, num_bytes: Any) -> Any:
     """Seconds until a link has moved bytes, those ahead among them; None if never measured."""
     latency, per_byte = link.latency_s, link.seconds_per_byte
     flying, stalled_s = queue.stalled_bytes, queue.stalled_s

@@ -39,7 +39,8 @@ class Needs(NamedTuple):
         place: i64 per slot, where the request stands.
         distinct: i64 per slot, pages that it is the first to need.
         dirty: u8 per slot, one bit a tier: pages that it is the first to need may lie there.
-        bereft: u8 per slot, 1 where a page that it needs was forgotten since its path was given.
+        lost_pages: u8 per slot, 1 where a page that it needs was forgotten since its path
+            was given.
         free: i64[2], head of the free entries and their number.
     """
 
@@ -54,7 +55,7 @@ class Needs(NamedTuple):
     place: I64s
     distinct: I64s
     dirty: npt.NDArray[np.uint8]
-    bereft: npt.NDArray[np.uint8]
+    lost_pages: npt.NDArray[np.uint8]
     free: I64s
 
 
@@ -114,7 +115,7 @@ def _unlink(needs: Any, entry: int) -> None:
 @compiled
 def add(needs: Any, slot: int, path: Any) -> None:
     """Links the pages of a request, root first; rows that do not exist are passed over."""
-    needs.bereft[slot] = 0
+    needs.lost_pages[slot] = 0
     for i in range(path.size):
         row = path[i]
         if row < 0 or row >= needs.head.size:
@@ -162,7 +163,7 @@ def forget(needs: Any, rows: Any) -> bool:
         _count_first(needs, entry, -1)
         while entry != NONE:
             needs.row[entry] = NONE
-            needs.bereft[needs.slot[entry]] = 1
+            needs.lost_pages[needs.slot[entry]] = 1
             entry = needs.next[entry]
         needs.head[row] = NONE
         needs.tail[row] = NONE

@@ -26,7 +26,7 @@ _PRIOR = 16.0  # returns that a class is taken to have seen at the common rate
 HITS_BASE, HITS_SCORE, ONLY_ONE, USES, SIZE_BASE, SIZE_SCORE, STAMP = range(7)
 
 
-class Directory(NamedTuple):
+class GhostCache(NamedTuple):
     """Sampled pages, in sets of `WAYS`; and the statistics.
 
     Attributes:
@@ -60,12 +60,12 @@ class Directory(NamedTuple):
     counts: npt.NDArray[np.int64]
 
 
-def new_directory(num_slots: int) -> Directory:
+def new_directory(num_slots: int) -> GhostCache:
     """An empty directory; `num_slots` is a power of two and at least `WAYS`."""
     links: list[Any] = [np.full(num_slots, -2, np.int32) for _ in range(4)]
     tables: list[Any] = [np.zeros((NUM_CLASSES, NUM_BINS)) for _ in range(3)]
-    make: Any = Directory
-    directory: Directory = make(
+    make: Any = GhostCache
+    directory: GhostCache = make(
         np.zeros(num_slots, np.uint64),
         np.zeros(num_slots, np.uint8),
         np.zeros(num_slots),

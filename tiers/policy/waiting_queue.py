@@ -37,7 +37,7 @@ class WaitingQueue:
         self._requests: list[Hashable] = []  # by slot
         self._num_pages: list[int] = []  # by slot: length of the path
         self._free_slots: list[int] = []
-        self.has_bereft = False  # whether `take_bereft` may have something
+        self.has_lost_pages = False  # whether `take_lost_pages` may have something
         # Slots by place; -1 where a request left. Places only compare, so holes do no harm.
         self._line: npt.NDArray[np.int64] = np.full(2 * _MIN_SLOTS, -1, np.int64)
         self._begin = 0  # no request stands before it
@@ -85,19 +85,19 @@ class WaitingQueue:
 
     def forget(self, rows: Rows) -> None:
         """These pages are gone: no request needs them."""
-        self.has_bereft |= bool(kernels.forget(self.needs, rows))
+        self.has_lost_pages |= bool(kernels.forget(self.needs, rows))
 
-    def take_bereft(self) -> list[Hashable]:
+    def take_lost_pages(self) -> list[Hashable]:
         """Waiting requests of whose pages some were forgotten, in order; each is named once.
 
         A page that comes back is another one: whoever needs it says so by `enqueue`.
         """
-        if not self.has_bereft:
+        if not self.has_lost_pages:
             return []
-        self.has_bereft = False
+        self.has_lost_pages = False
         slots = self.slots()
-        slots = slots[self.needs.bereft[slots] > 0]
-        self.needs.bereft[slots] = 0
+        slots = slots[self.needs.lost_pages[slots] > 0]
+        self.needs.lost_pages[slots] = 0
         return [self._requests[slot] for slot in slots.tolist()]
 
     def set_order(self, requests: Sequence[Hashable]) -> None:
@@ -183,7 +183,7 @@ class WaitingQueue:
             place=_longer(needs.place, more, 0),
             distinct=_longer(needs.distinct, more, 0),
             dirty=_longer(needs.dirty, more, 0),
-            bereft=_longer(needs.bereft, more, 0),
+            lost_pages=_longer(needs.lost_pages, more, 0),
         )
         self._requests += [None] * more
         self._num_pages += [0] * more

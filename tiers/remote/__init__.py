@@ -9,7 +9,7 @@ stores.
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, HeadResult, PutItem
 from sglang_ext.tiers.remote.registry import engine_schemes, open_engine, register_engine
-from sglang_ext.tiers.remote.store import RemoteStore, StoreConfig
+from sglang_ext.tiers.remote.store import RemoteStore, RemoteStoreConfig
 from sglang_ext.tiers.remote.url import parse_remote_url
 from sglang_ext.tiers.remote.url_options import RemoteUrl
 
@@ -21,8 +21,8 @@ __all__ = [
     "PutItem",
     "RemoteKey",
     "RemoteStore",
+    "RemoteStoreConfig",
     "RemoteUrl",
-    "StoreConfig",
     "engine_schemes",
     "level_name",
     "open_engine",

@@ -46,7 +46,7 @@ _MAX_NOTED = 65536
 
 
 @dataclass(frozen=True)
-class StoreConfig:
+class RemoteStoreConfig:
     """How a store is used.
 
     Attributes:
@@ -70,7 +70,7 @@ class StoreConfig:
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
     @classmethod
-    def from_url(cls, url: RemoteUrl) -> StoreConfig:
+    def from_url(cls, url: RemoteUrl) -> RemoteStoreConfig:
         """The settings in a URL's query.
 
         Raises:
@@ -120,7 +120,7 @@ class RemoteStore:
     def __init__(
         self,
         engine: RemoteEngine,
-        config: StoreConfig,
+        config: RemoteStoreConfig,
         *,
         seals: RecordSeals = CHECKSUMS,
         shown: str = "",

@@ -8,7 +8,7 @@ is in a page is the plugin's business.
 """
 
 from sglang_ext.tiers.store.gate import LivePages
-from sglang_ext.tiers.store.page_store import PageStore, StoreConfig
+from sglang_ext.tiers.store.page_store import PageStore, PageStoreConfig
 from sglang_ext.tiers.store.types import (
     Epoch,
     KeySpace,
@@ -24,8 +24,8 @@ __all__ = [
     "LivePages",
     "LoadTicket",
     "PageStore",
+    "PageStoreConfig",
     "Plan",
     "SaveTicket",
-    "StoreConfig",
     "TierCounts",
 ]

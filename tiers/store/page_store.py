@@ -16,7 +16,7 @@ from sglang_ext.tiers.disk.context import Owner
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
-from sglang_ext.tiers.policy.cost_model import DiskQueue
+from sglang_ext.tiers.policy.cost_model import TransferBacklog
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.quality import ANY, Qualities
 from sglang_ext.tiers.remote.store import RemoteStore
@@ -31,9 +31,9 @@ from sglang_ext.tiers.store.movers.promoter import Promoter
 from sglang_ext.tiers.store.movers.read_meter import OnMeasured, ReadMeter
 from sglang_ext.tiers.store.movers.spiller import Spiller
 from sglang_ext.tiers.store.shared.coding import OpenCoded
-from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
 from sglang_ext.tiers.store.shared.leaving_pages import LeavingPages
 from sglang_ext.tiers.store.shared.pages import RemotePages
+from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from sglang_ext.tiers.store.types import (
     Hashes,
     KeySpace,
@@ -55,7 +55,7 @@ _CLOSE_LEAVING_S = 1.0  # for the batch in hand, before the disk is closed
 
 
 @dataclass(frozen=True)
-class StoreConfig:
+class PageStoreConfig:
     """How the page store is set up.
 
     Attributes:
@@ -92,7 +92,7 @@ class PageStore:
         arena: HostArena,
         index: PageIndex,
         disk: Tier | None,
-        config: StoreConfig,
+        config: PageStoreConfig,
         transcoder: PageTranscoder | None = None,
         on_read: OnMeasured | None = None,
         keep_raw: KeepRaw | None = None,
@@ -269,11 +269,11 @@ class PageStore:
         """The same page by page."""
         return self._directory.survey(space, hashes, max_quality)
 
-    def disk_queue(self) -> DiskQueue:
+    def disk_queue(self) -> TransferBacklog:
         """What the disk has to read now. O(1)."""
         return self._read_meter.queue()
 
-    def fetch_queue(self) -> DiskQueue:
+    def fetch_queue(self) -> TransferBacklog:
         """What is to be fetched from the remote store now. O(1)."""
         return self._fetch_meter.queue()
 
@@ -377,9 +377,9 @@ class PageStore:
             )
         return plan
 
-    def ask_remote(self, inquiry: RemoteInquiry) -> bool:
+    def ask_remote(self, remote_lookup: RemoteLookup) -> bool:
         """Asks the remote store for pages; False when there will be no answer. Does not block."""
-        return self._remote is not None and self._remote.ask(inquiry)
+        return self._remote is not None and self._remote.ask(remote_lookup)
 
     @property
     def remote_stalled_s(self) -> float:

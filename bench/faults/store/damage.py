@@ -15,7 +15,7 @@ from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, RecordMeta, write_meta
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
 
 NUM_PAGES = 64
 NUM_DAMAGED = 42
@@ -59,7 +59,9 @@ def _open(folder: Path) -> tuple[PageStore, DiskTier]:
         folder, max_bytes=64 << 20, min_free_bytes=0, segment_bytes=512 << 10, direct_io="off"
     )
     disk = DiskTier(config)
-    store = PageStore(HostArena(2 * NUM_PAGES, _SLOT_BYTES), PageIndex(1024), disk, StoreConfig())
+    store = PageStore(
+        HostArena(2 * NUM_PAGES, _SLOT_BYTES), PageIndex(1024), disk, PageStoreConfig()
+    )
     store.connect(disk)
     store.open_namespace(_NAMESPACE, {})
     return store, disk

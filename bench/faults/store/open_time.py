@@ -18,7 +18,7 @@ from sglang_ext.tiers.disk.segments.fileio import FileIO, aligned_array
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.record import HEADER_BYTES, RecordMeta, write_meta
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
 
 _SLOT_BYTES = 266240
 _NAMESPACE = hashlib.sha256(b"bench.faults.store.open_time").digest()
@@ -132,7 +132,7 @@ def _open_s(folder: Path, num_pages: int) -> float:
     arena = HostArena(16, _SLOT_BYTES)
     started = time.monotonic()
     disk = DiskTier(_config(folder))
-    store = PageStore(arena, PageIndex(65536), disk, StoreConfig())
+    store = PageStore(arena, PageIndex(65536), disk, PageStoreConfig())
     store.connect(disk)
     found = store.open_namespace(_NAMESPACE, {})
     seconds = time.monotonic() - started

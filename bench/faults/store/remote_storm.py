@@ -27,7 +27,7 @@ from sglang_ext.tiers.remote import (
     PutItem,
     RemoteKey,
     RemoteStore,
-    StoreConfig,
+    RemoteStoreConfig,
     level_name,
     open_engine,
     parse_remote_url,
@@ -56,8 +56,8 @@ class RemoteClient:
 
     def __init__(self, url: str, seed: int) -> None:
         parsed = parse_remote_url(url)
-        config = StoreConfig.from_url(parsed)
-        values = {name: getattr(config, name) for name in StoreConfig.__dataclass_fields__}
+        config = RemoteStoreConfig.from_url(parsed)
+        values = {name: getattr(config, name) for name in RemoteStoreConfig.__dataclass_fields__}
         # Quick to try again: each round of faults is to meet a store that is in use.
         quick: dict[str, Any] = {
             "part_bytes": 128 << 10,
@@ -66,7 +66,7 @@ class RemoteClient:
             "full_wait_s": 0.05,
         }
         self.store = RemoteStore(
-            open_engine(parsed), StoreConfig(**(values | quick)), shown=parsed.shown
+            open_engine(parsed), RemoteStoreConfig(**(values | quick)), shown=parsed.shown
         )
         self.tally = Tally()
         self.kept: set[int] = set()  # records that the store said it took

@@ -20,7 +20,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, RecordMeta, write_meta
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
 
 SLOT_BYTES = 16384
 NAMESPACE = hashlib.sha256(b"bench.faults.store.storm").digest()
@@ -79,7 +79,7 @@ class Client:
             HostArena(_NUM_SLOTS, SLOT_BYTES),
             PageIndex(8192),
             tier,
-            StoreConfig(
+            PageStoreConfig(
                 write_policy,
                 str(events),
                 None if write_policy == "write_through" else PolicyConfig(),

@@ -31,7 +31,7 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.memory import map_anonymous
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
 from sglang_ext.tiers.store.executor import Executor, Job, Work
 from sglang_ext.tiers.store.types import Hashes, SaveTicket
 
@@ -264,7 +264,7 @@ def virtual_store(
         disk = DiskTier(config, io=HeaderIO(slot_bytes))
     num_pages = max(1024, int((sizes.host_pages + sizes.disk_pages) * _INDEX_SLACK))
     store = PageStore(
-        arena, PageIndex(num_pages), disk, StoreConfig(write_policy, placement=placement),
+        arena, PageIndex(num_pages), disk, PageStoreConfig(write_policy, placement=placement),
         clock=clock, executor=executor,
     )  # fmt: skip
     if disk is not None:

@@ -82,7 +82,7 @@ class KvCapture:
 
 
 @dataclass(frozen=True)
-class Quality:
+class TokenDamage:
     """Per-token damage of one continuation: arrays of one length.
 
     ``kl`` is KL(reference || other) of next-token distributions in nats; ``delta_nll`` the
@@ -95,7 +95,7 @@ class Quality:
     top1: npt.NDArray[np.bool_]
 
 
-def compare(reference: F32, other: F32, tokens: I64) -> Quality:
+def compare(reference: F32, other: F32, tokens: I64) -> TokenDamage:
     """Damage of ``other`` against ``reference``, log-probabilities ``[N, vocabulary]``.
 
     ``tokens`` is what was given to :meth:`CausalLm.continuation`; row i predicts token i + 1, so
@@ -104,16 +104,16 @@ def compare(reference: F32, other: F32, tokens: I64) -> Quality:
     following = tokens[1:]
     rows = np.arange(len(following))
     kl = np.sum(np.exp(reference) * (reference - other), axis=-1, dtype=np.float64)
-    return Quality(
+    return TokenDamage(
         kl=np.maximum(kl, 0).astype(np.float32),
         delta_nll=reference[rows, following] - other[rows, following],
         top1=reference.argmax(-1) == other.argmax(-1),
     )
 
 
-def concatenate(parts: Sequence[Quality]) -> Quality:
+def concatenate(parts: Sequence[TokenDamage]) -> TokenDamage:
     """The damage over several continuations."""
-    return Quality(
+    return TokenDamage(
         kl=np.concatenate([part.kl for part in parts]),
         delta_nll=np.concatenate([part.delta_nll for part in parts]),
         top1=np.concatenate([part.top1 for part in parts]),

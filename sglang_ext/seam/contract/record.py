@@ -10,13 +10,13 @@ import json
 import sys
 from pathlib import Path
 
-from sglang_ext.seam.contract.source import Source
+from sglang_ext.seam.contract.source import SGLangSource
 from sglang_ext.seam.contract.verdict import TESTED_FILE, installed, record
 
 
 def main() -> None:
     """Writes the file."""
-    sources = [Source(Path(place)) for place in sys.argv[1:]] or [installed()]
+    sources = [SGLangSource(Path(place)) for place in sys.argv[1:]] or [installed()]
     TESTED_FILE.write_text(json.dumps(record(sources), indent=1) + "\n")
 
 

@@ -30,7 +30,7 @@ class Shape(NamedTuple):
     body: str
 
 
-class Source:
+class SGLangSource:
     """The files of one SGLang release.
 
     Args:

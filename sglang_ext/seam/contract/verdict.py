@@ -14,7 +14,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.seam.contract.source import ContractError, Shape, Source
+from sglang_ext.seam.contract.source import ContractError, SGLangSource, Shape
 from sglang_ext.seam.contract.symbols import SYMBOLS, Symbol, Use
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Finding:
 
 
 @dataclass
-class Verdict:
+class ContractReport:
     """What an SGLang release is like.
 
     Attributes:
@@ -88,12 +88,12 @@ class Verdict:
         )
 
 
-def examine(source: Source, symbols: Iterable[Symbol] = SYMBOLS) -> Verdict:
+def examine(source: SGLangSource, symbols: Iterable[Symbol] = SYMBOLS) -> ContractReport:
     """Compares a release with the tested one that it is, or that it comes after."""
     releases = reference_releases()
     reference = _reference_of(source.version, list(releases))
     files, names = releases[reference]["files"], releases[reference]["names"]
-    verdict = Verdict(source.version, reference)
+    verdict = ContractReport(source.version, reference)
     same: dict[str, bool] = {}
     for symbol in symbols:
         path = symbol.path
@@ -114,7 +114,7 @@ def _reference_of(version: str, tested: Sequence[str]) -> str:
     return found[-1] if found else tested[-1]
 
 
-def _compare(verdict: Verdict, symbol: Symbol, expected: Shape, found: Shape | None) -> None:
+def _compare(verdict: ContractReport, symbol: Symbol, expected: Shape, found: Shape | None) -> None:
     if found is None:
         verdict.broken.append(Finding(symbol, "is missing"))
     elif symbol.use is Use.NAMED:
@@ -133,7 +133,7 @@ def reference_releases() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def record(sources: Iterable[Source]) -> dict[str, Any]:
+def record(sources: Iterable[SGLangSource]) -> dict[str, Any]:
     """What `reference_releases` holds, of releases that are tested, the oldest first.
 
     Raises:
@@ -153,7 +153,7 @@ def record(sources: Iterable[Source]) -> dict[str, Any]:
     return releases
 
 
-def installed() -> Source:
+def installed() -> SGLangSource:
     """The SGLang that this Python would import.
 
     Raises:
@@ -163,7 +163,7 @@ def installed() -> Source:
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     if not places:
         raise ContractError("SGLang is not installed; pip install 'sglang-hier-kv[sglang]'.")
-    return Source(Path(places[0]))
+    return SGLangSource(Path(places[0]))
 
 
 def check_contract() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.seam.contract import verdict
-from sglang_ext.seam.contract.source import Source
+from sglang_ext.seam.contract.source import SGLangSource
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     out = []
     for case in json.load(sys.stdin):
         place = case.get("sglang")
-        verdict.installed = partial(Source, Path(place)) if place else true_installed
+        verdict.installed = partial(SGLangSource, Path(place)) if place else true_installed
         resolve = bool(case.get("resolve"))
         out.append(_parse(prepare_server_args, names, case["argv"], resolve))
     print("\n" + json.dumps(out))

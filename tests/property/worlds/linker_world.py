@@ -45,7 +45,7 @@ from sglang_ext.tiers.disk.segments.fileio import FileIO  # noqa: E402
 from sglang_ext.tiers.host import HostArena, Slots  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
-from sglang_ext.tiers.store import KeySpace, PageStore, Plan, StoreConfig  # noqa: E402
+from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig, Plan  # noqa: E402
 
 linker_module = linker
 
@@ -212,7 +212,7 @@ class World:
                 folder / "disk", DISK_BYTES, 0, segment_bytes=SEGMENT_BYTES, direct_io="off"
             )
             self.disk = DiskTier(config, io=self.disk_io)
-        store_config = StoreConfig(policy, placement=placement)
+        store_config = PageStoreConfig(policy, placement=placement)
         self.store = PageStore(self.arena, PageIndex(512), self.disk, store_config)
         if self.disk is not None:
             self.store.connect(self.disk)

@@ -45,7 +45,7 @@ from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from sglang_ext.tiers.records.record import HEADER_BYTES  # noqa: E402
 from sglang_ext.tiers.remote import RemoteStore  # noqa: E402
-from sglang_ext.tiers.store import KeySpace, LivePages, PageStore, StoreConfig  # noqa: E402
+from sglang_ext.tiers.store import KeySpace, LivePages, PageStore, PageStoreConfig  # noqa: E402
 from testkit.slow.store import add_jitter  # noqa: E402
 from tests.tiers.remote.remote_cases import open_store  # noqa: E402
 from tests.tiers.tier_pages import PAYLOAD_BYTES, SLOT_BYTES, key, make_slot, payload  # noqa: E402
@@ -175,7 +175,7 @@ class Rank:
             self.arena,
             PageIndex(256),
             self.disk,
-            StoreConfig(placement=placement),
+            PageStoreConfig(placement=placement),
             remote=self.remote,
         )
         if self.disk is not None:

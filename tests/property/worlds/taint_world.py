@@ -57,7 +57,7 @@ from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from sglang_ext.tiers.records.quality import Quality  # noqa: E402
 from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, parse_header, write_meta  # noqa: E402
-from sglang_ext.tiers.store import KeySpace, PageStore, StoreConfig  # noqa: E402
+from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
 from sglang_ext.tiers.store.types import READY  # noqa: E402
 from sglang_ext.tiers.transcoder import PageTranscoder, coded_record, raw_header  # noqa: E402
 
@@ -209,7 +209,7 @@ class World:
             )
             disk = DiskTier(disk_config, io=io)
         codec = LossyCodec(self.layout, raw_share, random.Random(seed + 1)) if lossy else None
-        store_config = StoreConfig(policy, placement=placement)
+        store_config = PageStoreConfig(policy, placement=placement)
         self.store = PageStore(self.arena, PageIndex(4096), disk, store_config, codec)
         if disk is not None:
             self.store.connect(disk)

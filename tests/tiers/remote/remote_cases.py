@@ -23,7 +23,7 @@ from sglang_ext.tiers.remote import (
     PutItem,
     RemoteKey,
     RemoteStore,
-    StoreConfig,
+    RemoteStoreConfig,
     level_name,
     open_engine,
     parse_remote_url,
@@ -115,12 +115,12 @@ def open_store(
 ) -> RemoteStore:
     """Opens the store of a URL, with small parts and a breaker that is quick to try again."""
     url = parse_remote_url(text)
-    config = StoreConfig.from_url(url)
+    config = RemoteStoreConfig.from_url(url)
     breaker = breaker or BreakerConfig(first_wait_s=0.05, max_wait_s=0.2)
     defaults: dict[str, Any] = {"part_bytes": PART_BYTES, "breaker": breaker, "timeout_s": WAIT_S}
-    values = {name: getattr(config, name) for name in StoreConfig.__dataclass_fields__}
+    values = {name: getattr(config, name) for name in RemoteStoreConfig.__dataclass_fields__}
     return RemoteStore(
-        config=StoreConfig(**(values | defaults | changes)),
+        config=RemoteStoreConfig(**(values | defaults | changes)),
         shown=url.shown,
         **protected_store(open_engine(url), *protect),
     )

@@ -13,8 +13,8 @@ from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY, Quality
-from sglang_ext.tiers.store import PageStore, StoreConfig
-from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
 from tests.tiers.remote.test_pages import DIGEST, NONE, SLOT, fill, pages
@@ -35,7 +35,7 @@ class Host:
         if disk is not None:
             config = DiskConfig(disk, 64 << 20, 0, segment_bytes=256 << 10, direct_io="off")
             tier = DiskTier(config)
-        config_of_store = StoreConfig(remote_policy="on_eviction")
+        config_of_store = PageStoreConfig(remote_policy="on_eviction")
         self.store = PageStore(
             self.arena, PageIndex(1024), tier, config_of_store, remote=self.remote
         )
@@ -70,11 +70,11 @@ class Host:
 
     def has(self, hashes: np.ndarray) -> int:
         """How many of the pages the shared store has, with the right content."""
-        inquiries = [RemoteInquiry(self.space, row[None], 0, ANY) for row in hashes]
-        for inquiry in inquiries:
-            assert self.store.ask_remote(inquiry)
-        assert until(lambda: all(inquiry.done for inquiry in inquiries))
-        return sum(len(inquiry.sizes) for inquiry in inquiries)
+        remote_lookups = [RemoteLookup(self.space, row[None], 0, ANY) for row in hashes]
+        for remote_lookup in remote_lookups:
+            assert self.store.ask_remote(remote_lookup)
+        assert until(lambda: all(remote_lookup.done for remote_lookup in remote_lookups))
+        return sum(len(remote_lookup.sizes) for remote_lookup in remote_lookups)
 
 
 Make = Callable[..., Host]
@@ -183,7 +183,7 @@ def test_a_better_page_is_sent_in_its_turn(make: Make) -> None:
     for number in range(2 * SLOTS):
         host.save(pages(f"d{number}", 1))
         assert host.sent(sent + number + 1)
-    exact = RemoteInquiry(host.space, page, 0, Quality.EXACT)
+    exact = RemoteLookup(host.space, page, 0, Quality.EXACT)
     assert host.store.ask_remote(exact)
     assert until(lambda: exact.done)
     assert len(exact.sizes) == 1

@@ -15,8 +15,8 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY, Quality
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
-from sglang_ext.tiers.store import KeySpace, PageStore, Plan, StoreConfig
-from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
+from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig, Plan
+from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
 
@@ -34,7 +34,7 @@ class Host:
     def __init__(self, url: str, *, slots: int = 96, digest: bytes = DIGEST, policy: str) -> None:
         self.arena = HostArena(slots, SLOT)
         self.remote = open_store(url)
-        config = StoreConfig(remote_policy=policy)
+        config = PageStoreConfig(remote_policy=policy)
         self.store = PageStore(self.arena, PageIndex(256), None, config, remote=self.remote)
         self.store.open_namespace(digest, {})
         self.space = self.store.space(digest)
@@ -55,11 +55,11 @@ class Host:
 
     def sizes(self, hashes: np.ndarray, max_quality: int = ANY) -> np.ndarray:
         """Bytes of the pages that the shared store says it has; 0 for those after a gap."""
-        inquiry = RemoteInquiry(self.space, hashes, 0, max_quality)
+        remote_lookup = RemoteLookup(self.space, hashes, 0, max_quality)
         found = np.zeros(len(hashes), np.int64)
-        if self.store.ask_remote(inquiry):
-            assert until(lambda: inquiry.done)
-            found[: len(inquiry.sizes)] = inquiry.sizes
+        if self.store.ask_remote(remote_lookup):
+            assert until(lambda: remote_lookup.done)
+            found[: len(remote_lookup.sizes)] = remote_lookup.sizes
         return found
 
     def begin_plan(

@@ -18,7 +18,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.policy.cost_model import CostModel
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
 from tests.tiers.remote.test_pages import DIGEST, NONE, SLOT, fill, pages
@@ -47,7 +47,7 @@ class Server:
         self.cost = CostModel(unmeasured_wait_s=timeout_ms / 1e3)
         feeds = CostFeeds(self.cost, KV)
         self.arena = HostArena(slots, SLOT)
-        config = StoreConfig(placement=PolicyConfig() if lookahead else None)
+        config = PageStoreConfig(placement=PolicyConfig() if lookahead else None)
         self.store = PageStore(
             self.arena,
             PageIndex(1024),
@@ -203,10 +203,10 @@ def test_a_request_behind_holds_no_room_that_one_before_needs(make: Make) -> Non
 
 
 def test_a_prefix_larger_than_what_plans_may_pin_is_cut_and_admitted(make: Make) -> None:
-    server = make(policy="wait_complete", slots=16)  # 8 for plans
+    server = make(policy="wait_complete", slots=12)  # 10 for the only plan
     server.enter("a", 12)
     server.time_to_admit("a")
-    assert server.ready("a", 12) == 8
+    assert server.ready("a", 12) == 10
 
 
 def test_a_fetch_for_which_dram_has_no_slot_is_made_when_there_is_one(make: Make) -> None:
@@ -264,7 +264,7 @@ def test_a_store_that_stops_during_a_fetch_is_given_up(make: Make, redis: RedisS
     server.teach_prefill(1e-3)  # 0.8 s for a prefix
     server.teach_remote(100)
     server.enter("a", 12)
-    assert until(lambda: server.room._waiting["a"].inquiry.done)  # type: ignore[union-attr]
+    assert until(lambda: server.room._waiting["a"].remote_lookup.done)  # type: ignore[union-attr]
     redis.process.freeze()
     try:
         assert server.time_to_admit("a") < 2.5

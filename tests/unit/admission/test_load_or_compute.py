@@ -17,9 +17,9 @@ from sglang_ext.admission.waiting_request import ReusablePrefix, WaitingRequest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.policy.cost_model import Choice, CostModel
+from sglang_ext.tiers.policy.cost_model import CostModel, LoadChoice
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
 from sglang_ext.tiers.store.types import Hashes
 from testkit.slow.disk import ThrottledIO
 
@@ -46,7 +46,9 @@ class Rig:
         self.cost = CostModel(unmeasured_wait_s=0.2)
         feeds = CostFeeds(self.cost, KV)
         arena = HostArena(64, SLOT)
-        self.store = PageStore(arena, PageIndex(1024), disk, StoreConfig(), on_read=feeds.on_read)
+        self.store = PageStore(
+            arena, PageIndex(1024), disk, PageStoreConfig(), on_read=feeds.on_read
+        )
         feeds.bind(self.store)
         self.store.open_namespace(DIGEST, {})
         self.space = self.store.space(DIGEST)
@@ -167,8 +169,8 @@ def test_follows_a_disk_that_becomes_fast_within_five_requests(rig: Rig) -> None
         if plan is not None:
             rig.store.cancel_plan(plan)
         rig.judge.leave(request)
-    assert choices[0] is Choice.RECOMPUTE
-    assert set(choices[5:]) == {Choice.LOAD}
+    assert choices[0] is LoadChoice.RECOMPUTE
+    assert set(choices[5:]) == {LoadChoice.LOAD}
 
 
 def test_a_disk_that_crawls_is_given_up_by_the_time_its_pages_are_worth(rig: Rig) -> None:
@@ -182,21 +184,21 @@ def test_a_disk_that_crawls_is_given_up_by_the_time_its_pages_are_worth(rig: Rig
     assert rig.ready("a", 16) == 0
     # The next one sees that nothing arrives.
     verdict = rig.judge.enter(rig.request("b", 16))
-    assert verdict.choice is Choice.RECOMPUTE
+    assert verdict.choice is LoadChoice.RECOMPUTE
 
 
 def test_a_place_behind_others_is_time_for_a_part(rig: Rig) -> None:
     rig.teach_prefill(1e-3)
     rig.teach_disk(0.5)
     first, second = rig.request("nowhere", 10), rig.request("a", 16)
-    assert rig.judge.enter(first).choice is Choice.NONE
+    assert rig.judge.enter(first).choice is LoadChoice.NONE
     # 0.65 s of prefill before it: 0.3 MB come meanwhile, and 2 s would be needed for all.
     verdict = rig.judge.enter(second)
-    assert verdict.choice is Choice.PARTIAL
+    assert verdict.choice is LoadChoice.PARTIAL
     assert verdict.pages == pytest.approx(0.65 * 0.5e6 / SLOT, abs=1)
     rig.judge.leave(first)
     rig.judge.leave(second)
-    assert rig.judge.enter(rig.request("b", 16)).choice is Choice.RECOMPUTE
+    assert rig.judge.enter(rig.request("b", 16)).choice is LoadChoice.RECOMPUTE
 
 
 def test_nothing_known_means_load_and_a_bounded_wait(rig: Rig) -> None:

@@ -12,7 +12,7 @@ from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
 
 CONFIG = HierKVConfig(host_size=8.0, disk_dir="/kv", disk_size=40.0, event_log="/log/a.jsonl")
 
@@ -44,7 +44,7 @@ def identity(own: torch.nn.Module, answers: list[list[bytes]]) -> ModelIdentity:
 
 
 def store() -> PageStore:
-    return PageStore(HostArena(2, 4096), PageIndex(16), None, StoreConfig())
+    return PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig())
 
 
 def test_another_ranks_weights_open_another_namespace() -> None:

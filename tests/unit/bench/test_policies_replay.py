@@ -32,7 +32,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.record import HEADER_BYTES
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
 
 SLOT_BYTES = 4096
 DECIDES = ("/tiers/policy/", "/admission/", "/books/dram_order", "/disk/reclaim")
@@ -173,7 +173,7 @@ def test_simulator_and_server_decide_by_the_same_functions(
     with _called() as served:
         disk = DiskTier(DiskConfig(tmp_path / "disk", SIZES.disk_pages * SLOT_BYTES, 0))
         arena = HostArena(SIZES.host_pages, SLOT_BYTES)
-        settings = StoreConfig(placement=PolicyConfig())
+        settings = PageStoreConfig(placement=PolicyConfig())
         idle.store = PageStore(arena, PageIndex(1024), disk, settings)
         idle.store.connect(disk)
         with ServerStore(idle.store, disk, VirtualClock(), idle) as server:

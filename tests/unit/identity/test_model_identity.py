@@ -13,7 +13,7 @@ from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.identity.tenancy import tree_key
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.store import KeySpace, PageStore, StoreConfig
+from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig
 
 
 def adapter(value: float) -> SimpleNamespace:
@@ -27,7 +27,7 @@ class Fixture:
     def __init__(self) -> None:
         self.model = torch.nn.Linear(3, 3)
         self.adapters: dict[str, Any] = {}
-        self.store = PageStore(HostArena(2, 4096), PageIndex(16), None, StoreConfig())
+        self.store = PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig())
         self.identity = ModelIdentity(self.model, {"page_size": 64}, {}, lambda: self.adapters)
 
     def space(self, lora_id: str | None = None, extra_key: str | None = None) -> KeySpace | None:

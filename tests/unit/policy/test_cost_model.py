@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from sglang_ext.tiers.policy.cost_model import (
     PROBE_BYTES,
     PROBE_SHARE,
-    Choice,
     CostModel,
-    DiskQueue,
+    LoadChoice,
     Prefix,
+    TransferBacklog,
 )
 
 P = 64
 PAGE_BYTES = 1 << 20
-NOTHING = DiskQueue()
+NOTHING = TransferBacklog()
 
 
 def model(
@@ -74,9 +74,9 @@ def prefix(
 def brute_force(
     cost: CostModel,
     what: Prefix,
-    queue: DiskQueue,
+    queue: TransferBacklog,
     turn_in_s: float,
-    remote: DiskQueue = NOTHING,
+    remote: TransferBacklog = NOTHING,
 ) -> list[float]:
     """Seconds until the prefill is done for each split, term by term from the public estimates."""
     state = cost.state()
@@ -89,7 +89,7 @@ def brute_force(
             arrival = latency + spb * (queue.bytes_ahead + own)
         fetched = int(what.fetch_bytes[:pages].sum())
         if fetched:
-            fetch_s = cost.fetch_s(DiskQueue(remote.bytes_ahead + fetched))
+            fetch_s = cost.fetch_s(TransferBacklog(remote.bytes_ahead + fetched))
             assert fetch_s is not None
             arrival = max(arrival, fetch_s)
         before = what.device_tokens + pages * what.page_tokens
@@ -128,12 +128,12 @@ def test_the_choice_is_the_best_of_all_splits(
 ) -> None:
     cost = model(disk_mb_s=disk, remote_mb_s=remote)
     what = prefix(layout, new_tokens=new_tokens, device_pages=device_pages)
-    queue = DiskQueue(queued)
+    queue = TransferBacklog(queued)
     times = brute_force(cost, what, queue, turn)
     verdict = cost.judge(what, queue, turn)
     in_dram = next((at for at, kind in enumerate(layout) if kind != "h"), len(layout))
     if in_dram == len(layout):
-        assert (verdict.choice, verdict.pages) == (Choice.NONE, len(layout))
+        assert (verdict.choice, verdict.pages) == (LoadChoice.NONE, len(layout))
         return
     assert verdict.pages >= in_dram  # what is in DRAM is used in any case
     # The state dump's figures are rounded, hence the tolerance.
@@ -144,9 +144,9 @@ def test_the_choice_is_the_best_of_all_splits(
     assert verdict.recompute_s is not None
     assert verdict.expected_s <= verdict.recompute_s
     kinds = {
-        Choice.LOAD: verdict.pages == len(layout),
-        Choice.PARTIAL: in_dram < verdict.pages < len(layout),
-        Choice.RECOMPUTE: verdict.pages == in_dram,
+        LoadChoice.LOAD: verdict.pages == len(layout),
+        LoadChoice.PARTIAL: in_dram < verdict.pages < len(layout),
+        LoadChoice.RECOMPUTE: verdict.pages == in_dram,
     }
     assert kinds[verdict.choice]
 
@@ -163,7 +163,8 @@ def test_a_slower_disk_or_a_longer_queue_never_loads_more(
     assert by_speed == sorted(by_speed)
     cost = model(disk_mb_s=500)
     by_queue = [
-        cost.judge(what, DiskQueue(queued), turn).pages for queued in (1 << 31, 1 << 26, 1 << 20, 0)
+        cost.judge(what, TransferBacklog(queued), turn).pages
+        for queued in (1 << 31, 1 << 26, 1 << 20, 0)
     ]
     assert by_queue == sorted(by_queue)
 
@@ -187,40 +188,42 @@ def test_a_later_turn_or_a_slower_device_never_loads_less(layout: str, disk: flo
 
 def test_a_fast_disk_loads_and_a_slow_one_recomputes() -> None:
     what = prefix("d" * 32)
-    assert model(disk_mb_s=5000).judge(what, NOTHING).choice is Choice.LOAD
+    assert model(disk_mb_s=5000).judge(what, NOTHING).choice is LoadChoice.LOAD
     slow = model(disk_mb_s=10).judge(what, NOTHING)
-    assert (slow.choice, slow.pages) == (Choice.RECOMPUTE, 0)
+    assert (slow.choice, slow.pages) == (LoadChoice.RECOMPUTE, 0)
 
 
 def test_a_queue_gives_time_for_a_part() -> None:
     verdict = model(disk_mb_s=10).judge(prefix("h" * 4 + "d" * 28), NOTHING, turn_in_s=1.0)
-    assert verdict.choice is Choice.PARTIAL
+    assert verdict.choice is LoadChoice.PARTIAL
     # 10 MB arrive while it waits, behind the 4 pages that are there.
     assert verdict.pages == pytest.approx(4 + 10e6 / PAGE_BYTES, abs=1)
 
 
 def test_what_others_queued_on_the_disk_counts() -> None:
     cost, what = model(disk_mb_s=2000), prefix("d" * 32)
-    assert cost.judge(what, NOTHING).choice is Choice.LOAD
-    assert cost.judge(what, DiskQueue(bytes_ahead=10 << 30)).choice is Choice.RECOMPUTE
+    assert cost.judge(what, NOTHING).choice is LoadChoice.LOAD
+    assert cost.judge(what, TransferBacklog(bytes_ahead=10 << 30)).choice is LoadChoice.RECOMPUTE
 
 
 def test_decoding_counts() -> None:
     what = prefix("d" * 32, coded=3.0)
-    assert model(disk_mb_s=2000, decode_mb_s=5000).judge(what, NOTHING).choice is Choice.LOAD
-    assert model(disk_mb_s=2000, decode_mb_s=100).judge(what, NOTHING).choice is Choice.RECOMPUTE
+    assert model(disk_mb_s=2000, decode_mb_s=5000).judge(what, NOTHING).choice is LoadChoice.LOAD
+    assert (
+        model(disk_mb_s=2000, decode_mb_s=100).judge(what, NOTHING).choice is LoadChoice.RECOMPUTE
+    )
 
 
 def test_copies_to_the_device_count_where_they_take_longer_than_computing() -> None:
     what = prefix("d" * 32)
     free = model(disk_mb_s=5000, load_mb_s=50_000).judge(what, NOTHING)
     bound = model(disk_mb_s=5000, load_mb_s=400).judge(what, NOTHING)
-    assert free.choice is Choice.LOAD
+    assert free.choice is LoadChoice.LOAD
     assert bound.pages < free.pages
 
 
 def test_with_nothing_on_disk_there_is_nothing_to_decide() -> None:
-    assert model().judge(prefix("hhh"), NOTHING).choice is Choice.NONE
+    assert model().judge(prefix("hhh"), NOTHING).choice is LoadChoice.NONE
     assert model().judge(prefix(""), NOTHING).pages == 0
 
 
@@ -230,13 +233,13 @@ def test_with_nothing_on_disk_there_is_nothing_to_decide() -> None:
 @pytest.mark.parametrize("unknown", ["token_s", "disk_mb_s"])
 def test_before_it_was_measured_it_loads_and_learns(unknown: str) -> None:
     verdict = model(**{unknown: None}).judge(prefix("d" * 8), NOTHING)  # type: ignore[arg-type]
-    assert (verdict.choice, verdict.pages, verdict.expected_s) == (Choice.LOAD, 8, None)
+    assert (verdict.choice, verdict.pages, verdict.expected_s) == (LoadChoice.LOAD, 8, None)
 
 
 def test_a_read_that_does_not_return_is_evidence_before_the_first_measurement() -> None:
     cost = model(disk_mb_s=None)
-    stuck = DiskQueue(bytes_ahead=PAGE_BYTES, stalled_bytes=PAGE_BYTES, stalled_s=5.0)
-    assert cost.judge(prefix("d" * 8), stuck).choice is Choice.RECOMPUTE
+    stuck = TransferBacklog(bytes_ahead=PAGE_BYTES, stalled_bytes=PAGE_BYTES, stalled_s=5.0)
+    assert cost.judge(prefix("d" * 8), stuck).choice is LoadChoice.RECOMPUTE
 
 
 def test_a_disk_that_is_not_used_is_probed() -> None:
@@ -246,7 +249,7 @@ def test_a_disk_that_is_not_used_is_probed() -> None:
     assert verdict.probe_pages >= 1
     num_bytes = verdict.probe_pages * PAGE_BYTES
     assert verdict.probe_pages == 1 or num_bytes / 10e6 <= PROBE_SHARE * verdict.recompute_s * 1.01
-    assert cost.judge(what, DiskQueue(bytes_ahead=1)).probe_pages == 0  # one at a time
+    assert cost.judge(what, TransferBacklog(bytes_ahead=1)).probe_pages == 0  # one at a time
     fast = model(disk_mb_s=5000).judge(what, NOTHING)
     assert fast.probe_pages == 0
 
@@ -254,7 +257,7 @@ def test_a_disk_that_is_not_used_is_probed() -> None:
 def test_a_probe_is_never_large() -> None:
     what = prefix("d" * 200, page_bytes=4 << 20, new_tokens=100_000)
     verdict = model(disk_mb_s=90).judge(what, NOTHING)
-    assert verdict.choice is Choice.RECOMPUTE
+    assert verdict.choice is LoadChoice.RECOMPUTE
     assert 1 <= verdict.probe_pages <= PROBE_BYTES // (4 << 20)
 
 
@@ -262,9 +265,9 @@ def test_follows_the_disk_within_five_requests_when_it_gets_fast_and_slow() -> N
     rng = random.Random(4)
     cost = model(disk_mb_s=3000)
     for true_mb_s, expected in [
-        (10, Choice.RECOMPUTE),
-        (3000, Choice.LOAD),
-        (10, Choice.RECOMPUTE),
+        (10, LoadChoice.RECOMPUTE),
+        (3000, LoadChoice.LOAD),
+        (10, LoadChoice.RECOMPUTE),
     ]:
         choices = []
         for _ in range(12):
@@ -278,10 +281,10 @@ def test_follows_the_disk_within_five_requests_when_it_gets_fast_and_slow() -> N
 
 def test_follows_the_device_within_five_requests() -> None:
     cost, what = model(disk_mb_s=800), prefix("d" * 32)
-    assert cost.judge(what, NOTHING).choice is Choice.LOAD
+    assert cost.judge(what, NOTHING).choice is LoadChoice.LOAD
     for _ in range(5):
         cost.note_prefill([(2000, 0)], 0.05 * (1e-3 + 40e-6 * 2000 + 4e-9 * 2e6))
-    assert cost.judge(what, NOTHING).choice is Choice.RECOMPUTE
+    assert cost.judge(what, NOTHING).choice is LoadChoice.RECOMPUTE
 
 
 # ---- measurements of loads that ran beside a prefill ---------------------------------------------
@@ -370,7 +373,7 @@ def test_no_wait_is_longer_than_recomputing_whatever_the_disk_does(
     while True:
         arrived = min(pages, int(now * true_mb_s * 1e6 / PAGE_BYTES))
         left = pages - arrived
-        queue = DiskQueue(left * PAGE_BYTES, 0, left * PAGE_BYTES, now)
+        queue = TransferBacklog(left * PAGE_BYTES, 0, left * PAGE_BYTES, now)
         done = not left or not cost.is_worth_waiting(
             waited_s=now,
             budget_s=budget,
@@ -385,8 +388,8 @@ def test_no_wait_is_longer_than_recomputing_whatever_the_disk_does(
 
 def test_a_stalled_disk_is_noticed_before_the_budget_is_spent() -> None:
     cost = model(disk_mb_s=3000)
-    expected = cost.read_s(DiskQueue(32 << 20, 0, 8 << 20, 0.0))
-    stalled = cost.read_s(DiskQueue(32 << 20, 0, 8 << 20, 0.1))
+    expected = cost.read_s(TransferBacklog(32 << 20, 0, 8 << 20, 0.0))
+    stalled = cost.read_s(TransferBacklog(32 << 20, 0, 8 << 20, 0.1))
     assert expected == pytest.approx((32 << 20) / 3e9, rel=0.05)
     assert stalled == pytest.approx(0.4, rel=0.05)
 

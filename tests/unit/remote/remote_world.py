@@ -20,8 +20,8 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.records.record import parse_header, write_meta
-from sglang_ext.tiers.store import PageStore, Plan, StoreConfig
-from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
+from sglang_ext.tiers.store import PageStore, PageStoreConfig, Plan
+from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from sglang_ext.tiers.transcoder import PageTranscoder
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
 from tests.unit.codec.test_page_codec import LAYOUT, SHAPE, page
@@ -82,7 +82,7 @@ class Host:
             self.arena,
             PageIndex(1024),
             DiskTier(DiskConfig(folder, 64 << 20, 0, segment_bytes=1 << 20)) if folder else None,
-            StoreConfig(),
+            PageStoreConfig(),
             transcoder,
             remote=self.remote,
             open_coded=coded_pages(codec, prefill_s, slo_s),
@@ -122,11 +122,11 @@ class Host:
 
     def plan(self, hashes: np.ndarray, max_quality: int = ANY) -> Plan | None:
         """A request's plan, made when the remote store has said what it has."""
-        inquiry = RemoteInquiry(self.space, hashes, 0, max_quality)
+        remote_lookup = RemoteLookup(self.space, hashes, 0, max_quality)
         sizes = np.zeros(len(hashes), np.int64)
-        if self.store.ask_remote(inquiry):
-            assert until(lambda: inquiry.done)
-            sizes[: len(inquiry.sizes)] = inquiry.sizes
+        if self.store.ask_remote(remote_lookup):
+            assert until(lambda: remote_lookup.done)
+            sizes[: len(remote_lookup.sizes)] = remote_lookup.sizes
         return self.store.plan(self.space, hashes, max_quality, remote_sizes=sizes)
 
     def ready(self, numbers: range, max_quality: int = ANY) -> int:

@@ -14,7 +14,7 @@ from sglang_ext.remote import lookup
 from sglang_ext.tiers.records.quality import ANY, Quality
 from sglang_ext.tiers.records.record import parse_header
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
-from sglang_ext.tiers.store.shared.inquiry import RemoteInquiry
+from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import until
 from tests.unit.codec.test_page_codec import page
@@ -100,12 +100,12 @@ def test_what_was_found_a_moment_ago_may_be_gone(make: Make, server: RedisServer
     one.save(range(12))
     assert one.uploaded(12)
     hashes = hashes_of(range(12))
-    inquiry = RemoteInquiry(two.space, hashes, 0, ANY)
-    assert two.store.ask_remote(inquiry)
-    assert until(lambda: inquiry.done)
+    remote_lookup = RemoteLookup(two.space, hashes, 0, ANY)
+    assert two.store.ask_remote(remote_lookup)
+    assert until(lambda: remote_lookup.done)
     (gone,) = keys(server, f"*{hashes[7].tobytes().hex()}*")
     server.call("DEL", gone)
-    plan = two.store.plan(two.space, hashes, remote_sizes=inquiry.sizes)
+    plan = two.store.plan(two.space, hashes, remote_sizes=remote_lookup.sizes)
     assert plan is not None
     assert until(lambda: plan.done)
     two.store.cancel_plan(plan)

@@ -12,7 +12,7 @@ import pytest
 from sglang_ext.remote.link import LinkMeter
 from sglang_ext.remote.probe import Probe, Prober
 from sglang_ext.remote.publish import Publisher
-from sglang_ext.remote.run import Run, Speeds
+from sglang_ext.remote.run import FetchedSpan, Speeds
 from sglang_ext.remote.transfer import Part
 from sglang_ext.streaming import LinkEstimator
 from sglang_ext.tiers.host import HostArena
@@ -36,8 +36,10 @@ def prefill_s(num_new: int, num_before: int) -> float:
     return TOKEN_S * num_new
 
 
-def run_of(link: LinkEstimator, deadline_s: float | None = None, token_s: float = TOKEN_S) -> Run:
-    return Run(
+def run_of(
+    link: LinkEstimator, deadline_s: float | None = None, token_s: float = TOKEN_S
+) -> FetchedSpan:
+    return FetchedSpan(
         [found(number)[0] for number in range(NUM_PAGES)],
         link,
         Speeds(LAYOUT.slot_bytes, 1e9, lambda new, before: token_s * new),

@@ -6,7 +6,7 @@ import numpy as np
 
 from sglang_ext.device.layout import U8
 from sglang_ext.remote.lookup import FoundPage
-from sglang_ext.remote.run import Run, Speeds
+from sglang_ext.remote.run import FetchedSpan, Speeds
 from sglang_ext.streaming import LinkEstimator
 from sglang_ext.tiers.records.record import parse_header
 from sglang_ext.tiers.remote.base import RemoteKey
@@ -35,7 +35,9 @@ def test_bytes_in_pieces_are_the_records_again() -> None:
     pages = [found(number) for number in range(NUM_PAGES)]
     link = LinkEstimator(prior_bytes_per_s=1e6)
     speeds = Speeds(LAYOUT.slot_bytes, 1e12, no_prefill)
-    run = Run([each[0] for each in pages], link, speeds, now_s=0.0, deadline_s=60.0, pages_behind=1)
+    run = FetchedSpan(
+        [each[0] for each in pages], link, speeds, now_s=0.0, deadline_s=60.0, pages_behind=1
+    )
     assert [len(chunk) for chunk in run.chunks] == [12, 18]
     assert run.stream.decodes_at_end
     num_fetches = 0
@@ -60,7 +62,7 @@ def test_bytes_in_pieces_are_the_records_again() -> None:
 def test_what_comes_after_a_page_is_done_with_is_ignored() -> None:
     where, value, _ = found(0)
     speeds = Speeds(LAYOUT.slot_bytes, 1e12, no_prefill)
-    run = Run([where], LinkEstimator(), speeds, now_s=0.0, deadline_s=None, pages_behind=0)
+    run = FetchedSpan([where], LinkEstimator(), speeds, now_s=0.0, deadline_s=None, pages_behind=0)
     run.add(where, START_BYTES, value[START_BYTES : START_BYTES + 10])
     assert (run.held_bytes, run.take(where, 0)) == (10, None)
     run.forget([where])

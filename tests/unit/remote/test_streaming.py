@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.streaming import (
+    ChunkFetch,
     ChunkOffer,
     ContextStream,
-    Fetch,
     LinkEstimator,
     LinkShare,
     QualityScale,
@@ -51,7 +51,7 @@ def planner(
     )
 
 
-def drive(stream: ContextStream, bytes_per_s: float) -> tuple[float, list[Fetch]]:
+def drive(stream: ContextStream, bytes_per_s: float) -> tuple[float, list[ChunkFetch]]:
     """Runs a planner on a steady link until it begins; returns when, and what was fetched."""
     now_s, free_s, flying, done = 0.0, 0.0, [], []
     while not stream.may_begin(now_s):

@@ -15,7 +15,7 @@ from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import (
     RemoteStore,
-    StoreConfig,
+    RemoteStoreConfig,
     engine_schemes,
     open_engine,
     parse_remote_url,
@@ -39,7 +39,7 @@ def test_a_redis_url_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert url.hosts == (("one", 7000), ("two", 6379), ("::1", 7002))
     assert (url.user, url.password, url.path) == ("user", "p@ss", "0")
-    config = StoreConfig.from_url(url)
+    config = RemoteStoreConfig.from_url(url)
     assert (config.ttl_s, config.part_bytes, config.prefix) == (7 * 86400, 2 << 20, "team-a")
 
 
@@ -201,7 +201,7 @@ def test_nothing_that_is_shown_has_a_secret_in_it(
     monkeypatch.setenv(ENV_PASSWORD, "hunter2")
     url = parse_remote_url("redis://user@127.0.0.1:9/2?ttl=1d")
     assert url.shown == "redis://***@127.0.0.1:9/2"
-    store = RemoteStore(open_engine(url), StoreConfig.from_url(url), shown=url.shown)
+    store = RemoteStore(open_engine(url), RemoteStoreConfig.from_url(url), shown=url.shown)
     assert not store.wait_usable(0.2)
     store.close()
     texts = [repr(url), str(url), caplog.text, repr(store.stats()), repr(vars(store))]
@@ -232,5 +232,5 @@ def test_the_disk_tiers_folder_is_apart(tmp_path: Path, disk: str, shared: str) 
 
 def _open(text: str) -> None:
     url = parse_remote_url(text)
-    config = StoreConfig.from_url(url)
+    config = RemoteStoreConfig.from_url(url)
     RemoteStore(open_engine(url), config, shown=url.shown).close()

@@ -14,10 +14,10 @@ import pytest
 from runtime_cpu import inprocess
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract import verdict as verdict_module
-from sglang_ext.seam.contract.source import ContractError, Source
+from sglang_ext.seam.contract.source import ContractError, SGLangSource
 from sglang_ext.seam.contract.symbols import SYMBOLS, Symbol, Use
 from sglang_ext.seam.contract.verdict import (
-    Verdict,
+    ContractReport,
     check_contract,
     examine,
     installed,
@@ -37,8 +37,8 @@ def named(name: str) -> Symbol:
     return next(symbol for symbol in SYMBOLS if symbol.name == name)
 
 
-def look(copy: SglangCopy) -> Verdict:
-    return examine(Source(copy.folder))
+def look(copy: SglangCopy) -> ContractReport:
+    return examine(SGLangSource(copy.folder))
 
 
 def test_the_installed_release_is_as_it_was_tested() -> None:
@@ -115,10 +115,10 @@ def test_a_wheel_is_read_without_being_installed(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel, "w") as archive:
         for path in copy.folder.rglob("*.py"):
             archive.write(path, path.relative_to(tmp_path))
-    found = examine(Source(wheel))
+    found = examine(SGLangSource(wheel))
     assert [str(one.symbol) for one in found.broken] == [str(named("Scheduler.run_batch"))]
     with pytest.raises(ContractError, match="an SGLang package with its source was expected"):
-        Source(tmp_path / "nothing")
+        SGLangSource(tmp_path / "nothing")
 
 
 def test_the_check_at_start_refuses_and_warns(
@@ -127,7 +127,7 @@ def test_the_check_at_start_refuses_and_warns(
     check_contract()  # of the installed one
     assert not caplog.records
     copy = SglangCopy(tmp_path, UNTESTED)
-    monkeypatch.setattr(verdict_module, "installed", lambda: Source(copy.folder))
+    monkeypatch.setattr(verdict_module, "installed", lambda: SGLangSource(copy.folder))
     with caplog.at_level(logging.WARNING):
         check_contract()
     assert "SGLang 0.6.0 was not tested" in caplog.text
@@ -144,7 +144,7 @@ def test_the_variable_that_the_docs_name_lets_untested_code_run(
     assert variable in (ROOT / "docs" / "upgrading.md").read_text()
     copy, symbol = SglangCopy(tmp_path, UNTESTED), named("UnifiedRadixCache.checkpoint")
     copy.add_statement(symbol)
-    monkeypatch.setattr(verdict_module, "installed", lambda: Source(copy.folder))
+    monkeypatch.setattr(verdict_module, "installed", lambda: SGLangSource(copy.folder))
     with pytest.raises(HierKVConfigError, match=f"or set {variable}=1 to run untested"):
         check_contract()
     monkeypatch.setenv(variable, "1")
@@ -175,7 +175,7 @@ def test_an_sglang_without_its_source_is_refused_with_a_sentence(
     copy = SglangCopy(tmp_path, UNTESTED)
     for path in copy.folder.rglob("*.py"):  # what `compileall -b` and a clean-up leave
         path.rename(path.with_suffix(".pyc"))
-    monkeypatch.setattr(verdict_module, "installed", lambda: Source(copy.folder))
+    monkeypatch.setattr(verdict_module, "installed", lambda: SGLangSource(copy.folder))
     monkeypatch.setenv("SGLANG_HIER_KV_ALLOW_UNTESTED", "1")
     with pytest.raises(HierKVConfigError, match=r"with its source was expected at .*; install"):
         check_contract()

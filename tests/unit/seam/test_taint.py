@@ -23,8 +23,8 @@ from sglang.srt.session.streaming_session import is_virtual_node  # noqa: E402
 
 from sglang_ext.device.transfers import hashes_from_hex  # noqa: E402
 from sglang_ext.provenance.request_state import (  # noqa: E402
+    HitTier,
     RequestState,
-    Tier,
     max_quality_of,
     state_of,
     wants_exact,
@@ -454,7 +454,7 @@ def test_the_report_says_so_when_it_matters(
 
     req = Request("r", [1], 0, exact)
     req.cached_tokens = 2 * PAGE  # type: ignore[attr-defined]
-    state_of(req).note_enqueued(PAGE, [(Tier.HOST, 2)])
+    state_of(req).note_enqueued(PAGE, [(HitTier.HOST, 2)])
     state_of(req).reused = reused
     scheduler = SimpleNamespace(tree_cache=make().cache)
     details = json.loads(_after_details(None, scheduler, req)[DETAILS_KEY])

@@ -19,7 +19,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
-from sglang_ext.tiers.store import KeySpace, PageStore, Plan, StoreConfig
+from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig, Plan
 from sglang_ext.tiers.store.books.directory import Directory
 
 SLOT = 8192
@@ -67,7 +67,7 @@ class Rig:
             )
             self.disk = DiskTier(config, io=self.io)
         placement = PolicyConfig() if lookahead else None
-        store_config = StoreConfig(policy, str(self.log), placement)
+        store_config = PageStoreConfig(policy, str(self.log), placement)
         self.store = PageStore(self.arena, PageIndex(index), self.disk, store_config)
         if self.disk is not None:
             self.store.connect(self.disk)

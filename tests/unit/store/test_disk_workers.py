@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from sglang_ext.tiers.disk.workers import Run, Workers
+from sglang_ext.tiers.disk.workers import IoRun, Workers
 
 NUM_MOVING = 3
 
@@ -33,7 +33,7 @@ class Log:
         self._moving = 0
         self._lock = threading.Lock()
 
-    def run(self, index: int, *, pause_s: float = 0.0, whole: bool = False) -> Run:
+    def run(self, index: int, *, pause_s: float = 0.0, whole: bool = False) -> IoRun:
         def step(name: str) -> Callable[[], None]:
             return lambda: self.steps.append((name, index))
 
@@ -46,7 +46,7 @@ class Log:
             with self._lock:
                 self._moving -= 1
 
-        run = Run(move, step("prepare"), step("finish"))
+        run = IoRun(move, step("prepare"), step("finish"))
         return run.whole() if whole else run
 
     def of(self, index: int) -> list[str]:
@@ -82,7 +82,7 @@ def test_no_more_runs_move_at_a_time_than_said_of_all_calls_together() -> None:
 def test_who_has_moved_a_run_moves_the_next_before_it_finishes_one() -> None:
     log = Log()
     with workers(0) as made:
-        made.run([Run(log.run(index).move, None, log.run(index).finish) for index in range(4)])
+        made.run([IoRun(log.run(index).move, None, log.run(index).finish) for index in range(4)])
     assert [name for name, _ in log.steps] == ["move"] * 4 + ["finish"] * 4
 
 
@@ -93,7 +93,7 @@ def test_what_others_read_is_finished_while_the_disk_works() -> None:
         assert has_finished.wait(10)
 
     with workers(1, num_moving=1) as made:
-        made.run([Run(lambda: None, None, has_finished.set), Run(second, None, lambda: None)])
+        made.run([IoRun(lambda: None, None, has_finished.set), IoRun(second, None, lambda: None)])
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_after_an_error_a_run_goes_no_further_and_all_others_end(bad: str, done:
     assert good.prepare is not None
     assert good.finish is not None
     steps = {"prepare": good.prepare, "move": good.move, "finish": good.finish, bad: fail}
-    failing = Run(steps["move"], steps["prepare"], steps["finish"])
+    failing = IoRun(steps["move"], steps["prepare"], steps["finish"])
     with workers(2) as made:
         with pytest.raises(OSError, match=bad):
             made.run([log.run(0), failing, *(log.run(index, pause_s=1e-3) for index in (1, 2, 3))])
@@ -123,12 +123,12 @@ def test_after_an_error_a_run_goes_no_further_and_all_others_end(bad: str, done:
 def test_a_caller_does_not_wait_for_the_moves_of_another_call() -> None:
     begun, ends = threading.Semaphore(0), [threading.Event() for _ in range(3)]
 
-    def until(end: threading.Event) -> Run:
+    def until(end: threading.Event) -> IoRun:
         def move() -> None:
             begun.release()
             assert end.wait(20)
 
-        return Run(move)
+        return IoRun(move)
 
     with workers(1) as made:
         quick = threading.Thread(target=made.run, args=([until(end) for end in ends[:2]],))

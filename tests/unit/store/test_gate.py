@@ -9,7 +9,7 @@ import pytest
 
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.store import KeySpace, LivePages, LoadTicket, PageStore, StoreConfig
+from sglang_ext.tiers.store import KeySpace, LivePages, LoadTicket, PageStore, PageStoreConfig
 from tests.tiers.tier_pages import NAMESPACE, OTHER_NAMESPACE, SLOT_BYTES, key, make_slot
 
 NONE = np.empty((0, 32), np.uint8)
@@ -18,7 +18,7 @@ HASHES = np.frombuffer(b"".join(map(key, range(3))), np.uint8).reshape(-1, 32)
 
 @pytest.fixture
 def store(tmp_path: Path) -> PageStore:
-    return PageStore(HostArena(8, SLOT_BYTES), PageIndex(64), None, StoreConfig())
+    return PageStore(HostArena(8, SLOT_BYTES), PageIndex(64), None, PageStoreConfig())
 
 
 def save(store: PageStore, space: KeySpace) -> int:

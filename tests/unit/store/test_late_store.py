@@ -9,13 +9,13 @@ import pytest
 
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
 from testkit.slow import make_stores_late
 from testkit.slow.store import add_jitter
 
 
 def store() -> PageStore:
-    return PageStore(HostArena(2, 4096), PageIndex(16), None, StoreConfig())
+    return PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig())
 
 
 def test_a_store_is_late_only_when_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang_ext.tiers.store.books.lineage import Lineage
+from sglang_ext.tiers.store.books.page_parents import PageParents
 
 
 def rows(*numbers: int) -> np.ndarray:
@@ -12,7 +12,7 @@ def rows(*numbers: int) -> np.ndarray:
 
 
 def test_the_pages_above_one() -> None:
-    lineage = Lineage(32)
+    lineage = PageParents(32)
     lineage.link(rows(3, 9, 4, 7))
     lineage.link(rows(3, 9, 5))
     assert lineage.above(7).tolist() == [4, 9, 3]
@@ -22,7 +22,7 @@ def test_the_pages_above_one() -> None:
 
 
 def test_a_path_whose_head_is_not_known_hangs_on_what_is() -> None:
-    lineage = Lineage(32)
+    lineage = PageParents(32)
     lineage.link(rows(-1, -1, 4, 7))
     assert lineage.above(7).tolist() == [4]
     lineage.link(rows(1, 2, 3))
@@ -33,7 +33,7 @@ def test_a_path_whose_head_is_not_known_hangs_on_what_is() -> None:
 
 
 def test_rows_that_hold_other_pages_lead_nowhere_and_never_in_a_circle() -> None:
-    lineage = Lineage(32)
+    lineage = PageParents(32)
     lineage.link(rows(1, 2, 3, 4))
     lineage.forget(rows(2))
     assert lineage.above(3).tolist() == [2]  # at the same depth still: a link to one page too many
@@ -43,7 +43,7 @@ def test_rows_that_hold_other_pages_lead_nowhere_and_never_in_a_circle() -> None
 
 
 def test_children_leave_before_their_parents_in_the_wished_order_otherwise() -> None:
-    lineage = Lineage(32)
+    lineage = PageParents(32)
     lineage.link(rows(1, 2, 3))
     lineage.link(rows(1, 2, 4))
     lineage.link(rows(10, 11))
@@ -60,7 +60,7 @@ def test_children_leave_before_their_parents_in_the_wished_order_otherwise() -> 
 def test_random_forests_keep_the_rule() -> None:
     rng = np.random.default_rng(3)
     for _ in range(50):
-        lineage, parents = Lineage(64), {}
+        lineage, parents = PageParents(64), {}
         for row in range(1, 64):
             parent = int(rng.integers(0, row))
             parents[row] = parent

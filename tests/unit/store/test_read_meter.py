@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.tiers.policy.cost_model import DiskQueue
+from sglang_ext.tiers.policy.cost_model import TransferBacklog
 from sglang_ext.tiers.store.movers.read_meter import ReadMeter
 
 
@@ -69,17 +69,17 @@ def test_a_read_that_failed_measures_nothing() -> None:
 
 def test_the_queue_says_what_is_ahead_and_what_is_late() -> None:
     rig = Rig()
-    assert rig.meter.queue() == DiskQueue()
+    assert rig.meter.queue() == TransferBacklog()
     rig.meter.queued(300)
-    assert rig.meter.queue() == DiskQueue(bytes_ahead=300)
+    assert rig.meter.queue() == TransferBacklog(bytes_ahead=300)
     rig.meter.began(100)
     rig.now_s += 5
-    assert rig.meter.queue() == DiskQueue(300, 0, 100, 5.0)
+    assert rig.meter.queue() == TransferBacklog(300, 0, 100, 5.0)
     rig.meter.began(50)
     rig.now_s += 1
     rig.meter.ended(100)
-    assert rig.meter.queue() == DiskQueue(200, 0, 50, 0.0)
+    assert rig.meter.queue() == TransferBacklog(200, 0, 50, 0.0)
     rig.meter.queued(-150)  # given up
-    assert rig.meter.queue() == DiskQueue(50, 0, 50, 0.0)
+    assert rig.meter.queue() == TransferBacklog(50, 0, 50, 0.0)
     rig.meter.ended(50)
-    assert rig.meter.queue() == DiskQueue()
+    assert rig.meter.queue() == TransferBacklog()

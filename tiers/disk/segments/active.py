@@ -27,7 +27,7 @@ from sglang_ext.tiers.disk.segments.layout import (
     table_pages,
 )
 from sglang_ext.tiers.disk.segments.sealing import write_footer
-from sglang_ext.tiers.disk.workers import Run
+from sglang_ext.tiers.disk.workers import IoRun
 from sglang_ext.tiers.records.record import ByteArray, RecordMeta
 from sglang_ext.tiers.records.seals import SealedRecord
 
@@ -193,7 +193,7 @@ class ActiveSegment:
         batch = _Batch(records, prepare, [None] * len(records), [None] * len(records))
         context.work(
             [
-                Run(
+                IoRun(
                     prepare=partial(batch.prepare_run, run),
                     move=partial(self._write_run, batch, run, places[run.start] * BLOCK_BYTES),
                 )

@@ -9,7 +9,7 @@ from sglang_ext.tiers.base import BLOCK_BYTES, ReadRequest
 from sglang_ext.tiers.disk.context import DiskContext, usable_slot
 from sglang_ext.tiers.disk.segments.catalog import Segment
 from sglang_ext.tiers.disk.segments.fileio import IOV_MAX
-from sglang_ext.tiers.disk.workers import Run
+from sglang_ext.tiers.disk.workers import IoRun
 from sglang_ext.tiers.records.checks import RecordKey
 from sglang_ext.tiers.records.record import ByteArray, VerifyResult
 
@@ -25,7 +25,7 @@ def read_records(
     wanted.sort(key=lambda index: requests[index].location)
     context.work(
         [
-            Run(move=read.move, finish=read.finish)
+            IoRun(move=read.move, finish=read.finish)
             for read in (
                 _Read(
                     context,

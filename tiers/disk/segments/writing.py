@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from sglang_ext.tiers.base import BLOCK_BYTES, Location
 from sglang_ext.tiers.disk.context import DiskContext, Owner, usable_slot
 from sglang_ext.tiers.disk.folder import SegmentIds
-from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE, Reclaimer
+from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE, SegmentReclaimer
 from sglang_ext.tiers.disk.reuse import Reuser
 from sglang_ext.tiers.disk.segments.active import ActiveSegment
 from sglang_ext.tiers.disk.segments.catalog import Namespace
@@ -59,7 +59,7 @@ class Writer:
     def __init__(self, context: DiskContext, owner: Owner, ids: SegmentIds) -> None:
         self.lock = threading.RLock()
         self.actives: dict[bytes, ActiveSegment] = {}
-        self.reclaimer = Reclaimer(context, owner, self.actives)
+        self.reclaimer = SegmentReclaimer(context, owner, self.actives)
         self._context = context
         self._ids = ids
         self._owner = owner

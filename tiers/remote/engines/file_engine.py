@@ -36,9 +36,9 @@ from sglang_ext.tiers.remote.base import (
     Usage,
     Value,
 )
-from sglang_ext.tiers.remote.engines.file_reclaim import Reclaimer
+from sglang_ext.tiers.remote.deadline_executor import CancellableTask, DeadlineExecutor
+from sglang_ext.tiers.remote.engines.file_reclaim import FolderReclaimer
 from sglang_ext.tiers.remote.engines.value_folders import TEMP_PREFIX, ValueFolders
-from sglang_ext.tiers.remote.patience import Errand, Patience
 from sglang_ext.tiers.remote.url_options import Options, RemoteUrl, folder_size, one_of, size
 
 T = TypeVar("T")
@@ -155,19 +155,19 @@ class FileEngine(RemoteEngine):
         self._config = config
         self._folders = config.folders
         self._root = config.folders.root
-        self._patience = Patience(_MAX_THREADS, "hier-kv-remote-file")
+        self._patience = DeadlineExecutor(_MAX_THREADS, "hier-kv-remote-file")
         self._writer_id = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._device = os.stat(self._root).st_dev
         self._free_lock = threading.Lock()
         self._free_checked_s = 0.0  # guarded by _free_lock
         self._is_low = False  # guarded by _free_lock
-        self.reclaimer = Reclaimer(config.folders, config.max_bytes, config.ttl_s)
+        self.reclaimer = FolderReclaimer(config.folders, config.max_bytes, config.ttl_s)
 
     def ping(self, deadline: Deadline) -> None:
         """See `RemoteEngine.ping`. Lists the folder."""
 
-        def work(errand: Errand[_Got]) -> None:
+        def work(errand: CancellableTask[_Got]) -> None:
             self._check_mount()
             with os.scandir(self._root) as entries:
                 next(entries, None)
@@ -178,7 +178,7 @@ class FileEngine(RemoteEngine):
         """See `RemoteEngine.fetch`."""
         asked = [(fetch.name, fetch.offset, fetch.out.size) for fetch in fetches]
 
-        def work(errand: Errand[_Got]) -> None:
+        def work(errand: CancellableTask[_Got]) -> None:
             for index, (name, offset, num_bytes) in enumerate(asked):
                 errand.emit(_Got(index, self._read(name, offset, num_bytes)))
 
@@ -191,7 +191,7 @@ class FileEngine(RemoteEngine):
     def put(self, values: Sequence[Value], on_stored: OnStored, deadline: Deadline) -> None:
         """See `RemoteEngine.put`."""
 
-        def work(errand: Errand[tuple[int, bool]]) -> None:
+        def work(errand: CancellableTask[tuple[int, bool]]) -> None:
             self._check_mount()
             self._check_room()
             for index, value in enumerate(values):
@@ -206,7 +206,7 @@ class FileEngine(RemoteEngine):
         """See `RemoteEngine.exists`."""
         found: list[bool] = []
 
-        def work(errand: Errand[bool]) -> None:
+        def work(errand: CancellableTask[bool]) -> None:
             for name in names:
                 with _suppress_absence(), self._folders.folder_of(name) as (folder, file):
                     status = _status(folder, file)
@@ -220,7 +220,7 @@ class FileEngine(RemoteEngine):
     def touch(self, names: Sequence[str], deadline: Deadline) -> None:
         """See `RemoteEngine.touch`."""
 
-        def work(errand: Errand[None]) -> None:
+        def work(errand: CancellableTask[None]) -> None:
             for name in names:
                 errand.check()
                 with (
@@ -235,7 +235,7 @@ class FileEngine(RemoteEngine):
         """See `RemoteEngine.delete`."""
         removed: list[None] = []
 
-        def work(errand: Errand[None]) -> None:
+        def work(errand: CancellableTask[None]) -> None:
             for name in names:
                 errand.check()
                 with _suppress_absence(), self._folders.folder_of(name) as (folder, file):
@@ -255,7 +255,7 @@ class FileEngine(RemoteEngine):
 
     def _run(
         self,
-        work: Callable[[Errand[T]], None],
+        work: Callable[[CancellableTask[T]], None],
         take: Callable[[T], None],
         deadline: Deadline,
     ) -> None:
@@ -302,7 +302,7 @@ class FileEngine(RemoteEngine):
         finally:
             os.close(fd)
 
-    def _write(self, value: Value, errand: Errand[tuple[int, bool]]) -> bool:
+    def _write(self, value: Value, errand: CancellableTask[tuple[int, bool]]) -> bool:
         """Writes a value under a name of its own and publishes it; whether it was published."""
         with self._folders.folder_of(value.name, make=True) as (folder, file):
             status = None if value.replaces else _status(folder, file)

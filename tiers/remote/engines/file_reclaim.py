@@ -26,7 +26,7 @@ _PROBE_BYTES = 4096  # more than any file system keeps beside a file's name
 _STAT_BLOCK_BYTES = 512  # of `st_blocks`, on every file system
 
 
-class Reclaimer:
+class FolderReclaimer:
     """A thread that looks through a deployment's values and removes the oldest of too many.
 
     Servers that share a folder each have one. A file that says who is at work spares them doing it

@@ -87,9 +87,9 @@ class DiskBook(PageTable):
         if self.disk_order is None:
             return 0
         with self.lock:
-            doubles = self._take_doubles(num_blocks)
-            given_up = int(self.index.num_blocks[doubles].sum())
-            self._give_up_doubles(doubles)
+            duplicates = self._take_doubles(num_blocks)
+            given_up = int(self.index.num_blocks[duplicates].sum())
+            self._drop_duplicates(duplicates)
             rows = self.disk_order.take(num_blocks - given_up, self.now_s())
             given_up += int(self.index.num_blocks[rows].sum())
             self._drop_from_disk(rows)
@@ -110,11 +110,11 @@ class DiskBook(PageTable):
             self.order.disk_first = False
 
     def _take_doubles(self, num_blocks: int) -> Rows:
-        if self.doubles is None or not self.writes_back or self.closing:
+        if self.duplicates is None or not self.writes_back or self.closing:
             return np.empty(0, np.int64)
-        return self.doubles.take(num_blocks)
+        return self.duplicates.take(num_blocks)
 
-    def _give_up_doubles(self, rows: Rows) -> None:
+    def _drop_duplicates(self, rows: Rows) -> None:
         """Forgets disk copies of pages that DRAM has, and may write again when they leave it."""
         self._take_off_disk(rows)
         self.index.flags[rows] |= GIVEN_UP
@@ -370,8 +370,8 @@ class DiskBook(PageTable):
     def _outweigh(self, order: DiskOrder, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which of these pages are worth more than the disk pages that they would replace."""
         num, spare = len(rows), 0
-        if self.writes_back and self.doubles is not None and not self.closing:
-            spare = self.doubles.count(num)
+        if self.writes_back and self.duplicates is not None and not self.closing:
+            spare = self.duplicates.count(num)
         displaced = order.next_to_leave(num - spare, self.now_s())
         by_worth = order.by_worth(rows, self.now_s())
         admitted = np.ones(num, np.bool_)

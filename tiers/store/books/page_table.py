@@ -28,8 +28,8 @@ from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.records.quality import Qualities, Quality
 from sglang_ext.tiers.store.books.disk_order import DiskOrder
 from sglang_ext.tiers.store.books.dram_order import DramOrder
-from sglang_ext.tiers.store.books.lineage import Lineage
-from sglang_ext.tiers.store.doubles import Doubles
+from sglang_ext.tiers.store.books.page_parents import PageParents
+from sglang_ext.tiers.store.duplicate_copies import DuplicateCopies
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.types import (
     FILLING,
@@ -85,7 +85,7 @@ class PageTable:
         self.arena = arena
         self.index = index
         self.has_disk = has_disk
-        self.lineage = Lineage(index.capacity)  # guarded by lock
+        self.lineage = PageParents(index.capacity)  # guarded by lock
         # What leaves DRAM; None for the least recent page. Guarded by lock.
         self.policy = policy
         self.write_policy = write_policy
@@ -103,7 +103,9 @@ class PageTable:
         # Slots that saves leave free, so that a promotion never waits for room.
         self.num_reserved = int(arena.num_slots * _RESERVE_SHARE) if looks_ahead else 0
         # Those pages of DRAM and disk whose copy on disk goes first. Guarded by lock.
-        self.doubles = Doubles(index, arena.num_slots) if self.disk_order is not None else None
+        self.duplicates = (
+            DuplicateCopies(index, arena.num_slots) if self.disk_order is not None else None
+        )
         self.burst_pages = 0.0  # slots that one save asked for, of late; guarded by lock
         self.num_moved = 0  # pages that entered DRAM or left it so far; guarded by lock
         # Finds a key space by its number; what owns the spaces sets it.

@@ -112,8 +112,8 @@ class PlanBook(DiskBook):
             self.index.quality[good] = self.index.disk_quality[good] = quality[ok & filling]
             self.has_inexact |= bool(quality[ok].any())
             self._publish(good)
-            if self.doubles is not None:
-                self.doubles.push(good)
+            if self.duplicates is not None:
+                self.duplicates.push(good)
             self._touch(plan.rows)
             hashes, lost = self._log_keys(good), self._log_keys(bad)
             self._forget(bad)

@@ -85,10 +85,10 @@ class LookAhead:
         """
         queue = self._policy.queue
         # Read without the lock; what is missed here is seen at the next step.
-        if not (self._changed or queue.has_bereft):
+        if not (self._changed or queue.has_lost_pages):
             return []
         with self._directory.lock:
-            self._changed.update(dict.fromkeys(queue.take_bereft()))
+            self._changed.update(dict.fromkeys(queue.take_lost_pages()))
             taken = list(itertools.islice(self._changed, most))
             for request in taken:
                 del self._changed[request]

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from sglang_ext.tiers.policy.cost_model import DiskQueue
+from sglang_ext.tiers.policy.cost_model import TransferBacklog
 
 OnMeasured = Callable[[int, float, int, float], None]
 """Called with bytes read, seconds of reading, raw bytes decoded, seconds of decoding."""
@@ -105,12 +105,12 @@ class ReadMeter:
         if measured[0] and self._on_measured is not None:
             self._on_measured(*measured)
 
-    def queue(self) -> DiskQueue:
+    def queue(self) -> TransferBacklog:
         """What the disk has to do now."""
         with self._lock:
             if not self._num_flying:
-                return DiskQueue(bytes_ahead=self._queued_bytes)
-            return DiskQueue(
+                return TransferBacklog(bytes_ahead=self._queued_bytes)
+            return TransferBacklog(
                 bytes_ahead=self._queued_bytes + self._flying_bytes,
                 stalled_bytes=self._flying_bytes,
                 stalled_s=self._clock() - self._progress_s,

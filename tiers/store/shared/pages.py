@@ -1,6 +1,6 @@
 """Pages between DRAM and a remote store: uploads after a save, fetches for waiting requests.
 
-One thread uploads, one asks what the store has (`inquiry.py`), one fetches for plans; the
+One thread uploads, one asks what the store has (`remote_lookup.py`), one fetches for plans; the
 scheduler's thread never waits for them. What is fetched enters DRAM as a save does: slots are
 taken, filled, verified, published; then the plan pins them. Here pages travel raw; with a codec for
 the store, questions, fetches and uploads are handed to a `CodedRemote`.
@@ -32,7 +32,7 @@ from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.movers.read_meter import ReadMeter
 from sglang_ext.tiers.store.shared.coding import CodedRemote, Lookup, OpenCoded
 from sglang_ext.tiers.store.shared.fetch_queue import FetchQueue
-from sglang_ext.tiers.store.shared.inquiry import InquiryDesk, RemoteInquiry
+from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup, RemoteLookupThread
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class RemotePages:
         ]
         for thread in self._threads:
             thread.start()
-        self._desk = InquiryDesk(self._sizes, directory.counters)
+        self._lookup_thread = RemoteLookupThread(self._sizes, directory.counters)
 
     def saved(self, space: KeySpace, hashes: Hashes) -> None:
         """Pages were published in DRAM. Does not block."""
@@ -129,14 +129,14 @@ class RemotePages:
         if self._coded is not None:
             self._coded.blame(space, page_hash)
 
-    def ask(self, inquiry: RemoteInquiry) -> bool:
+    def ask(self, remote_lookup: RemoteLookup) -> bool:
         """Asks the store for pages; False when it will not be asked. Does not block."""
-        return self._remote.usable and self._desk.ask(inquiry)
+        return self._remote.usable and self._lookup_thread.ask(remote_lookup)
 
     @property
     def stalled_s(self) -> float:
         """For how long the store has not answered what it was asked last."""
-        return self._desk.stalled_s
+        return self._lookup_thread.stalled_s
 
     def extend(
         self,
@@ -198,7 +198,7 @@ class RemotePages:
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the threads, and the store."""
         self.stop()
-        self._desk.close(timeout_s)
+        self._lookup_thread.close(timeout_s)
         for thread in self._threads:
             thread.join(timeout=timeout_s + 10.0)
         if self._coded is not None:
@@ -209,7 +209,7 @@ class RemotePages:
         """What the remote store counts, and how much waits."""
         stats = self._remote.stats()
         stats["upload_queue"] = self._uploads.qsize()
-        stats["lookup_queue"] = self._desk.num_waiting
+        stats["lookup_queue"] = self._lookup_thread.num_waiting
         stats["fetch_queue"] = len(self._lookups)
         return stats
 

@@ -23,7 +23,7 @@ from sglang_ext.tiers.records.record import (
     read_meta,
     write_meta,
 )
-from sglang_ext.tiers.store import PageStore, StoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
 from sglang_ext.tiers.transcoder import PageTranscoder, coded_record, raw_header
 
 SLOT = 65536
@@ -113,7 +113,7 @@ class Rig:
         else:
             self.disk = DiskTier(config)
         self.store = PageStore(
-            self.arena, PageIndex(4096), self.disk, StoreConfig(policy), transcoder
+            self.arena, PageIndex(4096), self.disk, PageStoreConfig(policy), transcoder
         )
         self.store.connect(self.disk)
         self.found = self.store.open_namespace(DIGEST, {})

@@ -14,7 +14,7 @@ from sglang_ext.tiers.compiled import compiled
 from sglang_ext.tiers.store.types import Rows
 
 
-class Lineage:
+class PageParents:
     """The page before each page, by row. Not locked: the owner's lock is held around every call.
 
     Rows are reused, so a link may point to a row that now holds another page. It is followed only
@@ -136,7 +136,7 @@ def _children_first(parents: Any, depths: Any, children: Any, leaving: Any, chos
 @functools.cache
 def _compile_loops() -> None:
     """Calls every loop once, so that nothing compiles while serving."""
-    lineage = Lineage.__new__(Lineage)
+    lineage = PageParents.__new__(PageParents)
     lineage._reserve(4)
     lineage.link(np.arange(3))
     lineage.above(2)

@@ -27,7 +27,7 @@ _PAGES_AT_ONCE = 64
 FindSizes = Callable[[KeySpace, Hashes, int], list[int]]
 
 
-class RemoteInquiry:
+class RemoteLookup:
     """A question, and its answer.
 
     Attributes:
@@ -50,7 +50,7 @@ class RemoteInquiry:
         self.cancelled = False
 
 
-class InquiryDesk:
+class RemoteLookupThread:
     """The thread that asks. Thread-safe.
 
     Args:
@@ -61,18 +61,18 @@ class InquiryDesk:
     def __init__(self, find_sizes: FindSizes, counters: StoreCounters) -> None:
         self._find_sizes = find_sizes
         self._counters = counters
-        self._queue: queue.Queue[RemoteInquiry | None] = queue.Queue(_QUEUED)
+        self._queue: queue.Queue[RemoteLookup | None] = queue.Queue(_QUEUED)
         self._began_s: float | None = None  # when the call in the thread's hands began
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hier-kv-remote-ask", daemon=True)
         self._thread.start()
 
-    def ask(self, inquiry: RemoteInquiry) -> bool:
+    def ask(self, remote_lookup: RemoteLookup) -> bool:
         """Puts a question; returns whether it will be answered. Does not block."""
         if self._closing.is_set():
             return False
         try:
-            self._queue.put_nowait(inquiry)
+            self._queue.put_nowait(remote_lookup)
         except queue.Full:
             self._counters.add("remote_lookups_dropped")
             return False
@@ -99,33 +99,33 @@ class InquiryDesk:
 
     def _run(self) -> None:
         while True:
-            inquiry = self._queue.get()
-            if inquiry is None:
+            remote_lookup = self._queue.get()
+            if remote_lookup is None:
                 break
             try:
                 if not self._closing.is_set():
-                    self._answer(inquiry)
+                    self._answer(remote_lookup)
             except Exception:
                 self._counters.add("remote_failures")
                 logger.exception("hier-kv: the remote store could not be asked for pages")
             finally:
-                inquiry.done = True
+                remote_lookup.done = True
         while not self._queue.empty():
             rest = self._queue.get()
             if rest is not None:
                 rest.done = True
 
-    def _answer(self, inquiry: RemoteInquiry) -> None:
+    def _answer(self, remote_lookup: RemoteLookup) -> None:
         sizes: list[int] = []
-        while not inquiry.cancelled and len(sizes) < len(inquiry.hashes):
-            batch = inquiry.hashes[len(sizes) : len(sizes) + _PAGES_AT_ONCE]
+        while not remote_lookup.cancelled and len(sizes) < len(remote_lookup.hashes):
+            batch = remote_lookup.hashes[len(sizes) : len(sizes) + _PAGES_AT_ONCE]
             self._began_s = time.monotonic()
             try:
-                found = self._find_sizes(inquiry.space, batch, inquiry.max_quality)
+                found = self._find_sizes(remote_lookup.space, batch, remote_lookup.max_quality)
             finally:
                 self._began_s = None
             sizes += found
             if len(found) < len(batch):
                 break
-        inquiry.sizes = np.array(sizes, np.int64)
+        remote_lookup.sizes = np.array(sizes, np.int64)
         self._counters.add("remote_found_pages", len(sizes))

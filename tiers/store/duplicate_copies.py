@@ -15,7 +15,7 @@ from sglang_ext.tiers.store.types import FILLING, ON_DISK, READY, Rows, Slots
 _STEP = 64  # slots that one step looks at
 
 
-class Doubles:
+class DuplicateCopies:
     """A stack of DRAM slots whose pages were read from disk; the last one read is on top.
 
     The last page read is the last to leave DRAM again, so a page taken here is not written a

@@ -20,7 +20,7 @@ class Cancelled(Exception):  # noqa: N818
     """Nobody waits for the work any more."""
 
 
-class Errand(Generic[T]):
+class CancellableTask(Generic[T]):
     """Work on a thread of its own, seen from that thread."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Errand(Generic[T]):
             return
 
 
-class Patience:
+class DeadlineExecutor:
     """Threads that may hang, of which there are never more than a bound. Thread-safe."""
 
     def __init__(self, max_threads: int, name: str) -> None:
@@ -59,7 +59,7 @@ class Patience:
 
     def run(
         self,
-        work: Callable[[Errand[T]], None],
+        work: Callable[[CancellableTask[T]], None],
         take: Callable[[T], None],
         deadline: Deadline,
     ) -> None:
@@ -78,7 +78,7 @@ class Patience:
         """
         if not self._free.acquire(blocking=False):
             raise RemoteUnavailableError("earlier calls hang in the operating system")
-        errand: Errand[T] = Errand()
+        errand: CancellableTask[T] = CancellableTask()
         threading.Thread(
             target=self._work, args=(errand, work), name=self._name, daemon=True
         ).start()
@@ -96,7 +96,7 @@ class Patience:
         finally:
             errand._is_given_up.set()
 
-    def _work(self, errand: Errand[T], work: Callable[[Errand[T]], None]) -> None:
+    def _work(self, errand: CancellableTask[T], work: Callable[[CancellableTask[T]], None]) -> None:
         end: BaseException | None = None
         try:
             work(errand)
