@@ -156,15 +156,26 @@ REFUSED_ARGUMENTS = {
     "unknown flag": (["--hier-kv-nonsense", "1"], ["--hier-kv-nonsense"]),
 }
 
+WINDOWS: dict[str, Any] = {
+    "architectures": ["GraniteSWAForCausalLM"],
+    "model_type": "granite_swa",
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+}
+WINDOW_FLAGS = {
+    "in a pool of their own": [],
+    "in one pool": ["--disable-hybrid-swa-memory", "--hier-kv-truncation", "overflow"],
+}
+# What windows in a pool of their own were not tried with.
+NO_WINDOWS = {
+    "ranks": (["--tp-size", "2"], "--tp-size 1"),
+    "a codec": (["--hier-kv-codec", "host=zstd"], "--hier-kv-codec none"),
+    "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
+    "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
+}
+
 # Models that are refused by their configuration, before weights load.
 REFUSED_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "windows": (
-        {
-            "architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa",
-            "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 4,
-        },
-        ["full attention in every layer", "add --disable-hybrid-swa-memory"],
-    ),
     "linear attention": (
         {
             "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
@@ -244,8 +255,11 @@ def parsed(folder: Path) -> Parsed:
         model = make_model(folder / name.replace(" ", "-"), **changes)
         given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL]
         cases[f"model: {name}"] = {"argv": given, "resolve": True}
-    given = [*cases["model: windows"]["argv"], "--disable-hybrid-swa-memory"]
-    cases["windows in one pool"] = {"argv": given, "resolve": True}
+    model = make_model(folder / "windows", **WINDOWS)
+    refused = {name: added for name, (added, _) in NO_WINDOWS.items()}
+    for name, added in (WINDOW_FLAGS | refused).items():
+        given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL, *added]
+        cases[f"windows: {name}"] = {"argv": given, "resolve": True}
     text = json.dumps(list(cases.values())).replace("@/", f"{folder}/")
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.start.parse_probe"],
@@ -293,8 +307,19 @@ def test_a_model_is_refused_before_its_weights_load(
     assert result["stderr"].endswith("start this model without --enable-hier-kv.")
 
 
-def test_windows_in_one_pool_are_taken(parsed: Parsed) -> None:
-    assert parsed["windows in one pool"].get("hier_kv"), parsed["windows in one pool"]
+@pytest.mark.parametrize("name", WINDOW_FLAGS)
+def test_windows_are_taken(parsed: Parsed, name: str) -> None:
+    assert parsed[f"windows: {name}"].get("hier_kv"), parsed[f"windows: {name}"]
+
+
+@pytest.mark.parametrize("name", NO_WINDOWS)
+def test_what_windows_were_not_tried_with_is_refused(
+    parsed: Parsed, folder: Path, name: str
+) -> None:
+    result = parsed[f"windows: {name}"]
+    assert result.get("exit") == 1, result
+    expected = [f"{NO_WINDOWS[name][1]} with sliding-window layers", "--disable-hybrid-swa-memory"]
+    assert_one_sentence(result["stderr"], expected, folder)
 
 
 @pytest.mark.parametrize("name", FLAG_ALONE)
@@ -357,21 +382,16 @@ def test_a_refused_argument_ends_the_real_command(tmp_path: Path) -> None:
     assert "Traceback" not in log
 
 
-def test_a_sliding_window_model_is_refused(tmp_path: Path) -> None:
-    model = make_model(
-        tmp_path / "model",
-        architectures=["GraniteSWAForCausalLM"],
-        model_type="granite_swa",
-        sliding_window=128,
-        layer_types=["sliding_attention", "full_attention"] * 4,
-    )
+def test_a_sliding_window_model_is_refused_with_a_codec(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", **WINDOWS)
     args = ["--enable-hier-kv", *SMALL, "--load-format", "dummy", "--max-total-tokens", "4096"]
+    args += ["--hier-kv-codec", "host=zstd"]
     log, code, _ = start_fails(args, tmp_path / "server.log", model)
     assert code != 0
     found = sentences(log)
     assert found, log[-4000:]
-    assert "sliding-window layers" in found[-1]
-    assert "without --enable-hier-kv" in found[-1]
+    assert "--hier-kv-codec none with sliding-window layers" in found[-1]
+    assert "--disable-hybrid-swa-memory" in found[-1]
     assert "Load weight" not in log
 
 
