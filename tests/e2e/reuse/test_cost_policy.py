@@ -109,4 +109,6 @@ def test_prefills_are_timed_one_by_one_while_several_are_in_flight(tmp_path: Pat
         list(clients.map(lambda prompt: ask(server, prompt), prompts[:-3]))
         expected_ms = state(server)["cost"]["prefill_1024_tokens_ms"]
         alone_ms = [timed(server, prompt).ttft_ms for prompt in prompts[-3:]]
-    assert 0.5 < expected_ms / median(alone_ms) < 2, (expected_ms, alone_ms)
+    # A prefill that is timed by its neighbours is taken for 0.09 to 0.16 of what it is; what else
+    # runs on the machine meanwhile changes either side by a factor of two or three.
+    assert 0.25 < expected_ms / median(alone_ms) < 5, (expected_ms, alone_ms)
