@@ -85,13 +85,18 @@ class StallMeter:
     # ---- what is measured ----
 
     @contextlib.contextmanager
-    def io(self, what: str) -> Iterator[None]:
-        """Around anything that may take as long as a device or a network likes."""
+    def io(self, what: str, released: int = 0) -> Iterator[None]:
+        """Around anything that may take as long as a device or a network likes.
+
+        Args:
+            what: the call.
+            released: id of a lock that the call gives back for as long as it takes.
+        """
         if threading.get_ident() == self._thread:
             with self._timed(what):
                 yield
             return
-        locks = self._held()
+        locks = set(self._held()) - {released}
         if not locks:
             yield
             return
@@ -231,7 +236,7 @@ def install(meter: StallMeter) -> None:
     for name in _SOCKET_CALLS:
         setattr(socket.socket, name, _metered(meter, getattr(socket.socket, name), name))
     condition: Any = threading.Condition
-    condition.wait = _metered(meter, condition.wait, "Condition.wait")
+    condition.wait = metered_wait(meter, condition.wait)
     threading.Thread.join = _metered(meter, threading.Thread.join, "join")  # type: ignore[method-assign]
     module: Any = threading
     module.Lock = _factory(meter, threading.Lock, MeteredLock)
@@ -243,6 +248,17 @@ def _metered(meter: StallMeter, call: Callable[..., Any], what: str) -> Callable
     def metered(*args: Any, **kwargs: Any) -> Any:
         with meter.io(what):
             return call(*args, **kwargs)
+
+    return metered
+
+
+def metered_wait(meter: StallMeter, wait: Callable[..., Any]) -> Callable[..., Any]:
+    """`threading.Condition.wait` under a meter; it gives the condition's lock back meanwhile."""
+
+    @functools.wraps(wait)
+    def metered(condition: Any, timeout: float | None = None) -> Any:
+        with meter.io("Condition.wait", id(condition._lock)):
+            return wait(condition, timeout)
 
     return metered
 

@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.faults.stalls import MeteredLock, MeteredRLock, StallMeter
+from bench.faults.stalls import MeteredLock, MeteredRLock, StallMeter, metered_wait
 from bench.faults.store.kills import kill_stores
 from bench.faults.store.power import cut_power
 from bench.faults.store.remote_storm import storm_folder, storm_redis
@@ -83,4 +84,38 @@ def test_a_lock_held_without_io_is_none() -> None:
     with MeteredLock(meter, threading.Lock(), "here"):
         holder.may_leave.set()
         holder.thread.join()
+    assert meter.report()["num"] == 0
+
+
+@pytest.mark.parametrize("kind", [MeteredLock, MeteredRLock])
+def test_a_lock_that_a_waiting_thread_gave_back_is_not_held_over_io(
+    kind: type[MeteredLock],
+) -> None:
+    meter = StallMeter(threading.get_ident())
+    lock = kind(meter, threading.RLock() if kind is MeteredRLock else threading.Lock(), "here")
+    condition: Any = threading.Condition(lock)  # type: ignore[arg-type]
+    wait = metered_wait(meter, threading.Condition.wait)
+    waits, holds, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def waiter() -> None:
+        with condition:
+            waits.set()
+            while not ended.is_set():
+                wait(condition)
+
+    def holder() -> None:
+        with lock:
+            holds.set()
+            time.sleep(0.15)
+
+    threads = [threading.Thread(target=waiter), threading.Thread(target=holder)]
+    threads[0].start()
+    waits.wait()
+    threads[1].start()
+    holds.wait()
+    with condition:
+        ended.set()
+        condition.notify_all()
+    for thread in threads:
+        thread.join()
     assert meter.report()["num"] == 0
