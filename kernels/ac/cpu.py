@@ -6,16 +6,18 @@ All arithmetic is int64 on values below 2^49, so that numba never mixes signed a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numba
+
+from sglang_ext.compiling import jit
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _TOP, _HALF, _QUARTER = (1 << 32) - 1, 1 << 31, 1 << 30
 
 
 def _jit(function: _F) -> _F:
-    return cast("_F", numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+    return jit(nogil=True, error_model="numpy")(function)
 
 
 @_jit

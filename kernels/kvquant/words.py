@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+
+from sglang_ext.compiling import jit as kept_jit
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _I8, _I16, _I32, _I64 = (ir.IntType(width) for width in (8, 16, 32, 64))
@@ -47,8 +48,7 @@ def jit(**options: Any) -> Callable[[_F], _F]:
 
     Never `fastmath`: a contracted or reassociated operation would change decoded bits.
     """
-    options = {"nogil": True, "cache": True, "error_model": "numpy", **options}
-    return cast("Callable[[_F], _F]", numba.njit(**options))
+    return kept_jit(**{"nogil": True, "error_model": "numpy", **options})
 
 
 def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

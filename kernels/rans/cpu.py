@@ -8,10 +8,11 @@ offsets, tables and contexts are checked in `api.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-import numba
 import numpy as np
+
+from sglang_ext.compiling import jit as kept_jit
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _U, _W = np.uint64, np.uint32
@@ -22,8 +23,7 @@ OK, RAN_OUT, LEFT_OVER, END_STATE = 0, 1, 2, 3
 
 def jit(**options: Any) -> Callable[[_F], _F]:
     """`numba.njit` with this package's settings: frees the GIL, cached."""
-    options = {"nogil": True, "cache": True, "error_model": "numpy", **options}
-    return cast("Callable[[_F], _F]", numba.njit(**options))
+    return kept_jit(**{"nogil": True, "error_model": "numpy", **options})
 
 
 @jit(forceinline=True)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import numba
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
+
+from sglang_ext.compiling import jit as kept_jit
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -26,8 +27,7 @@ def jit(**options: Any) -> Callable[[_F], _F]:
 
     Never `fastmath`: a contracted or reassociated operation would change stored bits.
     """
-    options = {"nogil": True, "cache": True, "error_model": "numpy", **options}
-    return cast("Callable[[_F], _F]", numba.njit(**options))
+    return kept_jit(**{"nogil": True, "error_model": "numpy", **options})
 
 
 def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

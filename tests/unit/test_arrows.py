@@ -50,6 +50,7 @@ ROOMS = (
     "sglang_ext.tiers.compiled",
     "sglang_ext.tiers.memory",
     "sglang_ext.tiers.errors",
+    "sglang_ext.compiling",
     "sglang_ext.registry",
 )
 

@@ -21,6 +21,7 @@ from sglang_ext.codec.lossless.tables import (
     RAW_TABLE,
     ZERO,
 )
+from sglang_ext.compiling import jit
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 # Part of the format.
@@ -36,7 +37,7 @@ _FAR = 1 << 50  # the cell of a value that is coarser than that; only escapes re
 
 
 def _jit(function: _F) -> _F:
-    return cast("_F", numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+    return jit(nogil=True, error_model="numpy")(function)
 
 
 def _inline(function: _F) -> _F:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +25,7 @@ from sglang_ext.codec.lossless.kernels import (
     RATE_BIAS,
     RAW_SCALE,
 )
+from sglang_ext.compiling import jit
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _BIAS = {"bf16": 127, "fp16": 15, "fp32": 127, "fp8_e4m3": 7, "fp8_e5m2": 15}
@@ -62,7 +62,7 @@ class ChannelChoices:
 
 
 def _jit(function: _F) -> _F:
-    return cast("_F", numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+    return jit(nogil=True, error_model="numpy")(function)
 
 
 def choose(planes: PlaneArray, dtype: KVDtype) -> tuple[ChannelChoices, RowChoices]:
