@@ -343,7 +343,7 @@ class WaitingRoom:
             self._plans.defer(waiting)
         window = [self._by_number[number] for number in numbers]
         for position, waiting in enumerate(window):
-            if waiting.gave_up or not waiting.found.total:
+            if waiting.gave_up or (waiting.plan is None and not waiting.found.total):
                 continue
             if waiting.plan is not None:
                 waiting.plan.priority = position

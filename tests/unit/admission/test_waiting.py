@@ -234,6 +234,19 @@ def test_a_plan_without_room_is_made_again_now_and_then_not_at_every_step() -> N
     assert room.may_admit("a")
 
 
+def test_a_plan_without_room_ends_when_its_pages_are_lost() -> None:
+    store = Store(fits=0)
+    room, clock = make_room(store)
+    room.enter("a", prefix())
+    step(room, clock, "a")
+    assert not room.may_admit("a")
+    store.found = TierCounts(0, 0, 0)  # the disk let them go
+    store.changed = list(store.requests)
+    for _ in range(2):
+        step(room, clock, "a", LONGEST_PAUSE_S)
+    assert room.may_admit("a")
+
+
 def test_a_plan_that_never_gets_all_its_room_is_used_as_it_is() -> None:
     store = Store(fits=3)
     room, clock = make_room(store)
