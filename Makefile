@@ -17,7 +17,7 @@ TESTS ?=
 # Test files that run at a time, in order, the long ones first: a server's start waits as much as it computes.
 WORKERS ?= 3
 
-.PHONY: help dev demo check contract test bench serve clean
+.PHONY: help dev demo check contract test bench gpu-kit serve clean
 
 help:
 	@echo "make dev     install everything into $(VENV)"
@@ -26,6 +26,7 @@ help:
 	@echo "make contract  which releases of SGLang keep to what the plugin takes for granted"
 	@echo "make test    all tests; TESTS=tests/unit for some, WORKERS=1 for one at a time"
 	@echo "make bench   benchmarks; CASE=serve BENCH_ARGS='--json build/serve.json' for one"
+	@echo "make gpu-kit a tar for a machine with a CUDA device: kernels and copies, without SGLang or a network"
 	@echo "make serve   SGLang in the foreground on the CPU; PORT=, MODEL=, ARGS='--enable-hier-kv ...'"
 
 dev: $(STAMP)
@@ -58,6 +59,9 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m bench $(CASE) $(BENCH_ARGS)
+
+gpu-kit: $(STAMP)
+	$(PY) -m bench.gpu.kit
 
 # `exec`: no shell stays between make and the server.
 serve: $(STAMP)

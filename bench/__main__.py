@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.core import trace_flags
 from bench.core.case import (
     ALLOW_DIRTY,
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     args.trace = trace_flags.parse(parser, args)
-    names = list(CASES) if args.case == "all" else [args.case]
+    names = [args.case] if args.case != "all" else _all_that_run_here()
     objects: dict[str, dict[str, Any]] = {}
 
     def run() -> None:
@@ -43,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_json(args.json or OUT_DIR / f"{args.case}.json", result)
 
     return exit_status(run)
+
+
+def _all_that_run_here() -> list[str]:
+    has_cuda = torch.cuda.is_available()
+    return [name for name, case in CASES.items() if has_cuda or not case.needs_cuda]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -86,11 +86,13 @@ class Case:
         module: where the function `run` is.
         summary: one line for `--help`.
         keys: the keys of `results`, for `--help`.
+        needs_cuda: left out of `all` where there is no CUDA device.
     """
 
     module: str
     summary: str
     keys: str
+    needs_cuda: bool = False
 
     def load(self) -> Callable[[Options], Report]:
         """Imports the case and returns its function."""
@@ -149,6 +151,13 @@ CASES: dict[str, Case] = {
         "damage and kills: wrong tokens, failed requests, lost pages",
         "by_kind: {name: {injected, wrong_tokens, failed_requests, lost_acknowledged_pages}}, "
         "num_injected, max_scheduler_stall_ms, stalls, kills, slow_disk, open, part_s, seed",
+    ),
+    "gpu": Case(
+        "bench.gpu.case",
+        "on a CUDA device: loads and saves of 8,192 tokens of an 8B model against bare copies",
+        "whole_in|whole_out|pages_in|pages_out|load|save: _gb_s, load_ms, load_queue_ms, save_ms, "
+        "load_of_link, save_of_link, device, device_bytes, kv_bytes, tokens",
+        needs_cuda=True,
     ),
     "ranks": Case(
         "bench.ranks.case",

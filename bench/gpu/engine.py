@@ -1,0 +1,193 @@
+"""The ways between DRAM and the device pool, on a pool with the shape of a model's.
+
+The same objects as in a server do it: copier, load path, save path, and the device's port. Nothing
+of SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.core.case import CaseFailedError
+from sglang_ext.device.copier import PageCopier
+from sglang_ext.device.layout import HEADER_BYTES, ROPE_PRE, write_tail
+from sglang_ext.device.load_path import Landing, LoadPath
+from sglang_ext.device.pinning import pin_memory
+from sglang_ext.device.pools import DevicePool
+from sglang_ext.device.ports import open_port
+from sglang_ext.device.rope_discovery import LayerRope
+from sglang_ext.device.save_path import SavePath, SaveRun
+from sglang_ext.kernels import rope as host_kernels
+from sglang_ext.kernels.rope import RopeSpec
+from sglang_ext.tiers.host import HostArena
+
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """KV of one model in bf16, neox pairing over the whole head, rule `fma_a` as on CUDA.
+
+    Attributes:
+        layers: L.
+        heads: KV heads.
+        head_dim: D.
+        tokens: of the prompt that is copied, whole pages.
+        ring_bytes: of the load path; the save path has half as much.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    tokens: int
+    ring_bytes: int
+
+
+LLAMA_8B = Shape(32, 8, 128, 8192, 128 << 20)
+TINY = Shape(3, 2, 32, 256, 1 << 18)
+
+
+class Engine:
+    """A pool, an arena with room for a prompt twice, and the ways between them."""
+
+    def __init__(self, device: torch.device, shape: Shape) -> None:
+        self.shape, self.device = shape, device
+        pool_shape = (shape.tokens, shape.heads, shape.head_dim)
+        k, v = (
+            tuple(
+                torch.zeros(pool_shape, dtype=torch.bfloat16, device=device)
+                for _ in range(shape.layers)
+            )
+            for _ in "kv"
+        )
+        self.pool = DevicePool("mha", torch.bfloat16, k, v, 0, shape.tokens)
+        self.layout = self.pool.layout(PAGE)
+        self.num_pages = shape.tokens // PAGE
+        self.arena = HostArena(2 * self.num_pages, self.layout.slot_bytes)
+        pinned = 0
+        if device.type == "cuda":
+            pinned = pin_memory(self.arena, torch.cuda.cudart())  # type: ignore[no-untyped-call]
+        self.port = open_port(device, pinned=pinned == self.arena.nbytes)
+        self.spec = _spec(shape)
+        ropes = [LayerRope(self.spec, movable=True) for _ in range(shape.layers)]
+        self.copier = PageCopier(
+            self.pool, self.layout, ropes, self.arena.slots, mode="pre", kernels=kernels_of(device)
+        )
+        self.loads = LoadPath(self.port, self.copier, None, shape.ring_bytes)
+        self.saves = SavePath(self.port, self.copier, None, shape.ring_bytes // 2)
+        self.rows = torch.randperm(self.num_pages)[:, None] * PAGE + torch.arange(PAGE)
+        self.rows = self.rows.reshape(-1).to(device)
+        self.pages = np.arange(self.num_pages)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Pages of normal values, in slots of the first half."""
+        slots, layout = self.arena.slots, self.layout
+        block = torch.randn((layout.tail_offset - HEADER_BYTES) // 2).bfloat16()
+        for page in self.pages.tolist():
+            rolled = torch.roll(block, 131 * page)  # no two pages are alike
+            slots[page, HEADER_BYTES : layout.tail_offset] = rolled.view(torch.uint8).numpy()
+            write_tail(slots[page], layout, rope_state=ROPE_PRE, position=page * PAGE)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V of the prompt."""
+        return self.num_pages * self.layout.kv_bytes
+
+    def load(self, pages: np.ndarray[Any, Any]) -> tuple[float, float]:
+        """Loads the prompt; seconds until it is queued, and until it is there."""
+        started_s = time.monotonic()
+        fence = self.loads.fence()
+        first = self.port.record(self.port.current_stream())
+        landing: Landing = self.loads.queue(
+            [(self.rows, lambda rows: [self.copier.prepare_load(pages, rows, 0)])],
+            fence,
+            lambda event: None,
+        )
+        queued_s = time.monotonic() - started_s
+        self.port.synchronize(landing.last)
+        return queued_s, self.port.seconds_between(first, landing.last)
+
+    def save(self) -> float:
+        """Saves the prompt to slots of the second half; seconds."""
+        started_s = time.monotonic()
+        here = self.port.current_stream()
+        events = self.saves.ready_events(lambda: [self.port.record(here)])
+        with self.saves.saving(events):
+            self.saves.save(self.rows, [SaveRun(0, 0, self.pages + self.num_pages)])
+        return time.monotonic() - started_s
+
+    def check(self) -> None:
+        """Loads, saves, and loads what was saved.
+
+        Raises:
+            CaseFailedError: other bits come back.
+        """
+        self.load(self.pages)
+        want = [each.clone() for each in (*self.pool.k, *self.pool.v)]
+        self.save()
+        for each in (*self.pool.k, *self.pool.v):
+            each.zero_()
+        self.load(self.pages + self.num_pages)
+        for have, wanted in zip((*self.pool.k, *self.pool.v), want, strict=True):
+            if not torch.equal(have.view(torch.int16), wanted.view(torch.int16)):
+                raise CaseFailedError("what was saved and loaded is not what the pool held")
+
+    def bare_copies(self, *, back: bool, whole: bool) -> float:
+        """Copies the prompt's slots without looking at them; seconds.
+
+        Args:
+            back: to DRAM instead of from it.
+            whole: all slots as one copy; else a copy a page, as loads and saves do.
+        """
+        slots, num, port = self.arena.slots[: self.num_pages], self.num_pages, self.port
+        pages = self.pages
+        if whole:
+            slots, num, pages = slots.reshape(1, -1), 1, pages[:1]
+        memory = port.empty(slots.size).reshape(num, -1)
+        span = slice(0, slots.shape[1])
+        stream = port.new_stream((port.current_stream(),)) if self.loads.ring_bytes else None
+        begin = port.record(stream)
+        with port.on(stream):
+            port.bring(memory, slots, pages, span)
+            if back:
+                begin = port.record(stream)
+                port.send(slots, pages, span, memory)
+        end = port.record(stream)
+        port.synchronize(end)
+        return port.seconds_between(begin, end)
+
+    def close(self) -> None:
+        """Gives threads and memory back."""
+        self.port.close()
+        self.copier.close()
+        self.arena.close()
+
+
+def kernels_of(device: torch.device) -> ModuleType:
+    """Triton on CUDA, as a server has it."""
+    if device.type != "cuda":
+        return host_kernels
+    from sglang_ext.kernels.rope import gpu
+
+    return gpu
+
+
+def median_s(measure: Callable[[], float], repeats: int) -> float:
+    """Of some runs, after one that does not count."""
+    measure()
+    return float(np.median([measure() for _ in range(repeats)]))
+
+
+def _spec(shape: Shape) -> RopeSpec:
+    half = shape.head_dim // 2
+    angles = np.arange(shape.tokens + PAGE)[:, None] * 5e5 ** (-np.arange(half) / half)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return RopeSpec(cos, sin, shape.head_dim, 0, False, "fma_a")
