@@ -84,7 +84,7 @@ class SimulatedDevice(DevicePort):
         self.eagerness = self.rng.choice((0.0, 0.1, 0.5, 1.0))
         self.may_not_wait = set(may_not_wait)
         self.counts: dict[str, int] = {}
-        self.bytes_in = 0
+        self.bytes_in = self.bytes_out = 0
         self.conflicts: list[ConflictError] = []
         self._thread = "scheduler"
         self._threads: dict[str, Clock] = {}
@@ -205,6 +205,23 @@ class SimulatedDevice(DevicePort):
         self.bytes_in += out.nbytes
         reads = [cell for slot in which.tolist() for cell in self.cells_of(slots[slot, span])]
         self.launch("copy", copy, reads, self.cells_of(out))
+
+    def send(
+        self,
+        slots: npt.NDArray[np.uint8],
+        page_slots: npt.NDArray[np.int64],
+        span: slice,
+        source: npt.NDArray[np.uint8],
+    ) -> None:
+        which, memory = page_slots.copy(), self.raw(source)
+
+        def copy() -> None:
+            slots[which, span] = memory
+
+        self.count("copies")
+        self.bytes_out += source.nbytes
+        writes = [cell for slot in which.tolist() for cell in self.cells_of(slots[slot, span])]
+        self.launch("copy", copy, self.cells_of(source), writes)
 
     def upload(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         staged, memory = values.copy(), self._take(len(values))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from sglang_ext.kernels.rope import Corrections
+from sglang_ext.kernels.rope import Corrections, Listing
 from testkit.simulated_device import Cell, SimulatedDevice
 
 
@@ -24,33 +25,62 @@ class SimulatedKernels:
         self._device = device
         self._real = real
 
-    def save_k(self, pool: torch.Tensor, rows: Any, positions: Any, spec: Any, view: Any) -> Any:
-        """Waits for the list of corrections, as the real one does."""
-        found: list[Any] = []
+    def begin_tails(self, tails: Any, heads: Any) -> None:
+        """One launch."""
+        known = self._device.raw(tails), self._device.raw(heads)
+        self._run("begin_tails", [(tails, "w"), (heads, "r")], known, ())
 
-        def save() -> None:
-            found.append(self._real.save_k(pool, rows, positions, spec, view))
+    def clear(self, pages: Any) -> None:
+        """One launch."""
+        self._run("clear", [(pages, "w")], (self._device.raw(pages),), ())
 
-        self._save("save_k", save, pool, rows, view)
-        self._device.synchronize(self._device.record(self._device.current_stream()))
-        return found[0]
+    def save_to_pages(
+        self,
+        pool: torch.Tensor,
+        rows: Any,
+        positions: Any,
+        spec: Any,
+        view: Any,
+        listing: Listing,
+        layer: int,
+    ) -> None:
+        """Two launches, of which the second reads what the first marked."""
+        raw = self._device.raw
+        self._device.count("launches")
+        memory: list[tuple[Any, str]] = [
+            *((block, "w") for block in _blocks(view, pool)),
+            *((each, "w") for each in (listing.wrong, listing.misses, listing.tails)),
+            (listing.tails, "r"),
+            (positions, "r"),
+        ]
+        there = replace(listing, tails=raw(listing.tails), wrong=None, misses=None)
+        known = (pool, rows, raw(positions), spec, self._raw_view(view), there, layer)
+        self._run("save_to_pages", memory, known, [pool_cell(pool, row) for row in rows.tolist()])
 
     def copy_rows_to_pages(self, pool: torch.Tensor, rows: Any, view: Any) -> None:
-        """Only queued."""
-        self._save(
-            "copy_rows_to_pages",
-            lambda: self._real.copy_rows_to_pages(pool, rows, view),
-            pool,
-            rows,
-            view,
-        )
-
-    def _save(self, name: str, work: Any, pool: torch.Tensor, rows: Any, view: Any) -> None:
-        self._may_fail()
+        """One launch."""
+        memory = [(block, "w") for block in _blocks(view, pool)]
+        known = (pool, rows, self._raw_view(view))
         reads = [pool_cell(pool, row) for row in rows.tolist()]
-        slots = view.page_slots.tolist()
-        writes = [cell for slot in slots for cell in self._device.cells_of(view.arena[slot])]
-        self._device.launch(name, work, reads, writes)
+        self._run("copy_rows_to_pages", memory, known, reads)
+
+    def _run(
+        self,
+        name: str,
+        memory: list[tuple[Any, str]],
+        known: tuple[Any, ...],
+        reads: Iterable[Cell],
+    ) -> None:
+        self._may_fail()
+        self._device.count("launches")
+        cells_of, work = self._device.cells_of, getattr(self._real, name)
+        also = [cell for array, how in memory if how == "r" for cell in cells_of(array)]
+        writes = [cell for array, how in memory if how == "w" for cell in cells_of(array)]
+        self._device.launch(name, lambda: work(*known), [*reads, *also], writes)
+
+    def _raw_view(self, view: Any) -> Any:
+        raw = self._device.raw
+        return replace(view, arena=raw(view.arena), page_slots=raw(view.page_slots))
 
     def _may_fail(self) -> None:
         if self.fails_in is not None:
@@ -62,7 +92,7 @@ class SimulatedKernels:
         """Arguments by which work finds its memory, without keeping it for itself."""
         raw = self._device.raw
         rows = _rows(args)
-        known = [replace(view, arena=raw(view.arena), page_slots=raw(view.page_slots))]
+        known = [self._raw_view(view)]
         for each in args:
             if isinstance(each, np.ndarray) and each is not rows and len(each):
                 known.append(raw(each))
@@ -79,14 +109,8 @@ class SimulatedKernels:
             self._may_fail()
             self._device.count("launches")
             pool, rows, arrays = _arguments(args)
-            width = pool.shape[1] * pool.shape[2] * pool.element_size()
-            reads = [
-                cell
-                for row in range(len(view.page_slots))
-                for cell in self._device.cells_of(
-                    view.arena[row, view.byte_offset : view.byte_offset + view.page_size * width]
-                )
-            ]
+            blocks = _blocks(view, pool)
+            reads = [cell for block in blocks for cell in self._device.cells_of(block)]
             for array in arrays:
                 reads += self._device.cells_of(array)
             writes = [pool_cell(pool, row) for row in rows.tolist()]
@@ -94,6 +118,13 @@ class SimulatedKernels:
             self._device.launch(name, lambda: work(*known), reads, writes)
 
         return launch
+
+
+def _blocks(view: Any, pool: torch.Tensor) -> list[Any]:
+    """A layer's block in each page of a view."""
+    width = pool.shape[1] * pool.shape[2] * pool.element_size()
+    span = slice(view.byte_offset, view.byte_offset + view.page_size * width)
+    return [view.arena[row, span] for row in range(len(view.page_slots))]
 
 
 def pool_cell(pool: torch.Tensor, row: int) -> Cell:

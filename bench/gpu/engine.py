@@ -118,9 +118,7 @@ class Engine:
     def save(self) -> float:
         """Saves the prompt to slots of the second half; seconds."""
         started_s = time.monotonic()
-        here = self.port.current_stream()
-        events = self.saves.ready_events(lambda: [self.port.record(here)])
-        with self.saves.saving(events):
+        with self.saves.saving(self.saves.ready_events()):
             self.saves.save(self.rows, [SaveRun(0, 0, self.pages + self.num_pages)])
         return time.monotonic() - started_s
 

@@ -22,13 +22,17 @@ from .api import (
     warm_up,
 )
 from .detect import detect_rule
-from .spec import RULES, Corrections, PagedView, RopeSpec
+from .listing import begin_tails, clear, save_to_pages
+from .spec import RULES, Corrections, Listing, PagedView, RopeSpec
 
 __all__ = [
     "RULES",
     "Corrections",
+    "Listing",
     "PagedView",
     "RopeSpec",
+    "begin_tails",
+    "clear",
     "copy_pages_to_rows",
     "copy_rows_to_pages",
     "detect_rule",
@@ -36,6 +40,7 @@ __all__ = [
     "load_v",
     "move_k",
     "save_k",
+    "save_to_pages",
     "save_v",
     "warm_up",
 ]

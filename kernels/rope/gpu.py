@@ -18,7 +18,7 @@ import torch
 import triton
 
 from . import gpu_kernels as kernels
-from .spec import I64, RULES, Corrections, PagedView, RopeSpec
+from .spec import HEAD_WORDS, I64, RULES, Corrections, Listing, PagedView, RopeSpec
 
 _KIND = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,46 +30,90 @@ _TABLES: WeakKeyDictionary[RopeSpec, dict[torch.device, tuple[torch.Tensor, torc
 _OPTIONS = {"enable_fp_fusion": False}
 _WIDE_BYTES = 16
 _CORRECTIONS_A_PROGRAM = 128
+_LISTED_A_STEP = 512
 
 
-def save_rows(
+def save_to_pages(
     pool: torch.Tensor,
-    token_slots: torch.Tensor,
+    rows: torch.Tensor,
     positions: torch.Tensor,
     spec: RopeSpec,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Gather rows `[T]` of the pool to `out` `[T, H, D]`, position-free.
+    out: PagedView,
+    listing: Listing,
+    layer: int,
+) -> None:
+    """As `listing.save_to_pages`, of what lies on the device; two launches, nobody waits.
 
-    Returns:
-        uint8 `[T, H, D]`, 1 where the rotation of `out` does not give the pool's bits back.
+    Every byte of `listing.wrong` and `misses` that is read was written by this call.
     """
-    wrong = torch.zeros(out.shape, dtype=torch.uint8, device=pool.device)
-    cos, sin = _tables(spec, pool.device)
-    kernels.save_kernel[(token_slots.numel(),)](
+    wrong, misses = listing.wrong, listing.misses.view(torch.int32)
+    _save(pool, rows, positions, spec, out, wrong, misses)
+    tails = listing.tails.view(torch.int32)
+    kernels.list_kernel[(len(tails),)](
         _words(pool),
-        token_slots,
+        rows,
+        pool.stride(0),
+        wrong,
+        misses,
+        tails,
+        tails.stride(0),
+        layer,
+        listing.num_layers,
+        listing.capacity,
+        out.page_size,
+        pool.shape[1] * pool.shape[2],
+        DIM=pool.shape[2],
+        FIRST=spec.first,
+        HALF=spec.rotary_dim // 2,
+        BLOCK=_LISTED_A_STEP,
+        num_warps=4,
+    )
+
+
+def begin_tails(tails: torch.Tensor, heads: torch.Tensor) -> None:
+    """As `listing.begin_tails`."""
+    tails.zero_()
+    tails[:, : 4 * HEAD_WORDS] = heads.view(torch.uint8).view(len(tails), -1)
+
+
+def clear(pages: torch.Tensor) -> None:
+    """As `listing.clear`."""
+    pages.zero_()
+
+
+def _save(
+    pool: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    spec: RopeSpec,
+    out: PagedView,
+    wrong: torch.Tensor,
+    misses: torch.Tensor,
+) -> None:
+    cos, sin = _tables(spec, pool.device)
+    pages, index, page_words, first_word, _, page_size = _paged(out, pool, len(rows), 0)
+    kernels.save_kernel[(len(rows),)](
+        _words(pool),
+        rows,
         pool.stride(0),
         positions,
         cos,
         sin,
-        _words(out),
+        pages,
+        index,
+        page_words,
+        first_word,
+        page_size,
         wrong,
+        misses,
         pool.shape[1],
         # Half a grid step per rounding in between; unused precision costs a few candidates.
         _SLACK[pool.dtype] if spec.rule == "eager" else 0.0,
         **_geometry(pool, spec),
         RULE=RULES[spec.rule],
         EXACT=not _interpreted(),
-        **_launch(),
+        **_search_options(pool.shape[1] * spec.rotary_dim // 2, pool.element_size()),
     )
-    return wrong
-
-
-def gather_rows(pool: torch.Tensor, token_slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy rows of the pool to `out` `[T, H, D]` as they are."""
-    rows = torch.arange(out.shape[0], device=pool.device)
-    _copy(pool, token_slots, pool.stride(0), out, rows, out.stride(0))
 
 
 def save_k(
@@ -77,14 +121,16 @@ def save_k(
 ) -> Corrections:
     """As `api.save_k`, with a spec."""
     _check_positions(positions, spec)
-    pages = _staging(pool, token_slots.size)
-    wrong = save_rows(pool, _indices(token_slots, pool), _indices(positions, pool), spec, pages)
+    pages, width = _staging(pool, token_slots.size), pool.shape[1] * pool.shape[2]
+    rows = _indices(token_slots, pool)
+    wrong = torch.zeros(pages.shape, dtype=torch.uint8, device=pool.device)
+    misses = torch.empty(len(rows), dtype=torch.int32, device=pool.device)
+    _save(pool, rows, _indices(positions, pool), spec, _as_one_page(pages), wrong, misses)
     _to_view(pages, out, 0)
-    width = pool.shape[1] * pool.shape[2]
     at = wrong.view(-1).nonzero().view(-1)
     span = (pool.shape[0] - 1) * pool.stride(0) + width
     words = torch.as_strided(_words(pool), (span,), (1,))
-    places = _indices(token_slots, pool)[at // width] * pool.stride(0) + at % width
+    places = rows[at // width] * pool.stride(0) + at % width
     bits = words[places].cpu().numpy()
     flat = at.cpu().numpy()
     block = out.page_size * width
@@ -157,12 +203,33 @@ def move_k(
 
 
 def copy_rows_to_pages(
-    pool: torch.Tensor, token_slots: I64, out: PagedView, first_row: int = 0
+    pool: torch.Tensor, token_slots: Any, out: PagedView, first_row: int = 0
 ) -> None:
-    """As `api.copy_rows_to_pages`."""
-    pages = _staging(pool, token_slots.size)
-    gather_rows(pool, _indices(token_slots, pool), pages)
+    """As `api.copy_rows_to_pages`; to pages on the device it is one launch."""
+    rows = _indices(token_slots, pool)
+    if isinstance(out.arena, torch.Tensor):
+        _gather(pool, rows, out)
+        return
+    pages = _staging(pool, len(rows))
+    _gather(pool, rows, _as_one_page(pages))
     _to_view(pages, out, first_row)
+
+
+def _gather(pool: torch.Tensor, rows: torch.Tensor, out: PagedView) -> None:
+    width = pool.shape[1] * pool.shape[2]
+    pages, index, page_words, first_word, _, page_size = _paged(out, pool, len(rows), 0)
+    kernels.page_kernel[(len(rows),)](
+        _words(pool),
+        rows,
+        pool.stride(0),
+        pages,
+        index,
+        page_words,
+        first_word,
+        page_size,
+        width,
+        **_wide(width, pool.element_size()),
+    )
 
 
 def copy_pages_to_rows(
@@ -191,16 +258,32 @@ def warm_up(pool: torch.Tensor, spec: RopeSpec | None, page_size: int) -> None:
     memory = torch.zeros(2 * pool.stride(0), dtype=pool.dtype, device=pool.device)
     scratch = memory.as_strided((2, *pool.shape[1:]), pool.stride())
     zero, one = np.zeros(1, np.int64), np.zeros(1, np.uint32)
-    saved = np.zeros((1, page_size * scratch[0].numel() * pool.element_size()), np.uint8)
-    host = PagedView(saved, zero, 0, page_size)
-    copy_rows_to_pages(scratch, zero, host)
-    copy_pages_to_rows(host, scratch, zero)
+    block_bytes = page_size * scratch[0].numel() * pool.element_size()
+    # As in a slot, blocks begin at multiples of 64 bytes: what is compiled depends on it.
+    page = torch.zeros((1, -(-block_bytes // 64) * 64), dtype=torch.uint8, device=pool.device)
+    rows = torch.zeros(page_size, dtype=torch.int64, device=pool.device)
+    view = PagedView(page, rows[:1], 0, page_size)  # type: ignore[arg-type]
+    copy_rows_to_pages(scratch, rows, view)
+    copy_pages_to_rows(view, scratch, zero)
     if spec is not None:
-        save_k(scratch, zero, zero, spec, host)
-        load_k(host, zero, spec, scratch, zero, Corrections(zero.astype(np.int32), one, one))
-        move_k(host, zero, zero, spec, scratch, zero)
+        load_k(view, zero, spec, scratch, zero, Corrections(zero.astype(np.int32), one, one))
+        move_k(view, zero, zero, spec, scratch, zero)
+        _warm_up_listing(scratch, rows, spec, view)
     if pool.is_cuda:
         torch.cuda.synchronize(pool.device)
+
+
+def _warm_up_listing(
+    pool: torch.Tensor, rows: torch.Tensor, spec: RopeSpec, view: PagedView
+) -> None:
+    def memory(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8, device=pool.device)
+
+    width = pool.shape[1] * pool.shape[2]
+    marks = memory(len(rows) * width), memory(4 * len(rows))
+    listing = Listing(memory(1, 128), 1, 0, *marks)
+    begin_tails(listing.tails, rows.new_zeros(HEAD_WORDS // 2))
+    save_to_pages(pool, rows, rows, spec, view, listing, 0)
 
 
 def _paged(
@@ -266,8 +349,10 @@ def _interpreted() -> bool:
     return not isinstance(kernels.save_kernel, triton.runtime.JITFunction)
 
 
-def _launch() -> dict[str, Any]:
-    return {"BLOCK": 128, "num_warps": 4, **_OPTIONS}
+def _search_options(width: int, item_bytes: int) -> dict[str, Any]:
+    """A thread copies 16 bytes, and searches for one pair at a time."""
+    options = _wide(width, item_bytes)
+    return {**options, "WIDE": options["BLOCK"], "BLOCK": 32 * options["num_warps"]}
 
 
 def _geometry(pool: torch.Tensor, spec: RopeSpec) -> dict[str, Any]:
@@ -312,26 +397,11 @@ def _staging(pool: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return torch.empty((num_tokens, *pool.shape[1:]), dtype=pool.dtype, device=pool.device)
 
 
-def _copy(
-    source: torch.Tensor,
-    source_rows: torch.Tensor,
-    source_stride: int,
-    out: torch.Tensor,
-    out_rows: torch.Tensor,
-    out_stride: int,
-) -> None:
-    width = source.shape[1] * source.shape[2]
-    kernels.copy_kernel[(source_rows.numel(),)](
-        _words(source),
-        source_rows,
-        source_stride,
-        _words(out),
-        out_rows,
-        out_stride,
-        width,
-        BLOCK=256,
-        num_warps=4,
-    )
+def _as_one_page(rows: torch.Tensor) -> PagedView:
+    """Rows `[T, H, D]` on the device as a page of so many."""
+    arena: Any = rows.view(1, -1).view(torch.uint8)
+    index: Any = torch.zeros(1, dtype=torch.int64, device=rows.device)
+    return PagedView(arena, index, 0, len(rows))
 
 
 def _to_view(pages: torch.Tensor, out: PagedView, first_row: int) -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 # the value is 1: all kernels are compiled when the server starts.
 LOOSE = (
     "page_index", "first_row", "page_size", "positions", "saved", "slots", "num_tokens", "page",
-    "element", "bits", "count",
+    "element", "bits", "count", "layer", "num_layers", "capacity",
 )  # fmt: skip
 
 
@@ -170,23 +170,62 @@ def copy_rest(
 
 
 @triton.jit
-def save_kernel(
-    pool, slots, row_stride, positions, cos, sin, out,
-    wrong, heads, slack, DIM: tl.constexpr, FIRST: tl.constexpr,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK: tl.constexpr,
+def row_in_pages(t, page_index, page_words, first_word, first_row, page_size, width):
+    """Offset of token `t` of an operation that begins at row `first_row` of the first page."""
+    row = t + first_row
+    page = tl.load(page_index + row // page_size).to(tl.int64)
+    return page * page_words + first_word + (row % page_size) * width
+
+
+@triton.jit
+def search(
+    y1, y2, c, s, slack, KIND: tl.constexpr, RULE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Gather one row, un-rotate it, search; `wrong` (uint8 `[T, H * D]`) marks what is not met."""
+    """The position-free pair that rotates to `(y1, y2)`, else the rounded one."""
+    v1, v2 = unrotate(y1, y2, c, s, KIND)
+    a1, a2 = encode(v1.to(tl.float32), KIND), encode(v2.to(tl.float32), KIND)
+    o1, o2 = rotate(a1, a2, c, s, KIND, RULE, EXACT)
+    found = ((o1 == y1) & (o2 == y2)).to(tl.int32)
+    b1, b2 = a1, a2
+    # Forward, the side of the unrounded value, is tried before backward.
+    f1 = tl.where(v1 > widen(decode(a1, KIND), KIND), 1, -1)
+    f2 = tl.where(v2 > widen(decode(a2, KIND), KIND), 1, -1)
+    for ring in tl.static_range(1, 3):
+        if tl.min(found) == 0:
+            for i in tl.static_range(-ring, ring + 1):
+                for m in tl.static_range(-ring, ring + 1):
+                    if i * i == ring * ring or m * m == ring * ring:
+                        x1, x2 = step(a1, -i * f1, KIND), step(a2, -m * f2, KIND)
+                        found, b1, b2 = take(found, b1, b2, x1, x2, y1, y2, c, s, KIND, RULE, EXACT)
+    if tl.min(found) == 0:
+        found, b1, b2 = solve(found, b1, b2, a1, a2, y1, y2, c, s, slack, KIND, RULE, EXACT)
+    return b1, b2
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def save_kernel(
+    pool, slots, row_stride, positions, cos, sin, pages, page_index, page_words, first_word,
+    page_size, wrong, misses, heads, slack, DIM: tl.constexpr, FIRST: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Gather one row to pages and un-rotate it; what is not met is marked and counted.
+
+    First all of the row is un-rotated and rounded, 16 bytes a thread; then the pairs that this did
+    not meet are searched for. `wrong` (uint8 `[T, H * D]`) marks what neither met, `misses`
+    (`[T]`) counts it.
+    """
     t = tl.program_id(0).to(tl.int64)
     a = tl.load(slots + t).to(tl.int64) * row_stride
     k = tl.load(positions + t).to(tl.int64) * HALF
-    b = t * heads * DIM
+    b = row_in_pages(t, page_index, page_words, first_word, 0, page_size, heads * DIM)
+    w = t * heads * DIM
     if DIM > 2 * HALF:
-        copy_rest(pool, a, out, b, heads * DIM, DIM, FIRST, HALF, BLOCK)
+        copy_rest(pool, a, pages, b, heads * DIM, DIM, FIRST, HALF, WIDE)
     stride: tl.constexpr = 2 if INTERLEAVED else 1
     gap: tl.constexpr = 1 if INTERLEAVED else HALF
-    for start in range(0, heads * HALF, BLOCK):
-        q = start + tl.arange(0, BLOCK)
+    for start in range(0, heads * HALF, WIDE):
+        q = start + tl.arange(0, WIDE)
         live = q < heads * HALF
         j = q % HALF
         column = (q // HALF) * DIM + FIRST + j * stride
@@ -195,37 +234,88 @@ def save_kernel(
         c = tl.load(cos + k + j, mask=live, other=1.0)
         s = tl.load(sin + k + j, mask=live, other=0.0)
         v1, v2 = unrotate(y1, y2, c, s, KIND)
-        a1, a2 = encode(v1.to(tl.float32), KIND), encode(v2.to(tl.float32), KIND)
-        o1, o2 = rotate(a1, a2, c, s, KIND, RULE, EXACT)
-        found = ((o1 == y1) & (o2 == y2)).to(tl.int32)
-        b1, b2 = a1, a2
-        # Forward, the side of the unrounded value, is tried before backward.
-        f1 = tl.where(v1 > widen(decode(a1, KIND), KIND), 1, -1)
-        f2 = tl.where(v2 > widen(decode(a2, KIND), KIND), 1, -1)
-        for ring in tl.static_range(1, 3):
-            if tl.min(found) == 0:
-                for i in tl.static_range(-ring, ring + 1):
-                    for m in tl.static_range(-ring, ring + 1):
-                        if i * i == ring * ring or m * m == ring * ring:
-                            x1, x2 = step(a1, -i * f1, KIND), step(a2, -m * f2, KIND)
-                            found, b1, b2 = take(
-                                found, b1, b2, x1, x2, y1, y2, c, s, KIND, RULE, EXACT
-                            )
-        if tl.min(found) == 0:
-            found, b1, b2 = solve(found, b1, b2, a1, a2, y1, y2, c, s, slack, KIND, RULE, EXACT)
-        tl.store(out + b + column, b1, mask=live)
-        tl.store(out + b + column + gap, b2, mask=live)
+        b1, b2 = encode(v1.to(tl.float32), KIND), encode(v2.to(tl.float32), KIND)
         o1, o2 = rotate(b1, b2, c, s, KIND, RULE, EXACT)
-        tl.store(wrong + b + column, (o1 != y1).to(tl.uint8), mask=live)
-        tl.store(wrong + b + column + gap, (o2 != y2).to(tl.uint8), mask=live)
+        tl.store(pages + b + column, b1, mask=live)
+        tl.store(pages + b + column + gap, b2, mask=live)
+        tl.store(wrong + w + column, (o1 != y1).to(tl.uint8), mask=live)
+        tl.store(wrong + w + column + gap, (o2 != y2).to(tl.uint8), mask=live)
+    tl.debug_barrier()  # another thread of this program reads the marks
+    missed = 0
+    for start in range(0, heads * HALF, BLOCK):
+        q = start + tl.arange(0, BLOCK)
+        live = q < heads * HALF
+        j = q % HALF
+        column = (q // HALF) * DIM + FIRST + j * stride
+        bad = tl.load(wrong + w + column, mask=live, other=0)
+        bad = bad | tl.load(wrong + w + column + gap, mask=live, other=0)
+        live = bad > 0
+        if tl.max(bad.to(tl.int32)) > 0:
+            y1 = tl.load(pool + a + column, mask=live, other=0)
+            y2 = tl.load(pool + a + column + gap, mask=live, other=0)
+            c = tl.load(cos + k + j, mask=live, other=1.0)
+            s = tl.load(sin + k + j, mask=live, other=0.0)
+            b1, b2 = search(y1, y2, c, s, slack, KIND, RULE, EXACT)
+            o1, o2 = rotate(b1, b2, c, s, KIND, RULE, EXACT)
+            m1, m2 = (live & (o1 != y1)).to(tl.int32), (live & (o2 != y2)).to(tl.int32)
+            tl.store(pages + b + column, b1, mask=live)
+            tl.store(pages + b + column + gap, b2, mask=live)
+            tl.store(wrong + w + column, m1.to(tl.uint8), mask=live)
+            tl.store(wrong + w + column + gap, m2.to(tl.uint8), mask=live)
+            missed += tl.sum(m1) + tl.sum(m2)
+    tl.store(misses + t, missed)
 
 
-@triton.jit
-def row_in_pages(t, page_index, page_words, first_word, first_row, page_size, width):
-    """Offset of token `t` of an operation that begins at row `first_row` of the first page."""
-    row = t + first_row
-    page = tl.load(page_index + row // page_size).to(tl.int64)
-    return page * page_words + first_word + (row % page_size) * width
+@triton.jit(do_not_specialize=LOOSE)
+def list_kernel(
+    pool, slots, row_stride, wrong, misses, tails, tail_words, layer, num_layers, capacity,
+    page_size, width, DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """List in one page's tail what `save_kernel` marked, with the pool's bits.
+
+    A tail is int32 words: 6 of which the fifth counts all, one a layer, and two an entry (value,
+    bits). What is above `capacity` is counted, not listed.
+    """
+    p = tl.program_id(0).to(tl.int64)
+    tail = tails + p * tail_words
+    before = tl.load(tail + 4)
+    count = before
+    for row in range(page_size):
+        t = p * page_size + row
+        if tl.load(misses + t) > 0:
+            a = tl.load(slots + t).to(tl.int64) * row_stride
+            for start in range(0, width, BLOCK):
+                q = start + tl.arange(0, BLOCK)
+                inside = q % DIM
+                live = (q < width) & (inside >= FIRST) & (inside < FIRST + 2 * HALF)
+                bad = tl.load(wrong + t * width + q, mask=live, other=0).to(tl.int32)
+                place = count + tl.cumsum(bad, 0) - bad
+                live = (bad > 0) & (place < capacity)
+                word = tl.load(pool + a + q, mask=live, other=0)
+                if pool.dtype.element_ty == tl.int16:
+                    word = word.to(tl.int32) & 0xFFFF
+                entry = tail + 6 + num_layers + 2 * place
+                tl.store(entry, row * width + q, mask=live)
+                tl.store(entry + 1, word, mask=live)
+                count += tl.sum(bad)
+    tl.store(tail + 6 + layer, count - before)
+    tl.store(tail + 4, count)
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def page_kernel(
+    pool, slots, row_stride, pages, page_index, page_words, first_word, page_size, width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy one row of the pool to pages as it is."""
+    t = tl.program_id(0).to(tl.int64)
+    a = tl.load(slots + t).to(tl.int64) * row_stride
+    b = row_in_pages(t, page_index, page_words, first_word, 0, page_size, width)
+    for start in range(0, width, BLOCK):
+        q = start + tl.arange(0, BLOCK)
+        live = q < width
+        tl.store(pages + b + q, tl.load(pool + a + q, mask=live), mask=live)
 
 
 @triton.jit(do_not_specialize=LOOSE)
@@ -321,18 +411,3 @@ def correct_kernel(
     at = tl.load(slots + t, mask=live, other=0).to(tl.int64) * row_stride + e % width
     word = tl.load(bits + i, mask=live, other=0)
     tl.store(pool + at, word.to(pool.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def copy_kernel(
-    source, source_rows, source_stride, out, out_rows, out_stride,
-    width, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copy rows of `width` words from rows `source_rows` to rows `out_rows`."""
-    t = tl.program_id(0).to(tl.int64)
-    a = tl.load(source_rows + t).to(tl.int64) * source_stride
-    b = tl.load(out_rows + t).to(tl.int64) * out_stride
-    for start in range(0, width, BLOCK):
-        q = start + tl.arange(0, BLOCK)
-        live = q < width
-        tl.store(out + b + q, tl.load(source + a + q, mask=live), mask=live)

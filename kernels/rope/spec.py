@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -129,3 +129,28 @@ class Corrections:
     def none() -> Corrections:
         """The empty list."""
         return Corrections(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.uint32))
+
+
+# u32 words of a tail before the counts of its layers; the fifth counts all entries.
+HEAD_WORDS = 6
+COUNT_WORD = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """Tails of the pages of one operation, and what a device needs besides.
+
+    Attributes:
+        tails: u8 `[n, bytes]`: a head of 24 bytes, u32 `[L]` counts, and (value, bits) as u32
+            pairs, a layer's behind those of the layers before it.
+        num_layers: L.
+        capacity: entries that a tail has room for; what is more is counted, not listed.
+        wrong: u8, `H * D` a token at least, on the device; not read before it is written.
+        misses: u8, 4 a token, likewise.
+    """
+
+    tails: Any
+    num_layers: int
+    capacity: int
+    wrong: Any = None
+    misses: Any = None

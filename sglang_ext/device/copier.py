@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.device.layout import (
+    NUM_WORD,
     ROPE_BOUND,
     ROPE_NAMES,
     ROPE_PRE,
@@ -66,7 +67,7 @@ class PageCopier:
         ropes: one a layer.
         slots: u8 `[num_slots, slot_bytes]`, the arena.
         mode: `pre` or `delta`.
-        kernels: module with `save_k`, `load_k`, `copy_rows_to_pages` and `copy_pages_to_rows`.
+        kernels: module with the functions of `kernels/rope`.
         parallel_loads: copies V of a layer on a thread of its own while K is embedded; ended by
             `close`.
     """
@@ -84,10 +85,10 @@ class PageCopier:
     ) -> None:
         self.pool = pool
         self.ropes = ropes
-        self._layout = layout
+        self.layout = layout
         self._mode = mode
         self.slots = slots
-        self._kernels = kernels
+        self.kernels = kernels
         self.rules = LocalPages(layout, ropes, mode)
         # A load of K is bound by arithmetic, one of V by memory; on a CPU pool they share no limit.
         self._v_thread: ThreadPoolExecutor | None = None
@@ -98,11 +99,11 @@ class PageCopier:
         """A copier of other layers of the same shapes into the same slots."""
         return PageCopier(
             pool,
-            self._layout,
+            self.layout,
             ropes,
             self.slots,
             mode=self._mode,
-            kernels=self._kernels,
+            kernels=self.kernels,
             parallel_loads=self._v_thread is not None,
         )
 
@@ -126,19 +127,19 @@ class PageCopier:
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        return self._layout.page_size
+        return self.layout.page_size
 
     @property
     def layer_bytes(self) -> list[int]:
         """Bytes that each layer takes in a slot."""
         return [
             self.span(range(layer, layer + 1)).stop - start
-            for layer, start in enumerate(self._layout.k_offsets)
+            for layer, start in enumerate(self.layout.k_offsets)
         ]
 
     def span(self, layers: range) -> slice:
         """Bytes of a slot in which neighbouring layers lie."""
-        starts = (*self._layout.k_offsets, self._layout.tail_offset)
+        starts = (*self.layout.k_offsets, self.layout.tail_offset)
         return slice(starts[layers.start], starts[layers.stop])
 
     @property
@@ -167,7 +168,7 @@ class PageCopier:
             view = self._k_view(page_slots, layer)
             found.append(self._save_k(layer, token_slots, positions, spec, view))
             if self.pool.v:
-                self._kernels.copy_rows_to_pages(
+                self.kernels.copy_rows_to_pages(
                     self.pool.v[layer], token_slots, self._v_view(page_slots, layer)
                 )
         return self._write_tails(token_slots, position, page_slots, found, state)
@@ -181,11 +182,11 @@ class PageCopier:
         view: PagedView,
     ) -> Corrections:
         if spec is not None:
-            found: Corrections = self._kernels.save_k(
+            found: Corrections = self.kernels.save_k(
                 self.pool.k[layer], token_slots, positions, spec, view
             )
             return found
-        self._kernels.copy_rows_to_pages(self.pool.k[layer], token_slots, view)
+        self.kernels.copy_rows_to_pages(self.pool.k[layer], token_slots, view)
         return Corrections.none()
 
     def _write_tails(
@@ -196,8 +197,8 @@ class PageCopier:
         found: list[Corrections],
         saved_state: int,
     ) -> list[SavedPage]:
-        num_pages, size = len(page_slots), self._layout.page_size
-        counts = np.zeros((num_pages, self._layout.num_layers), np.uint32)
+        num_pages, size = len(page_slots), self.layout.page_size
+        counts = np.zeros((num_pages, self.layout.num_layers), np.uint32)
         for layer, corrections in enumerate(found):
             counts[:, layer] = np.bincount(corrections.page, minlength=num_pages)
         totals = counts.sum(axis=1)
@@ -206,14 +207,14 @@ class PageCopier:
         for index, slot in enumerate(page_slots.tolist()):
             total, state = int(totals[index]), saved_state
             page_counts, page_entries = counts[index], entries[index]
-            if total > self._layout.max_corrections:
+            if total > self.layout.max_corrections:
                 span = slice(index * size, (index + 1) * size)
                 self._keep_bound(token_slots[span], page_slots[index : index + 1])
                 total, state = 0, ROPE_BOUND
                 page_counts, page_entries = np.zeros_like(page_counts), page_entries[:0]
             payload_bytes = write_tail(
                 self.slots[slot],
-                self._layout,
+                self.layout,
                 rope_state=state,
                 position=position + index * size,
                 counts=page_counts,
@@ -225,7 +226,7 @@ class PageCopier:
     def _keep_bound(self, token_slots: I64, page_slots: I64) -> None:
         """Stores K position-bound, for a page whose corrections do not fit in its tail."""
         for layer in range(self.pool.num_layers):
-            self._kernels.copy_rows_to_pages(
+            self.kernels.copy_rows_to_pages(
                 self.pool.k[layer], token_slots, self._k_view(page_slots, layer)
             )
 
@@ -244,7 +245,7 @@ class PageCopier:
                 position-free where a layer has no known rotation.
         """
         tails, moved = self._tails(page_slots, position)
-        size = self._layout.page_size
+        size = self.layout.page_size
         how = np.where(tails.rope_state == ROPE_PRE, EMBED, np.where(moved, MOVE, COPY))
         saved = tails.position[:, None] + np.arange(size)
         return LoadPages(
@@ -284,7 +285,7 @@ class PageCopier:
         return parts
 
     def _prepare_run(self, run: PageRun, token_slots: Any, position: int) -> list[LoadPages]:
-        size, first, end = self._layout.page_size, run.first_row, run.first_row + run.num_tokens
+        size, first, end = self.layout.page_size, run.first_row, run.first_row + run.num_tokens
         if not 0 <= first < size or -(-end // size) != len(run.page_slots):
             raise ValueError(f"rows [{first}, {end}) are not of {len(run.page_slots)} pages")
         tails, moved = self._tails(run.page_slots, position - first, may_rotate=self.movable)
@@ -309,10 +310,24 @@ class PageCopier:
         Raises:
             CopyError: one lies outside of a rotary table.
         """
-        end = self.rules.max_position + self._layout.page_size
-        for positions in (job.positions, job.saved_positions):
-            if len(positions) and not 0 <= positions.min() <= positions.max() < end:
-                raise CopyError(f"positions of a load must lie in [0, {end})")
+        self.require_in_table(job.positions)
+        self.require_in_table(job.saved_positions)
+
+    def require_in_table(self, positions: I64) -> None:
+        """As `require_positions`, of any.
+
+        Raises:
+            CopyError: one lies outside of a rotary table.
+        """
+        end = self.rules.max_position + self.layout.page_size
+        if len(positions) and not 0 <= positions.min() <= positions.max() < end:
+            raise CopyError(f"positions of pages must lie in [0, {end})")
+
+    def num_listed(self, page_slots: I64) -> I64:
+        """How many corrections the tails of pages count that were just saved."""
+        at = self.layout.tail_offset
+        words = np.ascontiguousarray(self.slots[page_slots, at : at + 4 * NUM_WORD + 4])
+        return words.view(np.uint32)[:, NUM_WORD].astype(np.int64)
 
     def damaged(self, page_slots: I64) -> I64:
         """Finds the slots that hold no page of this model, as indices into `page_slots`."""
@@ -323,7 +338,7 @@ class PageCopier:
         return np.array(bad, np.int64)
 
     def _are_sound(self, page_slots: I64) -> bool:
-        tails = read_tails(self.slots, page_slots, self._layout)
+        tails = read_tails(self.slots, page_slots, self.layout)
         return tails is not None and bool(self.rules.sound_tails(tails).all())
 
     def unusable(self, page_slots: I64, position: int) -> I64:
@@ -343,7 +358,7 @@ class PageCopier:
 
     def _usable(self, page_slots: I64, position: int, at: int) -> bool:
         try:
-            first = position + at * self._layout.page_size
+            first = position + at * self.layout.page_size
             self._tails(page_slots[at : at + 1], first, may_move=False)
         except CopyError:
             return False
@@ -357,7 +372,7 @@ class PageCopier:
         Raises:
             CopyError: as `prepare_load` says.
         """
-        tails = read_tails(self.slots, page_slots, self._layout)
+        tails = read_tails(self.slots, page_slots, self.layout)
         if tails is None:
             raise CopyError(f"one of slots {page_slots.tolist()} holds no page of this layout")
         sound = self.rules.sound_tails(tails)
@@ -368,7 +383,7 @@ class PageCopier:
             raise CopyError(
                 f"a page with {ROPE_NAMES[int(state)]} K saved at {saved} is none of this model's"
             )
-        size = self._layout.page_size
+        size = self.layout.page_size
         moved = tails.position != position + size * np.arange(len(page_slots))
         if moved.any() and not may_move:
             raise CopyError(f"a page of position {tails.position[moved][0]} is not of this prefix")
@@ -382,7 +397,7 @@ class PageCopier:
         self, tails: PageTails, moved: npt.NDArray[np.bool_]
     ) -> list[Corrections | None]:
         """Corrections of the pages that stay at their position."""
-        num_layers = self._layout.num_layers
+        num_layers = self.layout.num_layers
         applies = np.flatnonzero(~moved[tails.page])
         order = applies[np.argsort(tails.layer[applies], kind="stable")]
         ends = np.searchsorted(tails.layer[order], np.arange(num_layers + 1))
@@ -415,19 +430,19 @@ class PageCopier:
                 self._load_k(kinds[0], job, layer, source)
                 return
             for how in kinds:
-                part = job.chosen(np.flatnonzero(job.how == how), self._layout.page_size)
+                part = job.chosen(np.flatnonzero(job.how == how), self.layout.page_size)
                 self._load_k(how, part, layer, PageSource(source.pages, part.page_slots))
         finally:
             if v_copy is not None:
                 v_copy.result()
 
     def _load_v(self, job: LoadPages, layer: int, source: PageSource) -> None:
-        view = self._view(source, self._layout.v_offsets[layer])
-        self._kernels.copy_pages_to_rows(view, self.pool.v[layer], job.token_slots, job.first_row)
+        view = self._view(source, self.layout.v_offsets[layer])
+        self.kernels.copy_pages_to_rows(view, self.pool.v[layer], job.token_slots, job.first_row)
 
     def _load_k(self, how: int, job: LoadPages, layer: int, source: PageSource) -> None:
-        view = self._view(source, self._layout.k_offsets[layer])
-        k, kernels = self.pool.k[layer], self._kernels
+        view = self._view(source, self.layout.k_offsets[layer])
+        k, kernels = self.pool.k[layer], self.kernels
         spec = None if how == COPY else refresh_spec(self.ropes[layer])
         if spec is None:
             kernels.copy_pages_to_rows(view, k, job.token_slots, job.first_row)
@@ -449,17 +464,17 @@ class PageCopier:
 
     def _view(self, source: PageSource, offset: int) -> PagedView:
         return PagedView(
-            source.pages, source.index, offset - source.first_byte, self._layout.page_size
+            source.pages, source.index, offset - source.first_byte, self.layout.page_size
         )
 
     def _k_view(self, page_slots: I64, layer: int) -> PagedView:
         return PagedView(
-            self.slots, page_slots, self._layout.k_offsets[layer], self._layout.page_size
+            self.slots, page_slots, self.layout.k_offsets[layer], self.layout.page_size
         )
 
     def _v_view(self, page_slots: I64, layer: int) -> PagedView:
         return PagedView(
-            self.slots, page_slots, self._layout.v_offsets[layer], self._layout.page_size
+            self.slots, page_slots, self.layout.v_offsets[layer], self.layout.page_size
         )
 
 

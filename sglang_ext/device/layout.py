@@ -32,6 +32,7 @@ ROPE_DELTA = 2  # as the engine had it; may be rotated by a difference of positi
 ROPE_NAMES = {ROPE_PRE: "pre", ROPE_BOUND: "bound", ROPE_DELTA: "delta"}
 
 _TAIL_FIXED_BYTES = 24
+NUM_WORD = 4  # of a tail, counts corrections
 _CORRECTION_BYTES = 8
 # Room for corrections: 1 in 256 K values. Measured shares are far below (docs/architecture.md);
 # a page that needs more is kept position-bound.
@@ -88,6 +89,12 @@ class PageLayout:
     def num_layers(self) -> int:
         """L."""
         return len(self.k_row_bytes)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether there are bytes between blocks that belong to none."""
+        blocks = (*self.k_row_bytes, *self.v_row_bytes)
+        return any(row * self.page_size % BLOCK_ALIGN_BYTES for row in blocks)
 
     @property
     def kv_bytes(self) -> int:
@@ -153,6 +160,16 @@ class PageTails:
     bits: U32
 
 
+def tail_head(rope_state: int, position: int) -> I64:
+    """The tail's fixed fields of a page without corrections, as i64 `[3]`.
+
+    Args:
+        rope_state: how K is stored.
+        position: position of the first token.
+    """
+    return np.array([LAYOUT_VERSION | rope_state << 32, position, 0], np.uint64).view(np.int64)
+
+
 def write_tail(
     slot: U8,
     layout: PageLayout,
@@ -177,12 +194,8 @@ def write_tail(
     """
     num = 0 if entries is None else len(entries)
     tail = slot[layout.tail_offset : layout.tail_offset + layout.tail_bytes(num)].view(np.uint32)
-    tail[0] = LAYOUT_VERSION
-    tail[1] = rope_state
-    tail[2] = position & 0xFFFFFFFF
-    tail[3] = position >> 32
-    tail[4] = num
-    tail[5] = 0
+    tail[: _TAIL_FIXED_BYTES // 4] = tail_head(rope_state, position).view(np.uint32)
+    tail[NUM_WORD] = num
     first_entry = _TAIL_FIXED_BYTES // 4 + layout.num_layers
     tail[_TAIL_FIXED_BYTES // 4 : first_entry] = 0 if counts is None else counts
     if entries is not None:

@@ -15,7 +15,8 @@ the device, for the event of its layer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,6 +138,21 @@ class LoadPath:
         if self._forward_stream is not None:
             self._port.wait(self._forward_stream, event)
 
+    def in_forward_order(self, *inputs: torch.Tensor) -> AbstractContextManager[None]:
+        """Context whose work runs where the forwards do, behind the current stream's so far.
+
+        Args:
+            inputs: tensors of the current stream's that it uses.
+        """
+        port, current = self._port, self._port.current_stream()
+        stream = self._forward_stream
+        if stream is None or not port.brings_pages:
+            return port.on(current)
+        port.wait(stream, port.record(current))
+        for tensor in inputs:
+            tensor.record_stream(stream)
+        return port.on(stream)
+
     def _copy(
         self, loads: Sequence[tuple[torch.Tensor, Prepare]], on_layer: Callable[[Any], None]
     ) -> Landing:
@@ -164,7 +180,8 @@ class LoadPath:
             port.wait(scatters, event)
         busy: list[tuple[Any, Any]] = []
         begun = last = port.record(scatters)
-        for layers in self._groups(ring, parts):
+        most = max((len(part.page_slots) for part in parts), default=1)
+        for layers in ring.groups(self._copier.layer_bytes, most):
             for part in parts:
                 buffer, source = self._bring(ring, part, layers, busy)
                 begun = port.record(scatters)
@@ -189,14 +206,6 @@ class LoadPath:
                 self._copier.require_positions(part)
             parts += uploaded(split, self._port)
         return parts
-
-    def _groups(self, ring: Ring, parts: list[LoadPages]) -> Iterator[range]:
-        """Layers that are brought together: as many as a buffer has room for."""
-        num_layers = self._copier.pool.num_layers
-        most = max((len(part.page_slots) for part in parts), default=1)
-        step = max(1, ring.buffer_bytes // (most * max(self._copier.layer_bytes)))
-        for first in range(0, num_layers, step):
-            yield range(first, min(first + step, num_layers))
 
     def _bring(
         self, ring: Ring, part: LoadPages, layers: range, busy: list[tuple[Any, Any]]
@@ -277,3 +286,7 @@ class LoadParts:
     def before_forwards(self, event: Any) -> None:
         """See `LoadPath.before_forwards`."""
         self._paths[0].before_forwards(event)
+
+    def in_forward_order(self, *inputs: torch.Tensor) -> AbstractContextManager[None]:
+        """See `LoadPath.in_forward_order`."""
+        return self._paths[0].in_forward_order(*inputs)

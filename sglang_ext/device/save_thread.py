@@ -8,16 +8,15 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.device.copier import PageCopier
-from sglang_ext.device.copy_streams import CopyStreams
 from sglang_ext.device.layout import ROPE_NAMES
+from sglang_ext.device.save_path import SaveParts, SavePath, SaveRun
 from sglang_ext.device.transfers import Hashes, Place, SaveJob
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import PageStore, SaveTicket
@@ -35,16 +34,9 @@ class SaveThread:
     One thread offers and takes results, the scheduler's. Results come in the order of the offers.
     """
 
-    def __init__(
-        self,
-        store: PageStore,
-        copiers: Sequence[PageCopier],
-        streams: CopyStreams,
-        page_size: int,
-    ) -> None:
+    def __init__(self, store: PageStore, parts: SaveParts, page_size: int) -> None:
         self._store = store
-        self._copiers = copiers  # of the full layers, then of each group of window layers
-        self._streams = streams
+        self._parts = parts  # the full layers, then each group of window layers
         self._page_size = page_size
         self._jobs: queue.SimpleQueue[SaveJob | Callable[[], None] | None] = queue.SimpleQueue()
         self._completed: deque[bool] = deque()
@@ -136,7 +128,7 @@ class SaveThread:
     # ---- the thread ----
 
     def _run(self) -> None:
-        self._streams.enter_thread()
+        self._parts.enter_thread()
         while True:
             job = self._jobs.get()
             if job is None:
@@ -186,7 +178,7 @@ class SaveThread:
             return ticket.dropped == 0
         ok = False
         try:
-            with self._streams.saving(job.ready_events):
+            with self._parts.saving(job.ready_events):
                 self._copy_out(job, ticket, offered[ticket.pages])
             ok = job.epoch == self._epoch
         finally:
@@ -194,51 +186,48 @@ class SaveThread:
         return ok and ticket.dropped == 0
 
     def _copy_out(self, job: SaveJob, ticket: SaveTicket, pages: npt.NDArray[np.int64]) -> None:
-        """Copies runs of neighbouring new `pages` of a job, long ones in parts."""
-        token_slots = job.token_slots.cpu().numpy()
-        started_s, num_pages = time.monotonic(), len(token_slots) // self._page_size
+        """Copies new `pages` of a job, part by part."""
         # Of window layers the same pages come once a group.
+        num_pages = len(job.token_slots) // self._page_size
         part = pages // num_pages + 1 if job.is_of_windows else np.zeros_like(pages)
         for number in np.unique(part).tolist():
             mine = np.flatnonzero(part == number)
-            for run in _runs(pages[mine], self._streams.pages_a_save):
-                which = mine[run]
-                self._copy_run(job, number, pages[which], ticket.slots[which], token_slots)
-        self._store.counters.add("save_us", int(1e6 * (time.monotonic() - started_s)))
+            self._copy_part(job, self._parts[number], pages[mine], ticket.slots[mine])
 
-    def _copy_run(
+    def _copy_part(
         self,
         job: SaveJob,
-        part: int,
+        path: SavePath,
         pages: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int32],
-        token_slots: npt.NDArray[np.int64],
     ) -> None:
-        """Copies pages that follow one another, `pages` in the job's hashes, to slots."""
+        """Copies `pages` of a job's hashes, all of one part, to slots and writes their headers."""
         size, place = self._page_size, job.place
-        first = int(pages[0]) % (len(token_slots) // size)
-        tokens = token_slots[first * size : (first + len(pages)) * size]
-        position = place.position + first * size
-        saved = self._copiers[part].save(tokens, position, slots.astype(np.int64))
-        for offset, (slot, page_info) in enumerate(zip(slots.tolist(), saved, strict=True)):
-            page = int(pages[offset])
+        firsts = size * (pages % (len(job.token_slots) // size))  # a page's first token in the job
+        page_slots = slots.astype(np.int64)
+        runs = [
+            SaveRun(int(firsts[run[0]]), place.position + int(firsts[run[0]]), page_slots[run])
+            for run in _runs(pages)
+        ]
+        saved = path.save(job.token_slots, runs)
+        for page, first, slot, info in zip(
+            pages.tolist(), firsts.tolist(), slots.tolist(), saved, strict=True
+        ):
             meta = RecordMeta(
                 page_hash=job.hashes[page].tobytes(),
                 namespace=place.space.digest,
                 lora=place.space.lora,
-                position=position + offset * size,
+                position=place.position + first,
                 num_tokens=size,
-                rope=ROPE_NAMES[page_info.rope_state],
+                rope=ROPE_NAMES[info.rope_state],
                 quality=0 if place.quality is None else int(place.quality[page]),
             )
-            write_meta(self._store.arena.slots[slot], meta, page_info.payload_bytes)
-            self._store.counters.add("corrections", page_info.num_corrections)
+            write_meta(self._store.arena.slots[slot], meta, info.payload_bytes)
+            self._store.counters.add("corrections", info.num_corrections)
             self._store.counters.add(f"saved_{meta.rope}_pages")
+        self._store.counters.add("save_us", int(1e6 * path.busy_s))
 
 
-def _runs(pages: npt.NDArray[np.int64], most: int | None) -> Iterator[npt.NDArray[np.int64]]:
-    """Splits indices of `pages` into runs of consecutive pages, at most `most` in a run."""
-    breaks = np.flatnonzero(np.diff(pages) != 1) + 1
-    for run in np.split(np.arange(len(pages)), breaks):
-        step = most or len(run)
-        yield from (run[first : first + step] for first in range(0, len(run), step))
+def _runs(pages: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Splits indices of `pages` into runs of consecutive pages."""
+    return np.split(np.arange(len(pages)), np.flatnonzero(np.diff(pages) != 1) + 1)

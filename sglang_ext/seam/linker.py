@@ -21,12 +21,12 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from sglang_ext.device.copier import PageCopier
-from sglang_ext.device.copy_streams import CopyStreams
 from sglang_ext.device.load_counter import LoadCounter
 from sglang_ext.device.load_pages import LoadPages
 from sglang_ext.device.load_path import LoadParts, LoadPath
 from sglang_ext.device.load_thread import LoadThread
 from sglang_ext.device.ports import DevicePort
+from sglang_ext.device.save_path import SaveParts, SavePath
 from sglang_ext.device.save_thread import SaveThread
 from sglang_ext.device.transfers import Hashes, LoadJob, Place, WindowRows, hashes_from_hex
 from sglang_ext.device.windows.layers import WindowLayers
@@ -36,8 +36,9 @@ from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore
 logger = logging.getLogger(__name__)
 
 _QUIESCE_TIMEOUT_S = 30.0
-# Memory on a device with its own that loads keep: at 128 KB of K and V a token and layer group it
-# holds some layers of some hundred pages, so that the link is never without work.
+# Memory on a device with its own that loads keep, and saves half as much: at 128 KB of K and V a
+# token and layer group it holds some layers of some hundred pages, so that the link is never
+# without work.
 RING_BYTES = 128 << 20
 
 
@@ -79,13 +80,17 @@ class HierKVLinker(UnifiedCacheLinker):
         self.accepts_all = False
         self.copier = copier
         self._port = port
-        self._streams = CopyStreams(port, forward_stream)
         self._copiers = copiers
-        paths = [LoadPath(port, c, forward_stream, ring_bytes // len(copiers)) for c in copiers]
-        self._load_path = LoadParts(paths, model_layers)
+        num_bytes = ring_bytes // len(copiers)
+        self._load_path = LoadParts(
+            [LoadPath(port, each, forward_stream, num_bytes) for each in copiers], model_layers
+        )
+        self._save_path = SaveParts(
+            [SavePath(port, each, forward_stream, num_bytes // 2) for each in copiers]
+        )
         self._pending_loads: dict[str, LoadJob] = {}
         self._closed = False
-        self._saves = SaveThread(store, copiers, self._streams, page_size)
+        self._saves = SaveThread(store, self._save_path, page_size)
         self.loads = LoadThread(store, copiers, self._load_path, port, self.layer_done_counter)
 
     @contextmanager
@@ -303,7 +308,7 @@ class HierKVLinker(UnifiedCacheLinker):
             target: i64 `[N]`, rows.
             source: `[N]`, rows, none of them in `target`.
         """
-        with self._streams.in_forward_order(target, source):
+        with self._load_path.in_forward_order(target, source):
             rows = source.to(torch.int64)
             for buffer in (*self.copier.pool.k, *self.copier.pool.v):
                 buffer[target] = buffer[rows]
@@ -327,7 +332,7 @@ class HierKVLinker(UnifiedCacheLinker):
             place,
             hashes_from_hex(transfer.keys),
             transfer.device_indices,
-            self._streams.save_events,
+            self._save_path.ready_events,
             accepts_all=self.accepts_all,
         )
 
@@ -345,7 +350,7 @@ class HierKVLinker(UnifiedCacheLinker):
             place,
             self.windows.entries(hashes),
             token_slots,
-            self._streams.save_events,
+            self._save_path.ready_events,
             accepts_all=self.accepts_all,
             is_of_windows=True,
         )

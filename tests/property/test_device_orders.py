@@ -19,13 +19,11 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
-from sglang_ext.device import copy_streams  # noqa: E402
-from sglang_ext.device.copier import PageCopier  # noqa: E402
-from sglang_ext.device.copy_streams import CopyStreams  # noqa: E402
 from sglang_ext.device.load_counter import LoadCounter  # noqa: E402
 from sglang_ext.device.load_path import Fence, Landing, LoadPath  # noqa: E402
 from sglang_ext.device.load_thread import LoadThread  # noqa: E402
 from sglang_ext.device.ring import Ring  # noqa: E402
+from sglang_ext.device.save_path import SavePath  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
 from testkit.simulated_device import ConflictError, Event, SimulatedDevice  # noqa: E402
 from tests.property.worlds.device_world import DeviceWorld  # noqa: E402
@@ -63,33 +61,12 @@ def save_one(world: DeviceWorld) -> None:
     world.save()
 
 
-def test_a_long_save_is_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_streams, "PAGES_A_SAVE", 2)
-    parts: list[int] = []
-    real = PageCopier.save
-
-    def save(self: PageCopier, rows: Any, position: int, page_slots: Any) -> Any:
-        parts.append(len(page_slots))
-        return real(self, rows, position, page_slots)
-
-    world = DeviceWorld(3)
-    monkeypatch.setattr(PageCopier, "save", save)
-    try:
-        while len(parts) < 6:
-            save_one(world)
-            world.settle()
-    finally:
-        world.close()
-    assert max(parts) == 2
-    assert world.store.counters.get("save_failures", 0) == world.counts.get("failed saves", 0)
-
-
 def test_a_save_without_device_memory_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     def save(*_: Any) -> Any:
         raise torch.OutOfMemoryError("none")
 
     world = DeviceWorld(3)
-    monkeypatch.setattr(PageCopier, "save", save)
+    monkeypatch.setattr(SavePath, "_parts", save)
     try:
         save_one(world)
         world.settle()  # all slots are free again
@@ -283,31 +260,78 @@ def indices_given_back_to_another_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def saves_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def saving(self: CopyStreams, events: list[Any]) -> Iterator[None]:
-        for event in events:
-            self._port.synchronize(event)
-        with self._port.on(self._save):
-            yield
+    """Published when they are queued; the tails are what the last save left."""
 
-    patch.setattr(CopyStreams, "saving", saving)
+    @contextmanager
+    def saving(self: SavePath, events: list[Any]) -> Iterator[None]:
+        for event in events:
+            self._port.wait(self._gathers, event)
+        yield
+
+    real = SavePath.save
+
+    def save(self: SavePath, *args: Any) -> Any:
+        synchronize = self._port.synchronize
+        self._port.synchronize = lambda event: None  # type: ignore[method-assign]
+        try:
+            return real(self, *args)
+        finally:
+            self._port.synchronize = synchronize  # type: ignore[method-assign]
+
+    patch.setattr(SavePath, "saving", saving)
+    patch.setattr(SavePath, "save", save)
 
 
 def failed_saves_not_awaited(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def saving(self: CopyStreams, events: list[Any]) -> Iterator[None]:
+    def saving(self: SavePath, events: list[Any]) -> Iterator[None]:
         for event in events:
-            self._port.synchronize(event)
-        with self._port.on(self._save):
-            yield
-            self._port.synchronize(self._port.record(self._save))
+            self._port.wait(self._gathers, event)
+        yield
+        self._port.synchronize(self._port.record(self._sends))
 
-    patch.setattr(CopyStreams, "saving", saving)
+    patch.setattr(SavePath, "saving", saving)
 
 
 def saved_before_it_was_written(patch: pytest.MonkeyPatch) -> None:
-    real = CopyStreams.saving
-    patch.setattr(CopyStreams, "saving", lambda self, events: real(self, []))
+    real = SavePath.saving
+    patch.setattr(SavePath, "saving", lambda self, events: real(self, []))
+
+
+def sent_before_it_was_laid_out(patch: pytest.MonkeyPatch) -> None:
+    def send(self: SavePath, part: Any, pages: Any, span: slice) -> None:
+        with self._port.on(self._sends):
+            self._port.send(self._copier.slots, part.page_slots, span, pages)
+
+    patch.setattr(SavePath, "_send", send)
+
+
+def laid_out_over_what_is_sent(patch: pytest.MonkeyPatch) -> None:
+    real = SavePath._lay_out_and_send
+
+    def lay_out(self: SavePath, ring: Ring, *args: Any, **options: Any) -> None:
+        take = ring.take
+
+        def too_soon() -> Any:
+            buffer = take()
+            buffer.free = None
+            return buffer
+
+        ring.take = too_soon  # type: ignore[method-assign]
+        real(self, ring, *args, **options)
+        ring.take = take  # type: ignore[method-assign]
+
+    patch.setattr(SavePath, "_lay_out_and_send", lay_out)
+
+
+def tails_written_over_what_is_sent(patch: pytest.MonkeyPatch) -> None:
+    real = SavePath._lay_out_and_send
+
+    def lay_out(self: SavePath, *args: Any, **options: Any) -> None:
+        self._tails_sent = None
+        real(self, *args, **options)
+
+    patch.setattr(SavePath, "_lay_out_and_send", lay_out)
 
 
 def scheduler_waits(patch: pytest.MonkeyPatch) -> None:
@@ -338,6 +362,9 @@ def scheduler_waits(patch: pytest.MonkeyPatch) -> None:
         saves_not_awaited,
         failed_saves_not_awaited,
         saved_before_it_was_written,
+        sent_before_it_was_laid_out,
+        laid_out_over_what_is_sent,
+        tails_written_over_what_is_sent,
         scheduler_waits,
     ],
 )

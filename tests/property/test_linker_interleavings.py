@@ -163,7 +163,7 @@ def test_a_page_that_went_bad_in_dram_is_recomputed_and_dropped(tmp_path: Path) 
         ticket = world.store.pin_ready(chain.space, chain.hashes[:3])
         assert ticket is not None
         world.store.release(ticket.slots)
-        slot, at = int(ticket.slots[1]), world.linker.copier._layout.tail_offset
+        slot, at = int(ticket.slots[1]), world.linker.copier.layout.tail_offset
         world.arena.slots[slot, at : at + 4] ^= 0xFF
 
         with world.linker.placed(Place(chain.space, 0, chain.hashes[:0])):

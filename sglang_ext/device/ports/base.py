@@ -88,6 +88,16 @@ class DevicePort(ABC):
         """
 
     @abstractmethod
+    def send(
+        self,
+        slots: npt.NDArray[np.uint8],
+        page_slots: npt.NDArray[np.int64],
+        span: slice,
+        source: Any,
+    ) -> None:
+        """Queues copies of the device's memory to a part of some pinned slots: `bring`, back."""
+
+    @abstractmethod
     def upload(self, values: npt.NDArray[np.int64]) -> Any:
         """Queues a copy of indices to the device; `values` may change after the call."""
 

@@ -120,13 +120,28 @@ class CudaPort(DevicePort):
     ) -> None:
         """One call of CUDA, or one a page; they run asynchronously where slots are page-locked."""
         if self._batches and self._runtime is not None:
-            here = out.data_ptr() + np.arange(len(page_slots)) * (span.stop - span.start)
-            there = slots.ctypes.data + page_slots * slots.strides[0] + span.start
+            here, there = _addresses(out, slots, page_slots, span)
             stream = self.current_stream().cuda_stream
             self._runtime.copy_many(here, there, span.stop - span.start, stream)
             return
         for row, slot in enumerate(page_slots.tolist()):
             out[row].copy_(torch.from_numpy(slots[slot, span]), non_blocking=True)
+
+    def send(
+        self,
+        slots: npt.NDArray[np.uint8],
+        page_slots: npt.NDArray[np.int64],
+        span: slice,
+        source: Any,
+    ) -> None:
+        """As `bring`."""
+        if self._batches and self._runtime is not None:
+            here, there = _addresses(source, slots, page_slots, span)
+            stream = self.current_stream().cuda_stream
+            self._runtime.copy_many(there, here, span.stop - span.start, stream)
+            return
+        for row, slot in enumerate(page_slots.tolist()):
+            torch.from_numpy(slots[slot, span]).copy_(source[row], non_blocking=True)
 
     def upload(self, values: npt.NDArray[np.int64]) -> Any:
         """Copies by way of page-locked memory, which torch keeps until the copy is done."""
@@ -171,6 +186,14 @@ class CudaPort(DevicePort):
                 call()
             except Exception:
                 logger.exception("hier-kv: what should follow a copy failed")
+
+
+def _addresses(
+    memory: Any, slots: npt.NDArray[np.uint8], page_slots: npt.NDArray[np.int64], span: slice
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where pages lie in memory of the device, one behind the other, and in slots."""
+    on_device = memory.data_ptr() + np.arange(len(page_slots)) * (span.stop - span.start)
+    return on_device, slots.ctypes.data + page_slots * slots.strides[0] + span.start
 
 
 def pinned(count: int) -> torch.Tensor:

@@ -66,6 +66,16 @@ class HostPort(DevicePort):
         """Copies the bytes."""
         out[:] = slots[page_slots, span]
 
+    def send(
+        self,
+        slots: npt.NDArray[np.uint8],
+        page_slots: npt.NDArray[np.int64],
+        span: slice,
+        source: Any,
+    ) -> None:
+        """Copies the bytes."""
+        slots[page_slots, span] = source
+
     def upload(self, values: npt.NDArray[np.int64]) -> Any:
         """A copy of them."""
         return values.copy()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import triton
@@ -13,36 +16,45 @@ from sglang_ext.kernels.rope import gpu
 from sglang_ext.kernels.rope import gpu_kernels as kernels
 
 HEADS = 8
-LOADING = ("load_kernel", "move_kernel", "unpage_kernel", "correct_kernel")
+# Of these, what is in a row moves 16 bytes a thread.
+WIDE = ("load_kernel", "move_kernel", "unpage_kernel", "page_kernel")
+KERNELS = (*WIDE, "save_kernel", "list_kernel", "correct_kernel")
 
-POINTERS = {"cos": "*fp32", "sin": "*fp32", "wrong": "*u8"}
+POINTERS = {
+    "cos": "*fp32", "sin": "*fp32", "wrong": "*u8", "misses": "*i32", "tails": "*i32",
+}  # fmt: skip
 INDICES = (
     "slots",
     "positions",
     "saved",
-    "source_rows",
-    "out_rows",
     "page_index",
     "page",
     "element",
     "bits",
 )
-INTEGERS = ("heads", "width", "first_row", "page_size", "first_word", "count", "num_tokens")
+INTEGERS = (
+    *("heads", "width", "first_row", "page_size", "first_word", "count", "num_tokens"),
+    *("layer", "num_layers", "capacity"),
+)
 # What the server's arguments have: rows, pages and buffers begin at multiples of 16 words.
-ALIGNED = ("pages", "pool", "cos", "sin", "page_words", "first_word", "row_stride", "width")
+ALIGNED = (
+    *("pages", "pool", "cos", "sin", "page_words", "first_word", "row_stride", "width", "wrong"),
+    *("misses", "tails", "tail_words"),
+)
 # KIND, RULE, INTERLEAVED
 CASES = ((0, 0, False), (0, 1, True), (1, 2, False), (2, 1, False))
 SCALARS = {
     "row_stride": "i64",
-    "source_stride": "i64",
-    "out_stride": "i64",
+    "tail_words": "i64",
     "slack": "fp32",
     "page_words": "i64",
 }
 
 
-def compile_kernel(kernel: Any, arch: int, constants: dict[str, Any], num_warps: int = 4) -> str:
-    """PTX of a kernel; a cubin must have come out of it too."""
+def compile_kernel(
+    kernel: Any, arch: int, constants: dict[str, Any], num_warps: int = 4
+) -> tuple[str, dict[str, int]]:
+    """PTX of a kernel, and what its machine code uses: registers, and bytes of each memory."""
     word = "*i32" if constants.get("KIND") == 2 else "*i16"
     signature = {}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -63,9 +75,19 @@ def compile_kernel(kernel: Any, arch: int, constants: dict[str, Any], num_warps:
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"enable_fp_fusion": False, "num_warps": num_warps}
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    assert len(built.asm["cubin"]) > 0
-    ptx: str = built.asm["ptx"]
-    return ptx
+    return built.asm["ptx"], resources(built.asm["cubin"])
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """By `cuobjdump`: `REG`, `STACK`, `LOCAL` and others of the one kernel in it."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, check=True)
+    pairs = re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout.decode())
+    assert {name for name, _ in pairs} == {"REG", "STACK", "LOCAL"}, done.stdout
+    return {name: int(value) for name, value in pairs}
 
 
 def check_wide(name: str, ptx: str) -> None:
@@ -76,26 +98,56 @@ def check_wide(name: str, ptx: str) -> None:
     assert not narrow, (name, narrow)
 
 
+def check_saves_wide(ptx: str) -> None:
+    """The row is read and laid out 16 bytes at a time; only pairs that are searched for are not.
+
+    These are taken out of both loads of a row, both stores and four accesses to their marks.
+    """
+    loads = re.findall(r"ld\.global[.\w:]*\.v4\.(?:b|u|s)32", ptx)
+    stores = re.findall(r"st\.global[.\w:]*\.v4\.(?:b|u|s)32", ptx)
+    words = re.findall(r"(?:ld|st)\.global[.\w:]*\.(?:b|u|s)16\b", ptx)
+    marks = re.findall(r"(?:ld|st)\.global[.\w:]*\.(?:b|u|s)8\b", ptx)
+    assert len(loads) >= 2, len(loads)
+    assert len(stores) >= 2, len(stores)
+    assert len(words) <= 4, words
+    assert len(marks) <= 4, marks
+
+
+def compile_case(arch: int, kind: int, rule: int, interleaved: bool) -> None:
+    item = 4 if kind == 2 else 2
+    for name in KERNELS:
+        options = gpu._wide(HEADS * 64, item)
+        constants = {
+            "DIM": 128, "FIRST": 0, "HALF": 64, "INTERLEAVED": interleaved, "KIND": kind,
+            "RULE": rule, "EXACT": True, "BLOCK": options["BLOCK"],
+        }  # fmt: skip
+        if name == "save_kernel":
+            options = gpu._search_options(HEADS * 64, item)
+            constants |= {name: options[name] for name in ("BLOCK", "WIDE")}
+        elif name in ("list_kernel", "correct_kernel"):
+            options = {"num_warps": 4}
+            listed = {"list_kernel": gpu._LISTED_A_STEP, "correct_kernel": 128}
+            constants["BLOCK"] = listed[name]
+        kernel = getattr(kernels, name)
+        ptx, used = compile_kernel(kernel, arch, constants, options["num_warps"])
+        assert used["STACK"] == used["LOCAL"] == 0, (name, arch, "spills", used)
+        if name in WIDE and not interleaved:
+            check_wide(name, ptx)
+        if name == "save_kernel" and not interleaved and kind != 2:
+            check_saves_wide(ptx)
+        assert ".ftz" not in ptx, name
+        fused = len(re.findall(r"\bfma\.rn\.f32", ptx))
+        if rule == 2 and name in ("save_kernel", "load_kernel"):
+            assert fused > 0, name
+        else:  # neither `eager` nor `fp32` may be contracted
+            assert fused == 0, (name, rule)
+        print(f"sm_{arch} kind {kind} rule {rule} {name}: {used['REG']} registers, no spills")
+
+
 def main() -> None:
     for arch, cases in ((80, CASES[:1]), (90, CASES), (100, CASES[1:2])):
         for kind, rule, interleaved in cases:
-            constants = {
-                "DIM": 128, "FIRST": 0, "HALF": 64, "INTERLEAVED": interleaved, "KIND": kind,
-                "RULE": rule, "EXACT": True, "BLOCK": 128,
-            }  # fmt: skip
-            for name in ("save_kernel", "copy_kernel", *LOADING):
-                wide = gpu._wide(HEADS * 64, 4 if kind == 2 else 2) if name in LOADING else {}
-                constants["BLOCK"] = wide.get("BLOCK", 128)
-                num_warps = wide.get("num_warps", 4)
-                ptx = compile_kernel(getattr(kernels, name), arch, constants, num_warps)
-                if name in LOADING[:3] and not interleaved:
-                    check_wide(name, ptx)
-                assert ".ftz" not in ptx, name
-                fused = len(re.findall(r"\bfma\.rn\.f32", ptx))
-                if rule == 2 and name in ("save_kernel", "load_kernel"):
-                    assert fused > 0, name
-                else:  # neither `eager` nor `fp32` may be contracted
-                    assert fused == 0, (name, rule)
+            compile_case(arch, kind, rule, interleaved)
     print("all kernels compiled")
 
 

@@ -10,12 +10,13 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from sglang_ext.kernels import rope
-from sglang_ext.kernels.rope import RopeSpec, gpu, naive
+from sglang_ext.kernels.rope import RopeSpec, gpu, listing, naive
 from tests.kernels.rope.rope_cases import (
     DTYPES,
     RULES,
@@ -130,7 +131,87 @@ def check_what_lies_on_the_device() -> None:
                 assert rest is None or same_bits(bed.gather(back)[first:], rows[first:])
 
 
+class Pages:
+    """Poisoned pages and tails, as a device has them, for two layers."""
+
+    def __init__(self, num_pages: int, page_size: int, width: int, item: int, capacity: int):
+        block = page_size * width * item
+        self.capacity = capacity
+        self.first_byte = 64
+        self.pages = np.full((num_pages, self.first_byte + 2 * block + 32), 0xEE, np.uint8)
+        self.tails = np.full((num_pages, 4 * (6 + 2 + 2 * capacity) + 16), 0xEE, np.uint8)
+        self.offsets = (self.first_byte, self.first_byte + block)
+        self.heads = np.arange(3 * num_pages, dtype=np.int64) << 33
+        self.heads[2::3] = 0
+        self.page_size = page_size
+
+    def save(self, kernels: Any, on_device: Any, bed: Bed, positions: Any, layers: Any) -> None:
+        """Two layers: what of the pool is position-free, and the same as it is."""
+        tokens = len(bed.slots)
+        scratch = [np.full(n, 0xA5, np.uint8) for n in (bed.rows[0].numel() * tokens, 4 * tokens)]
+        tails = on_device(self.tails)
+        listing = rope.Listing(tails, 2, self.capacity, *map(on_device, scratch))
+        kernels.begin_tails(tails, on_device(self.heads))
+        rows, index = on_device(bed.slots), on_device(np.arange(len(self.pages)))
+        for layer, spec in enumerate(layers):
+            view = rope.PagedView(on_device(self.pages), index, self.offsets[layer], self.page_size)
+            if spec is None:
+                kernels.copy_rows_to_pages(bed.pool, rows, view)
+            else:
+                kernels.save_to_pages(
+                    bed.pool, rows, on_device(positions), spec, view, listing, layer
+                )
+
+    def corrections(self, layer: int) -> rope.Corrections:
+        words = self.tails.view(np.uint32)
+        page, entries = [], []
+        for at in range(len(words)):
+            counts = words[at, 6:8]
+            assert words[at, 4] == counts.sum()
+            first = 8 + 2 * int(counts[:layer].sum())
+            entries.append(words[at, first : first + 2 * counts[layer]].reshape(-1, 2))
+            page += [at] * int(counts[layer])
+        flat = np.concatenate(entries)
+        return rope.Corrections(np.array(page, np.int32), flat[:, 0].copy(), flat[:, 1].copy())
+
+
+def check_images() -> None:
+    """Pages and tails that a device lays out are, byte by byte, those of the plain statement.
+
+    That is given the same search: a CPU may find another x. Its load gives the engine's bits back.
+    """
+    shapes = ((2, 64, 0, 64, False), *SHAPES[1:])
+    for dtype, rule, shape in zip(DTYPES, RULES, shapes, strict=False):
+        heads, dim, first, rotary_dim, interleaved = shape
+        spec = make_spec(rotary_dim, rule, first=first, interleaved=interleaved, table=dtype)
+        positions = np.arange(6) + 300
+        rows = naive.rotate(random_rows((6, heads, dim), dtype, ratio=900.0), positions, spec)
+        rows[3:5] = random_rows((2, heads, dim), dtype)  # to some of it no x rotates
+        rows[3:5, :, dim // 2 :] *= 1e-4
+        bed = make_bed(rows, 3)
+        made = [Pages(2, 3, heads * dim, bed.pool.element_size(), 2000) for _ in range(2)]
+        on_cpu, there = made
+        with patch.object(listing, "save_k", gpu.save_k):
+            on_cpu.save(rope, np.asarray, bed, positions, (spec, None))
+        there.save(gpu, torch.from_numpy, bed, positions, (spec, None))
+        assert np.array_equal(on_cpu.pages, there.pages)
+        assert np.array_equal(on_cpu.tails, there.tails)
+        assert (there.pages[:, :64] == 0xEE).all()
+        back = bed.loaded()
+        view = rope.PagedView(there.pages, np.arange(2), there.offsets[0], 3)
+        rope.load_k(view, positions, spec, back, bed.slots, there.corrections(0))
+        assert same_bits(bed.gather(back), rows)
+    # What is too much is counted, and nothing behind is touched.
+    short = Pages(2, 3, heads * dim, bed.pool.element_size(), 0)
+    short.save(gpu, torch.from_numpy, bed, positions, (spec, None))
+    counted = there.tails.view(np.uint32)[:, 4]
+    assert counted.max() > 0, counted
+    assert np.array_equal(short.tails.view(np.uint32)[:, 4], counted)
+    assert (short.tails[:, -16:] == 0).all()
+
+
 if __name__ == "__main__":
+    check_images()
     check_shapes()
     check_random_bits()
     check_moves_and_copies()

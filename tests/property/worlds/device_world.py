@@ -376,7 +376,7 @@ class DeviceWorld:
         self.running.remove(load)
         slots = [self.free_slots.pop() for _ in range(num_pages)]
         device = self.device
-        events = self.linker._streams.save_events()
+        events = self.linker._save_path.ready_events()
         space: Any = SimpleNamespace(digest=bytes(32), lora=bytes(32))
         hashes = np.zeros((num_pages, 32), np.uint8)
         epoch = self.linker._saves._epoch

@@ -119,6 +119,6 @@ def test_pages_come_before_the_batch_in_flight_is_done() -> None:
 
 def test_positions_outside_of_the_table_never_reach_the_device() -> None:
     bed = Bed(4, 1 << 20)
-    with pytest.raises(CopyError, match="positions of a load must lie in"):
+    with pytest.raises(CopyError, match="positions of pages must lie in"):
         bed.queue(position=4096 - 2 * PAGE)
     assert "launches" not in bed.device.counts

@@ -1,0 +1,131 @@
+"""What loads and saves of a long prompt cost a device, by count, on the simulated one.
+
+Pages are as large as a small model's, so that headers and alignment weigh what they do in service.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_ext.device.copier import PageCopier
+from sglang_ext.device.layout import HEADER_BYTES
+from sglang_ext.device.load_path import LoadPath
+from sglang_ext.device.pools import DevicePool
+from sglang_ext.device.rope_discovery import LayerRope
+from sglang_ext.device.save_path import SavePath, SaveRun
+from sglang_ext.kernels import rope as kernels
+from testkit.simulated_device import SimulatedDevice
+from testkit.simulated_kernels import SimulatedKernels
+from tests.kernels.rope.rope_cases import make_spec
+
+PAGE, LAYERS, HEADS, DIM = 64, 2, 1, 16
+TOKENS = 128 << 10
+BOUND_BYTES = 5 << 20  # the rings, tails and marks; 128K tokens of this model are 16 MB
+
+
+class Quiet(SimulatedDevice):
+    """One that does its work and counts, but does not look at the order: that is seen elsewhere."""
+
+    def _note(self, *_: object) -> None: ...
+
+    def cells_of(self, part: object) -> list[tuple[object, ...]]:
+        """None."""
+        return []
+
+
+class Bed:
+    """A pool with a prompt of 128K tokens, an arena with room for it, and both ways."""
+
+    def __init__(self, num_tokens: int, ring_bytes: int) -> None:
+        shape, generator = (num_tokens, HEADS, DIM), torch.Generator().manual_seed(1)
+        k, v = (
+            tuple(torch.randn(shape, generator=generator).bfloat16() for _ in range(LAYERS))
+            for _ in "kv"
+        )
+        self.pool = DevicePool("mha", torch.bfloat16, k, v, 0, num_tokens)
+        self.layout = self.pool.layout(PAGE)
+        self.num_pages = num_tokens // PAGE
+        self.slots = np.full((self.num_pages, self.layout.slot_bytes), 0xEE, np.uint8)
+        spec = make_spec(DIM, "fp32", max_pos=TOKENS)
+        ropes = [LayerRope(spec, movable=True) for _ in range(LAYERS)]
+        self.device = Quiet(3)
+        self.device.eagerness = 1.0
+        launching = SimulatedKernels(self.device, kernels)
+        self.host = PageCopier(
+            self.pool, self.layout, ropes, self.slots.copy(), mode="pre", kernels=kernels
+        )
+        copier = PageCopier(
+            self.pool, self.layout, ropes, self.slots, mode="pre", kernels=launching
+        )
+        self.copier = copier
+        with self.device.acting("assembly"):
+            forwards = self.device.new_stream(())
+            self.loads = LoadPath(self.device, copier, forwards, ring_bytes)
+            self.saves = SavePath(self.device, copier, forwards, ring_bytes // 2)
+        self.rows = torch.arange(num_tokens)
+        self.pages = np.arange(self.num_pages)
+        self.kept_bytes = self.device.counts["device_bytes"]
+        self.device.counts.clear()
+
+    def save(self) -> None:
+        """As the save thread does."""
+        events = self.saves.ready_events()
+        with self.device.acting("save"), self.saves.saving(events):
+            self.saves.save(self.rows, [SaveRun(0, 0, self.pages)])
+
+    def load(self) -> None:
+        """By the scheduler's thread, which may not wait."""
+        self.loads.queue(
+            [(self.rows, lambda rows: [self.copier.prepare_load(self.pages, rows, 0)])],
+            self.loads.fence(),
+            lambda event: None,
+        )
+        self.device.run_all()
+
+
+@pytest.fixture(scope="module")
+def long_prompt() -> Bed:
+    return Bed(TOKENS, 2 << 20)
+
+
+def test_a_save_of_a_long_prompt_by_count(long_prompt: Bed) -> None:
+    bed = long_prompt
+    bed.save()
+    counts = bed.device.counts
+    num_parts = -(-bed.num_pages // bed.saves._most)
+    assert counts["uploads"] == 1
+    # Three a layer of a part, and one that begins its tails.
+    assert counts["launches"] <= num_parts * (3 * LAYERS + 1)
+    slot_bytes = bed.layout.slot_bytes - HEADER_BYTES
+    assert bed.device.bytes_out <= 1.02 * bed.num_pages * slot_bytes
+    assert bed.device.bytes_in == 0
+    # What indices take grows with the prompt, by 8 bytes a token and 24 a page.
+    assert counts["index_bytes"] <= 2 * (8 * TOKENS + 24 * bed.num_pages)
+    assert "device_bytes" not in counts  # nothing beside what is kept from the start
+    assert bed.kept_bytes == bed.saves.ring_bytes + bed.loads.ring_bytes <= BOUND_BYTES
+    bed.host.save(bed.rows.numpy(), 0, bed.pages)
+    first = bed.layout.payload_bytes(0)
+    assert (bed.slots[:, :HEADER_BYTES] == 0xEE).all()
+    assert np.array_equal(bed.slots[:, HEADER_BYTES:first], bed.host.slots[:, HEADER_BYTES:first])
+
+
+def test_a_load_of_a_long_prompt_by_count(long_prompt: Bed) -> None:
+    bed = long_prompt
+    bed.host.save(bed.rows.numpy(), 0, bed.pages)
+    bed.slots[:] = bed.host.slots
+    want = [each.clone() for each in (*bed.pool.k, *bed.pool.v)]
+    for each in (*bed.pool.k, *bed.pool.v):
+        each.fill_(float("nan"))
+    bed.device.counts.clear()
+    bed.load()
+    counts = bed.device.counts
+    num_parts = -(-bed.num_pages // (bed.loads.ring_bytes // 4 // max(bed.copier.layer_bytes)))
+    assert "synchronize" not in counts
+    assert counts["uploads"] == 1
+    assert counts["launches"] <= num_parts * 3 * LAYERS
+    assert bed.device.bytes_in <= 1.02 * bed.num_pages * bed.layout.kv_bytes
+    assert "device_bytes" not in counts
+    for have, wanted in zip((*bed.pool.k, *bed.pool.v), want, strict=True):
+        assert torch.equal(have.view(torch.int16), wanted.view(torch.int16))
