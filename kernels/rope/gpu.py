@@ -112,7 +112,7 @@ def _save(
         **_geometry(pool, spec),
         RULE=RULES[spec.rule],
         EXACT=not _interpreted(),
-        **_search_options(pool.shape[1] * spec.rotary_dim // 2, pool.element_size()),
+        **_search_options(pool, spec),
     )
 
 
@@ -349,10 +349,14 @@ def _interpreted() -> bool:
     return not isinstance(kernels.save_kernel, triton.runtime.JITFunction)
 
 
-def _search_options(width: int, item_bytes: int) -> dict[str, Any]:
-    """A thread copies 16 bytes, and searches for one pair at a time."""
-    options = _wide(width, item_bytes)
-    return {**options, "WIDE": options["BLOCK"], "BLOCK": 32 * options["num_warps"]}
+def _search_options(pool: torch.Tensor, spec: RopeSpec) -> dict[str, Any]:
+    """A thread copies 16 bytes at a time, and searches for one pair at a time.
+
+    Of interleaved pairs half as many are 16 bytes, and with more of them registers do not suffice.
+    """
+    options = _wide(pool.shape[1] * spec.rotary_dim // 2, pool.element_size())
+    wide = options["BLOCK"] // 2 if spec.interleaved else options["BLOCK"]
+    return {**options, "WIDE": wide, "BLOCK": 32 * options["num_warps"]}
 
 
 def _geometry(pool: torch.Tensor, spec: RopeSpec) -> dict[str, Any]:
