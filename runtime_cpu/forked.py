@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import json
 import os
 import select
@@ -21,7 +22,12 @@ from typing import IO
 from runtime_cpu.zygote import Job
 
 # Variables that are read when a server runs. Others may decide what an import does.
-_READ_LATE = ("SGLANG_HIER_KV_", "BENCH_FAULTS_", "PYTEST_CURRENT_TEST")
+_READ_LATE = (
+    *("SGLANG_HIER_KV_", "BENCH_FAULTS_", "BENCH_RANK_PROBE", "PYTEST_CURRENT_TEST"),
+    *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER"),
+)
+_PATH = "PYTHONPATH"
+_IMPORTED_AT_START = ("sitecustomize", "usercustomize")
 _RANK_OPTIONS = ("--tp-size", "--tensor-parallel-size", "--tp")
 # With these SGLang starts processes from processes that it has started.
 _NESTED = ("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--nnodes", "--enable-dp")
@@ -99,10 +105,13 @@ class Nursery:
         """Whether a server with these would be the same when it is forked."""
         changed = {
             name
-            for name in {*env, *self._base}
+            for name in {*env, *self._base} - {_PATH}
             if env.get(name) != self._base.get(name) and not name.startswith(_READ_LATE)
         }
-        return not changed and not any(arg.startswith(_NESTED) for arg in args)
+        if changed or any(arg.startswith(_NESTED) for arg in args):
+            return False
+        base, path = (each.get(_PATH, "").split(os.pathsep) for each in (self._base, env))
+        return set(base) <= set(path) and all(map(_comes_late, set(path) - set(base)))
 
     def start(self, args: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> ForkedServer:
         """Forks a server.
@@ -143,6 +152,13 @@ class Nursery:
     def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
         control.close()  # it ends, and its servers with it
         process.wait()
+
+
+def _comes_late(folder: str) -> bool:
+    """Whether a folder on the import path has only what was not imported without it."""
+    names = {Path(each).stem for each in os.listdir(folder) if not each.endswith(".dist-info")}
+    names = {name for name in names if name.isidentifier() and name != "__pycache__"}
+    return not any(name in _IMPORTED_AT_START or importlib.util.find_spec(name) for name in names)
 
 
 def _num_ranks(args: Sequence[str]) -> int:

@@ -146,6 +146,7 @@ def _run_server(job: Job, log_fd: int) -> None:
     os.chdir(job.cwd)
     os.environ.clear()
     os.environ.update(job.env)
+    _extend_path(job.env.get("PYTHONPATH", ""))
     random.seed()
     children: list[_Child] = []
     for _ in range(job.num_children):
@@ -154,6 +155,13 @@ def _run_server(job: Job, log_fd: int) -> None:
     setproctitle(" ".join([sys.executable, "-m", SERVER_MODULE, *job.argv]))
     sys.argv = [SERVER_MODULE, *job.argv]
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
+
+
+def _extend_path(path: str) -> None:
+    """Puts the folders on the import path that it lacks; children are told by `multiprocessing`."""
+    added = [folder for folder in path.split(os.pathsep) if folder and folder not in sys.path]
+    sys.path[:0] = added
+    importlib.invalidate_caches()
 
 
 class Zygote:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.faults import kills as kills_module
-from bench.faults.inject import import_path
 from bench.faults.kills import Kill, Kills
 from bench.faults.prompts import PROMPT_PAGES, PromptSource, References
 from bench.faults.records import DAMAGES
@@ -101,26 +100,22 @@ def run(quick: bool, seed: int | None = None) -> dict[str, Any]:
     scratch.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="faults-", dir=scratch))
     try:
-        with _forked_servers(folder / "plugin"):
+        with _forked_servers():
             return _run(folder, QUICK if quick else FULL, quick, seed)
     finally:
         shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
-def _forked_servers(plugin: Path) -> Iterator[None]:
-    """Forks all servers from one process that can import the plugin that injects faults."""
-    before = {name: os.environ.get(name) for name in (FORK_SERVERS, "PYTHONPATH")}
+def _forked_servers() -> Iterator[None]:
+    """Forks all servers from one process that has imported SGLang."""
+    asked = FORK_SERVERS in os.environ
     os.environ.setdefault(FORK_SERVERS, "1")
-    os.environ["PYTHONPATH"] = import_path(plugin)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        if not asked:
+            del os.environ[FORK_SERVERS]
 
 
 class _Parts:

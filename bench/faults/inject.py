@@ -95,21 +95,8 @@ def environment(folder: Path, control: Control) -> dict[str, str]:
     """Variables for a server that obeys `control`.
 
     Args:
-        folder: where the plugin's metadata is written, unless it is on the import path already.
+        folder: where the plugin's metadata is written.
         control: its control file.
-    """
-    variables = {CONTROL_VARIABLE: str(control.path)}
-    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if not any(entry and Path(entry, _INFO).exists() for entry in before):
-        variables["PYTHONPATH"] = import_path(folder)
-    return variables
-
-
-def import_path(folder: Path) -> str:
-    """Writes the plugin's metadata to a folder; returns a PYTHONPATH with it.
-
-    A process that forks servers has to have it from the start; without a control file in its
-    environment a server takes no notice of the plugin.
     """
     info = folder / _INFO
     info.mkdir(parents=True, exist_ok=True)
@@ -118,7 +105,11 @@ def import_path(folder: Path) -> str:
         "[sglang.srt.plugins]\nbench_faults = bench.faults.inject:load\n"
     )
     path = [str(folder), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return launch.environment({**os.environ, "PYTHONPATH": os.pathsep.join(path)})["PYTHONPATH"]
+    base = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    return {
+        CONTROL_VARIABLE: str(control.path),
+        "PYTHONPATH": launch.environment(base)["PYTHONPATH"],
+    }
 
 
 class Plan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-import os
 import pickle
 import platform
 import threading
@@ -106,12 +105,14 @@ def from_distributed(server: Server, model: Path, flush: bool) -> list[tuple[boo
     return answers
 
 
+def _with_stand_in(name: str) -> dict[str, str]:
+    """Variables for a server that finds what is in a folder beside this file."""
+    base = {"PYTHONPATH": str(Path(__file__).with_name(name))}
+    return {"PYTHONPATH": launch.environment(base)["PYTHONPATH"]}
+
+
 # SGLang's path by IPC needs a package that needs CUDA; a stand-in for its transport is in ipc/.
-IPC_ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(
-        [str(Path(__file__).with_name("ipc")), str(launch.STUBS), str(launch.PLUGINS)]
-    )
-}
+IPC_ENVIRONMENT = _with_stand_in("ipc")
 
 
 def from_ipc(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]:
@@ -183,9 +184,7 @@ LORA = [
     "--lora-backend", "torch_native",
 ]  # fmt: skip
 # SGLang's LoRA layers ask for pinned memory, which torch refuses on a machine without accelerator.
-UNPINNED = {
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("unpinned")), str(launch.STUBS)])
-}
+UNPINNED = _with_stand_in("unpinned")
 
 
 def load_adapter(server: Server, name: str, path: Path) -> None:

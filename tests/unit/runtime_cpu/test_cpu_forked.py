@@ -1,0 +1,47 @@
+"""Which servers may be forked from a process that has imported SGLang in another environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bench.faults.inject import Control, environment
+from runtime_cpu import launch
+from runtime_cpu.forked import Nursery
+from testkit.slow import on_path
+
+
+def is_forked(tmp_path: Path, variables: dict[str, str], *args: str) -> bool:
+    base = launch.environment()
+    nursery = Nursery(on_path(base), tmp_path / "log")
+    return nursery.can_start(args, on_path({**base, **variables}))
+
+
+def with_folder(folder: Path) -> dict[str, str]:
+    path = launch.environment()["PYTHONPATH"]
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{path}"}
+
+
+def test_a_server_with_a_plugin_more_is_forked(tmp_path: Path) -> None:
+    assert is_forked(tmp_path, environment(tmp_path / "plugin", Control(tmp_path / "control")))
+
+
+def test_a_folder_with_a_module_that_is_nowhere_else_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "no_other_module_is_called_so.py").touch()
+    assert is_forked(tmp_path, with_folder(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["torch", "sitecustomize.py", "sglang.py"])
+def test_what_an_import_at_start_would_have_found_needs_a_start(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "path"
+    (folder / name).mkdir(parents=True)
+    assert not is_forked(tmp_path, with_folder(folder))
+
+
+def test_what_decides_about_imports_or_starts_processes_twice_needs_a_start(tmp_path: Path) -> None:
+    assert is_forked(tmp_path, {"SGLANG_HIER_KV_TEST": "1"}, "--tp-size", "2")
+    assert not is_forked(tmp_path, {"TRITON_INTERPRET": "1"})
+    assert not is_forked(tmp_path, {"PYTHONPATH": str(tmp_path)})  # lacks the stand-ins
+    assert not is_forked(tmp_path, {}, "--dp-size", "2")
