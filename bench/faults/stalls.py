@@ -7,7 +7,8 @@ count, where the plugin is among its callers:
   so a machine that others use makes no stall.
 - a lock of the plugin's, as far as another thread did I/O with that lock in its hands meanwhile;
   its time without a core is taken off likewise.
-- a condition or another thread's end: whole.
+- a condition or another thread's end: whole, without the time that the threads which copy loads ran
+  or wanted a core. Where the device is a CPU, its layers are copied while the forward waits.
 
 Waits for the interpreter's own lock are no I/O and do not count.
 """
@@ -32,8 +33,10 @@ _CALLS = (
     "statvfs", "fstatvfs", "scandir", "listdir", "mkdir", "utime",
 )  # fmt: skip
 _SOCKET_CALLS = ("connect", "send", "sendall", "recv", "recv_into", "sendmsg")
+_CONDITION = "Condition.wait"
 _OWN = "sglang_ext"
 _MAX_FRAMES = 60
+_COPIES = "hier-kv-load"  # begin of the names of threads that copy loads
 _NUM_REMEMBERED = 4096  # calls of other threads that held a lock; the youngest matter
 
 
@@ -140,12 +143,13 @@ class StallMeter:
             yield
             return
         self._is_measuring = True
-        cpu_s, start_s = _on_core_or_waiting_s(), time.monotonic()
+        tasks = ["thread-self", *(_copying() if what == _CONDITION else ())]
+        cpu_s, start_s = sum(map(_on_core_or_waiting_s, tasks)), time.monotonic()
         try:
             yield
         finally:
             wall_s = time.monotonic() - start_s
-            wanted_core_s = _on_core_or_waiting_s() - cpu_s
+            wanted_core_s = sum(map(_on_core_or_waiting_s, tasks)) - cpu_s
             self._is_measuring = False
             self._note(max(0.0, wall_s - wanted_core_s), what, where)
 
@@ -162,14 +166,23 @@ class StallMeter:
 _real_open, _real_read, _real_close = os.open, os.read, os.close
 
 
-def _on_core_or_waiting_s() -> float:
-    """Seconds so far that the calling thread ran, or was ready to."""
-    fd = _real_open("/proc/thread-self/schedstat", os.O_RDONLY)
+def _on_core_or_waiting_s(task: str = "thread-self") -> float:
+    """Seconds so far that a thread ran, or was ready to; by its folder in /proc."""
+    fd = _real_open(f"/proc/{task}/schedstat", os.O_RDONLY)
     try:
         ran, waited, _ = _real_read(fd, 100).split()
     finally:
         _real_close(fd)
     return (int(ran) + int(waited)) / 1e9
+
+
+def _copying() -> list[str]:
+    """Folders in /proc of the threads that copy loads; they end with the process."""
+    return [
+        f"self/task/{thread.native_id}"
+        for thread in threading.enumerate()
+        if thread.name.startswith(_COPIES)
+    ]
 
 
 class MeteredLock:
@@ -257,7 +270,7 @@ def metered_wait(meter: StallMeter, wait: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(wait)
     def metered(condition: Any, timeout: float | None = None) -> Any:
-        with meter.io("Condition.wait", id(condition._lock)):
+        with meter.io(_CONDITION, id(condition._lock)):
             return wait(condition, timeout)
 
     return metered

@@ -16,6 +16,7 @@ from bench.faults.store.power import cut_power
 from bench.faults.store.remote_storm import storm_folder, storm_redis
 from bench.faults.store.storm import storm_disk, storm_memory
 from bench.faults.tally import Tallies
+from sglang_ext.device.load_counter import LoadCounter
 from testkit.remote.redis_server import redis_binary
 
 SEED = 20
@@ -119,3 +120,30 @@ def test_a_lock_that_a_waiting_thread_gave_back_is_not_held_over_io(
     for thread in threads:
         thread.join()
     assert meter.report()["num"] == 0
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_wait_for_a_layer_is_a_stall_unless_it_is_being_copied(
+    copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = StallMeter(threading.get_ident())
+    monkeypatch.setattr(threading.Condition, "wait", metered_wait(meter, threading.Condition.wait))
+    counter, waits, measured = LoadCounter(1), threading.Event(), threading.Event()
+    index = counter.update_producer()
+
+    def load() -> None:
+        waits.wait()
+        begin_s = time.thread_time()
+        while copies and time.thread_time() - begin_s < 0.2:
+            pass
+        time.sleep(0 if copies else 0.2)
+        counter.complete(index)
+        measured.wait()
+
+    thread = threading.Thread(target=load, name="hier-kv-load")
+    thread.start()
+    waits.set()
+    counter.wait_until(0)
+    measured.set()
+    thread.join()
+    assert (meter.report()["max_ms"] < 100.0) == copies
