@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ __all__ = ["FaultCheckError", "run"]
 _PLAIN = ("--page-size", "64", "--max-total-tokens", "98304", "--sleep-on-idle")
 _PARTIAL_PAGES = 3
 _NUM_PARTS = 6
+_TELL_EVERY_S = 15.0  # between two lines of a part
 
 
 @dataclass(frozen=True)
@@ -134,12 +136,24 @@ class _Parts:
         """Around one part."""
         before, started_s = self._tallies.num_injected, time.monotonic()
         print(f"part {len(self.seconds) + 1} of {_NUM_PARTS}, {name} ...", flush=True)
-        yield
+        over = threading.Event()
+        teller = threading.Thread(target=self._tell, args=(name, before, started_s, over))
+        teller.start()
+        try:
+            yield
+        finally:
+            over.set()
+            teller.join()
         self.seconds[name] = round(time.monotonic() - started_s, 1)
         num = self._tallies.num_injected - before
         harmful = [kind for kind, tally in self._tallies.by_kind.items() if not tally.harmless]
         harm = f"HARM so far by {', '.join(harmful)}" if harmful else "no harm so far"
         print(f"{name}: {num:,} faults in {self.seconds[name]:.0f} s, {harm}", flush=True)
+
+    def _tell(self, name: str, before: int, started_s: float, over: threading.Event) -> None:
+        while not over.wait(_TELL_EVERY_S):
+            num, seconds = self._tallies.num_injected - before, time.monotonic() - started_s
+            print(f"  {name}: {num:,} faults after {seconds:.0f} s", flush=True)
 
 
 def _run(folder: Path, size: Size, quick: bool, seed: int) -> dict[str, Any]:

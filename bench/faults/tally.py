@@ -52,8 +52,8 @@ class Tallies:
 
     @property
     def num_injected(self) -> int:
-        """Faults of all kinds."""
-        return sum(tally.injected for tally in self.by_kind.values())
+        """Faults of all kinds; any thread may ask."""
+        return sum(tally.injected for tally in list(self.by_kind.values()))
 
     def to_dict(self) -> dict[str, dict[str, int]]:
         """Plain values, for JSON."""
