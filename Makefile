@@ -24,6 +24,7 @@ help:
 	@echo "make demo    multi-turn chats and documents on a real server, with and without the plugin"
 	@echo "make check   ruff and mypy"
 	@echo "make contract  which releases of SGLang keep to what the plugin takes for granted"
+	@echo "make dist    wheel and source archive, checked and installed on their own"
 	@echo "make test    all tests; TESTS=tests/unit for some, WORKERS=1 for one at a time"
 	@echo "make bench   benchmarks; CASE=serve BENCH_ARGS='--json build/serve.json' for one"
 	@echo "make gpu-kit a tar for a machine with a CUDA device: kernels and copies, without SGLang or a network"
@@ -52,6 +53,10 @@ contract: $(STAMP)
 	for release in $(RELEASES); do ls build/sglang/sglang-$$release-*.whl >/dev/null 2>&1 \
 	  || $(PY) -m pip download --quiet --no-input --no-deps -d build/sglang sglang==$$release; done
 	$(PY) -m testkit.contract_matrix build/sglang/*.whl
+
+# The wheel and the source archive, each tried in an environment without anything else.
+dist: $(STAMP)
+	$(PY) -m testkit.release
 
 test: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)

@@ -1,0 +1,104 @@
+"""Builds the wheel and the source archive, and installs each where nothing else is.
+
+``python -m testkit.release`` (`make dist`); both are left in ``dist/``. The wheel is built from the
+source archive, so that nothing but what the archive holds can be in it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_ext import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST = ROOT / "dist"
+TOOLS = ("build==1.6.1", "twine==7.0.0")
+_LOADS_PLUGIN = (
+    "from importlib.metadata import entry_points; "
+    "[plugin] = entry_points(group='sglang.srt.plugins'); print(plugin.load().__module__)"
+)
+# What there is without SGLang and torch; each prints something.
+TRIED = {
+    "help": ("hier-kv", "--help"),
+    "version": ("python", "-c", "import sglang_ext; print(sglang_ext.__version__)"),
+    "plugin": ("python", "-c", _LOADS_PLUGIN),
+}
+
+
+class ReleaseError(RuntimeError):
+    """What was built cannot be released."""
+
+
+def main() -> None:
+    """Builds, checks and tries; ends with one sentence where something is wrong."""
+    try:
+        check_changelog((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), __version__)
+        with tempfile.TemporaryDirectory(prefix="hier-kv-release-") as scratch:
+            release(Path(scratch))
+    except ReleaseError as error:
+        sys.exit(f"release: {error}")
+
+
+def check_changelog(text: str, version: str) -> None:
+    """Raises where the newest entry is of another version."""
+    newest = re.search(r"^## \[([^\]]+)\]", text, re.MULTILINE)
+    if newest is None or newest[1] != version:
+        found = "none" if newest is None else newest[1]
+        raise ReleaseError(
+            f"the newest entry of CHANGELOG.md should be of version {version}, it is of {found}"
+        )
+
+
+def release(scratch: Path) -> None:
+    """Builds both, and installs each into an environment of its own."""
+    tools = environment(scratch / "tools", TOOLS)
+    shutil.rmtree(DIST, ignore_errors=True)
+    call([tools / "python", "-m", "build", "--outdir", DIST, ROOT])
+    built = sorted(DIST.iterdir())
+    if sorted(path.suffix for path in built) != [".gz", ".whl"]:
+        raise ReleaseError(f"a wheel and a source archive should be built, there are {built}")
+    call([tools / "python", "-m", "twine", "check", "--strict", *built])
+    for path in built:
+        print(f"{path.name}: {path.stat().st_size:,} bytes", flush=True)
+        bin_folder = environment(scratch / path.suffix, [str(path)])
+        for what, (program, *args) in TRIED.items():
+            first, *_ = call([bin_folder / program, *args]).splitlines()
+            print(f"  {what}: {first}", flush=True)
+    print("release: both can be installed and used")
+
+
+def environment(folder: Path, requirements: Sequence[str]) -> Path:
+    """A virtual environment with these; returns the folder of its programs."""
+    venv.create(folder, with_pip=True)
+    bin_folder = folder / "bin"
+    call([bin_folder / "python", "-m", "pip", "install", "--quiet", "--no-input", *requirements])
+    return bin_folder
+
+
+def call(command: Sequence[str | Path]) -> str:
+    """Runs a command outside of this tree; returns what it printed.
+
+    Raises:
+        ReleaseError: it failed.
+    """
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tempfile.gettempdir(),
+    )
+    if done.returncode:
+        raise ReleaseError(f"{' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()
