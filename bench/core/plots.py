@@ -31,6 +31,18 @@ def save(fig: Any, path: Path) -> Path:
     return path
 
 
+def plain_log_axis(axes: Any, low: float, high: float) -> None:
+    """A logarithmic x axis with plain numbers at 1, 2 and 5 of each decade, around these values."""
+    places = [scale * 10.0**power for power in range(-6, 10) for scale in (1, 2, 5)]
+    first = max(place for place in places if place <= low)
+    last = min(place for place in places if place >= high)
+    chosen = [place for place in places if first <= place <= last]
+    axes.set_xscale("log")
+    axes.set_xticks(chosen, [f"{place:,.10g}" for place in chosen])
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(first, last)
+
+
 def plot_bars(
     path: Path,
     title: str,

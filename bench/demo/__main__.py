@@ -195,29 +195,45 @@ def _sentence(report: dict[str, Any]) -> str:
 
 
 def _plot(found: dict[str, list[Served]], report: dict[str, Any], path: Path) -> None:
-    from bench.core.plots import COLOURS, figure, save
+    from bench.core.plots import figure, save
 
-    fig, (left, right) = figure(10.0, 4.2, ncols=2)
+    fig, (left, right) = figure(10.0, 4.4, ncols=2)
+    _plot_times(left, found)
+    _plot_origins(right, report)
+    save(fig, path)
+
+
+def _plot_times(axes: Any, found: dict[str, list[Served]]) -> None:
+    from bench.core.plots import COLOURS, plain_log_axis
+
+    all_times: list[float] = []
     for side, colour in zip(SIDES, COLOURS, strict=False):
         times = sorted(one.ttft_ms for one in found[side] if one.reusable)
         shares = [(index + 1) / len(times) for index in range(len(times))]
-        left.plot(times, shares, color=colour, label=f"{side} the plugin", drawstyle="steps-post")
-    left.set_xscale("log")
-    left.set_xlabel("time to first token, ms")
-    left.set_ylabel("share of returning prompts")
-    left.set_title("Time to first token, returning prompts", fontsize=10)
-    left.legend(fontsize=8)
+        axes.plot(times, shares, color=colour, label=f"{side} the plugin", drawstyle="steps-post")
+        all_times += times
+    plain_log_axis(axes, min(all_times), max(all_times))
+    axes.set_xlabel("time to first token, ms")
+    axes.set_ylabel("share of returning prompts")
+    axes.set_title("Time to first token, returning prompts", fontsize=10)
+    axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
+
+
+def _plot_origins(axes: Any, report: dict[str, Any]) -> None:
+    from bench.core.plots import COLOURS
+
     bottom = [0, 0]
     for tier, colour in zip(("device", "host", "disk"), COLOURS, strict=False):
         counts = [report["reused_tokens_by_tier"][side][tier] for side in SIDES]
-        right.bar(SIDES, counts, bottom=bottom, color=colour, label=f"reused from {tier}")
+        axes.barh(SIDES, counts, left=bottom, color=colour, label=f"reused, {tier}")
         bottom = [low + count for low, count in zip(bottom, counts, strict=True)]
     rest = [report["prompt_tokens"][side] - low for side, low in zip(SIDES, bottom, strict=True)]
-    right.bar(SIDES, rest, bottom=bottom, color="#eceff1", label="computed")
-    right.set_ylabel("prompt tokens")
-    right.set_title("Where prompt tokens came from", fontsize=10)
-    right.legend(fontsize=8)
-    save(fig, path)
+    axes.barh(SIDES, rest, left=bottom, color="#eceff1", label="computed")
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+    axes.set_xlabel("prompt tokens")
+    axes.set_title("Where prompt tokens came from", fontsize=10)
+    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
 
 
 if __name__ == "__main__":
