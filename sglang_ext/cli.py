@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_doctor(
         commands.add_parser("doctor", help="look at SGLang and the machine, as a start would")
     )
+    _add_stats(commands.add_parser("stats", help="what a running server's tiers hold and do"))
+    _add_top(commands.add_parser("top", help="the same, again and again, with rates"))
     chosen = parser.parse_args(arguments)
     try:
         return int(chosen.run(chosen))
@@ -98,6 +101,69 @@ def _doctor(chosen: argparse.Namespace) -> int:
         for check in checks:
             print("\n    ".join([f"{check.name}: {check.state}. {check.text}", *check.details]))  # noqa: T201
     return int(any(check.state == "refused" for check in checks))
+
+
+def _add_stats(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Looks at a running server once: its tiers, what came back from them, what waits, the "
+        "speeds it measured, and counts that should be 0. Example: "
+        "hier-kv stats http://127.0.0.1:30000"
+    )
+    parser.set_defaults(run=_stats)
+    _add_server(parser)
+    parser.add_argument("--json", action="store_true", help="all counters, for programs")
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Looks at a running server every few seconds, until Ctrl-C. Example: "
+        "hier-kv top http://127.0.0.1:30000 --every 5"
+    )
+    parser.set_defaults(run=_top)
+    _add_server(parser)
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="(%(default)s)")
+    parser.add_argument("--count", type=int, metavar="N", help="so many looks, then end")
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "url", nargs="?", default="http://127.0.0.1:30000", help="of the server (%(default)s)"
+    )
+    parser.add_argument("--api-key", default="", help="SGLang's, where it was started with one")
+
+
+def _stats(chosen: argparse.Namespace) -> int:
+    from sglang_ext.assembly.server_stats import describe, fetch
+
+    states = fetch(chosen.url, chosen.api_key)
+    if chosen.json:
+        print(json.dumps(states, indent=1))  # noqa: T201
+    else:
+        for state in states:
+            print("\n".join(describe(state)))  # noqa: T201
+    return 0
+
+
+def _top(chosen: argparse.Namespace) -> int:
+    from sglang_ext.assembly.server_stats import State, describe, fetch
+
+    if chosen.every <= 0 or (chosen.count is not None and chosen.count < 1):
+        raise ValueError("--every and --count must be above 0")
+    before: list[State] = []
+    looked_s, num_looks = time.monotonic(), 0
+    with contextlib.suppress(KeyboardInterrupt):
+        while chosen.count is None or num_looks < chosen.count:
+            if num_looks:
+                time.sleep(chosen.every)
+            states, now_s = fetch(chosen.url, chosen.api_key), time.monotonic()
+            lines = [time.strftime("%H:%M:%S")]
+            same = len(before) == len(states)
+            for at, state in enumerate(states):
+                lines += describe(state, before[at] if same else None, now_s - looked_s)
+            clear = "\x1b[H\x1b[J" if sys.stdout.isatty() else ""
+            print(clear + "\n".join(lines), flush=True)  # noqa: T201
+            before, looked_s, num_looks = states, now_s, num_looks + 1
+    return 0
 
 
 def _calibrate(chosen: argparse.Namespace) -> int:

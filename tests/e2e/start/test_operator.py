@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -13,8 +14,9 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from sglang_ext.cli import main
 from testkit.remote.redis_server import RedisServer, redis_binary
-from testkit.server import Server
+from testkit.server import Server, free_port
 from tests.e2e.hier_server import ask, hier_args, real_prompts, settled, state
 
 pytestmark = pytest.mark.e2e
@@ -105,3 +107,27 @@ def test_a_full_file_system_under_the_event_log_ends_nothing(world: World) -> No
     assert state(world.server)["host"]["event_log_dropped_lines"] > 0
     assert len(ask(world.server, [7] * 200)["output_ids"]) == 8
     assert os.path.getsize(world.folder.parent / "small" / "events.jsonl") <= 16384
+
+
+def test_stats_and_top_say_what_the_server_counts(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = settled(world.server)
+    assert main(["stats", world.server.url, "--json"]) == 0
+    [shown] = json.loads(capsys.readouterr().out)
+    assert shown["host"]["saved_pages"] == found["host"]["saved_pages"] > 0
+    assert main(["top", world.server.url, "--count", "2", "--every", "0.01"]) == 0
+    text = capsys.readouterr().out
+    saved = f"{found['host']['saved_pages']:,}"
+    assert f"{saved} saved" in text  # at the first look, and then with rates
+    assert f"{saved} (+0.0/s) saved" in text
+    assert text.count("  remote  ") == 2
+
+
+def test_stats_of_no_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for url, expected in (
+        (f"http://127.0.0.1:{free_port()}", "gives no state of an SGLang server"),
+        ("here", "a URL such as http://127.0.0.1:30000 is expected, got 'here'"),
+    ):
+        assert main(["stats", url]) == 1
+        assert expected in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""`hier-kv stats` and `hier-kv top`: what a running server's tiers hold and do, in a few lines.
+
+All of it is `/server_info`'s, the part of each scheduler; see docs/operations.md for the counters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+_TIMEOUT_S = 10.0
+# Counts that should be 0 while all is well.
+_TROUBLE = re.compile(r"reject|fail|damaged|timeout|unauthentic|refus|_late$|dropped|swept")
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+State = dict[str, Any]
+
+
+class ServerStatsError(ValueError):
+    """The server does not say what was asked; what to do about it is in the message."""
+
+
+def fetch(url: str, api_key: str = "") -> list[State]:
+    """The plugin's state, one entry a scheduler. Blocks for at most 10 s a read.
+
+    Args:
+        url: of the server, such as `http://127.0.0.1:30000`.
+        api_key: SGLang's, where it was started with one.
+
+    Raises:
+        ServerStatsError: nobody answers there, or the plugin is off.
+    """
+    address = f"{url.rstrip('/')}/server_info"
+    if not address.startswith(("http://", "https://")):
+        raise ServerStatsError(f"a URL such as http://127.0.0.1:30000 is expected, got {url!r}")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        request = urllib.request.Request(address, headers=headers)
+        with opener.open(request, timeout=_TIMEOUT_S) as answer:
+            found = json.load(answer)
+        states = [each["hier_kv"] for each in found["internal_states"] if each.get("hier_kv")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ServerStatsError(
+            f"{address} gives no state of an SGLang server ({error}); is it up, and its URL?"
+        ) from error
+    if not states:
+        raise ServerStatsError(f"the server at {url} runs without --enable-hier-kv")
+    return states
+
+
+def describe(now: State, before: State | None = None, seconds: float = 0.0) -> list[str]:
+    """One scheduler's state as lines to read.
+
+    Args:
+        now: see `fetch`.
+        before: an earlier one; counts then have their rates beside them.
+        seconds: between the two.
+    """
+    host, disk = now["host"], now["disk"]
+    counts = _Counts(host, (before or {}).get("host"), seconds)
+    pages = f"pages of {now['page_size']} tokens, {amount(now['kv_bytes_per_page'])} each"
+    stored = f"K {now['rope']}, codec {now['codec']}"
+    lines = [
+        f"rank tp {now['tp_rank']} dp {now['dp_rank']}: {pages}, {stored}",
+        _row("DRAM", _dram(now), f"{counts('saved_pages')} saved, {counts('evicted_pages')} left"),
+    ]
+    if disk:
+        disk_counts = _Counts(disk, (before or {}).get("disk"), seconds)
+        size = f"{amount(disk['used_bytes'])} of {amount(disk['max_bytes'])}"
+        moved = f"{disk_counts('records_written')} written, {disk_counts('records_read')} read"
+        lines.append(_row("disk", size, f"{moved}, {disk['mode']} I/O"))
+    remote = now["remote"]
+    if remote:
+        lines.append(_row("remote", "", _named(remote) or "nothing yet"))
+    ready, late = (host.get(f"admitted_{kind}_requests", 0) for kind in ("ready", "late"))
+    reused = f"{counts('loaded_pages')} pages came back"
+    if ready + late:
+        reused += f"; of {ready + late:,} requests that had some, {ready:,} found them all in DRAM"
+    lines.append(_row("reuse", "", reused))
+    lines.append(_row("queue", "", _queue(host)))
+    lines.append(_row("speeds", "", _speeds(now["cost"])))
+    lines.append(_row("trouble", "", _named(trouble(now)) or "none"))
+    return lines
+
+
+def trouble(state: State) -> dict[str, int]:
+    """Counts that should be 0, those that are not."""
+    found = {name: n for name, n in state["host"].items() if _TROUBLE.search(name)}
+    for kind in ("errors", "dropped"):
+        found |= {f"disk_{kind}_{name}": n for name, n in state["disk"].get(kind, {}).items()}
+    return {name: n for name, n in sorted(found.items()) if n}
+
+
+def amount(num_bytes: float) -> str:
+    """Bytes in the unit that fits, of powers of 1,000."""
+    for unit in _UNITS[:-1]:
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} {_UNITS[-1]}"
+
+
+class _Counts:
+    """Counts as text, with their rates where an earlier state is known."""
+
+    def __init__(
+        self, now: Mapping[str, int], before: Mapping[str, int] | None, seconds: float
+    ) -> None:
+        self._now, self._before, self._seconds = now, before, seconds
+
+    def __call__(self, name: str) -> str:
+        count = self._now.get(name, 0)
+        if self._before is None or self._seconds <= 0:
+            return f"{count:,}"
+        return f"{count:,} (+{(count - self._before.get(name, 0)) / self._seconds:,.1f}/s)"
+
+
+def _dram(state: State) -> str:
+    host, slot_bytes = state["host"], state["slot_bytes"]
+    pages, capacity = host["host_pages"], host["host_capacity_pages"]
+    share = pages / capacity if capacity else 0.0
+    return f"{amount(pages * slot_bytes)} of {amount(capacity * slot_bytes)} ({share:.0%})"
+
+
+def _queue(host: Mapping[str, int]) -> str:
+    return (
+        f"{host['waiting_requests']:,} requests wait, {host['window_requests']:,} of them with a "
+        f"place in DRAM; on their way: {host['save_queue']:,} nodes to DRAM, "
+        f"{host['spill_queue_pages']:,} pages to disk"
+    )
+
+
+def _speeds(cost: Mapping[str, float | None]) -> str:
+    wanted = {
+        "prefill of 1,024 tokens {:.0f} ms": "prefill_1024_tokens_ms",
+        "disk {:,.0f} MB/s": "disk_read_mb_s",
+        "remote {:,.0f} MB/s": "remote_read_mb_s",
+        "DRAM to device {:,.0f} MB/s": "device_load_mb_s",
+    }
+    known = [(text, cost.get(name)) for text, name in wanted.items()]
+    return ", ".join(text.format(value) for text, value in known if value) or "not known yet"
+
+
+def _named(counts: Mapping[str, Any]) -> str:
+    numbers = {name: n for name, n in counts.items() if n and isinstance(n, int | float)}
+    return ", ".join(f"{name} {n:,}" for name, n in numbers.items())
+
+
+def _row(name: str, size: str, text: str) -> str:
+    return f"  {name:8}{', '.join(filter(None, [size, text]))}"
