@@ -100,7 +100,8 @@ def build_cache(ctx: Any) -> Any:
     remote_codec = build_remote_codec(config, pool, layout, kv_pool.dtype, runner)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
     feeds = CostFeeds(cost, layout.kv_bytes)
-    rules = LocalPages(layout, ropes, config.rope)
+    # Of window layers' parts no quality is kept on the device.
+    rules = LocalPages(layout, ropes, config.rope, exact_only=pools.window is not None)
     store, disk = _build_store(config, layout, page_codec, feeds, remote_codec, rules)
     pinned_bytes = 0
     if pool.device.type == "cuda":

@@ -21,6 +21,7 @@ from sglang_ext.device.layout import (
 )
 from sglang_ext.device.rope_discovery import LayerRope, num_positions
 from sglang_ext.tiers.records.page_rules import PageRules
+from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.records.record import (
     RAW_CODEC,
     ByteArray,
@@ -41,10 +42,19 @@ class LocalPages(PageRules):
         layout: of its pages.
         ropes: one a layer; a shared list, which changes when a layer is bound later.
         mode: `pre` or `delta`.
+        exact_only: whether a page that says of itself that it is not exact is none here.
     """
 
-    def __init__(self, layout: PageLayout, ropes: list[LayerRope], mode: str) -> None:
+    def __init__(
+        self,
+        layout: PageLayout,
+        ropes: list[LayerRope],
+        mode: str,
+        *,
+        exact_only: bool = False,
+    ) -> None:
         self._layout = layout
+        self._exact_only = exact_only
         self._ropes = ropes
         self._pre = mode == "pre"
 
@@ -82,6 +92,8 @@ class LocalPages(PageRules):
         is_placed = 0 <= meta.position <= self.max_position and not meta.position % size
         is_known = meta.rope in [ROPE_NAMES[state] for state in self.states]
         if not is_placed or not is_known or meta.num_tokens != size:
+            return False
+        if self._exact_only and meta.quality != Quality.EXACT:
             return False
         if meta.codec != RAW_CODEC:
             return payload_bytes <= self._layout.slot_bytes - HEADER_BYTES

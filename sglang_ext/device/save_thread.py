@@ -179,20 +179,29 @@ class SaveThread:
         ok = False
         try:
             with self._parts.saving(job.ready_events):
-                self._copy_out(job, ticket, offered[ticket.pages])
-            ok = job.epoch == self._epoch
+                ok = self._copy_out(job, ticket, offered[ticket.pages])
+            ok = ok and job.epoch == self._epoch
         finally:
             self._store.finish_save(ticket, ok=ok)
         return ok and ticket.dropped == 0
 
-    def _copy_out(self, job: SaveJob, ticket: SaveTicket, pages: npt.NDArray[np.int64]) -> None:
-        """Copies new `pages` of a job, part by part."""
+    def _copy_out(self, job: SaveJob, ticket: SaveTicket, pages: npt.NDArray[np.int64]) -> bool:
+        """Copies new `pages` of a job, part by part.
+
+        Returns:
+            False where rows of window layers lie in the padding page: SGLang names its rows for
+            tokens that have none, and what is in them is everybody's.
+        """
+        if job.is_of_windows and bool((job.token_slots < self._page_size).any()):
+            self._store.counters.add("save_unplaced_pages", len(pages))
+            return False
         # Of window layers the same pages come once a group.
         num_pages = len(job.token_slots) // self._page_size
         part = pages // num_pages + 1 if job.is_of_windows else np.zeros_like(pages)
         for number in np.unique(part).tolist():
             mine = np.flatnonzero(part == number)
             self._copy_part(job, self._parts[number], pages[mine], ticket.slots[mine])
+        return True
 
     def _copy_part(
         self,

@@ -268,7 +268,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         num_on_device = min(device_pages, num_pages)
         if self.linker.windows is not None:
             limit = (len(req.full_untruncated_fill_ids) - 1) // self.page_size
-            tail = hashes[num_on_device:]
+            tail = hashes[num_on_device:][: self.linker.windows.most_pages]
             hashes, resumable = self.linker.windows.wish(space, hashes, num_on_device, limit)
         anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))

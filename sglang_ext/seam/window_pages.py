@@ -80,13 +80,20 @@ class WindowPages:
         """
         tail = hashes[num_on_device:limit]
         num = self._store.locate_prefix(space, tail).total
-        end = self._resume(space, tail[:num], 0xFF)
+        end = self._resume(space, tail[: min(num, self.most_pages)], 0xFF)
         wanted = [hashes[: num_on_device + end]]
         if end:
             wanted.append(self._layers.entries(tail[self._layers.window_of(end)]))
         if num_on_device + end == limit < len(hashes):
             wanted.append(self.parts(hashes[limit : limit + 1]))
         return np.concatenate(wanted), end
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a plan has room for, with their windows; of more the windows would lack."""
+        most = self._store.max_lone_plan_pages
+        num_groups, num_pages = self._layers.num_groups, self._layers.num_pages
+        return max(most - num_groups * num_pages, min(num_pages, most // (1 + num_groups)))
 
     def parts(self, hashes: Hashes) -> Hashes:
         """Keys of all parts of some pages: of the full layers, then group by group."""

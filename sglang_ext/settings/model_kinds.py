@@ -61,7 +61,7 @@ MODEL_KINDS = {
         "gpt-oss, Mellum, Laguna",
         "exact, at the saved position, by one rank, without codec, truncation, adapters or "
         "sessions; run with a small Mellum on a CPU",
-        "tests/e2e/reuse/test_windows.py",
+        "tests/e2e/reuse/test_windows.py; tests/property/test_window_interleavings.py",
     ),
     "swa of two shapes": ModelKind(
         "a second pool for the window's layers, of another shape or without full layers",

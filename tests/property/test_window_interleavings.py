@@ -1,0 +1,124 @@
+"""Models with window layers, in random interleavings of all that a scheduler does."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_ext.device.transfers import Place
+from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
+from sglang_ext.tiers.remote.breaker import BreakerConfig
+from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.hostile_engine import HostileEngine
+from tests.property.worlds.window_world import PAGE, WindowWorld
+from tests.tiers.protection_cases import protected_store
+
+ROUNDS = int(os.environ.get("HIER_KV_WINDOW_ROUNDS", "2"))  # of 400 steps, in each world
+SEEDS = int(os.environ.get("HIER_KV_WINDOW_SEEDS", "1"))
+Make = Callable[..., WindowWorld]
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "no multiple of the page": {"window": 6},
+    "write back": {"window": 8, "policy": "write_back"},
+    "selective": {"window": 7, "policy": "selective", "host_pages": 24},
+    "shorter than a page": {"window": 3, "window_pages": 24},
+    "a full disk": {"window": 9, "host_pages": 20, "disk_bytes": 512 << 10},
+    "no disk": {"window": 5, "disk_bytes": 0},
+    "one token": {"window": 1, "window_pages": 20, "prefetch_policy": "wait_complete"},
+}
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    worlds: list[WindowWorld] = []
+
+    def build(seed: int = 1, **options: Any) -> WindowWorld:
+        worlds.append(WindowWorld(tmp_path / str(len(worlds)), monkeypatch, seed, **options))
+        return worlds[-1]
+
+    yield build
+    for world in worlds:
+        world.close()
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("name", WORLDS)
+def test_no_request_attends_to_rows_that_are_not_its_own(make: Make, name: str, seed: int) -> None:
+    world = make(seed, **WORLDS[name])
+
+    def one_round() -> None:
+        for _ in range(400):
+            world.step()
+        world.drain()
+
+    shown = ("loaded_pages", "saved_windows", "evicted_pages")
+    run_until_all_seen(one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS)
+    print(name, seed, world.counts, world.store.stats())
+
+
+REMOTE: dict[str, tuple[str, dict[str, Any]]] = {
+    "honest": ("plain", {}),
+    "swaps parts": ("plain", {"lies": 0.2, "dies": 0.05}),
+    "says that pages are not exact": ("plain", {"lies": 0.2, "coarse": True}),
+    "forges headers": ("tag", {"lies": 0.2, "forges": True}),
+}
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("name", REMOTE)
+def test_a_store_that_servers_share_gives_no_other_part_of_a_page(
+    make: Make, name: str, seed: int
+) -> None:
+    mode, behaviour = REMOTE[name]
+    engine = HostileEngine(random.Random(seed + 3), **behaviour)
+    config = RemoteStoreConfig(breaker=BreakerConfig(first_wait_s=0.01, max_wait_s=0.05))
+    remote = RemoteStore(config=config, **protected_store(engine, mode))
+    assert remote.wait_usable(60.0)
+    world = make(seed, window=6, host_pages=24, disk_bytes=0, remote=remote)
+
+    def one_round() -> None:
+        for _ in range(400):
+            world.step()
+        world.drain()
+
+    def unseen() -> list[str]:
+        stats = {**world.store.stats(), "lies": engine.num_lies}
+        shown = ["remote_promoted_pages", "saved_windows"]
+        return missing(stats, tuple(shown + ["lies"] * bool(behaviour.get("lies"))))
+
+    run_until_all_seen(one_round, unseen, num_rounds=ROUNDS)
+    print(name, seed, engine.num_lies, world.counts, world.store.stats())
+
+
+def test_rows_of_the_padding_page_are_not_saved(make: Make) -> None:
+    """SGLang gives them to tokens whose window left; what is in them is everybody's."""
+    world = make(window=6)
+    linker, hashes = world.cache.hier_linker, np.arange(64, dtype=np.uint8).reshape(2, 32)
+    assert world.identity.digest not in world.store._opened
+    space = world.identity.space_of(None, world.store)
+    rows = torch.arange(2 * PAGE) + 3 * PAGE
+    rows[-1] = 0
+    assert linker.offload_windows(Place(space, 0, hashes), hashes, rows)
+    assert linker.quiesce()
+    windows = linker.windows
+    assert windows is not None
+    assert not world.store.page_states(space, windows.entries(hashes))[0].any()
+    assert world.store.stats()["save_unplaced_pages"] == 2 * windows.num_groups
+
+
+def test_a_prompt_that_dram_has_no_room_for_is_resumed_where_it_has(make: Make) -> None:
+    world = make(window=6, host_pages=24, device_pages=64, window_pages=64)
+    short = [1 + at % 120 for at in range(40)]
+    long = [*short, *range(100, 139)]
+    for tokens in (short, long):
+        world.run(tokens)
+        world.only_on_disk()
+    # Its 19 pages and its windows are more than a plan may pin.
+    assert world.run(long).num_loaded == len(short)

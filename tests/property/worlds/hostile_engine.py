@@ -1,0 +1,103 @@
+"""A remote store that swaps the parts of pages, forges their headers, and is gone now and then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from sglang_ext.device.windows.layers import group_hashes
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.tiers.records.record import HEADER_BYTES, parse_header, write_meta
+from sglang_ext.tiers.remote.base import (
+    Deadline,
+    Fetch,
+    OnFetched,
+    OnStored,
+    RemoteUnavailableError,
+    Value,
+)
+from tests.faults.hostile_targets import DictEngine
+from tests.faults.record_mutations import seal
+
+
+class HostileEngine(DictEngine):
+    """Holds what it was given; what it gives may be another page, or another part of the page.
+
+    Args:
+        rng: decides.
+        lies: share of the names of which it gives something else.
+        forges: whether that has the header that was asked for, and the right checksum.
+        coarse: whether that is the page itself, with a header that says that it is not exact.
+        dies: share of the calls in which it is not there.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        lies: float = 0.0,
+        forges: bool = False,
+        coarse: bool = False,
+        dies: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.num_lies = 0
+        self.dies = dies
+        self._rng = rng
+        self._lies = lies
+        self._forges = forges
+        self._coarse = coarse
+        self._told: dict[str, bytes] = {}  # a lie is told again, or a checksum would find it
+
+    def fetch(self, fetches: Sequence[Fetch], on_fetched: OnFetched, deadline: Deadline) -> None:
+        """See `RemoteEngine.fetch`."""
+        self._live()
+        for at, fetch in enumerate(fetches):
+            part = self._said(fetch.name)[fetch.offset :][: fetch.out.size]
+            fetch.out[: len(part)] = np.frombuffer(part, np.uint8)
+            on_fetched(at, len(part))
+
+    def put(self, values: Sequence[Value], on_stored: OnStored, deadline: Deadline) -> None:
+        """See `RemoteEngine.put`."""
+        self._live()
+        super().put(values, on_stored, deadline)
+
+    def _live(self) -> None:
+        if self._rng.random() < self.dies:
+            raise RemoteUnavailableError("injected")
+
+    def _said(self, name: str) -> bytes:
+        value = self.values.get(name, b"")
+        if not value:
+            return value
+        if name not in self._told:
+            self._told[name] = value
+            if self._rng.random() < self._lies:
+                self._told[name] = self._lie(name)
+                self.num_lies += self._told[name] != value
+        return self._told[name]
+
+    def _lie(self, name: str) -> bytes:
+        """The value of another name: mostly of another part of the same page."""
+        if self._coarse:
+            slot = np.frombuffer(self.values[name], np.uint8).copy()
+            meta, payload_bytes = parse_header(slot)
+            write_meta(slot, replace(meta, quality=int(Quality.LOSSY)), payload_bytes)
+            return seal(bytearray(slot.tobytes()))
+        parts = name.split(":")
+        mine = bytes.fromhex(parts[3])
+        others = []
+        for group in range(3):
+            key = group_hashes(np.frombuffer(mine, np.uint8)[None], group)[0].tobytes()
+            others.append(":".join((*parts[:3], key.hex(), *parts[4:])))
+        known = [other for other in others if other in self.values]
+        other = self._rng.choice(known if known and self._rng.random() < 0.7 else [*self.values])
+        value = self.values[other]
+        if not self._forges:
+            return value
+        theirs = bytes.fromhex(other.split(":")[3])
+        header = value[:HEADER_BYTES].replace(theirs, mine)
+        return seal(bytearray(header + value[HEADER_BYTES:]))

@@ -1,0 +1,720 @@
+"""A scheduler around the real cache, SGLang's tree and two pools, whose rows say what they are.
+
+A row holds a fingerprint of whose it is (weights and tenant), of all tokens up to its own and of
+its layer. So what a request is about to attend to, and what lies in DRAM under any key, can be
+compared with what has to be there: in a full layer all rows before, in a window layer those of the
+window. Rows that are free are poison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
+from sglang.srt.mem_cache import unified_radix_cache  # noqa: E402
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
+    CacheRequestHandle,
+    EvictParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
+from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
+
+from sglang_ext.assembly.window_setup import ask_for_windows, bound_ropes, window_layers  # noqa: E402
+from sglang_ext.device.copier import PageCopier  # noqa: E402
+from sglang_ext.device.page_rules import LocalPages  # noqa: E402
+from sglang_ext.device.pools import describe_pools  # noqa: E402
+from sglang_ext.device.ports.host import HostPort  # noqa: E402
+from sglang_ext.device.windows.layers import group_hashes  # noqa: E402
+from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
+from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
+from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
+from sglang_ext.seam.metrics import MetricsReporter  # noqa: E402
+from sglang_ext.settings.config import HierKVConfig  # noqa: E402
+from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
+from sglang_ext.tiers.host import HostArena  # noqa: E402
+from sglang_ext.tiers.index import PageIndex  # noqa: E402
+from sglang_ext.tiers.records.record import parse_header  # noqa: E402
+from sglang_ext.tiers.remote.store import RemoteStore  # noqa: E402
+from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
+from sglang_ext.tiers.store.types import READY  # noqa: E402
+
+PAGE, HEADS, DIM = 4, 2, 16
+FULL, WINDOWED = (2, 5), (0, 1, 3, 4, 6)  # the model's layers
+MAX_TOKENS = 80
+POISON = np.int16(-0x4080)  # -1 in bfloat16
+# 256 numbers that bfloat16 holds, for each byte of what a row says.
+_NUM_PRINTS = 8
+
+
+class Identity:
+    """A namespace for each set of weights; nothing is kept while the device may hold two."""
+
+    def __init__(self) -> None:
+        self.weights = 0
+
+    @property
+    def digest(self) -> bytes:
+        return bytes([1 + self.weights]) * 32
+
+    def space_of(self, req: Any, store: PageStore) -> KeySpace:
+        store.open_namespace(self.digest, {})
+        return store.space(self.digest)
+
+    def device_was_reset(self) -> None:
+        pass
+
+
+@dataclass
+class Request:
+    """What of SGLang's `Req` the cache looks at."""
+
+    rid: str
+    tokens: list[int]
+    num_new: int
+    extra_key: str | None = None
+    exact: bool = False
+    kv: ReqKvInfo = field(default_factory=ReqKvInfo)
+    cache_salt: str | None = None
+    lora_id: None = None
+    priority: int = 0
+    session: None = None
+    session_id: None = None
+    kv_rotation_base: None = None
+    swa_branching_seqlen: int | None = None
+    lock: Any = None
+    last_node: Any = None
+    prefix_len: int = 0
+    extend_end: int = 0
+    host_hit_length: int = 0
+    num_loaded: int = 0
+    num_decoded: int = 0
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        custom = {"hier_kv_exact": True} if self.exact else None
+        self.sampling_params = SimpleNamespace(custom_params=custom)
+        self.prompt_len = len(self.tokens)
+        self.cache_request_handle = CacheRequestHandle(self.rid, 0)
+
+    @property
+    def full_untruncated_fill_ids(self) -> array[int]:
+        return array("q", self.tokens)
+
+    @property
+    def origin_input_ids(self) -> array[int]:
+        return array("q", self.tokens[: self.prompt_len])
+
+    def get_fill_ids(self) -> array[int]:
+        return array("q", self.tokens[: self.extend_end])
+
+    def finished(self) -> bool:
+        return self.done
+
+
+class WrongKVError(AssertionError):
+    """Rows or pages are not what they are taken for."""
+
+
+class WindowWorld:
+    """One server's cache; `step` does one random thing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+        seed: int,
+        *,
+        window: int = 6,
+        policy: str = "write_through",
+        device_pages: int = 48,
+        window_pages: int = 30,
+        host_pages: int = 48,
+        disk_bytes: int = 16 << 20,
+        prefetch_policy: str = "timeout",
+        remote: RemoteStore | None = None,
+    ) -> None:
+        patch.setattr(
+            unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
+        )
+        torch.set_num_threads(1)  # several spin at their barriers where others want the cores
+        self.rng = random.Random(seed)
+        self.window = window
+        sizes = device_pages * PAGE, window_pages * PAGE
+        self.kv_pool = SWAKVPool(
+            *sizes, PAGE, torch.bfloat16, HEADS, DIM, list(WINDOWED), list(FULL), "cpu"
+        )
+        self.allocator = SWATokenToKVPoolAllocator(
+            *sizes, PAGE, torch.bfloat16, "cpu", self.kv_pool, False
+        )
+        self.req_pool = ReqToTokenPool(16, MAX_TOKENS, "cpu", False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.req_pool,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=PAGE,
+            tree_components=(ComponentType.FULL, ComponentType.SWA),
+            tree_core_backend="python",
+            sliding_window_size=window,
+        )
+        self.cache = HierKVRadixCache(params)
+        pools = describe_pools(self.kv_pool)
+        assert pools.window is not None
+        assert pools.groups is not None
+        ropes = bound_ropes(pools.full)
+        self.layout = pools.full.layout(PAGE)
+        self.model_layers = pools.groups.model_layers
+        self.arena = HostArena(host_pages, self.layout.slot_bytes)
+        self.disk: DiskTier | None = None
+        if disk_bytes:
+            segment = min(256 << 10, disk_bytes // 4)
+            self.disk = DiskTier(
+                DiskConfig(folder / "disk", disk_bytes, 0, segment, direct_io="off")
+            )
+        self.store = PageStore(
+            self.arena,
+            PageIndex(4096),
+            self.disk,
+            PageStoreConfig(policy),
+            remote=remote,
+            rules=LocalPages(self.layout, ropes, "pre", exact_only=True),
+        )
+        if self.disk is not None:
+            self.store.connect(self.disk)
+        copier = PageCopier(
+            pools.full, self.layout, ropes, self.arena.slots, mode="pre", kernels=rope_kernels
+        )
+        linker = HierKVLinker(
+            self.store,
+            copier,
+            num_layers=self.kv_pool.layer_num,
+            page_size=PAGE,
+            kv_pool=self.kv_pool,
+            port=HostPort(),
+            forward_stream=None,
+            windows=window_layers(self.cache, pools.window, pools.groups, copier),
+        )
+        self.identity = Identity()
+        identity: Any = self.identity
+        config = HierKVConfig(
+            tree_core="python", prefetch_policy=prefetch_policy, lookahead="off",
+            remote_url="file://there" if remote is not None else "",
+            prefetch_timeout_ms=300.0,
+        )  # fmt: skip
+        metrics = MetricsReporter(self.store, self.disk, enabled=False, labels={})
+        self.cache.attach(linker, identity, config, metrics)
+        ask_for_windows(self.cache, config)
+        self.cache.bind_scheduler(self)
+        self.kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.counts: dict[str, int] = {}
+        self.made: dict[bytes, tuple[int, tuple[str | None, ...], list[int]]] = {}
+        self._next = 0
+        self._poisoned: list[set[int]] = [set(), set()]  # free pages of both pools
+        self.poison()
+
+    @property
+    def waiting_queue(self) -> list[Request]:
+        """What the plugin asks the scheduler for."""
+        return self.waiting
+
+    # ---- the model ----
+
+    def prints(
+        self, tokens: Sequence[int], tenant: tuple[str | None, ...], weights: int
+    ) -> torch.Tensor:
+        """What the row of each token says, in every layer; bfloat16 `[N, 8]`."""
+        print_ = zlib.crc32(repr((weights, tenant)).encode())
+        other = print_ ^ 0x5A5A5A5A
+        rows = []
+        for token in tokens:
+            print_ = zlib.crc32(token.to_bytes(4, "little"), print_)
+            other = zlib.adler32(token.to_bytes(4, "little"), other) ^ print_ >> 7
+            both = (print_ & 0xFFFFFFFF) << 32 | other & 0xFFFFFFFF
+            rows.append([both >> 8 * byte & 255 for byte in range(_NUM_PRINTS)])
+        return torch.tensor(rows, dtype=torch.bfloat16).reshape(-1, _NUM_PRINTS)
+
+    def of_request(self, req: Request, end: int) -> torch.Tensor:
+        tenant = (req.extra_key, req.cache_salt)
+        return self.prints(req.tokens[:end], tenant, self.identity.weights)
+
+    def layer_rows(self) -> list[tuple[int, bool, torch.Tensor, int]]:
+        """(model's layer, whether it has a window, K or V, 0 or 1) of every buffer."""
+        out = []
+        for layer, (index, is_window) in self.kv_pool.layers_mapping.items():
+            pool = self.kv_pool.swa_kv_pool if is_window else self.kv_pool.full_kv_pool
+            out.append((layer, is_window, pool.k_buffer[index], 0))
+            out.append((layer, is_window, pool.v_buffer[index], 1))
+        return out
+
+    def rows_of(self, req: Request, start: int, end: int) -> torch.Tensor:
+        rows: torch.Tensor = self.req_pool.req_to_token[req.kv.req_pool_idx, start:end]
+        return rows.to(torch.int64)
+
+    def window_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.allocator.full_to_swa_index_mapping[rows]
+        return found
+
+    def forward(self, req: Request, start: int, end: int) -> None:
+        """Computes tokens [start, end) on what is in the rows before them."""
+        self.check_attended(req, start)
+        rows = self.rows_of(req, start, end)
+        expected = self.of_request(req, end)[start:]
+        for layer, is_window, buffer, kind in self.layer_rows():
+            at = self.window_rows(rows) if is_window else rows
+            if is_window and bool((at < PAGE).any()):
+                raise WrongKVError(f"{req.rid} writes to the padding page")
+            buffer[at] = self.row(expected, layer, kind)
+
+    def row(self, prints: torch.Tensor, layer: int, kind: int) -> torch.Tensor:
+        """Rows of a layer, bfloat16 `[N, H, D]`."""
+        out = torch.zeros(len(prints), HEADS, DIM, dtype=torch.bfloat16)
+        out[..., :_NUM_PRINTS] = prints[:, None]
+        out[..., _NUM_PRINTS] = 2 * layer + kind + 1
+        return out
+
+    # ---- checks ----
+
+    def check_attended(self, req: Request, end: int) -> None:
+        """What a request is about to attend to is its own."""
+        if not end:
+            return
+        rows, expected = self.rows_of(req, 0, end), self.of_request(req, end)
+        for layer, is_window, buffer, kind in self.layer_rows():
+            first = max(0, end - self.window) if is_window else 0
+            at = self.window_rows(rows[first:]) if is_window else rows
+            wanted = self.row(expected[first:], layer, kind)
+            if not torch.equal(buffer[at], wanted):
+                bad = (buffer[at] != wanted).any(-1).any(-1).nonzero().view(-1) + first
+                raise WrongKVError(f"{req.rid}, layer {layer}: tokens {bad.tolist()} of {end}")
+
+    def note_pages(self, req: Request) -> None:
+        """Remembers what every page of a request has to hold, by its key."""
+        tenant = (req.extra_key, req.cache_salt)
+        keys = self.keys(req.tokens, *tenant)
+        for page, key in enumerate(keys):
+            tokens = req.tokens[: (page + 1) * PAGE]
+            self.made[bytes.fromhex(key)] = (0, tenant, tokens)
+        if not keys:
+            return
+        hashes = np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, 32)
+        for group in range(len(self.model_layers) - 1):
+            for page, key in enumerate(group_hashes(hashes, group)):
+                tokens = req.tokens[: (page + 1) * PAGE]
+                self.made[key.tobytes()] = (group + 1, tenant, tokens)
+
+    def check_store(self) -> None:
+        """Every page in DRAM is what its key says."""
+        directory = self.store._directory
+        with directory.lock:
+            rows = directory.index.rows()
+            rows = rows[(directory.index.flags[rows] & READY) != 0]
+            keys, numbers = directory.index.keys(rows)
+            assert not directory.index.quality[rows].any(), "pages that are not exact"
+            slots = self.arena.slots[directory.index.host_slot[rows]]
+            found = [
+                (key.tobytes(), int(number), slot)
+                for key, number, slot in zip(keys, numbers, slots, strict=True)
+            ]
+        for key, number, slot in found:
+            weights = self.store._space_of(number).digest[0] - 1
+            part, tenant, tokens = self.made[key]
+            first = len(tokens) - PAGE
+            expected = self.prints(tokens, tenant, weights)[first:]
+            meta, _ = parse_header(slot)
+            assert (meta.page_hash, meta.position) == (key, first), meta
+            for index, layer in enumerate(self.model_layers[part]):
+                for kind, offsets in enumerate((self.layout.k_offsets, self.layout.v_offsets)):
+                    block = slot[offsets[index] :][: PAGE * HEADS * DIM * 2].view(np.int16)
+                    values = torch.from_numpy(block.copy()).view(torch.bfloat16)
+                    values = values.view(PAGE, HEADS, DIM)
+                    if not torch.equal(values, self.row(expected, layer, kind)):
+                        raise WrongKVError(f"page {first // PAGE}, part {part}, layer {layer}")
+
+    def poison(self) -> None:
+        """Overwrites the rows that became free, and the padding page."""
+        for number, (allocator, pool) in enumerate(
+            (
+                (self.allocator.full_attn_allocator, self.kv_pool.full_kv_pool),
+                (self.allocator.swa_attn_allocator, self.kv_pool.swa_kv_pool),
+            )
+        ):
+            lists = (allocator.free_pages, allocator.release_pages)
+            free = {page for each in lists if each is not None for page in each.tolist()} | {0}
+            new = np.array(sorted(free - self._poisoned[number] | {0}))
+            self._poisoned[number] = free
+            rows = (new[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
+            for buffer in (*pool.k_buffer, *pool.v_buffer):
+                buffer.view(torch.int16).numpy()[rows] = POISON
+
+    # ---- requests ----
+
+    def tokens(self) -> list[int]:
+        """A prompt that shares its head with others: documents fork at several depths."""
+        document = self.rng.randrange(4)
+        length = self.rng.choice((self.rng.randint(3, 44), 4 * self.rng.randint(1, 11)))
+        fork = self.rng.choice((8, 10, 20, 31, 44))
+        branch = self.rng.randrange(2)
+        return [
+            1 + (document * 7 + at * 3 + (branch * 50 if at >= fork else 0)) % 120
+            for at in range(length)
+        ]
+
+    def arrive(self) -> None:
+        """A request enters the queue: it is matched, and its pages elsewhere are planned."""
+        req = Request(
+            f"r{self._next}",
+            self.tokens(),
+            self.rng.choice((0, 1, 3, 6, 14)),
+            extra_key=self.rng.choice((None, None, "a")),
+            exact=self.rng.random() < 0.2,
+        )
+        self._next += 1
+        self.enqueue(req)
+
+    def enqueue(self, req: Request) -> None:
+        """As `_add_request_to_queue` does."""
+        self.note_pages(req)
+        self.match(req)
+        matched = req.prefix_len + req.host_hit_length
+        limit = len(req.tokens) - 1
+        self.cache.prefetch_from_storage(
+            req.cache_request_handle,
+            req.last_node,
+            array("q", req.tokens[matched:limit]),
+            matched_prefix_tokens=array("q", req.tokens[:matched]),
+            extra_key=req.extra_key,
+        )
+        self.waiting.append(req)
+
+    def match(self, req: Request) -> None:
+        """As `match_kv_cache` does."""
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1)
+        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
+        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
+        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
+        req.swa_branching_seqlen = result.swa_branching_seqlen
+
+    def admit(self, req: Request, chunk: int | None = None) -> bool:
+        """As the scheduler does: match, lock, load, allocate, compute, insert."""
+        self.cache.check_hicache_events()
+        if not self.cache.check_prefetch_progress(req.cache_request_handle):
+            return False
+        self.match(req)
+        req.lock = self.cache.lock(req.last_node)
+        if self.cache.linker.has_hit(req.rid):
+            loaded, req.last_node = self.cache.linker.load_back(req)
+            req.prefix_len += loaded
+            req.num_loaded = loaded
+        target = len(req.tokens)
+        if chunk is not None:
+            target = min(target, (req.prefix_len + chunk) // PAGE * PAGE)
+        held = req.prefix_len
+        need = max(0, -(-target // PAGE) * PAGE - held)
+        rows = self.allocate(need)
+        if rows is None:
+            self.give_up(req)
+            return False
+        self.waiting.remove(req)
+        if req.prefix_len:
+            prefix = self.cache.prefix_device_indices(req)
+            self.req_pool.alloc([req])
+            self.write(req, 0, prefix)
+        else:
+            self.req_pool.alloc([req])
+        self.write(req, held, rows)
+        req.kv.kv_allocated_len = held + need
+        self.cache.maybe_hand_to_session(req)
+        index = self.cache.ready_to_load_host_cache()
+        self.cache.hier_linker.layer_done_counter.set_consumer(index)
+        assert not self.cache.finish_external_linker_loads([req])
+        self.cache.hier_linker.layer_done_counter.set_consumer(-1)
+        self.forward(req, req.prefix_len, target)
+        self.checkpoint(req, target)
+        self.running.append(req)
+        return True
+
+    def give_up(self, req: Request) -> None:
+        """No room: what was prepared is taken back, as SGLang does when it aborts a request."""
+        loaded = self.cache.linker.private_load_indices.get(req.rid)
+        self.cache.release_aborted_request(req.cache_request_handle)
+        if loaded is not None:
+            window = self.window_rows(loaded)
+            self.allocator.swa_attn_allocator.free(window[window > 0])
+            self.allocator.clear_full_to_swa_mapping(loaded)
+            self.allocator.full_attn_allocator.free(loaded)
+        self.cache.unlock(req.lock)
+        self.waiting.remove(req)
+
+    def allocate(self, num: int) -> torch.Tensor | None:
+        if num == 0:
+            return torch.empty(0, dtype=torch.int64)
+        full, window = self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator
+        self.allocator.evict_to_free_tokens(self.cache, num)
+        if min(full.available_size(), window.available_size()) < num:
+            return None
+        rows, window_rows = full.alloc(num), window.alloc(num)
+        self.allocator.set_full_to_swa_mapping(rows, window_rows)
+        found: torch.Tensor = rows
+        return found
+
+    def write(self, req: Request, start: int, rows: torch.Tensor) -> None:
+        span = slice(start, start + len(rows))
+        self.req_pool.write((req.kv.req_pool_idx, span), rows.to(torch.int32))
+
+    def checkpoint(self, req: Request, up_to: int) -> None:
+        req.extend_end = up_to
+        self.cache.checkpoint(req, up_to=up_to)
+        req.prefix_len = req.kv.kv_committed_len = up_to
+        self.check_attended(req, up_to)
+
+    def go_on(self, req: Request) -> None:
+        """Computes the rest of the prompt, or new tokens one by one, and ends."""
+        start = req.prefix_len
+        if start < req.prompt_len:
+            end = min(req.prompt_len, (start + 8) // PAGE * PAGE or 8)
+            end = max(end, start + 1)
+        elif req.num_new:
+            req.num_new -= 1
+            req.tokens.append(self.rng.randrange(3))
+            end = len(req.tokens)
+            self.slide(req)
+        else:
+            self.finish(req)
+            return
+        if end > req.kv.kv_allocated_len:
+            need = -(-end // PAGE) * PAGE - req.kv.kv_allocated_len
+            rows = self.allocate(need)
+            if rows is None:
+                self.retract(req)
+                return
+            self.write(req, req.kv.kv_allocated_len, rows)
+            req.kv.kv_allocated_len += need
+        self.forward(req, start, end)
+        if end <= req.prompt_len:
+            self.checkpoint(req, end)
+        else:
+            req.prefix_len = end
+
+    def slide(self, req: Request) -> None:
+        """As `maybe_evict_swa` does before a decode: the window leaves rows behind."""
+        if req.num_decoded:
+            self.cache.evict_sliding_windows(req, len(req.tokens) - 1)
+        if req.num_decoded >= self.window:
+            self.cache.release_swa_prefix_lock(req)
+        req.num_decoded += 1
+
+    def finish(self, req: Request) -> None:
+        """As `release_kv_cache` does."""
+        req.done = True
+        self.running.remove(req)
+        self.note_pages(req)
+        assert not self.cache.claim_kv_row(req)
+        self.cache.checkpoint(req, up_to=req.prefix_len)
+        self.release(req)
+
+    def retract(self, req: Request) -> None:
+        """Its KV is dropped, and it waits again."""
+        self.running.remove(req)
+        assert not self.cache.claim_kv_row(req)
+        self.release(req)
+        req.kv = ReqKvInfo()
+        req.prompt_len = len(req.tokens)
+        req.num_decoded, req.swa_branching_seqlen = 0, None
+        handle = req.cache_request_handle
+        req.cache_request_handle = dataclasses.replace(handle, attempt_id=handle.attempt_id + 1)
+        self.enqueue(req)
+
+    def release(self, req: Request) -> None:
+        span = (req.kv.cache_protected_len, req.kv.kv_allocated_len)
+        if span[0] < span[1]:
+            self.cache.free_kv_row(req.kv, [span])
+        self.cache.unlock(req.lock)
+        req.lock = None
+        self.req_pool.free(req)
+
+    # ---- random steps ----
+
+    def step(self) -> None:
+        kinds, weights = zip(*_WEIGHTS.items(), strict=True)
+        self.do(self.rng.choices(kinds, weights)[0])
+
+    def do(self, kind: str) -> None:
+        """Does one thing, if it can be done now."""
+        if getattr(self, f"_do_{kind}")() is not False:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+        self.poison()
+
+    def _do_arrive(self) -> bool | None:
+        if len(self.waiting) >= 5:
+            return False
+        self.arrive()
+        return None
+
+    def _do_admit(self) -> bool | None:
+        if not self.waiting or len(self.running) >= 5:
+            return False
+        return self.admit(self.rng.choice(self.waiting), self.rng.choice((None, 8, 12)))
+
+    def _do_go_on(self) -> bool | None:
+        if not self.running:
+            return False
+        self.go_on(self.rng.choice(self.running))
+        return None
+
+    def _do_events(self) -> None:
+        self.cache.check_hicache_events()
+        self.check_store()
+
+    def _do_evict(self) -> None:
+        """Both pools, or one of them."""
+        num = PAGE * self.rng.randint(1, 12)
+        self.cache.evict(
+            self.rng.choice(
+                (
+                    EvictParams(num_tokens=num),
+                    EvictParams(num_tokens=0, swa_num_tokens=num),
+                    EvictParams(num_tokens=num, swa_num_tokens=num),
+                )
+            )
+        )
+
+    def _do_abort(self) -> bool | None:
+        """A request that waits is aborted, or one that runs."""
+        if self.waiting and self.rng.random() < 0.5:
+            req = self.waiting.pop(self.rng.randrange(len(self.waiting)))
+            self.cache.release_aborted_request(req.cache_request_handle)
+        elif self.running:
+            req = self.rng.choice(self.running)
+            self.finish(req)
+        else:
+            return False
+        return None
+
+    def _do_retract(self) -> bool | None:
+        if not self.running:
+            return False
+        self.retract(self.rng.choice(self.running))
+        return None
+
+    def _do_flush(self) -> bool | None:
+        if self.running:
+            return False
+        self.flush()
+        return None
+
+    def flush(self) -> None:
+        self.cache.reset()
+        self.allocator.clear()
+
+    def _do_change_weights(self) -> bool | None:
+        """Nothing runs; requests wait."""
+        if self.running:
+            return False
+        self.cache.weights_change()
+        self.flush()
+        self.identity.weights = self.rng.choice((0, 0, 1, 2))
+        return None
+
+    def _do_clear(self) -> None:
+        self.cache.clear_storage_backend()
+
+    def _do_breathe(self) -> None:
+        time.sleep(self.rng.choice((0.0, 0.001)))
+
+    # ---- the end ----
+
+    def drain(self) -> None:
+        """Every request ends, everything in flight lands, and all that was taken is given back."""
+        deadline_s = time.monotonic() + 120
+        while self.running or self.waiting:
+            assert time.monotonic() < deadline_s, f"requests do not end: {self.store.stats()}"
+            for req in list(self.running):
+                self.go_on(req)
+            for req in list(self.waiting):
+                self.admit(req)
+            self.cache.check_hicache_events()
+            self.poison()
+        self.settle()
+        self.check_nothing_is_held()
+
+    def settle(self) -> None:
+        """Saves, reads and writes in flight land."""
+        assert self.cache.hier_linker.quiesce()
+        self.cache.check_hicache_events()
+        assert self.store.wait_idle(120)
+        self.wait_for(
+            lambda: not self.store.stats()["spill_queue_pages"] and not self.arena._pins.any()
+        )
+        self.check_store()
+        self.store.check()
+
+    def check_nothing_is_held(self) -> None:
+        """No lock, row, plan or question outlives the requests."""
+        assert not self.cache.linker.pending_offloads
+        assert not self.cache.linker.hit_markers
+        inquiries = self.cache.linker.inquiries
+        assert inquiries is None or not inquiries._open
+        self.cache.evict(EvictParams(num_tokens=1 << 20, swa_num_tokens=1 << 20))
+        for each in (self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator):
+            assert each.available_size() == each.size, "rows are lost"
+        assert not self.allocator.full_to_swa_index_mapping[:-1].any()
+
+    def wait_for(self, state: Callable[[], bool]) -> None:
+        """Waits until the store's threads have brought about what `state` asks."""
+        deadline_s = time.monotonic() + 120
+        while not state():
+            assert time.monotonic() < deadline_s, self.store.stats()
+            time.sleep(0.002)
+
+    def run(self, tokens: list[int]) -> Request:
+        """One request from its arrival to its end; saves land."""
+        req = Request(f"r{self._next}", list(tokens), 0)
+        self._next += 1
+        self.enqueue(req)
+        self.drain()
+        return req
+
+    def only_on_disk(self) -> None:
+        """Drops the device tier and DRAM."""
+        self.flush()
+        directory = self.store._directory
+        with directory.lock:
+            directory._evict(self.arena.num_slots)
+
+    def keys(self, tokens: list[int], extra_key: str | None, salt: str | None) -> list[str]:
+        key = RadixKey(array("q", tokens), extra_key, cache_salt=salt).page_aligned(PAGE)
+        return list(get_storage_hash_str(key, None, page_size=PAGE)) if len(key) else []
+
+    def close(self) -> None:
+        self.cache.release_host_resources()
+
+
+_WEIGHTS = {
+    "arrive": 10, "admit": 16, "go_on": 44, "events": 8, "evict": 5, "abort": 2, "retract": 1.5,
+    "flush": 1, "change_weights": 0.5, "clear": 0.2, "breathe": 3,
+}  # fmt: skip
