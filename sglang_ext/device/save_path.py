@@ -154,6 +154,11 @@ class SavePath:
             port.wait(self._sends, port.record(self._gathers))
             port.synchronize(port.record(self._sends))
 
+    def has_rows_below(self, end: int, token_slots: torch.Tensor) -> bool:
+        """Whether any of some rows is before `end`; waits for the device, within `saving`."""
+        with self._port.on(self._gathers):
+            return bool((token_slots < end).any())
+
     def save(self, token_slots: torch.Tensor, runs: Sequence[SaveRun]) -> list[SavedPage]:
         """Copies whole pages to their slots, headers apart; blocks until they are there.
 

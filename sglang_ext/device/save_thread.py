@@ -192,7 +192,7 @@ class SaveThread:
             False where rows of window layers lie in the padding page: SGLang names its rows for
             tokens that have none, and what is in them is everybody's.
         """
-        if job.is_of_windows and bool((job.token_slots < self._page_size).any()):
+        if job.is_of_windows and self._parts[0].has_rows_below(self._page_size, job.token_slots):
             self._store.counters.add("save_unplaced_pages", len(pages))
             return False
         # Of window layers the same pages come once a group.
