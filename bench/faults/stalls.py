@@ -143,13 +143,19 @@ class StallMeter:
             yield
             return
         self._is_measuring = True
-        tasks = ["thread-self", *(_copying() if what == _CONDITION else ())]
-        cpu_s, start_s = sum(map(_on_core_or_waiting_s, tasks)), time.monotonic()
+        copies = _copying() if what == _CONDITION else {}
+        cpu_s, start_s = _on_core_or_waiting_s(), time.monotonic()
         try:
             yield
         finally:
             wall_s = time.monotonic() - start_s
-            wanted_core_s = sum(map(_on_core_or_waiting_s, tasks)) - cpu_s
+            wanted_core_s = _on_core_or_waiting_s() - cpu_s
+            still_there = _copying() if copies else {}
+            wanted_core_s += sum(
+                still_there[task] - before_s
+                for task, before_s in copies.items()
+                if task in still_there
+            )
             self._is_measuring = False
             self._note(max(0.0, wall_s - wanted_core_s), what, where)
 
@@ -176,13 +182,17 @@ def _on_core_or_waiting_s(task: str = "thread-self") -> float:
     return (int(ran) + int(waited)) / 1e9
 
 
-def _copying() -> list[str]:
-    """Folders in /proc of the threads that copy loads; they end with the process."""
-    return [
-        f"self/task/{thread.native_id}"
-        for thread in threading.enumerate()
-        if thread.name.startswith(_COPIES)
-    ]
+def _copying() -> dict[int, float]:
+    """Seconds on a core or waiting for one, of each thread that copies loads, by its kernel id.
+
+    A thread that has not begun has no id yet, and one may end while it is looked at.
+    """
+    found = {}
+    for thread in threading.enumerate():
+        if thread.name.startswith(_COPIES) and thread.native_id is not None:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found[thread.native_id] = _on_core_or_waiting_s(f"self/task/{thread.native_id}")
+    return found
 
 
 class MeteredLock:

@@ -147,3 +147,28 @@ def test_a_wait_for_a_layer_is_a_stall_unless_it_is_being_copied(
     measured.set()
     thread.join()
     assert (meter.report()["max_ms"] < 100.0) == copies
+
+
+def test_copying_threads_may_begin_and_end_while_the_scheduler_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meter = StallMeter(threading.get_ident())
+    monkeypatch.setattr(threading.Condition, "wait", metered_wait(meter, threading.Condition.wait))
+    may_end, have_ended = threading.Event(), threading.Event()
+    names = {"__name__": "sglang_ext.somewhere"}  # the plugin is among the callers
+    copies = [
+        threading.Thread(target=may_end.wait, name=f"hier-kv-load-{i}", daemon=True)
+        for i in range(8)
+    ]
+    for thread in copies:
+        eval("thread.start()", names | {"thread": thread})
+
+    def end() -> None:
+        may_end.set()
+        for thread in copies:
+            thread.join()
+        have_ended.set()
+
+    threading.Thread(target=end).start()
+    eval("have_ended.wait()", names | {"have_ended": have_ended})
+    assert meter.report()["num"] > 0
