@@ -44,6 +44,10 @@ class CostFeeds:
         if expected_s is not None:
             self._count("read", expected_s, read_s + decode_s)
         self.cost.note_read(num_bytes, read_s, decode_bytes, decode_s)
+        if self._store is not None:
+            self._store.counters.time("read", read_s)
+            if decode_bytes:
+                self._store.counters.time("decode", decode_s)
 
     def on_fetch(self, num_bytes: int, fetch_s: float, _decoded: int, _decode_s: float) -> None:
         """The remote store was busy; see `CostModel.note_fetch`."""
@@ -51,6 +55,8 @@ class CostFeeds:
         if expected_s is not None:
             self._count("fetch", expected_s, fetch_s)
         self.cost.note_fetch(num_bytes, fetch_s)
+        if self._store is not None:
+            self._store.counters.time("fetch", fetch_s)
 
     def keep_raw(self, disk: RecordTier, coded_share: float) -> bool:
         """Whether pages should go to disk as they are; see `CostModel.prefers_raw`."""
@@ -70,5 +76,5 @@ class CostFeeds:
     def _count(self, what: str, expected_s: float, seconds: float) -> None:
         self._seen[what] += 1
         if self._store is not None and self._seen[what] > _UNCOUNTED:
-            self._store.counters.add(f"cost_{what}_expected_us", int(1e6 * expected_s))
-            self._store.counters.add(f"cost_{what}_us", int(1e6 * seconds))
+            self._store.counters.time(f"cost_{what}_expected", expected_s)
+            self._store.counters.time(f"cost_{what}", seconds)

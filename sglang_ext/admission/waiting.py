@@ -130,6 +130,8 @@ class WaitingRoom:
             return
         if admitted:
             self._count_admission(waiting.prefix)
+            if waiting.held_since_s is not None:
+                self._store.counters.time("held", self._clock() - waiting.held_since_s)
         self._plans.give_up(waiting)
         self._stop_asking(waiting)
         del self._by_number[waiting.number]

@@ -42,7 +42,7 @@ from sglang_ext.remote.coded import coded_pages
 from sglang_ext.seam.cache import HierKVRadixCache
 from sglang_ext.seam.hash_fallback import ensure_page_hash
 from sglang_ext.seam.linker import HierKVLinker
-from sglang_ext.seam.metrics import MetricsReporter
+from sglang_ext.seam.metrics.reporter import MetricsReporter
 from sglang_ext.settings.compat import check_attention, check_model, check_ranks, check_tree
 from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
@@ -143,7 +143,7 @@ def build_cache(ctx: Any) -> Any:
         num_saves=linker.num_queued_offloads,
         enabled=bool(ctx.params.enable_metrics),
         labels={
-            "model_name": str(ctx.server_args.served_model_name),
+            "model_name": ctx.server_args.served_model_name or ctx.server_args.model_path,
             "tp_rank": str(place.tp_rank),
             "dp_rank": str(place.dp_rank),
         },

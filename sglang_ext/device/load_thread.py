@@ -114,7 +114,7 @@ class LoadThread:
         """The device is done with a batch."""
         self._release(jobs)
         seconds = sum(self._port.seconds_between(first, last) for first, last in landing.busy)
-        self._store.counters.add("load_us", int(1e6 * seconds))
+        self._store.counters.time("load", seconds)
         recent = list(self._seconds.items())[1 - _LOADS_REMEMBERED :]
         self._seconds = {**dict(recent), index: seconds}
         if self.on_load is not None:

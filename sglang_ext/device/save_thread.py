@@ -234,7 +234,7 @@ class SaveThread:
             write_meta(self._store.arena.slots[slot], meta, info.payload_bytes)
             self._store.counters.add("corrections", info.num_corrections)
             self._store.counters.add(f"saved_{meta.rope}_pages")
-        self._store.counters.add("save_us", int(1e6 * path.busy_s))
+        self._store.counters.time("save", path.busy_s)
 
 
 def _runs(pages: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:

@@ -30,7 +30,7 @@ from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, min_reduce
 from sglang_ext.seam.device_tree import DeviceTree
 from sglang_ext.seam.linker import HierKVLinker
-from sglang_ext.seam.metrics import MetricsReporter
+from sglang_ext.seam.metrics.reporter import MetricsReporter
 from sglang_ext.seam.page_hash import hashes_of, request_key, whole_pages_key
 from sglang_ext.seam.radix_tree import RadixTree
 from sglang_ext.seam.session_turns import SessionTurns

@@ -27,14 +27,16 @@ def counted() -> dict[str, str]:
         if path.relative_to(ROOT).parts[0] in ("sglang_ext", "tiers") and ".venv" not in path.parts:
             for call in ast.walk(ast.parse(path.read_text())):
                 if isinstance(call, ast.Call) and is_count(call):
-                    found.update(dict.fromkeys(patterns(call.args[0]), path.name))
+                    end = "_us" if ast.unparse(call.func).endswith(".time") else ""
+                    names = (name + end for name in patterns(call.args[0]))
+                    found.update(dict.fromkeys(names, path.name))
     return found
 
 
 def is_count(call: ast.Call) -> bool:
-    """Whether it is `counters.add(name...)` of some object."""
+    """Whether it is `counters.add(name...)` or `counters.time(what...)` of some object."""
     what = ast.unparse(call.func)
-    return bool(call.args) and re.search(r"\bcounters?\.add$|_counters\.add$", what) is not None
+    return bool(call.args) and re.search(r"counters?\.(add|time)$", what) is not None
 
 
 def patterns(name: ast.expr) -> Iterator[str]:

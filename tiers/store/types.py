@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -218,18 +218,42 @@ class SpillEntry(NamedTuple):
     generations: npt.NDArray[np.uint32]
 
 
+_DURATIONS_KEPT = 4096  # of a kind, until somebody takes them
+
+
 @dataclass
 class StoreCounters:
     """Counts since start. Guarded by its own lock; read with `snapshot`."""
 
     _counts: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    # Durations that nobody has taken yet, by what took them; None while nobody wants them.
+    _durations: dict[str, deque[float]] | None = None
 
     def add(self, name: str, amount: int = 1) -> None:
         """Adds to one count."""
         if amount:
             with self._lock:
                 self._counts[name] += amount
+
+    def time(self, what: str, seconds: float) -> None:
+        """Adds microseconds to the count `<what>_us`, and remembers how long this one took."""
+        with self._lock:
+            self._counts[f"{what}_us"] += int(1e6 * seconds)
+            if self._durations is not None:
+                kept = self._durations.setdefault(what, deque(maxlen=_DURATIONS_KEPT))
+                kept.append(seconds)
+
+    def keep_durations(self) -> None:
+        """From now on `time` remembers each; somebody will take them."""
+        with self._lock:
+            self._durations = {}
+
+    def take_durations(self) -> dict[str, deque[float]]:
+        """What `time` was told since the last call, by what took it: the last 4,096 of each."""
+        with self._lock:
+            taken, self._durations = self._durations or {}, None if self._durations is None else {}
+            return taken
 
     def snapshot(self) -> dict[str, int]:
         """All counts so far."""

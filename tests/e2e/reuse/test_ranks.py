@@ -120,4 +120,4 @@ def test_each_rank_has_a_store_of_its_own_and_tells_of_it(run: Run) -> None:
         assert list((run.folder / "disk" / names.format(number)).glob("*/seg-*.hkv"))
         label = f'{run.way}_rank="{number}"'
         lines = [line for line in run.metrics.splitlines() if label in line]
-        assert any("hier_kv_events_total" in line for line in lines), label
+        assert any("hier_kv_pages_total" in line for line in lines), label

@@ -206,11 +206,20 @@ def test_metrics_show_events_and_pages(life: Life) -> None:
         return found[0]
 
     # The request that had the metrics published adds a page, written before or after that.
-    assert 0 < written <= of("sglang:hier_kv_events_total", 'event="written_pages"') <= written + 1
-    assert of("sglang:hier_kv_events_total", 'event="loaded_pages"') > 0
-    assert of("sglang:hier_kv_pages", 'of="host_capacity_pages"') == 200
-    assert 0 < of("sglang:hier_kv_pages", 'of="host_pages"') <= 200
-    assert of("sglang:hier_kv_events_total", 'event="disk_bytes_written"') >= written * 262_144
+    assert 0 < written <= of("sglang:hier_kv_pages_total", 'event="written_pages"') <= written + 1
+    assert of("sglang:hier_kv_pages_total", 'event="loaded_pages"') > 0
+    assert of("sglang:hier_kv_pages_total", 'event="damaged_pages"') == 0
+    assert of("sglang:hier_kv_held_pages", 'of="host_capacity_pages"') == 200
+    assert 0 < of("sglang:hier_kv_held_pages", 'of="host_pages"') <= 200
+    assert of("sglang:hier_kv_bytes_total", 'event="disk_bytes_written"') >= written * 262_144
+    for what in ("save", "load"):
+        label = f'of="{what}"'
+        num = of("sglang:hier_kv_duration_seconds_count", label)
+        assert num > 0
+        buckets = [v for name, v in values.items() if "_seconds_bucket" in name and label in name]
+        assert max(buckets) == num  # the last one is open
+        assert 0 < of("sglang:hier_kv_duration_seconds_sum", label) < 60 * num
+    assert all('model_name="' in name and 'model_name="None"' not in name for name in values)
 
 
 def test_sglangs_own_metric_counts_the_disk_as_storage(life: Life) -> None:

@@ -48,7 +48,7 @@ from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.provenance.request_state import state_of, wants_exact  # noqa: E402
 from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
-from sglang_ext.seam.metrics import MetricsReporter  # noqa: E402
+from sglang_ext.seam.metrics.reporter import MetricsReporter  # noqa: E402
 from sglang_ext.settings.config import HierKVConfig  # noqa: E402
 from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
 from sglang_ext.tiers.disk.segments.fileio import FileIO  # noqa: E402

@@ -51,7 +51,7 @@ from sglang_ext.device.windows.layers import group_hashes  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
-from sglang_ext.seam.metrics import MetricsReporter  # noqa: E402
+from sglang_ext.seam.metrics.reporter import MetricsReporter  # noqa: E402
 from sglang_ext.settings.config import HierKVConfig  # noqa: E402
 from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402

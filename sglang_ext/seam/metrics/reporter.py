@@ -1,7 +1,7 @@
 """Prometheus metrics and the state dump: what the tiers hold, move, reject and drop.
 
-Every count of the page store is one series of `sglang:hier_kv_events_total{event=...}`; docs/
-operations.md explains each. Published once a second from the scheduler's thread.
+`names.py` says under which metric a value goes; docs/operations.md explains each. Published
+once a second from the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -11,24 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.codec.page_codec import PageCodec
+from sglang_ext.seam.metrics import names
 from sglang_ext.tiers.coded_host import CachedDiskTier, RecordTier
 from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.store import PageStore
 
 _INTERVAL_S = 1.0
-# Values of the page store that are gauges: they can fall.
-_GAUGES = {
-    "host_pages",
-    "host_capacity_pages",
-    "planned_pages",
-    "spill_queue_pages",
-    "clears_pending",
-    "save_queue",
-    "waiting_requests",
-    "window_requests",
-}
-# What the disk tier reports that can fall, and so is no count of events.
-_DISK_SIZES = ("segments", "used_bytes", "max_bytes", "open_fds")
 
 
 class MetricsReporter:
@@ -64,9 +52,7 @@ class MetricsReporter:
         self._next_s = 0.0
         self._info: dict[str, Any] = {}
         self._num_saves = num_saves
-        self._events: Any = None
-        self._gauges: Any = None
-        self._estimates: Any = None
+        self._metrics: dict[names.Metric, Any] = {}  # none where SGLang publishes none
         if enabled:
             self._make_metrics()
 
@@ -86,62 +72,74 @@ class MetricsReporter:
 
     def maybe_publish(self) -> None:
         """Publishes at most once a second; costs one clock read otherwise."""
-        if self._events is None or time.monotonic() < self._next_s:
+        if not self._metrics or time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + _INTERVAL_S
-        stats = self._host_stats()
-        for name in _GAUGES & stats.keys():
-            self._gauges.labels(**self._labels, of=name).set(stats.pop(name))
-        for name, value in (self._cost.state() if self._cost is not None else {}).items():
-            if value is not None:
-                self._estimates.labels(**self._labels, of=name).set(value)
-        remote = {f"remote_{n}": v for n, v in (self._store.remote_stats() or {}).items()}
-        for name in ("breaker_state", "upload_queue", "lookup_queue", "fetch_queue"):
-            level = remote.pop(f"remote_{name}", None)
-            if level is not None:
-                self._gauges.labels(**self._labels, of=f"remote_{name}").set(level)
-        for name, value in {**stats, **self._disk_counts(), **remote}.items():
-            step = value - self._published.get(name, 0)
-            if step > 0:
-                self._events.labels(**self._labels, event=name).inc(step)
+        for name, value in self._values().items():
+            gauge = names.gauge_of(name)
+            if gauge is not None:
+                self._child(gauge).set(value)
+            elif value > self._published.get(name, 0):
+                series = names.count_of(name)
+                self._child(series).inc(series.scale * (value - self._published.get(name, 0)))
                 self._published[name] = value
+        for name, value in (self._cost.state() if self._cost is not None else {}).items():
+            estimate = names.estimate_of(name)
+            if estimate is not None and value is not None:
+                self._child(estimate).set(estimate.scale * value)
+        for what, seconds in self._store.counters.take_durations().items():
+            histogram = self._child(names.Series(names.DURATIONS, what))
+            for one_s in seconds:
+                histogram.observe(one_s)
+
+    def _child(self, series: names.Series) -> Any:
+        """prometheus_client's object of one series; it makes it at the first call."""
+        labels = {**self._labels, series.metric.label: series.value}
+        return self._metrics[series.metric].labels(**labels)
 
     def _make_metrics(self) -> None:
         # Imported late: prometheus_client reads its multi-process folder when it is imported.
-        from prometheus_client import Counter, Gauge
+        from prometheus_client import Counter, Gauge, Histogram
 
-        names = list(self._labels)
-        self._events = Counter(
-            "sglang:hier_kv_events",
-            "Pages and events of the hierarchical KV cache since start, by kind.",
-            [*names, "event"],
+        for count in names.COUNTS:
+            self._metrics[count] = Counter(count.name, count.help, [*self._labels, count.label])
+        for gauge in names.GAUGES:
+            self._metrics[gauge] = Gauge(
+                gauge.name,
+                gauge.help,
+                [*self._labels, gauge.label],
+                multiprocess_mode="mostrecent",
+            )
+        of = names.DURATIONS
+        self._metrics[of] = Histogram(
+            of.name, of.help, [*self._labels, of.label], buckets=names.BUCKETS_S
         )
-        self._gauges = Gauge(
-            "sglang:hier_kv_pages",
-            "Pages in the tiers of the hierarchical KV cache now, and requests that wait for them.",
-            [*names, "of"],
-            multiprocess_mode="mostrecent",
-        )
-        self._estimates = Gauge(
-            "sglang:hier_kv_estimate",
-            "Speeds of this server as the cost model of the hierarchical KV cache sees them now.",
-            [*names, "of"],
-            multiprocess_mode="mostrecent",
-        )
+        for name in names.FROM_START:
+            self._child(names.count_of(name))
+        self._store.counters.keep_durations()
+
+    def _values(self) -> dict[str, float]:
+        """All counts and sizes by the name under which they are published."""
+        remote = self._store.remote_stats() or {}
+        return {
+            **self._host_stats(),
+            **self._disk_values(),
+            **{f"remote_{name}": value for name, value in remote.items()},
+        }
 
     def _host_stats(self) -> dict[str, int]:
         # Asked for first: with no save under way the counters hold all of them.
         num_saves = self._num_saves()
         return {**self._store.stats(), "save_queue": num_saves}
 
-    def _disk_counts(self) -> dict[str, float]:
-        counts: dict[str, float] = {}
+    def _disk_values(self) -> dict[str, float]:
+        values: dict[str, float] = {}
         for name, value in self._disk_stats().items():
             if isinstance(value, dict):
-                counts.update({f"disk_{name}_{kind}": n for kind, n in value.items()})
-            elif isinstance(value, int) and name not in _DISK_SIZES:
-                counts[f"disk_{name}"] = value
-        return counts
+                values.update({f"disk_{name}_{kind}": n for kind, n in value.items()})
+            elif isinstance(value, int):
+                values[f"disk_{name}"] = value
+        return values
 
     def _disk_stats(self) -> dict[str, Any]:
         if self._disk is None:

@@ -1,0 +1,145 @@
+"""Under which metric each of the plugin's values is published: one unit a metric, base units.
+
+The values are named once, by what counts them; `/server_info` shows them under those names, and
+docs/operations.md explains each. The name's end says the unit. A metric's label holds the name, so
+that a value found in one place is found in the others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PREFIX = "sglang:hier_kv"
+EVENT, OF = "event", "of"  # labels of counts, and of what is now
+
+
+class Metric(NamedTuple):
+    """One metric.
+
+    Attributes:
+        name: without what Prometheus appends to a counter's.
+        help: what it measures, for `/metrics`.
+        label: the label that holds the value's name.
+    """
+
+    name: str
+    help: str
+    label: str
+
+
+PAGES = Metric(f"{PREFIX}_pages", "Pages since start, by what happened to them.", EVENT)
+TOKENS = Metric(f"{PREFIX}_tokens", "Tokens since start, by what happened to them.", EVENT)
+REQUESTS = Metric(f"{PREFIX}_requests", "Requests since start, by what happened to them.", EVENT)
+RECORDS = Metric(f"{PREFIX}_records", "Stored records since start, by what became of them.", EVENT)
+BYTES = Metric(f"{PREFIX}_bytes", "Bytes since start, by where they went.", EVENT)
+BUSY_SECONDS = Metric(f"{PREFIX}_busy_seconds", "Seconds since start, by what took them.", EVENT)
+EVENTS = Metric(f"{PREFIX}_events", "Events since start, by kind.", EVENT)
+COUNTS = (PAGES, TOKENS, REQUESTS, RECORDS, BYTES, BUSY_SECONDS, EVENTS)
+
+DURATIONS = Metric(
+    f"{PREFIX}_duration_seconds",
+    "How long one took: a node's save, a batch's load, a read, a fetch, a request's wait.",
+    OF,
+)
+
+HELD_PAGES = Metric(f"{PREFIX}_held_pages", "Pages in DRAM now, and its capacity.", OF)
+HELD_BYTES = Metric(f"{PREFIX}_held_bytes", "Bytes in a tier now, and its capacity.", OF)
+WAITING = Metric(f"{PREFIX}_waiting", "How many wait now: requests, nodes, calls.", OF)
+STATE = Metric(f"{PREFIX}_state", "State and sizes of parts now.", OF)
+SPEED = Metric(f"{PREFIX}_speed_bytes_per_second", "Speeds as the cost model sees them now.", OF)
+ESTIMATE = Metric(f"{PREFIX}_estimated_seconds", "What the cost model expects one to take now.", OF)
+GAUGES = (HELD_PAGES, HELD_BYTES, WAITING, STATE, SPEED, ESTIMATE)
+
+# Upper ends of the histogram's buckets: from one page's copy to the longest wait for a store.
+BUCKETS_S = (
+    0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0,
+)  # fmt: skip
+
+_NOW = {
+    "host_pages": HELD_PAGES,
+    "host_capacity_pages": HELD_PAGES,
+    "planned_pages": HELD_PAGES,
+    "spill_queue_pages": HELD_PAGES,
+    "disk_used_bytes": HELD_BYTES,
+    "disk_max_bytes": HELD_BYTES,
+    "disk_coded_host_used_bytes": HELD_BYTES,
+    "disk_coded_host_max_bytes": HELD_BYTES,
+    "waiting_requests": WAITING,
+    "window_requests": WAITING,
+    "save_queue": WAITING,
+    "remote_upload_queue": WAITING,
+    "remote_lookup_queue": WAITING,
+    "remote_fetch_queue": WAITING,
+    "clears_pending": STATE,
+    "disk_segments": STATE,
+    "disk_open_fds": STATE,
+    "disk_coded_host_records": STATE,
+    "remote_breaker_state": STATE,
+}
+# Counts that are published as 0 before they are first counted: `rate` misses the step from no
+# series to the first value, and an alert or a plot without a series looks like one that is broken.
+FROM_START = (
+    "saved_pages", "loaded_pages", "written_pages", "promoted_pages", "evicted_pages",
+    "lost_pages", "damaged_pages", "evicted_wanted_pages", "lost_wanted_pages",
+    "disk_evicted_wanted_pages", "save_dropped_pages", "save_failures", "load_failures",
+    "spill_failures", "promotion_failures", "admitted_ready_requests", "admitted_late_requests",
+    "prefetch_timeouts", "cost_load", "cost_partial", "cost_recompute",
+)  # fmt: skip
+_UNITS = {
+    "pages": PAGES,
+    "tokens": TOKENS,
+    "requests": REQUESTS,
+    "records": RECORDS,
+    "bytes": BYTES,
+}
+# Names that do not end in their unit.
+_UNIT_OF_FAMILY = {
+    "rejected_": RECORDS,
+    "disk_records_": RECORDS,
+    "disk_dropped_": RECORDS,
+    "disk_bytes_": BYTES,
+    "remote_bytes_": BYTES,
+    "remote_error_rejected_": RECORDS,
+}
+_ESTIMATES = {"_ms": 1e-3, "_us": 1e-6, "_ns": 1e-9}
+_MEGABYTE = 1e6
+
+
+class Series(NamedTuple):
+    """Where a value goes.
+
+    Attributes:
+        metric: the metric.
+        value: of its label.
+        scale: times this it is in the metric's unit.
+    """
+
+    metric: Metric
+    value: str
+    scale: float = 1.0
+
+
+def gauge_of(name: str) -> Series | None:
+    """The series of a value that can fall; None where it only grows."""
+    metric = _NOW.get(name)
+    return None if metric is None else Series(metric, name)
+
+
+def count_of(name: str) -> Series:
+    """The counter's series of a value that only grows."""
+    if name.endswith("_us"):
+        return Series(BUSY_SECONDS, name.removesuffix("_us"), 1e-6)
+    for family, metric in _UNIT_OF_FAMILY.items():
+        if name.startswith(family):
+            return Series(metric, name)
+    return Series(_UNITS.get(name.rpartition("_")[2], EVENTS), name)
+
+
+def estimate_of(name: str) -> Series | None:
+    """The series of one of the cost model's speeds; None where it is neither speed nor time."""
+    if name.endswith("_mb_s"):
+        return Series(SPEED, name.removesuffix("_mb_s"), _MEGABYTE)
+    for end, scale in _ESTIMATES.items():
+        if name.endswith(end):
+            return Series(ESTIMATE, name.removesuffix(end), scale)
+    return None
