@@ -284,7 +284,7 @@ def run_on_one_server(
     size: Size,
     seed: int,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Every fault of the disk but death, on one server.
+    """Every fault of the disk but death, on one server, and random ones on another.
 
     Returns:
         What the slow disk did, the stalls of the scheduler by what failed, and raw samples.
@@ -298,10 +298,15 @@ def run_on_one_server(
             faults.failing_writes(prompts.writes[kind], kind, **injected)
         faults.aborts(faults.put_on_disk(prompts.aborted_loads), prompts.aborted_saves)
         dropped = faults.hung_disk(faults.put_on_disk(prompts.hung), 25)
-        faults.random_faults(prompts.random, size.server_disk, seed)
         slow = {"throughput_ratio": faults.slow_disk(40, size.repeats), "dropped_pages": dropped}
         stalls = faults.control.report()["stalls"]
-    return slow, {"disk": stalls}, dict(faults.samples)
+    forgetful = RunningFaults(
+        folder / "random", source, references, tallies, ("--hier-kv-lookahead", "off")
+    )
+    with forgetful.start():
+        forgetful.random_faults(prompts.random, size.server_disk, seed)
+        random_stalls = forgetful.control.report()["stalls"]
+    return slow, {"disk": stalls, "random disk": random_stalls}, dict(faults.samples)
 
 
 def damage_running_server(faults: RunningFaults, prompts: Prompts) -> None:

@@ -61,12 +61,14 @@ class RunningFaults:
         source: prompts without a reference.
         references: plain SGLang's answers.
         tallies: where results go.
+        options: further flags of the server.
     """
 
     folder: Path
     source: PromptSource
     references: References
     tallies: Tallies
+    options: tuple[str, ...] = ()
     log: Log = field(default_factory=Log)
     samples: dict[str, list[float]] = field(default_factory=dict)
     _rng: random.Random = field(default_factory=lambda: random.Random(3))
@@ -80,7 +82,7 @@ class RunningFaults:
         self.disk = self.folder / "disk"
         where = ("--hier-kv-disk-dir", str(self.disk), "--hier-kv-event-log", str(self.events))
         self.server = Server(
-            [*_OPTIONS, *where],
+            [*_OPTIONS, *self.options, *where],
             log_path=self.folder / "server.log",
             env=environment(self.folder / "plugin", self.control),
             start_timeout_s=START_S,
@@ -300,6 +302,9 @@ class RunningFaults:
 
     def random_faults(self, prompts: list[list[int]], wanted: int, seed: int) -> None:
         """Asks for prompts in turn while calls of the disk fail, lag and lie at random.
+
+        What leaves DRAM has to be what was used longest ago: a server that learns which prompts
+        return keeps just these in DRAM, and its disk is hardly read.
 
         Args:
             prompts: those of which the reference with any number of cached pages is known.
