@@ -72,9 +72,10 @@ def test_a_save_without_device_memory_is_a_miss(monkeypatch: pytest.MonkeyPatch)
         world.settle()  # all slots are free again
     finally:
         world.close()
-    assert world.store.counters["save_no_device_memory"] == 1
+    counts = world.store.counters.snapshot()
+    assert counts["save_no_device_memory"] == 1
     assert world.counts["failed saves"] == 1
-    assert "save_failures" not in world.store.counters
+    assert "save_failures" not in counts
 
 
 def run_many(num_worlds: int) -> None:

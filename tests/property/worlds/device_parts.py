@@ -12,6 +12,7 @@ import torch
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.kernels.rope import RopeSpec
+from tiers.store.types import StoreCounters
 
 if TYPE_CHECKING:
     from tests.property.worlds.device_world import DeviceWorld
@@ -20,16 +21,11 @@ LAYERS, PAGE, HEADS, DIM, MAX_POSITION = 3, 4, 2, 8, 256
 SLOTS, PAGES, CONTENTS = 24, 40, 6
 
 
-class _Counters(dict[str, int]):
-    def add(self, name: str, by: int = 1) -> None:
-        self[name] = self.get(name, 0) + by
-
-
 class Pages:
     """What the load path asks of the page store: pins that are given back, counters, a gate."""
 
     def __init__(self, world: DeviceWorld) -> None:
-        self.counters = _Counters()
+        self.counters = StoreCounters()
         self.arena = SimpleNamespace(slots=world.arena)
         self.gate = SimpleNamespace(is_live=lambda pages: True, load=lambda ticket, space: ticket)
         self.events = SimpleNamespace(note=lambda *_, **__: None, pages=lambda *_, **__: None)
