@@ -122,7 +122,13 @@ def _extend_engine() -> None:
 def _hook_tokenizer_manager() -> None:
     """Registered late: importing the tokenizer manager before the arguments are parsed is slow."""
     from sglang_ext.seam.hooks.answers import around_generate
-    from sglang_ext.seam.hooks.front import around_sending, around_tokenizing, around_validate
+    from sglang_ext.seam.hooks.front import (
+        around_sending,
+        around_sending_batch,
+        around_tokenizing,
+        around_validate,
+        before_abort,
+    )
     from sglang_ext.seam.hooks.hooking import apply_hooks, hook
     from sglang_ext.seam.report import unpack_details
 
@@ -130,6 +136,8 @@ def _hook_tokenizer_manager() -> None:
     hook(f"{_TOKENIZER}._validate_one_request", around_validate, "around")
     hook(f"{_TOKENIZER}._tokenize_texts", around_tokenizing, "around")
     hook(f"{_TOKENIZER}._send_one_request", around_sending, "around")
+    hook(f"{_TOKENIZER}._send_batch_request", around_sending_batch, "around")
+    hook(f"{_TOKENIZER}.abort_request", before_abort, "before")
     hook(f"{_TOKENIZER}.generate_request", around_generate, "around")
     hook(f"{_TOKENIZER}.__init__", _after_tokenizer_manager)
     apply_hooks()

@@ -55,8 +55,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
     Use.HOOKED: {
         ("srt.server_args", "ServerArgs"): "add_cli_args from_cli_args resolve_once",
         (_TOKENIZER, "TokenizerManager"): (
-            "__init__ generate_request _handle_batch_output _send_one_request _tokenize_texts "
-            "_validate_one_request"
+            "__init__ abort_request generate_request _handle_batch_output _send_batch_request "
+            "_send_one_request _tokenize_texts _validate_one_request"
         ),
         (f"{_OPENAI}.serving_chat", "OpenAIServingChat"): "_process_messages",
         (f"{_OPENAI}.usage_processor", "UsageProcessor"): (
@@ -131,7 +131,6 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.managers.schedule_batch", "Req"): (
             "finished set_finish_with_abort release_mm_inputs_on_abort"
         ),
-        (_TOKENIZER, "TokenizerManager"): "abort_request",
         ("srt.session.streaming_session", "StreamingSession"): "release_session borrowed_slot",
         (_LINKER, "UnifiedCacheLinkerWrapper"): "release_request",
         ("srt.mem_cache.base_prefix_cache", "IncLockRefResult"): "to_dec_params",

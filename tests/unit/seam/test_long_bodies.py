@@ -15,7 +15,9 @@ from starlette.middleware.cors import CORSMiddleware
 from sglang_ext.seam.hooks.body_bound import BodyBound, Message, NumberRun
 from sglang_ext.seam.hooks.front import (
     around_sending,
+    around_sending_batch,
     around_tokenizing,
+    before_abort,
     before_rendering,
     bound_bodies,
 )
@@ -193,20 +195,61 @@ def test_bodies_are_bounded_where_prompts_are_cut() -> None:
         ]
 
 
-@pytest.mark.parametrize("aborted", [False, True])
-def test_what_was_aborted_before_it_was_sent_is_aborted_once_it_was(aborted: bool) -> None:
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("all_at", ["never", "while a thread has the text", "before"])
+@pytest.mark.parametrize("of_one", [False, True])
+def test_what_was_aborted_before_it_was_sent_is_aborted_once_it_was(
+    of_one: bool, all_at: str, batch: bool
+) -> None:
     """A text on its thread: SGLang's abort came to a scheduler that did not know the request."""
     told: list[str] = []
-    state = SimpleNamespace(abort_sent=aborted)
+    state = SimpleNamespace(abort_sent=False)
 
-    def abort_request(rid: str) -> None:
-        assert not state.abort_sent, "SGLang tells of an abort once"
-        told.append(f"abort {rid}")
+    def abort_request(rid: str = "", abort_all: bool = False) -> None:
+        before_abort(manager, rid, abort_all)
+        assert abort_all or not state.abort_sent, "SGLang tells of an abort once"
+        told.append("abort all" if abort_all else f"abort {rid}")
+
+    async def tokenize(self: Any, texts: Any) -> None:
+        if all_at.startswith("while"):
+            abort_request(abort_all=True)
+        state.abort_sent = of_one
 
     async def send(_: Any, request: Any) -> None:
-        told.append(f"send {request.rid}")
+        told.append("send")
 
-    manager = SimpleNamespace(rid_to_state={"a": state}, abort_request=abort_request)
-    asyncio.run(around_sending(send, manager, SimpleNamespace(rid="a")))
-    asyncio.run(around_sending(send, manager, SimpleNamespace(rid="gone")))
-    assert told == ["send a", *(["abort a"] if aborted else []), "send gone"]
+    async def serve() -> None:
+        await around_tokenizing(tokenize, manager, "x" * 100_000)
+        requests = [SimpleNamespace(rid=rid) for rid in ("a", "gone")]
+        if batch:
+            await around_sending_batch(send, manager, requests)
+        else:
+            for request in requests:
+                await around_sending(send, manager, request)
+
+    manager = manager_of()
+    manager.rid_to_state, manager.abort_request = {"a": state}, abort_request
+    if all_at == "before":
+        abort_request(abort_all=True)
+    asyncio.run(serve())
+    aborts_a = ["abort a"] if of_one or all_at.startswith("while") else []
+    assert told == [
+        *(["abort all"] if all_at != "never" else []),
+        "send",
+        *aborts_a,
+        *(["send"] if not batch else []),
+    ]
+
+
+def test_an_abort_of_all_is_not_for_a_text_that_no_thread_had() -> None:
+    async def nothing(self: Any, _: Any) -> None: ...
+
+    async def serve() -> None:
+        await around_tokenizing(nothing, manager, "x" * 100_000)
+        before_abort(manager, abort_all=True)
+        await around_tokenizing(nothing, manager, "short")
+        await around_sending(nothing, manager, SimpleNamespace(rid="a"))
+
+    manager = manager_of()
+    manager.rid_to_state = {"a": SimpleNamespace(abort_sent=False)}
+    asyncio.run(serve())  # which would call `abort_request`, and there is none
