@@ -9,7 +9,7 @@ by a hook.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -29,6 +29,9 @@ from sglang_ext.truncation.policy import (
 _CHARS_PER_TOKEN = 16
 # A longer text is tokenised on a thread: SGLang would serve nobody else meanwhile. About 20 ms.
 _CHARS_ON_LOOP = 1 << 15
+# What a chat's template is given of a request, and what of that is not text.
+_RENDERED = ("messages", "tools", "chat_template_kwargs")
+_MEDIA = ("image_url", "video_url", "audio_url", "input_audio")
 # How often all requests had been aborted when the task's text went to a thread; None: it did not.
 _aborts_before: ContextVar[int | None] = ContextVar("aborts_before", default=None)
 
@@ -132,9 +135,10 @@ def before_rendering(self: Any, request: Any, *args: Any, **kwargs: Any) -> None
     """BEFORE hook of `OpenAIServingChat._process_messages`: chats have the same bound as texts.
 
     Raises:
-        ValueError: all words of the chat together are too long to be cut.
+        ValueError: all that is rendered of the chat together is too long to be cut.
     """
-    check_num_chars(self.tokenizer_manager, sum(map(len, _words_of(request.messages))))
+    rendered = (getattr(request, name, None) for name in _RENDERED)
+    check_num_chars(self.tokenizer_manager, _num_chars(list(rendered)))
 
 
 def check_num_chars(manager: Any, num_chars: int) -> None:
@@ -158,14 +162,22 @@ def check_num_chars(manager: Any, num_chars: int) -> None:
         )
 
 
-def _words_of(messages: Iterable[Any]) -> Iterable[str]:
-    """The texts of a chat; images and sound are bounded elsewhere."""
-    for message in messages:
-        content = getattr(message, "content", None)
-        for part in [content] if isinstance(content, str) else content or ():
-            text = part if isinstance(part, str) else getattr(part, "text", None)
-            if isinstance(text, str):
-                yield text
+def _num_chars(value: Any) -> int:
+    """Characters at least that a chat's template makes of this; media are bounded elsewhere."""
+    total, rest = 0, [value]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, str):
+            total += len(each)
+        elif isinstance(each, dict):
+            rest += (*each, *each.values())
+        elif isinstance(each, list | tuple):
+            rest += each
+        elif fields := getattr(each, "__dict__", None):
+            rest += (part for name, part in fields.items() if name not in _MEDIA)
+        elif each is not None:
+            total += 1  # a number, say
+    return total
 
 
 def bound_bodies(app: Any, manager: Any) -> None:

@@ -170,16 +170,22 @@ def test_texts_and_chats_have_one_bound() -> None:
     with pytest.raises(ValueError, match="1280000 characters on this server"):
         asyncio.run(around_tokenizing(never, manager_of(), ["x", whole + "x"]))
 
-    def chat(words: str, image: int) -> Any:
+    def chat(words: str, image: int, **more: Any) -> Any:
         parts = [SimpleNamespace(text=words), SimpleNamespace(image_url="i" * image)]
         messages = [SimpleNamespace(content=words), SimpleNamespace(content=parts)]
-        return SimpleNamespace(messages=[*messages, SimpleNamespace(content=None)])
+        return SimpleNamespace(messages=[*messages, SimpleNamespace(content=None)], **more)
 
     serving = SimpleNamespace(tokenizer_manager=manager_of())
     half = whole[: len(whole) // 2]
     before_rendering(serving, chat(half, image=10 * len(whole)))
     with pytest.raises(ValueError, match="characters on this server"):
         before_rendering(serving, chat(half + "x", image=0))
+    tool = SimpleNamespace(function=SimpleNamespace(parameters={"a": {"enum": [1] * 9, "b": "x"}}))
+    before_rendering(serving, chat(half[16:], image=0, tools=[tool] * 2))
+    with pytest.raises(ValueError, match="characters on this server"):
+        before_rendering(serving, chat(half[15:], image=0, tools=[tool] * 2))
+    with pytest.raises(ValueError, match="characters on this server"):
+        before_rendering(serving, chat("", image=0, chat_template_kwargs={"documents": [whole]}))
     off = SimpleNamespace(tokenizer_manager=manager_of("off"))
     before_rendering(off, chat(whole, image=0))
 
