@@ -29,6 +29,7 @@ from sglang_ext.provenance.request_state import HitTier, find_state, max_quality
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, min_reduce
 from sglang_ext.seam.device_tree import DeviceTree
+from sglang_ext.seam.kv_events import TierEventRecorder
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.metrics.reporter import MetricsReporter
 from sglang_ext.seam.page_hash import hashes_of, request_key, whole_pages_key
@@ -102,9 +103,25 @@ class HierKVRadixCache(UnifiedRadixCache):
             composes=group is None,
         )
         self.linker = HierKVLinkerWrapper(self, linker, tree, pages)
+        self._follow_tiers(config, linker.store, num_pages)
         self.taint = TaintKeeper(pages, tree, self.linker, self.req_to_token_pool)
         self.session_turns = SessionTurns(self.session, linker.store.counters)
         self.admission = self._admission_of(group, tree)
+
+    def _follow_tiers(self, config: HierKVConfig, store: PageStore, num_pages: int) -> None:
+        """SGLang's KV events tell of the tiers, too, where it publishes any."""
+        device = self.tree_core.kv_events
+        if not device.enabled:
+            return
+        if config.tree_core != "python":
+            logger.warning("hier-kv: KV events tell of the device only: the tree in Rust is in use")
+            return
+        self.tree_core.kv_events = TierEventRecorder(
+            device,
+            store,
+            records_on_disk=bool(config.disk_dir),
+            max_seen_pages=2 * num_pages,
+        )
 
     def _admission_of(self, group: Any | None, tree: RadixTree) -> Admission:
         """Who decides on waiting requests: this process, or with others the ranks of a group."""

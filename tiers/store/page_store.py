@@ -257,6 +257,28 @@ class PageStore:
 
     # ---- pages ----
 
+    def follow(self, on_moved: Callable[[Hashes], None]) -> None:
+        """Has somebody told of pages that come to a tier or leave one, from any thread.
+
+        Args:
+            on_moved: takes hashes u8 `[N, 32]`, of any key space. Must return at once: it is called
+                under the store's lock. Where the pages are once it has returned, `tiers_of` tells.
+        """
+        self._directory.on_moved = on_moved
+
+    def tiers_of(self, hashes: Hashes) -> npt.NDArray[np.uint8]:
+        """Which tiers have pages, of any key space that this epoch has used.
+
+        Args:
+            hashes: u8 `[N, 32]`.
+
+        Returns:
+            u8 `[N]` of `READY` (in DRAM) and `ON_DISK` (a record, on disk or in coded DRAM).
+        """
+        with self._spaces_lock:
+            numbers = [each.number for each in self._spaces if self.gate.is_open(each)]
+        return self._directory.tiers_of(hashes, numbers)
+
     def ready_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> int:
         """Number of leading pages that are ready in DRAM and good enough. O(pages), in memory."""
         return self._directory.ready_prefix(space, hashes, max_quality)

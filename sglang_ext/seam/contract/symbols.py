@@ -93,6 +93,9 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "lookup load start_layer_wise_loading finish_layer_wise_loading cancel_queued_load "
             "offload num_completed_offloads pop_completed_offload reset close"
         ),
+        ("srt.mem_cache.events", "KVCacheEventRecorder"): (
+            "__init__ record_store record_all_cleared take"
+        ),
         # What a page is named by, and the replacement of it where no compiler is.
         ("srt.mem_cache.utils", ""): "get_storage_hash_str",
         ("srt.mem_cache.cpp_utils.native_hash", ""): "get_native_hash _native_hash_input",
@@ -126,6 +129,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "match_prefix match_full_device_prefix collect_full_device_indices node_by_id "
             "root_node_handle get_hash_values get_prefix_hash_values"
         ),
+        ("srt.mem_cache.events", "KVCacheEventRecorder"): "enqueue",
         ("srt.mem_cache.radix_cache", "RadixKey"): "__init__ page_aligned",
         (_SCHEDULER, "Scheduler"): "process_pending_chunked_abort",
         ("srt.managers.schedule_batch", "Req"): (
@@ -164,6 +168,13 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "CompletionStreamResponse UsageInfo PromptTokensDetails"
         ),
         ("srt.mem_cache.hicache_storage", ""): "PoolName PoolTransfer",
+        ("srt.mem_cache.events", "KVCacheEventRecorder"): (
+            "_queue enabled page_size dynamo_format lora_names"
+        ),
+        ("srt.disaggregation.kv_events", ""): "BlockRemoved BlockStored StorageMedium",
+        ("srt.disaggregation.kv_events", "BlockStored"): (
+            "block_hashes parent_block_hash token_ids block_size cache_salt lora_name"
+        ),
         ("srt.mem_cache.base_prefix_cache", "MatchPrefixParams"): "key",
         ("srt.mem_cache.base_prefix_cache", "MatchResult"): (
             "device_prefix_len last_device_node best_match_node last_host_node host_hit_length "
@@ -175,7 +186,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "hit_markers pending_offloads inflight_load_rids inflight_load_index "
             "private_load_indices cache_linker"
         ),
-        (_TREE, "UnifiedTreeCore"): "eviction_strategy _node_arena",
+        (_TREE, "UnifiedTreeCore"): "eviction_strategy _node_arena kv_events",
         (_TREE, "UnifiedTreeNode"): "key hash_value parent external_cache_stored component_data",
         ("srt.mem_cache.unified_cache.component_type", ""): "ComponentType",
         (_WINDOWS, "SWAComponent"): "full_window_pages",

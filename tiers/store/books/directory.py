@@ -54,6 +54,16 @@ class Directory(RemoteBook):
         with self.lock:
             return self._count_tiers(self._known_prefix(space, hashes, max_quality))
 
+    def tiers_of(self, hashes: Hashes, numbers: list[int]) -> npt.NDArray[np.uint8]:
+        """`READY` and `ON_DISK` of pages of some key spaces, u8 `[N]`; 0: not stored."""
+        found = np.zeros(len(hashes), np.uint8)
+        with self.lock:
+            for number in numbers:
+                rows = self.index.lookup(hashes, number)
+                known = rows >= 0
+                found[known] |= self.index.flags[rows[known]] & np.uint8(READY | ON_DISK)
+        return found
+
     def survey(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> PrefixSurvey:
         """The same page by page."""
         with self.lock:
@@ -147,7 +157,7 @@ class Directory(RemoteBook):
             self._settle(ticket.rows[new], ticket.slots[new], failed=not ok)
             self._end_in_flight()
             inexact = int((self.index.quality[rows] > Quality.EXACT).sum()) if ok else 0
-            hashes = self._log_keys(rows) if ok else None
+            hashes = self._moved(rows) if ok else None
         self.counters.add("saved_pages" if ok else "save_failed_pages", len(rows))
         self.counters.add("saved_lossy_pages", inexact)
         self.counters.add("replaced_pages", len(replaced))
@@ -267,7 +277,7 @@ class Directory(RemoteBook):
             same = self.index.is_live(rows) & (self.index.host_slot[rows] == slots)
             rows = rows[same & ((self.index.flags[rows] & READY) != 0)]
             keys = self.index.keys(rows)
-            hashes = self._log_keys(rows)
+            hashes = self._moved(rows)
             self._forget(rows)
         self.counters.add("damaged_pages", len(rows))
         if hashes is not None:

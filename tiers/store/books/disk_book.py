@@ -121,7 +121,7 @@ class DiskBook(PageTable):
         self._may_leave_changed(rows)
         self.counters.add("given_up_pages", len(rows))
         self.counters.add("disk_reclaimed_pages", len(rows))
-        hashes = self._log_keys(rows)
+        hashes = self._moved(rows)
         if hashes is not None:
             self.events.pages("reclaimed", hashes)
 
@@ -186,7 +186,7 @@ class DiskBook(PageTable):
         self.index.flags[rows[in_dram]] |= WRITE_DROPPED
         self._may_leave_changed(rows[in_dram])
         self.counters.add("disk_reclaimed_pages", len(rows))
-        lost, kept = self._log_keys(rows[~in_dram]), self._log_keys(rows[in_dram])
+        lost, kept = self._moved(rows[~in_dram]), self._moved(rows[in_dram])
         self._remove(rows[~in_dram])
         if lost is not None and kept is not None:
             self.events.pages("lost", lost)
@@ -265,7 +265,7 @@ class DiskBook(PageTable):
             self.index.flags[rows[same & ~stored]] |= WRITE_DROPPED
             self._may_leave_changed(rows[same])
             self._unpin_slots(entry.slots)
-            hashes = self._log_keys(done)
+            hashes = self._moved(done)
         self.counters.add("written_pages", int(stored.sum()))
         self.counters.add("written_again_pages", num_again)
         self.counters.add("write_dropped_pages", int((~stored).sum()))

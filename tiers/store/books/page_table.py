@@ -135,6 +135,9 @@ class PageTable:
         # Told of pages that became known, or known better: number of their key space, hashes.
         # Called with the lock held.
         self.on_published: Callable[[int, Hashes], None] | None = None
+        # Told the hashes of pages that come to a tier or leave one. Called with the lock held that
+        # they move under; None: nobody is.
+        self.on_moved: Callable[[Hashes], None] | None = None
         self._waiters: dict[int, list[Plan]] = {}  # row -> plans that wait for it
         self._plans: dict[Plan, None] = {}  # with pins, oldest first; guarded by lock
         self._clock = 0
@@ -218,7 +221,7 @@ class PageTable:
     def _evict(self, count: int) -> None:
         rows = self._victims(count)
         on_disk = (self.index.flags[rows] & ON_DISK) != 0
-        evicted, lost = self._log_keys(rows), self._log_keys(rows[~on_disk])
+        evicted, lost = self._moved(rows), self._moved(rows[~on_disk])
         if self.on_unsent is not None:
             unsent = (self.index.flags[rows] & SENT) == 0
             if unsent.any():
@@ -424,8 +427,17 @@ class PageTable:
         if self.num_in_flight == 0:
             self.idle.notify_all()
 
-    def _log_keys(self, rows: Rows) -> Hashes | None:
-        return self.index.keys(rows)[0] if self.events.on else None
+    def _moved(self, rows: Rows) -> Hashes | None:
+        """Tells `on_moved` of pages that come to a tier or leave one; their hashes, for the log.
+
+        To be called while the lock is held that the pages move under.
+        """
+        if self.on_moved is None and not self.events.on:
+            return None
+        hashes = self.index.keys(rows)[0]
+        if self.on_moved is not None:
+            self.on_moved(hashes)
+        return hashes if self.events.on else None
 
 
 def _distinct(rows: Rows) -> Rows:

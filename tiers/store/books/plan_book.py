@@ -115,7 +115,7 @@ class PlanBook(DiskBook):
             if self.duplicates is not None:
                 self.duplicates.push(good)
             self._touch(plan.rows)
-            hashes, lost = self._log_keys(good), self._log_keys(bad)
+            hashes, lost = self._moved(good), self._moved(bad)
             self._forget(bad)
             self._settle(rows[ok], slots[ok], failed=False)
             self._settle(rows[~ok], slots[~ok], failed=True)

@@ -1,0 +1,242 @@
+"""KV events of the tiers: a reader that believes them knows where every page is."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang.srt.mem_cache.events import KVCacheEventRecorder  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+
+from sglang_ext.seam import kv_events  # noqa: E402
+from sglang_ext.seam.kv_events import TierEventRecorder  # noqa: E402
+from sglang_ext.seam.page_hash import hashes_of  # noqa: E402
+from sglang_ext.tiers.store.types import ON_DISK, READY  # noqa: E402
+from testkit.kv_reader import KvIndex  # noqa: E402
+from tests.unit.store.store_rig import DIGEST, OTHER, Rig  # noqa: E402
+
+PAGE = 4
+CPU, DISK, GPU = "CPU_PINNED", "DISK", "GPU"
+
+
+class World:
+    """A page store, a device that has some prompts, and who reads the events."""
+
+    def __init__(self, folder: Path, seed: int, *, records_on_disk: bool = True) -> None:
+        self.random = random.Random(seed)
+        self.rig = Rig(
+            folder, slots=24, index=512, max_bytes=1 << 20, segment_bytes=128 << 10,
+            policy=self.random.choice(["write_through", "write_back"]),
+        )  # fmt: skip
+        self.root = SimpleNamespace(
+            parent=None, hash_value=[], event_hash_value=None, key=RadixKey(array("q"))
+        )
+        self.heads: dict[int, Any] = {}  # nodes of the first halves
+        self.on_device: dict[int, Any] = {}  # of the second ones
+        self.recorder = TierEventRecorder(
+            KVCacheEventRecorder(enabled=True, page_size=PAGE),
+            self.rig.store,
+            records_on_disk=records_on_disk,
+            max_seen_pages=60,
+        )
+        self.reader = KvIndex()
+
+    def close(self) -> None:
+        self.rig.store.close(0)
+        assert self.rig.disk is not None
+        self.rig.disk.close()
+
+    def key(self, prompt: int) -> Any:
+        """Four prompts have one first half; those of every third four have a salt."""
+        tokens = [prompt // 4] * (2 * PAGE) + [100 + prompt] * (2 * PAGE)
+        return RadixKey(array("q", tokens), cache_salt="salt" if prompt // 4 % 3 == 2 else None)
+
+    def node(self, parent: Any, key: Any) -> Any:
+        """A new node of the device's tree."""
+        node = SimpleNamespace(parent=parent, key=key, hash_value=None, event_hash_value=None)
+        self.recorder.record_store(node)
+        return node
+
+    def step(self) -> None:
+        actions = [self.compute, self.compute, self.leave, self.save, self.save, self.promote]
+        actions += [self.take, self.take]
+        self.random.choice(actions)()
+        if self.random.random() < 0.01:
+            self.random.choice([self.flush, self.clear, self.update])()
+
+    def compute(self, prompt: int | None = None) -> None:
+        prompt = self.random.randrange(24) if prompt is None else prompt
+        if prompt in self.on_device:
+            return
+        key, half = self.key(prompt), 2 * PAGE
+        if prompt // 4 not in self.heads:
+            head = RadixKey(key.token_ids[:half], cache_salt=key.cache_salt)
+            self.heads[prompt // 4] = self.node(self.root, head)
+        tail = RadixKey(key.token_ids[half:], cache_salt=key.cache_salt)
+        self.on_device[prompt] = self.node(self.heads[prompt // 4], tail)
+
+    def leave(self) -> None:
+        if self.on_device:
+            prompt = self.random.choice(list(self.on_device))
+            self.recorder.record_remove(self.on_device.pop(prompt))
+            if all(other // 4 != prompt // 4 for other in self.on_device):
+                self.recorder.record_remove(self.heads.pop(prompt // 4))
+
+    def save(self) -> None:
+        if self.on_device:
+            self.rig.save(hashes_of(self.key(self.random.choice(list(self.on_device))), PAGE))
+
+    def promote(self) -> None:
+        hashes = hashes_of(self.key(self.random.randrange(24)), PAGE)
+        plan = self.rig.store.plan(self.rig.space, hashes)
+        if plan is not None:
+            self.rig.wait(plan)
+            self.rig.store.cancel_plan(plan)
+
+    def flush(self) -> None:
+        self.on_device.clear()
+        self.heads.clear()
+        self.recorder.record_all_cleared()
+
+    def clear(self) -> None:
+        self.rig.store.end_epoch()
+        self.rig.store.clear()
+        self.rig.space = self.rig.store.space(self.rig.space.digest)
+
+    def update(self) -> None:
+        """Other weights, or those of before again."""
+        self.rig.store.end_epoch()
+        digest = self.random.choice([DIGEST, OTHER])
+        self.rig.store.open_namespace(digest, {})
+        self.rig.space = self.rig.store.space(digest)
+        self.flush()
+
+    def take(self) -> None:
+        self.reader.apply(self.recorder.take())
+
+    def drain(self) -> None:
+        """Takes all there is to be told."""
+        self.take()
+        while self.recorder._moved:
+            self.take()
+
+    def check(self) -> None:
+        """All moves ended: what the reader believes is so, page by page."""
+        self.rig.settle()
+        self.rig.until(self.is_right)  # write-back goes on writing what nobody uses
+
+    def is_right(self) -> bool:
+        self.drain()
+        return all(self.is_right_about(prompt) for prompt in range(24))
+
+    def is_right_about(self, prompt: int) -> bool:
+        """Nothing is said that is not so; and of what the device has, all that is so."""
+        key = self.key(prompt)
+        tiers = self.rig.store.tiers_of(hashes_of(key, PAGE)).tolist()
+        blocks = self.reader.blocks(list(key.token_ids), PAGE, key.cache_salt or "")
+        told = [self.reader.media.get(block, set()) - {GPU} for block in blocks]
+        told += [set[str]()] * (len(tiers) - len(told))
+        have = [media_of(bits) for bits in tiers]
+        if prompt in self.on_device:
+            return told == have
+        return all(said <= is_so for said, is_so in zip(told, have, strict=True))
+
+    @property
+    def sees_disk(self) -> bool:
+        return any(DISK in media for media in self.reader.media.values())
+
+
+def media_of(bits: int) -> set[str]:
+    return {medium for bit, medium in ((READY, CPU), (ON_DISK, DISK)) if bits & bit}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_reader_knows_where_every_page_is(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "_PAGES_A_TURN", 8)
+    if seed % 3 == 2:
+        monkeypatch.setattr(kv_events, "_MAX_MOVED", 12)  # pages move faster than one looks
+    world = World(tmp_path, seed)
+    told_of_disk = False
+    try:
+        for _ in range(8):
+            for _ in range(60):
+                world.step()
+            world.check()
+            told_of_disk |= world.sees_disk
+        assert told_of_disk
+        assert world.rig.count("evicted_pages")
+        assert bool(world.rig.count("kv_events_overrun")) == (seed % 3 == 2)
+    finally:
+        world.close()
+
+
+def test_pages_that_the_device_never_had_are_told_when_it_has_them(tmp_path: Path) -> None:
+    """After a restart the disk has pages whose tokens nobody knows."""
+    world = World(tmp_path, 0)
+    try:
+        hashes = hashes_of(world.key(5), PAGE)
+        world.rig.save(hashes)
+        world.rig.settle()
+        world.take()
+        assert not world.reader.media
+        world.compute(5)
+        world.check()
+        assert all(media >= {GPU, CPU} for media in world.reader.media.values())
+        assert len(world.reader.media) == len(hashes)
+    finally:
+        world.close()
+
+
+def test_records_in_coded_dram_are_in_dram(tmp_path: Path) -> None:
+    world = World(tmp_path, 0, records_on_disk=False)
+    try:
+        for _ in range(300):
+            world.step()
+        world.rig.settle()
+        world.drain()
+        assert not world.sees_disk
+        assert any(CPU in media for media in world.reader.media.values())
+    finally:
+        world.close()
+
+
+def test_more_pages_than_are_followed_stay_untold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "_MAX_TOLD", 5)
+    world = World(tmp_path, 1)
+    try:
+        for prompt in range(0, 24, 4):
+            world.compute(prompt)
+            world.rig.save(hashes_of(world.key(prompt), PAGE))
+        world.rig.settle()
+        world.take()
+        in_dram = [media for media in world.reader.media.values() if CPU in media]
+        assert len(in_dram) == 5
+        assert world.rig.count("kv_events_untold_pages")
+    finally:
+        world.close()
+
+
+def test_nothing_is_followed_where_nothing_is_published(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    device = KVCacheEventRecorder(enabled=False, page_size=PAGE)
+    recorder = TierEventRecorder(device, rig.store, records_on_disk=True, max_seen_pages=4)
+    rig.save(np.zeros((1, 32), np.uint8))
+    assert recorder.take() == []
+    assert rig.directory.on_moved is None
+    rig.store.close(0)
+    assert rig.disk is not None
+    rig.disk.close()
