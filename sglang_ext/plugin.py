@@ -122,13 +122,12 @@ def _extend_engine() -> None:
 def _hook_tokenizer_manager() -> None:
     """Registered late: importing the tokenizer manager before the arguments are parsed is slow."""
     from sglang_ext.seam.hooks.answers import around_generate
-    from sglang_ext.seam.hooks.front import (
+    from sglang_ext.seam.hooks.early_aborts import (
         around_sending,
         around_sending_batch,
-        around_tokenizing,
-        around_validate,
         before_abort,
     )
+    from sglang_ext.seam.hooks.front import around_tokenizing, around_validate
     from sglang_ext.seam.hooks.hooking import apply_hooks, hook
     from sglang_ext.seam.report import unpack_details
 

@@ -10,7 +10,8 @@ count, where the plugin is among its callers:
 - a condition or another thread's end: whole, without the time that the threads which copy loads ran
   or wanted a core. Where the device is a CPU, its layers are copied while the forward waits.
 
-Waits for the interpreter's own lock are no I/O and do not count.
+Waits for the interpreter's own lock are no I/O and do not count, nor does what the plugin waits for
+while it is put together: a server that starts serves nobody yet.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Self
 
 _CALLS = (
@@ -35,6 +37,7 @@ _CALLS = (
 _SOCKET_CALLS = ("connect", "send", "sendall", "recv", "recv_into", "sendmsg")
 _CONDITION = "Condition.wait"
 _OWN = "sglang_ext"
+_START = "sglang_ext.assembly."
 _MAX_FRAMES = 60
 _COPIES = "hier-kv-load"  # begin of the names of threads that copy loads
 _NUM_REMEMBERED = 4096  # calls of other threads that held a lock; the youngest matter
@@ -120,7 +123,7 @@ class StallMeter:
             if lock in locks
         )
         if overlap_s > 0:
-            self._note(overlap_s, f"lock of {what}", own_frame())
+            self._note(overlap_s, f"lock of {what}", serving_frame())
 
     def is_measured(self) -> bool:
         """Whether the caller is the thread that is measured."""
@@ -138,7 +141,7 @@ class StallMeter:
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
-        where = "" if self._is_measuring else own_frame()
+        where = "" if self._is_measuring else serving_frame()
         if not where:
             yield
             return
@@ -298,12 +301,21 @@ def _factory(
 
 def own_frame() -> str:
     """Module and function of the plugin's innermost frame on the stack; "" when there is none."""
-    frame = sys._getframe(1)
+    return next(_own_frames(), "")
+
+
+def serving_frame() -> str:
+    """The same; "" while the plugin is put together: nobody waits for a server that starts."""
+    frames = list(_own_frames())
+    return "" if not frames or any(name.startswith(_START) for name in frames) else frames[0]
+
+
+def _own_frames() -> Iterator[str]:
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
+        if frame is None:
+            return
         name = frame.f_globals.get("__name__", "")
         if name.startswith(_OWN):
-            return f"{name}.{frame.f_code.co_name}"
-        if frame.f_back is None:
-            return ""
+            yield f"{name}.{frame.f_code.co_name}"
         frame = frame.f_back
-    return ""

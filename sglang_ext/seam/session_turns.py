@@ -37,16 +37,17 @@ class SessionTurns:
         another adapter, `extra_key` or salt than the turns before it: SGLang would go on with their
         KV, and keep it under this turn's key if the turn is aborted.
 
-        A turn that comes while another one runs on the session's rows is refused, as those rows are
-        being written. So is a turn that SGLang refused because another one still waits.
         """
         slot = self._sessions.slots.get(req.session.session_id)
         if getattr(slot, _RUNNING_TURN, None) not in (None, req):
+            # `part_from_another_turn` lets none come so far: the rows are being written.
             req.session._inflight = True
-            self._turn_away(req)
-            return
-        if getattr(req.to_finish, "message", None) == _SESSION_IS_BUSY:
-            self._turn_away(req)
+            req.to_finish = FINISH_ABORT(
+                _SESSION_IS_BUSY, HTTPStatus.BAD_REQUEST, "BadRequestError"
+            )
+            req.release_mm_inputs_on_abort()
+            req.session = None
+            self._counters.add("refused_session_turns")
             return
         if not _goes_on(req, slot):
             return
@@ -57,22 +58,6 @@ class SessionTurns:
             self._sessions.release_session(req.session.session_id)
         elif taint > Quality.EXACT:
             state_of(req).note_reused(int(taint))
-
-    def _turn_away(self, req: Any) -> None:
-        """Ends a turn as SGLang does when its session has another one.
-
-        But not by SGLang's own code: that either clears the session's mark of a running turn, so
-        that the next turn would run on the same rows; or it leaves the turn in a session that has
-        no rows yet, and two turns would bring the first ones. Here both the mark and the session
-        stay with the running turn.
-        """
-        if req.to_finish is None:
-            req.to_finish = FINISH_ABORT(
-                _SESSION_IS_BUSY, HTTPStatus.BAD_REQUEST, "BadRequestError"
-            )
-        req.release_mm_inputs_on_abort()
-        req.session = None
-        self._counters.add("refused_session_turns")
 
     def begin(self, req: Any) -> None:
         """A request was given rows; those of a session's turn are the session's until it ends."""
@@ -90,6 +75,24 @@ class SessionTurns:
         state = find_state(req)
         if state is not None and state.taint > Quality.EXACT:
             setattr(slot, _TAINT, state.taint)
+
+
+def part_from_another_turn(scheduler: Any, req: Any) -> None:
+    """Takes a turn out of its session as it is made, while another turn waits or runs there.
+
+    SGLang refuses such a turn in the end. But on its way there, and wherever else it may be refused
+    before (a full queue, a priority), SGLang clears the session's mark of a turn under way, which
+    is the other one's: then a third turn would run on the same rows, and closing the session would
+    free them. A turn without a session can do neither.
+
+    Args:
+        scheduler: SGLang's.
+        req: the turn; SGLang marks it as refused next.
+    """
+    session = req.session
+    if session is not None and session.streaming and session._inflight:
+        req.session = None
+        scheduler.tree_cache.store.counters.add("refused_session_turns")
 
 
 def _goes_on(req: Any, slot: Any) -> bool:

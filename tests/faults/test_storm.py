@@ -172,3 +172,18 @@ def test_copying_threads_may_begin_and_end_while_the_scheduler_waits(
     threading.Thread(target=end).start()
     eval("have_ended.wait()", names | {"have_ended": have_ended})
     assert meter.report()["num"] > 0
+
+
+@pytest.mark.parametrize("module", ["sglang_ext.assembly.factory", "sglang_ext.seam.cache"])
+def test_a_start_holds_up_nobody(module: str) -> None:
+    """Kernels are compiled then, and kept on disk."""
+    meter = StallMeter(threading.get_ident())
+
+    def stall() -> None:
+        with meter.io("os.replace"):
+            time.sleep(0.001)
+
+    inner = {"__name__": "sglang_ext.kernels.rope.api", "stall": stall}
+    exec("def call(): stall()", inner)
+    eval("call()", {"__name__": module, "call": inner["call"]})
+    assert meter.report()["num"] == (0 if "assembly" in module else 1)

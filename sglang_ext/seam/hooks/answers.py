@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, SerializeAsAny, create_model
 
 from sglang_ext.seam.hooks.body_bound import App, Message, Receive, Send
+from sglang_ext.seam.hooks.early_aborts import begin_flight
 from sglang_ext.seam.report import DETAILS_KEY, merge_reports
 
 HEADER = b"x-hier-kv"
@@ -110,6 +111,7 @@ def around_generate(
     **kwargs: Any,
 ) -> AsyncGenerator[Any, None]:
     """AROUND hook of `TokenizerManager.generate_request`: notes what comes past."""
+    begin_flight()
     answer, outputs = _answer.get(), original(self, obj, *args, **kwargs)
     return outputs if answer is None else _noted(outputs, answer, obj)
 

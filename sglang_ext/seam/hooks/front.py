@@ -9,13 +9,13 @@ by a hook.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.identity.tenancy import owner_of
 from sglang_ext.seam.hooks.answers import note_cut
 from sglang_ext.seam.hooks.body_bound import BodyBound
+from sglang_ext.seam.hooks.early_aborts import went_to_thread
 from sglang_ext.truncation.policy import (
     STATED,
     check_length,
@@ -32,8 +32,6 @@ _CHARS_ON_LOOP = 1 << 15
 # What a chat's template is given of a request, and what of that is not text.
 _RENDERED = ("messages", "tools", "chat_template_kwargs")
 _MEDIA = ("image_url", "video_url", "audio_url", "input_audio")
-# How often all requests had been aborted when the task's text went to a thread; None: it did not.
-_aborts_before: ContextVar[int | None] = ContextVar("aborts_before", default=None)
 
 
 def around_validate(original: Callable[..., Any], self: Any, obj: Any, input_ids: Any) -> Any:
@@ -82,53 +80,11 @@ async def around_tokenizing(
     here = not cuts_overflow(self.server_args._hier_kv["truncation"])
     here |= self.async_dynamic_batch_tokenizer is not None  # that one lives on this loop
     if here or sum(lengths) <= _CHARS_ON_LOOP:
-        _aborts_before.set(None)
         return await original(self, texts, *args, **kwargs)
-    _aborts_before.set(_num_aborts_of_all(self))
+    went_to_thread(self)
     return await asyncio.get_running_loop().run_in_executor(
         None, lambda: asyncio.run(original(self, texts, *args, **kwargs))
     )
-
-
-def before_abort(self: Any, rid: str = "", abort_all: bool = False) -> None:
-    """BEFORE hook of `TokenizerManager.abort_request`: counts the aborts of all requests."""
-    if abort_all:
-        self._hier_kv_aborts_of_all = _num_aborts_of_all(self) + 1
-
-
-async def around_sending(original: Callable[..., Any], self: Any, tokenized: Any) -> Any:
-    """AROUND hook of `TokenizerManager._send_one_request`, a coroutine.
-
-    A request that was aborted while a thread tokenised it is not known to the scheduler when the
-    abort comes there; so it is aborted again once it is.
-    """
-    return await _send(self, [tokenized.rid], original(self, tokenized))
-
-
-async def around_sending_batch(original: Callable[..., Any], self: Any, tokenized: Any) -> Any:
-    """AROUND hook of `TokenizerManager._send_batch_request`; as `around_sending`."""
-    return await _send(self, [each.rid for each in tokenized], original(self, tokenized))
-
-
-async def _send(self: Any, rids: list[str], sending: Awaitable[Any]) -> Any:
-    """Sends requests, and what the scheduler missed of them."""
-    aborts = _aborts_before.get()
-    all_aborted = aborts is not None and aborts != _num_aborts_of_all(self)
-    states = {rid: self.rid_to_state.get(rid) for rid in rids}
-    aborted = {
-        rid: state
-        for rid, state in states.items()
-        if state is not None and (all_aborted or state.abort_sent)
-    }
-    result = await sending
-    for rid, state in aborted.items():
-        state.abort_sent = False
-        self.abort_request(rid=rid)
-    return result
-
-
-def _num_aborts_of_all(manager: Any) -> int:
-    return getattr(manager, "_hier_kv_aborts_of_all", 0)
 
 
 def before_rendering(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:

@@ -19,6 +19,7 @@ from sglang_ext.seam.hooks.truncation import build_truncator, register_truncatio
 from sglang_ext.seam.hooks.weights import register_weight_hooks
 from sglang_ext.seam.report import DETAILS_KEY, pack_details
 from sglang_ext.seam.self_check import run_self_check
+from sglang_ext.seam.session_turns import part_from_another_turn
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.quality import Quality, name_of
 from sglang_ext.truncation.lineage import lineage_of
@@ -46,6 +47,7 @@ def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
         registry.register_radix_cache_backend(BACKEND, build_hooked)
     hook(f"{_SCHEDULER}.__init__", _after_init)
     new_requests.observe(_note_tenant)
+    new_requests.observe(_part_from_another_turn)
     hook(f"{_SCHEDULER}.run_batch", _after_run_batch)
     hook(f"{_SCHEDULER}.process_batch_result", _after_process_batch_result)
     hook(
@@ -83,6 +85,11 @@ def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def _note_tenant(scheduler: Any, req: Any, message: Any) -> None:
     if isinstance(scheduler.tree_cache, HierKVRadixCache):
         note_tenant(req, message)
+
+
+def _part_from_another_turn(scheduler: Any, req: Any, message: Any) -> None:
+    if isinstance(scheduler.tree_cache, HierKVRadixCache):
+        part_from_another_turn(scheduler, req)
 
 
 def _after_run_batch(result: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ LONG_TURN = 1200
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("sessions")
     args = [*hier_args(folder, host_pages=200, disk_gb=0.5), "--page-size", str(PAGE)]
-    args += ["--enable-streaming-session"]
+    args += ["--enable-streaming-session", "--abort-on-priority-when-disabled"]
     with Server(args, log_path=folder / "server.log", stop="kill") as running:
         yield running
 
@@ -39,9 +39,9 @@ class Session:
         self._name = server.post("/open_session", wish)
         self._last: str | None = None
 
-    def turn(self, ids: list[int]) -> dict[str, Any]:
+    def turn(self, ids: list[int], **fields: Any) -> dict[str, Any]:
         """One that is waited for."""
-        answer = self._server.generate(**self._fields(ids, NEW_TOKENS))
+        answer = self._server.generate(**self._fields(ids, NEW_TOKENS), **fields)
         self._last = answer["meta_info"]["id"]
         return answer
 
@@ -63,22 +63,37 @@ class Session:
         self._server.post("/close_session", {"session_id": self._name})
 
 
-def conversation(server: Server, num_before: int, intruders: list[list[int]]) -> list[Any]:
-    """Turns before, a long one, and one behind it; what the long one and the last were told."""
+def conversation(
+    server: Server, num_before: int, intruders: list[list[int]], *, closes: bool = False
+) -> list[Any]:
+    """Turns before, a long one, and one behind it; what the long one and the last were told.
+
+    Args:
+        server: the server.
+        num_before: turns before the long one.
+        intruders: prompts of turns that come while the long one runs. The second is one that SGLang
+            refuses for another reason, before it looks at the session.
+        closes: the session is closed while the long turn runs, and there is no last one.
+    """
     prompts = list(real_prompts([96] * (num_before + 2), seed=num_before))
     session, told = Session(server), []
     for prompt in prompts[:num_before]:
         session.turn(prompt)
     long_turn = session.long_turn(prompts[num_before])
     next(long_turn)
-    for ids in intruders:
-        with pytest.raises(ServerError, match="already has an active request") as refused:
-            session.turn(ids)
-        assert refused.value.status == 400
+    for index, ids in enumerate(intruders):
+        priority = {"priority": 1} if index == 1 else {}
+        why = "priority is disabled" if priority else "already has an active request"
+        with pytest.raises(ServerError, match=why) as refused:
+            session.turn(ids, **priority)
+        assert refused.value.status == (503 if priority else 400)
+    if closes:
+        session.close()
     *_, event = long_turn
     told.append(tokens_and_logprobs(event))
-    told.append(tokens_and_logprobs(session.turn(prompts[-1])))
-    session.close()
+    if not closes:
+        told.append(tokens_and_logprobs(session.turn(prompts[-1])))
+        session.close()
     settled(server)
     server.post("/flush_cache")
     server.post("/hicache/storage-backend/clear")
@@ -94,3 +109,13 @@ def test_turns_beside_a_running_one_are_refused_and_harm_nobody(
     intruders = list(real_prompts([64, 64, 64], seed=77))
     assert conversation(server, num_before, intruders) == alone
     assert state(server)["host"]["refused_session_turns"] == refused + len(intruders)
+
+
+def test_a_session_closed_beside_a_running_turn_keeps_its_rows_until_it_ends(
+    server: Server,
+) -> None:
+    """A refused turn once cleared the mark of the running one, whose rows were freed under it."""
+    alone = conversation(server, 1, [])
+    intruders = list(real_prompts([64, 64], seed=78))
+    assert conversation(server, 1, intruders, closes=True) == alone[:1]
+    assert conversation(server, 1, []) == alone

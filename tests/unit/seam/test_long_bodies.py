@@ -13,14 +13,13 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from sglang_ext.seam.hooks.body_bound import BodyBound, Message, NumberRun
-from sglang_ext.seam.hooks.front import (
+from sglang_ext.seam.hooks.early_aborts import (
     around_sending,
     around_sending_batch,
-    around_tokenizing,
     before_abort,
-    before_rendering,
-    bound_bodies,
+    begin_flight,
 )
+from sglang_ext.seam.hooks.front import around_tokenizing, before_rendering, bound_bodies
 
 LONGEST = 40_000
 JSON = {b"content-type": b"application/json"}
@@ -225,7 +224,8 @@ def test_what_was_aborted_before_it_was_sent_is_aborted_once_it_was(
         told.append("send")
 
     async def serve() -> None:
-        await around_tokenizing(tokenize, manager, "x" * 100_000)
+        begin_flight()
+        await asyncio.gather(around_tokenizing(tokenize, manager, "x" * 100_000))  # as with n > 1
         requests = [SimpleNamespace(rid=rid) for rid in ("a", "gone")]
         if batch:
             await around_sending_batch(send, manager, requests)
@@ -247,13 +247,14 @@ def test_what_was_aborted_before_it_was_sent_is_aborted_once_it_was(
     ]
 
 
-def test_an_abort_of_all_is_not_for_a_text_that_no_thread_had() -> None:
+def test_an_abort_of_all_is_not_for_the_next_request_of_the_same_task() -> None:
     async def nothing(self: Any, _: Any) -> None: ...
 
     async def serve() -> None:
+        begin_flight()
         await around_tokenizing(nothing, manager, "x" * 100_000)
         before_abort(manager, abort_all=True)
-        await around_tokenizing(nothing, manager, "short")
+        begin_flight()  # token ids: nothing is tokenised
         await around_sending(nothing, manager, SimpleNamespace(rid="a"))
 
     manager = manager_of()
