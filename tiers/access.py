@@ -94,6 +94,19 @@ def write_private(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def read_own(path: Path, most: int) -> bytes:
+    """Leading bytes of a file. No link is followed, and nothing but a file is waited for.
+
+    Raises:
+        OSError: it cannot be read, or is no file.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no file")
+        return file.read(most)
+
+
 def tighten(folder: Path) -> bool:
     """Takes a folder inside one of ours from everybody else.
 

@@ -5,6 +5,7 @@ All of it is `/server_info`'s, the part of each scheduler; see docs/operations.m
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import urllib.error
@@ -14,7 +15,9 @@ from typing import Any
 
 _TIMEOUT_S = 10.0
 # Counts that should be 0 while all is well.
-_TROUBLE = re.compile(r"reject|fail|damaged|timeout|unauthentic|refus|_late$|dropped|swept")
+_TROUBLE = re.compile(
+    r"reject|fail|damaged|timeout|unauthentic|refus|_late$|dropped|swept|stale|unplaced|overrun"
+)
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 State = dict[str, Any]
@@ -38,13 +41,16 @@ def fetch(url: str, api_key: str = "") -> list[State]:
     if not address.startswith(("http://", "https://")):
         raise ServerStatsError(f"a URL such as http://127.0.0.1:30000 is expected, got {url!r}")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
     try:
         request = urllib.request.Request(address, headers=headers)
         with opener.open(request, timeout=_TIMEOUT_S) as answer:
             found = json.load(answer)
         states = [each["hier_kv"] for each in found["internal_states"] if each.get("hier_kv")]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+        http.client.HTTPException,
+    ) as error:  # fmt: skip
         raise ServerStatsError(
             f"{address} gives no state of an SGLang server ({error}); is it up, and its URL?"
         ) from error
@@ -60,7 +66,20 @@ def describe(now: State, before: State | None = None, seconds: float = 0.0) -> l
         now: see `fetch`.
         before: an earlier one; counts then have their rates beside them.
         seconds: between the two.
+
+    Raises:
+        ServerStatsError: it is the state of another release, which says other things.
     """
+    try:
+        return _described(now, before, seconds)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ServerStatsError(
+            f"the server's state lacks what this release shows ({error!r}); use the hier-kv of the "
+            "server's own release, or --json"
+        ) from error
+
+
+def _described(now: State, before: State | None, seconds: float) -> list[str]:
     host, disk = now["host"], now["disk"]
     counts = _Counts(host, (before or {}).get("host"), seconds)
     pages = f"pages of {now['page_size']} tokens, {amount(now['kv_bytes_per_page'])} each"
@@ -76,7 +95,8 @@ def describe(now: State, before: State | None = None, seconds: float = 0.0) -> l
         lines.append(_row("disk", size, f"{moved}, {disk['mode']} I/O"))
     remote = now["remote"]
     if remote:
-        lines.append(_row("remote", "", _named(remote) or "nothing yet"))
+        well = {name: n for name, n in remote.items() if not name.startswith("error")}
+        lines.append(_row("remote", "", _named(well) or "nothing yet"))
     ready, late = (host.get(f"admitted_{kind}_requests", 0) for kind in ("ready", "late"))
     reused = f"{counts('loaded_pages')} pages came back"
     if ready + late:
@@ -91,6 +111,8 @@ def describe(now: State, before: State | None = None, seconds: float = 0.0) -> l
 def trouble(state: State) -> dict[str, int]:
     """Counts that should be 0, those that are not."""
     found = {name: n for name, n in state["host"].items() if _TROUBLE.search(name)}
+    remote = state.get("remote") or {}
+    found |= {f"remote_{name}": n for name, n in remote.items() if name.startswith("error")}
     for kind in ("errors", "dropped"):
         found |= {f"disk_{kind}_{name}": n for name, n in state["disk"].get(kind, {}).items()}
     return {name: n for name, n in sorted(found.items()) if n}
@@ -103,6 +125,13 @@ def amount(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:,.3g} {_UNITS[-1]}"
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The key is for the server that was named, and for no other."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        """None is followed: the redirect is the answer, and an error."""
 
 
 class _Counts:
@@ -128,9 +157,12 @@ def _dram(state: State) -> str:
 
 
 def _queue(host: Mapping[str, int]) -> str:
+    waiting = ""
+    if "waiting_requests" in host:  # a server that looks ahead
+        waiting = f"{host['waiting_requests']:,} requests wait, {host['window_requests']:,} of "
+        waiting += "them with a place in DRAM; "
     return (
-        f"{host['waiting_requests']:,} requests wait, {host['window_requests']:,} of them with a "
-        f"place in DRAM; on their way: {host['save_queue']:,} nodes to DRAM, "
+        f"{waiting}on their way: {host['save_queue']:,} nodes to DRAM, "
         f"{host['spill_queue_pages']:,} pages to disk"
     )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hmac
 import logging
 import os
-import stat
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from typing import Any
 from sglang_ext.codec.base import CodecError, LearnedKind, LearnedShape
 from sglang_ext.codec.memo import Memo
 from sglang_ext.codec.registry import kind_of
-from sglang_ext.tiers.access import make_folder, tighten, write_private
+from sglang_ext.tiers.access import make_folder, read_own, tighten, write_private
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class LearnedFolder:
         if self._folder is None or not tighten(self._folder):
             return None
         try:
-            data = _read_own(self._pointer(codec_id, owner), _MAX_POINTER_BYTES)
+            data = read_own(self._pointer(codec_id, owner), _MAX_POINTER_BYTES)
             name, _, proof = data.decode("ascii").partition(" ")
             digest = bytes.fromhex(name)
         except (OSError, ValueError):
@@ -158,7 +157,7 @@ class LearnedFolder:
     def _read_file(self, kind: LearnedKind, path: Path) -> Any | None:
         most = kind.max_file_bytes(self._shape)
         try:
-            data = _read_own(path, most + 1)
+            data = read_own(path, most + 1)
             if len(data) > most:
                 raise CodecError(f"longer than the {most} bytes of any file for this model")
             found = kind.read(data, self._shape)
@@ -173,19 +172,6 @@ class LearnedFolder:
 def _proof(key: bytes, codec_id: str, owner: str, digest: bytes) -> str:
     """What only a holder of the key can write behind a digest."""
     return hmac.digest(key, f"{codec_id}|{owner}|{digest.hex()}".encode(), "sha256").hex()
-
-
-def _read_own(path: Path, most: int) -> bytes:
-    """Leading bytes of a file. No link is followed, and nothing but a file is waited for.
-
-    Raises:
-        OSError: it cannot be read, or is no file.
-    """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(path, flags), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is no file")
-        return file.read(most)
 
 
 def _publish(path: Path, write: Callable[[Path], Any]) -> None:

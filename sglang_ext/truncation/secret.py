@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from sglang_ext.tiers.access import FILE_MODE, make_folder
+from sglang_ext.tiers.access import FILE_MODE, make_folder, read_own
 
 _FILE_NAME = "truncation.key"
 _BYTES = 32
@@ -39,10 +39,7 @@ def lineage_secret(disk_dir: str) -> str:
 def _read(path: Path) -> str:
     """The secret in a file; empty when that holds none, as after a crash while it was written."""
     try:
-        with open(
-            os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="ascii"
-        ) as file:
-            text = file.read(4 * _BYTES).strip()
+        text = read_own(path, 4 * _BYTES).decode("ascii").strip()
         return text if len(bytes.fromhex(text)) == _BYTES else ""
     except (OSError, ValueError):
         return ""

@@ -6,10 +6,14 @@ A command line is in every process list, in SGLang's log and in the `launch_comm
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
 from pathlib import Path
 
 from sglang_ext.tiers.errors import TierConfigError
+
+logger = logging.getLogger(__name__)
 
 ENV_PASSWORD = "SGLANG_HIER_KV_REMOTE_PASSWORD"
 _FLAG = "--hier-kv-remote-url"
@@ -48,9 +52,16 @@ def read_password(path: Path | None) -> str:
         )
     try:
         with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
             text = file.read(_MAX_BYTES).decode("utf-8").strip("\r\n")
     except (OSError, UnicodeDecodeError):
         raise TierConfigError(f"{_FLAG}: password-file must name a text that can be read") from None
+    if mode & 0o077:
+        logger.warning(
+            "hier-kv: the password-file may be read or written by others (mode %04o); make it its "
+            "owner's alone with chmod 600",
+            stat.S_IMODE(mode),
+        )
     return _checked(text, f"{_FLAG}: password-file")
 
 

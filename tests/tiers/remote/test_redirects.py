@@ -114,14 +114,15 @@ def test_a_node_of_the_cluster_is_followed(
         store.close()
 
 
+@pytest.mark.parametrize("takes_login", [False, True])
 def test_a_server_that_repeats_the_login_puts_it_in_no_error(
-    pointer: _Pointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    pointer: _Pointer, tmp_path: Path, caplog: pytest.LogCaptureFixture, takes_login: bool
 ) -> None:
     caplog.set_level("DEBUG")
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
     with _Pointer() as rude:
-        rude.RequestHandlerClass = _Rude
+        rude.RequestHandlerClass = _LateRude if takes_login else _Rude
         store = open_store(f"redis://127.0.0.1:{rude.port}?password-file={secret}")
         try:
             assert until(lambda: "127.0.0.1" in caplog.text)
@@ -141,3 +142,16 @@ class _Rude(_Answers):
             arguments = b"".join(b" `%s`" % part for part in command[1:])
             text = b"-ERR unknown command `%s`, with args beginning with:%s\r\n"
             self.wfile.write(text % (command[0], arguments))
+
+
+class _LateRude(_Answers):
+    """Takes the login, and repeats it in its answer to whatever comes next."""
+
+    def handle(self) -> None:
+        password = b""
+        while command := self._command():
+            if command[0] == b"AUTH":
+                password = command[-1]
+                self.wfile.write(b"+OK\r\n")
+            else:
+                self.wfile.write(b"-ERR unknown command, last was %s\r\n" % password)

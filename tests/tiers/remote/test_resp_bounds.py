@@ -97,3 +97,10 @@ def test_a_list_of_slots_names_hosts(host: object) -> None:
     nodes = Nodes([("127.0.0.1", 1)], Login(), is_cluster=True)
     with pytest.raises(RemoteUnavailableError):
         nodes._enter([[0, 16383, [host, 7000]]], "127.0.0.1")  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("address", [[b"h", 10**30], [b"h", 0], [b"h\0", 7000]])
+def test_a_list_of_slots_names_addresses_that_can_be(address: list[object]) -> None:
+    nodes = Nodes([("127.0.0.1", 1)], Login(), is_cluster=True)
+    with pytest.raises(RemoteUnavailableError):
+        nodes._enter([[0, 16383, address]], "127.0.0.1")  # type: ignore[list-item]

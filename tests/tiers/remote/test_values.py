@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.tiers.records.checks import verify
-from sglang_ext.tiers.records.record import HEADER_BYTES, VerifyResult
-from sglang_ext.tiers.remote.base import RemoteKey, level_name, value_name
+from sglang_ext.tiers.records.record import HEADER_BYTES, RecordMeta, VerifyResult, write_meta
+from sglang_ext.tiers.remote.base import (
+    Deadline,
+    Fetch,
+    RemoteEngine,
+    RemoteKey,
+    Usage,
+    level_name,
+    value_name,
+)
 from sglang_ext.tiers.remote.engines.redis_nodes import slot_of
-from sglang_ext.tiers.remote.values import HeaderFacts, checked_facts, part_names, split
-from tests.tiers.remote.remote_cases import ADAPTER, NAMESPACE, make_item
+from sglang_ext.tiers.remote.store import RemoteStore, RemoteStoreConfig
+from sglang_ext.tiers.remote.values import (
+    MAX_RECORD_BYTES,
+    HeaderFacts,
+    checked_facts,
+    part_names,
+    split,
+)
+from tests.tiers.remote.remote_cases import ADAPTER, NAMESPACE, WAIT_S, make_item
 
 PAGE = hashlib.sha256(b"1").digest()
 
@@ -88,3 +105,52 @@ def test_a_length_beyond_the_room_is_no_header() -> None:
     assert isinstance(checked_facts(item.record[:HEADER_BYTES], item.key, 5000), HeaderFacts)
     found = checked_facts(item.record[:HEADER_BYTES], item.key, 4999)
     assert found is VerifyResult.BAD_HEADER
+
+
+class _Forger(RemoteEngine):
+    """Says of every record that it is as long as any may be, whatever the parts."""
+
+    max_value_bytes = 64 << 20
+    keeps_ttl = True
+
+    def __init__(self) -> None:
+        self.num_deleted = 0
+
+    def ping(self, deadline: Deadline) -> None: ...
+
+    def fetch(
+        self, fetches: Sequence[Fetch], on_fetched: Callable[[int, int], None], deadline: Deadline
+    ) -> None:
+        for position, fetch in enumerate(fetches):
+            header = np.zeros(HEADER_BYTES, np.uint8)
+            write_meta(header, RecordMeta(PAGE, NAMESPACE, b"", 0, 64, "pre"), 0)
+            header[8:16] = np.frombuffer(np.uint64(MAX_RECORD_BYTES - HEADER_BYTES).tobytes(), "u1")
+            fetch.out[:HEADER_BYTES] = header
+            on_fetched(position, HEADER_BYTES)
+
+    def put(self, *_: Any) -> None: ...
+
+    def exists(self, names: Sequence[str], deadline: Deadline) -> list[bool]:
+        return [False] * len(names)
+
+    def touch(self, *_: Any) -> None: ...
+
+    def delete(self, names: Sequence[str], deadline: Deadline) -> int:
+        self.num_deleted += len(names)
+        return 0
+
+    def usage(self, deadline: Deadline) -> Usage:
+        return Usage(0, 0)
+
+    def close(self) -> None: ...
+
+
+def test_a_forged_length_makes_no_millions_of_names() -> None:
+    engine = _Forger()
+    store = RemoteStore(engine, RemoteStoreConfig(part_bytes=64 << 10))
+    try:
+        assert store.wait_usable(WAIT_S)
+        store.delete([RemoteKey(NAMESPACE, PAGE, b"", level_name("raw", 0))])
+    finally:
+        store.close()
+    assert engine.num_deleted == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from array import array
 from pathlib import Path
@@ -214,3 +215,8 @@ def test_stored_text_is_found_behind_the_head_and_the_oldest_goes_first() -> Non
     assert text.find(7, prompt, 3, 8) is None
     last = np.concatenate([talks[2][:3], talks[2][20:]])
     assert text.find(7, last, 3, 8) is not None
+
+
+def test_a_pipe_in_the_place_of_the_secret_holds_no_start_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "truncation.key")
+    assert lineage_secret(str(tmp_path)) != lineage_secret(str(tmp_path))

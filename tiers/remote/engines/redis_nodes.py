@@ -152,7 +152,7 @@ class Nodes:
             RemoteUnavailableError: it is none.
         """
         owner = np.full(_NUM_SLOTS, -1, np.int16)
-        known: list[Address] = []
+        known: dict[Address, int] = {}  # with their numbers
         try:
             for first, last, master, *_ in reply:  # type: ignore[union-attr, misc]
                 name = master[0] or b""  # type: ignore[index]
@@ -160,15 +160,16 @@ class Nodes:
                     raise ValueError("no list of slots of a cluster")
                 host = name.decode() or asked_host
                 address = (host, int(master[1]))  # type: ignore[index, arg-type]
-                if address not in known:
-                    known.append(address)
-                owner[int(first) : int(last) + 1] = known.index(address)  # type: ignore[arg-type]
+                if not 0 < address[1] < 1 << 16 or "\0" in host:
+                    raise ValueError("no address of a node")
+                number = known.setdefault(address, len(known))
+                owner[int(first) : int(last) + 1] = number  # type: ignore[arg-type]
         except (TypeError, ValueError, IndexError) as error:
             raise RemoteUnavailableError("the cluster's list of slots cannot be read") from error
         if not known:
             raise RemoteUnavailableError("the cluster has no slots yet")
         with self._lock:
-            self._known, self._owner = known, owner
+            self._known, self._owner = list(known), owner
 
 
 class Lease:

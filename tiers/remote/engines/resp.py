@@ -93,6 +93,7 @@ class Connection:
             RemoteError: it did not work.
         """
         self.address = (host, port)
+        self._password = login.password
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # what of the buffer is not consumed
@@ -285,7 +286,10 @@ class Connection:
         line = bytes(self._view[self._start : end])
         self._start = end + 2
         if line[:1] == b"-":
-            raise ReplyError(line[1:].decode("utf-8", "replace")[:300])
+            text = line[1:].decode("utf-8", "replace")
+            if self._password:  # a server may say again what it was told
+                text = text.replace(self._password, "***")
+            raise ReplyError(text[:300])
         return line[:1], line[1:]
 
     def _read_into(self, out: ByteArray, deadline: Deadline) -> None:

@@ -1,0 +1,90 @@
+"""`hier-kv stats` in front of servers that say other things than it expects."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from sglang_ext.assembly.server_stats import ServerStatsError, describe, fetch, trouble
+
+Serve = Callable[[bytes], str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Makes a server that says the same to everybody; its URL."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def make(said: bytes) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.wfile.write(said.replace(b"PATH", self.path.encode()))
+
+            def log_message(self, *_: Any) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield make
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def state(**host: int) -> dict[str, Any]:
+    counts = {"host_pages": 1, "host_capacity_pages": 2, "spill_queue_pages": 0, "save_queue": 0}
+    sizes = {"page_size": 64, "slot_bytes": 4096, "kv_bytes_per_page": 4096}
+    names = {"rope": "pre", "codec": "none", "tp_rank": 0, "dp_rank": 0}
+    return {"host": counts | host, "disk": {}, "cost": {}, "remote": None, **sizes, **names}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"-ERR unknown command\r\n",  # a Redis
+        b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"a":',
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 200_000,
+        b"HTTP/1.1 200 OK\r\n\r\n[]",
+        b"HTTP/1.1 302 Found\r\nLocation: PATH\r\n\r\n",  # the key is not for whoever is there
+    ],
+)
+def test_what_is_no_server_of_ours_is_one_sentence(serve: Serve, said: bytes) -> None:
+    with pytest.raises(ServerStatsError, match="gives no state of an SGLang server"):
+        fetch(serve(said))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://127.0.0.1:1/a b"])
+def test_a_url_that_is_none_is_one_sentence(url: str) -> None:
+    with pytest.raises(ServerStatsError, match="is it up, and its URL"):
+        fetch(url)
+
+
+def test_another_releases_state_is_one_sentence() -> None:
+    with pytest.raises(ServerStatsError, match="lacks what this release shows"):
+        describe({"host": {}, "disk": {}})
+
+
+def test_a_server_that_does_not_look_ahead_is_shown() -> None:
+    text = "\n".join(describe(state()))
+    assert "requests wait" not in text
+    assert "0 nodes to DRAM" in text
+    assert "3 requests wait" in "\n".join(describe(state(waiting_requests=3, window_requests=1)))
+
+
+def test_forged_records_are_trouble() -> None:
+    shown = state(stale_load_pages=7, save_unplaced_pages=3)
+    shown["remote"] = {"error_rejected_unauthentic": 5, "get_records": 6}
+    assert trouble(shown) == {
+        "remote_error_rejected_unauthentic": 5,
+        "save_unplaced_pages": 3,
+        "stale_load_pages": 7,
+    }
+    text = "\n".join(describe(shown))
+    assert text.count("unauthentic") == 1
+    assert "get_records 6" in text
