@@ -142,6 +142,12 @@ class KvReader:
             socket.close(linger=0)
             context.term()
 
+    @property
+    def has_heard(self) -> bool:
+        """Whether any event came."""
+        with self.lock:
+            return bool(self.index.media)
+
     def until(self, condition: Any) -> None:
         """Waits until the index is as it should be.
 

@@ -1,0 +1,79 @@
+"""What a router makes of a real server's KV events: it knows what the next request reuses.
+
+Without the tiers' events it knows what the device has, which is the last few prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime_cpu import inprocess
+from testkit.server import Server
+from tests.e2e.hier_server import by_tier, hier_args, real_prompts, settled
+
+inprocess.prepare()
+
+from testkit.kv_reader import KvReader  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+
+PAGE, NUM_PROMPTS = 16, 40
+PROMPT_TOKENS = 12 * PAGE + 3
+TIERS = {"CPU_PINNED", "DISK"}
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, endpoint: str) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("events")
+    # DRAM holds half of the prompts (60 pages of 64 tokens), the disk all, the device three.
+    args = [*hier_args(folder, host_pages=60, disk_gb=0.5), "--page-size", str(PAGE)]
+    args += ["--max-total-tokens", str(3 * 16 * PAGE), "--max-running-requests", "1"]
+    events = {"publisher": "zmq", "topic": "kv", "endpoint": endpoint, "bind": True}
+    args += ["--kv-events-config", json.dumps(events)]
+    with Server(args, log_path=folder / "server.log", stop="kill") as running:
+        yield running
+
+
+def test_a_router_knows_what_a_request_reuses(server: Server, endpoint: str) -> None:
+    prompts = list(real_prompts([PROMPT_TOKENS] * NUM_PROMPTS))
+    with KvReader(endpoint) as reader:
+        for ids in real_prompts([2 * PAGE] * 500, seed=99):  # until it has joined
+            _ask(server, ids)
+            if reader.has_heard:
+                break
+        for ids in prompts:
+            _ask(server, ids)
+        whole = PROMPT_TOKENS // PAGE * PAGE
+        reader.until(lambda index: all(index.prefix(ids, PAGE, TIERS) == whole for ids in prompts))
+        settled(server)
+        assert sum(reader.prefix(ids, PAGE, {"GPU"}) == whole for ids in prompts) <= 3
+        assert any(reader.prefix(ids, PAGE, {"CPU_PINNED"}) < whole for ids in prompts)
+        for ids in prompts[::5]:
+            known = reader.prefix(ids, PAGE, TIERS | {"GPU"})
+            reused = _ask(server, ids)
+            assert sum(reused.values()) == known == whole, reused
+        # On the device again: said to be in all three, or in those that have it.
+        last = prompts[::5][-1]
+        reader.until(lambda index: index.prefix(last, PAGE, {"GPU"}) == whole)
+        server.post("/flush_cache")
+        reader.until(lambda index: not any("GPU" in media for media in index.media.values()))
+        reader.until(lambda index: index.prefix(last, PAGE, {"CPU_PINNED"}) == whole)
+        server.post("/hicache/storage-backend/clear")
+        reader.until(lambda index: not index.media)
+
+
+def _ask(server: Server, ids: list[int]) -> dict[str, int]:
+    """Reused tokens by tier."""
+    return by_tier(server.generate(input_ids=ids, sampling_params={"max_new_tokens": 1}))
