@@ -1,0 +1,84 @@
+"""`hier-kv inspect`: what lies in a disk folder, without its server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_ext.tiers.records.seals import RecordSeals
+
+# In messages of the tiers, which name the flags of a server.
+_FLAGS = {
+    "--hier-kv-remote-url:": "the URL:",
+    "--hier-kv-remote-url": "the URL",
+    "--hier-kv-key-file": "--key-file",
+}
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands to a parser's subcommands."""
+    _add_inspect(commands.add_parser("inspect", help="what lies in a disk folder or a store"))
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Says what lies in the folder of --hier-kv-disk-dir, by namespace. Changes nothing, and may"
+        " run beside the server. Example: hier-kv inspect /nvme/kv"
+    )
+    parser.set_defaults(run=_told(_inspect))
+    _add_place(parser)
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("place", metavar="FOLDER_OR_URL", help="of --hier-kv-disk-dir or --hier-kv-remote-url")
+    add("--key-file", metavar="FILE", help="the server's --hier-kv-key-file, if it has one")
+    add("--json", action="store_true", help="for programs")
+
+
+def _inspect(chosen: argparse.Namespace) -> int:
+    from sglang_ext.cli.folder_inspect import inspect_folder, lines_of_folder
+
+    facts = inspect_folder(Path(chosen.place), _seals(chosen))
+    _print(chosen, facts, lines_of_folder)
+    return 0
+
+
+def _seals(chosen: argparse.Namespace) -> RecordSeals:
+    """What proves records; what is written with it hides as much as there is to hide."""
+    if not chosen.key_file:
+        from sglang_ext.tiers.records.seals import CHECKSUMS
+
+        return CHECKSUMS
+    from sglang_ext.tiers.protection import open_protection
+
+    return open_protection(Path(chosen.key_file), "encrypt")[0]
+
+
+def _print(
+    chosen: argparse.Namespace, facts: dict[str, Any], lines_of: Callable[[Any], list[str]]
+) -> None:
+    print(json.dumps(facts, indent=1) if chosen.json else "\n".join(lines_of(facts)))  # noqa: T201
+
+
+def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Runs a command; what it cannot do is said in a sentence, with exit status 2."""
+
+    def run(chosen: argparse.Namespace) -> int:
+        from sglang_ext.tiers.errors import TierError
+
+        try:
+            return command(chosen)
+        except (TierError, ValueError, OSError) as error:
+            text = str(error)
+            for flag, name in _FLAGS.items():
+                text = text.replace(flag, name)
+            print(f"hier-kv: {text}", file=sys.stderr)  # noqa: T201
+            return 2
+
+    return run
