@@ -1,4 +1,4 @@
-"""`hier-kv inspect`: what lies in a disk folder, without its server."""
+"""`hier-kv inspect` and `verify`: what lies in a disk folder, and whether it is sound."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _FLAGS = {
 def add_commands(commands: Any) -> None:
     """Adds the commands to a parser's subcommands."""
     _add_inspect(commands.add_parser("inspect", help="what lies in a disk folder or a store"))
+    _add_verify(commands.add_parser("verify", help="whether all that lies there is sound"))
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,17 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         " run beside the server. Example: hier-kv inspect /nvme/kv"
     )
     parser.set_defaults(run=_told(_inspect))
+    _add_place(parser)
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reads every page in the folder of --hier-kv-disk-dir and proves its checksum, or with a"
+        " key file its tag. Changes nothing, and may run beside the server. The exit status is 0"
+        " where all is sound, 1 where something is not, 2 where it could not be looked at."
+        " Example: hier-kv verify /nvme/kv --key-file /etc/hier-kv.key"
+    )
+    parser.set_defaults(run=_told(_verify))
     _add_place(parser)
 
 
@@ -47,6 +59,14 @@ def _inspect(chosen: argparse.Namespace) -> int:
     facts = inspect_folder(Path(chosen.place), _seals(chosen))
     _print(chosen, facts, lines_of_folder)
     return 0
+
+
+def _verify(chosen: argparse.Namespace) -> int:
+    from sglang_ext.cli.folder_verify import verify_folder
+
+    verdict = verify_folder(Path(chosen.place), _seals(chosen))
+    _print(chosen, verdict.facts(), lambda _: verdict.lines())
+    return verdict.status
 
 
 def _seals(chosen: argparse.Namespace) -> RecordSeals:
