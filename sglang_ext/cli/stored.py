@@ -1,4 +1,4 @@
-"""`hier-kv inspect` and `verify`: what lies in a disk folder, and whether it is sound."""
+"""`hier-kv inspect`, `verify` and `prune`: what lies in a disk folder, without its server."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def add_commands(commands: Any) -> None:
     """Adds the commands to a parser's subcommands."""
     _add_inspect(commands.add_parser("inspect", help="what lies in a disk folder or a store"))
     _add_verify(commands.add_parser("verify", help="whether all that lies there is sound"))
+    _add_prune(commands.add_parser("prune", help="removes some or all of it"))
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,22 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(run=_told(_verify))
     _add_place(parser)
+
+
+def _add_prune(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Removes pages from the folder of --hier-kv-disk-dir while no server holds it, and says"
+        " what it removed. Pages that were not chosen stay. Example: hier-kv prune /nvme/kv"
+        " --older-than 7d --dry-run"
+    )
+    parser.set_defaults(run=_told(_prune))
+    _add_place(parser)
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--namespace", metavar="PREFIX", help="namespaces whose digests begin so, in hex")
+    add("--damaged", action="store_true", help="pages that hier-kv verify finds damaged")
+    add("--older-than", metavar="TIME", help="what was not used for so long (s, m, h, d)")
+    add("--all", action="store_true", help="everything")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +84,16 @@ def _verify(chosen: argparse.Namespace) -> int:
     verdict = verify_folder(Path(chosen.place), _seals(chosen))
     _print(chosen, verdict.facts(), lambda _: verdict.lines())
     return verdict.status
+
+
+def _prune(chosen: argparse.Namespace) -> int:
+    from sglang_ext.cli.choice import Choice
+    from sglang_ext.cli.folder_prune import prune_folder
+
+    choice, seals = Choice.of(chosen), _seals(chosen)
+    removed = prune_folder(Path(chosen.place), choice, seals, is_dry=chosen.dry_run)
+    _print(chosen, removed.facts(), lambda _: removed.lines())
+    return removed.status
 
 
 def _seals(chosen: argparse.Namespace) -> RecordSeals:
@@ -100,5 +127,8 @@ def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
                 text = text.replace(flag, name)
             print(f"hier-kv: {text}", file=sys.stderr)  # noqa: T201
             return 2
+        except KeyboardInterrupt:
+            print("\nhier-kv: interrupted", file=sys.stderr)  # noqa: T201
+            return 130
 
     return run
