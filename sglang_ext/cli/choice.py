@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from sglang_ext.assembly.server_stats import amount
+from sglang_ext.cli.verdict import MOST_LINES
 from sglang_ext.tiers.remote.url_options import life_s
 
 _DIGITS = re.compile(r"[0-9a-f]{1,64}")
@@ -123,7 +124,9 @@ class Removed:
     def lines(self) -> list[str]:
         """For people."""
         verb = "would remove" if self.is_dry else "removed"
-        lines = [f"{verb} {what}" for what in self.what]
+        lines = [f"{verb} {what}" for what in self.what[:MOST_LINES]]
+        if len(self.what) > MOST_LINES:
+            lines.append(f"... and {len(self.what) - MOST_LINES:,} more (--json has all)")
         lines += [f"left: {text}" for text in self.left]
         total = f"{verb} {self.pages:,} pages of {amount(self.num_bytes)}"
         return [*lines, f"{self.place}: {total if self.what else 'nothing to remove'}"]

@@ -1,4 +1,4 @@
-"""`hier-kv inspect`, `verify` and `prune`: what lies in a disk folder, without its server."""
+"""`hier-kv inspect`, `verify` and `prune`: a disk folder or a store, without its servers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def add_commands(commands: Any) -> None:
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says what lies in the folder of --hier-kv-disk-dir, by namespace. Changes nothing, and may"
-        " run beside the server. Example: hier-kv inspect /nvme/kv"
+        "Says what lies in the folder of --hier-kv-disk-dir or in a store, by namespace. Changes"
+        " nothing, and may run beside servers. Examples: hier-kv inspect /nvme/kv;"
+        " hier-kv inspect redis://cache:6379"
     )
     parser.set_defaults(run=_told(_inspect))
     _add_place(parser)
@@ -38,9 +39,10 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Reads every page in the folder of --hier-kv-disk-dir and proves its checksum, or with a"
-        " key file its tag. Changes nothing, and may run beside the server. The exit status is 0"
-        " where all is sound, 1 where something is not, 2 where it could not be looked at."
+        "Reads every page in the folder of --hier-kv-disk-dir or in a store and proves its"
+        " checksum, or with a key file its tag. Changes nothing, and may run beside servers. The"
+        " exit status is 0 where all is sound, 1 where something is not, 2 where it could not be"
+        " looked at."
         " Example: hier-kv verify /nvme/kv --key-file /etc/hier-kv.key"
     )
     parser.set_defaults(run=_told(_verify))
@@ -49,9 +51,9 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Removes pages from the folder of --hier-kv-disk-dir while no server holds it, and says"
-        " what it removed. Pages that were not chosen stay. Example: hier-kv prune /nvme/kv"
-        " --older-than 7d --dry-run"
+        "Removes pages from the folder of --hier-kv-disk-dir while no server holds it, or from a"
+        " store, and says what it removed. Pages that were not chosen stay. Example: hier-kv prune"
+        " /nvme/kv --older-than 7d --dry-run"
     )
     parser.set_defaults(run=_told(_prune))
     _add_place(parser)
@@ -71,29 +73,48 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(chosen: argparse.Namespace) -> int:
-    from sglang_ext.cli.folder_inspect import inspect_folder, lines_of_folder
+    if _is_url(chosen):
+        from sglang_ext.cli.store_inspect import inspect_store, lines_of_store
 
-    facts = inspect_folder(Path(chosen.place), _seals(chosen))
-    _print(chosen, facts, lines_of_folder)
+        _print(chosen, inspect_store(chosen.place), lines_of_store)
+    else:
+        from sglang_ext.cli.folder_inspect import inspect_folder, lines_of_folder
+
+        _print(chosen, inspect_folder(Path(chosen.place), _seals(chosen)), lines_of_folder)
     return 0
 
 
 def _verify(chosen: argparse.Namespace) -> int:
-    from sglang_ext.cli.folder_verify import verify_folder
+    if _is_url(chosen):
+        from sglang_ext.cli.store_verify import verify_store
 
-    verdict = verify_folder(Path(chosen.place), _seals(chosen))
+        verdict = verify_store(chosen.place, _seals(chosen))
+    else:
+        from sglang_ext.cli.folder_verify import verify_folder
+
+        verdict = verify_folder(Path(chosen.place), _seals(chosen))
     _print(chosen, verdict.facts(), lambda _: verdict.lines())
     return verdict.status
 
 
 def _prune(chosen: argparse.Namespace) -> int:
     from sglang_ext.cli.choice import Choice
-    from sglang_ext.cli.folder_prune import prune_folder
 
     choice, seals = Choice.of(chosen), _seals(chosen)
-    removed = prune_folder(Path(chosen.place), choice, seals, is_dry=chosen.dry_run)
+    if _is_url(chosen):
+        from sglang_ext.cli.store_prune import prune_store
+
+        removed = prune_store(chosen.place, choice, seals, is_dry=chosen.dry_run)
+    else:
+        from sglang_ext.cli.folder_prune import prune_folder
+
+        removed = prune_folder(Path(chosen.place), choice, seals, is_dry=chosen.dry_run)
     _print(chosen, removed.facts(), lambda _: removed.lines())
     return removed.status
+
+
+def _is_url(chosen: argparse.Namespace) -> bool:
+    return "://" in chosen.place
 
 
 def _seals(chosen: argparse.Namespace) -> RecordSeals:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from sglang_ext.tiers.records.soundness import Soundness
 
-_MOST_LINES = 100
+MOST_LINES = 100
+"""Things that are told one by one to people."""
 
 
 class BadPlace(NamedTuple):
@@ -63,8 +64,8 @@ class Verdict:
     def lines(self) -> list[str]:
         """For people."""
         shown = [f"{bad.soundness.value}: {bad.where} ({bad.reason})" for bad in self.bad]
-        if len(shown) > _MOST_LINES:
-            shown[_MOST_LINES:] = [f"... and {len(shown) - _MOST_LINES:,} more (--json has all)"]
+        if len(shown) > MOST_LINES:
+            shown[MOST_LINES:] = [f"... and {len(shown) - MOST_LINES:,} more (--json has all)"]
         shown += [f"left out: {text}" for text in self.left_out]
         counts = ", ".join(f"{num:,} {name}" for name, num in self._counts().items())
         return [*shown, *self.notes, f"{self.place}: {counts}"]
