@@ -142,6 +142,11 @@ def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
 
         try:
             return command(chosen)
+        except PermissionError as error:
+            path = error.filename or chosen.place
+            text = f"{path} must be this user's to read, and is not; run it as the server's user"
+            print(f"hier-kv: {text}", file=sys.stderr)  # noqa: T201
+            return 2
         except (TierError, ValueError, OSError) as error:
             text = str(error)
             for flag, name in _FLAGS.items():

@@ -161,3 +161,16 @@ def test_a_file_that_says_nothing_true_is_told(tmp_path: Path, capsys: Capture) 
     _, facts = run_json(capsys, "inspect", tmp_path)
     found = next(n for n in facts["ranks"][0]["namespaces"] if n["namespace"] == NAMESPACE.hex())
     assert (found["pages"], found["states"]) == (20, {"sealed": 3, "foreign_file": 1})
+
+
+def test_another_users_folder_is_a_sentence(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path)
+
+    def refuse(io: FileIO, path: Path, flags: int) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(FileIO, "open", refuse)
+    error = refusal(capsys, "inspect", tmp_path)
+    assert f"{tmp_path / 'LOCK'} must be this user's to read" in error

@@ -124,12 +124,14 @@ def test_damaged_pages_go_and_their_neighbours_stay(
     bad = {0, 3, 11, 19}
     for number in bad:
         damage(folder, places[number], at=520 if number % 2 else 100)
+    os.utime(segment_of(folder, places[0]), (OLD_S, OLD_S))
     before = listing(folder)
     status, facts = run_json(capsys, "prune", folder, "--damaged", "--dry-run", *key)
     assert (status, facts["pages"]) == (0, 4)
     assert listing(folder) == before
     status, facts = run_json(capsys, "prune", folder, "--damaged", *key)
     assert (status, facts["pages"], facts["left"]) == (0, 4, [])
+    assert segment_of(folder, places[0]).stat().st_mtime == OLD_S, "it is as old as it was"
     status, facts = run_json(capsys, "verify", folder, *key)
     assert (status, facts["sound"], facts["bad"]) == (0, 18, [])
     assert run_json(capsys, "prune", folder, "--damaged", *key)[1]["pages"] == 0

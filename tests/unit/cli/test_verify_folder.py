@@ -65,6 +65,18 @@ def test_damage_is_found_where_it_is(tmp_path: Path, capsys: Capture, packed: bo
     assert run(capsys, "verify", tmp_path)[0] == 0
 
 
+def test_on_a_terminal_the_progress_is_a_bar(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    _, out, err = run(capsys, "verify", tmp_path)
+    assert err.startswith("\r[")
+    assert f"[{'#' * 30}]" in err
+    assert err.endswith("\r\x1b[K"), "and goes away"
+    assert "\x1b" not in out
+
+
 @LAYOUTS
 @MODES
 def test_tags_are_proved_with_the_key(

@@ -99,6 +99,8 @@ def cut_out(
             io.truncate(fd, reopened_file_bytes(segment.heading))
             io.sync(fd)
         write_footer(io, fd, table, segment.segment_id, digest, sync=True, seal=seals.footers)
+        _, used_ns = segment.stamp
+        os.utime(fd, ns=(used_ns, used_ns))  # its pages were used no later than before
     finally:
         io.close(fd)
 
