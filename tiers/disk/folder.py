@@ -23,6 +23,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ FOLDER_VERSION = 1  # stored on disk; a change of files or names needs a new num
 _ID_STEP = 64
 _MAX_STATE_BYTES = 1 << 20
 _SHARE_PATIENCE_S, _SHARE_POLL_S = 10.0, 0.02
+_LOOK_PATIENCE_S = 0.2  # far longer than `holder_of` has the lock
 _NAMESPACE_NAME = re.compile(r"[0-9a-f]{16}")
 _SEGMENT_NAME = re.compile(r"seg-(\d{8,10})\.hkv")
 _TEMP_NAME = re.compile(r"(seg-\d{8,10}\.hkv|ns\.msgpack|folder\.msgpack|direct-io-probe)\.tmp")
@@ -63,10 +65,13 @@ class FolderLock:
         """
         self._io = io
         self._fd = _open_lock(io, folder)
-        if not _lock(self._fd, fcntl.LOCK_EX):
-            error = _in_use(folder, self._fd)
-            io.close(self._fd)
-            raise error
+        deadline_s = time.monotonic() + _LOOK_PATIENCE_S
+        while not _lock(self._fd, fcntl.LOCK_EX):
+            if time.monotonic() >= deadline_s:
+                error = _in_use(folder, self._fd)
+                io.close(self._fd)
+                raise error
+            time.sleep(_SHARE_POLL_S)
         try:
             _write_owner(io, self._fd, {})
         except OSError as error:
@@ -126,6 +131,27 @@ class SharedFolderLock:
         return _lock(fd, fcntl.LOCK_SH)
 
 
+def holder_of(io: FileIO, folder: Path) -> str:
+    """Who has a folder now, such as "process 7 on host a"; "" for nobody. Makes nothing.
+
+    Takes the lock for the moment that it needs to see that nobody has it.
+
+    Raises:
+        OSError: the lock cannot be looked at.
+    """
+    try:
+        fd = io.open(folder / "LOCK", os.O_RDWR)
+    except FileNotFoundError:
+        return ""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_owner(fd)
+    finally:
+        io.close(fd)
+    return ""
+
+
 class SegmentIds:
     """Hands out segment ids, none of them twice in the folder's life. Guarded by the write lock.
 
@@ -177,13 +203,16 @@ class SegmentIds:
         self._limit = limit
 
 
-def namespace_folders(folder: Path) -> list[Path]:
+def namespace_folders(folder: Path, is_own: Callable[[Path], bool] = tighten) -> list[Path]:
     """Returns the subfolders that are named as namespaces are, sorted; links and others' not.
 
-    What an earlier release made readable for other users is taken from them.
+    Args:
+        folder: the tier's.
+        is_own: says of a subfolder that it is none of these. By default it also takes from other
+            users what an earlier release made readable for them.
     """
     return sorted(
-        path for path in folder.iterdir() if _NAMESPACE_NAME.fullmatch(path.name) and tighten(path)
+        path for path in folder.iterdir() if _NAMESPACE_NAME.fullmatch(path.name) and is_own(path)
     )
 
 

@@ -143,6 +143,15 @@ def open_header(
     return OpenHeader(header, origin, key, payload_tag)
 
 
+def read_origin(start: ByteArray) -> Origin | None:
+    """Who a protected record says it is of, unproved; None where it is no protected record."""
+    header = start[:HEADER_BYTES].tobytes()
+    if len(header) < HEADER_BYTES or header[: len(MAGIC)] != MAGIC:
+        return None
+    is_protected = _VERSION.unpack_from(header, _VERSION_AT) == (PROTECTED_VERSION,)
+    return Origin.unpack(header[_BODY_END:_ORIGIN_END]) if is_protected else None
+
+
 def _known(header: ByteArray, mode: Mode) -> tuple[bytes, ByteArray]:
     """What the header's tag covers as it is, and what is encrypted, a part of `header`."""
     if mode is Mode.TAG:

@@ -33,6 +33,7 @@ from sglang_ext.tiers.protection.header import (
     OpenHeader,
     begin,
     open_header,
+    read_origin,
     seal_header,
 )
 from sglang_ext.tiers.records.checks import RecordKey
@@ -154,6 +155,11 @@ class KeyedSeals(RecordSeals):
         plain[:HEADER_BYTES] = found.plain
         write_table(plain, stages.first_level, stages.ends, [0] * len(stages.ends))
         return plain, stages.open
+
+    def is_hidden(self, start: ByteArray) -> bool:
+        """See `RecordSeals.is_hidden`."""
+        origin = read_origin(start)
+        return origin is not None and origin.mode is Mode.ENCRYPT
 
     def _seal_whole(
         self, record: ByteArray, namespace: bytes, out: ByteArray | None

@@ -144,6 +144,14 @@ class RecordSeals(abc.ABC):
             RecordError: it is proved to be wrong.
         """
 
+    def is_hidden(self, start: ByteArray) -> bool:
+        """Whether a record is encrypted, so that its header opens for who knows its namespace only.
+
+        Args:
+            start: u8 [at least 512] of a record.
+        """
+        return False
+
 
 class ChecksumSeals(RecordSeals):
     """Checksums: they find damage, and stop nobody who can write."""

@@ -8,7 +8,12 @@ stores.
 
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, HeadResult, PutItem
-from sglang_ext.tiers.remote.registry import engine_schemes, open_engine, register_engine
+from sglang_ext.tiers.remote.registry import (
+    engine_schemes,
+    open_engine,
+    open_listing,
+    register_engine,
+)
 from sglang_ext.tiers.remote.store import RemoteStore, RemoteStoreConfig
 from sglang_ext.tiers.remote.url import parse_remote_url
 from sglang_ext.tiers.remote.url_options import RemoteUrl
@@ -26,6 +31,7 @@ __all__ = [
     "engine_schemes",
     "level_name",
     "open_engine",
+    "open_listing",
     "parse_remote_url",
     "register_engine",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,27 @@ def value_name(prefix: str, key: RemoteKey) -> str:
         raise ValueError(f"a level is letters, digits, dots and hyphens, got {key.level!r}")
     lora = key.lora.hex() or "-"
     return f"{prefix}:{NAME_VERSION}:{key.namespace.hex()}:{key.page_hash.hex()}:{lora}:{key.level}"
+
+
+_NAME = re.compile(
+    r"([0-9a-f]{64}):([0-9a-f]{64}):([0-9a-f]{64}|-):([A-Za-z0-9.-]{1,36})(/[0-9a-f]{16}\.[0-9]{1,4})?"
+)
+
+
+def key_of_name(prefix: str, name: str) -> tuple[RemoteKey, bool] | None:
+    """The key whose value, or a part of it, has a name; None where it is no name of ours.
+
+    Returns:
+        The key, and whether it is a part.
+    """
+    start = f"{prefix}:{NAME_VERSION}:"
+    match = _NAME.fullmatch(name, len(start)) if name.startswith(start) else None
+    if match is None:
+        return None
+    namespace, page, lora, level, part = match.groups()
+    lora_digest = b"" if lora == "-" else bytes.fromhex(lora)
+    key = RemoteKey(bytes.fromhex(namespace), bytes.fromhex(page), lora_digest, level)
+    return key, part is not None
 
 
 class Outcome(enum.Enum):

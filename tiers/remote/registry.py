@@ -7,6 +7,7 @@ from typing import Any, Final
 from sglang_ext.registry import Registry
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote.base import RemoteEngine
+from sglang_ext.tiers.remote.offline.listing import Listing
 from sglang_ext.tiers.remote.url_options import Options, RemoteUrl
 
 _PACKAGE = "sglang_ext.tiers.remote.engines"
@@ -25,7 +26,8 @@ _ENGINES: Final = Registry(
 )
 
 # The target of a scheme is a module with `options(scheme) -> Options` and
-# `open_engine(url) -> RemoteEngine`.
+# `open_engine(url) -> RemoteEngine`; and `open_listing(url) -> Listing` if the store can list what
+# lies in it.
 register_engine = _ENGINES.register
 engine_schemes = _ENGINES.ids
 
@@ -52,6 +54,22 @@ def open_engine(url: RemoteUrl) -> RemoteEngine:
             f"the store of {url.scheme}:// must make a RemoteEngine, got {type(engine).__name__}"
         )
     return engine
+
+
+def open_listing(url: RemoteUrl) -> Listing:
+    """Makes the list of a URL's values. Does not connect.
+
+    Raises:
+        TierConfigError: the store has none, or cannot be used as asked.
+    """
+    module = _module(url.scheme)
+    if not hasattr(module, "open_listing"):
+        raise TierConfigError(
+            f"what lies in {url.shown} cannot be known: a {url.scheme}:// store gives a value to"
+            " who knows its name, and lists no names; look at the store's own metrics"
+        )
+    listing: Listing = module.open_listing(url)
+    return listing
 
 
 def _module(scheme: str) -> Any:

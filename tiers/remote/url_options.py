@@ -164,3 +164,9 @@ class RemoteUrl:
     password: str = field(repr=False)
     options: Mapping[str, Any]
     shown: str
+
+
+def prefix_of(url: RemoteUrl) -> str:
+    """What the names of a deployment's values begin with."""
+    prefix: str = url.options.get("prefix", "hkv")
+    return prefix

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages, record_blocks
@@ -24,6 +24,7 @@ from sglang_ext.tiers.disk.segments.layout import (
     MAX_SLOTS,
     FutureVersionError,
     LockedFooterError,
+    SegmentHeader,
     SegmentTable,
     Trailer,
     decode_footer,
@@ -84,6 +85,7 @@ def recover_segment(
     *,
     sync: bool,
     seals: RecordSeals = CHECKSUMS,
+    past_holes: bool = False,
 ) -> Recovered:
     """Returns the records of the segment at `path`; seals it if it is not. Never raises OSError.
 
@@ -95,50 +97,95 @@ def recover_segment(
         slot_bytes: size of the namespace's slots.
         sync: wait for the device when sealing.
         seals: what proves its records.
+        past_holes: whether to look behind the first place that holds no record, too, where the
+            segment was never sealed. Behind damage there may be records that were acknowledged,
+            behind the last write of a process that was killed some that were not.
     """
+    found, table = _examine(io, path, segment_id, namespace, slot_bytes, seals, past_holes)
+    if table is None:
+        return found
+    try:
+        fd = io.open(path, os.O_RDWR)
+    except OSError:
+        return _nothing(SegmentState.UNREADABLE, 0)
+    try:
+        end = write_footer(io, fd, table, segment_id, namespace, sync=sync, seal=seals.footers)
+    except OSError:
+        end = found.file_bytes  # a full or failing disk: the records are there all the same
+    finally:
+        io.close(fd)
+    footer_bytes = max(0, end - table.end_block * BLOCK_BYTES)
+    return replace(found, file_bytes=end, bytes_written=footer_bytes)
+
+
+def examine_segment(
+    io: FileIO,
+    path: Path,
+    segment_id: int,
+    namespace: bytes,
+    slot_bytes: int,
+    *,
+    seals: RecordSeals = CHECKSUMS,
+    past_holes: bool = False,
+) -> Recovered:
+    """Like `recover_segment`, and leaves the file as it is."""
+    return _examine(io, path, segment_id, namespace, slot_bytes, seals, past_holes)[0]
+
+
+def _examine(
+    io: FileIO,
+    path: Path,
+    segment_id: int,
+    namespace: bytes,
+    slot_bytes: int,
+    seals: RecordSeals,
+    past_holes: bool,
+) -> tuple[Recovered, SegmentTable | None]:
+    """What lies in a segment; with the table to seal it with where it was scanned."""
     try:
         file_bytes = path.stat().st_size
         try:
-            return _recover(io, path, segment_id, namespace, slot_bytes, file_bytes, sync, seals)
+            return _read_or_scan(
+                io, path, segment_id, namespace, slot_bytes, file_bytes, seals, past_holes
+            )
         except FutureVersionError:
-            return _nothing(SegmentState.FUTURE, file_bytes)
+            return _nothing(SegmentState.FUTURE, file_bytes), None
         except LockedFooterError:
-            return _nothing(SegmentState.LOCKED, file_bytes)
+            return _nothing(SegmentState.LOCKED, file_bytes), None
     except OSError:
-        return _nothing(SegmentState.UNREADABLE, 0)
+        return _nothing(SegmentState.UNREADABLE, 0), None
 
 
-def _recover(
+def _read_or_scan(
     io: FileIO,
     path: Path,
     segment_id: int,
     namespace: bytes,
     slot_bytes: int,
     file_bytes: int,
-    sync: bool,
     seals: RecordSeals,
-) -> Recovered:
+    past_holes: bool,
+) -> tuple[Recovered, SegmentTable | None]:
     is_protected = seals.footers is not None
     trailer, pages = read_footer(io, path, file_bytes, seals.footers)
     if trailer is not None:
         if (trailer.segment_id, trailer.namespace) != (segment_id, namespace):
-            return _nothing(SegmentState.FOREIGN, file_bytes)
+            return _nothing(SegmentState.FOREIGN, file_bytes), None
         if trailer.slot_bytes != slot_bytes:
-            return _nothing(SegmentState.STALE_LAYOUT, file_bytes)
+            return _nothing(SegmentState.STALE_LAYOUT, file_bytes), None
         if trailer.protected is not is_protected:
-            return _nothing(SegmentState.LOCKED, file_bytes)
+            return _nothing(SegmentState.LOCKED, file_bytes), None
         if pages is not None:
-            return Recovered(
-                SegmentState.SEALED, pages, trailer.end_block, file_bytes, trailer.packed
-            )
+            end = trailer.end_block
+            return Recovered(SegmentState.SEALED, pages, end, file_bytes, trailer.packed), None
     header = decode_header(read_small(io, path, 0, BLOCK_BYTES))
     if header is not None:
         if (header.segment_id, header.namespace) != (segment_id, namespace):
-            return _nothing(SegmentState.FOREIGN, file_bytes)
+            return _nothing(SegmentState.FOREIGN, file_bytes), None
         if header.slot_bytes != slot_bytes:
-            return _nothing(SegmentState.STALE_LAYOUT, file_bytes)
+            return _nothing(SegmentState.STALE_LAYOUT, file_bytes), None
         if header.protected is not is_protected:
-            return _nothing(SegmentState.LOCKED, file_bytes)
+            return _nothing(SegmentState.LOCKED, file_bytes), None
     # Only a segment that was never sealed still has the size it was preallocated at.
     never_sealed = header is not None and file_bytes == header.file_bytes and trailer is None
     was_reopened = (
@@ -147,24 +194,17 @@ def _recover(
     # With neither header nor trailer the version is not known; a walk finds slots as well.
     source = header or trailer
     table = SegmentTable(slot_bytes // BLOCK_BYTES, packed=source is None or source.packed)
-    _scan(io, path, namespace, table, seals, stop_at_hole=never_sealed)
+    stop_at_hole = never_sealed and not past_holes
+    _scan(io, path, namespace, table, seals, stop_at_hole=stop_at_hole)
     if not len(table):
         if is_protected and _begins_with_record(io, path):
-            return _nothing(SegmentState.LOCKED, file_bytes)
+            return _nothing(SegmentState.LOCKED, file_bytes), None
         ours = header is not None or trailer is not None
-        return _nothing(SegmentState.EMPTY if ours else SegmentState.FOREIGN, file_bytes)
+        return _nothing(SegmentState.EMPTY if ours else SegmentState.FOREIGN, file_bytes), None
     scanned = never_sealed or was_reopened
     state = SegmentState.RESEALED if scanned else SegmentState.DAMAGED_FOOTER
-    fd = io.open(path, os.O_RDWR)
-    try:
-        end = write_footer(io, fd, table, segment_id, namespace, sync=sync, seal=seals.footers)
-    except OSError:
-        end = file_bytes  # a full or failing disk: the records are there all the same
-    finally:
-        io.close(fd)
     pages = table_pages(table, segment_id)
-    footer_bytes = max(0, end - table.end_block * BLOCK_BYTES)
-    return Recovered(state, pages, table.end_block, end, table.packed, footer_bytes)
+    return Recovered(state, pages, table.end_block, file_bytes, table.packed), table
 
 
 def read_footer(
@@ -255,11 +295,20 @@ def identify(io: FileIO, path: Path, segment_id: int) -> bytes | None:
 
     Reads the first block, and the last where the first is damaged.
     """
+    found = heading_of(io, path, segment_id)
+    return found.namespace if found is not None else None
+
+
+def heading_of(io: FileIO, path: Path, segment_id: int) -> SegmentHeader | Trailer | None:
+    """Returns what the first block of a segment says, or its end where that is damaged.
+
+    None when both are, when they are of another segment or of a later release.
+    """
     with contextlib.suppress(OSError, FutureVersionError):
         header = decode_header(read_small(io, path, 0, BLOCK_BYTES))
         if header is not None:
-            return header.namespace if header.segment_id == segment_id else None
+            return header if header.segment_id == segment_id else None
         trailer, _ = read_footer(io, path, path.stat().st_size, None)
         if trailer is not None and trailer.segment_id == segment_id:
-            return trailer.namespace
+            return trailer
     return None

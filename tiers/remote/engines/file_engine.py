@@ -37,9 +37,18 @@ from sglang_ext.tiers.remote.base import (
     Value,
 )
 from sglang_ext.tiers.remote.deadline_executor import CancellableTask, DeadlineExecutor
+from sglang_ext.tiers.remote.engines.file_listing import FileListing
 from sglang_ext.tiers.remote.engines.file_reclaim import FolderReclaimer
-from sglang_ext.tiers.remote.engines.value_folders import TEMP_PREFIX, ValueFolders
-from sglang_ext.tiers.remote.url_options import Options, RemoteUrl, folder_size, one_of, size
+from sglang_ext.tiers.remote.engines.value_folders import TEMP_PREFIX, VALUE_FLAGS, ValueFolders
+from sglang_ext.tiers.remote.offline.listing import Listing
+from sglang_ext.tiers.remote.url_options import (
+    Options,
+    RemoteUrl,
+    folder_size,
+    one_of,
+    prefix_of,
+    size,
+)
 
 T = TypeVar("T")
 
@@ -52,7 +61,6 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError)
 # Errors of things in a value's place that are no value: a symbolic link, a file that this user may
 # not read, a socket. They count as a missing value and not as a failure of the folder.
 _NO_VALUE_ERRORS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
-_VALUE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_LINK_ERRORS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -93,7 +101,7 @@ def open_engine(url: RemoteUrl) -> RemoteEngine:
             " another"
         )
     given = url.options
-    folders = ValueFolders(folder, given.get("prefix", "hkv"), given.get("group", Access()))
+    folders = ValueFolders(folder, prefix_of(url), given.get("group", Access()))
     try:
         folders.check()
     except OSError as error:
@@ -110,6 +118,21 @@ def open_engine(url: RemoteUrl) -> RemoteEngine:
             ttl_s=given.get("ttl", 0.0),
         )
     )
+
+
+def open_listing(url: RemoteUrl) -> Listing:
+    """See `register_engine`. How much may lie there need not be said.
+
+    Raises:
+        TierConfigError: the folder is not there.
+    """
+    folder = Path(url.path)
+    if not folder.is_dir():
+        raise TierConfigError(
+            f"--hier-kv-remote-url: {shown(folder)} must be a folder that is there; mount it or"
+            " correct the path"
+        )
+    return FileListing(ValueFolders(folder, prefix_of(url), Access()))
 
 
 @dataclass(frozen=True)
@@ -273,7 +296,7 @@ class FileEngine(RemoteEngine):
         nothing = np.empty(0, np.uint8)
         try:
             with self._folders.folder_of(name) as (folder, file):
-                fd = os.open(file, _VALUE_FLAGS, dir_fd=folder)
+                fd = os.open(file, VALUE_FLAGS, dir_fd=folder)
         except _NOTHING_THERE:
             return nothing
         except OSError as error:

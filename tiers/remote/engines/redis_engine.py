@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote.base import (
+    NAME_VERSION,
     Deadline,
     Fetch,
     OnFetched,
@@ -23,6 +24,7 @@ from sglang_ext.tiers.remote.base import (
     Usage,
     Value,
 )
+from sglang_ext.tiers.remote.engines.redis_listing import RedisListing
 from sglang_ext.tiers.remote.engines.redis_nodes import Address, Lease, Nodes
 from sglang_ext.tiers.remote.engines.resp import (
     Argument,
@@ -32,11 +34,13 @@ from sglang_ext.tiers.remote.engines.resp import (
     ReplyError,
     refusal,
 )
+from sglang_ext.tiers.remote.offline.listing import Listing
 from sglang_ext.tiers.remote.password import ENV_PASSWORD
 from sglang_ext.tiers.remote.url_options import (
     Options,
     RemoteUrl,
     one_of,
+    prefix_of,
     readable_file,
     yes_or_no,
 )
@@ -65,7 +69,7 @@ def options(scheme: str) -> Options:
     return Options(readers, default_port=6379, path="db", max_hosts=16, has_login=True)
 
 
-def open_engine(url: RemoteUrl) -> RemoteEngine:
+def open_engine(url: RemoteUrl) -> RedisEngine:
     """See `register_engine`."""
     is_cluster = url.options.get("cluster", False)
     if len(url.hosts) > 1 and not is_cluster:
@@ -84,6 +88,12 @@ def open_engine(url: RemoteUrl) -> RemoteEngine:
         )
     login = Login(url.user, url.password, int(url.path or 0), _tls(url))
     return RedisEngine(url.hosts, login, is_cluster=is_cluster, ttl_s=url.options.get("ttl", 0.0))
+
+
+def open_listing(url: RemoteUrl) -> Listing:
+    """See `register_engine`. Does not connect."""
+    engine = open_engine(url)
+    return RedisListing(engine, engine.nodes, f"{prefix_of(url)}:{NAME_VERSION}")
 
 
 class _Command(NamedTuple):
@@ -177,6 +187,11 @@ class RedisEngine(RemoteEngine):
         """
         self._nodes = Nodes(hosts, login, is_cluster=is_cluster)
         self._ttl_ms = int(ttl_s * 1000)
+
+    @property
+    def nodes(self) -> Nodes:
+        """The servers, and the connections to them."""
+        return self._nodes
 
     def ping(self, deadline: Deadline) -> None:
         """See `RemoteEngine.ping`. Asks every node that has slots."""

@@ -21,6 +21,7 @@ from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote.base import NAME_VERSION
 
 TEMP_PREFIX = ".hkv-tmp-"
+VALUE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _SUFFIX = ".hkv"
 _STEPS = [re.compile(pattern) for pattern in ("[0-9a-f]{64}", "[0-9a-f]{2}", "[0-9a-f]{2}")]
 _VALUE = re.compile(
@@ -38,12 +39,14 @@ class Found(NamedTuple):
         name: in it.
         status: its own.
         is_temp: whether a writer is at it, or was when it was killed.
+        steps: names of the folders from this deployment's own down to it.
     """
 
     folder: int
     name: str
     status: os.stat_result
     is_temp: bool
+    steps: tuple[str, ...]
 
 
 class ValueFolders:
@@ -58,6 +61,7 @@ class ValueFolders:
             access: who may read what is made.
         """
         self.root = root
+        self._prefix = prefix
         self._top = f"{prefix}-{NAME_VERSION}"
         self._access = access
 
@@ -138,7 +142,17 @@ class ValueFolders:
     def files(self) -> Iterator[Found]:
         """Every file of this deployment, in no order."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), self.top() as top:
-            yield from _files(top, 0)
+            yield from _files(top, ())
+
+    def name_of(self, found: Found) -> str:
+        """The name of the value in a file; "" where it is none, or not where that value lies."""
+        value, _, part = found.name.removesuffix(_SUFFIX).partition("+")
+        page, *rest = value.split(".", 2)
+        namespace, *digits = found.steps
+        if found.is_temp or digits != [page[:2], page[2:4]]:
+            return ""
+        name = ":".join((self._prefix, str(NAME_VERSION), namespace, page, *rest))
+        return f"{name}/{part}" if part else name
 
     def make_file(self, folder: int, name: str) -> int:
         """Makes a file and opens it for writing.
@@ -187,19 +201,19 @@ class ValueFolders:
         return below
 
 
-def _files(folder: int, depth: int) -> Iterator[Found]:
+def _files(folder: int, steps: tuple[str, ...]) -> Iterator[Found]:
     with os.scandir(folder) as entries:
         for entry in entries:
             name = entry.name
-            if depth < len(_STEPS):
-                if not _STEPS[depth].fullmatch(name):
+            if len(steps) < len(_STEPS):
+                if not _STEPS[len(steps)].fullmatch(name):
                     continue
                 try:
                     below = os.open(name, _FOLDER_FLAGS, dir_fd=folder)
                 except OSError:  # removed meanwhile, or no folder
                     continue
                 try:
-                    yield from _files(below, depth + 1)
+                    yield from _files(below, (*steps, name))
                 finally:
                     os.close(below)
                 continue
@@ -208,4 +222,4 @@ def _files(folder: int, depth: int) -> Iterator[Found]:
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        yield Found(folder, name, status, is_temp)
+                        yield Found(folder, name, status, is_temp, steps)

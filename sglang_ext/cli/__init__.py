@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from sglang_ext.cli.stored import add_commands as add_stored_commands
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
@@ -25,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     _add_stats(commands.add_parser("stats", help="what a running server's tiers hold and do"))
     _add_top(commands.add_parser("top", help="the same, again and again, with rates"))
+    add_stored_commands(commands)
     chosen = parser.parse_args(arguments)
     try:
         return int(chosen.run(chosen))

@@ -1,0 +1,132 @@
+"""What `hier-kv prune` is to remove, and what it removed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from sglang_ext.assembly.server_stats import amount
+from sglang_ext.cli.verdict import MOST_LINES
+from sglang_ext.tiers.remote.url_options import life_s
+
+_DIGITS = re.compile(r"[0-9a-f]{1,64}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is to go; exactly one of its fields says so.
+
+    Attributes:
+        namespace: first hex digits of the namespaces that go; "" for another choice.
+        is_damaged: whether damaged pages go.
+        before_s: what was not used since then goes, seconds since the epoch; 0 for another choice.
+        is_all: whether everything goes.
+    """
+
+    namespace: str = ""
+    is_damaged: bool = False
+    before_s: float = 0.0
+    is_all: bool = False
+
+    @classmethod
+    def of(cls, chosen: argparse.Namespace) -> Self:
+        """What the command line says.
+
+        Raises:
+            ValueError: nothing, or nothing that can be chosen; one sentence.
+        """
+        if chosen.namespace is not None:
+            if not _DIGITS.fullmatch(chosen.namespace):
+                raise ValueError(
+                    "--namespace must be the first hex digits of namespaces, as hier-kv inspect"
+                    f" shows them, got {chosen.namespace!r}"
+                )
+            return cls(namespace=chosen.namespace)
+        if chosen.older_than is not None:
+            try:
+                return cls(before_s=time.time() - life_s(chosen.older_than))
+            except ValueError as error:
+                raise ValueError(
+                    f"--older-than must be {error}, got {chosen.older_than!r}"
+                ) from error
+        if not (chosen.damaged or chosen.all):
+            raise ValueError(
+                "nothing is chosen to be removed; give one of --namespace PREFIX, --damaged,"
+                " --older-than 7d and --all"
+            )
+        return cls(is_damaged=chosen.damaged, is_all=chosen.all)
+
+    def takes(self, namespace: str, used_s: float) -> bool:
+        """Whether what lies in a namespace and was used then goes, damaged or not.
+
+        Args:
+            namespace: digest in hex.
+            used_s: when it was used last, seconds since the epoch.
+        """
+        if self.is_damaged:
+            return False
+        named = bool(self.namespace) and namespace.startswith(self.namespace)
+        return self.is_all or named or used_s < self.before_s
+
+
+@dataclass
+class Removed:
+    """What was removed, or would be.
+
+    Attributes:
+        place: the folder or URL.
+        is_dry: whether nothing was touched.
+        what: each thing, a line.
+        pages: of them.
+        num_bytes: that they took.
+        left: what was chosen, or may be meant, and stayed; a sentence each.
+        num_failed: things that could not be removed; `left` has them, too.
+    """
+
+    place: str
+    is_dry: bool
+    what: list[str] = field(default_factory=list)
+    pages: int = 0
+    num_bytes: int = 0
+    left: list[str] = field(default_factory=list)
+    num_failed: int = 0
+
+    @property
+    def status(self) -> int:
+        """The exit status: 1 where something could not be removed."""
+        return int(self.num_failed > 0)
+
+    def add(self, what: str, pages: int, num_bytes: int) -> None:
+        """Counts a thing."""
+        self.what.append(what)
+        self.pages += pages
+        self.num_bytes += num_bytes
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Counts a thing that could not be removed."""
+        self.left.append(f"{what}: could not be removed ({error})")
+        self.num_failed += 1
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "place": self.place,
+            "dry_run": self.is_dry,
+            "pages": self.pages,
+            "bytes": self.num_bytes,
+            "removed": self.what,
+            "left": self.left,
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        verb = "would remove" if self.is_dry else "removed"
+        lines = [f"{verb} {what}" for what in self.what[:MOST_LINES]]
+        if len(self.what) > MOST_LINES:
+            lines.append(f"... and {len(self.what) - MOST_LINES:,} more (--json has all)")
+        lines += [f"left: {text}" for text in self.left]
+        total = f"{verb} {self.pages:,} pages of {amount(self.num_bytes)}"
+        return [*lines, f"{self.place}: {total if self.what else 'nothing to remove'}"]

@@ -1,0 +1,66 @@
+"""`hier-kv prune` of a store that servers share: for them a removed record is a miss."""
+
+from __future__ import annotations
+
+import time
+
+from sglang_ext.assembly.server_stats import amount
+from sglang_ext.cli.choice import Choice, Removed
+from sglang_ext.cli.store_inspect import opened_store
+from sglang_ext.tiers.errors import TierConfigError, TierError
+from sglang_ext.tiers.records.record import VerifyResult
+from sglang_ext.tiers.records.seals import RecordSeals
+from sglang_ext.tiers.records.soundness import Soundness
+from sglang_ext.tiers.remote.offline.listing import Listing
+from sglang_ext.tiers.remote.offline.records import StoredRecord, check_record
+
+
+def prune_store(text: str, choice: Choice, seals: RecordSeals, *, is_dry: bool) -> Removed:
+    """Removes what was chosen.
+
+    Args:
+        text: the URL.
+        choice: what goes.
+        seals: what proves records.
+        is_dry: whether to say only what would go.
+
+    Raises:
+        TierConfigError: the URL cannot work, or the store fails.
+        OSError: a folder cannot be read.
+    """
+    with opened_store(text) as (url, listing, records):
+        if choice.before_s and any(record.age_s is None for record in records):
+            raise TierConfigError(
+                f"--older-than needs to know when values were used, and {url.shown} does not say"
+                " (an LFU policy counts how often); choose otherwise"
+            )
+        removed = Removed(url.shown, is_dry)
+        now_s = time.time()
+        for record in records:
+            if _goes(listing, record, choice, seals, now_s):
+                _remove(listing, record, removed)
+        return removed
+
+
+def _goes(
+    listing: Listing, record: StoredRecord, choice: Choice, seals: RecordSeals, now_s: float
+) -> bool:
+    if not choice.is_damaged:
+        return choice.takes(record.key.namespace.hex(), now_s - (record.age_s or 0.0))
+    found = check_record(listing, record, seals)
+    if found is None:
+        return False
+    soundness, reason = found
+    return soundness is Soundness.CORRUPT or reason == VerifyResult.UNAUTHENTIC.value
+
+
+def _remove(listing: Listing, record: StoredRecord, removed: Removed) -> None:
+    names = record.names
+    try:
+        if not removed.is_dry:
+            listing.remove(names)
+        more = f" and {len(names) - 1:,} parts" if len(names) > 1 else ""
+        what = f"{names[0]}{more}, {amount(record.num_bytes)}"
+        removed.add(what, int(record.first is not None), record.num_bytes)
+    except (TierError, OSError) as error:
+        removed.fail(names[0], error)
