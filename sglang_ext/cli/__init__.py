@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from sglang_ext.cli.stored import add_commands as add_stored_commands
+
+_ENV_API_KEY = "SGLANG_HIER_KV_API_KEY"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,7 +135,11 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "url", nargs="?", default="http://127.0.0.1:30000", help="of the server (%(default)s)"
     )
-    parser.add_argument("--api-key", default="", help="SGLang's, where it was started with one")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get(_ENV_API_KEY, ""),
+        help=f"SGLang's, where it was started with one; or {_ENV_API_KEY}, which ps does not show",
+    )
 
 
 def _stats(chosen: argparse.Namespace) -> int:
