@@ -1,10 +1,8 @@
 """What a router makes of a server's KV events: which tokens it has, and in which medium.
 
-    with KvReader(endpoint) as reader:
-        ...
-        reader.prefix(ids, {"GPU", "CPU_PINNED"})  # tokens of the prompt that are there
-
-Strict: an event that a reader could not follow is an error.
+with KvReader(endpoint) as reader:
+    ...
+    reader.prefix(ids, {"GPU", "CPU_PINNED"})  # tokens of the prompt that are there
 """
 
 from __future__ import annotations
@@ -30,9 +28,15 @@ Place = tuple[int | None, str, tuple[int, ...]]
 
 
 class KvIndex:
-    """The blocks of one server, by what is in them. Not thread-safe."""
+    """The blocks of one server, by what is in them. Not thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        heard_all: whether it reads all events from the first on; then one that cannot be is an
+            error.
+    """
+
+    def __init__(self, *, heard_all: bool = True) -> None:
+        self._heard_all = heard_all
         self.media: dict[int, set[str]] = {}  # by block
         self._blocks: dict[Place, int] = {}  # by parent, salt and tokens
         self._unplaced: set[int] = set()  # blocks behind one that was nowhere
@@ -66,9 +70,9 @@ class KvIndex:
     def _remove(self, event: BlockRemoved) -> None:
         for block in event.block_hashes:
             media = self.media.get(block, set())
-            if _name(event.medium) not in media and block in self._unplaced:
-                continue
             if _name(event.medium) not in media:
+                if not self._heard_all or block in self._unplaced:
+                    continue
                 raise ValueError(f"{event.medium}: a block that is in {sorted(media)} is removed")
             media.discard(_name(event.medium))
             if not media:
@@ -109,7 +113,7 @@ class KvReader:
     """
 
     def __init__(self, endpoint: str) -> None:
-        self.index = KvIndex()  # guarded by lock
+        self.index = KvIndex(heard_all=False)  # guarded by lock
         self.lock = threading.Lock()
         self.error: Exception | None = None
         self._endpoint = endpoint
