@@ -38,7 +38,7 @@ _SOCKET_CALLS = ("connect", "send", "sendall", "recv", "recv_into", "sendmsg")
 _CONDITION = "Condition.wait"
 _OWN = "sglang_ext"
 _START = "sglang_ext.assembly."
-_MAX_FRAMES = 60
+_MAX_FRAMES = 1000  # numba compiles some hundred deep
 _COPIES = "hier-kv-load"  # begin of the names of threads that copy loads
 _NUM_REMEMBERED = 4096  # calls of other threads that held a lock; the youngest matter
 
