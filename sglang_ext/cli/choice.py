@@ -69,7 +69,8 @@ class Choice:
         if self.is_damaged:
             return False
         named = bool(self.namespace) and namespace.startswith(self.namespace)
-        return self.is_all or named or used_s < self.before_s
+        old = bool(self.before_s) and used_s < self.before_s
+        return self.is_all or named or old
 
 
 @dataclass

@@ -131,7 +131,13 @@ def _seals(chosen: argparse.Namespace) -> RecordSeals:
 def _print(
     chosen: argparse.Namespace, facts: dict[str, Any], lines_of: Callable[[Any], list[str]]
 ) -> None:
-    print(json.dumps(facts, indent=1) if chosen.json else "\n".join(lines_of(facts)))  # noqa: T201
+    lines = [json.dumps(facts, indent=1)] if chosen.json else map(_printable, lines_of(facts))
+    print("\n".join(lines))  # noqa: T201
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal obeys: some of it was written by whoever writes to the store."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -145,13 +151,13 @@ def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
         except PermissionError as error:
             path = error.filename or chosen.place
             text = f"{path} must be this user's to read, and is not; run it as the server's user"
-            print(f"hier-kv: {text}", file=sys.stderr)  # noqa: T201
+            print(f"hier-kv: {_printable(text)}", file=sys.stderr)  # noqa: T201
             return 2
         except (TierError, ValueError, OSError) as error:
             text = str(error)
             for flag, name in _FLAGS.items():
                 text = text.replace(flag, name)
-            print(f"hier-kv: {text}", file=sys.stderr)  # noqa: T201
+            print(f"hier-kv: {_printable(text)}", file=sys.stderr)  # noqa: T201
             return 2
         except KeyboardInterrupt:
             print("\nhier-kv: interrupted", file=sys.stderr)  # noqa: T201

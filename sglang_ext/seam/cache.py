@@ -385,7 +385,9 @@ class HierKVRadixCache(UnifiedRadixCache):
         """
         self.release_plan(req.cache_request_handle)
         self.session_turns.end(req)
-        return bool(super().claim_kv_row(req))
+        claimed = bool(super().claim_kv_row(req))
+        self.session_turns.ended(req)
+        return claimed
 
     def load_queued(self, req: Any, *, loaded: bool) -> None:
         """A request's load was queued; `loaded` is False when there was nothing to load."""

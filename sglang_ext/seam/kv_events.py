@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,10 @@ from sglang_ext.tiers.store.types import ON_DISK, READY, StoreCounters
 
 # Pages told of in one go, on the scheduler's thread: each takes some microseconds.
 _PAGES_A_TURN = 2048
-# Pages that moved and were not looked at yet. With more, all that were told of are looked at.
+# Pages that moved since events were taken. With more, all that are known are looked at.
 _MAX_MOVED = 1 << 17
-# Pages in the tiers that are told of; more stay untold, and are counted.
-_MAX_TOLD = 1 << 20
+# Pages in the tiers that are told of, about 700 bytes each; more stay untold, and are counted.
+_MAX_TOLD = 1 << 19
 
 
 class FollowedStore(Protocol):
@@ -64,20 +64,6 @@ class _Page:
     lora_name: str | None
     told: int = 0
     again: bool = False
-
-
-class _Moved(NamedTuple):
-    """Pages that may have moved.
-
-    Attributes:
-        hashes: u8 `[N, 32]`.
-        heard: the store told of them.
-        gone: they are in no tier, whatever the store says.
-    """
-
-    hashes: Hashes
-    heard: bool = False
-    gone: bool = False
 
 
 class TierEventRecorder(KVCacheEventRecorder):
@@ -115,9 +101,12 @@ class TierEventRecorder(KVCacheEventRecorder):
         self._max_seen_pages = max_seen_pages
         # By hash in the store. Told pages are in the tiers; of the others the oldest are forgotten.
         self._told: dict[bytes, _Page] = {}
-        self._seen: dict[bytes, _Page] = {}
-        self._moved: deque[_Moved] = deque()  # guarded by _lock, as is the next
-        self._num_moved = 0  # pages in it that were heard of
+        self._seen: OrderedDict[bytes, _Page] = OrderedDict()
+        # Of these, in order: those to look at, and those that are to be taken back before.
+        self._pending: OrderedDict[bytes, None] = OrderedDict()
+        self._gone: OrderedDict[bytes, None] = OrderedDict()
+        self._moved: deque[Hashes] = deque()  # guarded by _lock, as is the next
+        self._num_moved = 0  # pages in it, and those that it had no room for
         self._lock = threading.Lock()
         self._queue = device.take()
         if self.enabled:
@@ -143,7 +132,7 @@ class TierEventRecorder(KVCacheEventRecorder):
         if self.enabled:
             for page in self._told.values():
                 page.told = 0
-            self._look_at(list(self._told))
+            self._pending.update(dict.fromkeys(self._told))
 
     def take(self) -> list[Any]:
         """All events since the last call; of what moved between the tiers a bounded part."""
@@ -156,7 +145,7 @@ class TierEventRecorder(KVCacheEventRecorder):
         with self._lock:
             self._num_moved += len(hashes)
             if self._num_moved <= _MAX_MOVED:
-                self._moved.append(_Moved(hashes, heard=True))
+                self._moved.append(hashes)
 
     # ---- what is said of it ----
 
@@ -166,64 +155,59 @@ class TierEventRecorder(KVCacheEventRecorder):
         A reader may not have heard of them, or not known where to put them.
         """
         names = iter(hashes)
-        keys = []
         for event in events:
             parent, size = event.parent_block_hash, event.block_size
             for index, block in enumerate(event.block_hashes):
                 key = bytes.fromhex(next(names))
-                tokens = array("q", event.token_ids[index * size : (index + 1) * size])
-                page = _Page(block, parent, tokens, event.cache_salt, event.lora_name)
-                parent = block
-                keys.append(key)
+                self._pending[key] = None
                 if key in self._told:
                     self._told[key].again = True
                 else:
-                    self._seen.pop(key, None)  # the latest last
+                    tokens = _packed(event.token_ids[index * size : (index + 1) * size])
+                    page = _Page(block, parent, tokens, event.cache_salt, event.lora_name)
                     self._seen[key] = page
+                    self._seen.move_to_end(key)
+                parent = block
         while len(self._seen) > self._max_seen_pages:
-            del self._seen[next(iter(self._seen))]
-        self._look_at(keys)
+            self._seen.popitem(last=False)
 
     def _follow(self) -> None:
         """Tells of pages that moved."""
         if self._epoch is not self._store.gate.epoch:
             self._epoch = self._store.gate.epoch
-            self._look_at(list(self._told), gone=True)
+            self._gone.update(dict.fromkeys(self._told))
+        self._take_moved()
+        num_left = _PAGES_A_TURN
+        gone = _first(self._gone, num_left)
+        if gone:
+            self._say(gone, [0] * len(gone))
+            num_left -= len(gone)
+        keys = _first(self._pending, num_left)
+        if keys:
+            rows = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
+            self._say(keys, self._store.tiers_of(rows).tolist())
+
+    def _take_moved(self) -> None:
+        """Pages that moved and that one can tell of are looked at next."""
         with self._lock:
-            overrun = self._num_moved > _MAX_MOVED
-        if overrun:
+            moved, num_moved = self._moved, self._num_moved
+            self._moved, self._num_moved = deque(), 0
+        if num_moved > _MAX_MOVED:
             self._store.counters.add("kv_events_overrun")
-            with self._lock:
-                self._moved = deque(each for each in self._moved if not each.heard)
-                self._num_moved = 0
-            self._look_at([*self._told, *self._seen])
-        num_pages = 0
-        while num_pages < _PAGES_A_TURN:
-            with self._lock:
-                if not self._moved:
-                    return
-                moved = self._moved.popleft()
-                self._num_moved -= len(moved.hashes) if moved.heard else 0
-            num_pages += len(moved.hashes)
-            tiers = np.zeros(len(moved.hashes), np.uint8)
-            if not moved.gone:
-                tiers = self._store.tiers_of(moved.hashes)
-            self._say(moved.hashes, tiers)
+            self._pending.update(dict.fromkeys(self._told))
+            self._pending.update(dict.fromkeys(self._seen))
+            return
+        for hashes in moved:
+            for row in hashes:
+                key = row.tobytes()
+                if key in self._told or key in self._seen:
+                    self._pending[key] = None
 
-    def _look_at(self, keys: list[bytes], *, gone: bool = False) -> None:
-        """Has pages looked at, turn by turn; or said to be gone, before anything else is."""
-        with self._lock:
-            for first in range(0, len(keys), _PAGES_A_TURN):
-                rows = np.frombuffer(b"".join(keys[first : first + _PAGES_A_TURN]), np.uint8)
-                moved = _Moved(rows.reshape(-1, 32), gone=gone)
-                (self._moved.appendleft if gone else self._moved.append)(moved)
-
-    def _say(self, hashes: Hashes, tiers: npt.NDArray[np.uint8]) -> None:
+    def _say(self, keys: list[bytes], tiers: list[int]) -> None:
         """Says where pages are, as far as that is news."""
         stored: list[tuple[_Page, StorageMedium]] = []
         removed: dict[StorageMedium, list[int]] = {}
-        for row, bits in zip(hashes, tiers.tolist(), strict=True):
-            key = row.tobytes()
+        for key, bits in zip(keys, tiers, strict=True):
             page = self._told.get(key) or self._seen.get(key)
             if page is None:
                 continue
@@ -272,3 +256,16 @@ def _parents_first(pages: list[_Page]) -> Iterator[_Page]:
             chain.append(above)
             above = None if above.parent is None else waiting.get(above.parent)
         yield from reversed(chain)
+
+
+def _first(keys: OrderedDict[bytes, None], num: int) -> list[bytes]:
+    """Takes out the first ones."""
+    return [keys.popitem(last=False)[0] for _ in range(min(num, len(keys)))]
+
+
+def _packed(tokens: list[int]) -> array[int]:
+    """Tokens in few bytes; those that stand for images may be of 64 bits."""
+    try:
+        return array("i", tokens)
+    except OverflowError:
+        return array("q", tokens)

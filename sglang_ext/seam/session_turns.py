@@ -76,6 +76,16 @@ class SessionTurns:
         if state is not None and state.taint > Quality.EXACT:
             setattr(slot, _TAINT, state.taint)
 
+    def ended(self, req: Any) -> None:
+        """SGLang took the turn's rows over; one that is retracted has not ended.
+
+        SGLang takes the session's mark off all the same. The next turn would go on from the token
+        arrays of the waiting one, and write behind them.
+        """
+        session = req.session
+        if session is not None and session.streaming and not req.finished():
+            session._inflight = True
+
 
 def part_from_another_turn(scheduler: Any, req: Any) -> None:
     """Takes a turn out of its session as it is made, while another turn waits or runs there.

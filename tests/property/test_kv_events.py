@@ -127,7 +127,7 @@ class World:
     def drain(self) -> None:
         """Takes all there is to be told."""
         self.take()
-        while self.recorder._moved:
+        while self.recorder._pending or self.recorder._gone:
             self.take()
 
     def check(self) -> None:

@@ -143,6 +143,10 @@ def holder_of(io: FileIO, folder: Path) -> str:
         fd = io.open(folder / "LOCK", os.O_RDWR)
     except FileNotFoundError:
         return ""
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        fd = io.open(folder / "LOCK", os.O_RDONLY)  # a snapshot, say
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -22,6 +22,7 @@ _MEANING = {
     VerifyResult.UNPROTECTED: Soundness.UNAUTHENTIC,
     VerifyResult.UNKNOWN_KEY: Soundness.UNAUTHENTIC,
     VerifyResult.PROTECTED: Soundness.UNREADABLE,
+    VerifyResult.BAD_VERSION: Soundness.UNREADABLE,  # a later release's, as far as one can say
 }
 
 

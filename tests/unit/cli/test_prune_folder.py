@@ -14,7 +14,7 @@ from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.disk.segments.sealing import write_footer
 from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
 from tests.tiers.protection_cases import KEY, OTHER_KEY, seals
-from tests.tiers.tier_pages import NAMESPACE, OTHER_NAMESPACE
+from tests.tiers.tier_pages import NAMESPACE, OTHER_NAMESPACE, SLOT_BYTES, store
 from tests.unit.cli.disk_folder import (
     PER_SEGMENT,
     damage,
@@ -264,3 +264,34 @@ def test_what_cannot_be_removed_is_told(
     status, facts = run_json(capsys, "prune", tmp_path, "--namespace", NAMESPACE.hex())
     assert (status, facts["pages"]) == (1, 0)
     assert "could not be removed" in facts["left"][0]
+
+
+def test_the_folders_of_several_servers_are_no_ranks_of_one(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    for name in ("kv-one", "kv-two"):
+        (tmp_path / name).mkdir()
+        write_folder(tmp_path / name)
+    before = listing(tmp_path)
+    assert "no folder of a disk tier" in refusal(capsys, "prune", tmp_path, "--all")
+    assert listing(tmp_path) == before
+
+
+def test_a_file_from_before_1970_is_of_its_namespace_all_the_same(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    places = write_folder(tmp_path)
+    for path in tmp_path.rglob("seg-*.hkv"):
+        os.utime(path, (-100, -100))
+    status, facts = run_json(capsys, "prune", tmp_path, "--namespace", "ff" * 32)
+    assert (status, facts["pages"]) == (0, 0)
+    assert readable(tmp_path, places) == set(places)
+
+
+def test_what_a_terminal_obeys_is_not_printed(tmp_path: Path, capsys: Capture) -> None:
+    with opened(tmp_path) as tier:
+        tier.open_namespace(NAMESPACE, SLOT_BYTES, {"model": "\x1b]0;gotcha\x07\x1b[2J"})
+        store(tier, range(2))
+    _, out, _ = run(capsys, "inspect", tmp_path)
+    assert "gotcha" in out
+    assert "\x1b" not in out

@@ -257,3 +257,13 @@ def test_what_cannot_be_looked_at_is_refused(tmp_path: Path, capsys: Capture) ->
     assert "folder that is there" in refusal(capsys, "inspect", f"file://{tmp_path}/absent")
     assert "nothing is chosen" in refusal(capsys, "prune", down)
     assert run_json(capsys, "inspect", f"file://{tmp_path}")[1]["namespaces"] == []
+
+
+@pytest.mark.parametrize("url", ["file"], indirect=True)
+def test_a_length_that_is_stated_takes_no_memory(url: str, tmp_path: Path, capsys: Capture) -> None:
+    put(url)
+    os.truncate(files_of(tmp_path, 1)[0], 60 << 30)  # a few bytes on the disk
+    status, facts = run_json(capsys, "verify", url)
+    assert status == 1
+    assert facts["sound"] == 17
+    assert "too_long" in str(facts)

@@ -31,7 +31,7 @@ from sglang_ext.provenance.request_state import (  # noqa: E402
 )
 from sglang_ext.provenance.tree_quality import DeviceProvenance  # noqa: E402
 from sglang_ext.seam.report import DETAILS_KEY  # noqa: E402
-from sglang_ext.seam.session_turns import SessionTurns  # noqa: E402
+from sglang_ext.seam.session_turns import SessionTurns, part_from_another_turn  # noqa: E402
 from sglang_ext.tiers.records.quality import ANY, Quality, name_of, worst  # noqa: E402
 from tests.property.worlds.taint_world import PAGE, Request, World  # noqa: E402
 
@@ -272,7 +272,7 @@ class Session:
     _inflight = False
 
     def finish_req(self, req: Any) -> None:
-        pass
+        self._inflight = False
 
     def abort_req(self) -> None:
         self._inflight = False
@@ -311,6 +311,21 @@ def end_turn(world: World, req: Request) -> Request:
     world.running.remove(req)
     assert world.cache.claim_kv_row(req)  # the session keeps it
     return req
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["retracted", "done"])
+def test_a_session_is_busy_until_its_turn_ends(make: Make, ends: bool) -> None:
+    """SGLang takes the mark off a session whose turn is retracted, and will run again."""
+    world = make(device_pages=64)
+    req = begin_turn(world, list(range(3 * PAGE + 1)))
+    session: Any = req.session
+    session._inflight = True
+    while req.prefix_len < len(req.tokens):
+        world.go_on(req)
+    req.done = ends
+    world.running.remove(req)
+    assert world.cache.claim_kv_row(req)
+    assert session._inflight is not ends
 
 
 def test_real_sessions(make: Make) -> None:
@@ -371,11 +386,11 @@ def test_a_refused_turn_lets_no_third_one_in(make: Make, num_turns: int) -> None
     session._inflight = True
     refused = Request("refused", [*DOCUMENT, 9], 0, False, extra_key="another")
     refused.session = session  # type: ignore[assignment]
-    refused.release_mm_inputs_on_abort = lambda: None  # type: ignore[attr-defined]
-    message = "Streaming session already has an active request."
-    refused.to_finish = SimpleNamespace(message=message)  # type: ignore[attr-defined]
-    world.match(refused)
+    part_from_another_turn(SimpleNamespace(tree_cache=world.cache), refused)  # as it is made
     assert refused.session is None
+    refused.to_finish = SimpleNamespace(message="of any reason")  # type: ignore[attr-defined]
+    world.match(refused)
+    assert world.store.counters.snapshot()["refused_session_turns"] == 1
     assert session._inflight, "the other one's"
     assert len(world.cache.session.slots) == num_turns, "nothing of the session was freed"
     take_turn(world, tokens)

@@ -77,6 +77,7 @@ def cut_out(
         OSError: the disk failed; whole records are found all the same.
     """
     digest = segment.namespace.digest
+    _, used_ns = segment.stamp  # its pages were used no later than before
     if found.state is not SegmentState.SEALED:
         # Without a table to be believed: as the next server would do it, but past damage.
         recover_segment(
@@ -91,6 +92,7 @@ def cut_out(
         )
         if examine(io, segment, seals).state is not SegmentState.SEALED:
             raise OSError(f"{segment.place} could not be sealed")
+        os.utime(segment.path, ns=(used_ns, used_ns), follow_symlinks=False)
         return
     table = _table_without(segment, found, blocks)
     fd = io.open(segment.path, os.O_RDWR)
@@ -99,8 +101,7 @@ def cut_out(
             io.truncate(fd, reopened_file_bytes(segment.heading))
             io.sync(fd)
         write_footer(io, fd, table, segment.segment_id, digest, sync=True, seal=seals.footers)
-        _, used_ns = segment.stamp
-        os.utime(fd, ns=(used_ns, used_ns))  # its pages were used no later than before
+        os.utime(fd, ns=(used_ns, used_ns))
     finally:
         io.close(fd)
 

@@ -78,7 +78,7 @@ class RedisListing(Listing):
         self._engine.close()
 
     def _names(self, connection: Connection) -> Iterator[list[bytes]]:
-        cursor = b"0"
+        cursor, seen = b"0", set[bytes]()
         while True:
             command: list[Argument] = ["SCAN", cursor, "MATCH", self._pattern, "COUNT", _SCAN_COUNT]
             reply = connection.call(command, Deadline.after(_TIMEOUT_S), _SCAN_BOUNDS)
@@ -87,6 +87,9 @@ class RedisListing(Listing):
                 yield names[at : at + _AT_ONCE]
             if cursor == b"0":
                 return
+            if cursor in seen:
+                raise RemoteUnavailableError("the server's list of names has no end")
+            seen.add(cursor)
 
 
 def _page(reply: Reply) -> tuple[bytes, list[bytes]]:

@@ -12,7 +12,7 @@ from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.records.soundness import Soundness, soundness_of
 from sglang_ext.tiers.remote.base import RemoteKey, key_of_name
 from sglang_ext.tiers.remote.offline.listing import Listing, StoredValue
-from sglang_ext.tiers.remote.values import checked_facts, part_names
+from sglang_ext.tiers.remote.values import MAX_PART_BYTES, MAX_PARTS, checked_facts, part_names
 
 
 @dataclass(slots=True)
@@ -82,6 +82,8 @@ def check_record(
         return _check(listing, record, seals)
     except OSError:
         return Soundness.UNREADABLE, "io_read"
+    except MemoryError:
+        return Soundness.UNREADABLE, "no_memory"
 
 
 def _check(
@@ -89,6 +91,8 @@ def _check(
 ) -> tuple[Soundness, str] | None:
     if record.first is None:
         return None
+    if not 0 <= record.first.num_bytes <= MAX_PART_BYTES:
+        return Soundness.CORRUPT, "too_long"
     start = np.empty(record.first.num_bytes, np.uint8)
     start = start[: listing.read(record.first.name, start)]
     if not start.size:
@@ -98,6 +102,8 @@ def _check(
         if seals.is_hidden(start):
             return Soundness.UNREADABLE, "encrypted"
         return soundness_of(facts), facts.value
+    if facts.total_bytes > MAX_PARTS * start.size:
+        return Soundness.CORRUPT, VerifyResult.BAD_HEADER.value
     names = part_names(record.first.name, facts, start.size)
     whole = np.empty(0, np.uint8)
     # So no more memory is taken than lies there. A server may have stored others since the list.
