@@ -80,7 +80,7 @@ def main() -> None:
     sizes = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plugin = hier_args(folder, host_pages=100, disk_gb=0)
+        plugin = [*hier_args(folder, host_pages=100, disk_gb=0), "--hier-kv-truncation", "overflow"]
         for title in sizes.servers:
             args = ["--context-length", str(CONTEXT), "--page-size", "64"]
             args += plugin if title == "with" else []
