@@ -46,6 +46,11 @@ class DummyModel:
         """Bytes of K and V of one token, bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
+    def host_gb(self, num_pages: int, page_size: int) -> float:
+        """`--hier-kv-host-size` of a tier for so many pages."""
+        slot_bytes = self.kv_bytes_per_token * page_size * 1.02 + 4096
+        return (num_pages + 0.5) * slot_bytes / 2**30
+
     def describe(self) -> str:
         """The shape in one line."""
         return (

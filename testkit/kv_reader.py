@@ -7,6 +7,7 @@ with KvReader(endpoint) as reader:
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,12 @@ _POLL_MS = 50
 _WAIT_S = 120.0
 
 Place = tuple[int | None, str, tuple[int, ...]]
+
+
+def publishing(endpoint: str) -> list[str]:
+    """Arguments of a server whose events come from there."""
+    events = {"publisher": "zmq", "topic": "kv", "endpoint": endpoint, "bind": True}
+    return ["--kv-events-config", json.dumps(events)]
 
 
 class KvIndex:

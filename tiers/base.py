@@ -111,6 +111,11 @@ class RecoveredPages:
             quality=self.quality[rows],
         )
 
+    def key_of(self, row: int) -> tuple[bytes, bytes]:
+        """A page's hash, and the digest of its adapter; empty where there is none."""
+        lora = self.lora[row].tobytes()
+        return self.hashes[row].tobytes(), b"" if lora == NO_LORA_ROW else lora
+
     @classmethod
     def empty(cls) -> RecoveredPages:
         """Returns a table of no pages."""

@@ -187,13 +187,12 @@ def _note_burst(
 
 
 def _server(folder: Path, model: Path, side: str, speed: Path) -> Server:
-    slot_bytes = MODEL.kv_bytes_per_token * _PAGE * 1.02 + 4096
     host_pages = HOST_PREFIXES * _PREFIX // _PAGE
     args: list[Any] = [
         *dummy_model.ARGS,
         *("--max-total-tokens", 4 * (_PREFIX + 2 * _PAGE), "--mem-fraction-static", 0.5),
         *("--max-prefill-tokens", _PREFIX + _PAGE, "--chunked-prefill-size", -1),
-        *("--enable-hier-kv", "--hier-kv-host-size", (host_pages + 0.5) * slot_bytes / 2**30),
+        *("--enable-hier-kv", "--hier-kv-host-size", MODEL.host_gb(host_pages, _PAGE)),
         *("--hier-kv-disk-dir", folder / f"tier-{side}", "--hier-kv-disk-size", 8),
         *("--hier-kv-lookahead", side, "--hier-kv-prefetch-policy", "wait_complete"),
     ]

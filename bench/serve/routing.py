@@ -13,9 +13,7 @@ chat has said before is not computed again.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,11 +29,11 @@ from runtime_cpu import inprocess
 from testkit import dummy_model
 from testkit.dummy_model import DummyModel
 from testkit.requests import flush_device, random_ids, settle, timed
-from testkit.server import Server
+from testkit.server import Server, free_port
 
 inprocess.prepare()
 
-from testkit.kv_reader import KvReader  # noqa: E402
+from testkit.kv_reader import KvReader, publishing  # noqa: E402
 
 _PAGE, _TURN, _DEVICE_CHATS = 64, 256, 4
 _SERVERS = 2
@@ -66,7 +64,7 @@ def measure_routing(folder: Path, chats: int, turns: int, progress: Progress) ->
         By mode the share of earlier tokens that were reused, and the ratio of the two.
     """
     model = _MODEL.write(folder)
-    ports = [_free_port() for _ in range(_SERVERS)]
+    ports = [free_port() for _ in range(_SERVERS)]
     servers = [
         _server(folder / f"tier-{index}", model, port, chats * turns)
         for index, port in enumerate(ports)
@@ -127,13 +125,11 @@ def _join(nodes: list[_Node]) -> None:
 def _server(folder: Path, model: Path, port: int, num_turns: int) -> Server:
     """DRAM holds a quarter of what all chats say, the disk all of it."""
     pages = num_turns * _TURN // _PAGE
-    slot_bytes = _MODEL.kv_bytes_per_token * _PAGE * 1.02 + 4096
-    events = {"publisher": "zmq", "topic": "kv", "endpoint": _endpoint(port), "bind": True}
     args: list[Any] = [
         *dummy_model.ARGS,
         *("--max-total-tokens", _DEVICE_CHATS * 1024, "--mem-fraction-static", 0.3),
-        *("--page-size", _PAGE, "--kv-events-config", json.dumps(events)),
-        *("--enable-hier-kv", "--hier-kv-host-size", (pages // 4 + 0.5) * slot_bytes / 2**30),
+        *("--page-size", _PAGE, *publishing(_endpoint(port))),
+        *("--enable-hier-kv", "--hier-kv-host-size", _MODEL.host_gb(pages // 4, _PAGE)),
         *("--hier-kv-disk-dir", folder, "--hier-kv-disk-size", 2),
         *("--hier-kv-prefetch-policy", "wait_complete"),
     ]
@@ -142,12 +138,6 @@ def _server(folder: Path, model: Path, port: int, num_turns: int) -> Server:
 
 def _endpoint(port: int) -> str:
     return f"tcp://127.0.0.1:{port}"
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def table(found: dict[str, Any]) -> Table:

@@ -9,6 +9,7 @@ from sglang_ext.assembly.server_stats import amount
 from sglang_ext.cli.choice import Choice, Removed
 from sglang_ext.cli.progress import Progress
 from sglang_ext.tiers.access import shown
+from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk.folder import FolderLock
 from sglang_ext.tiers.disk.offline.checking import Fault, SegmentCheck, check_segment
 from sglang_ext.tiers.disk.offline.removal import cut_out, remove_empty_namespace, remove_segment
@@ -23,9 +24,8 @@ from sglang_ext.tiers.disk.offline.survey import (
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.disk.segments.recovery import SegmentState
 from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.records.record import VerifyResult
 from sglang_ext.tiers.records.seals import RecordSeals
-from sglang_ext.tiers.records.soundness import Soundness
+from sglang_ext.tiers.records.soundness import is_damage
 
 
 def prune_folder(root: Path, choice: Choice, seals: RecordSeals, *, is_dry: bool) -> Removed:
@@ -131,7 +131,7 @@ class _Pruner:
                     strict=True,
                 )
             )
-            num_bytes = sum(4096 * lengths.get(block, 1) for block in blocks)
+            num_bytes = sum(BLOCK_BYTES * lengths.get(block, 1) for block in blocks)
             self._removed.add(what, len(blocks), num_bytes)
         except OSError as error:
             self._removed.fail(self._name(segment), error)
@@ -166,8 +166,7 @@ class _Pruner:
 
 
 def _is_damage(fault: Fault) -> bool:
-    """Whether a place is damaged for certain, and not of somebody else or unknown."""
-    return fault.soundness is Soundness.CORRUPT or fault.reason == VerifyResult.UNAUTHENTIC.value
+    return is_damage(fault.soundness, fault.reason)
 
 
 def _why_left(check: SegmentCheck) -> str:

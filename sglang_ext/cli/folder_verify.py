@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sglang_ext.cli.progress import Progress
 from sglang_ext.cli.verdict import BadPlace, Verdict
+from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk.offline.checking import SegmentCheck, check_segment
 from sglang_ext.tiers.disk.offline.survey import find_segments, holders, tier_folders
 from sglang_ext.tiers.disk.segments.fileio import FileIO
@@ -38,7 +39,7 @@ def add_check(verdict: Verdict, check: SegmentCheck, root: Path) -> None:
     if check.left_out:
         verdict.left_out.append(f"{file}: {check.left_out}")
     for fault in check.faults:
-        where = f"{file} at {fault.block * 4096:,}" if fault.block else file
+        where = f"{file} at {fault.block * BLOCK_BYTES:,}" if fault.block else file
         verdict.bad.append(BadPlace(fault.soundness, where, fault.reason))
     if check.behind:
         verdict.notes.append(

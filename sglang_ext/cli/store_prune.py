@@ -8,9 +8,8 @@ from sglang_ext.assembly.server_stats import amount
 from sglang_ext.cli.choice import Choice, Removed
 from sglang_ext.cli.store_inspect import opened_store
 from sglang_ext.tiers.errors import TierConfigError, TierError
-from sglang_ext.tiers.records.record import VerifyResult
 from sglang_ext.tiers.records.seals import RecordSeals
-from sglang_ext.tiers.records.soundness import Soundness
+from sglang_ext.tiers.records.soundness import is_damage
 from sglang_ext.tiers.remote.offline.listing import Listing
 from sglang_ext.tiers.remote.offline.records import StoredRecord, check_record
 
@@ -48,10 +47,7 @@ def _goes(
     if not choice.is_damaged:
         return choice.takes(record.key.namespace.hex(), now_s - (record.age_s or 0.0))
     found = check_record(listing, record, seals)
-    if found is None:
-        return False
-    soundness, reason = found
-    return soundness is Soundness.CORRUPT or reason == VerifyResult.UNAUTHENTIC.value
+    return found is not None and is_damage(*found)
 
 
 def _remove(listing: Listing, record: StoredRecord, removed: Removed) -> None:

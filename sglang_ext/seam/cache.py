@@ -386,7 +386,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.release_plan(req.cache_request_handle)
         self.session_turns.end(req)
         claimed = bool(super().claim_kv_row(req))
-        self.session_turns.ended(req)
+        self.session_turns.keep_busy(req)
         return claimed
 
     def load_queued(self, req: Any, *, loaded: bool) -> None:

@@ -77,7 +77,7 @@ class TierEventRecorder(KVCacheEventRecorder):
         device: SGLang's recorder, which told of nothing yet.
         store: DRAM and disk.
         records_on_disk: whether records lie on disk; False: in DRAM, coded.
-        max_seen_pages: pages of no tier whose tokens are remembered: as many as the device has.
+        max_seen_pages: pages of no tier whose tokens are remembered, at least what the device has.
     """
 
     def __init__(

@@ -36,7 +36,6 @@ class SessionTurns:
         prompt is computed, as SGLang does with KV that cannot be used. The same if the turn has
         another adapter, `extra_key` or salt than the turns before it: SGLang would go on with their
         KV, and keep it under this turn's key if the turn is aborted.
-
         """
         slot = self._sessions.slots.get(req.session.session_id)
         if getattr(slot, _RUNNING_TURN, None) not in (None, req):
@@ -76,8 +75,8 @@ class SessionTurns:
         if state is not None and state.taint > Quality.EXACT:
             setattr(slot, _TAINT, state.taint)
 
-    def ended(self, req: Any) -> None:
-        """SGLang took the turn's rows over; one that is retracted has not ended.
+    def keep_busy(self, req: Any) -> None:
+        """SGLang took the turn's rows over; with one that is retracted the session stays busy.
 
         SGLang takes the session's mark off all the same. The next turn would go on from the token
         arrays of the waiting one, and write behind them.

@@ -17,7 +17,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from sglang_ext.tiers.base import BLOCK_BYTES, NO_LORA_ROW, PageKeeper, RecoveredPages
+from sglang_ext.tiers.base import BLOCK_BYTES, PageKeeper, RecoveredPages
 from sglang_ext.tiers.disk.context import DiskContext
 from sglang_ext.tiers.disk.segments.active import ActiveSegment
 from sglang_ext.tiers.disk.segments.catalog import Namespace, Segment
@@ -246,13 +246,7 @@ def _entries(
         row = rows.get(block)
         if row is None or int(pages.num_blocks[row]) != num_blocks:
             return None
-        lora = pages.lora[row].tobytes()
-        kept[block] = (
-            pages.hashes[row].tobytes(),
-            b"" if lora == NO_LORA_ROW else lora,
-            int(pages.quality[row]),
-            num_blocks,
-        )
+        kept[block] = (*pages.key_of(row), int(pages.quality[row]), num_blocks)
     return kept
 
 

@@ -29,3 +29,13 @@ _MEANING = {
 def soundness_of(result: VerifyResult) -> Soundness:
     """What a result means."""
     return _MEANING.get(result, Soundness.CORRUPT)
+
+
+def is_damage(soundness: Soundness, reason: str) -> bool:
+    """Whether a page is damaged for certain, and not of somebody else or unknown.
+
+    Args:
+        soundness: what it is.
+        reason: why, a `VerifyResult` value or another word.
+    """
+    return soundness is Soundness.CORRUPT or reason == VerifyResult.UNAUTHENTIC.value

@@ -12,9 +12,9 @@ from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, OnResult
 from sglang_ext.tiers.remote.values import (
     MAX_PART_BYTES,
-    MAX_PARTS,
     HeaderFacts,
     checked_facts,
+    has_too_many_parts,
     part_names,
 )
 
@@ -128,7 +128,7 @@ class Reading:
                 self._reject(index, facts.value)
             elif facts.total_bytes <= num_bytes:
                 self._verify(index, facts, [name])
-            elif -(-facts.total_bytes // num_bytes) > MAX_PARTS:
+            elif has_too_many_parts(facts, num_bytes):
                 self._reject(index, VerifyResult.BAD_HEADER.value)
             else:
                 parts.append(_Parts(index, name, facts, request.out, num_bytes))

@@ -33,10 +33,10 @@ from sglang_ext.tiers.remote.staged import Stages, read_stages
 from sglang_ext.tiers.remote.url_options import RemoteUrl
 from sglang_ext.tiers.remote.values import (
     MAX_PART_BYTES,
-    MAX_PARTS,
     MIN_PART_BYTES,
     HeaderFacts,
     checked_facts,
+    has_too_many_parts,
     part_names,
 )
 from sglang_ext.tiers.remote.writing import Writing
@@ -353,7 +353,7 @@ class RemoteStore:
         names = self._names(keys)
         parts: list[str] = []
         for name, found in zip(names, self._facts(keys, names, deadline), strict=True):
-            if isinstance(found, HeaderFacts) and found.total_bytes <= MAX_PARTS * self._part_bytes:
+            if isinstance(found, HeaderFacts) and not has_too_many_parts(found, self._part_bytes):
                 parts += part_names(name, found, self._part_bytes)
         removed = [0]
 

@@ -114,6 +114,11 @@ def split(
     return values
 
 
+def has_too_many_parts(facts: HeaderFacts, head_bytes: int) -> bool:
+    """Whether a record whose first value is `head_bytes` long says that it has more than may be."""
+    return facts.total_bytes > MAX_PARTS * head_bytes
+
+
 def part_names(name: str, facts: HeaderFacts, head_bytes: int) -> list[str]:
     """Returns the names of the parts behind the first value, which is `head_bytes` long."""
     rest = max(0, facts.total_bytes - head_bytes)

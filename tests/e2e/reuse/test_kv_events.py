@@ -5,20 +5,18 @@ Without the tiers' events it knows what the device has, which is the last few pr
 
 from __future__ import annotations
 
-import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from runtime_cpu import inprocess
-from testkit.server import Server
+from testkit.server import Server, free_port
 from tests.e2e.hier_server import by_tier, hier_args, real_prompts, settled
 
 inprocess.prepare()
 
-from testkit.kv_reader import KvReader  # noqa: E402
+from testkit.kv_reader import KvReader, publishing  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
@@ -29,9 +27,7 @@ TIERS = {"CPU_PINNED", "DISK"}
 
 @pytest.fixture(scope="module")
 def endpoint() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, endpoint: str) -> Iterator[
     # DRAM holds half of the prompts (60 pages of 64 tokens), the disk all, the device three.
     args = [*hier_args(folder, host_pages=60, disk_gb=0.5), "--page-size", str(PAGE)]
     args += ["--max-total-tokens", str(3 * 16 * PAGE), "--max-running-requests", "1"]
-    events = {"publisher": "zmq", "topic": "kv", "endpoint": endpoint, "bind": True}
-    args += ["--kv-events-config", json.dumps(events)]
+    args += publishing(endpoint)
     with Server(args, log_path=folder / "server.log", stop="kill") as running:
         yield running
 

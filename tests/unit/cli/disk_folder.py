@@ -101,6 +101,21 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+def write_with_link(folder: Path) -> tuple[Path, Path]:
+    """Writes a folder in which one of the namespaces is a link to another folder's.
+
+    Returns:
+        The namespace that lies there, and the other folder.
+    """
+    outside = folder.with_name("outside")
+    write_folder(outside)
+    write_folder(folder)
+    other = folder / OTHER_NAMESPACE.hex()[:16]
+    shutil.rmtree(other)
+    other.symlink_to(outside / other.name)
+    return folder / NAMESPACE.hex()[:16], outside
+
+
 def listing(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, and its bytes."""
     return {

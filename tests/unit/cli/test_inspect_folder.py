@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from tests.unit.cli.disk_folder import (
     run,
     run_json,
     write_folder,
+    write_with_link,
 )
 
 Capture = pytest.CaptureFixture[str]
@@ -129,13 +129,8 @@ def test_with_a_key_protected_pages_are_counted(tmp_path: Path, capsys: Capture)
 
 
 def test_links_and_others_files_are_not_looked_at(tmp_path: Path, capsys: Capture) -> None:
-    outside, folder = tmp_path / "outside", tmp_path / "disk"
-    write_folder(outside)
-    write_folder(folder)
-    own = folder / NAMESPACE.hex()[:16]
-    other = folder / OTHER_NAMESPACE.hex()[:16]
-    shutil.rmtree(other)
-    other.symlink_to(outside / other.name)
+    folder = tmp_path / "disk"
+    own, outside = write_with_link(folder)
     (own / "seg-00000099.hkv").symlink_to(next((outside / own.name).glob("*.hkv")))
     (own / "notes.txt").write_text("mine")
     _, facts = run_json(capsys, "inspect", folder)

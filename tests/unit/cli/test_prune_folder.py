@@ -28,6 +28,7 @@ from tests.unit.cli.disk_folder import (
     run_json,
     segment_of,
     write_folder,
+    write_with_link,
 )
 
 Capture = pytest.CaptureFixture[str]
@@ -76,13 +77,8 @@ def test_a_namespace_goes_and_the_other_stays(tmp_path: Path, capsys: Capture) -
 
 
 def test_everything_goes_but_others_files(tmp_path: Path, capsys: Capture) -> None:
-    outside, folder = tmp_path / "outside", tmp_path / "disk"
-    write_folder(outside)
-    write_folder(folder)
-    own = folder / NAMESPACE.hex()[:16]
-    other = folder / OTHER_NAMESPACE.hex()[:16]
-    shutil.rmtree(other)
-    other.symlink_to(outside / other.name)
+    folder = tmp_path / "disk"
+    own, outside = write_with_link(folder)
     target = next((outside / own.name).glob("*.hkv"))
     (own / "seg-00000098.hkv").symlink_to(target)
     shutil.copy(target, own / "seg-00000099.hkv")  # its ends say another number

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sglang_ext.tiers.base import BLOCK_BYTES, NO_LORA_ROW
+from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk.offline.survey import SegmentFile, examine, is_sealed
 from sglang_ext.tiers.disk.segments.fileio import FileIO, aligned_array, read_all
 from sglang_ext.tiers.disk.segments.layout import SegmentHeader
@@ -135,11 +135,10 @@ class _Checker:
         pages, namespace = found.pages, self._segment.namespace.digest
         slot = aligned_array(self._segment.slot_bytes)
         for row in np.argsort(pages.block).tolist():
-            block, lora = int(pages.block[row]), pages.lora[row].tobytes()
+            block = int(pages.block[row])
             record = slot[: int(pages.num_blocks[row]) * BLOCK_BYTES]
-            key = RecordKey(
-                pages.hashes[row].tobytes(), namespace, b"" if lora == NO_LORA_ROW else lora
-            )
+            page_hash, lora = pages.key_of(row)
+            key = RecordKey(page_hash, namespace, lora)
             fault = self._fault_of(fd, record, block, key)
             if fault is None:
                 check.sound += 1

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sglang_ext.tiers.base import BLOCK_BYTES, NO_LORA_ROW
+from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk.folder import remove_temp_files
 from sglang_ext.tiers.disk.offline.survey import NamespaceFolder, SegmentFile, examine
 from sglang_ext.tiers.disk.segments.fileio import FileIO
@@ -113,14 +113,8 @@ def _table_without(segment: SegmentFile, found: Recovered, blocks: Collection[in
         block = int(pages.block[row])
         if block in blocks:
             continue
-        lora = pages.lora[row].tobytes()
         table.add_holes(block - table.end_block)
-        table.add(
-            pages.hashes[row].tobytes(),
-            b"" if lora == NO_LORA_ROW else lora,
-            int(pages.quality[row]),
-            int(pages.num_blocks[row]),
-        )
+        table.add(*pages.key_of(row), int(pages.quality[row]), int(pages.num_blocks[row]))
     table.add_holes(found.end_block - table.end_block)
     return table
 

@@ -39,7 +39,13 @@ from sglang_ext.tiers.remote.base import (
 from sglang_ext.tiers.remote.deadline_executor import CancellableTask, DeadlineExecutor
 from sglang_ext.tiers.remote.engines.file_listing import FileListing
 from sglang_ext.tiers.remote.engines.file_reclaim import FolderReclaimer
-from sglang_ext.tiers.remote.engines.value_folders import TEMP_PREFIX, VALUE_FLAGS, ValueFolders
+from sglang_ext.tiers.remote.engines.value_folders import (
+    NOTHING_THERE,
+    TEMP_PREFIX,
+    VALUE_FLAGS,
+    ValueFolders,
+    read_at,
+)
 from sglang_ext.tiers.remote.offline.listing import Listing
 from sglang_ext.tiers.remote.url_options import (
     Options,
@@ -57,7 +63,6 @@ _MAX_THREADS = 16
 _RENEW_AFTER_S = 600.0
 _FREE_CHECK_S = 1.0
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NOTHING_THERE = (FileNotFoundError, NotADirectoryError)
 # Errors of things in a value's place that are no value: a symbolic link, a file that this user may
 # not read, a socket. They count as a missing value and not as a failure of the folder.
 _NO_VALUE_ERRORS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
@@ -247,7 +252,7 @@ class FileEngine(RemoteEngine):
             for name in names:
                 errand.check()
                 with (
-                    contextlib.suppress(*_NOTHING_THERE, PermissionError),
+                    contextlib.suppress(*NOTHING_THERE, PermissionError),
                     self._folders.folder_of(name) as (folder, file),
                 ):
                     os.utime(file, dir_fd=folder, follow_symlinks=False)
@@ -297,7 +302,7 @@ class FileEngine(RemoteEngine):
         try:
             with self._folders.folder_of(name) as (folder, file):
                 fd = os.open(file, VALUE_FLAGS, dir_fd=folder)
-        except _NOTHING_THERE:
+        except NOTHING_THERE:
             return nothing
         except OSError as error:
             if error.errno in _NO_VALUE_ERRORS:
@@ -308,12 +313,7 @@ class FileEngine(RemoteEngine):
             if not stat.S_ISREG(status.st_mode) or self._is_expired(status):
                 return nothing
             data = np.empty(max(0, min(num_bytes, status.st_size - offset)), np.uint8)
-            done = 0
-            while done < data.size:
-                got = os.preadv(fd, [data[done:].data], offset + done)
-                if got == 0:
-                    break
-                done += got
+            done = read_at(fd, data, offset)
             if time.time() - status.st_mtime > _RENEW_AFTER_S:
                 with contextlib.suppress(OSError):
                     os.utime(fd)
@@ -392,7 +392,7 @@ class FileEngine(RemoteEngine):
 
 
 def _suppress_absence() -> contextlib.suppress:
-    return contextlib.suppress(*_NOTHING_THERE)
+    return contextlib.suppress(*NOTHING_THERE)
 
 
 def _status(folder: int, file: str) -> os.stat_result | None:

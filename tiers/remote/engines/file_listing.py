@@ -9,10 +9,13 @@ import time
 from collections.abc import Iterator, Sequence
 
 from sglang_ext.tiers.records.record import ByteArray
-from sglang_ext.tiers.remote.engines.value_folders import VALUE_FLAGS, ValueFolders
+from sglang_ext.tiers.remote.engines.value_folders import (
+    NOTHING_THERE,
+    VALUE_FLAGS,
+    ValueFolders,
+    read_at,
+)
 from sglang_ext.tiers.remote.offline.listing import Listing, StoredValue
-
-_ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 class FileListing(Listing):
@@ -36,22 +39,22 @@ class FileListing(Listing):
         try:
             with self._folders.folder_of(name) as (folder, file):
                 fd = os.open(file, VALUE_FLAGS, dir_fd=folder)
-        except _ABSENT:
+        except NOTHING_THERE:
             return 0
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return 0
-            done = 0
-            while done < out.size and (got := os.preadv(fd, [out[done:].data], done)):
-                done += got
-            return done
+            return read_at(fd, out, 0)
         finally:
             os.close(fd)
 
     def remove(self, names: Sequence[str]) -> None:
         """See `Listing.remove`."""
         for name in names:
-            with contextlib.suppress(*_ABSENT), self._folders.folder_of(name) as (folder, file):
+            with (
+                contextlib.suppress(*NOTHING_THERE),
+                self._folders.folder_of(name) as (folder, file),
+            ):
                 os.unlink(file, dir_fd=folder)
 
     def close(self) -> None:

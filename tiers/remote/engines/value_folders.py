@@ -18,10 +18,12 @@ from typing import NamedTuple
 
 from sglang_ext.tiers.access import Access, problem_of, shown
 from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.records.record import ByteArray
 from sglang_ext.tiers.remote.base import NAME_VERSION
 
 TEMP_PREFIX = ".hkv-tmp-"
 VALUE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+NOTHING_THERE = (FileNotFoundError, NotADirectoryError)
 _SUFFIX = ".hkv"
 _STEPS = [re.compile(pattern) for pattern in ("[0-9a-f]{64}", "[0-9a-f]{2}", "[0-9a-f]{2}")]
 _VALUE = re.compile(
@@ -141,7 +143,7 @@ class ValueFolders:
 
     def files(self) -> Iterator[Found]:
         """Every file of this deployment, in no order."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self.top() as top:
+        with contextlib.suppress(*NOTHING_THERE), self.top() as top:
             yield from _files(top, ())
 
     def name_of(self, found: Found) -> str:
@@ -199,6 +201,18 @@ class ValueFolders:
             os.close(below)
             raise
         return below
+
+
+def read_at(fd: int, out: ByteArray, offset: int) -> int:
+    """Reads into `out` from there on; its bytes, fewer where the file ends before.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    done = 0
+    while done < out.size and (got := os.preadv(fd, [out[done:].data], offset + done)):
+        done += got
+    return done
 
 
 def _files(folder: int, steps: tuple[str, ...]) -> Iterator[Found]:

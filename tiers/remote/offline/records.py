@@ -12,7 +12,12 @@ from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.records.soundness import Soundness, soundness_of
 from sglang_ext.tiers.remote.base import RemoteKey, key_of_name
 from sglang_ext.tiers.remote.offline.listing import Listing, StoredValue
-from sglang_ext.tiers.remote.values import MAX_PART_BYTES, MAX_PARTS, checked_facts, part_names
+from sglang_ext.tiers.remote.values import (
+    MAX_PART_BYTES,
+    checked_facts,
+    has_too_many_parts,
+    part_names,
+)
 
 
 @dataclass(slots=True)
@@ -102,7 +107,7 @@ def _check(
         if seals.is_hidden(start):
             return Soundness.UNREADABLE, "encrypted"
         return soundness_of(facts), facts.value
-    if facts.total_bytes > MAX_PARTS * start.size:
+    if has_too_many_parts(facts, start.size):
         return Soundness.CORRUPT, VerifyResult.BAD_HEADER.value
     names = part_names(record.first.name, facts, start.size)
     whole = np.empty(0, np.uint8)

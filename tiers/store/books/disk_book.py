@@ -186,11 +186,11 @@ class DiskBook(PageTable):
         self.index.flags[rows[in_dram]] |= WRITE_DROPPED
         self._may_leave_changed(rows[in_dram])
         self.counters.add("disk_reclaimed_pages", len(rows))
-        lost, kept = self._moved(rows[~in_dram]), self._moved(rows[in_dram])
+        dropped = self._moved(rows)
         self._remove(rows[~in_dram])
-        if lost is not None and kept is not None:
-            self.events.pages("lost", lost)
-            self.events.pages("reclaimed", kept)
+        if dropped is not None:
+            self.events.pages("lost", dropped[~in_dram])
+            self.events.pages("reclaimed", dropped[in_dram])
 
     def num_needed(self, segment: int) -> int:
         """Pages in a disk segment that waiting requests need and DRAM does not have (linear)."""

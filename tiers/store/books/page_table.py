@@ -221,7 +221,7 @@ class PageTable:
     def _evict(self, count: int) -> None:
         rows = self._victims(count)
         on_disk = (self.index.flags[rows] & ON_DISK) != 0
-        evicted, lost = self._moved(rows), self._moved(rows[~on_disk])
+        evicted = self._moved(rows)
         if self.on_unsent is not None:
             unsent = (self.index.flags[rows] & SENT) == 0
             if unsent.any():
@@ -239,9 +239,9 @@ class PageTable:
         self.num_moved += len(rows)
         self.counters.add("evicted_pages", len(rows))
         self.counters.add("lost_pages", int((~on_disk).sum()))
-        if evicted is not None and lost is not None:
+        if evicted is not None:
             self.events.pages("evicted", evicted)
-            self.events.pages("lost", lost)
+            self.events.pages("lost", evicted[~on_disk])
 
     def _victims(self, count: int) -> Rows:
         """Up to `count` pages to evict, in the order in which they leave."""
