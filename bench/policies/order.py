@@ -1,9 +1,9 @@
 """Hits by order alone: what LRU, FIFO and optima have of a sequence of requests, without a clock.
 
 Nothing here is shared with the store or with its policy: offline oracles to compare with. They are
-given the requests of a run in the order in which it admitted them, so none of them has another
-order to its advantage. A request hits the leading pages of its prompt that are kept; what it leaves
-is kept as far as it is worth that.
+given the requests of a run in the order in which it admitted them, and have each request's pages
+from when that run saved them, so none of them has another order to its advantage. A request hits
+the leading pages of its prompt that are kept; what it leaves is kept as far as it is worth that.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ class RequestOrder:
         prompts: pages that each may hit, root first.
         stored: pages that each leaves, root first.
         num_waiting: requests that wait at each turn, the one whose turn it is included.
+        saved: by turn, the requests whose pages were saved since the turn before it; None where
+            each request's are saved before the next turn.
     """
 
     prompts: Sequence[Ids]
     stored: Sequence[Ids]
     num_waiting: Sequence[int]
+    saved: Sequence[Sequence[int]] | None = None
 
 
 def replay_order(requests: RequestOrder, capacity: int, order: str) -> list[int]:
@@ -64,29 +67,42 @@ def replay_order(requests: RequestOrder, capacity: int, order: str) -> list[int]
         kept[page] = key
         heapq.heappush(queue, (*key, page))
 
+    def use(page: int, turn: int) -> None:
+        following = uses[page][-1] if uses.get(page) else _NEVER
+        if following < seen_to:
+            put(page, (True, -following, -depth_of[page]))
+        elif order != "fifo" or page not in kept or kept[page][0]:
+            put(page, (False, turn, -depth_of[page]))
+
+    def save(number: int, turn: int) -> None:
+        for depth, page in enumerate(requests.stored[number].tolist()):
+            depth_of[page] = depth
+            use(page, turn)
+
+    def shrink() -> None:
+        while len(kept) > capacity:
+            *key, page = heapq.heappop(queue)
+            if kept.get(page) == tuple(key):
+                del kept[page]
+
     for turn, path in enumerate(prompts):
+        for number in requests.saved[turn] if requests.saved is not None else ():
+            save(number, turn)
         end = min(turn + known[turn], num)
         for number in range(max(seen_to, turn), end):
             for page in prompts[number]:
                 if page in kept and not kept[page][0]:
                     put(page, (True, -number, -depth_of[page]))
         seen_to = max(seen_to, end)
+        shrink()
         hits.append(next((at for at, page in enumerate(path) if page not in kept), len(path)))
         for page in path:
             uses[page].pop()
-        for depth, page in enumerate(requests.stored[turn].tolist()):
-            depth_of[page] = depth
-            following = uses[page][-1] if uses.get(page) else _NEVER
-            if following < seen_to:
-                put(page, (True, -following, -depth))
-            elif order == "fifo" and page in kept and not kept[page][0]:
-                continue
-            else:
-                put(page, (False, turn, -depth))
-        while len(kept) > capacity:
-            *key, page = heapq.heappop(queue)
-            if kept.get(page) == tuple(key):
-                del kept[page]
+            if page in kept:
+                use(page, turn)
+        if requests.saved is None:
+            save(turn, turn)
+            shrink()
     return hits
 
 
@@ -105,7 +121,7 @@ def order_figures(
     requests = recorded.requests
     paths = RequestOrder(
         [each.prompt_ids for each in requests], [each.stored_ids for each in requests],
-        recorded.num_waiting,
+        recorded.num_waiting, recorded.saved,
     )  # fmt: skip
     hits = replay_order(paths, system.host_pages + system.disk_pages, order)
     seen = np.zeros(recorded.num_pages, np.bool_)
@@ -114,9 +130,10 @@ def order_figures(
     prompts: list[int] = []
     stop = len(requests) if measured is None else warmup + measured
     for number, (request, pages) in enumerate(zip(requests, hits, strict=True)):
+        for saved in recorded.saved[number]:
+            seen[requests[saved].stored_ids] = True
         known = seen[request.prompt_ids]
         most = len(known) if known.all() else int(np.argmin(known))
-        seen[request.stored_ids] = True
         if warmup <= number < stop:
             most = max(most, request.history_pages)
             for pages_of, total in ((pages, reused), (most, possible)):

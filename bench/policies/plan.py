@@ -81,7 +81,7 @@ class Sizes:
 
 FULL = Sizes(1.0, 1.0, CHAT_MODELS, 500, 1200, None)
 QUICK = Sizes(
-    0.02, 0.15, (LLAMA_13B, LLAMA_65B), 40, 60, 500, (600.0,), (0.25,), False, (0.05, 0.2)
+    0.02, 0.15, (LLAMA_13B, LLAMA_65B), 30, 45, 500, (600.0,), (0.25,), False, (0.05, 0.2)
 )  # fmt: skip
 
 

@@ -89,7 +89,9 @@ def run(
     tally = Tally(system, warmup_turns, measured_turns, source.num_requests)
     simulator = Simulator(source, system, config or POLICIES[policy], tally)
     simulator.run()
-    done = Recorded(simulator.requests, max(source.num_pages, 1), simulator.num_waiting)
+    done = Recorded(
+        simulator.requests, max(source.num_pages, 1), simulator.num_waiting, simulator.saved
+    )
     return tally.outcome(policy, done, simulator.counters())
 
 

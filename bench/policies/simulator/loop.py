@@ -40,6 +40,8 @@ class Simulator:
         self.store = Store(system, placement, max(source.num_pages, 1))
         self.requests: list[Request] = []
         self.num_waiting: list[int] = []  # at each admission, in order
+        self.saved: list[list[int]] = []  # at each admission: who was saved since the last
+        self._saved: list[int] = []  # since the last admission
         self.now_s = 0.0
         self._decoded_s = 0.0  # time in which decoding went on: no prefill ran
         self._arrivals: list[tuple[float, int, int]] = []  # with a number that breaks ties
@@ -125,19 +127,23 @@ class Simulator:
         self.store.prefilled(request)
         self._tally.first_token(request, self.now_s)
         if not self._source.stores_answers:
-            self.store.save(request)
+            self._save(request)
         end_s = self._decoded_s + request.output_tokens / self._system.decode_tokens_per_s
         heapq.heappush(self._running, (end_s, request.number, request))
         self._changed = True
 
     def _end_answer(self, request: Request) -> None:
         if self._source.stores_answers:
-            self.store.save(request)
+            self._save(request)
         self._tally.answered(request, self.now_s)
         following = self._source.done(request, self.now_s)
         if following is not None:
             self._schedule(*following)
         self._changed = True
+
+    def _save(self, request: Request) -> None:
+        self.store.save(request)
+        self._saved.append(request.number)
 
     # ---- admission ----
 
@@ -156,6 +162,8 @@ class Simulator:
             return
         self._turn = None
         self.num_waiting.append(len(self._order))
+        self.saved.append(self._saved)
+        self._saved = []
         self._order.pop(0)
         self._changed = True
         hits = self.store.admit(request)

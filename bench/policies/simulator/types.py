@@ -169,11 +169,13 @@ class Recorded:
         requests: the requests.
         num_pages: page ids are below this.
         num_waiting: how many requests waited when each was admitted, itself included.
+        saved: by admission, numbers of the requests that were saved since the one before.
     """
 
     requests: list[Request]
     num_pages: int
     num_waiting: list[int]
+    saved: list[list[int]]
 
 
 @dataclass(frozen=True)
