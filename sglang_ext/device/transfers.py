@@ -22,6 +22,11 @@ def hashes_from_hex(keys: list[str]) -> Hashes:
     return np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, 32)
 
 
+def hashes_to_hex(hashes: Hashes) -> list[str]:
+    """Page hashes u8 `[N, 32]` as SGLang has them."""
+    return [row.tobytes().hex() for row in hashes]
+
+
 @dataclass(frozen=True)
 class Place:
     """Where on a radix path the pages of a transfer lie.

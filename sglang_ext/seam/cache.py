@@ -23,6 +23,7 @@ from sglang_ext.admission.load_or_compute import LoadOrCompute
 from sglang_ext.admission.port import Admission, Solo
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.device.transfers import hashes_to_hex
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.identity.tenancy import depends_on_tokens_alone
 from sglang_ext.provenance.request_state import HitTier, find_state, max_quality_of, state_of
@@ -315,7 +316,7 @@ class HierKVRadixCache(UnifiedRadixCache):
                 "enqueued",
                 rid=req.rid,
                 device=device_pages,
-                pages=[row.tobytes().hex() for row in prefix.off_device[: len(in_dram)]],
+                pages=hashes_to_hex(prefix.off_device[: len(in_dram)]),
                 on_disk=np.flatnonzero(~in_dram).tolist(),
             )
 

@@ -129,6 +129,25 @@ class RadixTree:
             node = node.parent
         return position, hashes_from_hex(keys) if keys else _NO_HASHES
 
+    def is_being_saved(self, node_id: Any, page: int) -> bool:
+        """Whether the save of a page on the path to a node is under way.
+
+        Args:
+            node_id: a node.
+            page: index of a page before the node's own.
+        """
+        above = []
+        node = self._core.node_by_id(node_id).parent
+        while node.parent is not None:
+            above.append(node)
+            node = node.parent
+        end = 0
+        for node in reversed(above):
+            end += len(node.key) // self.page_size
+            if page < end:
+                return node.write_through_pending_id is not None
+        return False
+
     @property
     def live_hashes(self) -> Callable[[], Iterable[str]] | None:
         """What lists the hashes of all pages in the tree; None where nodes are not shown."""

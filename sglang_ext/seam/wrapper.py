@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 )
 
 from sglang_ext.admission.port import Admission
-from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
+from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex, hashes_to_hex
 from sglang_ext.provenance.request_state import HitTier, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.seam.linker import HierKVLinker
@@ -231,6 +232,9 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         req, space = self._saving
         num_tokens = len(transfers[0].device_indices)
         position, ancestors = self._tree.path_before(node_id, num_tokens)
+        if lineage_of(req) is None:  # what a cut prompt goes on from is stored under other hashes
+            transfers, num_kept = self._with_lost(node_id, transfers, space, ancestors)
+            ancestors, position = ancestors[:num_kept], num_kept * self.cache.page_size
         quality = self._pages.of(transfers[0].keys) if self._pages else None
         place = self.cache.truncated.place_of_save(
             req,
@@ -239,6 +243,28 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         )
         with self.cache_linker.placed(place):
             super()._offload_node(node_id, transfers)
+
+    def _with_lost(
+        self, node_id: Any, transfers: list[Any], space: KeySpace, ancestors: Hashes
+    ) -> tuple[list[Any], int]:
+        """Adds to a node's save the pages before it that were saved once and are stored no more.
+
+        SGLang offers a node once, and none of what follows such pages could be found. They are
+        on the device, and locked with the node.
+
+        Returns:
+            What to save, and how many pages are before that.
+        """
+        num_kept = len(self.cache_linker.store.survey(space, ancestors).ready)
+        if num_kept == len(ancestors) or self._tree.is_being_saved(node_id, num_kept):
+            return transfers, len(ancestors)
+        first, *others = transfers
+        rows = self._tree.rows(node_id)[num_kept * self.cache.page_size :]
+        keys = [*hashes_to_hex(ancestors[num_kept:]), *first.keys]
+        if len(rows) != len(keys) * self.cache.page_size:
+            return transfers, len(ancestors)
+        self.cache_linker.store.counters.add("saved_again_pages", len(ancestors) - num_kept)
+        return [replace(first, device_indices=rows, keys=keys), *others], num_kept
 
     def save_again(
         self,

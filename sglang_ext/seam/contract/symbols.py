@@ -187,7 +187,9 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "private_load_indices cache_linker"
         ),
         (_TREE, "UnifiedTreeCore"): "eviction_strategy _node_arena kv_events",
-        (_TREE, "UnifiedTreeNode"): "key hash_value parent external_cache_stored component_data",
+        (_TREE, "UnifiedTreeNode"): (
+            "key hash_value parent external_cache_stored write_through_pending_id component_data"
+        ),
         ("srt.mem_cache.unified_cache.component_type", ""): "ComponentType",
         (_WINDOWS, "SWAComponent"): "full_window_pages",
         ("srt.mem_cache.swa_memory_pool", "SWAKVPool"): "full_kv_pool swa_kv_pool layers_mapping",

@@ -66,6 +66,30 @@ def test_auto_writes_what_leaves_a_full_disk_keeps_what_it_acknowledged(tmp_path
     assert not changed
 
 
+def test_what_the_tiers_lost_is_saved_again_with_what_follows_it(tmp_path: Path) -> None:
+    """The device still has a chat that DRAM let go: with its next turn all of it is saved."""
+    num_pages = 8
+    chat, *others = real_prompts([num_pages * PAGE] * 4)
+    args = ["--enable-hier-kv", "--hier-kv-host-size"]
+    args += [f"{(2 * num_pages + 0.5) * SLOT_BYTES / GIB:.9f}"]
+    args += ["--page-size", str(PAGE), "--max-total-tokens", "2048"]
+    with Server(args, log_path=tmp_path / "server.log", stop="kill") as server:
+        reply = reply_of(_all(server, [chat])[0])
+        for other in others:
+            _all(server, [other])
+            before = settled(server)["host"]
+        assert before["evicted_pages"] >= num_pages
+        turn = [*chat, *reply.output_ids, *others[0][: 3 * PAGE]]
+        second = reply_of(_all(server, [turn])[0])
+        assert second.by_tier["device"] >= num_pages * PAGE
+        after = settled(server)["host"]
+        assert after["saved_again_pages"] == num_pages
+        server.post("/flush_cache")
+        third = reply_of(_all(server, [turn])[0])
+        assert third.by_tier["host"] == (num_pages + 3) * PAGE
+        assert third.output_ids == second.output_ids
+
+
 def _second_turns(server: Server, prompts: list[list[int]]) -> int:
     """Has all chats take two turns; tokens of the second ones that came from DRAM or disk."""
     first = _all(server, prompts)
