@@ -16,10 +16,12 @@ NONE = -1
 _CAP = 255
 
 # A class is (turn, path length, uses) in four steps each, or "last page of its path" and turn, or
-# "left behind": a conversation that was cut has gone on without the page.
+# "left behind": a conversation that was cut has gone on without the page, or "in use": a request
+# that has not ended yet computed it or came to reuse it.
 NUM_INNER = 64
 LEFT_BEHIND = NUM_INNER + 4
-NUM_CLASSES = LEFT_BEHIND + 1
+IN_USE = LEFT_BEHIND + 1
+NUM_CLASSES = IN_USE + 1
 
 
 class Pages(NamedTuple):
@@ -34,7 +36,7 @@ class Pages(NamedTuple):
         tail: u8, pages behind it in that path, saturating.
         shared: u8, 1 once a path departed from another one behind it.
         kind: u8, class.
-        last_s: f64, time of its last use.
+        last_s: f64, time of its last use, or from which its age counts in its class.
         first: i64, logical time of its first use.
         last: i64, logical time of its last use.
     """
@@ -142,7 +144,7 @@ def link(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> b
             pages.known[row] = 1
             pages.uses[row] = 0
             pages.shared[row] = 0
-            pages.kind[row] = 0
+            pages.kind[row] = IN_USE
             pages.first[row] = pages.last[row] = clock
             pages.last_s[row] = now_s
         else:
@@ -153,6 +155,16 @@ def link(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> b
         pages.parent[row] = parent
         pages.depth[row] = pages.depth[parent] + 1 if i else 0
     return changed
+
+
+@compiled
+def touch(pages: Any, rows: Any, now_s: float) -> None:
+    """Moves pages that are known to the class IN_USE."""
+    for i in range(rows.size):
+        row = rows[i]
+        if 0 <= row < pages.known.size and pages.known[row]:
+            pages.kind[row] = IN_USE
+            pages.last_s[row] = now_s
 
 
 @compiled

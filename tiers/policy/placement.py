@@ -120,11 +120,16 @@ class PlacementPolicy:
             for tier in self.tiers:
                 tier.adopt(path, old_parents)
 
-    def touched(self, rows: Rows) -> None:
-        """Somebody is about to use these pages: they leave as late as if they were used now."""
-        if self.order.restamps_on_use:
-            for tier in self.tiers:
-                tier.touched(_as_rows(rows))
+    def touched(self, rows: Rows, now_s: float) -> None:
+        """Somebody is about to use these pages: they leave as late as if they were used now.
+
+        By return times, as late as the best of pages of their age: what they are worth is known
+        when they are used.
+        """
+        rows = _as_rows(rows)
+        page_kernels.touch(self.pages, rows, now_s)
+        for tier in self.tiers:
+            tier.touched(rows)
 
     def used(
         self,
@@ -247,7 +252,7 @@ def _compile_loops() -> None:
     tier.worth(np.arange(4), 9.0)
     policy.set_order(list(range(7, -1, -1)))
     policy.link(np.arange(40, 44), 9.0)
-    policy.touched(np.arange(4))
+    policy.touched(np.arange(4), 9.0)
     tier.hold_where(np.arange(4), np.zeros(4, np.bool_))
     tier.next_to_leave(4, 9.0)
     policy.wanted(np.arange(4))

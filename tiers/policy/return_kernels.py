@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.compiled import compiled
-from sglang_ext.tiers.policy.page_kernels import LEFT_BEHIND, NUM_CLASSES, NUM_INNER
+from sglang_ext.tiers.policy.page_kernels import IN_USE, LEFT_BEHIND, NUM_CLASSES, NUM_INNER
 
 NONE = -1
 WAYS = 8
@@ -140,6 +140,16 @@ def _first_slot(directory: Any, h: Any) -> Any:
 
 
 @compiled
+def _find(directory: Any, h: Any) -> Any:
+    """Slot of the page whose mixed name is `h`; `NONE` where it is not in the directory."""
+    first: Any = _first_slot(directory, h)
+    for slot in range(first, first + WAYS):
+        if directory.name[slot] == h | np.uint64(1):
+            return slot
+    return NONE
+
+
+@compiled
 def _slot_of(directory: Any, name: Any, h: Any, now_s: float) -> Any:
     """The page's slot and whether it was there; else the slot of the set's oldest page, emptied."""
     d = directory
@@ -175,6 +185,25 @@ def _shrink_score_cache(directory: Any, now_s: float) -> None:
 
 
 @compiled
+def _count_hits(directory: Any, names: Any, mask: Any) -> None:
+    """Counts what a path hits in each cache: its leading pages, up to the first that is missing."""
+    d = directory
+    in_base, in_score = True, True
+    for i in range(names.size):
+        h = _mix(names[i])
+        if h & mask:
+            continue
+        slot = _find(d, h)
+        in_base = in_base and slot != NONE and d.base_prev[slot] != -2
+        in_score = in_score and slot != NONE and d.score_prev[slot] != -2
+        if not (in_base or in_score):
+            return
+        d.counts[HITS_BASE] += in_base
+        d.counts[HITS_SCORE] += in_score
+        d.counts[ONLY_ONE] += in_base != in_score
+
+
+@compiled
 def learn(
     directory: Any, names: Any, kinds: Any, now_s: float, arrived_s: float, mask: Any,
     capacity: int, restamps: bool, youngest_first: bool,
@@ -193,6 +222,7 @@ def learn(
         youngest_first: As in `BaseOrder`.
     """
     d = directory
+    _count_hits(d, names, mask)
     for i in range(names.size - 1, -1, -1):
         h = _mix(names[i])
         if h & mask:
@@ -204,9 +234,6 @@ def learn(
         in_score = d.score_prev[slot] != -2
         if found:
             d.hits[d.kind[slot], age_bin(arrived_s - d.last_s[slot])] += 1
-            d.counts[HITS_BASE] += in_base
-            d.counts[HITS_SCORE] += in_score
-            d.counts[ONLY_ONE] += in_base != in_score
         if in_base and restamps:
             _cut(d.base_prev, d.base_next, d.base_ends, 0, slot)
             _append(d.base_prev, d.base_next, d.base_ends, 0, slot)
@@ -240,19 +267,15 @@ def relabel(directory: Any, names: Any, kind: int, now_s: float, mask: Any) -> N
     d = directory
     for i in range(names.size):
         h = _mix(names[i])
-        if h & mask:
+        slot = NONE if h & mask else _find(d, h)
+        if slot == NONE or d.kind[slot] == kind:
             continue
-        name = h | np.uint64(1)
-        first: Any = _first_slot(d, h)
-        for slot in range(first, first + WAYS):
-            if d.name[slot] != name or d.kind[slot] == kind:
-                continue
-            d.exits[d.kind[slot], age_bin(now_s - d.last_s[slot])] += 1
-            if d.score_prev[slot] != -2:
-                _cut(d.score_prev, d.score_next, d.score_ends, d.kind[slot], slot)
-                _append(d.score_prev, d.score_next, d.score_ends, kind, slot)
-            d.kind[slot] = kind
-            d.last_s[slot] = now_s
+        d.exits[d.kind[slot], age_bin(now_s - d.last_s[slot])] += 1
+        if d.score_prev[slot] != -2:
+            _cut(d.score_prev, d.score_next, d.score_ends, d.kind[slot], slot)
+            _append(d.score_prev, d.score_next, d.score_ends, kind, slot)
+        d.kind[slot] = kind
+        d.last_s[slot] = now_s
 
 
 @compiled
@@ -307,6 +330,8 @@ def rescore(directory: Any, now_s: float, decay: float) -> None:
         for k in range(NUM_BINS):
             hazard[k] = min(hazard[k] * returned / expected, 0.999)
         _score_row(hazard, widths, d.scores[kind])
+    for k in range(NUM_BINS):
+        d.scores[IN_USE, k] = d.scores[:NUM_INNER, k].max()
     d.hits[:] *= decay
     d.exits[:] *= decay
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.compiled import compiled
-from sglang_ext.tiers.policy.page_kernels import LEFT_BEHIND, NUM_CLASSES
+from sglang_ext.tiers.policy.page_kernels import IN_USE, LEFT_BEHIND, NUM_CLASSES
 from sglang_ext.tiers.policy.return_kernels import age_bin
 
 NONE = -1
@@ -168,15 +168,15 @@ def put_back(lists: Any, pages: Any, rows: Any, young: bool) -> None:
 
 
 @compiled
-def touch(lists: Any, rows: Any) -> None:
-    """Moves pages that lie here to the young ends of their lists; the first becomes youngest."""
+def touch(lists: Any, pages: Any, rows: Any) -> None:
+    """Moves pages that lie here to the young ends of their classes; the first becomes youngest."""
     for i in range(rows.size - 1, -1, -1):
         row = rows[i]
         if row < 0 or row >= lists.state.size or lists.state[row] == ABSENT:
             continue
         if lists.state[row] == LISTED:
             _cut(lists, row)
-        _link_young(lists, row, lists.kind[row])
+        _link_young(lists, row, pages.kind[row])
 
 
 @compiled
@@ -201,8 +201,9 @@ def _move(lists: Any, row: int, kind: int) -> None:
 def move(lists: Any, pages: Any, rows: Any) -> None:
     """Moves those of some pages that lie here to the lists of the classes that they have now."""
     for i in range(rows.size):
-        if lists.state[rows[i]] != ABSENT:
-            _move(lists, rows[i], pages.kind[rows[i]])
+        row = rows[i]
+        if 0 <= row < lists.state.size and lists.state[row] != ABSENT:
+            _move(lists, row, pages.kind[row])
 
 
 @compiled
@@ -224,7 +225,7 @@ def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, yo
         if lists.state[row] == ABSENT:
             continue
         if not restamps:
-            if lists.kind[row] == LEFT_BEHIND:
+            if lists.kind[row] in (LEFT_BEHIND, IN_USE):
                 _move(lists, row, pages.kind[row])
             continue
         if lists.state[row] == LISTED:

@@ -145,8 +145,11 @@ class TierLists:
         kernels.used(self._lists, self._shared.pages, path, old_parents, restamps, self._young)
 
     def touched(self, rows: Rows) -> None:
-        """Makes pages the last of their classes to leave; see `PlacementPolicy.touched`."""
-        kernels.touch(self._lists, rows)
+        """Makes pages the last of their class to leave; see `PlacementPolicy.touched`."""
+        if not self._shared.order.restamps_on_use:
+            kernels.move(self._lists, self._shared.pages, rows)
+            return
+        kernels.touch(self._lists, self._shared.pages, rows)
 
     def adopt(self, path: Rows, old_parents: npt.NDArray[np.int32]) -> None:
         """Notes that pages have other parents now; see `PlacementPolicy.enqueue`."""

@@ -85,7 +85,7 @@ def run(
         system = dataclasses.replace(system, dram_bytes=0, disk_bytes=0)
     source = _source(workload, system)
     if recorded is not None:
-        source = ReplaySource(recorded, stores_answers=source.stores_answers)
+        source = ReplaySource(recorded)
     tally = Tally(system, warmup_turns, measured_turns, source.num_requests)
     simulator = Simulator(source, system, config or POLICIES[policy], tally)
     simulator.run()

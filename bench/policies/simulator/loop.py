@@ -126,24 +126,19 @@ class Simulator:
         self._prefill = None
         self.store.prefilled(request)
         self._tally.first_token(request, self.now_s)
-        if not self._source.stores_answers:
-            self._save(request)
+        self.store.save_prompt(request)
+        self._saved.append(request.number)
         end_s = self._decoded_s + request.output_tokens / self._system.decode_tokens_per_s
         heapq.heappush(self._running, (end_s, request.number, request))
         self._changed = True
 
     def _end_answer(self, request: Request) -> None:
-        if self._source.stores_answers:
-            self._save(request)
+        self.store.save_answer(request)
         self._tally.answered(request, self.now_s)
         following = self._source.done(request, self.now_s)
         if following is not None:
             self._schedule(*following)
         self._changed = True
-
-    def _save(self, request: Request) -> None:
-        self.store.save(request)
-        self._saved.append(request.number)
 
     # ---- admission ----
 

@@ -38,10 +38,11 @@ class Store:
                 write_bytes_per_s=system.disk_write_gb_s * 1e9,
             )  # fmt: skip
             self.server = virtual_store(sizes, placement)
+        self._page_tokens = system.page_tokens
         self._seen = np.zeros(num_pages, np.bool_)
         self._prompts: dict[int, Hashes] = {}  # of what waits
         self._loads: dict[int, LoadTicket] = {}  # of what runs
-        self._num_loaded: dict[int, int] = {}
+        self._num_offered: dict[int, int] = {}  # leading pages that need not be offered again
 
     # ---- time ----
 
@@ -101,7 +102,7 @@ class Store:
         server.store.begin_load(server.space, ticket, hashes[: len(ticket.rows)])
         server.room.leave(request.number, admitted=True)
         self._loads[request.number] = ticket
-        self._num_loaded[request.number] = len(ticket.rows)
+        self._num_offered[request.number] = len(ticket.rows)
         return len(ticket.rows)
 
     def prefilled(self, request: Request) -> None:
@@ -109,13 +110,24 @@ class Store:
         if self.server is not None:
             self.server.store.release(self._loads.pop(request.number).slots)
 
-    def save(self, request: Request) -> None:
-        """Its pages are complete."""
+    def save_prompt(self, request: Request) -> None:
+        """The pages of its prompt are complete."""
         self._seen[request.stored_ids] = True
         if self.server is None:
             return
+        num_pages = max(len(request.prompt_ids), request.prompt_tokens // self._page_tokens)
+        hashes = page_hashes(request.stored_ids[:num_pages])
+        self.server.save(hashes, self._num_offered[request.number])
+        self._num_offered[request.number] = len(hashes)
+
+    def save_answer(self, request: Request) -> None:
+        """The pages of its answer are, too."""
+        if self.server is None:
+            return
         server, hashes = self.server, page_hashes(request.stored_ids)
-        server.save(hashes, self._num_loaded.pop(request.number))
+        num_offered = self._num_offered.pop(request.number)
+        if num_offered < len(hashes):
+            server.save(hashes, num_offered)
         if server.store.lookahead is not None and len(hashes):
             server.store.lookahead.used(server.space, hashes, request.arrival_s)
 

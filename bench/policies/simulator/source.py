@@ -24,12 +24,10 @@ class Source(abc.ABC):
     Attributes:
         num_pages: bound of the page ids.
         num_requests: how many requests it gives in all.
-        stores_answers: pages of answers are stored, when the answer is complete.
     """
 
     num_pages: int
     num_requests: int
-    stores_answers: bool
 
     @abc.abstractmethod
     def starts(self) -> list[tuple[float, int]]:
@@ -46,8 +44,6 @@ class Source(abc.ABC):
 
 class TraceSource(Source):
     """Open loop."""
-
-    stores_answers = False
 
     def __init__(self, trace: Sequence[TraceRequest]) -> None:
         self.num_requests = len(trace)
@@ -72,10 +68,9 @@ class TraceSource(Source):
 class ReplaySource(Source):
     """Requests of an earlier run, at the times at which they arrived there."""
 
-    def __init__(self, recorded: Recorded, *, stores_answers: bool) -> None:
+    def __init__(self, recorded: Recorded) -> None:
         self.num_pages = recorded.num_pages
         self.num_requests = len(recorded.requests)
-        self.stores_answers = stores_answers
         self._requests = recorded.requests
 
     def starts(self) -> list[tuple[float, int]]:
@@ -102,8 +97,6 @@ class _State:
 
 class ConversationSource(Source):
     """Closed loops. Pages are numbered as they come to be."""
-
-    stores_answers = True
 
     def __init__(self, conversations: Sequence[Conversation], system: System) -> None:
         self._conversations = conversations

@@ -204,8 +204,12 @@ class ServerStore:
             store, prefetch_policy="wait_complete", prefetch_timeout_ms=_NO_TIMEOUT_MS, clock=clock
         )
 
-    def save(self, hashes: Hashes, num_stored: int) -> SaveTicket:
-        """Saves the pages of a path behind the first `num_stored`."""
+    def save(self, hashes: Hashes, num_offered: int) -> SaveTicket:
+        """Saves the pages of a path behind the first `num_offered`, which were offered before.
+
+        From the first of these on that is stored no more, as the server does.
+        """
+        num_stored = len(self.store.survey(self.space, hashes[:num_offered]).ready)
         ticket = self.store.begin_save(self.space, hashes[num_stored:], hashes[:num_stored])
         slots = self.store.arena.slots
         for page, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True):

@@ -6,6 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
+from sglang_ext.tiers.policy import return_kernels as kernels
+from sglang_ext.tiers.policy.order import base_order
+from sglang_ext.tiers.policy.return_times import ReturnTimes
 
 _PATH = 4
 
@@ -71,3 +74,39 @@ def test_random_uses_teach_nothing() -> None:
     lru = _replay(paths, 800, return_times=False)
     learned = _replay(paths, 800, return_times=True)
     assert abs(learned - lru) < 0.03 * lru
+
+
+def test_the_guard_counts_what_a_request_would_hit() -> None:
+    """Pages behind one that is missing are no hits."""
+    times = ReturnTimes(64, base_order("lru"))
+    names = np.arange(1, 5, dtype=np.uint64)
+    kinds = np.zeros(4, np.uint8)
+    times.learn(names, kinds, 0.0, 0.0)
+    directory = times.directory
+    slot = kernels._find(directory, kernels._mix(names[1]))
+    kernels._cut(directory.base_prev, directory.base_next, directory.base_ends, 0, slot)
+    directory.counts[kernels.SIZE_BASE] -= 1
+    times.learn(names, kinds, 1.0, 1.0)
+    assert directory.counts[kernels.HITS_BASE] == 1
+    assert directory.counts[kernels.HITS_SCORE] == 4
+    assert directory.counts[kernels.ONLY_ONE] == 3
+
+
+def test_what_a_running_request_saved_does_not_leave_before_what_seldom_returns() -> None:
+    """It has not been used yet: its class at its last use, or none, says nothing of it."""
+    policy = PlacementPolicy(64)
+    tier = policy.add_tier(16)
+    tier.return_times.active = True
+    running, again, ended = np.arange(4), np.arange(4, 8), np.arange(8, 12)
+    for rows in (again, ended):
+        policy.used(rows, 0.0)
+    tier.return_times.scores[:] = 0.5
+    tier.return_times.scores[policy.pages.kind[ended]] = 0.0  # nobody comes back to such pages
+    policy.link(running, 1.0)
+    policy.touched(again, 1.0)
+    policy.used(ended + 20, 2.0)
+    for rows in (running, again, ended + 20, ended):
+        tier.enter(rows)
+    assert set(tier.evict(8, 3.0).tolist()) == {*ended.tolist(), *(ended + 20).tolist()}
+    policy.used(running, 4.0)
+    assert set(policy.pages.kind[running].tolist()) == set(policy.pages.kind[ended].tolist())

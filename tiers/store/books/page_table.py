@@ -386,7 +386,7 @@ class PageTable:
         if len(rows) and rows[0] >= 0:
             self.index.lru_touch(self.lineage.above(int(rows[0])))
         if self.policy is not None:
-            self.policy.touched(rows)
+            self.policy.touched(rows, self.now_s())
 
     def _link(self, path: Rows) -> None:
         """Notes which page follows which."""
