@@ -312,14 +312,14 @@ class World:
 
     def check_store(self) -> None:
         """No page in DRAM is worse than it is said to be, here and in its header."""
-        directory = self.store._directory
-        with directory.lock:
-            rows = directory.index.rows()
-            rows = rows[(directory.index.flags[rows] & READY) != 0]
+        books = self.store._books
+        with books.table.lock:
+            rows = books.table.index.rows()
+            rows = rows[(books.table.index.flags[rows] & READY) != 0]
             for row in rows.tolist():
-                slot = self.arena.slots[directory.index.host_slot[row]]
+                slot = self.arena.slots[books.table.index.host_slot[row]]
                 meta, _ = parse_header(slot)
-                quality = int(directory.index.quality[row])
+                quality = int(books.table.index.quality[row])
                 if meta.quality != quality:
                     raise Wrong(f"a header says {meta.quality} and the index {quality}")
                 if quality == 0 and any(v[..., EXACT_BIT].any() for v in self.slot_rows(slot)):
@@ -604,9 +604,9 @@ class World:
         """Drops the device tier, and fills DRAM with other pages so that all others leave it."""
         self.cache.reset()
         self.allocator.clear()
-        directory = self.store._directory
-        with directory.lock:
-            directory._evict(self.arena.num_slots)
+        books = self.store._books
+        with books.table.lock:
+            books.room.evict(self.arena.num_slots)
 
     def close(self) -> None:
         self.cache.release_host_resources()

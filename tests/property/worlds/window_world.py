@@ -328,13 +328,13 @@ class WindowWorld:
 
     def check_store(self) -> None:
         """Every page in DRAM is what its key says."""
-        directory = self.store._directory
-        with directory.lock:
-            rows = directory.index.rows()
-            rows = rows[(directory.index.flags[rows] & READY) != 0]
-            keys, numbers = directory.index.keys(rows)
-            assert not directory.index.quality[rows].any(), "pages that are not exact"
-            slots = self.arena.slots[directory.index.host_slot[rows]]
+        books = self.store._books
+        with books.table.lock:
+            rows = books.table.index.rows()
+            rows = rows[(books.table.index.flags[rows] & READY) != 0]
+            keys, numbers = books.table.index.keys(rows)
+            assert not books.table.index.quality[rows].any(), "pages that are not exact"
+            slots = self.arena.slots[books.table.index.host_slot[rows]]
             found = [
                 (key.tobytes(), int(number), slot)
                 for key, number, slot in zip(keys, numbers, slots, strict=True)
@@ -702,9 +702,9 @@ class WindowWorld:
     def only_on_disk(self) -> None:
         """Drops the device tier and DRAM."""
         self.flush()
-        directory = self.store._directory
-        with directory.lock:
-            directory._evict(self.arena.num_slots)
+        books = self.store._books
+        with books.table.lock:
+            books.room.evict(self.arena.num_slots)
 
     def keys(self, tokens: list[int], extra_key: str | None, salt: str | None) -> list[str]:
         key = RadixKey(array("q", tokens), extra_key, cache_salt=salt).page_aligned(PAGE)

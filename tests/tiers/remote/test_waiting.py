@@ -141,8 +141,8 @@ def test_pages_of_the_store_come_behind_pages_on_disk(make: Make, tmp_path: Path
     server = make(folder=tmp_path)
     server.save(pages("a", 12)[:6])
     assert until(lambda: server.count("written_pages") == 6)
-    with server.store._directory.lock:
-        server.store._directory._evict(6)
+    with server.store._books.table.lock:
+        server.store._books.room.evict(6)
     server.teach_prefill(0.01)
     server.teach_remote(100.0)
     server.enter("a", 12)
