@@ -103,6 +103,7 @@ class PageStore:
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
         rules: PageRules | None = None,
+        counters: StoreCounters | None = None,
     ) -> None:
         """Starts the store's threads.
 
@@ -122,9 +123,10 @@ class PageStore:
             clock: seconds, monotonic; what is decided about DRAM and disk goes by it.
             executor: runs what moves between the two; None for threads.
             rules: what a page from below must be; None takes any record of the right key.
+            counters: where things are counted; None for its own.
         """
         self.arena = arena
-        self.counters = StoreCounters()
+        self.counters = counters or StoreCounters()
         self.events = EventLog(config.event_log)
         self._disk = disk
         self._spaces: list[KeySpace] = []  # by number; guarded by _spaces_lock

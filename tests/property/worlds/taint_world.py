@@ -46,7 +46,7 @@ from sglang_ext.device.ports.host import HostPort  # noqa: E402
 from sglang_ext.device.rope_discovery import LayerRope  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.provenance.request_state import state_of, wants_exact  # noqa: E402
-from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
+from sglang_ext.seam.cache import CacheParts, HierKVRadixCache  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
 from sglang_ext.seam.metrics.reporter import MetricsReporter  # noqa: E402
 from sglang_ext.settings.config import HierKVConfig  # noqa: E402
@@ -235,11 +235,11 @@ class World:
             tree_components=(ComponentType.FULL,),
             tree_core_backend=core,
         )
-        self.cache = HierKVRadixCache(params)
         metrics = MetricsReporter(self.store, disk, enabled=False, labels={})
         identity: Any = Identity()
         config = HierKVConfig(tree_core=core, prefetch_policy=prefetch_policy)
-        self.cache.attach(linker, identity, config, metrics)
+        parts = CacheParts(linker, identity, config, metrics)
+        self.cache = HierKVRadixCache(params, lambda cache: parts)
         self.kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
