@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +25,24 @@ os.environ.setdefault("HIER_KV_FORK_SERVERS", "1")
 
 # Every server is three processes, which would compile the plugin's modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+_is_strict: list[bool] = []
+
+
+@pytest.fixture(autouse=True)
+def _steps_fit_their_states() -> Iterator[None]:
+    """No table of pages takes a step from a state that it does not fit, in any test."""
+    if "sglang_ext.tiers.store.books.page_table" not in sys.modules:
+        yield
+        return
+    from tests import strict_steps
+
+    if not _is_strict:
+        _is_strict.append(True)
+        strict_steps.check_steps()
+    yield
+    assert not strict_steps.misfits
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 
 from sglang_ext.tiers.coded_host import RecordTier
 from sglang_ext.tiers.policy.cost_model import CostModel, TransferBacklog
-from sglang_ext.tiers.store import PageStore
+from sglang_ext.tiers.store.types import StoreCounters
 
 # The first estimates of each kind rest on next to nothing, and are not held against the model.
 _UNCOUNTED = 5
@@ -25,18 +25,15 @@ class CostFeeds:
     Args:
         cost: the model.
         kv_bytes_per_page: raw bytes of a page's KV.
+        counters: of the page store.
     """
 
-    def __init__(self, cost: CostModel, kv_bytes_per_page: int) -> None:
+    def __init__(self, cost: CostModel, kv_bytes_per_page: int, counters: StoreCounters) -> None:
         self.cost = cost
         self._kv_bytes = kv_bytes_per_page
-        self._store: PageStore | None = None
+        self.counters = counters
         # Prefills come from the scheduler's thread, reads and fetches from one thread at a time.
         self._seen: Counter[str] = Counter()
-
-    def bind(self, store: PageStore) -> None:
-        """Names the store whose counters are used; called once, before anything is read."""
-        self._store = store
 
     def on_read(self, num_bytes: int, read_s: float, decode_bytes: int, decode_s: float) -> None:
         """The disk was busy; see `CostModel.note_read`."""
@@ -44,10 +41,9 @@ class CostFeeds:
         if expected_s is not None:
             self._count("read", expected_s, read_s + decode_s)
         self.cost.note_read(num_bytes, read_s, decode_bytes, decode_s)
-        if self._store is not None:
-            self._store.counters.time("read", read_s)
-            if decode_bytes:
-                self._store.counters.time("decode", decode_s)
+        self.counters.time("read", read_s)
+        if decode_bytes:
+            self.counters.time("decode", decode_s)
 
     def on_fetch(self, num_bytes: int, fetch_s: float, _decoded: int, _decode_s: float) -> None:
         """The remote store was busy; see `CostModel.note_fetch`."""
@@ -55,8 +51,7 @@ class CostFeeds:
         if expected_s is not None:
             self._count("fetch", expected_s, fetch_s)
         self.cost.note_fetch(num_bytes, fetch_s)
-        if self._store is not None:
-            self._store.counters.time("fetch", fetch_s)
+        self.counters.time("fetch", fetch_s)
 
     def keep_raw(self, disk: RecordTier, coded_share: float) -> bool:
         """Whether pages should go to disk as they are; see `CostModel.prefers_raw`."""
@@ -75,6 +70,6 @@ class CostFeeds:
 
     def _count(self, what: str, expected_s: float, seconds: float) -> None:
         self._seen[what] += 1
-        if self._store is not None and self._seen[what] > _UNCOUNTED:
-            self._store.counters.time(f"cost_{what}_expected", expected_s)
-            self._store.counters.time(f"cost_{what}", seconds)
+        if self._seen[what] > _UNCOUNTED:
+            self.counters.time(f"cost_{what}_expected", expected_s)
+            self.counters.time(f"cost_{what}", seconds)

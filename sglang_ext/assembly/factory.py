@@ -19,8 +19,8 @@ from sglang_ext.assembly.codec_setup import build_page_codec, build_remote_codec
 from sglang_ext.assembly.key_setup import Trust, build_trust
 from sglang_ext.assembly.remote_setup import open_remote
 from sglang_ext.assembly.window_setup import (
-    ask_for_windows,
     bound_ropes,
+    window_inquiries,
     window_layers,
     with_windows,
 )
@@ -39,7 +39,7 @@ from sglang_ext.ranks.lockstep import exchange, group_of
 from sglang_ext.ranks.rank import Exchange, RankPlace
 from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.coded import coded_pages
-from sglang_ext.seam.cache import HierKVRadixCache
+from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
 from sglang_ext.seam.hash_fallback import ensure_page_hash
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.metrics.reporter import MetricsReporter
@@ -55,6 +55,7 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from sglang_ext.tiers.store.types import StoreCounters
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,18 @@ def build_cache(ctx: Any) -> Any:
     check_model(ctx)
     ensure_page_hash()
     ctx.params.tree_core_backend = config.tree_core
-    cache = create_unified_radix_cache(ctx, cache_class=HierKVRadixCache)
+    make_parts = partial(_make_parts, ctx, config, place)
+    cache = create_unified_radix_cache(
+        ctx, cache_class=partial(HierKVRadixCache, make_parts=make_parts)
+    )
+    kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    kv_pool.register_layer_transfer_counter(cache.hier_linker.layer_done_counter)
+    ctx.tp_worker.register_hicache_layer_transfer_counter(cache.hier_linker.layer_done_counter)
+    return cache
+
+
+def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) -> CacheParts:
+    """Makes everything that the cache is built with, from SGLang's half of it."""
     check_tree([component.name for component in cache.components], has_windows=ctx.is_hybrid_swa)
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     runner = ctx.tp_worker.model_runner
@@ -99,7 +111,7 @@ def build_cache(ctx: Any) -> Any:
     page_codec = build_page_codec(config, pool, layout, kv_pool.dtype, runner)
     remote_codec = build_remote_codec(config, pool, layout, kv_pool.dtype, runner)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
-    feeds = CostFeeds(cost, layout.kv_bytes)
+    feeds = CostFeeds(cost, layout.kv_bytes, StoreCounters())
     # Of window layers' parts no quality is kept on the device.
     rules = LocalPages(layout, ropes, config.rope, exact_only=pools.window is not None)
     store, disk = _build_store(config, layout, page_codec, feeds, remote_codec, rules)
@@ -118,6 +130,7 @@ def build_cache(ctx: Any) -> Any:
     windows = None
     if pools.window is not None and pools.groups is not None:
         windows = window_layers(cache, pools.window, pools.groups, copier)
+    group = group_of(cache)
     linker = HierKVLinker(
         store,
         copier,
@@ -127,14 +140,58 @@ def build_cache(ctx: Any) -> Any:
         port=open_port(pool.device, pinned=pinned_bytes == store.arena.nbytes),
         forward_stream=runner.forward_stream,
         windows=windows,
+        accepts_all=group is not None,
+        on_load=feeds.on_load,
     )
-    linker.loads.on_load = feeds.on_load
     timer = ForwardTimer(
         cost,
         linker.loads.seconds,
         feeds.on_prefill,
         runs_in_launch=pool.device.type == "cpu",
     )
+    # Speeds differ from rank to rank, and so would what is decided by them.
+    decides_by_cost = (
+        config.prefetch_policy == "cost"
+        and (disk is not None or bool(config.remote_url))
+        and group is None
+    )
+    logger.info(
+        "hier-kv: %d pages of %d tokens in %.2f GB of DRAM, %s, K stored %s",
+        store.arena.num_slots,
+        ctx.params.page_size,
+        store.arena.nbytes / GIB,
+        _describe_records(config),
+        "before rotary embedding" if config.rope == "pre" else "as the engine has it",
+    )
+    return CacheParts(
+        linker,
+        _identity(ctx, config, pools, partial(exchange, group)),
+        config,
+        _metrics(ctx, config, place, store, disk, page_codec, cost, linker),
+        timer,
+        LoadOrCompute(
+            store,
+            cost,
+            page_tokens=ctx.params.page_size,
+            kv_bytes_per_page=layout.kv_bytes,
+            is_decoding=lambda: timer.is_decoding,
+        )
+        if decides_by_cost
+        else None,
+        window_inquiries(windows, store, config),
+    )
+
+
+def _metrics(
+    ctx: Any,
+    config: HierKVConfig,
+    place: RankPlace,
+    store: PageStore,
+    disk: RecordTier | None,
+    page_codec: PageCodec | None,
+    cost: CostModel,
+    linker: HierKVLinker,
+) -> MetricsReporter:
     metrics = MetricsReporter(
         store,
         disk,
@@ -150,50 +207,16 @@ def build_cache(ctx: Any) -> Any:
     )
     metrics.set_info(
         page_size=ctx.params.page_size,
-        slot_bytes=layout.slot_bytes,
-        kv_bytes_per_page=layout.kv_bytes,
+        slot_bytes=linker.copier.layout.slot_bytes,
+        kv_bytes_per_page=linker.copier.layout.kv_bytes,
         rope=config.rope,
         codec=config.record_codec,
         level=config.record_level,
-        kernels="triton" if _uses_triton(config, pool) else "numba",
+        kernels="triton" if _uses_triton(config, linker.copier.pool) else "numba",
         tp_rank=place.tp_rank,
         dp_rank=place.dp_rank,
     )
-    group = group_of(cache)
-    # Speeds differ from rank to rank, and so would what is decided by them.
-    decides_by_cost = (
-        config.prefetch_policy == "cost"
-        and (disk is not None or bool(config.remote_url))
-        and group is None
-    )
-    cache.attach(
-        linker,
-        _identity(ctx, config, pools, partial(exchange, group)),
-        config,
-        metrics,
-        timer,
-        LoadOrCompute(
-            store,
-            cost,
-            page_tokens=ctx.params.page_size,
-            kv_bytes_per_page=layout.kv_bytes,
-            is_decoding=lambda: timer.is_decoding,
-        )
-        if decides_by_cost
-        else None,
-    )
-    ask_for_windows(cache, config)
-    kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
-    ctx.tp_worker.register_hicache_layer_transfer_counter(linker.layer_done_counter)
-    logger.info(
-        "hier-kv: %d pages of %d tokens in %.2f GB of DRAM, %s, K stored %s",
-        store.arena.num_slots,
-        ctx.params.page_size,
-        store.arena.nbytes / GIB,
-        _describe_records(config),
-        "before rotary embedding" if config.rope == "pre" else "as the engine has it",
-    )
-    return cache
+    return metrics
 
 
 def rank_place(ctx: Any) -> RankPlace:
@@ -271,8 +294,8 @@ def _build_store(
         if remote_codec is None
         else coded_pages(remote_codec, feeds.cost.prefill_s, config.slo_ms / 1e3 or None),
         rules=rules,
+        counters=feeds.counters,
     )
-    feeds.bind(store)
     if disk is not None:
         store.connect(disk)
     # The first saves should not pay for page faults; the thread ends by itself.

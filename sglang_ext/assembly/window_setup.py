@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,9 @@ from sglang_ext.device.layout import LayerGroups
 from sglang_ext.device.pools import DevicePool, pool_of
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.device.windows.layers import WindowLayers
-from sglang_ext.seam.cache import HierKVRadixCache
-from sglang_ext.seam.window_inquiry import WindowInquiries
+from sglang_ext.seam.window_inquiry import Enter, WindowInquiries
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.tiers.store import PageStore
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,11 @@ def window_layers(
     )
 
 
-def ask_for_windows(cache: HierKVRadixCache, config: HierKVConfig) -> None:
-    """Lets requests wait for what a remote store has of their windows, if there is a store."""
-    layers = cache.hier_linker.windows
+def window_inquiries(
+    layers: WindowLayers | None, store: PageStore, config: HierKVConfig
+) -> Callable[[Enter], WindowInquiries] | None:
+    """What lets requests wait for what a remote store has of their windows; None without both."""
     if layers is None or not config.remote_url:
-        return
+        return None
     longest_s = 0.0 if config.prefetch_policy == "best_effort" else config.prefetch_timeout_ms / 1e3
-    cache.linker.inquiries = WindowInquiries(layers, cache.store, cache.admission.enter, longest_s)
+    return lambda enter: WindowInquiries(layers, store, enter, longest_s)

@@ -33,12 +33,9 @@ _LOADS_REMEMBERED = 8
 class LoadThread:
     """A queue of batches of loads, one a forward, and the thread that does them.
 
-    Attributes:
-        on_load: called with the pages of a batch and the seconds that it kept the device or the
-            link to it, without what it waited for forwards; on one thread.
+    `on_load` is called with the pages of a batch and the seconds that it kept the device or the
+    link to it, without what it waited for forwards; on one thread.
     """
-
-    on_load: Callable[[int, float], None] | None = None
 
     def __init__(
         self,
@@ -47,12 +44,14 @@ class LoadThread:
         path: LoadParts,
         port: DevicePort,
         counter: LoadCounter,
+        on_load: Callable[[int, float], None] | None = None,
     ) -> None:
         self._store = store
         self._copiers = copiers  # of the full layers, then of each group of window layers
         self._path = path
         self._port = port
         self._counter = counter
+        self._on_load = on_load
         self._batches: queue.SimpleQueue[tuple[int, list[LoadJob], Fence] | None] = (
             queue.SimpleQueue()
         )
@@ -117,8 +116,8 @@ class LoadThread:
         self._store.counters.time("load", seconds)
         recent = list(self._seconds.items())[1 - _LOADS_REMEMBERED :]
         self._seconds = {**dict(recent), index: seconds}
-        if self.on_load is not None:
-            self.on_load(sum(len(job.ticket.slots) for job in jobs), seconds)
+        if self._on_load is not None:
+            self._on_load(sum(len(job.ticket.slots) for job in jobs), seconds)
 
     def _release(self, jobs: list[LoadJob]) -> None:
         for job in jobs:

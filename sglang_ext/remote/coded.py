@@ -10,7 +10,7 @@ from sglang_ext.remote.streams import RemoteStreams
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.remote.base import Outcome
 from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.shared.coding import Lookup, OpenCoded, RemoteCodec
 from sglang_ext.tiers.store.shared.profiles import RemoteProfiles
@@ -69,14 +69,14 @@ def coded_pages(
     """
 
     def open_coded(
-        directory: Directory, remote: RemoteStore, decoded: DecodedPages, rules: PageRules
+        books: Books, remote: RemoteStore, decoded: DecodedPages, rules: PageRules
     ) -> CodedPages:
         profiles = RemoteProfiles(remote, codec)
-        counters, slot_bytes = directory.counters, directory.arena.slot_bytes
-        finder = Finder(remote, codec, profiles, counters, slot_bytes, rules)
-        publisher = Publisher(directory, remote, codec, decoded, rules)
-        streams = RemoteStreams(directory, remote, finder, publisher, prefill_s, slo_s)
-        uploads = CodedUploads(directory, remote, codec, profiles, decoded)
+        table = books.table
+        finder = Finder(remote, codec, profiles, table.counters, table.arena.slot_bytes, rules)
+        publisher = Publisher(books, remote, codec, decoded, rules)
+        streams = RemoteStreams(books, remote, finder, publisher, prefill_s, slo_s)
+        uploads = CodedUploads(table, books.loads, remote, codec, profiles, decoded)
         return CodedPages(uploads, finder, streams, codec)
 
     return open_coded

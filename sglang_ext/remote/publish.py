@@ -19,7 +19,7 @@ from sglang_ext.tiers.records.record import (
 )
 from sglang_ext.tiers.remote.staged import START_BYTES, read_stages, unstage
 from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.shared.coding import Lookup, RemoteCodec
 from sglang_ext.tiers.transcoder import is_decoded
@@ -32,13 +32,13 @@ class Publisher:
 
     def __init__(
         self,
-        directory: Directory,
+        books: Books,
         remote: RemoteStore,
         codec: RemoteCodec,
         decoded: DecodedPages,
         rules: PageRules,
     ) -> None:
-        self._directory = directory
+        self._table, self._saves, self._book = books.table, books.saves, books.remote
         self._remote = remote
         self._rules = rules
         self._codec = codec
@@ -58,10 +58,10 @@ class Publisher:
         first, last = pages[0].number, pages[-1].number + 1
         hashes = lookup.hashes[first:last]
         quality = np.array([page.meta.quality for page in pages], np.uint8)
-        ticket = self._directory.begin_save(lookup.space, hashes, lookup.hashes[:first], quality)
+        ticket = self._saves.begin(lookup.space, hashes, lookup.hashes[:first], quality)
         ok = False
         try:
-            slots = self._directory.arena.slots
+            slots = self._table.arena.slots
             ok = all(
                 self._fill(run, pages[at], step, slots[slot])
                 for at, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True)
@@ -69,8 +69,8 @@ class Publisher:
         except Exception:
             logger.exception("hier-kv: a page from the remote store could not be decoded")
         finally:
-            self._directory.finish_save(ticket, ok=ok)
-        counters = self._directory.counters
+            self._saves.finish(ticket, ok=ok)
+        counters = self._table.counters
         if not ok:
             counters.add("remote_failed_pages", len(ticket.slots))
             return False
@@ -79,7 +79,7 @@ class Publisher:
         name = "raw" if is_raw else f"level_{pages[0].level(step)}"
         counters.add(f"remote_{name}_pages", len(ticket.slots))
         # What another request is saving now is not to be had yet: the plan is made again.
-        complete = not ticket.dropped and len(pages) == self._directory.adopt(
+        complete = not ticket.dropped and len(pages) == self._book.adopt(
             lookup.plan, lookup.space, hashes, lookup.max_quality
         )
         lookup.plan.lacked_room |= not complete
@@ -102,7 +102,7 @@ class Publisher:
         kind = self._misfit(page, data, step, slot)
         if not kind:
             return True
-        self._directory.counters.add(f"rejected_{kind}")
+        self._table.counters.add(f"rejected_{kind}")
         self._remote.reject(page.key, kind)
         return False
 

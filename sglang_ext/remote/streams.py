@@ -26,7 +26,7 @@ from sglang_ext.remote.transfer import Part, read_parts
 from sglang_ext.streaming import LinkEstimator, LinkShare
 from sglang_ext.tiers.records.record import ByteArray
 from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.shared.coding import Lookup
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class RemoteStreams:
 
     def __init__(
         self,
-        directory: Directory,
+        books: Books,
         remote: RemoteStore,
         finder: Finder,
         publisher: Publisher,
@@ -52,16 +52,16 @@ class RemoteStreams:
         """Starts the threads.
 
         Args:
-            directory: the store's books.
+            books: the store's books.
             remote: the shared store.
             finder: looks up what it has.
             publisher: decodes into DRAM.
             prefill_s: seconds to compute tokens behind others; None while it is not known.
             slo_s: time to the first token that is aimed at; None for as soon as possible.
         """
-        self._directory, self._remote = directory, remote
+        self._table, self._book, self._remote = books.table, books.remote, remote
         self._finder, self._publisher = finder, publisher
-        self._prober = Prober(publisher, directory.arena.slot_bytes)
+        self._prober = Prober(publisher, self._table.arena.slot_bytes)
         self._prefill_s, self._slo_s = prefill_s, slo_s
         self._lock = threading.Condition()
         # All guarded by _lock.
@@ -115,7 +115,7 @@ class RemoteStreams:
         try:
             return choose()
         except Exception:
-            self._directory.counters.add("remote_failures")
+            self._table.counters.add("remote_failures")
             logger.exception("hier-kv: fetches from the remote store are given up")
             for context in list(self._contexts):
                 self._end(context)
@@ -182,14 +182,14 @@ class RemoteStreams:
         lookup, pages, first = context.lookup, [], context.lookup.num_known
         try:
             rest = lookup.hashes[first:]
-            there = self._directory.adopt(lookup.plan, lookup.space, rest, lookup.max_quality)
+            there = self._book.adopt(lookup.plan, lookup.space, rest, lookup.max_quality)
             first += there
             lookup.plan.first_remote = lookup.num_known
             lookup.plan.num_remote = there if context.waited else 0
             if first < len(lookup.hashes) and not lookup.plan.cancelled:
                 pages = self._finder.find(lookup.space, lookup.hashes, lookup.max_quality, first)
         except Exception:
-            self._directory.counters.add("remote_failures")
+            self._table.counters.add("remote_failures")
             logger.exception("hier-kv: a remote store could not be asked for pages")
         with self._lock:
             self._brought(context, lookup.num_known, first)
@@ -207,7 +207,7 @@ class RemoteStreams:
         pages = context.runs.popleft()
         self._link.size(sum(page.sizes[-1] for page in pages[:24]))
         speeds = Speeds(
-            self._directory.arena.slot_bytes, self._decoding.bytes_per_s or 1.0, self._prefill_s
+            self._table.arena.slot_bytes, self._decoding.bytes_per_s or 1.0, self._prefill_s
         )
         now_s = time.monotonic()
         context.begins = False
@@ -227,10 +227,10 @@ class RemoteStreams:
         try:
             good = read_parts(self._remote, parts, self._count_bytes)
         except Exception:
-            self._directory.counters.add("remote_failures")
+            self._table.counters.add("remote_failures")
             logger.exception("hier-kv: pages could not be fetched; they are computed again")
         num_failed = len(parts) - len(good)
-        self._directory.counters.add("remote_failed_pages", num_failed)
+        self._table.counters.add("remote_failed_pages", num_failed)
         with self._lock:
             now_s = time.monotonic()
             self._link.tick(now_s, needed=self._is_needed())
@@ -255,7 +255,7 @@ class RemoteStreams:
 
     def _run_probe(self, probe: Probe) -> None:
         """Measures link and decoder with bytes that nobody waits for."""
-        counters = self._directory.counters
+        counters = self._table.counters
         good: list[ByteArray] = []
         decoded = 0, 0.0
         try:
@@ -280,7 +280,7 @@ class RemoteStreams:
     def _count_bytes(self, num_bytes: int) -> None:
         with self._lock:
             self._link.arrived(num_bytes)
-        self._directory.counters.add("remote_bytes_in", num_bytes)
+        self._table.counters.add("remote_bytes_in", num_bytes)
 
     # ---- decoding ----
 
@@ -297,7 +297,7 @@ class RemoteStreams:
             try:
                 ok = self._publisher.publish(job.context.lookup, job.run, job.pages, job.step)
             except Exception:
-                self._directory.counters.add("remote_failures")
+                self._table.counters.add("remote_failures")
                 logger.exception("hier-kv: pages from the remote store could not be published")
             seconds = time.monotonic() - started_s
             with self._lock:
@@ -348,7 +348,7 @@ class RemoteStreams:
         """The caller holds the lock."""
         context, run = job.context, job.run
         context.is_decoding = False
-        raw_bytes = len(job.pages) * self._directory.arena.slot_bytes
+        raw_bytes = len(job.pages) * self._table.arena.slot_bytes
         self._decoding.observe(raw_bytes, seconds)
         run.forget(job.pages)
         if context not in self._contexts:
@@ -373,7 +373,7 @@ class RemoteStreams:
         if is_text:
             num_text = sum(len(chunk) for chunk in run.chunks[at:])
             num_text += sum(len(pages) for pages in context.runs)
-            self._directory.counters.add("remote_text_pages", num_text)
+            self._table.counters.add("remote_text_pages", num_text)
         self._end(context)
         if is_text and not at:  # no chunk was fetched, so the link was not measured
             self._prober.consider(run, self._link.estimator, self._decoding, time.monotonic())
@@ -394,7 +394,7 @@ class RemoteStreams:
         try:
             context.done()
         except Exception:
-            self._directory.counters.add("remote_failures")
+            self._table.counters.add("remote_failures")
             logger.exception("hier-kv: the end of a fetch could not be noted")
 
     def _brought(self, context: Context, first: int, end: int) -> None:
@@ -417,4 +417,4 @@ class RemoteStreams:
             step = int(1e6 * seconds) - self._counted_us.get(name, 0)
             if step > 0:
                 self._counted_us[name] = self._counted_us.get(name, 0) + step
-                self._directory.counters.add(f"remote_link_{name}_us", step)
+                self._table.counters.add(f"remote_link_{name}_us", step)

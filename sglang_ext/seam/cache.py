@@ -7,7 +7,8 @@ behind `admission`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -37,6 +38,7 @@ from sglang_ext.seam.page_hash import hashes_of, request_key, whole_pages_key
 from sglang_ext.seam.radix_tree import RadixTree
 from sglang_ext.seam.session_turns import SessionTurns
 from sglang_ext.seam.taint import TaintKeeper
+from sglang_ext.seam.window_inquiry import Enter, WindowInquiries
 from sglang_ext.seam.wrapper import HierKVLinkerWrapper
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.records.quality import Quality
@@ -51,6 +53,30 @@ logger = logging.getLogger(__name__)
 _SPARE_MARKS = 1024
 
 
+@dataclass(frozen=True)
+class CacheParts:
+    """What a cache is built with.
+
+    Attributes:
+        linker: the transport, with the page store.
+        identity: whose KV it is.
+        config: the settings.
+        metrics: what publishes counts.
+        forward_timer: measures forwards for the cost model; None without one.
+        cost: decides between loading and computing; None where everything is loaded.
+        inquiries: makes what asks a remote store for windows, given how a request enters; None
+            where there is nothing to ask for.
+    """
+
+    linker: HierKVLinker
+    identity: ModelIdentity
+    config: HierKVConfig
+    metrics: MetricsReporter
+    forward_timer: ForwardTimer | None = None
+    cost: LoadOrCompute | None = None
+    inquiries: Callable[[Enter], WindowInquiries] | None = None
+
+
 class HierKVRadixCache(UnifiedRadixCache):
     """A radix tree whose evicted nodes live on in DRAM and on disk.
 
@@ -63,22 +89,24 @@ class HierKVRadixCache(UnifiedRadixCache):
     truncator: Truncator | None = None
     quotes: QuoteSearch | None = None  # with a truncator
     scheduler: Any = None
-    admission: Admission
 
-    def attach(
-        self,
-        linker: HierKVLinker,
-        identity: ModelIdentity,
-        config: HierKVConfig,
-        metrics: MetricsReporter,
-        forward_timer: ForwardTimer | None = None,
-        cost: LoadOrCompute | None = None,
-    ) -> None:
-        """Connects the tiers; called once, right after construction."""
+    def __init__(self, params: Any, make_parts: Callable[[Any], CacheParts]) -> None:
+        """Builds SGLang's half, the parts that need it, and what stands on both.
+
+        Two things come later, as SGLang has it: its constructor ends with `reset`, before there can
+        be a part of ours, and its scheduler is built around the cache (`bind_scheduler`).
+
+        Args:
+            params: SGLang's `CacheInitParams`.
+            make_parts: is given this cache with SGLang's half: its tree, components and groups.
+        """
+        super().__init__(params)
+        parts = make_parts(self)
+        linker, config = parts.linker, parts.config
         self.hier_config = config
-        self.identity = identity
-        self.metrics_reporter_hier = metrics
-        self.forward_timer = forward_timer
+        self.identity = parts.identity
+        self.metrics_reporter_hier = parts.metrics
+        self.forward_timer = parts.forward_timer
         looks_ahead = linker.store.lookahead is not None
         self.device_tree: DeviceTree | None = None
         if looks_ahead and config.tree_core == "python":
@@ -89,10 +117,9 @@ class HierKVRadixCache(UnifiedRadixCache):
             num_held=self.device_tree.num_held if self.device_tree is not None else None,
             prefetch_policy=config.prefetch_policy,
             prefetch_timeout_ms=config.prefetch_timeout_ms,
-            cost=cost,
+            cost=parts.cost,
         )
         group = group_of(self)
-        linker.accepts_all = group is not None
         tree = RadixTree(self, config.tree_core)
         num_pages = int(self.token_to_kv_pool_allocator.size) // self.page_size
         pages = DeviceProvenance(2 * num_pages + _SPARE_MARKS, tree.live_hashes)
@@ -103,11 +130,14 @@ class HierKVRadixCache(UnifiedRadixCache):
             is_movable=lambda: linker.copier.movable,
             composes=group is None,
         )
-        self.linker = HierKVLinkerWrapper(self, linker, tree, pages)
+        inquiries: WindowInquiries | None = None
+        if parts.inquiries is not None:
+            inquiries = parts.inquiries(self._enter)
+        self.linker = HierKVLinkerWrapper(self, linker, tree, pages, inquiries)
         self._follow_tiers(config, linker.store, num_pages)
         self.taint = TaintKeeper(pages, tree, self.linker, self.req_to_token_pool)
         self.session_turns = SessionTurns(self.session, linker.store.counters)
-        self.admission = self._admission_of(group, tree)
+        self.admission: Admission = self._admission_of(group, tree)
 
     def _follow_tiers(self, config: HierKVConfig, store: PageStore, num_pages: int) -> None:
         """SGLang's KV events tell of the tiers, too, where it publishes any."""
@@ -146,6 +176,9 @@ class HierKVRadixCache(UnifiedRadixCache):
             gather=partial(exchange, group),
         )
 
+    def _enter(self, handle: Any, prefix: ReusablePrefix, key: Any) -> Any:
+        return self.admission.enter(handle, prefix, key)
+
     @property
     def hier_linker(self) -> HierKVLinker:
         """The transport."""
@@ -162,9 +195,24 @@ class HierKVRadixCache(UnifiedRadixCache):
         space = self.identity.space_of(req, self.store)
         return space if depends_on_tokens_alone(req) else None
 
-    def bind_scheduler(self, scheduler: Any) -> None:
-        """Gives access to the waiting queue; called once, when the scheduler is built."""
-        self.scheduler = scheduler
+    def bind_scheduler(self, scheduler: Any, truncator: Truncator | None = None) -> None:
+        """The scheduler is built, around this cache; called once, before the first request.
+
+        Args:
+            scheduler: has the waiting queue.
+            truncator: cuts prompts that are too long for it; None: off.
+        """
+        self.scheduler, self.truncator = scheduler, truncator
+        alone = self.admission.decides_alone  # searches end at different times on each rank
+        if truncator is not None and truncator.allows_match and alone:
+            self.quotes = QuoteSearch(
+                self.store, self.truncated, truncator, page_size=self.page_size
+            )
+            logger.info(
+                "hier-kv: --hier-kv-truncation %s: only requests with a cache_salt or an extra_key "
+                "are searched for stored text, and found, each inside its own",
+                truncator.mode,
+            )
 
     def waiting_queue(self) -> Sequence[Any]:
         """The waiting requests, in the order in which the scheduler will take them."""
@@ -351,20 +399,6 @@ class HierKVRadixCache(UnifiedRadixCache):
         """SGLang's own storage attribution is not used; see `RequestState`."""
         return 0, None
 
-    def truncate_with(self, truncator: Truncator | None) -> None:
-        """Cuts prompts that are too long from now on; None: off."""
-        self.truncator = truncator
-        alone = self.admission.decides_alone  # searches end at different times on each rank
-        if truncator is not None and truncator.allows_match and alone:
-            self.quotes = QuoteSearch(
-                self.store, self.truncated, truncator, page_size=self.page_size
-            )
-            logger.info(
-                "hier-kv: --hier-kv-truncation %s: only requests with a cache_salt or an extra_key "
-                "are searched for stored text, and found, each inside its own",
-                truncator.mode,
-            )
-
     def prefix_device_indices(self, req: Any) -> Any:
         """Rows of an admitted request's prefix; its pages need no plan any more."""
         num_pages, left = divmod(len(req.full_untruncated_fill_ids), self.page_size)
@@ -492,12 +526,12 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def reset(self) -> None:
         """Drops the device tier; the tiers below stay (`/flush_cache`)."""
-        if getattr(self, "admission", None) is not None:
+        is_built = self.linker is not None  # not so in SGLang's constructor
+        if is_built:
             self.release_all_plans()
         super().reset()
-        identity = getattr(self, "identity", None)
-        if identity is not None:
-            identity.device_was_reset()
+        if is_built:
+            self.identity.device_was_reset()
             self.taint.clear()
 
     def clear_storage_backend(self) -> bool:

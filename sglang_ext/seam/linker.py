@@ -65,6 +65,8 @@ class HierKVLinker(UnifiedCacheLinker):
         forward_stream: Any,
         ring_bytes: int = RING_BYTES,
         windows: WindowLayers | None = None,
+        accepts_all: bool = False,
+        on_load: Callable[[int, float], None] | None = None,
     ) -> None:
         self.store = store
         self.pools = {PoolName.KV: kv_pool}
@@ -77,7 +79,7 @@ class HierKVLinker(UnifiedCacheLinker):
         self.forward_stream = forward_stream
         self.layer_done_counter = LoadCounter(num_layers)
         self._place: Place | None = None
-        self.accepts_all = False
+        self.accepts_all = accepts_all
         self.copier = copier
         self._port = port
         self._copiers = copiers
@@ -91,7 +93,9 @@ class HierKVLinker(UnifiedCacheLinker):
         self._pending_loads: dict[str, LoadJob] = {}
         self._closed = False
         self._saves = SaveThread(store, self._save_path, page_size)
-        self.loads = LoadThread(store, copiers, self._load_path, port, self.layer_done_counter)
+        self.loads = LoadThread(
+            store, copiers, self._load_path, port, self.layer_done_counter, on_load
+        )
 
     @contextmanager
     def placed(self, place: Place) -> Iterator[None]:

@@ -24,6 +24,10 @@ from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 _MOST_WINDOWS = 4
 
 
+Enter = Callable[[Hashable, ReusablePrefix, Any], Any]
+"""Puts a request into the waiting room anew: its handle, what it could reuse, and its key."""
+
+
 @dataclass
 class _Asked:
     """A request whose question is open.
@@ -70,7 +74,7 @@ class WindowInquiries:
         self,
         layers: WindowLayers,
         store: PageStore,
-        enter: Callable[[Hashable, ReusablePrefix, Any], Any],
+        enter: Enter,
         longest_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

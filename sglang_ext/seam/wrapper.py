@@ -72,10 +72,11 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         cache_linker: the transport.
         tree: the cache's.
         pages: quality of the pages in the tree.
+        inquiries: what of window layers' pages is asked of a remote store; None without one.
 
     Attributes:
         windows: the window layers' pages; None of a model without.
-        inquiries: what of these is asked of a remote store; None without one.
+        inquiries: as given.
     """
 
     cache: LinkedCache
@@ -92,6 +93,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         cache_linker: HierKVLinker,
         tree: RadixTree,
         pages: DeviceProvenance,
+        inquiries: WindowInquiries | None = None,
     ) -> None:
         super().__init__(cache, cache_linker)
         self._tree = tree
@@ -100,7 +102,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         self.windows: WindowPages | None = None
         if cache_linker.windows is not None:
             self.windows = WindowPages(cache_linker.windows, cache_linker.store, tree, self)
-        self.inquiries: WindowInquiries | None = None
+        self.inquiries = inquiries
 
     @contextmanager
     def saving(self, req: Any, space: KeySpace | None) -> Iterator[None]:

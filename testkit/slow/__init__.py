@@ -20,8 +20,8 @@ ENV_JITTER = "HIER_KV_TEST_JITTER_MS"
 
 _FOLDER = Path(__file__).resolve().parent
 _DELAYED = (
-    "begin_save", "finish_save", "begin_plan", "finish_promotion", "pin_ready", "pin_leading",
-    "begin_load", "release", "finish_spill",
+    "saves.begin", "saves.finish", "plans.begin", "plans.finish_promotion", "loads.pin_ready",
+    "loads.pin_leading", "loads.begin", "loads.release", "spills.finish",
 )  # fmt: skip
 
 
@@ -65,6 +65,6 @@ def make_stores_late(max_s: float) -> None:
 
     def late(self: PageStore, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        add_jitter(self._directory, _DELAYED, max_s)
+        add_jitter(self._books, _DELAYED, max_s)
 
     PageStore.__init__ = late  # type: ignore[method-assign]

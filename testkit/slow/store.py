@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import threading
@@ -16,8 +17,8 @@ def add_jitter(
     """Makes methods of an object wait before they run.
 
     Args:
-        target: the object; its methods are replaced on it alone.
-        names: of the methods.
+        target: the object; methods are replaced on it alone, and on its parts.
+        names: of the methods, with that of the part before: `part.method`.
         max_s: the longest delay.
         seed: of the delays; None for those of this process.
     """
@@ -33,4 +34,6 @@ def add_jitter(
         return run
 
     for name in names:
-        setattr(target, name, delayed(getattr(target, name)))
+        *parts, method = name.split(".")
+        owner = functools.reduce(getattr, parts, target)
+        setattr(owner, method, delayed(getattr(owner, method)))

@@ -50,7 +50,7 @@ from sglang_ext.tiers.remote.base import (
     value_name,
 )
 from sglang_ext.tiers.remote.staged import START_BYTES, stage
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.coding import PageDecoder
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.events import EventLog
@@ -423,7 +423,7 @@ class CodedPages(Target):
         self._finder = Finder(
             self._store.remote, self._codec, profiles, counters, LAYOUT.slot_bytes, rules
         )
-        directory = Directory(
+        books = Books(
             HostArena(2, LAYOUT.slot_bytes),
             PageIndex(16),
             has_disk=False,
@@ -431,9 +431,7 @@ class CodedPages(Target):
             counters=counters,
             events=EventLog(""),
         )
-        self._publisher = Publisher(
-            directory, self._store.remote, self._codec, DecodedPages(), rules
-        )
+        self._publisher = Publisher(books, self._store.remote, self._codec, DecodedPages(), rules)
 
     def forge(self, random: Random) -> tuple[int, bytes]:
         """A staged record."""

@@ -236,7 +236,7 @@ def test_nothing_is_followed_where_nothing_is_published(tmp_path: Path) -> None:
     recorder = TierEventRecorder(device, rig.store, records_on_disk=True, max_seen_pages=4)
     rig.save(np.zeros((1, 32), np.uint8))
     assert recorder.take() == []
-    assert rig.directory.on_moved is None
+    assert rig.books.table.on_moved is None
     rig.store.close(0)
     assert rig.disk is not None
     rig.disk.close()

@@ -1,4 +1,4 @@
-"""The directory against a model that writes down the quality of every copy, in the copies."""
+"""The books against a model that writes down the quality of every copy, in the copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_ext.tiers.base import RecoveredPages
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY, Quality
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.types import (
     FILLING,
@@ -67,17 +67,17 @@ class Model:
         self.rng = random.Random(seed)
         self.arena = HostArena(NUM_SLOTS, 4096)
         self.floor = floor
-        self.directory = Directory(
+        self.books = Books(
             self.arena,
             PageIndex(64),
             has_disk=True,
             write_policy=policy,
             counters=StoreCounters(),
             events=EventLog(""),
+            space_of=lambda number: SPACE,
+            disk_floor=floor,
         )
-        self.directory.space_of = lambda number: SPACE
-        self.directory.disk_floor = floor
-        self.index = self.directory.index
+        self.index = self.books.table.index
         self.disk: dict[tuple[int, int], Copy] = {}
         self.saves: list[SaveTicket] = []
         self.spills: list[tuple[SpillEntry, list[Copy]]] = []
@@ -115,7 +115,7 @@ class Model:
         known = self.index.lookup(PAGES[pages], 0)
         before = [int(self.index.quality[row]) if row >= 0 else None for row in known.tolist()]
         given = None if not quality.any() and self.rng.random() < 0.5 else quality
-        ticket = self.directory.begin_save(SPACE, PAGES[pages], NONE, given)
+        ticket = self.books.saves.begin(SPACE, PAGES[pages], NONE, given)
         taken = set(ticket.pages.tolist())
         for place, had in enumerate(before):
             wanted = had is None or had > quality[place]
@@ -129,7 +129,7 @@ class Model:
             return False
         ticket = self.saves.pop(self.rng.randrange(len(self.saves)))
         before = self.state()
-        self.directory.finish_save(ticket, ok=self.rng.random() < 0.8)
+        self.books.saves.finish(ticket, ok=self.rng.random() < 0.8)
         after = self.state()
         for row, (page, quality) in before.items():
             assert row in after, "a save took a page away"
@@ -138,7 +138,7 @@ class Model:
         return None
 
     def take_spills(self) -> bool | None:
-        entry = self.directory.take_spills(self.rng.randint(1, 5))
+        entry = self.books.spills.take(self.rng.randint(1, 5))
         if entry is None:
             return False
         self.spills.append((entry, [self.in_slot(slot) for slot in entry.slots.tolist()]))
@@ -157,19 +157,19 @@ class Model:
             if stored[at]:
                 self.disk[places[at]] = (page, max(quality, int(coded[at])))
         segments, blocks = (np.array(column, np.uint32) for column in zip(*places, strict=True))
-        self.directory.finish_spill(
+        self.books.spills.finish(
             entry, stored, DiskCopies(segments, blocks, np.ones(num, np.uint16), coded)
         )
         return None
 
     def plan(self) -> bool | None:
         pages, limit = self.some_pages(), self.rng.choice((0, 1, ANY))
-        plan, rows, slots = self.directory.begin_plan(SPACE, PAGES[pages], limit)
+        plan, rows, slots = self.books.plans.begin(SPACE, PAGES[pages], limit)
         if plan is None:
             return False
         self.plans.append(plan)
         if len(rows):
-            hashes, places = self.directory.locations(rows)
+            hashes, places = self.books.lookups.locations(rows)
             found = []
             for at, row in enumerate(hashes):
                 copy = self.disk[int(places.segment[at]), int(places.block[at])]
@@ -187,19 +187,19 @@ class Model:
         for slot, copy in zip(read.slots.tolist(), read.copies, strict=True):
             self.put(slot, copy)
         quality = np.array([quality for _, quality in read.copies], np.uint8)
-        self.directory.finish_promotion(read.plan, read.rows, read.slots, ok, quality)
-        self.directory.end_promotion()
+        self.books.plans.finish_promotion(read.plan, read.rows, read.slots, ok, quality)
+        self.books.plans.end_promotion()
         return None
 
     def cancel_plan(self) -> bool | None:
         if not self.plans:
             return False
-        self.directory.cancel_plan(self.plans.pop())
+        self.books.plans.cancel(self.plans.pop())
         return None
 
     def load(self) -> bool | None:
         pages, limit = self.some_pages(), self.rng.choice((0, 1, ANY))
-        ready = self.directory.ready_prefix(SPACE, PAGES[pages], limit)
+        ready = self.books.lookups.ready_prefix(SPACE, PAGES[pages], limit)
         rows = self.index.lookup(PAGES[pages], 0).tolist()
         state, expected = self.state(), 0
         while expected < len(rows) and rows[expected] in state:
@@ -207,12 +207,12 @@ class Model:
                 break
             expected += 1
         assert ready == expected
-        located = self.directory.locate_prefix(SPACE, PAGES[pages], limit)
+        located = self.books.lookups.locate_prefix(SPACE, PAGES[pages], limit)
         assert sum(located) >= ready
-        assert self.directory.pin_ready(SPACE, PAGES[pages], limit) is None or ready == len(pages)
+        assert self.books.loads.pin_ready(SPACE, PAGES[pages], limit) is None or ready == len(pages)
         if not ready:
             return False
-        ticket = self.directory.pin_ready(SPACE, PAGES[pages[:ready]], limit)
+        ticket = self.books.loads.pin_ready(SPACE, PAGES[pages[:ready]], limit)
         assert ticket is not None
         self.loads.append(Load(ticket, pages[:ready], limit))
         return None
@@ -223,7 +223,7 @@ class Model:
             return False
         load = self.loads.pop(self.rng.randrange(len(self.loads)))
         self.check_load(load)
-        self.directory.release(load.ticket.slots)
+        self.books.loads.release(load.ticket.slots)
         return None
 
     def check_load(self, load: Load) -> None:
@@ -244,8 +244,8 @@ class Model:
         moved = [divmod(self.written + at, SEGMENT_PAGES) for at in range(len(kept))]
         self.written += len(kept)
         self.disk.update({to: self.disk[at] for at, to in zip(kept, moved, strict=True)})
-        self.directory.move_on_disk(SPACE, segments[0], self.records(moved))
-        self.directory.drop_segment(segments[0])
+        self.books.disk.move(SPACE, segments[0], self.records(moved))
+        self.books.disk.drop_segment(segments[0])
         for place in old:
             del self.disk[place]
         return None
@@ -263,13 +263,13 @@ class Model:
         )
 
     def queue_all(self) -> None:
-        self.directory.queue_all()
+        self.books.spills.queue_all()
 
     # ---- checks ----
 
     def check(self) -> None:
         if not any(ticket.replaces.any() for ticket in self.saves):  # those hold slots of no row
-            self.directory.check()
+            self.books.check()
         for row, (page, quality) in self.state().items():
             assert NUMBER[self.index.key(row)[0]] == page
             assert quality == self.index.quality[row], "DRAM is not as good as is said"
@@ -293,13 +293,13 @@ class Model:
         rows = self.index.rows()
         flags = self.index.flags[rows]
         assert not (flags & (FILLING | QUEUED | SPILLING)).any()
-        if self.directory.write_policy == "write_through":
+        if self.books.writing.name == "write_through":
             assert ((flags & (ON_DISK | WRITE_DROPPED)) != 0).all(), "a page is never written"
 
     def restart(self) -> None:
         """Another process finds the records, the best of each page."""
         index = PageIndex(64)
-        directory = Directory(
+        books = Books(
             HostArena(2, 4096),
             index,
             has_disk=True,
@@ -309,7 +309,7 @@ class Model:
         )
         places = list(self.disk)
         self.rng.shuffle(places)
-        directory.add_recovered(SPACE, self.records(places))
+        books.disk.add_recovered(SPACE, self.records(places))
         best: dict[int, int] = {}
         for page, quality in self.disk.values():
             best[page] = min(best.get(page, ANY), quality)
@@ -319,7 +319,7 @@ class Model:
             row = int(rows[page])
             assert index.quality[row] == index.disk_quality[row] == quality
             assert self.disk[int(index.segment[row]), int(index.block[row])] == (page, quality)
-        directory.check()
+        books.check()
 
 
 _WEIGHTS: dict[str, float] = {
@@ -344,7 +344,7 @@ def test_every_copy_is_as_good_as_is_said(policy: str, floor: Quality) -> None:
             model.drain()
     model.restart()
     assert set(model.counts) == set(_WEIGHTS), model.counts
-    counters = model.directory.counters.snapshot()
+    counters = model.books.table.counters.snapshot()
     assert counters["replaced_pages"] > 0
     assert counters["saved_lossy_pages"] > 0
     assert counters["loaded_lossy_pages"] > 0

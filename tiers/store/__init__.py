@@ -1,7 +1,7 @@
 """The page store: which pages lie in DRAM and on disk, and how they move between the two.
 
 `page_store.py` is the facade. `books/` holds the state of every page under one lock
-(`directory.py`), `movers/` writes pages to disk (`spiller.py`) and reads them back
+(`books.py`), `movers/` writes pages to disk (`spiller.py`) and reads them back
 (`promoter.py`), `shared/` moves them to and from a remote store. `types.py` has the words that the
 parts share, and `gate.py` stops what is of weights that are gone. Everything here moves bytes; what
 is in a page is the plugin's business.

@@ -20,7 +20,7 @@ from sglang_ext.tiers.policy.cost_model import TransferBacklog
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.quality import ANY, Qualities
 from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.coding import KeepRaw
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.events import EventLog
@@ -103,6 +103,7 @@ class PageStore:
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
         rules: PageRules | None = None,
+        counters: StoreCounters | None = None,
     ) -> None:
         """Starts the store's threads.
 
@@ -122,9 +123,10 @@ class PageStore:
             clock: seconds, monotonic; what is decided about DRAM and disk goes by it.
             executor: runs what moves between the two; None for threads.
             rules: what a page from below must be; None takes any record of the right key.
+            counters: where things are counted; None for its own.
         """
         self.arena = arena
-        self.counters = StoreCounters()
+        self.counters = counters or StoreCounters()
         self.events = EventLog(config.event_log)
         self._disk = disk
         self._spaces: list[KeySpace] = []  # by number; guarded by _spaces_lock
@@ -138,7 +140,8 @@ class PageStore:
         if config.placement is not None:
             placement = replace(config.placement, capacity_pages=arena.num_slots)
             policy = PlacementPolicy(index.capacity, placement)
-        self._directory = Directory(
+        self._clock = clock
+        self._books = books = Books(
             arena,
             index,
             has_disk=disk is not None,
@@ -147,19 +150,18 @@ class PageStore:
             events=self.events,
             policy=policy,
             clock=clock,
+            space_of=self._space_of,
+            disk_floor=transcoder.quality if transcoder is not None and self._packed else 0,
         )
-        self._directory.space_of = self._space_of
-        self.gate = Gate(self.counters, self._directory.release)
-        self.lookahead = LookAhead(self._directory, policy) if policy is not None else None
-        if transcoder is not None and transcoder.encodes:
-            self._directory.disk_floor = transcoder.quality
+        self.gate = Gate(self.counters, books.loads.release)
+        self.lookahead = LookAhead(books, policy) if policy is not None else None
         self._fetch_meter = ReadMeter(on_fetch)
         decoded = DecodedPages()
         self._remote: RemotePages | None = None
         self._leaving: LeavingPages | None = None
         if remote is not None:
             self._remote = RemotePages(
-                self._directory,
+                books,
                 remote,
                 config.remote_policy,
                 self._fetch_meter,
@@ -169,7 +171,7 @@ class PageStore:
             )
             if config.remote_policy == "on_eviction":
                 self._leaving = LeavingPages(
-                    self._directory, remote, self._remote.send, disk, transcoder, self._space_of,
+                    books, remote, self._remote.send, disk, transcoder, self._space_of,
                     rules,
                 )  # fmt: skip
         self._spiller: Spiller | None = None
@@ -179,7 +181,7 @@ class PageStore:
         if disk is not None:
             low_water = max(1, int(arena.num_slots * _LOW_WATER_SHARE))
             self._spiller = Spiller(
-                self._directory,
+                books,
                 disk,
                 low_water_pages=low_water,
                 executor=executor,
@@ -188,7 +190,7 @@ class PageStore:
                 decoded=decoded,
             )
             self._promoter = Promoter(
-                self._directory, disk, executor, transcoder, self._read_meter, decoded, rules
+                books, disk, executor, transcoder, self._read_meter, decoded, rules
             )
 
     # ---- key spaces ----
@@ -248,7 +250,7 @@ class PageStore:
         for number, adapter in enumerate(adapters):
             mine = which.reshape(-1) == number
             lora = adapter.tobytes() if adapter.any() else NO_LORA
-            total += self._directory.add_recovered(self.space(digest, lora), found.take(mine))
+            total += self._books.disk.add_recovered(self.space(digest, lora), found.take(mine))
         return total
 
     def _space_of(self, number: int) -> KeySpace:
@@ -264,7 +266,7 @@ class PageStore:
             on_moved: takes hashes u8 `[N, 32]`, of any key space. Must return at once: it is called
                 under the store's lock. Where the pages are once it has returned, `tiers_of` tells.
         """
-        self._directory.on_moved = on_moved
+        self._books.table.on_moved = on_moved
 
     def tiers_of(self, hashes: Hashes) -> npt.NDArray[np.uint8]:
         """Which tiers have pages, of any key space that this epoch has used.
@@ -277,19 +279,19 @@ class PageStore:
         """
         with self._spaces_lock:
             numbers = [each.number for each in self._spaces if self.gate.is_open(each)]
-        return self._directory.tiers_of(hashes, numbers)
+        return self._books.lookups.tiers_of(hashes, numbers)
 
     def ready_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> int:
         """Number of leading pages that are ready in DRAM and good enough. O(pages), in memory."""
-        return self._directory.ready_prefix(space, hashes, max_quality)
+        return self._books.lookups.ready_prefix(space, hashes, max_quality)
 
     def locate_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> TierCounts:
         """In which tiers the leading pages that are stored and good enough lie."""
-        return self._directory.locate_prefix(space, hashes, max_quality)
+        return self._books.lookups.locate_prefix(space, hashes, max_quality)
 
     def survey(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> PrefixSurvey:
         """The same page by page."""
-        return self._directory.survey(space, hashes, max_quality)
+        return self._books.lookups.survey(space, hashes, max_quality)
 
     def disk_queue(self) -> TransferBacklog:
         """What the disk has to read now. O(1)."""
@@ -300,8 +302,8 @@ class PageStore:
         return self._fetch_meter.queue()
 
     def page_states(self, space: KeySpace, hashes: Hashes) -> tuple[Qualities, Qualities]:
-        """Where pages lie that need be no prefix. See `Directory.states`."""
-        return self._directory.states(space, hashes)
+        """Where pages lie that need be no prefix. See `Lookups.states`."""
+        return self._books.lookups.states(space, hashes)
 
     def begin_save(
         self,
@@ -310,13 +312,13 @@ class PageStore:
         ancestors: Hashes,
         quality: Qualities | None = None,
     ) -> SaveTicket:
-        """Slots for those pages that are not stored as well yet. See `Directory.begin_save`.
+        """Slots for those pages that are not stored as well yet. See `Saves.begin`.
 
         A key space of an epoch that is over gets none.
         """
         if self.gate.save(space, len(hashes)):
-            return self._directory.begin_save(space, hashes, ancestors, quality, before_plans=True)
-        nothing = self._directory.begin_save(space, hashes[:0], ancestors[:0])
+            return self._books.saves.begin(space, hashes, ancestors, quality, before_plans=True)
+        nothing = self._books.saves.begin(space, hashes[:0], ancestors[:0])
         return replace(nothing, dropped=len(hashes))
 
     def finish_save(self, ticket: SaveTicket, *, ok: bool) -> None:
@@ -325,7 +327,7 @@ class PageStore:
         They are forgotten, too, when weights or adapters changed since it began.
         """
         ok = ok and self.gate.save(ticket.space, len(ticket.rows))
-        self._directory.finish_save(ticket, ok=ok)
+        self._books.saves.finish(ticket, ok=ok)
         if self._remote is not None and ok:
             self._remote.saved(ticket.space, ticket.hashes)
 
@@ -333,18 +335,18 @@ class PageStore:
         self, space: KeySpace, hashes: Hashes, max_quality: int = ANY
     ) -> LoadTicket | None:
         """Pins pages for a load, all of them or none (None)."""
-        ticket = self._directory.pin_ready(space, hashes, max_quality)
+        ticket = self._books.loads.pin_ready(space, hashes, max_quality)
         if self._remote is not None and ticket is not None:
             self._remote.loaded(space, hashes)
         return ticket
 
     def pin_leading(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> LoadTicket:
         """Pins the leading pages that are ready, as many as there are, for a load that may come."""
-        return self._directory.pin_leading(space, hashes, max_quality)
+        return self._books.loads.pin_leading(space, hashes, max_quality)
 
     def begin_load(self, space: KeySpace, ticket: LoadTicket, hashes: Hashes) -> None:
         """Counts pages of `pin_leading` as loaded, by whoever takes their pins over."""
-        self._directory.begin_load(space, ticket, hashes)
+        self._books.loads.begin(space, ticket, hashes)
 
     def drop_damaged(self, ticket: LoadTicket, damaged: Rows) -> None:
         """Forgets pages of a ticket, by index, that are in DRAM but prove to be no pages.
@@ -352,14 +354,14 @@ class PageStore:
         Nor are they fetched again from a remote store, until they are stored there anew.
         """
         rows, slots = ticket.rows[damaged], ticket.slots[damaged]
-        hashes, numbers = self._directory.drop_damaged(rows, slots)
+        hashes, numbers = self._books.loads.drop_damaged(rows, slots)
         if self._remote is not None:
             for row, number in zip(hashes, numbers.tolist(), strict=True):
                 self._remote.blame(self._space_of(number), row.tobytes())
 
     def release(self, slots: Slots) -> None:
         """Gives the pins of a load back."""
-        self._directory.release(slots)
+        self._books.loads.release(slots)
 
     def plan(
         self,
@@ -388,9 +390,9 @@ class PageStore:
             A plan to poll and, in the end, to cancel; None when no page is stored.
         """
         if instead_of is not None and instead_of.num_reserved:
-            self._directory.yield_room(instead_of)
+            self._books.remote.yield_room(instead_of)
         if self._promoter is None:
-            plan = self._directory.begin_plan(space, hashes, max_quality, priority)[0]
+            plan = self._books.plans.begin(space, hashes, max_quality, priority)[0]
         else:
             plan = self._promoter.start(space, hashes, max_quality, priority)
         if self._remote is not None and remote_sizes is not None:
@@ -411,30 +413,30 @@ class PageStore:
     def cancel_plan(self, plan: Plan) -> None:
         """Gives a plan's pins back, and up what it has not begun to read; safe to call twice."""
         if self._promoter is None:
-            self._directory.cancel_plan(plan)
+            self._books.plans.cancel(plan)
         else:
             self._promoter.cancel(plan)
 
     @property
     def max_planned_pages(self) -> int:
         """Pages that all plans together may pin."""
-        return self._directory.max_planned_pages
+        return self._books.pins.max_planned_pages
 
     @property
     def max_lone_plan_pages(self) -> int:
         """Pages that one plan may pin where there is no other."""
-        return self._directory.max_lone_plan_pages
+        return self._books.pins.max_lone_plan_pages
 
     @property
     def num_wanted_evicted(self) -> int:
         """Pages so far that left DRAM although a waiting request needs them."""
-        return self._directory.num_wanted_evicted
+        return self._books.room.num_wanted_evicted
 
     # ---- lifecycle ----
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits for saves and promotions in flight; False when that takes longer."""
-        return self._directory.wait_idle(timeout_s)
+        return self._books.table.in_flight.wait(timeout_s)
 
     def clear(self) -> int:
         """Forgets every page of every opened namespace; returns how many these were.
@@ -446,7 +448,7 @@ class PageStore:
         with self._spaces_lock:
             numbers = [space.number for space in self._spaces]
             digests = set(self._opened) if self._disk is not None else set()
-        forgotten = self._directory.forget_namespace(numbers, digests)
+        forgotten = self._books.saves.forget_namespace(numbers, digests)
         self.events.note("cleared")
         return forgotten
 
@@ -454,7 +456,7 @@ class PageStore:
         """Writes what is only in DRAM to disk, as far as the time allows; returns pages left."""
         if self._spiller is None:
             return 0
-        return self._spiller.flush(self._directory.now_s() + timeout_s)
+        return self._spiller.flush(self._clock() + timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Flushes, ends all threads and closes the disk tier. Safe to call twice."""
@@ -470,12 +472,12 @@ class PageStore:
             self._transcoder.close()
         if self._promoter is not None:
             self._promoter.close()
-        self._directory.begin_closing()
+        self._books.disk.begin_closing()
         if self._spiller is not None:
             # What would be gone with the process is not worth the time.
             lasts = self._disk is not None and self._disk.persistent
-            self._spiller.flush(self._directory.now_s() + (timeout_s if lasts else 0.0))
-            self.counters.add("shutdown_lost_pages", self._directory.num_only_in_dram())
+            self._spiller.flush(self._clock() + (timeout_s if lasts else 0.0))
+            self.counters.add("shutdown_lost_pages", self._books.spills.num_only_in_dram())
             self._spiller.close()
         if self._leaving is not None:
             self._leaving.close(_CLOSE_LEAVING_S)
@@ -488,7 +490,7 @@ class PageStore:
 
     def stats(self) -> dict[str, int]:
         """Counters, and how full DRAM is, in pages."""
-        spilling = self._directory.num_queued  # before what it counts towards
+        spilling = self._books.spills.num_pages()  # before what it counts towards
         stats = self.counters.snapshot()
         if self.events.on:
             stats["event_log_dropped_lines"] = self.events.num_dropped
@@ -497,9 +499,9 @@ class PageStore:
         if self.lookahead is not None:
             stats["waiting_requests"] = self.lookahead.num_waiting
             stats["window_requests"] = self.lookahead.num_in_window
-        stats["planned_pages"] = self._directory.num_planned_pages
+        stats["planned_pages"] = self._books.pins.num_pages
         stats["spill_queue_pages"] = spilling
-        stats["clears_pending"] = int(bool(self._directory.take_clears()))
+        stats["clears_pending"] = int(bool(self._books.spills.take_clears()))
         return stats
 
     def remote_stats(self) -> dict[str, int] | None:
@@ -508,7 +510,7 @@ class PageStore:
 
     def check(self) -> None:
         """Verifies index against arena (linear; for tests)."""
-        self._directory.check()
+        self._books.check()
 
     @property
     def keeps_records_in_dram(self) -> bool:
@@ -517,30 +519,30 @@ class PageStore:
 
     def connect(self, disk: Owner) -> None:
         """Lets the disk tier tell the store what reclaiming a segment does to its pages."""
-        directory = self._directory
+        pages_on_disk, loads = self._books.disk, self._books.loads
         # Pages used since the last reclaim are worth carrying over to a younger segment.
         since = [0]
 
         def is_hot(digest: bytes, hashes: Hashes) -> npt.NDArray[np.uint8]:
             heat = np.zeros(len(hashes), np.uint8)
             for space in self._spaces_with(digest):
-                heat = np.maximum(heat, directory.heat(space, hashes, since[0]))
+                heat = np.maximum(heat, pages_on_disk.heat(space, hashes, since[0]))
             return heat
 
         def on_moved(digest: bytes, segment: int, pages: RecoveredPages) -> None:
             for space in self._spaces_with(digest):
                 lora = np.frombuffer(space.lora or bytes(32), np.uint8)
                 mine = (pages.lora == lora).all(axis=1)
-                directory.move_on_disk(space, segment, pages.take(mine))
+                pages_on_disk.move(space, segment, pages.take(mine))
 
         def on_drop(digest: bytes, segment: int) -> None:
-            since[0] = directory.clock
-            directory.drop_segment(segment)
+            since[0] = loads.clock
+            pages_on_disk.drop_segment(segment)
 
         disk.is_hot, disk.on_moved, disk.on_drop = is_hot, on_moved, on_drop
-        disk.num_needed = directory.num_needed
-        if directory.disk_order is not None:
-            disk.keeper = directory
+        disk.num_needed = pages_on_disk.num_needed
+        if self._books.table.disk_order is not None:
+            disk.keeper = pages_on_disk
 
     def _spaces_with(self, digest: bytes) -> list[KeySpace]:
         with self._spaces_lock:

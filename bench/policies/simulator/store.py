@@ -1,6 +1,6 @@
 """The server's page store in virtual time: no threads, no waiting, and pages without bytes.
 
-Everything that decides is the product's: the page store with its directory, placement, plans,
+Everything that decides is the product's: the page store with its books, placement, plans,
 spiller and promoter, the disk tier with its segments, and the waiting room that makes plans from
 the queue. What is put in their place here are ports: a clock that somebody sets, an executor that
 runs one job after another at the disk's speed, an arena whose slots keep a record's header and no

@@ -71,8 +71,7 @@ def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     # gate, the idle check and the clear endpoint. HiCache's own switch must stay off.
     self.enable_unified_cache_external_linker = True
     self.enable_lmcache = True
-    cache.bind_scheduler(self)
-    cache.truncate_with(build_truncator(self, cache.hier_config, cache.page_size))
+    cache.bind_scheduler(self, build_truncator(self, cache.hier_config, cache.page_size))
     run_self_check(self, cache)
     ropes = cache.hier_linker.copier.ropes
     cache.identity.add_rope(rope_digest(ropes, cache.hier_config.rope))

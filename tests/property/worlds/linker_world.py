@@ -567,14 +567,14 @@ class World:
             for offset, page in enumerate(node.pages):
                 self.expect(node.chain, node.start + offset, page, range(LAYERS))
         self.store.check()
-        directory = self.store._directory
-        assert directory.num_in_flight == 0
-        assert directory.num_planned_pages == 0, "a plan leaked"
-        assert not directory._plan_pins.any()
-        if directory.policy is not None:
-            wanted = directory.policy.wanted(directory.index.rows())
+        books = self.store._books
+        assert books.table.in_flight.num == 0
+        assert books.pins.num_pages == 0, "a plan leaked"
+        assert not books.pins._by_slot.any()
+        if books.table.policy is not None:
+            wanted = books.table.policy.wanted(books.table.index.rows())
             assert not wanted.any(), "a page is wanted and nobody waits"
-        assert not directory._waiters, "a plan still waits for pages that nobody brings"
+        assert not books.table.waits, "a plan still waits for pages that nobody brings"
         # With write_back the spill thread may begin to clean at any time; what leaked stays.
         deadline_s = time.monotonic() + 120.0
         while self.arena._pins.any():

@@ -71,9 +71,9 @@ class QueueWorld(World):
         self.parents: dict[str, str] = {}  # of every page of every prompt, by hash
         self.num_held = self.num_evictions = self.num_unknown_links = 0
         self.unreachable: list[str] = []  # pages that lead to another and left DRAM before it
-        directory: Any = self.store._directory
-        self._victims = directory._victims
-        directory._victims = self._watched_victims
+        books: Any = self.store._books
+        self._victims = books.room.victims
+        books.room.victims = self._watched_victims
         self.cache.bind_scheduler(self)
 
     @property
@@ -171,9 +171,9 @@ class QueueWorld(World):
 
     def check_plans(self) -> None:
         """Plans pin no more than they may, and only what waits has any."""
-        room, directory = self.cache.waiting_room, self.store._directory
-        pinned = int((directory._plan_pins > 0).sum())
-        assert pinned == directory.num_planned_pages <= directory.max_lone_plan_pages
+        room, books = self.cache.waiting_room, self.store._books
+        pinned = int((books.pins._by_slot > 0).sum())
+        assert pinned == books.pins.num_pages <= books.pins.max_lone_plan_pages
         handles = {req.cache_request_handle for req in self.waiting}
         assert room._waiting.keys() <= handles
         assert room._plans.planned.keys() <= room._by_number.keys()
@@ -187,14 +187,14 @@ class QueueWorld(World):
         lead to what outlived it until that is used again; such pairs are counted.
         """
         victims: Rows = self._victims(count)
-        directory = self.store._directory
-        could_go = directory._evictable(directory.arena.num_slots)
+        books = self.store._books
+        could_go = books.room.evictable(books.table.arena.num_slots)
         places = {key: place for place, key in enumerate(self._names(victims))}
         rows = dict(zip(places, victims.tolist(), strict=True))
         for child, row in zip(self._names(could_go), could_go.tolist(), strict=True):
             parent = self.parents.get(child)
             if parent in places and places.get(child, len(places)) > places[parent]:
-                if rows[parent] not in directory.lineage.above(row)[:1]:
+                if rows[parent] not in books.table.lineage.above(row)[:1]:
                     self.num_unknown_links += 1
                     continue
                 # Raised later: this runs on the store's threads too.
@@ -203,7 +203,7 @@ class QueueWorld(World):
         return victims
 
     def _names(self, rows: Rows) -> list[str]:
-        return [row.tobytes().hex() for row in self.store._directory.index.keys(rows)[0]]
+        return [row.tobytes().hex() for row in self.store._books.table.index.keys(rows)[0]]
 
     # ---- the end ----
 
@@ -230,18 +230,18 @@ class QueueWorld(World):
         return f"requests are not admitted: {plans}, {self.store.stats()}"
 
     def check_nothing_waits(self) -> None:
-        room, directory = self.cache.waiting_room, self.store._directory
+        room, books = self.cache.waiting_room, self.store._books
         assert not room._waiting
         assert not room._plans.planned
         assert not room._by_number
-        assert directory.num_planned_pages == 0
-        assert directory.num_in_flight == 0
-        assert not directory._waiters
+        assert books.pins.num_pages == 0
+        assert books.table.in_flight.num == 0
+        assert not books.table.waits
         # With write_back the spiller may clean more pages at any time, and pins them meanwhile.
         self.wait_for(lambda: not self.arena._pins.any() and self.arena.num_deferred == 0)
-        policy: Any = directory.policy
+        policy: Any = books.table.policy
         assert len(policy.queue) == 0
-        assert not policy.wanted(directory.index.rows()).any()
+        assert not policy.wanted(books.table.index.rows()).any()
         promoter = self.store._promoter
         assert promoter is None or not promoter._reads
 

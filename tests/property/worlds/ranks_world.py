@@ -180,8 +180,14 @@ class Rank:
         )
         if self.disk is not None:
             self.store.connect(self.disk)
-        names = ("begin_save", "finish_save", "begin_plan", "finish_promotion", "pin_leading")
-        add_jitter(self.store._directory, names, JITTER_S, seed=self.own.randrange(1 << 30))
+        names = (
+            "saves.begin",
+            "saves.finish",
+            "plans.begin",
+            "plans.finish_promotion",
+            "loads.pin_leading",
+        )
+        add_jitter(self.store._books, names, JITTER_S, seed=self.own.randrange(1 << 30))
         self.weights, self.adapter = 0, 0
         self.model = torch.nn.Linear(2, 2, bias=False)
         self.lora = SimpleNamespace(layers=[], scaling=1.0)
@@ -337,10 +343,10 @@ class Rank:
     def check_accounts(self) -> None:
         assert self.store.wait_idle(WAIT_S)
         end_s = time.monotonic() + WAIT_S
-        while self.arena._pins.any() or self.store._directory.spill_queue:
+        while self.arena._pins.any() or self.store._books.spills.entries:
             assert time.monotonic() < end_s, np.flatnonzero(self.arena._pins)
             time.sleep(0.002)
-        assert self.store._directory.num_planned_pages == 0
+        assert self.store._books.pins.num_pages == 0
         assert len(self.admission.promises) == 0
         self.store.check()
 

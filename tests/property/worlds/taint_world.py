@@ -46,7 +46,7 @@ from sglang_ext.device.ports.host import HostPort  # noqa: E402
 from sglang_ext.device.rope_discovery import LayerRope  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.provenance.request_state import state_of, wants_exact  # noqa: E402
-from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
+from sglang_ext.seam.cache import CacheParts, HierKVRadixCache  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
 from sglang_ext.seam.metrics.reporter import MetricsReporter  # noqa: E402
 from sglang_ext.settings.config import HierKVConfig  # noqa: E402
@@ -235,11 +235,11 @@ class World:
             tree_components=(ComponentType.FULL,),
             tree_core_backend=core,
         )
-        self.cache = HierKVRadixCache(params)
         metrics = MetricsReporter(self.store, disk, enabled=False, labels={})
         identity: Any = Identity()
         config = HierKVConfig(tree_core=core, prefetch_policy=prefetch_policy)
-        self.cache.attach(linker, identity, config, metrics)
+        parts = CacheParts(linker, identity, config, metrics)
+        self.cache = HierKVRadixCache(params, lambda cache: parts)
         self.kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -312,14 +312,14 @@ class World:
 
     def check_store(self) -> None:
         """No page in DRAM is worse than it is said to be, here and in its header."""
-        directory = self.store._directory
-        with directory.lock:
-            rows = directory.index.rows()
-            rows = rows[(directory.index.flags[rows] & READY) != 0]
+        books = self.store._books
+        with books.table.lock:
+            rows = books.table.index.rows()
+            rows = rows[(books.table.index.flags[rows] & READY) != 0]
             for row in rows.tolist():
-                slot = self.arena.slots[directory.index.host_slot[row]]
+                slot = self.arena.slots[books.table.index.host_slot[row]]
                 meta, _ = parse_header(slot)
-                quality = int(directory.index.quality[row])
+                quality = int(books.table.index.quality[row])
                 if meta.quality != quality:
                     raise Wrong(f"a header says {meta.quality} and the index {quality}")
                 if quality == 0 and any(v[..., EXACT_BIT].any() for v in self.slot_rows(slot)):
@@ -604,9 +604,9 @@ class World:
         """Drops the device tier, and fills DRAM with other pages so that all others leave it."""
         self.cache.reset()
         self.allocator.clear()
-        directory = self.store._directory
-        with directory.lock:
-            directory._evict(self.arena.num_slots)
+        books = self.store._books
+        with books.table.lock:
+            books.room.evict(self.arena.num_slots)
 
     def close(self) -> None:
         self.cache.release_host_resources()

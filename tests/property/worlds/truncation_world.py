@@ -119,7 +119,7 @@ class TruncationWorld(World):
             hash_of=page_hasher(PAGE),
             tokenizer=None,
         )
-        self.cache.truncate_with(self.truncator)
+        self.cache.bind_scheduler(None, self.truncator)
         # Fingerprints of rows of exact prompts that ended and may be quoted: whose each is, its
         # head and its token.
         self.known: dict[int, set[tuple[Tenant, tuple[int, ...], int]]] = {}

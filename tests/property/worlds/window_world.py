@@ -42,14 +42,14 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
-from sglang_ext.assembly.window_setup import ask_for_windows, bound_ropes, window_layers  # noqa: E402
+from sglang_ext.assembly.window_setup import bound_ropes, window_inquiries, window_layers  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.page_rules import LocalPages  # noqa: E402
 from sglang_ext.device.pools import describe_pools  # noqa: E402
 from sglang_ext.device.ports.host import HostPort  # noqa: E402
 from sglang_ext.device.windows.layers import group_hashes  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
-from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
+from sglang_ext.seam.cache import CacheParts, HierKVRadixCache  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
 from sglang_ext.seam.metrics.reporter import MetricsReporter  # noqa: E402
 from sglang_ext.settings.config import HierKVConfig  # noqa: E402
@@ -179,7 +179,6 @@ class WindowWorld:
             tree_core_backend="python",
             sliding_window_size=window,
         )
-        self.cache = HierKVRadixCache(params)
         pools = describe_pools(self.kv_pool)
         assert pools.window is not None
         assert pools.groups is not None
@@ -206,16 +205,6 @@ class WindowWorld:
         copier = PageCopier(
             pools.full, self.layout, ropes, self.arena.slots, mode="pre", kernels=rope_kernels
         )
-        linker = HierKVLinker(
-            self.store,
-            copier,
-            num_layers=self.kv_pool.layer_num,
-            page_size=PAGE,
-            kv_pool=self.kv_pool,
-            port=HostPort(),
-            forward_stream=None,
-            windows=window_layers(self.cache, pools.window, pools.groups, copier),
-        )
         self.identity = Identity()
         identity: Any = self.identity
         config = HierKVConfig(
@@ -224,10 +213,28 @@ class WindowWorld:
             prefetch_timeout_ms=300.0,
         )  # fmt: skip
         metrics = MetricsReporter(self.store, self.disk, enabled=False, labels={})
-        self.cache.attach(linker, identity, config, metrics)
-        ask_for_windows(self.cache, config)
+        window_pool, groups = pools.window, pools.groups
+
+        def make_parts(cache: Any) -> CacheParts:
+            windows = window_layers(cache, window_pool, groups, copier)
+            linker = HierKVLinker(
+                self.store,
+                copier,
+                num_layers=self.kv_pool.layer_num,
+                page_size=PAGE,
+                kv_pool=self.kv_pool,
+                port=HostPort(),
+                forward_stream=None,
+                windows=windows,
+            )
+            return CacheParts(
+                linker, identity, config, metrics,
+                inquiries=window_inquiries(windows, self.store, config),
+            )  # fmt: skip
+
+        self.cache = HierKVRadixCache(params, make_parts)
         self.cache.bind_scheduler(self)
-        self.kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
+        self.kv_pool.register_layer_transfer_counter(self.cache.hier_linker.layer_done_counter)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.counts: dict[str, int] = {}
@@ -328,13 +335,13 @@ class WindowWorld:
 
     def check_store(self) -> None:
         """Every page in DRAM is what its key says."""
-        directory = self.store._directory
-        with directory.lock:
-            rows = directory.index.rows()
-            rows = rows[(directory.index.flags[rows] & READY) != 0]
-            keys, numbers = directory.index.keys(rows)
-            assert not directory.index.quality[rows].any(), "pages that are not exact"
-            slots = self.arena.slots[directory.index.host_slot[rows]]
+        books = self.store._books
+        with books.table.lock:
+            rows = books.table.index.rows()
+            rows = rows[(books.table.index.flags[rows] & READY) != 0]
+            keys, numbers = books.table.index.keys(rows)
+            assert not books.table.index.quality[rows].any(), "pages that are not exact"
+            slots = self.arena.slots[books.table.index.host_slot[rows]]
             found = [
                 (key.tobytes(), int(number), slot)
                 for key, number, slot in zip(keys, numbers, slots, strict=True)
@@ -702,9 +709,9 @@ class WindowWorld:
     def only_on_disk(self) -> None:
         """Drops the device tier and DRAM."""
         self.flush()
-        directory = self.store._directory
-        with directory.lock:
-            directory._evict(self.arena.num_slots)
+        books = self.store._books
+        with books.table.lock:
+            books.room.evict(self.arena.num_slots)
 
     def keys(self, tokens: list[int], extra_key: str | None, salt: str | None) -> list[str]:
         key = RadixKey(array("q", tokens), extra_key, cache_salt=salt).page_aligned(PAGE)

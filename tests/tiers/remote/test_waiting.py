@@ -19,6 +19,7 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from sglang_ext.tiers.store.types import StoreCounters
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
 from tests.tiers.remote.test_pages import DIGEST, NONE, SLOT, fill, pages
@@ -45,7 +46,7 @@ class Server:
     ) -> None:
         self.remote = open_store(f"redis://127.0.0.1:{redis.port}", timeout_s=call_s)
         self.cost = CostModel(unmeasured_wait_s=timeout_ms / 1e3)
-        feeds = CostFeeds(self.cost, KV)
+        feeds = CostFeeds(self.cost, KV, StoreCounters())
         self.arena = HostArena(slots, SLOT)
         config = PageStoreConfig(placement=PolicyConfig() if lookahead else None)
         self.store = PageStore(
@@ -55,8 +56,8 @@ class Server:
             config,
             remote=self.remote,
             on_fetch=feeds.on_fetch,
+            counters=feeds.counters,
         )
-        feeds.bind(self.store)
         self.store.open_namespace(DIGEST, {})
         self.space = self.store.space(DIGEST)
         judge = LoadOrCompute(self.store, self.cost, page_tokens=P, kv_bytes_per_page=KV)
@@ -141,8 +142,8 @@ def test_pages_of_the_store_come_behind_pages_on_disk(make: Make, tmp_path: Path
     server = make(folder=tmp_path)
     server.save(pages("a", 12)[:6])
     assert until(lambda: server.count("written_pages") == 6)
-    with server.store._directory.lock:
-        server.store._directory._evict(6)
+    with server.store._books.table.lock:
+        server.store._books.room.evict(6)
     server.teach_prefill(0.01)
     server.teach_remote(100.0)
     server.enter("a", 12)

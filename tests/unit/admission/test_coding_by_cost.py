@@ -105,7 +105,7 @@ def test_pages_that_are_kept_raw_are_whole_and_some_are_still_coded() -> None:
 
 
 def test_a_disk_that_is_short_of_room_gets_coded_pages(tmp_path: Path) -> None:
-    feeds = CostFeeds(model(7000, 1000), SLOT)
+    feeds = CostFeeds(model(7000, 1000), SLOT, StoreCounters())
     config = DiskConfig(tmp_path, 4 << 20, 0, segment_bytes=256 << 10, direct_io="off")
     with DiskTier(config) as disk:
         disk.open_namespace(bytes(32), SLOT, {})

@@ -20,7 +20,7 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy.cost_model import CostModel, LoadChoice
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
-from sglang_ext.tiers.store.types import Hashes
+from sglang_ext.tiers.store.types import Hashes, StoreCounters
 from testkit.slow.disk import ThrottledIO
 
 SLOT = 64 << 10
@@ -44,12 +44,12 @@ class Rig:
         config = DiskConfig(folder / "disk", 64 << 20, 0, segment_bytes=1 << 20, direct_io="off")
         disk = DiskTier(config, io=ThrottledIO(self.speed))
         self.cost = CostModel(unmeasured_wait_s=0.2)
-        feeds = CostFeeds(self.cost, KV)
+        feeds = CostFeeds(self.cost, KV, StoreCounters())
         arena = HostArena(64, SLOT)
         self.store = PageStore(
-            arena, PageIndex(1024), disk, PageStoreConfig(), on_read=feeds.on_read
-        )
-        feeds.bind(self.store)
+            arena, PageIndex(1024), disk, PageStoreConfig(), on_read=feeds.on_read,
+            counters=feeds.counters,
+        )  # fmt: skip
         self.store.open_namespace(DIGEST, {})
         self.space = self.store.space(DIGEST)
         self.judge = LoadOrCompute(self.store, self.cost, page_tokens=P, kv_bytes_per_page=KV)

@@ -35,7 +35,7 @@ from sglang_ext.tiers.records.record import HEADER_BYTES
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
 
 SLOT_BYTES = 4096
-DECIDES = ("/tiers/policy/", "/admission/", "/books/dram_order", "/disk/reclaim")
+DECIDES = ("/tiers/policy/", "/admission/", "/books/orders/dram_order", "/disk/reclaim")
 
 SIZES = StoreSizes(1 << 20, host_pages=64, disk_pages=192)
 

@@ -169,7 +169,7 @@ def test_what_nobody_waits_for_pushes_nothing_off_the_disk_that_somebody_does(ma
     """And is written after all when somebody comes to wait for it in time."""
     rig = _small_disk(make)
     waiting: list[np.ndarray] = []
-    while not rig.directory.disk_is_full:
+    while not rig.books.writing.disk_is_full:
         waiting.append(pages(f"chat{len(waiting)}-", CHAT_PAGES))
         rig.save(waiting[-1])
         _expect(rig, str(len(waiting)), waiting[-1])

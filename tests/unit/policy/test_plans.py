@@ -69,13 +69,13 @@ def test_a_page_that_plans_share_counts_once(make: Make) -> None:
     on_disk_only(rig, chain)
     first = plan(rig, chain[:6])
     second = plan(rig, chain)
-    assert rig.directory.num_planned_pages == 8
+    assert rig.books.pins.num_pages == 8
     assert not second.short
     rig.wait(second)
     rig.store.cancel_plan(first)
-    assert rig.directory.num_planned_pages == 8
+    assert rig.books.pins.num_pages == 8
     rig.store.cancel_plan(second)
-    assert rig.directory.num_planned_pages == 0
+    assert rig.books.pins.num_pages == 0
     rig.settle()
 
 
@@ -90,8 +90,8 @@ def test_a_short_plan_pins_nothing_behind_its_end(make: Make) -> None:
     fillers = [rig.store.pin_ready(rig.space, pages("filler", 8)[n : n + 1]) for n in range(8)]
     short = plan(rig, chain)  # the first two find no slot
     assert short.starved
-    rows = rig.directory.index.lookup(chain[2:], 0)
-    assert not rig.arena.pinned(rig.directory.index.host_slot[rows]).any()
+    rows = rig.books.table.index.lookup(chain[2:], 0)
+    assert not rig.arena.pinned(rig.books.table.index.host_slot[rows]).any()
     rig.store.cancel_plan(short)
     for ticket in fillers:
         if ticket is not None:
@@ -110,7 +110,7 @@ def test_reads_of_the_head_of_the_queue_overtake_those_behind(make: Make) -> Non
     reads.go()
     rig.wait(before)
     rig.wait(behind)
-    rows = rig.directory.index.lookup(head, 0)
+    rows = rig.books.table.index.lookup(head, 0)
     assert reads.order[2:6] == rows.tolist()
     rig.store.cancel_plan(before)
     rig.store.cancel_plan(behind)
@@ -129,7 +129,7 @@ def test_a_changed_place_in_the_queue_counts_for_reads_that_wait(make: Make) -> 
     reads.go()
     rig.wait(first)
     rig.wait(second)
-    assert reads.order[2:5] == rig.directory.index.lookup(two, 0).tolist()
+    assert reads.order[2:5] == rig.books.table.index.lookup(two, 0).tolist()
     rig.store.cancel_plan(first)
     rig.store.cancel_plan(second)
     rig.settle()
@@ -144,8 +144,8 @@ def test_reads_that_nobody_waits_for_are_given_up(make: Make) -> None:
     reads.until_begun(4)
     rig.store.cancel_plan(given_up)
     assert rig.count("withdrawn_pages") == 4
-    rows = rig.directory.index.lookup(chain, 0)
-    flags = rig.directory.index.flags[rows]
+    rows = rig.books.table.index.lookup(chain, 0)
+    flags = rig.books.table.index.flags[rows]
     assert ((flags & FILLING) != 0).tolist() == [True, True, False, False, False, False]
     assert ((flags & ON_DISK) != 0).all()
     reads.go()
@@ -184,8 +184,8 @@ def test_a_read_given_up_after_its_segment_went_leaves_nothing(make: Make) -> No
     reads = Reads(rig)
     found = plan(rig, chain)
     reads.until_begun(2)
-    segment = int(rig.directory.index.segment[rig.directory.index.lookup(chain, 0)[0]])
-    rig.directory.drop_segment(segment)
+    segment = int(rig.books.table.index.segment[rig.books.table.index.lookup(chain, 0)[0]])
+    rig.books.disk.drop_segment(segment)
     rig.store.cancel_plan(found)
     reads.go()
     rig.settle()
@@ -257,14 +257,14 @@ def test_rows_of_pages_that_left_are_wanted_no_more(make: Make) -> None:
     rig.save(pages("a", 4))
     rig.store.lookahead.expect("a", rig.space, pages("a", 4), 0)
     rig.store.lookahead.set_order(["a"])
-    old = rig.directory.index.lookup(pages("a", 4), 0)
-    assert rig.directory.policy is not None
-    assert rig.directory.policy.wanted(old).all()
+    old = rig.books.table.index.lookup(pages("a", 4), 0)
+    assert rig.books.table.policy is not None
+    assert rig.books.table.policy.wanted(old).all()
     rig.store.clear()
     rig.save(pages("b", 16))
-    new = rig.directory.index.lookup(pages("b", 16), 0)
+    new = rig.books.table.index.lookup(pages("b", 16), 0)
     assert set(old.tolist()) <= set(new.tolist())
-    assert not rig.directory.policy.wanted(new).any()
+    assert not rig.books.table.policy.wanted(new).any()
     rig.settle()
 
 
@@ -313,9 +313,9 @@ def test_pages_above_the_device_end_are_wanted_too(make: Make) -> None:
     rig.save(chain)
     found = rig.store.lookahead.expect("a", rig.space, chain, 4)
     assert found.total == 2
-    assert rig.directory.policy is not None
-    rows = rig.directory.index.lookup(chain, 0)
-    assert rig.directory.policy.wanted(rows).all()
+    assert rig.books.table.policy is not None
+    rows = rig.books.table.index.lookup(chain, 0)
+    assert rig.books.table.policy.wanted(rows).all()
     rig.settle()
 
 
@@ -341,7 +341,7 @@ def test_a_save_that_lacks_room_takes_that_of_the_last_plan(make: Make, *, looka
     for each in plans:
         rig.store.cancel_plan(each)
     rig.settle()
-    assert rig.directory.num_planned_pages == 0
+    assert rig.books.pins.num_pages == 0
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
@@ -369,4 +369,4 @@ def test_the_only_plan_may_be_larger_than_half_of_dram(make: Make, *, lookahead:
     for each in (alone, late, shared):
         rig.store.cancel_plan(each)
     rig.settle()
-    assert rig.directory.num_planned_pages == 0
+    assert rig.books.pins.num_pages == 0

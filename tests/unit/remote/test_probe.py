@@ -19,7 +19,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.page_rules import AnyPage
 from sglang_ext.tiers.records.record import RAW_CODEC
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.types import StoreCounters
@@ -53,7 +53,7 @@ def run_of(
 def prober(tmp_path: Path) -> Iterator[Prober]:
     arena = HostArena(4, LAYOUT.slot_bytes)
     codec = codec_of("hier", 3)
-    directory = Directory(
+    books = Books(
         arena,
         PageIndex(64),
         has_disk=False,
@@ -62,7 +62,7 @@ def prober(tmp_path: Path) -> Iterator[Prober]:
         events=EventLog(""),
     )
     remote = open_store(f"file://{tmp_path}?size=1GB&free=1")
-    publisher = Publisher(directory, remote, codec, DecodedPages(), AnyPage())
+    publisher = Publisher(books, remote, codec, DecodedPages(), AnyPage())
     yield Prober(publisher, LAYOUT.slot_bytes)
     remote.close()
 

@@ -59,7 +59,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 def stored(world: World, tokens: list[int]) -> list[int]:
     """Quality of the stored pages of a prompt."""
-    index = world.store._directory.index
+    index = world.store._books.table.index
     rows = index.lookup(hashes_from_hex(world.keys(tokens)), world.space.number)
     return [int(quality) for quality in index.quality[rows]]
 
@@ -131,7 +131,7 @@ def test_a_request_for_exact_kv_gets_it_and_leaves_it_behind(make: Make, core: s
 def test_an_exact_request_uses_the_exact_leading_part(make: Make) -> None:
     world = make()
     world.run([*DOCUMENT[: 2 * PAGE], 7], exact=True)
-    index = world.store._directory.index
+    index = world.store._books.table.index
     lossy = np.array([0, 0, 1, 1, 1, 1], np.uint8)
     hashes = hashes_from_hex(world.keys(DOCUMENT))
     world.cache.taint.pages.note(world.keys(DOCUMENT)[2:], lossy[2:])

@@ -20,7 +20,7 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig, Plan
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 
 SLOT = 8192
 DIGEST = hashlib.sha256(b"namespace").digest()
@@ -75,8 +75,8 @@ class Rig:
         self.space = self.store.space(DIGEST)
 
     @property
-    def directory(self) -> Directory:
-        return self.store._directory
+    def books(self) -> Books:
+        return self.store._books
 
     def save(
         self, hashes: np.ndarray, ancestors: np.ndarray = NONE, space: KeySpace | None = None,
@@ -95,8 +95,8 @@ class Rig:
 
     def on_disk(self, hashes: np.ndarray) -> int:
         """How many of the pages have an acknowledged copy on disk."""
-        rows = self.directory.index.lookup(hashes, self.space.number)
-        return int((self.directory.index.flags[rows[rows >= 0]] & 2 != 0).sum())
+        rows = self.books.table.index.lookup(hashes, self.space.number)
+        return int((self.books.table.index.flags[rows[rows >= 0]] & 2 != 0).sum())
 
     def count(self, name: str) -> int:
         return self.store.counters.snapshot().get(name, 0)
@@ -116,8 +116,8 @@ class Rig:
         self.store.check()
 
     def _is_settled(self) -> bool:
-        with self.directory.lock:  # without it a batch is seen neither in the queue nor pinned
-            return not self.directory.spill_queue and not self.arena._pins.any()
+        with self.books.table.lock:  # without it a batch is seen neither in the queue nor pinned
+            return not self.books.spills.entries and not self.arena._pins.any()
 
     def events(self, name: str) -> set[str]:
         lines = [json.loads(line) for line in self.log.read_text().splitlines()]

@@ -19,10 +19,10 @@ def store() -> PageStore:
 
 
 def test_a_store_is_late_only_when_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "release" not in vars(store()._directory)
+    assert "release" not in vars(store()._books.loads)
     monkeypatch.setattr(PageStore, "__init__", PageStore.__init__)  # for it to be put back
     make_stores_late(0.003)
-    assert "release" in vars(store()._directory)
+    assert "release" in vars(store()._books.loads)
 
 
 def test_jitter_delays_and_passes_everything_on() -> None:

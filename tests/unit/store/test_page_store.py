@@ -126,7 +126,7 @@ def test_what_the_disk_refused_may_leave_dram_all_the_same(make: Make) -> None:
     rig.save(pages("a", 4))
     rig.until(lambda: rig.count("write_dropped_pages") == 4)
     rig.settle()
-    flags = rig.directory.index.flags[rig.directory.index.lookup(pages("a", 4), 0)]
+    flags = rig.books.table.index.flags[rig.books.table.index.lookup(pages("a", 4), 0)]
     assert (flags == READY | WRITE_DROPPED).all()
     assert rig.save(pages("b", 2)) == 2
     assert rig.count("lost_pages") == 2
@@ -299,7 +299,7 @@ def test_cancelling_during_the_read_leaks_nothing(make: Make) -> None:
     rig.io.open_gate.set()
     rig.settle()
     assert rig.ready(pages("a", 4)) == 4  # useful to whoever comes next
-    assert rig.directory.num_planned_pages == 0
+    assert rig.books.pins.num_pages == 0
 
 
 def test_a_failed_read_is_a_miss(make: Make) -> None:
@@ -332,7 +332,7 @@ def test_plans_leave_room_for_others(make: Make) -> None:
     assert rig.save(pages("b", 1)) == 1
     rig.store.cancel_plan(starved)
     rig.store.cancel_plan(plan)
-    assert rig.directory.num_planned_pages == 0
+    assert rig.books.pins.num_pages == 0
     rig.settle()
 
 
@@ -519,14 +519,14 @@ def test_shutdown_writes_what_was_used_last_and_roots_first(make: Make) -> None:
     rig.save(pages("new", 6))
     assert rig.store._spiller is not None
     with rig.store._spiller._writing:  # its thread must not take them first
-        assert rig.directory.queue_all() == 12
-        entry = rig.directory.take_spills(4)
+        assert rig.books.spills.queue_all() == 12
+        entry = rig.books.spills.take(4)
     assert entry is not None
-    hashes, _ = rig.directory.index.keys(entry.rows)
+    hashes, _ = rig.books.table.index.keys(entry.rows)
     assert hashes.tolist() == pages("new", 4).tolist()
     nowhere = np.zeros(4, np.uint32)
     copies = DiskCopies(nowhere, nowhere, np.zeros(4, np.uint16), np.zeros(4, np.uint8))
-    rig.directory.finish_spill(entry, np.zeros(4, np.bool_), copies)
+    rig.books.spills.finish(entry, np.zeros(4, np.bool_), copies)
 
 
 def test_pages_that_a_disk_refused_are_counted_as_lost_at_shutdown(make: Make) -> None:
@@ -563,22 +563,22 @@ def test_stale_entries_of_one_key_space_do_not_end_a_flush(make: Make) -> None:
     assert rig.store._spiller is not None
     with rig.store._spiller._writing:
         rig.save(pages("a", 3))
-        rig.directory.queue_all()
-        rows = rig.directory.index.lookup(pages("a", 3), 0)
-        queued = list(rig.directory.spill_queue)
-        with rig.directory.lock:
-            rig.arena.free(rig.directory.index.host_slot[rows])
-            rig.directory.index.remove(rows)
+        rig.books.spills.queue_all()
+        rows = rig.books.table.index.lookup(pages("a", 3), 0)
+        queued = list(rig.books.spills.entries)
+        with rig.books.table.lock:
+            rig.arena.free(rig.books.table.index.host_slot[rows])
+            rig.books.table.index.remove(rows)
         rig.save(pages("b", 2), space=other)
-        rig.directory.queue_all()
+        rig.books.spills.queue_all()
         assert len(queued) == 1
-        entry = rig.directory.take_spills(16)
+        entry = rig.books.spills.take(16)
     assert entry is not None
     assert entry.space == other
     assert len(entry.rows) == 2
     nowhere = np.zeros(2, np.uint32)
     copies = DiskCopies(nowhere, nowhere, np.zeros(2, np.uint16), np.zeros(2, np.uint8))
-    rig.directory.finish_spill(entry, np.zeros(2, np.bool_), copies)
+    rig.books.spills.finish(entry, np.zeros(2, np.bool_), copies)
     rig.settle()
 
 
@@ -587,20 +587,20 @@ def test_a_page_that_is_copied_twice_from_one_segment_is_on_disk_once(make: Make
     rig = make(slots=16, lookahead=True)
     rig.save(pages("a", 2))
     rig.settle()
-    directory = rig.directory
-    rows = directory.index.lookup(pages("a", 2), 0)
-    segment = int(directory.index.segment[rows[0]])
+    books = rig.books
+    rows = books.table.index.lookup(pages("a", 2), 0)
+    segment = int(books.table.index.segment[rows[0]])
     moved = RecoveredPages(
         hashes=np.concatenate([pages("a", 2), pages("a", 1)]),
         lora=np.zeros((3, 32), np.uint8),
         segment=np.full(3, segment + 100, np.uint32),
         block=np.array([1, 2, 3], np.uint32),
         num_blocks=np.ones(3, np.uint16),
-        quality=directory.index.disk_quality[rows[[0, 1, 0]]],
+        quality=books.table.index.disk_quality[rows[[0, 1, 0]]],
     )
-    directory.move_on_disk(rig.space, segment, moved)
-    assert directory.index.block[rows].tolist() == [3, 2]
-    directory.check()
+    books.disk.move(rig.space, segment, moved)
+    assert books.table.index.block[rows].tolist() == [3, 2]
+    books.check()
 
 
 def test_pages_that_the_disk_did_not_take_need_no_cleaning(make: Make) -> None:
@@ -609,13 +609,13 @@ def test_pages_that_the_disk_did_not_take_need_no_cleaning(make: Make) -> None:
     assert rig.store._spiller is not None
     with rig.store._spiller._writing:
         rig.save(pages("a", 16))
-        with rig.directory.lock:
-            rows = rig.directory.index.lookup(pages("a", 16), 0)
-            rig.directory.index.flags[rows] = READY | WRITE_DROPPED
-            rig.directory.spill_queue.clear()  # the spiller may have looked already
-            rig.directory._look_at = 0
-        rig.directory.queue_leaving(16)
-        assert not rig.directory.spill_queue
+        with rig.books.table.lock:
+            rows = rig.books.table.index.lookup(pages("a", 16), 0)
+            rig.books.table.index.flags[rows] = READY | WRITE_DROPPED
+            rig.books.spills.entries.clear()  # the spiller may have looked already
+            rig.books.room._look_at = 0
+        rig.books.room.queue_leaving(16)
+        assert not rig.books.spills.entries
 
 
 def test_clearing_sorts_no_pages(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def test_requests_of_which_nothing_is_stored_leave_nothing_behind(make: Make) ->
     rig = make(slots=16)
     for number in range(20):
         assert rig.store.plan(rig.space, pages(f"unknown{number}", 4)) is None
-    assert len(rig.directory._plans) == 0
+    assert len(rig.books.pins._plans) == 0
 
 
 def test_plans_yield_to_saves_where_there_is_no_disk(make: Make) -> None:
@@ -86,14 +86,14 @@ def test_what_leads_to_pinned_pages_stays_as_long_as_they(make: Make) -> None:
     ticket = rig.store.pin_ready(rig.space, path)
     assert ticket is not None
     rig.store.release(ticket.slots)
-    rows = rig.directory.index.lookup(path, rig.space.number)
-    rig.directory.index.lru_touch(rig.directory.index.lookup(other, rig.space.number)[::-1])
+    rows = rig.books.table.index.lookup(path, rig.space.number)
+    rig.books.table.index.lru_touch(rig.books.table.index.lookup(other, rig.space.number)[::-1])
     pins = ticket.slots[10:]
-    with rig.directory.lock:
-        rig.directory._pin_slots(pins)
+    with rig.books.table.lock:
+        rig.books.table.pin(pins)
     rig.save(pages("new", 60))  # 20 are free
     assert rig.ready(path) == 90, "what leads to pinned pages left before others"
-    order = rig.directory.index.lru_tail(400).tolist()
+    order = rig.books.table.index.lru_tail(400).tolist()
     places = [order.index(row) for row in rows.tolist()]
     assert places == sorted(places, reverse=True)
     rig.store.release(pins)

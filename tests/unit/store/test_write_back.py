@@ -32,7 +32,7 @@ def _full(make: Make, policy: str = "auto", size: int = 1) -> tuple[Rig, list[np
     chats = [pages(f"chat{number}-", CHAT_PAGES) for number in range(20 + 40 * size)]
     for chat in chats:
         _save(rig, chat)
-    assert rig.directory.disk_is_full
+    assert rig.books.writing.disk_is_full
     return rig, chats
 
 
@@ -55,7 +55,7 @@ def _bring(rig: Rig, chat: np.ndarray) -> None:
 
 def _save(rig: Rig, hashes: np.ndarray) -> None:
     """Saves pages; what leaves next is written first."""
-    rig.until(lambda: not rig.directory.should_look)
+    rig.until(lambda: not rig.books.room.should_look)
     rig.save(hashes)
     while rig.ready(hashes) < len(hashes):  # what leaves is still to be written
         rig.until(lambda: rig.save(hashes) > 0)
@@ -63,7 +63,7 @@ def _save(rig: Rig, hashes: np.ndarray) -> None:
 
 
 def _flags(rig: Rig, hashes: np.ndarray) -> np.ndarray:
-    index = rig.directory.index
+    index = rig.books.table.index
     return index.flags[index.lookup(hashes, rig.space.number)]
 
 
@@ -129,7 +129,7 @@ def test_of_a_path_for_which_the_disk_has_half_the_room_it_takes_the_start(
 ) -> None:
     """What displaces nothing that is needed sooner, of all that is written at a time."""
     rig, chats = _full(make, "write_through")
-    directory = rig.directory
+    books = rig.books
     kept = [chat for chat in chats if rig.on_disk(chat) == CHAT_PAGES][2:]
     for number, chat in enumerate(kept):
         _expect(rig, f"soon{number}", chat)
@@ -137,18 +137,18 @@ def test_of_a_path_for_which_the_disk_has_half_the_room_it_takes_the_start(
     path = pages("path", 2 * num_unneeded)
     rig.io.open_gate.clear()
     rig.save(pages("first", 1))
-    rig.until(lambda: directory.num_spilling == 1)  # the thread is busy
+    rig.until(lambda: books.spills.num_spilling == 1)  # the thread is busy
     for part in np.split(np.arange(len(path)), num_saves):
         rig.save(path[part], path[: part[0]])
     _expect(rig, "late", path)
-    entry = directory.take_spills(len(path))
+    entry = books.spills.take(len(path))
     assert entry is not None
-    rows = directory.index.lookup(path, rig.space.number)
+    rows = books.table.index.lookup(path, rig.space.number)
     assert entry.rows.tolist() == rows[:num_unneeded].tolist()
     nothing = np.zeros(num_unneeded, np.bool_)
     none = np.zeros(num_unneeded, np.uint32)
     copies = DiskCopies(none, none, none.astype(np.uint16), none.astype(np.uint8))
-    directory.finish_spill(entry, nothing, copies)
+    books.spills.finish(entry, nothing, copies)
     rig.io.open_gate.set()
     rig.settle()
 
@@ -157,7 +157,7 @@ def test_shutdown_gives_no_copy_up_because_dram_has_the_page(make: Make) -> None
     rig, chats = _full(make)
     old = next(chat for chat in chats if (_flags(rig, chat) == ON_DISK).all() and rig.on_disk(chat))
     _bring(rig, old)
-    rig.directory.begin_closing()  # as the first thing that closing does
+    rig.books.disk.begin_closing()  # as the first thing that closing does
     given_up = rig.count("given_up_pages")
     for number in range(20):
         _save(rig, pages(f"new{number}-", CHAT_PAGES))
@@ -167,17 +167,17 @@ def test_shutdown_gives_no_copy_up_because_dram_has_the_page(make: Make) -> None
 
 def test_no_more_is_queued_behind_a_slow_disk_than_is_to_be_able_to_leave(make: Make) -> None:
     rig, _ = _full(make)
-    directory = rig.directory
+    books = rig.books
     rig.io.open_gate.clear()
     for number in range(4):  # in parts: one save of all would ask for as much to be written ahead
         rig.save(pages(f"new{number}-", 2))
     # As saves want, or as many as those queued that met no page that could leave at once.
-    wanted = max(8, int(directory.burst_pages), directory.num_queued)
+    wanted = max(8, int(books.room._burst_pages), books.spills.num_pages())
     for _ in range(20):
-        directory._look_at = 0
-        directory.queue_leaving(8)
-        with directory.lock:
-            assert directory._num_queued <= wanted
+        books.room._look_at = 0
+        books.room.queue_leaving(8)
+        with books.table.lock:
+            assert books.spills.num_queued <= wanted
     rig.io.open_gate.set()
     rig.settle()
 
@@ -216,5 +216,5 @@ def test_little_dram_is_not_looked_at_again_and_again(make: Make, slots: int) ->
     """Once for each time that enough moved: the thread that looks would take a core otherwise."""
     rig = make(policy="write_back", slots=slots, lookahead=True, index=1024)
     rig.save(pages("chat", 2))
-    rig.until(lambda: not rig.directory.should_look)
+    rig.until(lambda: not rig.books.room.should_look)
     rig.settle()

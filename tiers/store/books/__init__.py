@@ -1,4 +1,5 @@
 """The store's books: where every page lies, who needs it, and which leaves next. No I/O.
 
-Any thread, under the one lock of `PageTable`; nobody blocks while holding it.
+`books.py` puts the parts together. Any thread, under the one lock of `PageTable`; nobody blocks
+while holding it.
 """

@@ -15,7 +15,7 @@ import numpy as np
 
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.records.quality import ANY
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.types import Hashes, KeySpace, TierCounts
 
 Key = tuple[int, bytes]  # number of the key space, hash of the page
@@ -31,17 +31,18 @@ class LookAhead:
         num_in_window: those of them that were in it.
     """
 
-    def __init__(self, directory: Directory, policy: PlacementPolicy) -> None:
-        self._directory = directory
-        self._policy = policy  # guarded by directory.lock
+    def __init__(self, books: Books, policy: PlacementPolicy) -> None:
+        self._table, self._lookups = books.table, books.lookups
+        self._spills, self._pins = books.spills, books.pins
+        self._policy = policy  # guarded by the table's lock
         self.num_waiting = 0  # requests; of the last call of `window`
         self.num_in_window = 0
         # Waiting requests by the first page that they miss, and that page by request. In _changed
-        # are, in order, requests to be looked up again. All guarded by directory.lock.
+        # are, in order, requests to be looked up again. All guarded by the table's lock.
         self._missing: dict[Key, dict[Hashable, None]] = {}
         self._missing_of: dict[Hashable, Key] = {}
         self._changed: dict[Hashable, None] = {}
-        directory.on_published = self._published
+        books.saves.on_published = self._published
 
     def expect(
         self,
@@ -63,16 +64,16 @@ class LookAhead:
         Returns:
             Where those of its other pages lie that are stored.
         """
-        directory = self._directory
-        with directory.lock:
-            above, below = directory._path(space, hashes, num_above, max_quality)
+        table = self._table
+        with table.lock:
+            above, below = self._lookups.path(space, hashes, num_above, max_quality)
             path = np.concatenate([above, below])
-            directory._touch(path)
+            table.touch(path)
             # With nothing stored behind the device prefix, copies of the prefix are not needed.
-            self._policy.enqueue(request, path if len(below) else below, directory.now_s())
-            directory._reconsider(space, below)
+            self._policy.enqueue(request, path if len(below) else below, table.now_s())
+            self._spills.wanted(space, below)
             self._miss(request, space, hashes[num_above + len(below) :])
-            return directory._count_tiers(below)
+            return self._lookups.count_tiers(below)
 
     def take_changed(self, most: int) -> list[Hashable]:
         """Waiting requests that should be looked for again: `expect` them.
@@ -87,7 +88,7 @@ class LookAhead:
         # Read without the lock; what is missed here is seen at the next step.
         if not (self._changed or queue.has_lost_pages):
             return []
-        with self._directory.lock:
+        with self._table.lock:
             self._changed.update(dict.fromkeys(queue.take_lost_pages()))
             taken = list(itertools.islice(self._changed, most))
             for request in taken:
@@ -105,20 +106,20 @@ class LookAhead:
             first: the first page that it goes on without.
             end: end of these pages.
         """
-        directory = self._directory
-        with directory.lock:
-            rows = directory.index.lookup(hashes, space.number)
-            left = self._policy.leave_behind(rows[first:end], directory.now_s())
+        table = self._table
+        with table.lock:
+            rows = table.index.lookup(hashes, space.number)
+            left = self._policy.leave_behind(rows[first:end], table.now_s())
             if not len(left):
                 return
-            directory.lineage.depart(rows[:first], rows[end:])
-            directory.counters.add("left_behind_pages", len(left))
-            if directory.order is not None and directory.order.left_never_return:
-                directory.index.lru_sink(left[::-1])
+            table.lineage.depart(rows[:first], rows[end:])
+            table.counters.add("left_behind_pages", len(left))
+            if table.order is not None and table.order.left_never_return:
+                table.index.lru_sink(left[::-1])
 
     def leave(self, request: Hashable) -> None:
         """A request does not wait any more; unknown ones are ignored."""
-        with self._directory.lock:
+        with self._table.lock:
             self._policy.leave(request)
             self._stop_missing(request)
             self._changed.pop(request, None)
@@ -131,23 +132,23 @@ class LookAhead:
             hashes: u8 `[N, 32]`, its pages from the root on.
             arrived_s: when it entered the queue, monotonic; None when it did not.
         """
-        directory = self._directory
-        with directory.lock:
-            rows = directory.index.prefix_rows(hashes, space.number)
+        table = self._table
+        with table.lock:
+            rows = table.index.prefix_rows(hashes, space.number)
             # Any 64 bits of a page's key: one page in two key spaces is two.
             names = np.ascontiguousarray(hashes[: len(rows)]).view(np.uint64)[:, 0]
             names = names ^ np.uint64(space.number * _MIX & _U64)
-            self._policy.used(rows, directory.now_s(), names=names, arrived_s=arrived_s)
+            self._policy.used(rows, table.now_s(), names=names, arrived_s=arrived_s)
 
     def set_order(self, requests: Sequence[Hashable]) -> None:
         """The order in which the scheduler will take the waiting requests."""
-        with self._directory.lock:
+        with self._table.lock:
             self._policy.set_order(requests)
 
     def window(self) -> list[Hashable]:
         """The leading requests whose pages plans may pin together; at least the first."""
-        with self._directory.lock:
-            window = list(self._policy.window(self._directory.max_planned_pages))
+        with self._table.lock:
+            window = list(self._policy.window(self._pins.max_planned_pages))
             self.num_waiting = len(self._policy.queue)
             self.num_in_window = len(window) if self.num_waiting else 0
             return window

@@ -14,7 +14,7 @@ from sglang_ext.tiers.base import BLOCK_BYTES, Location, ReadRequest, Tier
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.quality import ANY, Qualities
 from sglang_ext.tiers.records.record import VerifyResult
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.coding import PageDecoder
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.executor import Executor, Job, Work
@@ -68,7 +68,7 @@ class Promoter(Work):
 
     def __init__(
         self,
-        directory: Directory,
+        books: Books,
         disk: Tier,
         executor: Executor,
         transcoder: PageTranscoder | None = None,
@@ -76,9 +76,9 @@ class Promoter(Work):
         decoded: DecodedPages | None = None,
         rules: PageRules | None = None,
     ) -> None:
-        self._directory = directory
+        self._table, self._lookups, self._plans = books.table, books.lookups, books.plans
         self._disk = disk
-        self._decoder = PageDecoder(transcoder, directory.arena.slot_bytes, decoded, rules)
+        self._decoder = PageDecoder(transcoder, self._table.arena.slot_bytes, decoded, rules)
         self._meter = meter or ReadMeter()
         self._lock = threading.Condition()
         # Of the plans that begin now; noted under _lock.
@@ -102,12 +102,12 @@ class Promoter(Work):
         Returns:
             A plan to poll, or None when no page is stored. Does not block.
         """
-        plan, rows, slots = self._directory.begin_plan(space, hashes, max_quality, priority)
+        plan, rows, slots = self._plans.begin(space, hashes, max_quality, priority)
         if plan is None:
             return None
         if not len(rows):
             return plan
-        piece_pages = -(-self._piece.num_bytes // self._directory.arena.slot_bytes)
+        piece_pages = -(-self._piece.num_bytes // self._table.arena.slot_bytes)
         starts = range(0, len(rows), piece_pages)
         left = [len(starts)]
         ends = [start + piece_pages for start in starts]
@@ -128,11 +128,11 @@ class Promoter(Work):
 
         A read that has begun goes on, and its pages stay useful.
         """
-        self._directory.cancel_plan(plan)
+        self._plans.cancel(plan)
         with self._lock:
             reads = self._reads.pop(plan, ())
         for read in reads:
-            heir = self._directory.withdraw(read.rows, read.slots)
+            heir = self._plans.withdraw(read.rows, read.slots)
             if heir is None:
                 self._meter.queued(-read.num_bytes)
                 self._end(read)
@@ -153,8 +153,8 @@ class Promoter(Work):
             self._finish(read, *_nothing(read))
 
     def _record_bytes(self, rows: Rows) -> int:
-        num_blocks = self._directory.locations(rows)[1].num_blocks
-        slot_blocks = self._directory.arena.slot_bytes // BLOCK_BYTES
+        num_blocks = self._lookups.locations(rows)[1].num_blocks
+        slot_blocks = self._table.arena.slot_bytes // BLOCK_BYTES
         return int(np.where(num_blocks > 0, num_blocks, slot_blocks).sum()) * BLOCK_BYTES
 
     def wait(self) -> bool:
@@ -177,7 +177,7 @@ class Promoter(Work):
         try:
             ok, quality = self._read(read)
         except Exception:
-            self._directory.counters.add("promotion_failures")
+            self._table.counters.add("promotion_failures")
             logger.exception("hier-kv: pages could not be read from disk; they are recomputed")
         self._meter.ended(
             read.num_bytes,
@@ -189,7 +189,7 @@ class Promoter(Work):
         self._finish(read, ok, quality)
         if ok.all():
             with self._lock:
-                num_bytes = len(read.rows) * self._directory.arena.slot_bytes
+                num_bytes = len(read.rows) * self._table.arena.slot_bytes
                 self._piece.note(num_bytes, read.read_s)  # pieces are cut by slots
 
     def _next(self) -> _Read | None:
@@ -204,8 +204,8 @@ class Promoter(Work):
 
     def _read(self, read: _Read) -> tuple[Mask, Qualities]:
         """Reads and decodes; returns which pages are there, and how good they are."""
-        hashes, copies = self._directory.locations(read.rows)
-        slots = self._directory.arena.slots
+        hashes, copies = self._lookups.locations(read.rows)
+        slots = self._table.arena.slots
         requests = [
             ReadRequest(Location(segment, block), row.tobytes(), read.space.lora, slots[slot], num)
             for segment, block, num, row, slot in zip(
@@ -217,28 +217,28 @@ class Promoter(Work):
                 strict=True,
             )
         ]
-        started_s = self._directory.now_s()
+        started_s = self._table.now_s()
         results = self._disk.read(read.space.digest, requests)
-        read.read_s = self._directory.now_s() - started_s
+        read.read_s = self._table.now_s() - started_s
         ok, qualities = _nothing(read)
         for index, (result, request) in enumerate(zip(results, requests, strict=True)):
             kind = result.value
             if result is VerifyResult.OK:
-                started_s = self._directory.now_s()
+                started_s = self._table.now_s()
                 quality, decoded_bytes = self._decoder.decode(request.out)
                 if decoded_bytes:
                     read.decode_bytes += decoded_bytes
-                    read.decode_s += self._directory.now_s() - started_s
+                    read.decode_s += self._table.now_s() - started_s
                 if quality is not None:
                     ok[index], qualities[index] = True, quality
                     continue
                 kind = "codec"
-            self._directory.counters.add(f"rejected_{kind}")
-            self._directory.events.pages("rejected", hashes[index : index + 1], kind=kind)
+            self._table.counters.add(f"rejected_{kind}")
+            self._table.events.pages("rejected", hashes[index : index + 1], kind=kind)
         return ok, qualities
 
     def _finish(self, read: _Read, ok: Mask, quality: Qualities) -> None:
-        self._directory.finish_promotion(read.plan, read.rows, read.slots, ok, quality)
+        self._plans.finish_promotion(read.plan, read.rows, read.slots, ok, quality)
         self._end(read)
 
     def _end(self, read: _Read) -> None:
@@ -247,7 +247,7 @@ class Promoter(Work):
             last = read.left[0] == 0
         if last:
             self._meter.plan_ended()
-            self._directory.end_promotion()
+            self._plans.end_promotion()
 
 
 def _nothing(read: _Read) -> tuple[Mask, Qualities]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from sglang_ext.tiers.base import BLOCK_BYTES, NO_SEGMENT, Location, Tier
 from sglang_ext.tiers.records.quality import Quality
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.coding import DiskRecord, KeepRaw, PageEncoder
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.executor import Executor, Job, Work
@@ -30,7 +30,7 @@ _CLEANING_POLL_S = 0.1  # where nothing wakes the thread: the queue may have cha
 
 
 class Spiller(Work):
-    """Drains the directory's spill queue into the disk tier.
+    """Drains the spill queue into the disk tier.
 
     With the write-back policy it also cleans the coldest pages whenever the pages that could leave
     DRAM at once fall below the low-water mark, so that room is made before it is needed.
@@ -41,7 +41,7 @@ class Spiller(Work):
 
     def __init__(
         self,
-        directory: Directory,
+        books: Books,
         disk: Tier,
         *,
         low_water_pages: int,
@@ -50,24 +50,25 @@ class Spiller(Work):
         keep_raw: KeepRaw | None = None,
         decoded: DecodedPages | None = None,
     ) -> None:
-        self._directory = directory
+        self._table, self._spills = books.table, books.spills
+        self._room, self._policy = books.room, books.writing
         self._disk = disk
         self._low_water_pages = low_water_pages
-        most_bytes = int(directory.arena.nbytes * _BATCH_SHARE)
+        most_bytes = int(self._table.arena.nbytes * _BATCH_SHARE)
         self._encoder: PageEncoder | None = None  # guarded by _writing
         if transcoder is not None and transcoder.encodes:
             most_bytes = MIN_BATCH_BYTES  # coded records need memory of their own
             self._encoder = PageEncoder(
                 transcoder,
-                directory.arena.slot_bytes,
-                max(1, MIN_BATCH_BYTES // directory.arena.slot_bytes),
-                directory.counters,
+                self._table.arena.slot_bytes,
+                max(1, MIN_BATCH_BYTES // self._table.arena.slot_bytes),
+                self._table.counters,
                 keep_raw,
                 decoded,
             )
         # Noted under _writing.
         self._batch = PieceSize(BATCH_S, MIN_BATCH_BYTES, min(most_bytes, MAX_BATCH_BYTES))
-        self._stop = False  # guarded by directory.lock
+        self._stop = False  # guarded by the table's lock
         # Held from when a batch, or what is to be cleared, is taken until that is done.
         self._writing = threading.Lock()
         self._executor = executor
@@ -77,61 +78,55 @@ class Spiller(Work):
         """Writes everything that is not on disk yet until a deadline; returns pages left in DRAM.
 
         Args:
-            deadline_s: time, on the directory's clock, at which to give up.
+            deadline_s: time, on the store's clock, at which to give up.
         """
-        directory = self._directory
-        while directory.now_s() < deadline_s:
+        while self._table.now_s() < deadline_s:
             # Asked again when the queue was empty: the thread may have taken the last of it.
             job = self._take_batch()
             if job is not None:
                 job.run()
-            elif not directory.queue_all():
+            elif not self._spills.queue_all():
                 break
-        return directory.num_unwritten()
+        return self._spills.num_unwritten()
 
     def close(self) -> None:
         """Ends the work after the batch that is being written."""
-        with self._directory.lock:
+        with self._table.lock:
             self._stop = True
-            self._directory.spill_ready.notify_all()
+            self._spills.ready.notify_all()
         self._executor.join(self)
-        while self._directory.take_clears():  # forgotten pages must not come back with a restart
+        while self._spills.take_clears():  # forgotten pages must not come back with a restart
             job = self._take_batch()
             if job is not None:
                 job.run()
 
     def wait(self) -> bool:
         """See `Work.wait`; returns now and then with write-back, for pages to be cleaned."""
-        directory = self._directory
-        with directory.lock:
-            directory.spill_ready.wait_for(
-                lambda: (
-                    self._stop
-                    or bool(directory.spill_queue or directory.to_clear)
-                    or directory.should_look
-                ),
-                _CLEANING_POLL_S if directory.writes_back else None,
+        with self._table.lock:
+            self._spills.ready.wait_for(
+                lambda: self._stop or self._spills.has_work or self._room.should_look,
+                _CLEANING_POLL_S if self._policy.back else None,
             )
             return not self._stop
 
     def take(self) -> Job | None:
         """See `Work.take`. Until it has run, no other batch can be taken."""
-        if self._directory.writes_back:
-            self._directory.queue_leaving(self._low_water_pages)
+        if self._policy.back:
+            self._room.queue_leaving(self._low_water_pages)
         return self._take_batch()
 
     def _batch_pages(self) -> int:
-        return max(1, self._batch.num_bytes // self._directory.arena.slot_bytes)
+        return max(1, self._batch.num_bytes // self._table.arena.slot_bytes)
 
     def _take_batch(self) -> Job | None:
         job = None
         self._writing.acquire()
         try:
-            digests = self._directory.take_clears()
+            digests = self._spills.take_clears()
             if digests:
                 job = Job(0, partial(self._run_clear, digests))
-            elif (entry := self._directory.take_spills(self._batch_pages())) is not None:
-                num_bytes = len(entry.rows) * self._directory.arena.slot_bytes
+            elif (entry := self._spills.take(self._batch_pages())) is not None:
+                num_bytes = len(entry.rows) * self._table.arena.slot_bytes
                 job = Job(num_bytes, partial(self._run, entry))
         finally:
             if job is None:
@@ -144,34 +139,34 @@ class Spiller(Work):
             for digest in digests:
                 self._disk.clear(digest)
         except Exception:
-            self._directory.counters.add("clear_failures")
+            self._table.counters.add("clear_failures")
             logger.exception("hier-kv: pages that were cleared could not all be deleted from disk")
         finally:
-            self._directory.end_clears(digests)
+            self._spills.end_clears(digests)
             self._writing.release()
 
     def _run(self, entry: SpillEntry) -> None:
         try:
             self._write(entry)
         except Exception:
-            self._directory.counters.add("spill_failures")
+            self._table.counters.add("spill_failures")
             logger.exception("hier-kv: a batch of pages could not be written to disk")
         finally:
             self._writing.release()
 
     def _write(self, entry: SpillEntry) -> None:
-        arena = self._directory.arena.slots
+        arena = self._table.arena.slots
         slots = [arena[slot] for slot in entry.slots]
         records = [DiskRecord(slot, Quality.EXACT) for slot in slots]
         locations: list[Location | None] = [None] * len(records)
         try:
             if self._encoder is not None:
                 records = self._encoder.encode(slots)
-            started_s = self._directory.now_s()
+            started_s = self._table.now_s()
             locations = self._disk.write(entry.space.digest, [r.data for r in records])
             if None not in locations:
                 num_bytes = sum(record.data.size for record in records)
-                self._batch.note(num_bytes, self._directory.now_s() - started_s)
+                self._batch.note(num_bytes, self._table.now_s() - started_s)
         finally:
             self._finish(entry, records, locations)
 
@@ -186,4 +181,4 @@ class Spiller(Work):
             num_blocks=np.array([r.data.size // BLOCK_BYTES for r in records], np.uint16),
             quality=np.array([record.quality for record in records], np.uint8),
         )
-        self._directory.finish_spill(entry, stored, copies)
+        self._spills.finish(entry, stored, copies)

@@ -10,7 +10,7 @@ from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.record import ByteArray, RecordMeta
 from sglang_ext.tiers.remote.base import Outcome
 from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan
 from sglang_ext.tiers.transcoder import PageTranscoder
@@ -113,5 +113,5 @@ class CodedRemote(Protocol):
         """Ends what was begun. The store is closed after it."""
 
 
-OpenCoded = Callable[[Directory, RemoteStore, DecodedPages, PageRules], CodedRemote]
+OpenCoded = Callable[[Books, RemoteStore, DecodedPages, PageRules], CodedRemote]
 """Connects a coded remote tier to a page store's books; pages that break the rules are misses."""

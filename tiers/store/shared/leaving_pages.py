@@ -24,7 +24,7 @@ from sglang_ext.tiers.records.record import RAW_CODEC, VerifyResult
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey
 from sglang_ext.tiers.remote.items import PutItem
 from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.coding import PageDecoder
 from sglang_ext.tiers.store.types import Hashes, KeySpace
 from sglang_ext.tiers.transcoder import PageTranscoder
@@ -49,7 +49,7 @@ class LeavingPages:
     """The thread that sends pages on their way out. Thread-safe.
 
     Args:
-        directory: the store's own books.
+        books: the store's own books.
         remote: the shared store.
         send: uploads those of some pages that are in DRAM; called by the thread.
         disk: where a page may lie that has left DRAM; None without a disk tier.
@@ -59,7 +59,7 @@ class LeavingPages:
 
     def __init__(
         self,
-        directory: Directory,
+        books: Books,
         remote: RemoteStore,
         send: Callable[[KeySpace, Hashes], None],
         disk: Tier | None,
@@ -67,23 +67,23 @@ class LeavingPages:
         space_of: Callable[[int], KeySpace],
         rules: PageRules | None = None,
     ) -> None:
-        self._directory = directory
+        self._table, self._lookups, self._book = books.table, books.lookups, books.remote
         self._remote = remote
         self._send = send
         self._disk = disk
         self._space_of = space_of
-        num_slots = directory.arena.num_slots
+        num_slots = self._table.arena.num_slots
         self._low_water_pages = max(1, int(num_slots * LOW_WATER_SHARE))
         # Pages that are being sent are pinned: in a large batch they would make others leave.
         self._batch_pages = max(1, min(_BATCH_PAGES, self._low_water_pages // 4))
-        slot_bytes = directory.arena.slot_bytes
+        slot_bytes = self._table.arena.slot_bytes
         self._decoder = PageDecoder(transcoder, slot_bytes, rules=rules)
         # Committed when pages are first read back.
         room = aligned_array(_DISK_BATCH_PAGES * slot_bytes if disk is not None else 0)
         self._room = room.reshape(-1, slot_bytes)
         self._evicted: queue.Queue[_Evicted] = queue.Queue(_QUEUED)
         self._closing = threading.Event()
-        directory.on_unsent = self._note_evicted
+        books.room.on_unsent = self._note_evicted
         self._thread = threading.Thread(target=self._run, name="hier-kv-remote-leave", daemon=True)
         self._thread.start()
 
@@ -99,7 +99,7 @@ class LeavingPages:
     def _note_evicted(
         self, hashes: Hashes, numbers: npt.NDArray[np.uint32], on_disk: npt.NDArray[np.bool_]
     ) -> None:
-        """Pages leave DRAM that were not sent. The directory's lock is held."""
+        """Pages leave DRAM that were not sent. The table's lock is held."""
         num_lost = int((~on_disk).sum())
         for number in np.unique(numbers[on_disk]).tolist():
             mine = hashes[on_disk & (numbers == number)]
@@ -115,14 +115,14 @@ class LeavingPages:
                 if not self._send_coldest() and not self._send_evicted():
                     self._closing.wait(_POLL_S)
             except Exception:
-                self._directory.counters.add("remote_failures")
+                self._table.counters.add("remote_failures")
                 logger.exception("hier-kv: pages that leave DRAM could not be uploaded")
 
     def _send_coldest(self) -> bool:
         """Sends pages before they leave; False when there is nothing to do."""
         if not self._remote.usable:
             return False
-        taken = self._directory.take_unsent(self._low_water_pages, self._batch_pages)
+        taken = self._book.take_unsent(self._low_water_pages, self._batch_pages)
         if taken is None:
             return False
         number, hashes, slots = taken
@@ -130,7 +130,7 @@ class LeavingPages:
             self._send(self._space_of(number), hashes)
         finally:
             # Also after a failure: pages that the store did not take are not offered again.
-            self._directory.end_sending(number, hashes, slots)
+            self._book.end_sending(number, hashes, slots)
         return True
 
     def _send_evicted(self) -> bool:
@@ -152,7 +152,7 @@ class LeavingPages:
     def _send_from_disk(self, space: KeySpace, hashes: Hashes) -> int:
         """Returns how many of some pages the store has now."""
         assert self._disk is not None
-        hashes, copies = self._directory.on_disk(space, hashes)
+        hashes, copies = self._lookups.on_disk(space, hashes)
         requests = [
             ReadRequest(Location(segment, block), row.tobytes(), space.lora, room, num)
             for segment, block, num, row, room in zip(
@@ -174,10 +174,10 @@ class LeavingPages:
         outcomes = self._remote.put(items) if items else []
         num_kept = outcomes.count(Outcome.KEPT)
         num_new = outcomes.count(Outcome.OK)
-        self._directory.counters.add("remote_written_pages", num_new)
-        self._directory.counters.add("remote_duplicate_pages", num_kept)
-        self._directory.counters.add("remote_sent_from_disk_pages", num_new + num_kept)
+        self._table.counters.add("remote_written_pages", num_new)
+        self._table.counters.add("remote_duplicate_pages", num_kept)
+        self._table.counters.add("remote_sent_from_disk_pages", num_new + num_kept)
         return num_new + num_kept
 
     def _drop(self, num_pages: int) -> None:
-        self._directory.counters.add("remote_upload_dropped_pages", num_pages)
+        self._table.counters.add("remote_upload_dropped_pages", num_pages)

@@ -27,7 +27,7 @@ from sglang_ext.tiers.records.record import HEADER_BYTES, RAW_CODEC, RecordError
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey
 from sglang_ext.tiers.remote.items import GetRequest, PutItem
 from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.movers.read_meter import ReadMeter
 from sglang_ext.tiers.store.shared.coding import CodedRemote, Lookup, OpenCoded
@@ -58,7 +58,7 @@ class RemotePages:
 
     def __init__(
         self,
-        directory: Directory,
+        books: Books,
         remote: RemoteStore,
         policy: str,
         meter: ReadMeter | None = None,
@@ -69,7 +69,7 @@ class RemotePages:
         """Starts the threads.
 
         Args:
-            directory: the store's own books.
+            books: the store's own books.
             remote: the shared store; closed by `close`.
             policy: which pages are uploaded: `all` that are saved, those used a `second_hit`, or
                 those that leave DRAM (`on_eviction`; see `leaving_pages`).
@@ -86,17 +86,18 @@ class RemotePages:
                 f"the remote policy must be one of {', '.join(REMOTE_POLICIES)}, got {policy!r}"
             )
         self.policy = policy
-        self._directory = directory
+        self._table, self._saves = books.table, books.saves
+        self._loads, self._book = books.loads, books.remote
         self._remote = remote
         self._decoded = decoded or DecodedPages()
         self._rules = rules or AnyPage()
         self._coded: CodedRemote | None = None
         if open_coded is not None:
-            self._coded = open_coded(directory, remote, self._decoded, self._rules)
+            self._coded = open_coded(books, remote, self._decoded, self._rules)
         self._uploads: queue.Queue[_Upload | None] = queue.Queue(_UPLOAD_QUEUE)
         self._lookups: FetchQueue[Lookup] = FetchQueue(_FETCH_QUEUE)
         self._meter = meter or ReadMeter()
-        slot_bytes = directory.arena.slot_bytes
+        slot_bytes = self._table.arena.slot_bytes
         self._fetch_pages = max(1, min(_FETCH_PAGES, _FETCH_BYTES // slot_bytes))
         # Keys uploaded lately, by namespace number and page hash; the upload thread's own.
         self._uploaded: OrderedDict[tuple[int, bytes], None] = OrderedDict()
@@ -107,7 +108,7 @@ class RemotePages:
         ]
         for thread in self._threads:
             thread.start()
-        self._lookup_thread = RemoteLookupThread(self._sizes, directory.counters)
+        self._lookup_thread = RemoteLookupThread(self._sizes, self._table.counters)
 
     def saved(self, space: KeySpace, hashes: Hashes) -> None:
         """Pages were published in DRAM. Does not block."""
@@ -173,7 +174,7 @@ class RemotePages:
         if wanted.short:  # what is here already comes first
             wanted.num_stored = end
             return wanted
-        end = num_known + self._directory.reserve(wanted, end - num_known)
+        end = num_known + self._book.reserve(wanted, end - num_known)
         if end == num_known:
             return wanted
         num_bytes = int(sizes[num_known:end].sum())
@@ -262,16 +263,16 @@ class RemotePages:
         self._count("remote_upload_dropped_pages", num_failed)
 
     def _upload_raw(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, list[Outcome]]:
-        hashes, slots = self._directory.pin_present(space, hashes)
+        hashes, slots = self._loads.pin_present(space, hashes)
         try:
-            arena = self._directory.arena.slots
+            arena = self._table.arena.slots
             items = [
                 PutItem(_key(space, row.tobytes()), arena[slot])
                 for row, slot in zip(hashes, slots.tolist(), strict=True)
             ]
             return hashes, self._remote.put(items)
         finally:
-            self._directory.release(slots)
+            self._loads.release(slots)
 
     # ---- look-ups ----
 
@@ -301,12 +302,12 @@ class RemotePages:
             self._meter.ended(lookup.num_bytes, read_s=time.monotonic() - began_s, whole=whole)
             self._meter.plan_ended()
         finally:
-            self._directory.end_fetch(plan)
+            self._book.end_fetch(plan)
 
     def _give_up(self, lookup: Lookup) -> None:
         """Nothing is fetched for a plan after all."""
         self._meter.queued(-lookup.num_bytes)
-        self._directory.end_fetch(lookup.plan)
+        self._book.end_fetch(lookup.plan)
 
     def _look_up(self, lookup: Lookup) -> None:
         """Brings the pages of a prefix that the remote store has, up to the first it lacks."""
@@ -353,15 +354,14 @@ class RemotePages:
 
     def _fetch(self, lookup: Lookup, first: int, last: int, quality: Sequence[int]) -> bool:
         """Reads pages [first, last) into DRAM; returns whether all are there now."""
-        directory = self._directory
         hashes = lookup.hashes[first:last]
-        ticket = directory.begin_save(
+        ticket = self._saves.begin(
             lookup.space, hashes, lookup.hashes[:first], np.array(quality, np.uint8)
         )
         ok = False
         try:
             requests = [
-                GetRequest(_key(lookup.space, row.tobytes()), directory.arena.slots[slot])
+                GetRequest(_key(lookup.space, row.tobytes()), self._table.arena.slots[slot])
                 for row, slot in zip(ticket.hashes, ticket.slots.tolist(), strict=True)
             ]
             timeout_s = self._remote.transfer_timeout_s(sum(each.out.size for each in requests))
@@ -375,7 +375,7 @@ class RemotePages:
             ]
             ok = all(sound)
         finally:
-            directory.finish_save(ticket, ok=ok)
+            self._saves.finish(ticket, ok=ok)
         self._count("remote_promoted_pages" if ok else "remote_failed_pages", len(ticket.slots))
         # What another request is saving now is not to be had yet: the plan is made again.
         complete = ok and not ticket.dropped and self._adopt(lookup, hashes) == len(hashes)
@@ -387,7 +387,7 @@ class RemotePages:
     # ---- private ----
 
     def _adopt(self, lookup: Lookup, hashes: Hashes) -> int:
-        return self._directory.adopt(lookup.plan, lookup.space, hashes, lookup.max_quality)
+        return self._book.adopt(lookup.plan, lookup.space, hashes, lookup.max_quality)
 
     def _is_page(self, request: GetRequest, quality: int) -> bool:
         """Whether a verified record is a page, as good as its header said when found."""
@@ -402,7 +402,7 @@ class RemotePages:
         return meta.quality == quality
 
     def _count(self, name: str, amount: int = 1) -> None:
-        self._directory.counters.add(name, amount)
+        self._table.counters.add(name, amount)
 
 
 def num_leading(sizes: npt.NDArray[np.int64]) -> int:

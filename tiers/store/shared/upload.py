@@ -19,7 +19,8 @@ from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
 from sglang_ext.tiers.remote.items import PutItem
 from sglang_ext.tiers.remote.staged import stage
 from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.store.books.directory import Directory
+from sglang_ext.tiers.store.books.loads import Loads
+from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.shared.coding import RemoteCodec
 from sglang_ext.tiers.store.shared.profiles import RemoteProfiles
@@ -37,13 +38,14 @@ class CodedUploads:
 
     def __init__(
         self,
-        directory: Directory,
+        table: PageTable,
+        loads: Loads,
         remote: RemoteStore,
         codec: RemoteCodec,
         profiles: RemoteProfiles,
         decoded: DecodedPages,
     ) -> None:
-        self._directory = directory
+        self._table, self._loads = table, loads
         self._remote = remote
         self._codec = codec
         self._profiles = profiles
@@ -56,9 +58,9 @@ class CodedUploads:
         Returns:
             u8 `[n, 32]`, the pages that were in DRAM, and one outcome each.
         """
-        hashes, slots = self._directory.pin_present(space, hashes)
+        hashes, slots = self._loads.pin_present(space, hashes)
         try:
-            arena = self._directory.arena.slots
+            arena = self._table.arena.slots
             pages = [arena[slot] for slot in slots.tolist()]
             metas = [read_meta(page) for page in pages]
             outcomes = self._stored(space, metas)
@@ -68,7 +70,7 @@ class CodedUploads:
             for at, outcome in zip(raw, self._put([pages[at] for at in raw]), strict=True):
                 outcomes[at] = outcome
         finally:
-            self._directory.release(slots)  # what is coded was copied
+            self._loads.release(slots)  # what is coded was copied
         records = {at: record for at, record in coded.items() if record is not None}
         sent = self._put(list(records.values())) if self._has_profiles(records) else None
         for number, at in enumerate(records):
@@ -96,7 +98,7 @@ class CodedUploads:
     def _encode(self, slot: ByteArray, meta: RecordMeta) -> ByteArray | None:
         """The staged record of a page; None when it is to be stored raw."""
         if not self._may_code(meta):
-            self._directory.counters.add("remote_kept_raw_pages")
+            self._table.counters.add("remote_kept_raw_pages")
             return None
         try:
             record = self._codec.encode(slot)
@@ -106,7 +108,7 @@ class CodedUploads:
             staged = stage(record, levels.first, levels.ends)
             return staged if staged.size < parse_header(slot)[1] else None
         except Exception:
-            self._directory.counters.add("encode_failures")
+            self._table.counters.add("encode_failures")
             if not self._has_warned:
                 self._has_warned = True
                 logger.exception("hier-kv: a page could not be coded; such pages are uploaded raw")
@@ -122,8 +124,8 @@ class CodedUploads:
         sizes = np.array([512 + parse_header(record)[1] for record in records], np.int64)
         is_sent = np.array([outcome is Outcome.OK for outcome in outcomes], np.bool_)
         coded = [item.key.level != RAW_CODEC for item in items]
-        self._directory.counters.add("remote_bytes_out", int(sizes[is_sent].sum()))
-        self._directory.counters.add(
+        self._table.counters.add("remote_bytes_out", int(sizes[is_sent].sum()))
+        self._table.counters.add(
             "remote_coded_pages", int((is_sent & np.array(coded, np.bool_)).sum())
         )
         return outcomes

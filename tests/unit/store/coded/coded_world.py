@@ -121,7 +121,7 @@ class Rig:
 
     @property
     def index(self) -> PageIndex:
-        return self.store._directory.index
+        return self.store._books.table.index
 
     def rows(self, hashes: np.ndarray) -> np.ndarray:
         return self.index.lookup(hashes, self.space.number)
@@ -146,7 +146,7 @@ class Rig:
 
     def settle(self) -> None:
         assert self.store.wait_idle(15)
-        spills = self.store._directory.spill_queue
+        spills = self.store._books.spills.entries
         self.until(lambda: not spills and not self.arena._pins.any())
         self.store.check()
 

@@ -128,7 +128,7 @@ def test_work_is_done_on_the_stores_threads_and_without_its_lock(make: Make) -> 
             return super().decode(record, out_slot)
 
         def note(self, what: str) -> None:
-            lock = rig.store._directory.lock
+            lock = rig.store._books.table.lock
             free = lock.acquire(timeout=5)
             if free:
                 lock.release()

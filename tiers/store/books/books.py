@@ -1,0 +1,113 @@
+"""The parts of the store's books, put together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from sglang_ext.tiers.host import HostArena
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.policy import PlacementPolicy
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.tiers.store.books.disk_pages import DiskPages
+from sglang_ext.tiers.store.books.dram_room import DramRoom
+from sglang_ext.tiers.store.books.loads import Loads
+from sglang_ext.tiers.store.books.lookups import Lookups
+from sglang_ext.tiers.store.books.orders.disk_order import DiskOrder
+from sglang_ext.tiers.store.books.orders.dram_order import DramOrder
+from sglang_ext.tiers.store.books.page_table import PageTable
+from sglang_ext.tiers.store.books.plan_pins import PlanPins
+from sglang_ext.tiers.store.books.plans import Plans
+from sglang_ext.tiers.store.books.remote_book import RemoteBook
+from sglang_ext.tiers.store.books.saves import Saves
+from sglang_ext.tiers.store.books.spill_queue import SpillQueue
+from sglang_ext.tiers.store.books.write_policy import WritePolicy
+from sglang_ext.tiers.store.events import EventLog
+from sglang_ext.tiers.store.types import KeySpace, StoreCounters
+
+
+class Books:
+    """State of every page: where it lies, who is using it, and which leave next.
+
+    One lock, the table's, guards all parts; each says which of its methods take it. No part blocks
+    on I/O, so the scheduler's thread may call them. A part knows those before it in this list:
+
+    Attributes:
+        table: the state of every page.
+        lookups: where pages lie.
+        writing: when pages are written to disk.
+        disk: what the disk has, gives up and takes.
+        spills: what is on its way to disk.
+        room: slots of DRAM, and what leaves it.
+        pins: what plans of waiting requests pin.
+        plans: plans, and what they bring from disk.
+        saves: pages that enter DRAM.
+        loads: pages that are read.
+        remote: what is fetched from a remote store, and sent to it.
+    """
+
+    def __init__(
+        self,
+        arena: HostArena,
+        index: PageIndex,
+        *,
+        has_disk: bool,
+        write_policy: str,
+        counters: StoreCounters,
+        events: EventLog,
+        policy: PlacementPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        space_of: Callable[[int], KeySpace] | None = None,
+        disk_floor: int = Quality.EXACT,
+    ) -> None:
+        """Makes all parts.
+
+        Args:
+            arena: the slots.
+            index: the rows.
+            has_disk: whether there is a disk tier.
+            write_policy: see `PageStoreConfig`.
+            counters: where things are counted.
+            events: the store's log.
+            policy: what leaves DRAM and the disk; None for the least recent page, and segments.
+            clock: time in seconds, monotonic.
+            space_of: finds a key space by its number.
+            disk_floor: the best that the disk tier keeps.
+        """
+        order: DramOrder | None = None
+        disk_order: DiskOrder | None = None
+        if policy is not None:
+            disk_first = has_disk and write_policy in ("write_through", "auto")
+            order = DramOrder(arena, index, policy, disk_first=disk_first)
+            if has_disk:
+                disk_order = DiskOrder(index, policy)
+        self.table = table = PageTable(
+            arena, index, policy, order=order, disk_order=disk_order, counters=counters,
+            events=events, clock=clock,
+        )  # fmt: skip
+        self.lookups = Lookups(table)
+        self.writing = WritePolicy(
+            write_policy, has_disk=has_disk, order=order, page_by_page=disk_order is not None
+        )
+        self.disk = DiskPages(table, self.writing)
+        self.spills = SpillQueue(table, self.writing, self.disk, space_of or _no_space)
+        self.room = DramRoom(table, self.spills, self.writing)
+        self.pins = PlanPins(table)
+        self.plans = Plans(table, self.lookups, self.room, self.pins, self.disk)
+        self.saves = Saves(table, self.room, self.pins, self.spills, self.writing, int(disk_floor))
+        self.loads = Loads(table, self.lookups, self.spills)
+        self.remote = RemoteBook(table, self.lookups, self.room, self.pins)
+
+    def check(self) -> None:
+        """Verifies the parts against each other (linear; for tests). Takes the lock.
+
+        Raises:
+            TierInvariantError, AssertionError: they disagree.
+        """
+        self.table.check()
+        with self.table.lock:
+            self.pins.check()
+
+
+def _no_space(number: int) -> KeySpace:
+    raise LookupError(f"nobody said which key space has the number {number}")

@@ -1,0 +1,227 @@
+"""What lies on disk, what the disk gives up, and what it takes instead."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.base import RecoveredPages
+from sglang_ext.tiers.store.books.orders.disk_order import DiskOrder
+from sglang_ext.tiers.store.books.orders.duplicate_copies import DuplicateCopies
+from sglang_ext.tiers.store.books.page_states import GIVE_UP_COPY, LOSE_COPY
+from sglang_ext.tiers.store.books.page_table import PageTable
+from sglang_ext.tiers.store.books.write_policy import WritePolicy
+from sglang_ext.tiers.store.types import FILLING, READY, Hashes, KeySpace, Rows
+
+
+class DiskPages:
+    """The disk tier's keeper (`tiers/disk/context.py`), and what its segments are to the table.
+
+    Methods take the table's lock, but those behind the line.
+
+    Args:
+        table: the pages.
+        writing: when pages are written.
+    """
+
+    def __init__(self, table: PageTable, writing: WritePolicy) -> None:
+        self._table, self._index = table, table.index
+        self._writing = writing
+        # Those pages of DRAM and disk whose copy on disk goes first.
+        self._duplicates: DuplicateCopies | None = None
+        if table.disk_order is not None:
+            self._duplicates = DuplicateCopies(table.index, table.arena.num_slots)
+
+    def add_recovered(self, space: KeySpace, pages: RecoveredPages) -> int:
+        """Enters pages that a former run left on disk; returns how many found room.
+
+        Of a page that is there twice the best copy counts, of equal ones the last.
+        """
+        if pages.quality.any():
+            self._table.has_inexact = True
+            pages = pages.take(np.argsort(~pages.quality, kind="stable"))
+        with self._table.lock:
+            rows, _ = self._index.insert(pages.hashes, space.number)
+            known = rows >= 0
+            rows = rows[known]
+            self._table.place(rows, pages.take(known))
+            self._index.quality[rows] = self._index.disk_quality[rows]
+            if self._table.disk_order is not None:  # copies that do not count, holes
+                self._table.disk_order.note_thin(pages.segment)
+            return int(known.sum())
+
+    def move(self, space: KeySpace, old_segment: int, pages: RecoveredPages) -> None:
+        """Notes that reclaiming a segment copied some of its pages elsewhere."""
+        with self._table.lock:
+            rows = self._index.lookup(pages.hashes, space.number)
+            held = np.maximum(rows, 0)
+            moved = (rows >= 0) & (self._index.segment[held] == old_segment)
+            # The segment may also hold the worse copy that this one replaced.
+            moved &= self._index.disk_quality[held] == pages.quality
+            # The segment may also hold a page twice: of two copies the last counts.
+            which = np.flatnonzero(moved)[::-1]
+            _, first = np.unique(rows[which], return_index=True)
+            which = which[np.sort(first)][::-1]
+            self._table.move_on_disk(rows[which], pages.take(which))
+
+    def drop_segment(self, segment: int) -> None:
+        """Forgets the disk copies in a segment that is about to be deleted."""
+        with self._table.lock:
+            self._lose(self._rows_of(segment))
+        self._table.events.settle()
+
+    def give_up(self, num_blocks: int) -> int:
+        """Forgets the disk copies needed least until `num_blocks` blocks are free or none is left.
+
+        Returns:
+            The blocks given up; 0 where there is nothing left, or segments go as a whole.
+        """
+        table, order = self._table, self._table.disk_order
+        if order is None:
+            return 0
+        with table.lock:
+            given_up = self._give_up_duplicates(num_blocks)
+            rows = order.take(num_blocks - given_up, table.now_s())
+            given_up += int(self._index.num_blocks[rows].sum())
+            self._lose(rows)
+            if given_up:  # if nothing was freed, it is not pages that take the room
+                self._writing.note_full()
+        table.events.settle()
+        return given_up
+
+    def begin_closing(self) -> None:
+        """Shutdown begins: DRAM will be lost, so a DRAM copy no longer makes a disk copy spare."""
+        with self._table.lock:
+            self._writing.closing = True
+
+    def live_records(
+        self, segment: int
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]] | None:
+        """First blocks, ascending, and lengths of those records of a segment that are pages.
+
+        None where that is not known page by page.
+        """
+        order = self._table.disk_order
+        if order is None:
+            return None
+        with self._table.lock:
+            return order.live(segment)
+
+    def num_live_blocks(self, segment: int) -> int:
+        """Blocks of these records; 0 where that is not known."""
+        order = self._table.disk_order
+        if order is None:
+            return 0
+        with self._table.lock:
+            return order.num_live(segment)
+
+    def take_thinned(self) -> dict[int, int]:
+        """Segments that lost pages since the last call, and the blocks of those left."""
+        order = self._table.disk_order
+        if order is None:
+            return {}
+        with self._table.lock:
+            return order.take_thinned()
+
+    def heat(self, space: KeySpace, hashes: Hashes, clock: int) -> npt.NDArray[np.uint8]:
+        """What pages are worth: 2 where a waiting request needs one, 1 where one was loaded.
+
+        Args:
+            space: where they belong.
+            hashes: u8 `[N, 32]`.
+            clock: loads before this point of the logical clock do not count.
+        """
+        with self._table.lock:
+            rows = self._index.lookup(hashes, space.number)
+            heat = np.zeros(len(rows), np.uint8)
+            known = np.flatnonzero(rows >= 0)
+            rows = rows[known]
+            heat[known] = self._index.stamp[rows] > max(clock, 0)
+            if self._table.policy is not None:
+                heat[known[self._table.policy.wanted(rows)]] = 2
+            return heat
+
+    def num_needed(self, segment: int) -> int:
+        """Pages in a disk segment that waiting requests need and DRAM does not have (linear)."""
+        if self._table.policy is None:
+            return 0
+        with self._table.lock:
+            rows = self._rows_of(segment)
+            rows = rows[(self._index.flags[rows] & READY) == 0]
+            return int(self._table.policy.wanted(rows).sum())
+
+    # ---- the caller holds the lock ----
+
+    def note_read(self, rows: Rows) -> None:
+        """Pages were read from disk and are ready in DRAM: their copies are spare for now."""
+        if self._duplicates is not None:
+            self._duplicates.push(rows)
+
+    def admits(self, rows: Rows) -> npt.NDArray[np.bool_] | None:
+        """Which of some pages the disk is to take; None for all.
+
+        A page that nobody waits for does not take the place of one that somebody waits for, nor one
+        that is needed later that of one that is needed sooner.
+        """
+        order = self._table.disk_order
+        if order is None or not self._writing.disk_is_full:
+            return None
+        return self._outweigh(order, rows)
+
+    def _outweigh(self, order: DiskOrder, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of these pages are worth more than the disk pages that they would replace."""
+        num, spare, now_s = len(rows), 0, self._table.now_s()
+        if self._duplicates is not None and self._has_spare:
+            spare = self._duplicates.count(num)
+        displaced = order.next_to_leave(num - spare, now_s)
+        by_worth = order.by_worth(rows, now_s)
+        admitted = np.ones(num, np.bool_)
+        rivals = by_worth[spare : spare + len(displaced)]
+        # What is written as it is saved is the youngest; what leaves DRAM may be worth less than
+        # what is on disk already.
+        admitted[rivals] = order.outweigh(
+            rows[rivals], displaced, now_s, by_score=self._writing.back
+        )
+        return admitted
+
+    @property
+    def _has_spare(self) -> bool:
+        return self._writing.back and not self._writing.closing
+
+    def _give_up_duplicates(self, num_blocks: int) -> int:
+        """Forgets disk copies of pages that DRAM has, and may write again when they leave it."""
+        if self._duplicates is None or not self._has_spare:
+            return 0
+        rows = self._duplicates.take(num_blocks)
+        given_up = int(self._index.num_blocks[rows].sum())
+        self._table.take_off_disk(rows)
+        self._table.take(GIVE_UP_COPY, rows)
+        self._table.counters.add("given_up_pages", len(rows))
+        self._table.counters.add("disk_reclaimed_pages", len(rows))
+        hashes = self._table.moved(rows)
+        if hashes is not None:
+            self._table.events.pages("reclaimed", hashes)
+        return given_up
+
+    def _rows_of(self, segment: int) -> Rows:
+        if self._table.disk_order is None:
+            return self._index.rows_of_segment(segment)
+        return self._table.disk_order.rows_of(segment)
+
+    def _lose(self, rows: Rows) -> None:
+        """Forgets disk copies; what DRAM does not have either is gone."""
+        table = self._table
+        in_dram = (self._index.flags[rows] & (READY | FILLING)) != 0
+        if table.policy is not None:
+            wanted = table.policy.wanted(rows)
+            table.counters.add("disk_evicted_wanted_pages", int(wanted.sum()))
+            table.counters.add("lost_wanted_pages", int(wanted[~in_dram].sum()))
+        table.take_off_disk(rows)
+        # They are not written again (that could repeat for ever), so DRAM may evict them.
+        table.take(LOSE_COPY, rows[in_dram])
+        table.counters.add("disk_reclaimed_pages", len(rows))
+        dropped = table.moved(rows)
+        table.remove(rows[~in_dram])
+        if dropped is not None:
+            table.events.pages("lost", dropped[~in_dram])
+            table.events.pages("reclaimed", dropped[in_dram])

@@ -1,0 +1,134 @@
+"""Where pages lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.records.quality import ANY, Qualities
+from sglang_ext.tiers.store.books.page_table import PageTable
+from sglang_ext.tiers.store.types import (
+    FILLING,
+    ON_DISK,
+    READY,
+    DiskCopies,
+    Hashes,
+    KeySpace,
+    PrefixSurvey,
+    Rows,
+    TierCounts,
+)
+
+
+class Lookups:
+    """Answers from the table. The first part takes its lock, the second is called with it held."""
+
+    def __init__(self, table: PageTable) -> None:
+        self._table, self._index = table, table.index
+
+    def ready_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> int:
+        """Number of leading pages that are ready in DRAM and no worse than a quality."""
+        with self._table.lock:
+            return len(self.ready_rows(space, hashes, max_quality))
+
+    def locate_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> TierCounts:
+        """Where the leading pages that are stored anywhere, and no worse than a quality, lie."""
+        with self._table.lock:
+            return self.count_tiers(self.known_prefix(space, hashes, max_quality))
+
+    def survey(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> PrefixSurvey:
+        """The same page by page."""
+        with self._table.lock:
+            rows = self.known_prefix(space, hashes, max_quality)
+            flags = self._index.flags[rows]
+            num_blocks = self._index.num_blocks[rows]
+        ready = (flags & READY) != 0
+        num_blocks[(flags & ON_DISK) == 0] = 0
+        return PrefixSurvey(ready, ~ready & ((flags & FILLING) != 0), num_blocks)
+
+    def tiers_of(self, hashes: Hashes, numbers: list[int]) -> npt.NDArray[np.uint8]:
+        """`READY` and `ON_DISK` of pages of some key spaces, u8 `[N]`; 0: not stored."""
+        found = np.zeros(len(hashes), np.uint8)
+        with self._table.lock:
+            for number in numbers:
+                rows = self._index.lookup(hashes, number)
+                known = rows >= 0
+                found[known] |= self._index.flags[rows[known]] & np.uint8(READY | ON_DISK)
+        return found
+
+    def states(self, space: KeySpace, hashes: Hashes) -> tuple[Qualities, Qualities]:
+        """Flags of pages in any order, 0 where one is not stored, and their quality; u8 `[N]`."""
+        with self._table.lock:
+            rows = self._index.lookup(hashes, space.number)
+            known = rows >= 0
+            flags, quality = np.zeros((2, len(rows)), np.uint8)
+            flags[known] = self._index.flags[rows[known]]
+            quality[known] = self._index.quality[rows[known]]
+        return flags & np.uint8(READY | ON_DISK | FILLING), quality
+
+    def locations(self, rows: Rows) -> tuple[Hashes, DiskCopies]:
+        """Page hashes of rows that are being promoted, and where their records lie."""
+        with self._table.lock:
+            return self._index.keys(rows)[0], self._copies(rows)
+
+    def on_disk(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, DiskCopies]:
+        """Those of some pages that lie on disk, and where."""
+        with self._table.lock:
+            there, rows = self.having(space.number, hashes, ON_DISK)
+            return hashes[there], self._copies(rows)
+
+    # ---- the caller holds the lock ----
+
+    def having(self, number: int, hashes: Hashes, flag: int) -> tuple[npt.NDArray[np.bool_], Rows]:
+        """Which pages, in any order, have a flag, and the rows of these."""
+        rows = self._index.lookup(hashes, number)
+        has = rows >= 0
+        has[has] = (self._index.flags[rows[has]] & flag) != 0
+        return has, rows[has]
+
+    def ready_rows(self, space: KeySpace, hashes: Hashes, max_quality: int) -> Rows:
+        """Leading pages that are ready in DRAM and no worse than a quality."""
+        rows = self._index.prefix_rows(hashes, space.number, READY)
+        return self._good_prefix(rows, max_quality)
+
+    def known_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int) -> Rows:
+        """Leading pages that are stored anywhere, or coming, and no worse than a quality."""
+        rows = self._index.prefix_rows(hashes, space.number)
+        usable = (self._index.flags[rows] & (READY | ON_DISK | FILLING)) != 0
+        return self._good_prefix(leading(rows, usable), max_quality)
+
+    def path(
+        self, space: KeySpace, hashes: Hashes, num_above: int, max_quality: int
+    ) -> tuple[Rows, Rows]:
+        """Rows of the first `num_above` pages, as far as known, and of those stored behind them."""
+        above = self._index.lookup(hashes[:num_above], space.number)
+        below = self.known_prefix(space, hashes[num_above:], max_quality)
+        self._table.link(np.concatenate([above, below]))
+        return above[above >= 0], below
+
+    def count_tiers(self, rows: Rows) -> TierCounts:
+        """In which tiers pages lie that are stored."""
+        flags = self._index.flags[rows]
+        ready = (flags & READY) != 0
+        pending = ~ready & ((flags & FILLING) != 0)
+        return TierCounts(
+            host=int(ready.sum()),
+            disk=int((~ready & ~pending).sum()),
+            pending=int(pending.sum()),
+        )
+
+    def _good_prefix(self, rows: Rows, max_quality: int) -> Rows:
+        if max_quality == ANY or not self._table.has_inexact:
+            return rows
+        return leading(rows, self._index.quality[rows] <= max_quality)
+
+    def _copies(self, rows: Rows) -> DiskCopies:
+        index = self._index
+        return DiskCopies(
+            index.segment[rows], index.block[rows], index.num_blocks[rows], index.disk_quality[rows]
+        )
+
+
+def leading(rows: Rows, usable: npt.NDArray[np.bool_]) -> Rows:
+    """The rows before the first that is not usable."""
+    return rows if usable.all() else rows[: int(np.argmin(usable))]

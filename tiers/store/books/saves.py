@@ -1,0 +1,188 @@
+"""Saves: pages that enter DRAM, from the device or from a remote store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.index import NO_SLOT
+from sglang_ext.tiers.records.quality import Qualities, Quality
+from sglang_ext.tiers.store.books.dram_room import DramRoom
+from sglang_ext.tiers.store.books.page_states import REPLACE
+from sglang_ext.tiers.store.books.page_table import PageTable
+from sglang_ext.tiers.store.books.plan_pins import PlanPins
+from sglang_ext.tiers.store.books.spill_queue import SpillQueue
+from sglang_ext.tiers.store.books.write_policy import WritePolicy
+from sglang_ext.tiers.store.types import Hashes, KeySpace, Rows, SaveTicket, Slots
+
+# How often one save has plans yield: what they held may be on its way to disk, and of no use yet.
+_MAX_YIELDS = 4
+
+
+class Saves:
+    """Saves, and their opposite. Methods take the table's lock.
+
+    Args:
+        table: the pages.
+        room: gives slots.
+        pins: what plans may give up for a save.
+        spills: gets what was saved.
+        writing: when pages are written.
+        disk_floor: the best that the disk tier keeps: what its codec makes of an exact page.
+
+    Attributes:
+        on_published: told of pages that became known, or known better: number of their key space,
+            hashes. Called with the lock held.
+    """
+
+    def __init__(
+        self, table: PageTable, room: DramRoom, pins: PlanPins, spills: SpillQueue,
+        writing: WritePolicy, disk_floor: int,
+    ) -> None:  # fmt: skip
+        self._table, self._index = table, table.index
+        self._room, self._pins, self._spills = room, pins, spills
+        self._writing, self._disk_floor = writing, disk_floor
+        self.on_published: Callable[[int, Hashes], None] | None = None
+
+    def begin(
+        self,
+        space: KeySpace,
+        hashes: Hashes,
+        ancestors: Hashes,
+        quality: Qualities | None = None,
+        *,
+        before_plans: bool = False,
+    ) -> SaveTicket:
+        """Takes slots for those of the offered pages that are not stored as well yet.
+
+        A page that is stored worse stays as it is until the new one is published in its place.
+
+        Args:
+            space: where the pages belong.
+            hashes: u8 `[N, 32]`, in path order.
+            ancestors: u8 `[M, 32]`, the pages before them on the path; kept young with them.
+            quality: u8 `[N]`; None when all are exact.
+            before_plans: whether plans of waiting requests may give up their room for it.
+        """
+        quality = np.zeros(len(hashes), np.uint8) if quality is None else quality
+        table = self._table
+        with table.lock:
+            rows, created = self._index.insert(hashes, space.number)
+            path = np.concatenate([self._index.lookup(ancestors, space.number), rows])
+            wanted = created | self._worse(rows, quality) if table.has_inexact else created
+            pages = np.flatnonzero(wanted)
+            table.link(path)
+            table.touch(path)  # before room is made: the path must not be pushed out by its child
+            self._room.note_save(len(pages))
+            slots = self._room.alloc_for_save(len(pages))
+            if before_plans:
+                slots = self._alloc_of_plans(slots, len(pages))
+            num = len(slots)
+            refused = pages[num:]
+            table.remove(rows[refused][created[refused]])
+            dropped = int((rows < 0).sum()) + len(refused)
+            pages = pages[:num]
+            ticket = SaveTicket(
+                space, pages, rows[pages], slots, dropped, path, quality[pages], ~created[pages],
+                hashes[pages],
+            )  # fmt: skip
+            self._fill(ticket)
+            table.touch(path)
+            table.in_flight.begin()
+        table.counters.add("duplicate_pages", len(hashes) - num - dropped)
+        table.counters.add("save_dropped_pages", dropped)
+        return ticket
+
+    def finish(self, ticket: SaveTicket, *, ok: bool) -> None:
+        """Publishes the pages of a save, or forgets them when it failed."""
+        new = ~ticket.replaces
+        table = self._table
+        with table.lock:
+            rows = ticket.rows[new]
+            rows = rows[table.still_filling(rows, ticket.slots[new])]
+            replaced = self._replace(ticket, ok=ok)
+            table.unpin(ticket.slots)
+            if ok:
+                table.publish(rows)
+                if self.on_published is not None:
+                    self.on_published(ticket.space.number, ticket.hashes)
+                rows = np.concatenate([rows, replaced])
+                table.touch(ticket.path)
+                if self._writing.through:
+                    self._spills.queue(ticket.space, rows)
+                elif self._room.should_look:
+                    self._spills.ready.notify()
+            else:
+                table.forget(rows)
+            table.settle(ticket.rows[new], ticket.slots[new], failed=not ok)
+            table.in_flight.end()
+            inexact = int((self._index.quality[rows] > Quality.EXACT).sum()) if ok else 0
+            hashes = table.moved(rows) if ok else None
+        table.counters.add("saved_pages" if ok else "save_failed_pages", len(rows))
+        table.counters.add("saved_lossy_pages", inexact)
+        table.counters.add("replaced_pages", len(replaced))
+        if hashes is not None:
+            table.events.pages("saved", hashes)
+
+    def forget_namespace(self, numbers: list[int], digests: Iterable[bytes] = ()) -> int:
+        """Forgets all pages of some key spaces; what is in flight for them ends in nothing.
+
+        Args:
+            numbers: of the key spaces.
+            digests: of the namespaces of which the disk is to lose everything that it has now;
+                nothing is given to it to write before that.
+        """
+        with self._table.lock:
+            self._spills.clear(digests)
+            total = 0
+            for number in numbers:
+                rows = self._index.rows_of_namespace(number)
+                slots = self._index.host_slot[rows]
+                self._table.arena.free(slots[slots != NO_SLOT])
+                total += self._table.remove(rows)
+            return total
+
+    def _alloc_of_plans(self, slots: Slots, count: int) -> Slots:
+        """Adds to some slots, up to a count, what plans of waiting requests give up for a save."""
+        for _ in range(_MAX_YIELDS):
+            short = count - len(slots)
+            if not short or not self._pins.yield_some(short):
+                break
+            slots = np.concatenate([slots, self._room.alloc_for_save(short)])
+        return slots
+
+    def _worse(self, rows: Rows, quality: Qualities) -> npt.NDArray[np.bool_]:
+        """Which of the known pages are stored worse than this."""
+        worse: npt.NDArray[np.bool_] = (rows >= 0) & (self._index.quality[rows] > quality)
+        return worse
+
+    def _fill(self, ticket: SaveTicket) -> None:
+        new = ~ticket.replaces
+        self._table.fill(ticket.rows[new], ticket.slots[new])
+        self._index.quality[ticket.rows[new]] = ticket.quality[new]
+        self._table.pin(ticket.slots[ticket.replaces])
+        self._table.has_inexact |= bool(ticket.quality.any())
+
+    def _replace(self, ticket: SaveTicket, *, ok: bool) -> Rows:
+        """Puts better copies in the place of what is stored; returns the rows where it did.
+
+        Looked up again: the page may have left, or come back, since the save began. The old copy
+        may be on its way in or out: whoever moves it finds another slot here.
+        """
+        which = ticket.replaces
+        slots, quality = ticket.slots[which], ticket.quality[which]
+        rows = self._index.lookup(ticket.hashes[which], ticket.space.number)
+        fits = self._worse(rows, quality) & ok
+        self._table.arena.free(slots[~fits])
+        rows, slots, quality = rows[fits], slots[fits], quality[fits]
+        old = self._index.host_slot[rows]
+        self._table.arena.free(old[old != NO_SLOT])
+        self._index.host_slot[rows] = slots
+        self._index.quality[rows] = quality
+        # A record on disk that this page would improve is forgotten, so that this one is written.
+        stale = self._index.disk_quality[rows] > np.maximum(quality, self._disk_floor)
+        self._table.take_off_disk(rows[stale])
+        self._table.publish(rows, REPLACE)
+        return rows

@@ -1,0 +1,257 @@
+"""What is to be written to disk, and the namespaces that the disk is to lose before that."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.store.books.disk_pages import DiskPages
+from sglang_ext.tiers.store.books.page_states import (
+    DROP_WRITE,
+    END_SPILL,
+    OFFER,
+    QUEUE,
+    REFUSE,
+    SPILL,
+)
+from sglang_ext.tiers.store.books.page_table import PageTable
+from sglang_ext.tiers.store.books.write_policy import WritePolicy
+from sglang_ext.tiers.store.types import (
+    FILLING,
+    GIVEN_UP,
+    ON_DISK,
+    QUEUED,
+    READY,
+    SPILLING,
+    WRITE_DROPPED,
+    DiskCopies,
+    KeySpace,
+    Rows,
+    SpillEntry,
+)
+
+
+class SpillQueue:
+    """Pages between DRAM and disk. Methods take the table's lock, but those behind the line.
+
+    Args:
+        table: the pages.
+        writing: when pages are written.
+        disk: what the disk takes.
+        space_of: finds a key space by its number.
+
+    Attributes:
+        ready: notified when there may be something to write; of the table's lock.
+        entries: what is queued; guarded by the lock.
+        num_spilling: pages taken from it and not finished; one writer at a time.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        writing: WritePolicy,
+        disk: DiskPages,
+        space_of: Callable[[int], KeySpace],
+    ) -> None:
+        self._table, self._index = table, table.index
+        self._writing, self._disk = writing, disk
+        self._space_of = space_of
+        self.ready = threading.Condition(table.lock)
+        self.entries: deque[SpillEntry] = deque()
+        self.num_spilling = 0
+        self._to_clear: set[bytes] = set()
+
+    def take_clears(self) -> list[bytes]:
+        """Takes the namespaces that the disk is to clear; ends with `end_clears`."""
+        with self._table.lock:
+            return sorted(self._to_clear)
+
+    def end_clears(self, digests: list[bytes]) -> None:
+        """The disk was told to clear these: it may get pages again."""
+        with self._table.lock:
+            self._to_clear.difference_update(digests)
+            if not self._to_clear:
+                self._writing.note_cleared()
+
+    def take(self, max_pages: int) -> SpillEntry | None:
+        """Takes queued pages of one key space for the spiller, pinned; None when there are none.
+
+        None, too, while the disk has namespaces to clear: what it got now would go with them.
+        """
+        with self._table.lock:
+            if self._to_clear:
+                return None
+            while (queued := self._next(max_pages)) is not None:
+                entry = self._admitted(queued)
+                if not len(entry.rows):
+                    continue
+                self._table.take(SPILL, entry.rows)
+                self._table.pin(entry.slots)
+                self.num_spilling = len(entry.rows)
+                return entry
+            return None
+
+    def finish(self, entry: SpillEntry, stored: npt.NDArray[np.bool_], copies: DiskCopies) -> None:
+        """Enters the disk locations of written pages; only now are they acknowledged.
+
+        What lies in DRAM keeps its quality, however lossy the copy on disk is.
+        """
+        table = self._table
+        with table.lock:
+            rows = entry.rows
+            same = self._index.is_live(rows) & (self._index.host_slot[rows] == entry.slots)
+            same &= (self._index.flags[rows] & SPILLING) != 0
+            stored = stored & same
+            done = rows[stored]
+            table.has_inexact |= bool(copies.quality[stored].any())
+            copies = copies.take(stored)
+            num_again = int(((self._index.flags[done] & GIVEN_UP) != 0).sum())
+            # A page that is lossy in DRAM is no better on disk, however it is coded there.
+            quality = np.maximum(copies.quality, self._index.quality[done])
+            table.place(done, copies._replace(quality=quality))
+            table.take(DROP_WRITE, rows[same & ~stored])
+            table.take(END_SPILL, rows[same])
+            table.unpin(entry.slots)
+            hashes = table.moved(done)
+        table.counters.add("written_pages", int(stored.sum()))
+        table.counters.add("written_again_pages", num_again)
+        table.counters.add("write_dropped_pages", int((~stored).sum()))
+        if hashes is not None:
+            table.events.pages("written", hashes)
+        self.num_spilling = 0  # last: whoever reads 0 also sees the updated counters and log
+
+    def queue_all(self) -> int:
+        """Queues all pages that are not on disk (linear); for a flush, which may run out of time.
+
+        The most recent pages come first, and a parent before its children, so that every page
+        that a flush wrote before it ran out of time can be used.
+        """
+        with self._table.lock:
+            rows = self._coldest(ON_DISK | QUEUED | SPILLING | FILLING | WRITE_DROPPED)
+            self.queue_from_root(rows)
+            return len(rows)
+
+    def num_unwritten(self) -> int:
+        """Pages in DRAM that the disk neither has nor refused (linear)."""
+        with self._table.lock:
+            return len(self._coldest(ON_DISK | WRITE_DROPPED))
+
+    def num_only_in_dram(self) -> int:
+        """Pages in DRAM that the disk does not have, those that it refused among them (linear)."""
+        with self._table.lock:
+            return len(self._coldest(ON_DISK))
+
+    def num_pages(self) -> int:
+        """Pages on their way to disk, those that are being written among them."""
+        with self._table.lock:
+            return self.num_queued
+
+    # ---- the caller holds the lock ----
+
+    @property
+    def num_queued(self) -> int:
+        """The same."""
+        return self.num_spilling + sum(len(entry.rows) for entry in self.entries)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to write or to clear."""
+        return bool(self.entries or self._to_clear)
+
+    def queue(self, space: KeySpace, rows: Rows) -> None:
+        """Queues those of some pages of DRAM that are neither on disk nor on their way there."""
+        flags = self._index.flags[rows]
+        rows = rows[(flags & (ON_DISK | QUEUED | SPILLING)) == 0]
+        if len(rows):
+            self._table.take(QUEUE, rows)
+            slots = self._index.host_slot[rows].copy()
+            generations = self._table.arena.generation[slots].copy()
+            self.entries.append(SpillEntry(space, rows, slots, generations))
+            self.ready.notify()
+
+    def queue_from_root(self, rows: Rows) -> None:
+        """Queues pages of any key spaces, given in the order in which they leave, root first."""
+        rows = rows[::-1]
+        numbers = self._index.keys(rows)[1]
+        for number in np.unique(numbers).tolist():
+            self.queue(self._space_of(number), rows[numbers == number])
+
+    def used(self, space: KeySpace, rows: Rows) -> None:
+        """Pages were used: what the disk refused is worth more now, and offered as it leaves."""
+        if self._table.disk_order is not None and self._writing.back:
+            self._table.take(OFFER, rows)
+        if self._writing.on_use:
+            self.queue(space, rows)
+
+    def wanted(self, space: KeySpace, rows: Rows) -> None:
+        """Somebody waits for these pages: what the disk did not take is offered to it again."""
+        if self._table.disk_order is None or self._writing.on_use:
+            return
+        flags = self._index.flags[rows]
+        rows = rows[(flags & (WRITE_DROPPED | READY | ON_DISK)) == (WRITE_DROPPED | READY)]
+        if len(rows):
+            self._table.take(OFFER, rows)
+            if self._writing.through:
+                self.queue(space, rows)
+
+    def clear(self, digests: Iterable[bytes]) -> None:
+        """Forgets what is queued; the disk is to lose namespaces before it gets more."""
+        self.entries.clear()
+        self._to_clear.update(digests)
+        self.ready.notify_all()
+
+    def _coldest(self, skip_flags: int) -> Rows:
+        return self._index.lru_tail(self._table.arena.num_slots, skip_flags)
+
+    def _next(self, max_pages: int) -> SpillEntry | None:
+        """Takes pages of one key space out of the queue, those that are still to be written."""
+        taken: list[SpillEntry] = []
+        num = 0
+        while self.entries and num < max_pages:
+            entry = self.entries[0]
+            if taken and entry.space != taken[0].space:
+                break
+            self.entries.popleft()
+            if len(entry.rows) > max_pages - num:
+                at = max_pages - num
+                self.entries.appendleft(_part(entry, slice(at, None)))
+                entry = _part(entry, slice(at))
+            entry = self._still_valid(entry)
+            if len(entry.rows):
+                taken.append(entry)
+                num += len(entry.rows)
+        if not num:
+            return None
+        return SpillEntry(
+            taken[0].space,
+            np.concatenate([entry.rows for entry in taken]),
+            np.concatenate([entry.slots for entry in taken]),
+            np.concatenate([entry.generations for entry in taken]),
+        )
+
+    def _admitted(self, entry: SpillEntry) -> SpillEntry:
+        """Those of some pages that the disk is to take; the others may leave DRAM all the same."""
+        admitted = self._disk.admits(entry.rows)
+        if admitted is None:
+            return entry
+        refused = entry.rows[~admitted]
+        self._table.take(REFUSE, refused)
+        self._table.counters.add("not_admitted_pages", len(refused))
+        return _part(entry, admitted)
+
+    def _still_valid(self, entry: SpillEntry) -> SpillEntry:
+        same = (
+            self._index.is_live(entry.rows)
+            & (self._index.host_slot[entry.rows] == entry.slots)
+            & (self._table.arena.generation[entry.slots] == entry.generations)
+            & ((self._index.flags[entry.rows] & QUEUED) != 0)
+        )
+        return _part(entry, same)
+
+
+def _part(entry: SpillEntry, which: slice | npt.NDArray[np.bool_]) -> SpillEntry:
+    return SpillEntry(entry.space, entry.rows[which], entry.slots[which], entry.generations[which])

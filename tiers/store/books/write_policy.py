@@ -1,0 +1,69 @@
+"""When pages are written to disk: as they are saved, as they leave DRAM, or as they are used."""
+
+from __future__ import annotations
+
+from sglang_ext.tiers.store.books.orders.dram_order import DramOrder
+
+
+class WritePolicy:
+    """The setting, and what it means now. The table's lock is held around every call.
+
+    Args:
+        name: `write_through`, `selective`, `write_back` or `auto`.
+        has_disk: whether there is a disk.
+        order: of DRAM; None for the least recent page.
+        page_by_page: whether the disk gives up pages, and no whole segments.
+
+    Attributes:
+        name: as given.
+        disk_is_full: the disk had to give up pages, and was not cleared.
+        closing: what is only in DRAM is about to be gone, so no copy on disk is spare.
+    """
+
+    def __init__(
+        self, name: str, *, has_disk: bool, order: DramOrder | None, page_by_page: bool
+    ) -> None:
+        self.name = name
+        self._has_disk = has_disk
+        self._order = order
+        self._page_by_page = page_by_page
+        self.disk_is_full = self.closing = False
+
+    @property
+    def through(self) -> bool:
+        """Whether pages are written as they are saved, to have them on disk beside DRAM."""
+        if self.name == "auto":
+            return self._has_disk and not (self._page_by_page and self.disk_is_full)
+        return self._has_disk and self.name == "write_through"
+
+    @property
+    def back(self) -> bool:
+        """Whether pages are written when they are about to leave DRAM, if they are worth it."""
+        if self.name == "auto":
+            return self._has_disk and not self.through
+        return self._has_disk and self.name == "write_back"
+
+    @property
+    def on_use(self) -> bool:
+        """Whether pages are written when they are used."""
+        return self._has_disk and self.name == "selective"
+
+    @property
+    def before_leaving(self) -> bool:
+        """Whether a page stays in DRAM until the disk has it or did not take it."""
+        return self._has_disk and self.name != "selective"
+
+    def note_full(self) -> None:
+        """The disk had to give up pages."""
+        self.disk_is_full = True
+        if self._order is not None and self.back:
+            # From now on an unwritten page is held in DRAM only while it is queued for the disk.
+            self._order.disk_first = False
+
+    def note_cleared(self) -> None:
+        """The disk may have room for every page again, so it need not refuse any.
+
+        Except under `auto`: it never returns from write-back to write-through.
+        """
+        if self.name != "auto":
+            self.disk_is_full = False
