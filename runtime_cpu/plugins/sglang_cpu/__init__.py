@@ -30,4 +30,8 @@ def load() -> None:
 def _create(runner: Any) -> Any:
     from .backend import CpuExtendAttnBackend
 
+    if not runner.spec_algorithm.is_none():
+        from .speculation import prepare_speculation
+
+        prepare_speculation()
     return CpuExtendAttnBackend(runner)

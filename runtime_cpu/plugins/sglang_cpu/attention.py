@@ -51,6 +51,31 @@ def attend(
         _attend_windows(query, keys, values, output, whole_end, 1, rest, window, scale)
 
 
+def attend_tree(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scale: float | None,
+) -> None:
+    """As `attend`, of tokens that see all before them and of themselves what `mask` says.
+
+    Args:
+        query: `[N, Hq, D]`.
+        keys: `[T, H, D]`, T >= N.
+        values: `[T, H, Dv]`.
+        output: `[N, Hq, Dv]`, written.
+        mask: bool `[N, N]`.
+        scale: factor of the products; `D ** -0.5` when None.
+    """
+    before = torch.ones(len(query), len(keys) - len(query), dtype=torch.bool)
+    q, k, v = (x.movedim(0, 1).unsqueeze(0) for x in (query, keys, values))
+    found = _sdpa(q, k, v, torch.cat([before, mask], 1), scale)
+    output.copy_(found.squeeze(0).movedim(0, 1))
+
+
 def _attend_block(
     query: torch.Tensor,
     keys: torch.Tensor,

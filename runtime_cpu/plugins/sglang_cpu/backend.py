@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from .attention import attend
+from .attention import attend, attend_tree
+from .drafts import masks_of, verified_batch
 from .windows import WINDOW_VARIABLE, parse_windows
 
 
@@ -30,11 +31,18 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
         super().__init__(model_runner)
         self._window, self._every = parse_windows(os.environ.get(WINDOW_VARIABLE, ""))
         self._reads_window_pool = False  # of the layer that is computed
+        self._tree_masks: torch.Tensor | None = None  # of the drafts that are verified
 
-    def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """SGLang's interface."""
         self._begin_layer(layer)
-        return super().forward_extend(q, k, v, layer, *args, **kwargs)
+        self._tree_masks = None
+        if forward_batch.forward_mode.is_target_verify():
+            self._tree_masks = masks_of(forward_batch)
+            forward_batch = verified_batch(forward_batch)
+        return super().forward_extend(q, k, v, layer, forward_batch, *args, **kwargs)
 
     def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang's interface."""
@@ -76,24 +84,26 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
                 "cpu_extend does not compute; start with --attention-backend torch_native"
             )
         window = options.get("sliding_window_size")
+        if self._tree_masks is not None and window is not None:
+            raise NotImplementedError("expected drafts that are chains, got trees in a window")
         start = 0
-        for request, prefix, num_new in zip(
-            req_pool_indices.tolist(),
-            extend_prefix_lens.tolist(),
-            extend_seq_lens.tolist(),
-            strict=True,
+        for at, (request, prefix, num_new) in enumerate(
+            zip(
+                req_pool_indices.tolist(),
+                extend_prefix_lens.tolist(),
+                extend_seq_lens.tolist(),
+                strict=True,
+            )
         ):
             first = 0 if window is None else max(0, prefix - window)
             slots = _run_or_list(self._rows(req_to_token[request, first : prefix + num_new]))
             rows = slice(start, start + num_new)
-            attend(
-                query[rows],
-                k_cache[slots],
-                v_cache[slots],
-                output[rows],
-                window=window,
-                scale=options.get("scaling"),
-            )
+            seen = query[rows], k_cache[slots], v_cache[slots], output[rows]
+            scale = options.get("scaling")
+            if self._tree_masks is None:
+                attend(*seen, window=window, scale=scale)
+            else:
+                attend_tree(*seen, self._tree_masks[at], scale=scale)
             start += num_new
         return output
 

@@ -1,0 +1,1 @@
+"""Draft models of speculative decoding for the bundled model, made of it."""

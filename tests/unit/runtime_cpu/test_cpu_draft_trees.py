@@ -1,0 +1,109 @@
+"""The CPU runtime's trees of draft tokens, against walks over the trees themselves."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime_cpu import launch
+
+
+def load() -> ModuleType:
+    """The module, without putting the stand-in for `sgl_kernel` on this process's path."""
+    name = "cpu_draft_trees"
+    if name not in sys.modules:
+        path = Path(launch.STUBS) / "sgl_kernel" / "draft_trees.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+# Parents of tokens 1, 2, ... of one tree; token 0 is the root.
+trees = st.integers(1, 8).flatmap(
+    lambda num: st.tuples(*(st.integers(0, token) for token in range(num)))
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(parents=trees, data=st.data())
+def test_the_longest_path_of_right_guesses_is_accepted(
+    parents: tuple[int, ...], data: st.DataObject
+) -> None:
+    module, num, seq_len, vocab = load(), len(parents) + 1, 11, 3
+    children = {at: [c for c, p in enumerate(parents, 1) if p == at] for at in range(num)}
+    tokens = [0] * num
+    for siblings in children.values():  # those of a parent differ
+        for at, token in zip(siblings, data.draw(st.permutations(range(8))), strict=False):
+            tokens[at] = token
+    wanted = data.draw(st.lists(st.integers(0, vocab), min_size=num, max_size=num))
+    mask = torch.eye(num, dtype=torch.bool)
+    for at, parent in enumerate(parents, 1):
+        mask[at] |= mask[parent]
+    positions = torch.empty(num, dtype=torch.long)
+    links = [torch.full((1, num), 7) for _ in range(3)]
+    module.reconstruct_indices_from_tree_mask(
+        mask.flatten(), torch.tensor([seq_len]), positions, *links, 1, num
+    )
+    assert positions.tolist() == (mask.sum(1) + seq_len - 1).tolist()
+
+    predicts = torch.zeros(num, dtype=torch.int32)
+    accepted = torch.full((1, num), -1, dtype=torch.int32)
+    count = torch.empty(1, dtype=torch.int32)
+    module.verify_tree_greedy_cpu(
+        predicts, accepted, count, torch.tensor([tokens]), *links, torch.tensor([wanted])
+    )
+    path, here = [0], 0
+    while follower := next((c for c in children[here] if tokens[c] == wanted[here]), None):
+        path.append(follower)
+        here = follower
+    assert accepted[0, : len(path)].tolist() == path
+    assert (accepted[0, len(path) :] == -1).all()
+    assert count.item() == len(path) - 1
+    assert [predicts[at].item() for at in path] == [wanted[at] for at in path]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=5))
+def test_chains_and_trees_are_linked_as_their_candidates_say(choices: list[int]) -> None:
+    """Candidates in groups of 4, each group behind one of the group before."""
+    module, topk, depth = load(), 4, len(choices)
+    # Group g holds candidates 4 g to 4 g + 3; group 0 follows the root, and group g > 0 the
+    # candidate that was chosen of the group before.
+    groups = [-1, *(topk * group + choice for group, choice in enumerate(choices[:-1]))]
+    chosen = [topk * group + choice for group, choice in enumerate(choices)]
+    others = [topk * group + (choice + 1) % topk for group, choice in enumerate(choices)]
+    selected = sorted(chosen + others)
+    num = len(selected) + 1
+    mask = torch.zeros(num * num, dtype=torch.bool)
+    positions = torch.empty(num, dtype=torch.long)
+    links = [torch.full((1, num), -1) for _ in range(3)]
+    module.build_tree_kernel_efficient_cpu(
+        torch.tensor([groups]),
+        torch.tensor([selected]),
+        torch.tensor([20]),
+        mask,
+        positions,
+        *links,
+        topk,
+        depth,
+        num,
+        1,
+    )
+    place = {candidate: at for at, candidate in enumerate(selected, 1)}
+    for candidate, at in place.items():
+        group = candidate // topk
+        before = [0, *(place[c] for c in chosen[:group])]
+        assert mask.view(num, num)[at].nonzero().flatten().tolist() == sorted({*before, at})
+        assert positions[at] == 20 + group + 1
+    again = [torch.empty(num, dtype=torch.long), *(torch.empty(1, num).long() for _ in range(3))]
+    module.reconstruct_indices_from_tree_mask(mask, torch.tensor([20]), *again, 1, num)
+    assert all(a.equal(b) for a, b in zip(again, [positions, *links], strict=True))
