@@ -75,6 +75,34 @@ def slower(folder: Path, intermediate: int) -> Path:
     return folder
 
 
+def qwen3(folder: Path, change: Callable[[Weights], None] | None = None) -> Path:
+    """The bundled model's weights in the architecture of Qwen 3, which differs by norms of Q and K.
+
+    Its answers are another model's, and as far from uniform. SGLang runs the attention of Qwen 3
+    data parallel, and that of Llama not.
+    """
+
+    def convert(weights: Weights) -> None:
+        if change is not None:
+            change(weights)
+        embeddings = weights["model.embed_tokens.weight"]
+        weights["lm_head.weight"] = embeddings.clone()  # tied ones would not be split in two
+        for layer in range(8):
+            for norm in ("q_norm", "k_norm"):
+                name = f"model.layers.{layer}.self_attn.{norm}.weight"
+                weights[name] = torch.full((64,), 1.5, dtype=embeddings.dtype)
+
+    variant(folder, convert)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def one_value(weights: Weights) -> None:
     """The least change there is: one value of one tensor, by one bit."""
     weights["model.layers.5.mlp.down_proj.weight"].view(torch.int16)[17, 23] ^= 1
