@@ -93,6 +93,8 @@ class Leftovers:
 class Server:
     """One server process tree, from start to stop.
 
+    It has many methods because tests do much with a server.
+
     Args:
         args: options added to ``sglang.launch_server``, after the quiet defaults.
         model: path of the model; None when `args` name it.

@@ -75,6 +75,8 @@ class SimulatedDevice(DevicePort):
     Args:
         seed: decides when what runs.
         may_not_wait: threads that must not wait for the device.
+
+    It has many methods because all streams and threads share its clocks.
     """
 
     brings_pages = True

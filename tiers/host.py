@@ -38,6 +38,7 @@ class HostArena:
 
     Thread-safe: `_lock` guards the free stack, the states, the pins, `generation` and the closed
     flag. The bytes of a slot are guarded by owning it (from `alloc` to `free`) or by a pin.
+    It has many methods because memory, slots and pins change together, under that lock.
 
     Attributes:
         num_slots: Slots in all.

@@ -59,6 +59,8 @@ class PageIndex:
     negative ones and rows that are not live are passed over, so the result of a look-up can be
     handed on as it is.
 
+    It has many methods because rows of the map are also links of the list by age.
+
     Attributes:
         capacity: Most pages that it can hold.
         host_slot: i32 per row, slot in the host arena, -1 for none.

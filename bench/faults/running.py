@@ -56,6 +56,8 @@ class Victim:
 class RunningFaults:
     """One server that meets every fault but death.
 
+    It has many methods because there are many faults.
+
     Attributes:
         folder: for everything written.
         source: prompts without a reference.

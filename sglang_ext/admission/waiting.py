@@ -66,6 +66,8 @@ class WaitingRoom:
             device; None where that cannot be told.
         cost: decides under `cost`; None for the other policies.
         clock: seconds; monotonic.
+
+    It has many methods because a request's way through the queue is one: each is a step of it.
     """
 
     def __init__(

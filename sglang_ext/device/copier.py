@@ -70,6 +70,8 @@ class PageCopier:
         kernels: module with the functions of `kernels/rope`.
         parallel_loads: copies V of a layer on a thread of its own while K is embedded; ended by
             `close`.
+
+    It has many methods because what a save writes, a load has to read: both ways are kept together.
     """
 
     def __init__(

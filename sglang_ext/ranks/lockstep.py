@@ -68,6 +68,8 @@ class Transfers(Protocol):
 class Lockstep(Admission):
     """What several ranks agree on, for one cache. Scheduler thread only.
 
+    It has many methods because `Admission` has.
+
     Args:
         store: this rank's DRAM and disk.
         room: its waiting requests.

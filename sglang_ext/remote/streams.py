@@ -38,7 +38,10 @@ _FIRST_DECODE_BYTES_PER_S = 1e9  # until some was measured
 
 
 class RemoteStreams:
-    """Fetches and publishes the pages of any number of contexts. Thread-safe."""
+    """Fetches and publishes the pages of any number of contexts. Thread-safe.
+
+    It has many methods because its threads share the contexts, under one lock.
+    """
 
     def __init__(
         self,

@@ -45,6 +45,8 @@ RING_BYTES = 128 << 20
 class HierKVLinker(UnifiedCacheLinker):
     """Connects SGLang's device pool with the page store.
 
+    It has many methods because SGLang calls that many of a linker's.
+
     Attributes:
         store: DRAM and disk.
         loads: the thread that copies to the device.

@@ -60,6 +60,7 @@ NAMES_SGLANG = {
 }
 
 MAX_FILES = 16
+MAX_METHODS = 20
 
 
 def _modules() -> dict[str, Path]:
@@ -207,6 +208,23 @@ def test_no_folder_is_flat(top: str) -> None:
         if name.endswith(".py")
     )
     assert {folder: num for folder, num in files.items() if num > MAX_FILES} == {}
+
+
+def test_no_class_has_many_methods_without_a_reason() -> None:
+    """A class is one subject; where that takes more methods, its docstring says why."""
+    unexplained = [
+        f"{name}.{node.name}"
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        if len(_methods(node)) > MAX_METHODS
+        if "many methods because" not in (ast.get_docstring(node) or "").replace("\n", " ")
+    ]
+    assert unexplained == []
+
+
+def _methods(node: ast.ClassDef) -> set[str]:
+    return {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
 
 
 def test_a_package_says_what_it_is() -> None:

@@ -116,6 +116,8 @@ class RemoteStore:
     Calls block up to their time: never call from SGLang's scheduler thread. One thread of its own
     tries the store again while the breaker is open, and renews what was read where values have a
     TTL. A store that is down at start is found when it comes up.
+
+    It has many methods because all that one may do with a store is here, the same for every engine.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.executor import Executor, Threads
 from sglang_ext.tiers.store.gate import Gate
+from sglang_ext.tiers.store.key_spaces import KeySpaces
 from sglang_ext.tiers.store.movers.lookahead import LookAhead
 from sglang_ext.tiers.store.movers.promoter import Promoter
 from sglang_ext.tiers.store.movers.read_meter import OnMeasured, ReadMeter
@@ -77,7 +77,8 @@ class PageStore:
     """Pages of KV in DRAM and on disk, by their full key.
 
     Thread-safe. No method waits for I/O but `open_namespace`, which may list the disk's folder,
-    `wait_idle`, `flush` and `close`.
+    `wait_idle`, `flush` and `close`. It has many methods because it is all that others know of the
+    store; each hands on to the part that does the work.
 
     Attributes:
         arena: the slots; a page's bytes are written and read through it by whoever holds a ticket.
@@ -129,10 +130,6 @@ class PageStore:
         self.counters = counters or StoreCounters()
         self.events = EventLog(config.event_log)
         self._disk = disk
-        self._spaces: list[KeySpace] = []  # by number; guarded by _spaces_lock
-        self._numbers: dict[tuple[bytes, bytes], KeySpace] = {}  # guarded by _spaces_lock
-        self._opened: set[bytes] = set()  # digests; guarded by _spaces_lock
-        self._spaces_lock = threading.Lock()
         self._closed = False
         self._transcoder = transcoder
         self._packed = transcoder is not None and transcoder.encodes
@@ -140,6 +137,7 @@ class PageStore:
         if config.placement is not None:
             placement = replace(config.placement, capacity_pages=arena.num_slots)
             policy = PlacementPolicy(index.capacity, placement)
+        self._spaces = KeySpaces()
         self._clock = clock
         self._books = books = Books(
             arena,
@@ -150,7 +148,7 @@ class PageStore:
             events=self.events,
             policy=policy,
             clock=clock,
-            space_of=self._space_of,
+            space_of=self._spaces.of,
             disk_floor=transcoder.quality if transcoder is not None and self._packed else 0,
         )
         self.gate = Gate(self.counters, books.loads.release)
@@ -171,7 +169,7 @@ class PageStore:
             )
             if config.remote_policy == "on_eviction":
                 self._leaving = LeavingPages(
-                    books, remote, self._remote.send, disk, transcoder, self._space_of,
+                    books, remote, self._remote.uploads.send, disk, transcoder, self._spaces.of,
                     rules,
                 )  # fmt: skip
         self._spiller: Spiller | None = None
@@ -200,16 +198,7 @@ class PageStore:
 
         Loads and saves pass under it until `end_epoch`.
         """
-        with self._spaces_lock:
-            space = self._numbers.get((digest, lora))
-            if space is None:
-                space = KeySpace(len(self._spaces), digest, lora, self.gate.epoch)
-                self._spaces.append(space)
-                self._numbers[digest, lora] = space
-            elif not self.gate.is_open(space):
-                space = space._replace(epoch=self.gate.epoch)
-                self._spaces[space.number] = self._numbers[digest, lora] = space
-            return space
+        return self._spaces.get(digest, lora, self.gate)
 
     def end_epoch(self) -> None:
         """Weights or adapters change: tickets and key spaces given out so far pass no more.
@@ -228,19 +217,14 @@ class PageStore:
         Returns:
             Number of pages found on disk.
         """
-        with self._spaces_lock:
-            if digest in self._opened:
-                return 0
-            self._opened.add(digest)
-        if self._disk is None:
+        if not self._spaces.begin_opening(digest) or self._disk is None:
             return 0
         try:
             found = self._disk.open_namespace(
                 digest, self.arena.slot_bytes, label, packed=self._packed
             )
         except BaseException:
-            with self._spaces_lock:
-                self._opened.discard(digest)
+            self._spaces.not_opened(digest)
             raise
         total = 0
         # Sorting digests takes most of a start with a full disk; without adapters there is no need.
@@ -252,10 +236,6 @@ class PageStore:
             lora = adapter.tobytes() if adapter.any() else NO_LORA
             total += self._books.disk.add_recovered(self.space(digest, lora), found.take(mine))
         return total
-
-    def _space_of(self, number: int) -> KeySpace:
-        with self._spaces_lock:
-            return self._spaces[number]
 
     # ---- pages ----
 
@@ -277,8 +257,7 @@ class PageStore:
         Returns:
             u8 `[N]` of `READY` (in DRAM) and `ON_DISK` (a record, on disk or in coded DRAM).
         """
-        with self._spaces_lock:
-            numbers = [each.number for each in self._spaces if self.gate.is_open(each)]
+        numbers = [each.number for each in self._spaces.all() if self.gate.is_open(each)]
         return self._books.lookups.tiers_of(hashes, numbers)
 
     def ready_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> int:
@@ -329,7 +308,7 @@ class PageStore:
         ok = ok and self.gate.save(ticket.space, len(ticket.rows))
         self._books.saves.finish(ticket, ok=ok)
         if self._remote is not None and ok:
-            self._remote.saved(ticket.space, ticket.hashes)
+            self._remote.uploads.saved(ticket.space, ticket.hashes)
 
     def pin_ready(
         self, space: KeySpace, hashes: Hashes, max_quality: int = ANY
@@ -337,7 +316,7 @@ class PageStore:
         """Pins pages for a load, all of them or none (None)."""
         ticket = self._books.loads.pin_ready(space, hashes, max_quality)
         if self._remote is not None and ticket is not None:
-            self._remote.loaded(space, hashes)
+            self._remote.uploads.loaded(space, hashes)
         return ticket
 
     def pin_leading(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> LoadTicket:
@@ -357,7 +336,7 @@ class PageStore:
         hashes, numbers = self._books.loads.drop_damaged(rows, slots)
         if self._remote is not None:
             for row, number in zip(hashes, numbers.tolist(), strict=True):
-                self._remote.blame(self._space_of(number), row.tobytes())
+                self._remote.blame(self._spaces.of(number), row.tobytes())
 
     def release(self, slots: Slots) -> None:
         """Gives the pins of a load back."""
@@ -445,10 +424,10 @@ class PageStore:
         thread that writes to it and before it writes more (`clears_pending` in `stats`); a process
         that is killed before that finds them again.
         """
-        with self._spaces_lock:
-            numbers = [space.number for space in self._spaces]
-            digests = set(self._opened) if self._disk is not None else set()
-        forgotten = self._books.saves.forget_namespace(numbers, digests)
+        spaces, digests = self._spaces.all_and_opened()
+        forgotten = self._books.saves.forget_namespace(
+            [space.number for space in spaces], digests if self._disk is not None else ()
+        )
         self.events.note("cleared")
         return forgotten
 
@@ -523,14 +502,17 @@ class PageStore:
         # Pages used since the last reclaim are worth carrying over to a younger segment.
         since = [0]
 
+        def with_digest(digest: bytes) -> list[KeySpace]:
+            return [space for space in self._spaces.all() if space.digest == digest]
+
         def is_hot(digest: bytes, hashes: Hashes) -> npt.NDArray[np.uint8]:
             heat = np.zeros(len(hashes), np.uint8)
-            for space in self._spaces_with(digest):
+            for space in with_digest(digest):
                 heat = np.maximum(heat, pages_on_disk.heat(space, hashes, since[0]))
             return heat
 
         def on_moved(digest: bytes, segment: int, pages: RecoveredPages) -> None:
-            for space in self._spaces_with(digest):
+            for space in with_digest(digest):
                 lora = np.frombuffer(space.lora or bytes(32), np.uint8)
                 mine = (pages.lora == lora).all(axis=1)
                 pages_on_disk.move(space, segment, pages.take(mine))
@@ -543,7 +525,3 @@ class PageStore:
         disk.num_needed = pages_on_disk.num_needed
         if self._books.table.disk_order is not None:
             disk.keeper = pages_on_disk
-
-    def _spaces_with(self, digest: bytes) -> list[KeySpace]:
-        with self._spaces_lock:
-            return [space for space in self._spaces if space.digest == digest]

@@ -347,7 +347,7 @@ class WindowWorld:
                 for key, number, slot in zip(keys, numbers, slots, strict=True)
             ]
         for key, number, slot in found:
-            weights = self.store._space_of(number).digest[0] - 1
+            weights = self.store._spaces.of(number).digest[0] - 1
             part, tenant, tokens = self.made[key]
             first = len(tokens) - PAGE
             expected = self.prints(tokens, tenant, weights)[first:]

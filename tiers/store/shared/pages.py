@@ -1,31 +1,27 @@
-"""Pages between DRAM and a remote store: uploads after a save, fetches for waiting requests.
+"""Pages between DRAM and a remote store: fetches for waiting requests, and all that goes with it.
 
-One thread uploads, one asks what the store has (`remote_lookup.py`), one fetches for plans; the
-scheduler's thread never waits for them. What is fetched enters DRAM as a save does: slots are
-taken, filled, verified, published; then the plan pins them. Here pages travel raw; with a codec for
-the store, questions, fetches and uploads are handed to a `CodedRemote`.
+One thread uploads (`upload_queue.py`), one asks what the store has (`remote_lookup.py`), one
+fetches for plans; the scheduler's thread never waits for them. What is fetched enters DRAM as a
+save does: slots are taken, filled, verified, published; then the plan pins them. Here pages travel
+raw; with a codec for the store, questions, fetches and uploads are handed to a `CodedRemote`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.page_rules import AnyPage, PageRules
-from sglang_ext.tiers.records.record import HEADER_BYTES, RAW_CODEC, RecordError, parse_header
-from sglang_ext.tiers.remote.base import Outcome, RemoteKey
-from sglang_ext.tiers.remote.items import GetRequest, PutItem
+from sglang_ext.tiers.records.record import HEADER_BYTES, RecordError, parse_header
+from sglang_ext.tiers.remote.base import Outcome
+from sglang_ext.tiers.remote.items import GetRequest
 from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
@@ -33,28 +29,24 @@ from sglang_ext.tiers.store.movers.read_meter import ReadMeter
 from sglang_ext.tiers.store.shared.coding import CodedRemote, Lookup, OpenCoded
 from sglang_ext.tiers.store.shared.fetch_queue import FetchQueue
 from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup, RemoteLookupThread
+from sglang_ext.tiers.store.shared.upload_queue import RemoteUploads, remote_key
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan
 
 logger = logging.getLogger(__name__)
 
 REMOTE_POLICIES = ("all", "second_hit", "on_eviction")
 
-_UPLOAD_QUEUE = 1024  # runs of pages; more are not uploaded, and counted
 _FETCH_QUEUE = 256  # requests; more are not looked up
-_UPLOAD_PAGES = 32  # pinned at once
 _LOOKUP_PAGES = 64  # asked for at once
 _FETCH_PAGES, _FETCH_BYTES = 16, 32 << 20  # published together, at most
-_UPLOADED_PAGES = 65536  # remembered as uploaded
-
-
-class _Upload(NamedTuple):
-    space: KeySpace
-    hashes: Hashes
-    is_new: bool  # saved just now, so perhaps better than what was uploaded under the same key
 
 
 class RemotePages:
-    """What a page store does with a store that other servers share. Thread-safe."""
+    """What a page store does with a store that other servers share. Thread-safe.
+
+    Attributes:
+        uploads: what goes there.
+    """
 
     def __init__(
         self,
@@ -85,48 +77,29 @@ class RemotePages:
             raise TierConfigError(
                 f"the remote policy must be one of {', '.join(REMOTE_POLICIES)}, got {policy!r}"
             )
-        self.policy = policy
         self._table, self._saves = books.table, books.saves
-        self._loads, self._book = books.loads, books.remote
+        self._book = books.remote
         self._remote = remote
         self._decoded = decoded or DecodedPages()
         self._rules = rules or AnyPage()
         self._coded: CodedRemote | None = None
         if open_coded is not None:
             self._coded = open_coded(books, remote, self._decoded, self._rules)
-        self._uploads: queue.Queue[_Upload | None] = queue.Queue(_UPLOAD_QUEUE)
+        self.uploads = RemoteUploads(books.table, books.loads, remote, policy, self._coded)
         self._lookups: FetchQueue[Lookup] = FetchQueue(_FETCH_QUEUE)
         self._meter = meter or ReadMeter()
         slot_bytes = self._table.arena.slot_bytes
         self._fetch_pages = max(1, min(_FETCH_PAGES, _FETCH_BYTES // slot_bytes))
-        # Keys uploaded lately, by namespace number and page hash; the upload thread's own.
-        self._uploaded: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._closing = threading.Event()
-        self._threads = [
-            threading.Thread(target=target, name=f"hier-kv-remote-{name}", daemon=True)
-            for name, target in (("upload", self._run_uploads), ("fetch", self._run_lookups))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(
+            target=self._run_lookups, name="hier-kv-remote-fetch", daemon=True
+        )
+        self._thread.start()
         self._lookup_thread = RemoteLookupThread(self._sizes, self._table.counters)
-
-    def saved(self, space: KeySpace, hashes: Hashes) -> None:
-        """Pages were published in DRAM. Does not block."""
-        if self.policy == "all":
-            self._offer(_Upload(space, hashes.copy(), is_new=True))
-
-    def loaded(self, space: KeySpace, hashes: Hashes) -> None:
-        """Pages were used by a request. Does not block."""
-        if self.policy == "second_hit":
-            self._offer(_Upload(space, hashes.copy(), is_new=False))
-
-    def send(self, space: KeySpace, hashes: Hashes) -> None:
-        """Uploads those of some pages that are in DRAM. Blocks; `on_eviction`'s thread calls it."""
-        self._upload(space, hashes)
 
     def blame(self, space: KeySpace, page_hash: bytes) -> None:
         """A page that may have come from the store cannot be used. Does not block."""
-        self._remote.reject(_key(space, page_hash), "unusable")
+        self._remote.reject(remote_key(space, page_hash), "unusable")
         if self._coded is not None:
             self._coded.blame(space, page_hash)
 
@@ -191,8 +164,7 @@ class RemotePages:
     def stop(self) -> None:
         """Has the threads end after the batches in their hands. Does not block."""
         self._closing.set()
-        with contextlib.suppress(queue.Full):  # the thread sees that it is closing
-            self._uploads.put_nowait(None)
+        self.uploads.stop()
         for job in self._lookups.close():
             self._give_up(job)
 
@@ -200,8 +172,8 @@ class RemotePages:
         """Ends the threads, and the store."""
         self.stop()
         self._lookup_thread.close(timeout_s)
-        for thread in self._threads:
-            thread.join(timeout=timeout_s + 10.0)
+        self.uploads.join(timeout_s + 10.0)
+        self._thread.join(timeout=timeout_s + 10.0)
         if self._coded is not None:
             self._coded.close()
         self._remote.close()
@@ -209,70 +181,10 @@ class RemotePages:
     def stats(self) -> dict[str, int]:
         """What the remote store counts, and how much waits."""
         stats = self._remote.stats()
-        stats["upload_queue"] = self._uploads.qsize()
+        stats["upload_queue"] = self.uploads.num_waiting
         stats["lookup_queue"] = self._lookup_thread.num_waiting
         stats["fetch_queue"] = len(self._lookups)
         return stats
-
-    # ---- uploads ----
-
-    def _offer(self, upload: _Upload) -> None:
-        if not len(upload.hashes) or self._closing.is_set():
-            return
-        try:
-            self._uploads.put_nowait(upload)
-        except queue.Full:
-            self._count("remote_upload_dropped_pages", len(upload.hashes))
-
-    def _run_uploads(self) -> None:
-        while not self._closing.is_set():
-            upload = self._uploads.get()
-            if upload is None:
-                return
-            try:
-                hashes = upload.hashes if upload.is_new else self._unknown(upload)
-                for first in range(0, len(hashes), _UPLOAD_PAGES):
-                    if not self._closing.is_set():
-                        self._upload(upload.space, hashes[first : first + _UPLOAD_PAGES])
-            except Exception:
-                self._count("remote_failures")
-                logger.exception("hier-kv: pages could not be uploaded")
-
-    def _unknown(self, upload: _Upload) -> Hashes:
-        """Pages that were not uploaded lately: the store is not asked again at each use."""
-        number = upload.space.number
-        new = [(number, row.tobytes()) not in self._uploaded for row in upload.hashes]
-        return upload.hashes[np.array(new, np.bool_)]
-
-    def _upload(self, space: KeySpace, hashes: Hashes) -> None:
-        if not self._remote.usable:
-            self._count("remote_upload_dropped_pages", len(hashes))
-            return
-        if self._coded is None:
-            hashes, outcomes = self._upload_raw(space, hashes)
-        else:
-            hashes, outcomes = self._coded.upload(space, hashes)
-        for row, outcome in zip(hashes, outcomes, strict=True):
-            if outcome in (Outcome.OK, Outcome.KEPT):
-                self._uploaded[space.number, row.tobytes()] = None
-        while len(self._uploaded) > _UPLOADED_PAGES:
-            self._uploaded.popitem(last=False)
-        self._count("remote_written_pages", outcomes.count(Outcome.OK))
-        self._count("remote_duplicate_pages", outcomes.count(Outcome.KEPT))
-        num_failed = len(outcomes) - outcomes.count(Outcome.OK) - outcomes.count(Outcome.KEPT)
-        self._count("remote_upload_dropped_pages", num_failed)
-
-    def _upload_raw(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, list[Outcome]]:
-        hashes, slots = self._loads.pin_present(space, hashes)
-        try:
-            arena = self._table.arena.slots
-            items = [
-                PutItem(_key(space, row.tobytes()), arena[slot])
-                for row, slot in zip(hashes, slots.tolist(), strict=True)
-            ]
-            return hashes, self._remote.put(items)
-        finally:
-            self._loads.release(slots)
 
     # ---- look-ups ----
 
@@ -342,7 +254,7 @@ class RemotePages:
     def _heads(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[tuple[int, int]]:
         """(quality, bytes) of the leading pages that the remote store has and are good enough."""
         found: list[tuple[int, int]] = []
-        keys = [_key(space, row.tobytes()) for row in hashes]
+        keys = [remote_key(space, row.tobytes()) for row in hashes]
         for key, head in zip(keys, self._remote.head(keys), strict=True):
             if head.meta is None or head.meta.quality > max_quality:
                 break
@@ -361,7 +273,7 @@ class RemotePages:
         ok = False
         try:
             requests = [
-                GetRequest(_key(lookup.space, row.tobytes()), self._table.arena.slots[slot])
+                GetRequest(remote_key(lookup.space, row.tobytes()), self._table.arena.slots[slot])
                 for row, slot in zip(ticket.hashes, ticket.slots.tolist(), strict=True)
             ]
             timeout_s = self._remote.transfer_timeout_s(sum(each.out.size for each in requests))
@@ -408,7 +320,3 @@ class RemotePages:
 def num_leading(sizes: npt.NDArray[np.int64]) -> int:
     """How many leading pages have a size."""
     return len(sizes) if sizes.all() else int(np.argmin(sizes > 0))
-
-
-def _key(space: KeySpace, page_hash: bytes) -> RemoteKey:
-    return RemoteKey(space.digest, page_hash, space.lora, RAW_CODEC)

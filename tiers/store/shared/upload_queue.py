@@ -1,0 +1,154 @@
+"""Uploads: pages of DRAM that a remote store is to have, one thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_ext.tiers.records.record import RAW_CODEC
+from sglang_ext.tiers.remote.base import Outcome, RemoteKey
+from sglang_ext.tiers.remote.items import PutItem
+from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.store.books.loads import Loads
+from sglang_ext.tiers.store.books.page_table import PageTable
+from sglang_ext.tiers.store.shared.coding import CodedRemote
+from sglang_ext.tiers.store.types import Hashes, KeySpace
+
+logger = logging.getLogger(__name__)
+
+_UPLOAD_QUEUE = 1024  # runs of pages; more are not uploaded, and counted
+_UPLOAD_PAGES = 32  # pinned at once
+_UPLOADED_PAGES = 65536  # remembered as uploaded
+
+
+class _Upload(NamedTuple):
+    space: KeySpace
+    hashes: Hashes
+    is_new: bool  # saved just now, so perhaps better than what was uploaded under the same key
+
+
+class RemoteUploads:
+    """The queue of pages to upload, and the thread that does it. Thread-safe.
+
+    Args:
+        table: the store's pages.
+        loads: pins them.
+        remote: the shared store.
+        policy: `all`, `second_hit` or `on_eviction`.
+        coded: stores pages coded; None stores them as they are.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        loads: Loads,
+        remote: RemoteStore,
+        policy: str,
+        coded: CodedRemote | None,
+    ) -> None:
+        self._table, self._loads = table, loads
+        self._remote, self._policy, self._coded = remote, policy, coded
+        self._queue: queue.Queue[_Upload | None] = queue.Queue(_UPLOAD_QUEUE)
+        # Keys uploaded lately, by namespace number and page hash; the upload thread's own.
+        self._uploaded: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hier-kv-remote-upload", daemon=True)
+        self._thread.start()
+
+    def saved(self, space: KeySpace, hashes: Hashes) -> None:
+        """Pages were published in DRAM. Does not block."""
+        if self._policy == "all":
+            self._offer(_Upload(space, hashes.copy(), is_new=True))
+
+    def loaded(self, space: KeySpace, hashes: Hashes) -> None:
+        """Pages were used by a request. Does not block."""
+        if self._policy == "second_hit":
+            self._offer(_Upload(space, hashes.copy(), is_new=False))
+
+    def send(self, space: KeySpace, hashes: Hashes) -> None:
+        """Uploads those of some pages that are in DRAM. Blocks; `on_eviction`'s thread calls it."""
+        self._upload(space, hashes)
+
+    @property
+    def num_waiting(self) -> int:
+        """Runs of pages that wait for the thread."""
+        return self._queue.qsize()
+
+    def stop(self) -> None:
+        """Has the thread end after the batch in its hands. Does not block."""
+        self._closing.set()
+        with contextlib.suppress(queue.Full):  # the thread sees that it is closing
+            self._queue.put_nowait(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the thread's end."""
+        self._thread.join(timeout=timeout_s)
+
+    def _offer(self, upload: _Upload) -> None:
+        if not len(upload.hashes) or self._closing.is_set():
+            return
+        try:
+            self._queue.put_nowait(upload)
+        except queue.Full:
+            self._table.counters.add("remote_upload_dropped_pages", len(upload.hashes))
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            upload = self._queue.get()
+            if upload is None:
+                return
+            try:
+                hashes = upload.hashes if upload.is_new else self._unknown(upload)
+                for first in range(0, len(hashes), _UPLOAD_PAGES):
+                    if not self._closing.is_set():
+                        self._upload(upload.space, hashes[first : first + _UPLOAD_PAGES])
+            except Exception:
+                self._table.counters.add("remote_failures")
+                logger.exception("hier-kv: pages could not be uploaded")
+
+    def _unknown(self, upload: _Upload) -> Hashes:
+        """Pages that were not uploaded lately: the store is not asked again at each use."""
+        number = upload.space.number
+        new = [(number, row.tobytes()) not in self._uploaded for row in upload.hashes]
+        return upload.hashes[np.array(new, np.bool_)]
+
+    def _upload(self, space: KeySpace, hashes: Hashes) -> None:
+        if not self._remote.usable:
+            self._table.counters.add("remote_upload_dropped_pages", len(hashes))
+            return
+        if self._coded is None:
+            hashes, outcomes = self._upload_raw(space, hashes)
+        else:
+            hashes, outcomes = self._coded.upload(space, hashes)
+        for row, outcome in zip(hashes, outcomes, strict=True):
+            if outcome in (Outcome.OK, Outcome.KEPT):
+                self._uploaded[space.number, row.tobytes()] = None
+        while len(self._uploaded) > _UPLOADED_PAGES:
+            self._uploaded.popitem(last=False)
+        self._table.counters.add("remote_written_pages", outcomes.count(Outcome.OK))
+        self._table.counters.add("remote_duplicate_pages", outcomes.count(Outcome.KEPT))
+        num_failed = len(outcomes) - outcomes.count(Outcome.OK) - outcomes.count(Outcome.KEPT)
+        self._table.counters.add("remote_upload_dropped_pages", num_failed)
+
+    def _upload_raw(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, list[Outcome]]:
+        hashes, slots = self._loads.pin_present(space, hashes)
+        try:
+            arena = self._table.arena.slots
+            items = [
+                PutItem(remote_key(space, row.tobytes()), arena[slot])
+                for row, slot in zip(hashes, slots.tolist(), strict=True)
+            ]
+            return hashes, self._remote.put(items)
+        finally:
+            self._loads.release(slots)
+
+
+def remote_key(space: KeySpace, page_hash: bytes) -> RemoteKey:
+    """The name of a page that is stored as it is."""
+    return RemoteKey(space.digest, page_hash, space.lora, RAW_CODEC)
