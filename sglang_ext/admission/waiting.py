@@ -34,8 +34,10 @@ from sglang_ext.admission.waiting_request import (
 from sglang_ext.tiers.store import PageStore, TierCounts
 from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 
-# Requests per step that are looked up again because pages of theirs were stored or lost.
-_FIND_AT_ONCE = 4
+# Requests per step that are looked up again because pages of theirs were stored or lost: many, as
+# what is stored leaves again before those that wait far behind are seen to need it; but no more
+# than have so many pages together.
+_FIND_AT_ONCE, _FIND_PAGES_AT_ONCE = 64, 4096
 # Between two looks for requests that left the queue without a word.
 _SWEEP_S = 2.0
 
@@ -394,11 +396,15 @@ class WaitingRoom:
     def _find_again(self) -> None:
         """Looks for pages that became known, or were lost, while their requests wait."""
         assert self._store.lookahead is not None
-        numbers: list[Any] = self._store.lookahead.take_changed(_FIND_AT_ONCE)
-        for number in numbers:
-            waiting = self._by_number.get(number)
+        lookahead, num_pages = self._store.lookahead, 0
+        for _ in range(_FIND_AT_ONCE):
+            numbers: list[Any] = lookahead.take_changed(1 if num_pages < _FIND_PAGES_AT_ONCE else 0)
+            if not numbers:
+                break
+            waiting = self._by_number.get(numbers[0])
             if waiting is None:
                 continue
+            num_pages += len(waiting.prefix.hashes)
             found = waiting.with_remote(self._find(waiting.number, waiting.prefix))
             if found.total != waiting.found.total:
                 self._changed = True

@@ -43,7 +43,8 @@ class SegmentReclaimer:
     """Drops segments to make room. Used under the write lock only.
 
     Attributes:
-        fresh: segments that the call in hand wrote to: the owner does not know their pages yet.
+        fresh: first blocks and lengths of the records that the call in hand wrote, by segment; the
+            owner does not know yet that they are pages.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class SegmentReclaimer:
         self._context = context
         self._owner = owner
         self._actives = actives
-        self.fresh: set[int] = set()
+        self.fresh: dict[int, dict[int, int]] = {}
 
     def make_room(self, num_bytes: int, digest: bytes) -> bool:
         """Makes room for a new segment of `num_bytes` of namespace `digest`.

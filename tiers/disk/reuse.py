@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sglang_ext.tiers.base import BLOCK_BYTES, PageKeeper, RecoveredPages
 from sglang_ext.tiers.disk.context import DiskContext
@@ -62,7 +62,12 @@ class ReusedSegment(ActiveSegment):
 
     @classmethod
     def open(
-        cls, context: DiskContext, segment: Segment, keeper: PageKeeper, first_blocks: int
+        cls,
+        context: DiskContext,
+        segment: Segment,
+        keeper: PageKeeper,
+        fresh: Mapping[int, int],
+        first_blocks: int,
     ) -> ReusedSegment | None:
         """Opens a sealed segment for writing; None where that cannot be, or is of no use.
 
@@ -70,6 +75,7 @@ class ReusedSegment(ActiveSegment):
             context: the tier's.
             segment: sealed.
             keeper: says which of its records are pages.
+            fresh: lengths by first block of other records that are kept.
             first_blocks: length of a record for which there must be a place.
 
         Raises:
@@ -84,7 +90,8 @@ class ReusedSegment(ActiveSegment):
         live = keeper.live_records(segment.segment_id)
         if header is None or trailer is None or pages is None or live is None:
             return None
-        kept = _entries(pages, live[0].tolist(), live[1].tolist())
+        lengths = {**dict(zip(live[0].tolist(), live[1].tolist(), strict=True)), **fresh}
+        kept = _entries(pages, lengths)
         if kept is None or trailer.end_block != segment.end_block:
             return None
         room = header.file_bytes - segment.end_block * BLOCK_BYTES
@@ -182,7 +189,11 @@ class Reuser:
         self._live_blocks: dict[int, int] = {}  # of segments that lost pages
 
     def open(
-        self, namespace: Namespace, keeper: PageKeeper, blocks: Sequence[int], fresh: set[int]
+        self,
+        namespace: Namespace,
+        keeper: PageKeeper,
+        blocks: Sequence[int],
+        fresh: Mapping[int, Mapping[int, int]],
     ) -> ReusedSegment | None:
         """Opens the segment with the most free room; if none has enough, has pages given up.
 
@@ -190,7 +201,7 @@ class Reuser:
             namespace: the segment's.
             keeper: the owner.
             blocks: lengths of the records to write.
-            fresh: segments whose records the owner may not know yet.
+            fresh: records that the owner does not know yet, by segment: lengths by first block.
 
         Returns:
             None where there is no place: the owner keeps everything, or segments go as a whole.
@@ -202,7 +213,9 @@ class Reuser:
             while (segment := self._emptiest(namespace, blocks[0], fresh)) is not None:
                 del self._live_blocks[segment.segment_id]
                 try:
-                    opened = ReusedSegment.open(self._context, segment, keeper, blocks[0])
+                    opened = ReusedSegment.open(
+                        self._context, segment, keeper, fresh.get(segment.segment_id, {}), blocks[0]
+                    )
                 except (OSError, FutureVersionError, LockedFooterError):
                     self._context.counters.error("io_read")
                     continue
@@ -213,7 +226,9 @@ class Reuser:
                 return None
         return None
 
-    def _emptiest(self, namespace: Namespace, first_blocks: int, fresh: set[int]) -> Segment | None:
+    def _emptiest(
+        self, namespace: Namespace, first_blocks: int, fresh: Mapping[int, Mapping[int, int]]
+    ) -> Segment | None:
         best, most = None, 0
         for segment_id, live in list(self._live_blocks.items()):
             segment = namespace.segments.get(segment_id)
@@ -221,10 +236,9 @@ class Reuser:
                 if not self._context.catalog.has_segment(segment_id):
                     del self._live_blocks[segment_id]
                 continue
-            usable = segment.sealed and namespace.can_reuse(segment)
-            if not usable or segment_id in fresh:
+            if not (segment.sealed and namespace.can_reuse(segment)):
                 continue
-            free = segment.end_block - 1 - live
+            free = segment.end_block - 1 - live - sum(fresh.get(segment_id, {}).values())
             if free > most and free >= max(first_blocks, _worth_blocks(segment)):
                 best, most = segment, free
         return best
@@ -236,13 +250,11 @@ def _worth_blocks(segment: Segment) -> int:
     return min(_WORTH_FOOTERS * footer_blocks, segment.end_block - 1)
 
 
-def _entries(
-    pages: RecoveredPages, blocks: Sequence[int], lengths: Sequence[int]
-) -> dict[int, _Entry] | None:
-    """Entries of the footer for the records in these blocks; None where one is not in it."""
+def _entries(pages: RecoveredPages, lengths: Mapping[int, int]) -> dict[int, _Entry] | None:
+    """Entries of the footer for records, given by block and length; None where one is not in it."""
     rows = {block: row for row, block in enumerate(pages.block.tolist())}
     kept: dict[int, _Entry] = {}
-    for block, num_blocks in zip(blocks, lengths, strict=True):
+    for block, num_blocks in lengths.items():
         row = rows.get(block)
         if row is None or int(pages.num_blocks[row]) != num_blocks:
             return None

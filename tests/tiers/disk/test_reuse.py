@@ -115,10 +115,13 @@ def test_pages_that_a_call_just_wrote_are_not_overwritten_by_the_rest_of_it(
 ) -> None:
     """The owner does not know them as pages before the call returns."""
     world = World(open_tier, packed)
-    world.write(range(200))
+    world.write(range(200))  # more than the disk holds
+    before = world.tier.stats()
     for first in range(200, 800, 100):
-        world.write(range(first, first + 100))
+        assert None not in world.write(range(first, first + 100))
         world.check()
+    # The segments that it wrote to have free places left, so none of them goes as a whole.
+    assert world.tier.stats().segments_dropped == before.segments_dropped
 
 
 def test_a_page_that_was_given_up_is_a_miss_and_never_another(open_tier: OpenTier) -> None:
@@ -215,7 +218,7 @@ def test_salvage_moves_no_more_than_fits_the_places_of_a_reused_segment(
     assert short[0].block + short[2] < long[0].block
     world.books._forget([short[0], long[0]])
     segments = {each.segment_id: each for each in context.catalog.segments()}
-    opened = ReusedSegment.open(context, segments[reused], world.books, short[2])
+    opened = ReusedSegment.open(context, segments[reused], world.books, {}, short[2])
     assert opened is not None
     writer.actives[NAMESPACE] = opened
     victim, first, second = next(

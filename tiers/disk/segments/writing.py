@@ -82,7 +82,8 @@ class Writer:
             done = active.append([slots[row] for row in batch.rows], batch.prepare)
             for row, location in zip(batch.rows, done.locations, strict=False):
                 locations[row] = location
-            self.reclaimer.fresh.add(active.segment.segment_id)
+            fresh = self.reclaimer.fresh.setdefault(active.segment.segment_id, {})
+            fresh.update(zip((each.block for each in done.locations), blocks, strict=False))
             self._count(batch, len(done.locations))
             rows = [row for row in rows[len(done.locations) :] if row not in batch.refused]
             if done.failed:
