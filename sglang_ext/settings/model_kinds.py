@@ -154,6 +154,13 @@ SERVED_MODES = (
         "tests/e2e/reuse/test_tenants.py",
     ),
     ServedMode(
+        "a draft model with KV of its own (`--speculative-algorithm EAGLE`, chains only)",
+        "exact, at the saved position, the draft's KV with the target's; by one rank, for models "
+        "with K and V of every head, without codec, truncation, adapters or sessions; not run "
+        "on a GPU yet",
+        "tests/e2e/reuse/test_speculation.py",
+    ),
+    ServedMode(
         "fp8 KV (`--kv-cache-dtype fp8_e4m3`)",
         "exact, at the saved position only",
         "tests/unit/device/test_rope_discovery.py",
