@@ -94,8 +94,8 @@ LIMITED: dict[str, Limit] = {
     "max_ep_size": _unset("a fixed number of ranks", _JOIN),
     # Modes.
     "speculative_algorithm": Limit(
-        ("EAGLE", "NEXTN"),
-        "speculative decoding by EAGLE, or none",
+        ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
+        "speculative decoding by EAGLE, EAGLE3, STANDALONE or NGRAM, or none",
         "nobody looked at which of their rows are of tokens that are not verified",
     ),
     "decoupled_spec_role": _unset(

@@ -106,7 +106,7 @@ def share(answers: Sequence[dict[str, Any]]) -> float:
     return sum(right for right, _ in pairs) / sum(proposed for _, proposed in pairs)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle"])
+@pytest.mark.parametrize("algorithm", ["eagle", "standalone", "eagle3", "ngram"])
 def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
     algorithm: str, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -198,7 +198,7 @@ def target_kv(folder: Path) -> dict[bytes, np.ndarray[Any, np.dtype[np.float32]]
     return found
 
 
-@pytest.mark.parametrize("algorithm", ["weak"])
+@pytest.mark.parametrize("algorithm", ["weak", "ngram"])
 def test_no_token_that_was_not_verified_is_in_a_stored_page(
     algorithm: str, drafts: dict[str, Path], tmp_path: Path
 ) -> None:

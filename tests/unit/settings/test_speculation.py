@@ -22,30 +22,31 @@ def check(
     check_resolved(Resolved(values, values, {}, kind), settings)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE"])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
 def test_chains_of_drafts_are_served(algorithm: str) -> None:
     check(algorithm)
 
 
 REFUSED = [
     ("EAGLE", {"speculative_eagle_topk": 4}, "--speculative-eagle-topk 1 with", "4"),
+    ("NGRAM", {"speculative_eagle_topk": 10}, "(--speculative-ngram-max-bfs-breadth 1)", "10"),
     ("EAGLE", {"tp_size": 2}, "--tp-size 1 with", "2"),
     ("EAGLE", {"enable_multi_layer_eagle": True}, "no --enable-multi-layer-eagle with", "it"),
-    ("EAGLE", {"speculative_adaptive": True}, "no --speculative-adaptive with", "it"),
-    ("EAGLE", {"enable_lora": True}, "no --enable-lora with", "it"),
-    ("EAGLE", {"enable_streaming_session": True}, "no --enable-streaming-session with", "it"),
+    ("STANDALONE", {"speculative_adaptive": True}, "no --speculative-adaptive with", "it"),
+    ("STANDALONE", {"enable_lora": True}, "no --enable-lora with", "it"),
+    ("NGRAM", {"enable_streaming_session": True}, "no --enable-streaming-session with", "it"),
     (
-        "EAGLE",
+        "EAGLE3",
         {"speculative_draft_kv_cache_dtype": "fp8_e4m3"},
         "no --speculative-draft-kv-cache-dtype with",
         "fp8_e4m3",
     ),
     ("EAGLE", {"speculative_draft_window_size": 64}, "no --speculative-draft-window-size", "64"),
     ("EAGLE", {"kind": "mla"}, "a model of K and V of every head with", "one of another kind"),
-    ("EAGLE", {"config": {"truncation": "overflow"}}, "--hier-kv-truncation off with", "overflow"),
+    ("NGRAM", {"kind": "swa"}, "full attention in every layer with", "a model with other layers"),
+    ("NGRAM", {"config": {"truncation": "overflow"}}, "--hier-kv-truncation off with", "overflow"),
     ("EAGLE", {"config": {"tree_core": "rust"}}, "--hier-kv-tree-core python with", "rust"),
     ("EAGLE", {"config": {"codec": "lossless"}}, "--hier-kv-codec none with", "lossless"),
-    ("NGRAM", {}, "speculative decoding by EAGLE", "--speculative-algorithm NGRAM"),
     ("DFLASH", {}, "speculative decoding by EAGLE", "--speculative-algorithm DFLASH"),
     ("FROZEN_KV_MTP", {}, "speculative decoding by EAGLE", "--speculative-algorithm FROZEN_KV_MTP"),
 ]
