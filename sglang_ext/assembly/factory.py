@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,12 @@ from sglang_ext.admission.cost_feeds import CostFeeds
 from sglang_ext.admission.forward_timer import ForwardTimer
 from sglang_ext.admission.load_or_compute import LoadOrCompute
 from sglang_ext.assembly.codec_setup import build_page_codec, build_remote_codec
+from sglang_ext.assembly.draft_setup import (
+    count_loads_of,
+    draft_facts,
+    live_models,
+    with_drafts,
+)
 from sglang_ext.assembly.key_setup import Trust, build_trust
 from sglang_ext.assembly.remote_setup import open_remote
 from sglang_ext.assembly.window_setup import (
@@ -41,9 +48,16 @@ from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.coded import coded_pages
 from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
 from sglang_ext.seam.hash_fallback import ensure_page_hash
+from sglang_ext.seam.hooks.drafts import algorithm_of, draft_runners
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.metrics.reporter import MetricsReporter
-from sglang_ext.settings.compat import check_attention, check_model, check_ranks, check_tree
+from sglang_ext.settings.compat import (
+    check_attention,
+    check_keys,
+    check_model,
+    check_ranks,
+    check_tree,
+)
 from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
@@ -91,6 +105,7 @@ def build_cache(ctx: Any) -> Any:
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     kv_pool.register_layer_transfer_counter(cache.hier_linker.layer_done_counter)
     ctx.tp_worker.register_hicache_layer_transfer_counter(cache.hier_linker.layer_done_counter)
+    count_loads_of(draft_runners(ctx.tp_worker.model_runner), cache.hier_linker.layer_done_counter)
     return cache
 
 
@@ -100,20 +115,23 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     runner = ctx.tp_worker.model_runner
     check_attention({type_of_attention(module) for module in runner.model.modules()})
+    drafts = draft_runners(runner)
+    check_keys(algorithm_of(runner), are_pairs=cache.tree_core.is_eagle)
     pools = describe_pools(kv_pool)
+    if drafts:
+        pools = replace(pools, full=with_drafts(pools.full, drafts))
     pool = pools.full
     layout = pool.layout(ctx.params.page_size)
-    if pools.window is None:
-        ropes = discover_ropes(runner.model, pool)
-    else:
+    if pools.window is not None:
         config = with_windows(config)
-        ropes = bound_ropes(pool)
+    is_bound = bool(drafts) or pools.window is not None
+    ropes = bound_ropes(pool) if is_bound else discover_ropes(runner.model, pool)
     page_codec = build_page_codec(config, pool, layout, kv_pool.dtype, runner)
     remote_codec = build_remote_codec(config, pool, layout, kv_pool.dtype, runner)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
     feeds = CostFeeds(cost, layout.kv_bytes, StoreCounters())
-    # Of window layers' parts no quality is kept on the device.
-    rules = LocalPages(layout, ropes, config.rope, exact_only=pools.window is not None)
+    # Of window layers' parts no quality is kept on the device; no draft's page is ever coded.
+    rules = LocalPages(layout, ropes, config.rope, exact_only=is_bound)
     store, disk = _build_store(config, layout, page_codec, feeds, remote_codec, rules)
     pinned_bytes = 0
     if pool.device.type == "cuda":
@@ -134,7 +152,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     linker = HierKVLinker(
         store,
         copier,
-        num_layers=kv_pool.layer_num,
+        num_layers=pool.num_layers if drafts else kv_pool.layer_num,
         page_size=ctx.params.page_size,
         kv_pool=kv_pool,
         port=open_port(pool.device, pinned=pinned_bytes == store.arena.nbytes),
@@ -393,6 +411,7 @@ def _identity(
     pool = pools.full
     model_config, server_args = ctx.model_config, ctx.server_args
     runner = ctx.tp_worker.model_runner
+    drafts = draft_runners(runner)
     fixed = {
         "layout_version": LAYOUT_VERSION,
         "model": model_config.hf_config.to_dict(),
@@ -405,6 +424,9 @@ def _identity(
     }
     if pools.groups is not None:
         fixed["parts"] = [list(layers) for layers in pools.groups.model_layers]
+    if drafts:
+        algorithm = algorithm_of(runner)
+        fixed["drafts"] = draft_facts(algorithm, drafts, keys_are_pairs=ctx.params.is_eagle)
     # Where the files lie and how they are cached says nothing of the KV.
     for name in ("_name_or_path", "transformers_version"):
         fixed["model"].pop(name, None)
@@ -419,4 +441,5 @@ def _identity(
         manager = runner.lora_manager
         return dict(manager.loras) if manager is not None else {}
 
-    return ModelIdentity(runner.model, fixed, label, adapters, exchange_of_group)
+    models = live_models(runner.model, drafts)
+    return ModelIdentity(models, fixed, label, adapters, exchange_of_group)

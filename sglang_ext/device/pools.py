@@ -145,6 +145,28 @@ def describe_pools(kv_pool: Any) -> HybridPools:
     return HybridPools(full, window, LayerGroups(full=ids[0], window=ids[1]))
 
 
+def with_layers_of(pool: DevicePool, other: DevicePool) -> DevicePool:
+    """The same rows, with the layers of another pool behind those of this one.
+
+    Raises:
+        HierKVConfigError: the other pool's rows are not those of the same tokens, or of a kind or
+            dtype of their own.
+    """
+    for expected, found in (
+        (pool.kind, other.kind),
+        (str(pool.dtype), str(other.dtype)),
+        (f"{pool.num_slots} rows", f"{other.num_slots} rows"),
+        (str(pool.device), str(other.device)),
+    ):
+        if expected != found:
+            raise HierKVConfigError(
+                "--enable-hier-kv needs a draft model with a KV pool as the target model's "
+                f"({expected}), got {found}; leave --speculative-algorithm out or choose another "
+                "draft model."
+            )
+    return replace(pool, k=pool.k + other.k, v=pool.v + other.v)
+
+
 def pool_of(pool: DevicePool, layers: Sequence[int]) -> DevicePool:
     """The same rows, of some layers."""
     return replace(pool, k=tuple(pool.k[i] for i in layers), v=tuple(pool.v[i] for i in layers))

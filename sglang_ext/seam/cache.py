@@ -180,6 +180,11 @@ class HierKVRadixCache(UnifiedRadixCache):
         return self.admission.enter(handle, prefix, key)
 
     @property
+    def _keys_are_pairs(self) -> bool:
+        """Whether SGLang's keys are of pairs of tokens; see `page_hash`."""
+        return bool(self.tree_core.is_eagle)
+
+    @property
     def hier_linker(self) -> HierKVLinker:
         """The transport."""
         return self.linker.cache_linker
@@ -246,7 +251,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         lookahead, state = self.store.lookahead, find_state(req)
         if lookahead is None or state is None:
             return
-        key = request_key(req, up_to, self.page_size)
+        key = request_key(req, up_to, self.page_size, of_pairs=self._keys_are_pairs)
         if len(key):
             hashes = hashes_of(key, self.page_size)
             hashes = self.truncated.stored_path(req, hashes)
@@ -271,11 +276,13 @@ class HierKVRadixCache(UnifiedRadixCache):
         so that a page has one value everywhere and answers are those of a device hit. Nothing is
         replaced where the stored page is of worse quality.
         """
-        start = up_to - self.page_size
-        if up_to % self.page_size or req.prefix_len != start or req.kv.cache_protected_len > start:
+        end = up_to - self._keys_are_pairs
+        start = end - self.page_size
+        if end % self.page_size or req.prefix_len != start or req.kv.cache_protected_len > start:
             return
-        last = hashes_of(request_key(req, up_to, self.page_size), self.page_size)[-1:]
-        rows = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:up_to]
+        key = request_key(req, up_to, self.page_size, of_pairs=self._keys_are_pairs)
+        last = hashes_of(key, self.page_size)[-1:]
+        rows = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end]
         state = find_state(req)
         limit = int(Quality.EXACT) if state is None else state.taint
         last, window_rows = self.linker.all_parts(last, rows, self.token_to_kv_pool_allocator)
@@ -316,13 +323,14 @@ class HierKVRadixCache(UnifiedRadixCache):
         req = self._enqueued_request(handle)
         space = self.space_of(req) if req is not None else None
         tokens = matched_prefix_tokens + new_input_tokens
-        if req is not None and (len(tokens) + 1) % self.page_size == 0:
+        of_pairs = self._keys_are_pairs
+        if req is not None and (len(tokens) + 1 - of_pairs) % self.page_size == 0:
             # SGLang leaves the last token out; see `_restore_last_page` for why it is asked for.
             tokens = req.full_untruncated_fill_ids[: len(tokens) + 1]
-        num_pages = len(tokens) // self.page_size
+        key = whole_pages_key(tokens, extra_key, cache_salt, self.page_size, of_pairs=of_pairs)
+        num_pages = len(key) // self.page_size
         if space is None or req is None or num_pages == 0:
             return
-        key = whole_pages_key(tokens, extra_key, cache_salt, self.page_size)
         marker = self.linker.hit_markers.get(handle.rid)
         device_len = marker.device_hit_len if marker else len(matched_prefix_tokens)
         device_pages = device_len // self.page_size

@@ -1,6 +1,8 @@
 """SGLang's radix keys and page hashes, for everything in the plugin that names pages.
 
-A page's hash is chained from the root of its prompt, so equal hashes mean equal prefixes.
+A page's hash is chained from the root of its prompt, so equal hashes mean equal prefixes. With an
+EAGLE draft model SGLang's keys are of pairs, each token with the next one, as its draft's KV of a
+token depends on the next one: then N tokens are N - 1 pairs, and a page is named by P + 1 tokens.
 """
 
 from __future__ import annotations
@@ -15,15 +17,23 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang_ext.device.transfers import Hashes, hashes_from_hex
 
 
-def whole_pages_key(tokens: Any, extra_key: str | None, salt: str | None, page_size: int) -> Any:
+def whole_pages_key(
+    tokens: Any,
+    extra_key: str | None,
+    salt: str | None,
+    page_size: int,
+    *,
+    of_pairs: bool = False,
+) -> Any:
     """SGLang's `RadixKey` of the whole pages of some tokens."""
-    return RadixKey(tokens, extra_key, cache_salt=salt).page_aligned(page_size)
+    key = RadixKey(tokens, extra_key, is_bigram=of_pairs, cache_salt=salt)
+    return key.page_aligned(page_size)
 
 
-def request_key(req: Any, num_tokens: int, page_size: int) -> Any:
+def request_key(req: Any, num_tokens: int, page_size: int, *, of_pairs: bool = False) -> Any:
     """The `RadixKey` of the whole pages among a request's first `num_tokens` tokens."""
-    tokens = req.full_untruncated_fill_ids[: num_tokens // page_size * page_size]
-    return RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+    tokens = req.full_untruncated_fill_ids[:num_tokens]
+    return whole_pages_key(tokens, req.extra_key, req.cache_salt, page_size, of_pairs=of_pairs)
 
 
 def hex_hashes_of(key: Any, page_size: int) -> list[str]:

@@ -24,6 +24,7 @@ from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
+from sglang_ext.seam.hooks.drafts import draft_runners
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,9 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
         cache: its cache.
     """
     copier = cache.hier_linker.copier
-    if cache.hier_linker.windows is not None:
-        return  # every layer is bound already
     runner = scheduler.tp_worker.model_runner
+    if cache.hier_linker.windows is not None or draft_runners(runner):
+        return  # every layer is bound already
 
     def release() -> None:
         """Frees what the prefill took, at whatever point it ended."""

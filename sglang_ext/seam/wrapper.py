@@ -38,6 +38,7 @@ class LinkedCache(Protocol):
     """What the wrapper asks of the cache that it serves."""
 
     page_size: int
+    tree_core: Any
     admission: Admission
     truncated: TruncatedReuse
 
@@ -129,6 +130,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         """
         if not self._is_asked:
             return result
+        key, _ = key.maybe_to_bigram_view(self.cache.tree_core.is_eagle)
         result = self.cache.begin_match(key, req, result)
         self.hit_markers.pop(req.rid, None)  # a stale one would load pages of an older match
         space = self.cache.space_of(req)

@@ -93,11 +93,14 @@ LIMITED: dict[str, Limit] = {
     "elastic_ep_initial_size": _unset("a fixed number of ranks", _JOIN),
     "max_ep_size": _unset("a fixed number of ranks", _JOIN),
     # Modes.
-    "speculative_algorithm": _unset(
-        "no speculative decoding",
-        "a page has no draft KV, and nothing keeps tokens that are not verified out of it",
+    "speculative_algorithm": Limit(
+        ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
+        "speculative decoding by EAGLE, EAGLE3, STANDALONE or NGRAM, or none",
+        "nobody looked at which of their rows are of tokens that are not verified",
     ),
-    "decoupled_spec_role": _unset("no speculative decoding", "as --speculative-algorithm", "null"),
+    "decoupled_spec_role": _unset(
+        "drafts of this server's own", "the draft model's KV is in another server", "null"
+    ),
     "dllm_algorithm": Limit(
         (),
         "a model that generates from left to right",

@@ -18,6 +18,11 @@ from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.arguments import flag, outside_limits, unknown_arguments
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.model_kinds import MODEL_KINDS, WITHOUT
+from sglang_ext.settings.speculation import (
+    KEYED_BY_PAIRS,
+    WITHOUT_SPECULATION,
+    outside_speculation,
+)
 
 DEFAULT_PAGE_SIZE = 64
 # By name, as the classes of other devices and pools are subclasses of these.
@@ -91,6 +96,8 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     check_kind(resolved.model_kind)
     if resolved.model_kind == "swa":
         _check_windows(resolved.values.get, config)
+    for expected, found in outside_speculation(resolved.values.get, config, resolved.model_kind):
+        _refuse(expected, found, WITHOUT_SPECULATION)
     return [f"--{flag(name)} was never tested with --enable-hier-kv" for name in unknown]
 
 
@@ -204,7 +211,6 @@ def check_model(ctx: Any) -> None:
         (_WINDOW_ALLOCATOR if ctx.is_hybrid_swa else _ALLOCATOR, type(allocator).__name__),
         (_REQUEST_POOL, type(params.req_to_token_pool).__name__),
         (f"pages of {params.page_size} tokens", f"pages of {allocator.page_size} tokens"),
-        ("no draft model", "keys of token pairs" if params.is_eagle else "no draft model"),
     ):
         if found != expected:
             _refuse(expected, found, WITHOUT)
@@ -221,6 +227,21 @@ def check_tree(components: list[str], *, has_windows: bool = False) -> None:
         return
     if has_windows or components != [_COMPONENT]:
         _refuse("a radix tree of full attention only", f"one of {', '.join(components)}", WITHOUT)
+
+
+def check_keys(algorithm: str | None, *, are_pairs: bool) -> None:
+    """Refuses a tree whose keys are not those that the plugin names pages by.
+
+    Args:
+        algorithm: of speculative decoding, as SGLang resolved it.
+        are_pairs: whether the tree's keys are of pairs of tokens.
+    """
+    expected, found = (
+        "keys of token pairs" if is_pairs else "keys of tokens"
+        for is_pairs in (algorithm in KEYED_BY_PAIRS, are_pairs)
+    )
+    if expected != found:
+        _refuse(f"{expected} with --speculative-algorithm {algorithm}", found, WITHOUT)
 
 
 def check_attention(attention_types: set[str]) -> None:

@@ -154,6 +154,18 @@ SERVED_MODES = (
         "tests/e2e/reuse/test_tenants.py",
     ),
     ServedMode(
+        "drafts of n-grams (`--speculative-algorithm NGRAM`, chains only)",
+        "exact; pages are those of a server without it",
+        "tests/e2e/reuse/test_speculation.py",
+    ),
+    ServedMode(
+        "a draft model with KV of its own (EAGLE, EAGLE3, STANDALONE; chains only)",
+        "exact, at the saved position, the draft's KV with the target's; by one rank, for models "
+        "with K and V of every head, without codec, truncation, adapters or sessions; EAGLE3 run "
+        "with random weights only, none of them on a GPU",
+        "tests/e2e/reuse/test_speculation.py",
+    ),
+    ServedMode(
         "fp8 KV (`--kv-cache-dtype fp8_e4m3`)",
         "exact, at the saved position only",
         "tests/unit/device/test_rope_discovery.py",

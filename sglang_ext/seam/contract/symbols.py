@@ -48,6 +48,7 @@ _WINDOWS = "srt.mem_cache.unified_cache.components.swa"
 _SCHEDULER = "srt.managers.scheduler"
 _PARTS = "srt.managers.scheduler_components"
 _TOKENIZER = "srt.managers.tokenizer_manager"
+_DRAFTS = "srt.speculative.base_spec_worker"
 _OPENAI = "srt.entrypoints.openai"
 
 # Names by use, module and class; a class of "" is the module itself.
@@ -74,6 +75,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "update_weights_from_ipc begin_weight_update end_weight_update "
             "release_memory_occupation resume_memory_occupation check_weights"
         ),
+        (_DRAFTS, "BaseSpecWorker"): "init_hicache_draft_plan",
         ("srt.session.session_controller", "Session"): "_concat_token_arrays",
         ("srt.managers.schedule_batch", "Req"): "__init__",
     },
@@ -130,7 +132,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "root_node_handle get_hash_values get_prefix_hash_values"
         ),
         ("srt.mem_cache.events", "KVCacheEventRecorder"): "enqueue",
-        ("srt.mem_cache.radix_cache", "RadixKey"): "__init__ page_aligned",
+        ("srt.mem_cache.radix_cache", "RadixKey"): "__init__ page_aligned maybe_to_bigram_view",
         (_SCHEDULER, "Scheduler"): "process_pending_chunked_abort",
         ("srt.managers.schedule_batch", "Req"): (
             "finished set_finish_with_abort release_mm_inputs_on_abort"
@@ -146,9 +148,11 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "translate_loc_from_full_to_swa set_full_to_swa_mapping"
         ),
         ("srt.configs.model_config", "ModelConfig"): "get_num_kv_heads get_swa_num_kv_heads",
+        ("srt.speculative.spec_info", "SpeculativeAlgorithm"): "is_none",
         ("srt.model_executor.forward_batch_info", "ForwardMode"): (
             "is_decode is_extend is_split_prefill"
         ),
+        (_DRAFTS, "BaseSpecWorker"): "_draft_model_runners",
         ("srt.managers.schedule_batch", "ScheduleBatch"): "init_new prepare_for_extend",
         ("srt.model_executor.forward_batch_info", "ForwardBatch"): "init_new",
     },
@@ -186,7 +190,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "hit_markers pending_offloads inflight_load_rids inflight_load_index "
             "private_load_indices cache_linker"
         ),
-        (_TREE, "UnifiedTreeCore"): "eviction_strategy _node_arena kv_events",
+        (_TREE, "UnifiedTreeCore"): "eviction_strategy _node_arena kv_events is_eagle",
         (_TREE, "UnifiedTreeNode"): (
             "key hash_value parent external_cache_stored write_through_pending_id component_data"
         ),
@@ -216,6 +220,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         ("srt.sampling.sampling_params", ""): "SamplingParams",
         ("srt.speculative.spec_info", ""): "SpeculativeAlgorithm",
+        (_DRAFTS, "BaseSpecWorker"): "target_worker",
         ("srt.mem_cache.memory_pool", ""): "MHATokenToKVPool MLATokenToKVPool",
         ("srt.mem_cache.memory_pool", "MHATokenToKVPool"): "k_buffer v_buffer",
         ("srt.mem_cache.memory_pool", "MLATokenToKVPool"): "kv_buffer",

@@ -15,6 +15,7 @@ import pytest
 
 from runtime_cpu import launch
 from sglang_ext.seam.contract.symbols import SYMBOLS
+from testkit.drafts.eagle import DRAFTS
 from testkit.server import ROOT, TINYLM, Server, ServerError
 from testkit.sglang_copy import SglangCopy
 from tests.e2e.hier_server import (
@@ -36,6 +37,23 @@ DUMMY = [
     *("--load-format", "dummy", "--max-total-tokens", "4096", "--dtype", "bfloat16"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
 ]
+EAGLE = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(TINYLM)]
+EAGLE += DRAFTS
+# What is added to a server with drafts, and what the sentence says is needed.
+NO_DRAFTS = {
+    "ranks": (["--tp-size", "2"], "--tp-size 1"),
+    "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
+    "rust": (["--hier-kv-tree-core", "rust"], "--hier-kv-tree-core python"),
+    "codec": (
+        ["--hier-kv-disk-dir", "@/disk", "--hier-kv-codec", "lossless"],
+        "--hier-kv-codec none",
+    ),
+    "fp8 drafts": (
+        ["--speculative-draft-kv-cache-dtype", "fp8_e4m3"],
+        "no --speculative-draft-kv-cache-dtype",
+    ),
+    "sessions": (["--enable-streaming-session"], "no --enable-streaming-session"),
+}
 SENTENCE_CHARS = 400
 HOOKED = next(symbol for symbol in SYMBOLS if symbol.name == "Scheduler.handle_generate_request")
 
@@ -76,8 +94,8 @@ REFUSED_ARGUMENTS = {
     "context parallel": (["--attn-cp-size", "2"], ["--attn-cp-size 1", "got --attn-cp-size 2"]),
     "decode context parallel": (["--dcp-size", "2"], ["--dcp-size 1", "got --dcp-size 2"]),
     "speculative": (
-        ["--speculative-algorithm", "NGRAM"],
-        ["no speculative decoding", "--speculative-algorithm NGRAM", "leave it out"],
+        ["--speculative-algorithm", "DFLASH"],
+        ["by EAGLE", "--speculative-algorithm DFLASH", "leave it out"],
     ),
     "nvfp4": (["--kv-cache-dtype", "nvfp4"], ["8 bits or more", "nvfp4", "choose auto"]),
     "mxfp4": (["--kv-cache-dtype", "fp4_mx_block16"], ["8 bits or more", "fp4_mx_block16"]),
@@ -260,6 +278,9 @@ def parsed(folder: Path) -> Parsed:
     for name, added in (WINDOW_FLAGS | refused).items():
         given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL, *added]
         cases[f"windows: {name}"] = {"argv": given, "resolve": True}
+    for name, (added, _) in {"taken": ([], []), **NO_DRAFTS}.items():
+        given = ["--model-path", str(TINYLM), *DUMMY, *ON[2:], *SMALL, *EAGLE, *added]
+        cases[f"drafts: {name}"] = {"argv": given, "resolve": True}
     text = json.dumps(list(cases.values())).replace("@/", f"{folder}/")
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.start.parse_probe"],
@@ -319,6 +340,20 @@ def test_what_windows_were_not_tried_with_is_refused(
     result = parsed[f"windows: {name}"]
     assert result.get("exit") == 1, result
     expected = [f"{NO_WINDOWS[name][1]} with sliding-window layers", "--disable-hybrid-swa-memory"]
+    assert_one_sentence(result["stderr"], expected, folder)
+
+
+def test_drafts_are_taken(parsed: Parsed) -> None:
+    assert parsed["drafts: taken"].get("hier_kv"), parsed["drafts: taken"]
+
+
+@pytest.mark.parametrize("name", NO_DRAFTS)
+def test_what_drafts_were_not_tried_with_is_refused(
+    parsed: Parsed, folder: Path, name: str
+) -> None:
+    result = parsed[f"drafts: {name}"]
+    assert result.get("exit") == 1, result
+    expected = [f"{NO_DRAFTS[name][1]} with --speculative-algorithm EAGLE", "leave --speculative"]
     assert_one_sentence(result["stderr"], expected, folder)
 
 

@@ -38,7 +38,6 @@ def context(**facts: Any) -> Any:
         "token_to_kv_pool_allocator": named("PagedTokenToKVPoolAllocator", page_size=64),
         "req_to_token_pool": named("ReqToTokenPool"),
         "page_size": 64,
-        "is_eagle": False,
         "swa_gates_prefix_match": True,
     }
     plain: dict[str, Any] = dict.fromkeys(
@@ -69,7 +68,6 @@ def test_a_plain_model_is_taken() -> None:
         ({"is_hybrid_ssm": True}, "state-space layers"),
         ({"is_dsa": True}, "sparse attention"),
         ({"disable_radix_cache": True}, "SGLang disables it"),
-        ({"is_eagle": True}, "keys of token pairs"),
         ({"page_size": 32}, "pages of 32 tokens, got pages of 64 tokens"),
         ({"req_to_token_pool": named("HybridReqToTokenPool")}, "got HybridReqToTokenPool"),
         (

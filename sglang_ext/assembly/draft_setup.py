@@ -1,0 +1,74 @@
+"""What is built for a server whose draft model has KV of its own (speculative decoding)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglang_ext.device.load_counter import LoadCounter
+from sglang_ext.device.pools import DevicePool, describe_pool, with_layers_of
+
+
+def with_drafts(pool: DevicePool, draft_runners: Sequence[Any]) -> DevicePool:
+    """The target's layers and behind them those of the draft models, in the same rows.
+
+    Raises:
+        HierKVConfigError: a draft model's pool is none whose rows a page can hold.
+    """
+    for runner in draft_runners:
+        pool = with_layers_of(pool, describe_pool(runner.token_to_kv_pool))
+    return pool
+
+
+def live_models(target: Any, draft_runners: Sequence[Any]) -> Any:
+    """All models whose weights decide the bytes of a page, as one module."""
+    if not draft_runners:
+        return target
+    models = [target, *(runner.model for runner in draft_runners)]
+    return torch.nn.ModuleList(models)
+
+
+def draft_facts(
+    algorithm: str | None, draft_runners: Sequence[Any], *, keys_are_pairs: bool
+) -> dict[str, Any]:
+    """What a namespace says of drafts: a page with draft KV is none without, and the reverse."""
+    configs = [runner.model_config.hf_config.to_dict() for runner in draft_runners]
+    for config in configs:  # where the files lie says nothing of the KV
+        config.pop("_name_or_path", None)
+        config.pop("transformers_version", None)
+    return {"algorithm": algorithm, "models": configs, "pairs": keys_are_pairs}
+
+
+def count_loads_of(draft_runners: Sequence[Any], counter: LoadCounter) -> None:
+    """Has each forward of a draft model wait for what is loaded of it."""
+    for runner in draft_runners:
+        runner.token_to_kv_pool.register_layer_transfer_counter(_WholeLoads(counter))
+
+
+class _WholeLoads:
+    """A draft model's view of the counter: its layers are the last of a page.
+
+    SGLang's pools and graphs read what is public here.
+
+    Args:
+        counter: of all layers.
+    """
+
+    def __init__(self, counter: LoadCounter) -> None:
+        self._counter = counter
+
+    @property
+    def num_layers(self) -> int:
+        """Of the target and its drafts."""
+        return self._counter.num_layers
+
+    @property
+    def consumer_index(self) -> int:
+        """The batch of loads that the current forward reads, -1 for none."""
+        return self._counter.consumer_index
+
+    def wait_until(self, threshold: int) -> None:
+        """Waits for all layers; a draft model's own layer says nothing of the target's."""
+        self._counter.wait_until(self._counter.num_layers - 1)

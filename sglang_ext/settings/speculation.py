@@ -1,0 +1,67 @@
+"""Which set-ups of speculative decoding are served, and what they are refused with.
+
+NGRAM has no draft model, and a page is what it is without it. The other algorithms' draft models
+have KV of their own, of the same tokens in the same rows, which is stored at a page's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglang_ext.settings.config import HierKVConfig
+
+NGRAM = "NGRAM"
+# Those whose draft's KV of a token depends on the next one.
+KEYED_BY_PAIRS = ("EAGLE", "EAGLE3")
+WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
+
+
+def outside_speculation(
+    read: Callable[[str], Any], config: HierKVConfig, kind: str
+) -> Iterator[tuple[str, str]]:
+    """What is expected and what came, of everything that was not tried with speculation.
+
+    Args:
+        read: an argument's value by its name, as SGLang resolved it.
+        config: the plugin's settings.
+        kind: of the model, a key of ``MODEL_KINDS``.
+    """
+    algorithm = read("speculative_algorithm")
+    if algorithm is None:
+        return
+    found = [
+        ("--tp-size 1", read("tp_size") or 1),
+        ("no --enable-lora", _on(read("enable_lora") or read("lora_paths"))),
+        ("no --enable-streaming-session", _on(read("enable_streaming_session"))),
+        ("no --enable-session-radix-cache", _on(read("enable_session_radix_cache"))),
+        ("--hier-kv-truncation off", config.truncation),
+        ("--hier-kv-tree-core python", config.tree_core),
+        # With branches SGLang moves the KV of accepted tokens behind the tree's root.
+        (
+            "--speculative-eagle-topk 1" + _BRANCHES[algorithm == NGRAM],
+            read("speculative_eagle_topk"),
+        ),
+        ("no --speculative-adaptive", _on(read("speculative_adaptive"))),
+    ]
+    if algorithm != NGRAM:
+        found += [
+            ("a model of K and V of every head", "one of another kind" if kind != "mha" else ""),
+            ("no --enable-multi-layer-eagle", _on(read("enable_multi_layer_eagle"))),
+            ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
+            ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
+            ("--hier-kv-codec none", config.codec or "none"),
+        ]
+    elif kind not in ("mha", "mla"):
+        found.append(("full attention in every layer", "a model with other layers"))
+    for expected, value in found:
+        wanted = expected.partition(" (")[0]
+        if value and not wanted.endswith(f" {value}"):
+            yield f"{expected} with --speculative-algorithm {algorithm}", f"{value}"
+
+
+_BRANCHES = {False: "", True: " (--speculative-ngram-max-bfs-breadth 1)"}
+
+
+def _on(value: Any) -> str:
+    return "it" if value else ""

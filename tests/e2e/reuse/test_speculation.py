@@ -1,0 +1,241 @@
+"""Speculative decoding with the tiers, on the real server.
+
+What is restored is compared with a device hit bit for bit, as is how many guesses of the draft are
+right; and what is stored is compared with the KV of the same tokens, computed without speculation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_ext.device.layout import HEADER_BYTES, PageLayout
+from sglang_ext.tiers.base import BLOCK_BYTES
+from sglang_ext.tiers.records.checks import seal
+from sglang_ext.tiers.records.record import MAGIC, parse_header
+from testkit.drafts.eagle import DRAFTS, write_eagle3_config, write_eagle_draft
+from testkit.server import TINYLM, Server
+from tests.e2e.hier_server import (
+    GIB,
+    PAGE,
+    ask,
+    by_tier,
+    real_prompts,
+    settled,
+    tokens_and_logprobs,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+TARGET_LAYERS, HEADS, DIM = 8, 2, 64
+DRAFT_LAYERS = {"eagle": 9, "standalone": 8}
+BASE = ["--attention-backend", "cpu_extend", "--page-size", str(PAGE)]
+BASE += ["--chunked-prefill-size", "256", "--max-total-tokens", "8192"]
+NGRAM = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
+NGRAM += ["--speculative-num-draft-tokens", "4"]
+# Among them prompts of whole pages, and of a token more: with pairs those are whole pages.
+LENGTHS = [400, 705, 512, 577]
+ANSWER = 80
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("drafts")
+    return {
+        "eagle": write_eagle_draft(folder / "good"),
+        "eagle3": write_eagle3_config(folder / "eagle3"),
+        "weak": write_eagle_draft(folder / "weak", noise=0.5),
+    }
+
+
+def args_of(algorithm: str, drafts: dict[str, Path]) -> list[str]:
+    if algorithm == "ngram":
+        return NGRAM
+    path = TINYLM if algorithm == "standalone" else drafts[algorithm]
+    name = "EAGLE" if algorithm == "weak" else algorithm.upper()
+    args = ["--speculative-algorithm", name, "--speculative-draft-model-path", str(path)]
+    if algorithm == "eagle3":
+        args += ["--speculative-draft-load-format", "dummy"]
+    return [*args, *DRAFTS]
+
+
+def server_of(folder: Path, args: Sequence[str], **options: Any) -> Server:
+    tiers = ["--enable-hier-kv", "--hier-kv-host-size", f"{(160 << 20) / GIB}"]
+    tiers += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.5"]
+    tiers += ["--hier-kv-disk-segment-size", "0.03", "--hier-kv-prefetch-policy", "timeout"]
+    tiers += ["--hier-kv-prefetch-timeout-ms", "20000", "--hier-kv-write-policy", "write_through"]
+    log = folder / "server.log"
+    return Server([*BASE, *tiers, *args], log_path=log, stop="kill", start_timeout_s=400, **options)
+
+
+def guesses(answer: dict[str, Any]) -> tuple[int, int]:
+    """How many were right, and how many there were."""
+    facts = answer["meta_info"]
+    return facts["spec_num_correct_drafts"], facts["spec_num_proposed_drafts"]
+
+
+def turns(server: Server) -> list[dict[str, Any]]:
+    """Two turns of each chat; the second's prompt has what the first one generated."""
+    found = []
+    for first, more in zip(
+        real_prompts(LENGTHS, seed=3), real_prompts([70] * len(LENGTHS), seed=4), strict=True
+    ):
+        answer = ask(server, first, ANSWER)
+        found += [answer, ask(server, [*first, *answer["output_ids"], *more], 40)]
+    return found
+
+
+def assert_same(
+    found: Sequence[dict[str, Any]], hits: Sequence[dict[str, Any]], off: float
+) -> None:
+    """The same tokens, with log-probabilities that differ by no more than `off`."""
+    for answer, hit in zip(found, hits, strict=True):
+        (tokens, values), (wanted, expected) = map(tokens_and_logprobs, (answer, hit))
+        assert tokens == wanted
+        np.testing.assert_allclose(values, expected, atol=off, rtol=0)
+
+
+def share(answers: Sequence[dict[str, Any]]) -> float:
+    pairs = [guesses(answer) for answer in answers]
+    return sum(right for right, _ in pairs) / sum(proposed for _, proposed in pairs)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "standalone", "eagle3", "ngram"])
+def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
+    algorithm: str, drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    args, off = args_of(algorithm, drafts), 0.0
+    if algorithm == "ngram":
+        # What it guesses depends on all that the process has said, and how many tokens are verified
+        # at once on what it guesses: that rounds differently, which float32 keeps from mattering.
+        args, off = [*args, "--dtype", "float32"], 2e-3
+    with server_of(tmp_path, args) as server:
+        turns(server)
+        settled(server)
+        hits = turns(server)
+        settled(server)
+        server.post("/flush_cache")
+        from_dram = turns(server)
+        settled(server)
+    reused = [by_tier(answer)["device"] for answer in hits]
+    assert min(reused) >= 384
+    assert_same(from_dram, hits, off)
+    assert [by_tier(answer)["host"] for answer in from_dram][::2] == reused[::2]
+    with server_of(tmp_path, args) as server:
+        from_disk = turns(server)
+    assert_same(from_disk, hits, off)
+    assert [by_tier(answer)["disk"] for answer in from_disk][::2] == reused[::2]
+    if algorithm == "ngram":
+        return
+    for found in (from_dram, from_disk):
+        assert [guesses(answer) for answer in found] == [guesses(answer) for answer in hits]
+    if algorithm == "eagle3":
+        return  # random weights guess nothing
+    assert share(hits) > 0.5
+    lose_draft_layers(tmp_path / "disk", DRAFT_LAYERS[algorithm])
+    with server_of(tmp_path, args) as server:
+        without = turns(server)
+    assert [answer["output_ids"] for answer in without] == [answer["output_ids"] for answer in hits]
+    assert [by_tier(answer)["disk"] for answer in without][::2] == reused[::2]
+    assert share(without) < share(hits) - 0.1
+
+
+def records(folder: Path) -> Iterator[tuple[Path, int, np.ndarray[Any, np.dtype[np.uint8]]]]:
+    """Every record below a folder: its file, its place there and its bytes."""
+    for path in sorted(folder.rglob("seg-*.hkv")):
+        content = np.fromfile(path, np.uint8)
+        for start in range(0, len(content) - HEADER_BYTES, BLOCK_BYTES):
+            if bytes(content[start : start + 4]) == MAGIC:
+                _, num_bytes = parse_header(content[start:])
+                yield path, start, content[start : start + HEADER_BYTES + num_bytes]
+
+
+def layout_of(item_bytes: int, draft_layers: int = 0) -> PageLayout:
+    """The target's layers in a page, and the draft's behind them."""
+    rows = (HEADS * DIM * item_bytes,) * (TARGET_LAYERS + draft_layers)
+    return PageLayout(PAGE, rows, rows, item_bytes)
+
+
+def lose_draft_layers(folder: Path, draft_layers: int) -> None:
+    """Zeros in place of the drafts' KV, in records that are otherwise sound."""
+    first, end = (layout_of(2, layers).tail_offset for layers in (0, draft_layers))
+    num = 0
+    for path, start, record in list(records(folder)):
+        assert record[first:end].any()
+        record[first:end] = 0
+        seal(record)
+        with path.open("r+b") as file:
+            file.seek(start)
+            file.write(record.tobytes())
+        num += 1
+    assert num
+
+
+def page_keys(tokens: Sequence[int], *, of_pairs: bool) -> list[bytes]:
+    """SGLang's hashes of the whole pages of some tokens, or of their pairs with the next one."""
+    ids = np.asarray(tokens, "<u4")
+    units = np.stack([ids[:-1], ids[1:]], 1) if of_pairs else ids[:, None]
+    keys = [b""]
+    for start in range(0, len(units) // PAGE * PAGE, PAGE):
+        keys.append(hashlib.sha256(keys[-1] + units[start : start + PAGE].tobytes()).digest())
+    return keys[1:]
+
+
+def target_kv(folder: Path) -> dict[bytes, np.ndarray[Any, np.dtype[np.float32]]]:
+    """K and V of the target's layers in each stored page, by its hash."""
+    layout = layout_of(4)
+    found = {}
+    for _, _, record in records(folder):
+        meta, _ = parse_header(record)
+        assert meta.rope in ("bound", "delta")  # as the engine has it
+        found[meta.page_hash] = record[HEADER_BYTES : layout.tail_offset].view(np.float32).copy()
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["weak", "ngram"])
+def test_no_token_that_was_not_verified_is_in_a_stored_page(
+    algorithm: str, drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    # In float32, so that only another token can make another value.
+    exact = ["--dtype", "float32", "--hier-kv-rope", "delta"]
+    prompts = list(real_prompts([100, 333, 40, 512, 200, 90], seed=8))
+    short = list(real_prompts([126, 125, 124, 125, 123, 122], seed=9))
+    speculating, plain = tmp_path / "speculating", tmp_path / "plain"
+
+    with server_of(speculating, [*exact, *args_of(algorithm, drafts)]) as server:
+        with ThreadPoolExecutor(len(prompts)) as pool:  # batches of several lengths
+            answers = list(pool.map(lambda prompt: ask(server, prompt, ANSWER), prompts))
+        # Answers that end within what a verification accepts, where a page is full or nearly so.
+        ends = [ask(server, prompt, 2 + at) for at, prompt in enumerate(short)]
+        settled(server)
+    right, proposed = (sum(x) for x in zip(*(guesses(a) for a in answers), strict=True))
+    assert 0 < right < 0.9 * proposed  # many were rejected, and not all
+    texts = [[*p, *a["output_ids"]] for p, a in zip(prompts, answers, strict=True)]
+    texts += [[*p, *a["output_ids"]] for p, a in zip(short, ends, strict=True)]
+    with server_of(plain, exact) as server:
+        for text in texts:
+            ask(server, text, 1)
+        settled(server)
+    stored, wanted = target_kv(speculating / "disk"), target_kv(plain / "disk")
+    of_pairs = algorithm == "weak"
+    compared, generated = 0, 0
+    for text, prompt in zip(texts, [*prompts, *short], strict=True):
+        keys = zip(
+            page_keys(text, of_pairs=of_pairs), page_keys(text, of_pairs=False), strict=False
+        )
+        for page, (own, other) in enumerate(keys):
+            if own not in stored:
+                continue
+            compared += 1
+            generated += (page + 1) * PAGE > len(prompt)
+            np.testing.assert_allclose(stored[own], wanted[other], atol=2e-3, rtol=0)
+    answered = {key for text in texts for key in page_keys(text, of_pairs=of_pairs)}
+    assert not set(stored) - answered  # nothing is stored that no answer has
+    assert generated >= 6
+    assert compared > generated

@@ -1,0 +1,92 @@
+"""A draft model's KV pool as the last layers of the target's pages."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.assembly.draft_setup import count_loads_of, live_models, with_drafts
+from sglang_ext.device.load_counter import LoadCounter
+from sglang_ext.device.pools import DevicePool, describe_pool
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.identity.namespace import digest_model
+
+ROWS = 9
+
+
+class MHATokenToKVPool(SimpleNamespace):
+    """By its name one of SGLang's."""
+
+    counter: Any = None
+
+    def register_layer_transfer_counter(self, counter: Any) -> None:
+        self.counter = counter
+
+
+def pool(layers: int, *, heads: int = 2, rows: int = ROWS, dtype: Any = torch.bfloat16) -> Any:
+    buffers = {
+        name: [torch.zeros(rows, heads, 4, dtype=dtype) for _ in range(layers)]
+        for name in ("k_buffer", "v_buffer")
+    }
+    return MHATokenToKVPool(dtype=dtype, **buffers)
+
+
+def runner(kv_pool: Any) -> Any:
+    return SimpleNamespace(token_to_kv_pool=kv_pool, model=torch.nn.Linear(2, 2))
+
+
+def target() -> DevicePool:
+    return describe_pool(pool(3))
+
+
+def test_the_drafts_layers_follow_in_the_same_rows() -> None:
+    draft = pool(2, heads=1)
+    both = with_drafts(target(), [runner(draft)])
+    assert both.num_layers == 5
+    assert [each.data_ptr() for each in both.k[3:]] == [k.data_ptr() for k in draft.k_buffer]
+    assert [each.data_ptr() for each in both.v[3:]] == [v.data_ptr() for v in draft.v_buffer]
+    layout = both.layout(8)
+    assert layout.k_row_bytes == (16, 16, 16, 8, 8)
+    assert layout.k_offsets[:3] == target().layout(8).k_offsets
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        (pool(1, rows=ROWS + 1), f"{ROWS} rows.*{ROWS + 1} rows"),
+        (pool(1, dtype=torch.float16), "bfloat16.*float16"),
+    ],
+)
+def test_a_pool_of_other_rows_or_values_is_refused(draft: Any, words: str) -> None:
+    with pytest.raises(HierKVConfigError, match=words):
+        with_drafts(target(), [runner(draft)])
+
+
+def test_a_draft_waits_for_the_whole_load() -> None:
+    draft, counter = pool(2), LoadCounter(5)
+    count_loads_of([runner(draft)], counter)
+    assert (draft.counter.num_layers, draft.counter.consumer_index) == (5, -1)
+    draft.counter.wait_until(0)  # nothing is loaded
+    index = counter.update_producer()
+    assert draft.counter.consumer_index == index
+    waited = threading.Thread(target=draft.counter.wait_until, args=(0,))
+    waited.start()
+    for _ in range(4):
+        counter.complete(index)
+    assert waited.is_alive()
+    counter.complete(index)
+    waited.join(60)
+    assert not waited.is_alive()
+
+
+def test_the_drafts_weights_are_in_the_digest() -> None:
+    model, draft = torch.nn.Linear(2, 2), runner(pool(1))
+    assert live_models(model, []) is model
+    before = digest_model(live_models(model, [draft]))
+    with torch.no_grad():
+        draft.model.bias.add_(1)
+    assert digest_model(live_models(model, [draft])) != before

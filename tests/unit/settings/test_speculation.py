@@ -1,0 +1,74 @@
+"""What of speculative decoding is refused before the weights load, and with which sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.compat import Resolved, check_keys, check_resolved
+from sglang_ext.settings.config import HierKVConfig
+
+CHAINS: dict[str, Any] = {"speculative_eagle_topk": 1, "speculative_num_steps": 3}
+
+
+def check(
+    algorithm: str, kind: str = "mha", config: dict[str, Any] | None = None, **more: Any
+) -> None:
+    values = {"speculative_algorithm": algorithm, **CHAINS, **more}
+    settings = replace(HierKVConfig(), **(config or {}))
+    check_resolved(Resolved(values, values, {}, kind), settings)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
+def test_chains_of_drafts_are_served(algorithm: str) -> None:
+    check(algorithm)
+
+
+REFUSED = [
+    ("EAGLE", {"speculative_eagle_topk": 4}, "--speculative-eagle-topk 1 with", "4"),
+    ("NGRAM", {"speculative_eagle_topk": 10}, "(--speculative-ngram-max-bfs-breadth 1)", "10"),
+    ("EAGLE", {"tp_size": 2}, "--tp-size 1 with", "2"),
+    ("EAGLE", {"enable_multi_layer_eagle": True}, "no --enable-multi-layer-eagle with", "it"),
+    ("STANDALONE", {"speculative_adaptive": True}, "no --speculative-adaptive with", "it"),
+    ("STANDALONE", {"enable_lora": True}, "no --enable-lora with", "it"),
+    ("NGRAM", {"enable_streaming_session": True}, "no --enable-streaming-session with", "it"),
+    (
+        "EAGLE3",
+        {"speculative_draft_kv_cache_dtype": "fp8_e4m3"},
+        "no --speculative-draft-kv-cache-dtype with",
+        "fp8_e4m3",
+    ),
+    ("EAGLE", {"speculative_draft_window_size": 64}, "no --speculative-draft-window-size", "64"),
+    ("EAGLE", {"kind": "mla"}, "a model of K and V of every head with", "one of another kind"),
+    ("NGRAM", {"kind": "swa"}, "full attention in every layer with", "a model with other layers"),
+    ("NGRAM", {"config": {"truncation": "overflow"}}, "--hier-kv-truncation off with", "overflow"),
+    ("EAGLE", {"config": {"tree_core": "rust"}}, "--hier-kv-tree-core python with", "rust"),
+    ("EAGLE", {"config": {"codec": "lossless"}}, "--hier-kv-codec none with", "lossless"),
+    ("DFLASH", {}, "speculative decoding by EAGLE", "--speculative-algorithm DFLASH"),
+    ("FROZEN_KV_MTP", {}, "speculative decoding by EAGLE", "--speculative-algorithm FROZEN_KV_MTP"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "more", "expected", "found"), REFUSED)
+def test_what_was_not_tried_is_refused_by_one_sentence(
+    algorithm: str, more: dict[str, Any], expected: str, found: str
+) -> None:
+    with pytest.raises(HierKVConfigError) as error:
+        check(algorithm, **more)
+    sentence = str(error.value)
+    assert expected in sentence
+    assert f"got {found}" in sentence
+    assert sentence.count(". ") == 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "are_pairs", "expected"),
+    [("EAGLE", False, "keys of token pairs"), ("NGRAM", True, "keys of tokens")],
+)
+def test_a_tree_with_other_keys_is_refused(algorithm: str, are_pairs: bool, expected: str) -> None:
+    check_keys(algorithm, are_pairs=not are_pairs)
+    with pytest.raises(HierKVConfigError, match=f"{expected} with --speculative-algorithm"):
+        check_keys(algorithm, are_pairs=are_pairs)
