@@ -1,6 +1,7 @@
 """A trace replayed in its order through the server's page store, beside optima of the same order.
 
     python -m bench.policies.replay [--quick] [--shares 0.05 0.2] [--known 50 400 0]
+    python -m bench.policies.replay --quick --known 10 --hints exact noisy shuffled
     python -m bench.policies.replay --kv-bytes-per-token 131072   # 70B's pages: five times slower
 
 First come, first served, with so many requests waiting that the store knows; the disk is fast
@@ -19,6 +20,7 @@ Columns:
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +41,8 @@ KNOWN = (50, 400, 0)
 DRAM_SHARE = 0.2
 KV_BYTES_PER_TOKEN = 8 << 10  # small pages go to disk in batches, which is what takes the time
 _TICK_S = 0.001  # the scheduler's, while a request waits for its pages
+_STEPS_S = 4 * _TICK_S  # of one request, beside its prefill
+HINTS = ("exact", "noisy", "shuffled")
 _MAX_TICKS = 10_000
 _PROGRESS_REQUESTS = 500
 
@@ -94,6 +98,8 @@ class Replay:
         num_known: requests that wait at a time, the one whose turn it is included.
         prefill_s: seconds of each request.
         progress: called with one line every 500 requests.
+        hints: of each request, seconds until its conversation comes back, infinity for one that
+            does not, not above 0 where nothing is said; None: nobody says anything.
     """
 
     def __init__(
@@ -102,7 +108,9 @@ class Replay:
         num_known: int,
         prefill_s: Sequence[float],
         progress: Callable[[str], None] | None = None,
+        hints: Sequence[float] | None = None,
     ) -> None:
+        self._hints = hints
         self._paths = paths
         self._progress = progress
         self._num_known = num_known
@@ -169,6 +177,9 @@ class Replay:
         server.save(hashes, num_hits)
         if store.lookahead is not None:
             store.lookahead.used(server.space, hashes, self._arrived_s.pop(number))
+            if self._hints is not None and (said := self._hints[number]) > 0:
+                returns = said if math.isfinite(said) else None
+                store.lookahead.hint(server.space, hashes, owner=0, returns_in_s=returns)
         self._fetch_ahead(server)
         return early, num_hits
 
@@ -180,6 +191,44 @@ class Replay:
             server.room.step(order)
             server.clock.now_s += _TICK_S
         server.executor.run_due()
+
+
+def return_hints(
+    paths: Sequence[Ids], prefill_s: Sequence[float], num_known: int, kind: str, seed: int = 7
+) -> list[float]:
+    """What clients could say of each request: when its conversation comes back.
+
+    It comes back with the next request that has all of its pages but the last, which is a partial
+    one, and its time is to when that one begins to wait.
+
+    Args:
+        paths: pages of each request in order, by number.
+        prefill_s: seconds of each request.
+        num_known: requests that wait at a time.
+        kind: `exact`; `noisy`: each time is off by up to half of it; `shuffled`: each request
+            says what is true of another one.
+        seed: of what is random.
+
+    Returns:
+        Seconds from the request's end to when the next one comes; infinity where none comes, not
+        above 0 where it waits already: then there is nothing to say.
+    """
+    rng = np.random.default_rng(seed)
+    ends_s = np.cumsum(np.asarray(prefill_s) + _STEPS_S)
+    starts_s = ends_s - np.asarray(prefill_s)
+    hints = np.full(len(paths), np.inf)
+    next_use: dict[int, int] = {}
+    for number in range(len(paths) - 1, -1, -1):
+        path = paths[number].tolist()
+        following = next_use.get(path[max(len(path) - 2, 0)])
+        if following is not None:
+            hints[number] = starts_s[max(following - num_known + 1, 0)] - ends_s[number]
+        next_use.update(dict.fromkeys(path, number))
+    if kind == "noisy":
+        hints *= rng.uniform(0.5, 1.5, len(hints))
+    elif kind == "shuffled":
+        hints = rng.permutation(hints)
+    return [float(hint) for hint in hints]
 
 
 def num_reusable(paths: Sequence[Ids]) -> int:
@@ -195,7 +244,7 @@ def order_share(paths: Sequence[Ids], capacity: int, order: str, num_waiting: in
 
 def rows(
     paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: Sequence[int],
-    page_bytes: int, write_policy: str = "write_through",
+    page_bytes: int, write_policy: str = "write_through", hints: Sequence[str] = (),
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Names and figures of one capacity, a share of the footprint."""
     footprint = len(np.unique(np.concatenate(paths)))
@@ -211,9 +260,14 @@ def rows(
                 rate = order_share(paths, capacity, "waiting", num)
                 yield f"  {num} known, then LRU, {name}", f"{rate:.3f}"
     for num in known:
-        for label, placement in (("on", PolicyConfig()), ("off", None)):
+        runs: list[tuple[str, PolicyConfig | None, list[float] | None]]
+        runs = [("on", PolicyConfig(), None), ("off", None, None)]
+        for kind in hints:
+            said_s = return_hints(paths, prefill_s, num or len(paths), kind)
+            runs.append((f"on, {kind} hints", PolicyConfig(), said_s))
+        for label, placement, said in runs:
             with virtual_store(sizes, placement, write_policy) as server:
-                done = Replay(paths, num or len(paths), prefill_s, _tell).run(server)
+                done = Replay(paths, num or len(paths), prefill_s, _tell, said).run(server)
             written = done.written / max(done.new, 1)
             figures = f"hits {done.hit_share:.3f}, in DRAM {done.early_share:.3f}"
             figures += f", written {written:.3f}, a hit {done.written_per_hit:.2f}"
@@ -235,6 +289,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--known", type=int, nargs="+", default=KNOWN, help="0: all of them")
     parser.add_argument("--kv-bytes-per-token", type=int, default=KV_BYTES_PER_TOKEN)
     parser.add_argument("--write-policy", default="write_through", help="the server's flag")
+    parser.add_argument(
+        "--hints", nargs="+", default=(), choices=HINTS, help="clients say when chats come back"
+    )
     flags = parser.parse_args(arguments)
     lines = read_trace(flags.trace, limit=1500 if flags.quick else None)
     paths = [line.hash_ids for line in lines]
@@ -242,7 +299,7 @@ def main(arguments: Sequence[str]) -> None:
     page_bytes = BLOCK_TOKENS * flags.kv_bytes_per_token
     for share in flags.shares:
         for name, figures in rows(
-            paths, prefill_s, share, flags.known, page_bytes, flags.write_policy
+            paths, prefill_s, share, flags.known, page_bytes, flags.write_policy, flags.hints
         ):
             print(f"{name:42} {figures}", flush=True)
 

@@ -75,18 +75,29 @@ def decisions_per_s(
 
 
 def eviction_us(
-    num_pages: int = 10_000_000, batch_pages: int = 16, num_waiting: int = 1000, steps: int = 20_000
-) -> dict[str, Any]:
+    num_pages: int = 10_000_000, batch_pages: int = 16, num_waiting: int = 1000,
+    steps: int = 20_000, *, hinted: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Measures what it takes to decide which pages leave a full tier, a few at a time.
 
     As many pages enter again after each batch. 1,000 requests of 64 pages wait for some of them.
 
+    Args:
+        num_pages: of the tier.
+        batch_pages: that leave at a time.
+        num_waiting: requests.
+        steps: batches.
+        hinted: whether of all paths was said when they come back, within 2 s to 6 days, or that
+            they are over.
+
     Returns:
         `evict_us`: microseconds of processor time for each page that leaves, the mean of all;
-        `evict_p99_us`: of the slowest in a hundred batches; `enter_us`: for each that enters.
+        `evict_p99_us`: of the slowest in a hundred batches; `enter_us`: for each that enters;
+        `hint_us`: for each page of a hint, 0 without.
     """
     rng = np.random.default_rng(5)
     policy, tier, paths = _filled(num_pages)
+    hint_s = _say_all(policy, paths, rng) if hinted else 0.0
     for request, number in enumerate(rng.integers(len(paths), size=num_waiting).tolist()):
         policy.enqueue(request, paths[number], 0.0)
     now_s = len(paths) * 0.01
@@ -106,6 +117,7 @@ def eviction_us(
         "evict_us": page_us * float(np.mean(evict_s)),
         "evict_p99_us": page_us * float(np.percentile(evict_s, 99)),
         "enter_us": page_us * float(np.mean(enter_s)),
+        "hint_us": 1e6 * hint_s / num_pages,
         "num_pages": num_pages,
         "batch_pages": batch_pages,
     }
@@ -121,6 +133,19 @@ def _filled(num_pages: int) -> tuple[PlacementPolicy, TierLists, npt.NDArray[np.
         policy.used(paths[i], i * 0.01)
         tier.enter(paths[i])
     return policy, tier, paths
+
+
+def _say_all(
+    policy: PlacementPolicy, paths: npt.NDArray[np.int64], rng: np.random.Generator
+) -> float:
+    """Gives a hint of each path; returns the processor time in seconds."""
+    now_s = len(paths) * 0.01
+    times_s = np.exp2(rng.uniform(1, 19, len(paths)))
+    started_s = time.thread_time()
+    for number, (path, time_s) in enumerate(zip(paths, times_s.tolist(), strict=True)):
+        returns_in_s = time_s if number % 4 else None
+        policy.hint(path, now_s, owner=number % 256, returns_in_s=returns_in_s)
+    return time.thread_time() - started_s
 
 
 def _reshuffles(
@@ -152,4 +177,5 @@ def _reshuffle_cpu_ms(policy: PlacementPolicy, queue: list[int]) -> float:
 if __name__ == "__main__":
     for num_pages in (10_000, 100_000, 1_000_000):
         print(decisions_per_s(num_pages=num_pages))
-    print(eviction_us())
+    for hinted in (False, True):
+        print(eviction_us(hinted=hinted))

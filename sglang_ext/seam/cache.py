@@ -25,8 +25,9 @@ from sglang_ext.admission.port import Admission, Solo
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import hashes_to_hex
+from sglang_ext.hints.request_hints import hints_of, owner_slot
 from sglang_ext.identity.model_identity import ModelIdentity
-from sglang_ext.identity.tenancy import depends_on_tokens_alone
+from sglang_ext.identity.tenancy import depends_on_tokens_alone, tenant_of
 from sglang_ext.provenance.request_state import HitTier, find_state, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, min_reduce
@@ -41,6 +42,7 @@ from sglang_ext.seam.taint import TaintKeeper
 from sglang_ext.seam.window_inquiry import Enter, WindowInquiries
 from sglang_ext.seam.wrapper import HierKVLinkerWrapper
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.tiers.policy import NUM_OWNERS
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store import KeySpace, PageStore
 from sglang_ext.truncation.quote_search import QuoteSearch
@@ -256,6 +258,22 @@ class HierKVRadixCache(UnifiedRadixCache):
             hashes = hashes_of(key, self.page_size)
             hashes = self.truncated.stored_path(req, hashes)
             self.hier_linker.after_saves(partial(lookahead.used, space, hashes, state.arrived_s))
+            self._note_hints(req, space, hashes)
+
+    def _note_hints(self, req: Any, space: KeySpace, hashes: Any) -> None:
+        """Hands on what a request says of its conversation, behind its use."""
+        lookahead, tenant = self.store.lookahead, tenant_of(req)
+        try:
+            hints = hints_of(getattr(req.sampling_params, "custom_params", None))
+        except ValueError:  # the front process refuses it
+            return
+        if hints is None or lookahead is None or tenant is None:
+            return
+        secret = bytes.fromhex(self.scheduler.server_args._hier_kv_secret)
+        owner = owner_slot(secret, tenant, NUM_OWNERS)
+        self.hier_linker.after_saves(
+            partial(lookahead.hint, space, hashes, owner=owner, returns_in_s=hints.returns_in_s)
+        )
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """SGLang's insert, with what the pages are worth."""

@@ -26,6 +26,7 @@ ROOMS = (
     "sglang_ext.cli",
     "sglang_ext.assembly",
     "sglang_ext.seam",
+    "sglang_ext.hints",
     "sglang_ext.truncation",
     "sglang_ext.provenance",
     "sglang_ext.identity",

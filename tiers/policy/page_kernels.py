@@ -17,11 +17,16 @@ _CAP = 255
 
 # A class is (turn, path length, uses) in four steps each, or "last page of its path" and turn, or
 # "left behind": a conversation that was cut has gone on without the page, or "in use": a request
-# that has not ended yet computed it or came to reuse it.
+# that has not ended yet computed it or came to reuse it. Those behind these are from hints: the
+# conversation is over, or it comes back in a time of this length.
 NUM_INNER = 64
 LEFT_BEHIND = NUM_INNER + 4
 IN_USE = LEFT_BEHIND + 1
-NUM_CLASSES = IN_USE + 1
+NUM_LEARNED = IN_USE + 1  # of which return times are learned
+ENDED = NUM_LEARNED
+HINTED = ENDED + 1  # the first of them
+NUM_HINTED = 27  # bins of ages: see `return_kernels.age_bin`
+NUM_CLASSES = HINTED + NUM_HINTED
 
 
 class Pages(NamedTuple):

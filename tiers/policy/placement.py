@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.policy import page_kernels, return_kernels
 from sglang_ext.tiers.policy.config import PolicyConfig
+from sglang_ext.tiers.policy.hints import kernels as hint_kernels
 from sglang_ext.tiers.policy.order import base_order
 from sglang_ext.tiers.policy.return_times import Names, ReturnTimes
 from sglang_ext.tiers.policy.tier_lists import PolicyState, TierLists
@@ -32,7 +33,7 @@ class PlacementPolicy:
     are passed over. Not locked: the owner's lock is held around every call. Each call costs time in
     proportion to its own arguments; nothing grows with what is stored.
 
-    Memory: some 70 bytes a row, committed as rows come into use, and what waits.
+    Memory: some 75 bytes a row, committed as rows come into use, and what waits.
 
     Args:
         num_rows: rows are 0 to `num_rows` - 1.
@@ -45,6 +46,7 @@ class PlacementPolicy:
         order: the base order.
         queue: what waits.
         pages: what is known of pages.
+        hints: what was said of them, and what that proved to be worth.
         tiers: what `add_tier` made.
     """
 
@@ -60,6 +62,7 @@ class PlacementPolicy:
         self.order = base_order(config.order)
         self.queue = WaitingQueue(num_rows)
         self.pages = page_kernels.new_pages(num_rows)
+        self.hints = hint_kernels.new_hints(num_rows)
         self.tiers: list[TierLists] = []
         self._generation = np.zeros(num_rows, np.uint32)
         self._names = np.zeros(num_rows, np.uint64)
@@ -73,7 +76,9 @@ class PlacementPolicy:
         """
         if len(self.tiers) == _MAX_TIERS:
             raise ValueError(f"a policy keeps lists of up to {_MAX_TIERS} tiers, no more")
-        shared = PolicyState(self.config, self.num_rows, self.order, self.queue, self.pages)
+        shared = PolicyState(
+            self.config, self.num_rows, self.order, self.queue, self.pages, self.hints
+        )
         tier = TierLists(shared, 1 << len(self.tiers), capacity_pages)
         self.tiers.append(tier)
         return tier
@@ -170,6 +175,7 @@ class PlacementPolicy:
         if self.config.return_times:
             kinds = self.pages.kind[path]
             since_s = now_s if arrived_s is None else arrived_s
+            hint_kernels.note_use(self.hints, names, since_s)
             for times in self._estimators():
                 times.learn(names, kinds, now_s, since_s)
 
@@ -195,6 +201,35 @@ class PlacementPolicy:
             for times in self._estimators():
                 times.left_behind(self._names[left], now_s)
         return left
+
+    def hint(
+        self, path: Rows, now_s: float, *, owner: int, returns_in_s: float | None = None
+    ) -> Rows:
+        """Somebody says when a conversation comes back, or that it does not.
+
+        That is evidence: it decides which of the pages without a waiting request leave first as
+        long as what the same owner said before has come true often enough. Pages that other paths
+        share stay as they are, and so does a page that is used again, until the next hint.
+
+        Args:
+            path: the conversation's pages, root first, behind `used`.
+            now_s: time.
+            owner: below `NUM_OWNERS`, who is judged by it.
+            returns_in_s: seconds from now, above 0; None for an end.
+
+        Returns:
+            The pages whose place changed.
+        """
+        if not self.config.lookahead or not self.config.return_times:
+            return np.zeros(0, np.int64)
+        span_s = 0.0 if returns_in_s is None else float(returns_in_s)
+        moved: Rows = hint_kernels.give(
+            self.hints, self.pages, self._names, _as_rows(path), span_s, owner, now_s
+        )
+        if len(moved):
+            for tier in self.tiers:
+                tier.hinted(moved)
+        return moved
 
     def forget(self, rows: Rows) -> None:
         """Pages left the system; their row numbers may be reused."""
@@ -248,6 +283,7 @@ def _compile_loops() -> None:
         policy.leave_behind(path[:2], 0.0)
         policy.used(path, float(turn), names=path.astype(np.uint64) + np.uint64(turn * 100))
         tier.enter(path)
+        policy.hint(path, float(turn), owner=0, returns_in_s=float(turn) or None)
     return_kernels.rescore(tier.return_times.directory, 9.0, 1.0)
     tier.worth(np.arange(4), 9.0)
     policy.set_order(list(range(7, -1, -1)))

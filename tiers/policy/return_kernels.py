@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.compiled import compiled
-from sglang_ext.tiers.policy.page_kernels import IN_USE, LEFT_BEHIND, NUM_CLASSES, NUM_INNER
+from sglang_ext.tiers.policy.page_kernels import IN_USE, LEFT_BEHIND, NUM_INNER
+from sglang_ext.tiers.policy.page_kernels import NUM_LEARNED as NUM_CLASSES
 
 NONE = -1
 WAYS = 8
@@ -334,10 +335,3 @@ def rescore(directory: Any, now_s: float, decay: float) -> None:
         d.scores[IN_USE, k] = d.scores[:NUM_INNER, k].max()
     d.hits[:] *= decay
     d.exits[:] *= decay
-
-
-@compiled
-def score(scores: Any, kinds: Any, last_s: Any, rows: Any, now_s: float, out: Any) -> None:
-    """Score of each page at its present age."""
-    for i in range(rows.size):
-        out[i] = scores[kinds[rows[i]], age_bin(now_s - last_s[rows[i]])]

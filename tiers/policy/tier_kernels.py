@@ -1,5 +1,8 @@
 """Loops of one tier's eviction lists: per class a list in the base order, read from its old end.
 
+Lists of pages with a hint have the page that comes back last at their young end, and those whose
+time is long over at the old one: they are read from both.
+
 A page that may not leave is taken out of its list when it is met there ("parked") and put back at
 the old end when what held it is gone, so that no decision walks over the same page twice.
 """
@@ -12,13 +15,24 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.compiled import compiled
-from sglang_ext.tiers.policy.page_kernels import IN_USE, LEFT_BEHIND, NUM_CLASSES
-from sglang_ext.tiers.policy.return_kernels import age_bin
+from sglang_ext.tiers.policy.hints import kernels as hint_kernels
+from sglang_ext.tiers.policy.page_kernels import (
+    ENDED,
+    HINTED,
+    LEFT_BEHIND,
+    NUM_CLASSES,
+    NUM_HINTED,
+)
 
 NONE = -1
 ABSENT, LISTED, PARKED = 0, 1, 2
 COUNT, CLOCK = 0, 1
+_UNSEEN, _STALE, _KNOWN = 0, 1, 2  # what is known of the page that a class would give up next
 _PARKED_A_CALL = 256  # pages of each class, in one call
+
+
+# What may leave next: the leaving end of each class, then the old ends of those with hints.
+_NUM_ENDS = NUM_CLASSES + NUM_HINTED
 
 
 class Lists(NamedTuple):
@@ -91,6 +105,7 @@ def _link_young(lists: Any, row: int, kind: int) -> None:
 def _unpark(lists: Any, row: int, young: bool) -> None:
     """Back to the end from which pages leave, with the stamp that it had."""
     kind = lists.kind[row]
+    young = young or kind >= HINTED
     near, far = (1, 0) if young else (0, 1)
     neighbour = lists.ends[near, kind]
     lists.state[row] = LISTED
@@ -225,7 +240,7 @@ def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, yo
         if lists.state[row] == ABSENT:
             continue
         if not restamps:
-            if lists.kind[row] in (LEFT_BEHIND, IN_USE):
+            if lists.kind[row] >= LEFT_BEHIND:
                 _move(lists, row, pages.kind[row])
             continue
         if lists.state[row] == LISTED:
@@ -256,13 +271,28 @@ def _next_of_kind(
 
 
 @compiled
+def _look_anew(stale: Any, ends: Any, num_ends: int, kind: int) -> Any:
+    """Marks the ends of a class as changed; returns the number of ends that are looked at."""
+    last = kind + NUM_HINTED if kind >= HINTED else kind
+    for end in range(kind, last + 1, NUM_HINTED):
+        if stale[end] == _UNSEEN:
+            ends[num_ends] = end
+            num_ends += 1
+        stale[end] = _STALE
+    return num_ends
+
+
+@compiled
 def evict_unwanted(
-    lists: Any, pages: Any, head: Any, scores: Any, by_score: bool, lookahead: bool, young: bool,
-    left_first: bool, now_s: float, out: Any,
+    lists: Any, pages: Any, hints: Any, head: Any, scores: Any, by_score: bool, lookahead: bool,
+    young: bool, left_first: bool, now_s: float, out: Any,
 ) -> Any:  # fmt: skip
     """Takes out pages that nobody waits for, coldest first, into `out`; returns how many.
 
-    With `left_first` those that were left behind come before all others.
+    With `left_first` those that were left behind come before all others, and so do those of
+    conversations that are said to be over. Of the coldest page with a hint and the coldest without
+    one the one leaves that is expected to return less for the room it takes, by what was learned
+    of both, whatever order those without a hint leave in.
 
     A class whose old end is full of pages that may not leave is passed over until they are parked,
     which takes several calls, unless no other class has a page.
@@ -270,43 +300,69 @@ def evict_unwanted(
     end = 1 if young else 0
     sign = -1 if young else 1
     # The page that each class would give up next, found anew only where that may have changed.
-    rows = np.full(NUM_CLASSES, NONE, np.int64)
-    stamps = np.zeros(NUM_CLASSES, np.int64)
-    values = np.zeros(NUM_CLASSES)
-    stale = np.ones(NUM_CLASSES, np.bool_)
+    rows = np.full(_NUM_ENDS, NONE, np.int64)
+    stamps = np.zeros(_NUM_ENDS, np.int64)
+    values = np.zeros(_NUM_ENDS)
+    by_hint = np.zeros(_NUM_ENDS, np.bool_)
+    stale = np.zeros(_NUM_ENDS, np.uint8)
+    ends = np.zeros(_NUM_ENDS, np.int64)  # of classes that have pages
+    num_ends = 0
+    for kind in range(NUM_CLASSES):
+        if lists.ends[0, kind] != NONE:
+            num_ends = _look_anew(stale, ends, num_ends, kind)
     budget = np.full(NUM_CLASSES, _PARKED_A_CALL + out.size, np.int64)
     num = 0
     while num < out.size:
-        best = NONE
-        for kind in range(NUM_CLASSES):
-            if stale[kind]:
-                stale[kind] = False
-                row = _next_of_kind(lists, head, lookahead, kind, end, budget)
-                rows[kind] = row
+        best, best_hinted = NONE, NONE
+        for i in ends[:num_ends]:
+            kind = i if i < NUM_CLASSES else i - NUM_HINTED
+            if stale[i] == _STALE:
+                stale[i] = _KNOWN
+                from_end = end if i < HINTED else 1 if i < NUM_CLASSES else 0
+                row = _next_of_kind(lists, head, lookahead, kind, from_end, budget)
+                rows[i] = row
                 if row != NONE:
-                    stamps[kind] = sign * lists.stamp[row]
-                    if left_first and kind == LEFT_BEHIND:
-                        values[kind] = -1.0
+                    stamps[i] = sign * lists.stamp[row]
+                    by_hint[i] = kind >= ENDED and hint_kernels.is_followed(hints, kind, row)
+                    if by_hint[i] and kind >= HINTED:
+                        values[i] = hint_kernels.value(hints, pages.last_s, row, now_s)
+                    elif by_hint[i] or (left_first and kind == LEFT_BEHIND):
+                        values[i] = -1.0
                     elif by_score:
-                        values[kind] = scores[kind, age_bin(now_s - pages.last_s[row])]
-            if rows[kind] == NONE:
+                        values[i] = hint_kernels.score(hints, scores, pages, row, now_s)
+                    else:
+                        values[i] = 0.0
+            if rows[i] == NONE:
                 continue
-            lower = best == NONE or values[kind] < values[best]
-            if lower or (values[kind] == values[best] and stamps[kind] < stamps[best]):
-                best = kind
+            if by_hint[i] and kind >= HINTED:
+                if best_hinted == NONE or values[i] < values[best_hinted]:
+                    best_hinted = i
+                continue
+            lower = best == NONE or values[i] < values[best]
+            if lower or (values[i] == values[best] and stamps[i] < stamps[best]):
+                best = i
+        if best_hinted != NONE and best != NONE:
+            other = values[best]
+            if other == 0.0:  # in base order
+                other = hint_kernels.score(hints, scores, pages, rows[best], now_s)
+            if values[best_hinted] < other:
+                best = best_hinted
+        elif best == NONE:
+            best = best_hinted
         if best == NONE:
             if budget.min() > 0:
                 break
             budget[:] = _PARKED_A_CALL
-            stale[:] = True
+            stale[ends[:num_ends]] = _STALE
             continue
         row = rows[best]
         out[num] = row
         num += 1
-        stale[best] = True
+        num_ends = _look_anew(stale, ends, num_ends, lists.kind[row])
         _exit_one(lists, pages, row, young)
         if pages.known[row] and pages.parent[row] != NONE:
-            stale[lists.kind[pages.parent[row]]] = True  # it may be back in its list
+            # It may be back in its list.
+            num_ends = _look_anew(stale, ends, num_ends, lists.kind[pages.parent[row]])
     return num
 
 

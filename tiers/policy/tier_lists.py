@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.policy import page_kernels, return_kernels
+from sglang_ext.tiers.policy import page_kernels
 from sglang_ext.tiers.policy import tier_kernels as kernels
 from sglang_ext.tiers.policy.config import PolicyConfig
+from sglang_ext.tiers.policy.hints import kernels as hint_kernels
 from sglang_ext.tiers.policy.order import BaseOrder
 from sglang_ext.tiers.policy.return_times import ReturnTimes
 from sglang_ext.tiers.policy.waiting_queue import WaitingQueue
@@ -27,6 +28,7 @@ class PolicyState:
         order: the base order.
         queue: what waits.
         pages: what is known of pages.
+        hints: what was said of them, and what that proved to be worth.
     """
 
     config: PolicyConfig
@@ -34,6 +36,7 @@ class PolicyState:
     order: BaseOrder
     queue: WaitingQueue
     pages: page_kernels.Pages
+    hints: hint_kernels.Hints
 
 
 class TierLists:
@@ -105,7 +108,7 @@ class TierLists:
         out = np.empty(max(count, 0), np.int64)
         times = self.return_times
         num = kernels.evict_unwanted(
-            self._lists, shared.pages, shared.queue.needs.head, times.scores,
+            self._lists, shared.pages, shared.hints, shared.queue.needs.head, times.scores,
             shared.config.return_times and times.active, shared.config.lookahead, self._young,
             shared.config.lookahead and times.left_never_return, now_s, out,
         )  # fmt: skip
@@ -126,11 +129,11 @@ class TierLists:
         """
         shared = self._shared
         scores = np.zeros(len(rows))
-        if shared.config.return_times and self.return_times.active:
-            return_kernels.score(
-                self.return_times.scores, shared.pages.kind, shared.pages.last_s, rows, now_s,
-                scores,
-            )  # fmt: skip
+        times = self.return_times
+        hint_kernels.worth(
+            shared.hints, times.scores, shared.config.return_times and times.active,
+            shared.pages, rows, now_s, scores,
+        )  # fmt: skip
         needed = np.full(len(rows), -np.inf)
         if shared.config.lookahead:
             places = shared.queue.needed_at(rows)
@@ -159,6 +162,10 @@ class TierLists:
         """Notes that conversations go on without these pages."""
         if self.return_times.left_never_return:  # else they leave by the classes they had
             kernels.move(self._lists, self._shared.pages, rows)
+
+    def hinted(self, rows: Rows) -> None:
+        """Notes that pages are of other classes now; see `PlacementPolicy.hint`."""
+        kernels.move(self._lists, self._shared.pages, rows)
 
     def settle(self, rows: Rows) -> None:
         """Nobody waits for these pages any more."""

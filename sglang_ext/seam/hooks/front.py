@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext.hints.request_hints import hints_of
 from sglang_ext.identity.tenancy import owner_of
 from sglang_ext.seam.hooks.answers import note_cut
 from sglang_ext.seam.hooks.body_bound import BodyBound
@@ -41,7 +42,8 @@ def around_validate(original: Callable[..., Any], self: Any, obj: Any, input_ids
 
     Raises:
         ValueError: SGLang refuses the request, it asks for a mode that is none or not allowed here,
-            it names no owner where it says it does, or its prompt is too long to be cut.
+            it names no owner where it says it does, its hints are none, or its prompt is too long
+            to be cut.
     """
     settings = self.server_args._hier_kv
     params = obj.sampling_params
@@ -49,6 +51,7 @@ def around_validate(original: Callable[..., Any], self: Any, obj: Any, input_ids
         return original(self, obj, input_ids)
     mode = mode_of(params.get("custom_params"), settings["truncation"])
     owner_of(params.get("custom_params"))
+    hints_of(params.get("custom_params"))
     wish = params.get("max_new_tokens")
     stated = wish if isinstance(wish, int) and not isinstance(wish, bool) else 0
     fits = self.context_len - 1 - self.num_reserved_tokens

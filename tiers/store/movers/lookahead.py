@@ -140,6 +140,26 @@ class LookAhead:
             names = names ^ np.uint64(space.number * _MIX & _U64)
             self._policy.used(rows, table.now_s(), names=names, arrived_s=arrived_s)
 
+    def hint(
+        self, space: KeySpace, hashes: Hashes, *, owner: int, returns_in_s: float | None
+    ) -> None:
+        """Somebody says when a conversation comes back, behind `used`; see `PlacementPolicy.hint`.
+
+        Args:
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`, its pages from the root on.
+            owner: who says it, below `NUM_OWNERS`.
+            returns_in_s: seconds from now, above 0; None: the conversation is over.
+        """
+        table, ends = self._table, returns_in_s is None
+        with table.lock:
+            rows = table.index.prefix_rows(hashes, space.number)
+            moved = self._policy.hint(rows, table.now_s(), owner=owner, returns_in_s=returns_in_s)
+            if ends and len(moved):
+                table.index.lru_sink(moved[::-1])
+        table.counters.add("hinted_ends_pages" if ends else "hinted_return_pages", len(moved))
+        table.counters.add("hints_not_followed", int(len(moved) == 0))
+
     def set_order(self, requests: Sequence[Hashable]) -> None:
         """The order in which the scheduler will take the waiting requests."""
         with self._table.lock:

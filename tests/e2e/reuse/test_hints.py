@@ -1,0 +1,98 @@
+"""Clients that say which of their chats come back, and DRAM for a third of these chats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from testkit.server import Server, ServerError
+from testkit.workload import reply_of
+from tests.e2e.hier_server import PAGE, hier_args, real_prompts, settled, tokens_and_logprobs
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+CHAT_PAGES = 4
+RETURNING, ENDED, SILENT = 3, 8, 4
+HOST_CHATS = (RETURNING + ENDED + SILENT) // 3
+SOON = {"hier_kv_hints": {"returns_in_s": 3600}}
+OVER = {"hier_kv_hints": {"ends": True}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("hints")
+    args = hier_args(folder, host_pages=HOST_CHATS * CHAT_PAGES, disk_gb=0)
+    args += ["--max-running-requests", "1"]
+    with Server(args, log_path=folder / "server.log", stop="kill") as server:
+        yield server
+
+
+def _ask(server: Server, prompt: Sequence[int], custom: dict[str, Any] | None = None) -> Any:
+    params: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
+    if custom is not None:
+        params["custom_params"] = custom
+    return server.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+
+
+def test_what_comes_back_is_kept_and_what_is_over_is_gone(server: Server) -> None:
+    prompts = list(real_prompts([CHAT_PAGES * PAGE + 20] * (RETURNING + ENDED + SILENT), seed=1))
+    returning, ended = prompts[:RETURNING], prompts[RETURNING : RETURNING + ENDED]
+    expected = []
+    for prompt in returning:  # the oldest: without hints they leave first
+        _ask(server, prompt)
+        on_device = _ask(server, prompt, SOON)
+        assert reply_of(on_device).by_tier["device"] == CHAT_PAGES * PAGE
+        expected.append(tokens_and_logprobs(on_device))
+        settled(server)
+    for prompt in ended:
+        _ask(server, prompt, OVER)
+        settled(server)
+    for prompt in prompts[RETURNING + ENDED :]:
+        _ask(server, prompt)
+        settled(server)
+    counts = settled(server)["host"]
+    assert counts["hinted_return_pages"] == RETURNING * CHAT_PAGES
+    assert counts["hinted_ends_pages"] == ENDED * CHAT_PAGES
+    server.post("/flush_cache")
+    for prompt, wanted in zip(returning, expected, strict=True):
+        answer = _ask(server, prompt, SOON)
+        assert reply_of(answer).by_tier["host"] == CHAT_PAGES * PAGE
+        assert tokens_and_logprobs(answer) == wanted
+    for prompt in ended:
+        assert sum(reply_of(_ask(server, prompt)).by_tier.values()) == 0
+
+
+@pytest.mark.parametrize(
+    ("hints", "refusal"),
+    [
+        ("soon", "must be an object with returns_in_s or ends"),
+        ({"returns_in_s": -3}, "must be a number of seconds above 0"),
+        ({"returns_in_s": 5, "ends": True}, "got both"),
+        ({"pinned": True}, "may have returns_in_s or ends, got 'pinned'"),
+    ],
+)
+def test_what_is_no_hint_is_refused(server: Server, hints: Any, refusal: str) -> None:
+    with pytest.raises(ServerError, match=refusal) as refused:
+        _ask(server, [5] * 40, {"hier_kv_hints": hints})
+    assert refused.value.status == 400
+    chat = {
+        "model": "m", "messages": [{"role": "user", "content": "what is it?"}], "max_tokens": 2,
+        "custom_params": {"hier_kv_hints": hints},
+    }  # fmt: skip
+    with pytest.raises(ServerError, match=refusal) as refused:
+        server.post("/v1/chat/completions", chat)
+    assert refused.value.status == 400
+
+
+def test_openai_clients_give_them_too(server: Server) -> None:
+    before = settled(server)["host"].get("hinted_ends_pages", 0)
+    words = " ".join(f"word {number}" for number in range(200))
+    chat = {
+        "model": "m", "messages": [{"role": "user", "content": words}], "max_tokens": 2,
+        "custom_params": {"hier_kv_hints": {"ends": True}},
+        "cache_salt": "whoever is not judged by the chats above, which came back",
+    }  # fmt: skip
+    server.post("/v1/chat/completions", chat)
+    assert settled(server)["host"]["hinted_ends_pages"] > before

@@ -1,0 +1,67 @@
+"""What a request may say of its conversation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from sglang_ext.hints.request_hints import PARAM, RequestHints, hints_of, owner_slot
+from sglang_ext.identity.tenancy import Tenant
+from sglang_ext.tiers.policy.hints.kernels import NUM_OWNERS
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"returns_in_s": 30}, RequestHints(30.0)),
+        ({"returns_in_s": 0.25, "ends": False}, RequestHints(0.25)),
+        ({"returns_in_s": None, "ends": True}, RequestHints(None)),
+        ({"ends": False}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_hints_are_read(given: Any, found: RequestHints | None) -> None:
+    assert hints_of({PARAM: given}) == found
+
+
+@pytest.mark.parametrize("custom_params", [None, {}, "text", {"hier_kv_owner": "a"}])
+def test_none_are_given(custom_params: Any) -> None:
+    assert hints_of(custom_params) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        (30, "must be an object with returns_in_s or ends"),
+        ([1], "must be an object"),
+        ({"return_in_s": 30}, "may have returns_in_s or ends, got 'return_in_s'"),
+        ({"returns_in_s": "30"}, "must be a number of seconds above 0 and up to 604800"),
+        ({"returns_in_s": True}, "must be a number of seconds"),
+        ({"returns_in_s": 0}, "must be a number of seconds"),
+        ({"returns_in_s": -1.5}, "must be a number of seconds"),
+        ({"returns_in_s": math.nan}, "must be a number of seconds"),
+        ({"returns_in_s": math.inf}, "must be a number of seconds"),
+        ({"returns_in_s": 604_801}, "must be a number of seconds"),
+        ({"returns_in_s": 10**400}, "must be a number of seconds"),
+        ({"ends": 1}, "must be true or false, got '1'"),
+        ({"ends": "yes"}, "must be true or false"),
+        ({"ends": True, "returns_in_s": 3}, "got both"),
+    ],
+)
+def test_what_is_no_hint_is_refused_with_what_was_expected(given: Any, refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        hints_of({PARAM: given})
+
+
+def test_tenants_are_judged_apart_and_nobody_can_tell_under_which_record() -> None:
+    tenants = [Tenant(extra_key=f"tenant-{number}") for number in range(200)]
+    slots = [owner_slot(b"secret", tenant, NUM_OWNERS) for tenant in tenants]
+    assert slots == [owner_slot(b"secret", tenant, NUM_OWNERS) for tenant in tenants]
+    assert slots != [owner_slot(b"another", tenant, NUM_OWNERS) for tenant in tenants]
+    assert all(0 <= slot < NUM_OWNERS for slot in slots)
+    assert len(set(slots)) > 100
+    named = [owner_slot(b"secret", who, 1 << 60) for who in (Tenant("a"), Tenant(None, "a"))]
+    assert named[0] != named[1]

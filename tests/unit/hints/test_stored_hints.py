@@ -1,0 +1,81 @@
+"""Hints in the page store: over DRAM and disk, and with pages that are elsewhere by now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.store.store_rig import Make, Rig, check_content, pages, rigs
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    yield from rigs(tmp_path)
+
+
+def _serve(
+    rig: Rig, chat: np.ndarray, returns_in_s: float | None = None, *, ends: bool = False
+) -> None:
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    rig.save(chat)
+    lookahead.used(rig.space, chat, None)
+    if ends or returns_in_s is not None:
+        lookahead.hint(rig.space, chat, owner=0, returns_in_s=returns_in_s)
+
+
+def test_in_dram_what_comes_back_stays_and_what_is_over_goes(make: Make) -> None:
+    rig = make(slots=30, disk=False, lookahead=True)
+    soon, silent, over = (pages(name, 10) for name in ("soon", "silent", "over"))
+    _serve(rig, soon, 3600.0)
+    _serve(rig, silent)
+    _serve(rig, over, ends=True)
+    assert rig.count("hinted_return_pages") == rig.count("hinted_ends_pages") == 10
+    rig.save(pages("new", 10))
+    assert [rig.ready(chat) for chat in (soon, silent, over)] == [10, 10, 0]
+    rig.save(pages("newer", 6))
+    assert [rig.ready(chat) for chat in (soon, silent)] == [10, 4]
+    check_content(rig, soon)
+    rig.settle()
+
+
+def test_on_disk_too(make: Make) -> None:
+    """Of ten chats the disk and DRAM hold half: those that come back are among them."""
+    rig = make(slots=32, lookahead=True, max_bytes=80 * 8192, segment_bytes=16 * 8192)
+    chats = [pages(f"chat-{number}", 16) for number in range(10)]
+    for number, chat in enumerate(chats):
+        _serve(rig, chat, 3600.0 if number < 2 else None, ends=number >= 2)
+        rig.settle()
+    assert [rig.on_disk(chat) for chat in chats[:2]] == [16, 16]
+    assert sum(rig.on_disk(chat) for chat in chats[2:]) > 0
+    for chat in chats[:2]:
+        plan = rig.store.plan(rig.space, chat)
+        assert plan is not None
+        rig.wait(plan)
+        check_content(rig, chat)
+        rig.store.cancel_plan(plan)
+    rig.settle()
+
+
+def test_a_hint_of_what_is_not_stored_is_counted_and_does_nothing(make: Make) -> None:
+    rig = make(slots=16, disk=False, lookahead=True)
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    lookahead.hint(rig.space, pages("nothing", 4), owner=0, returns_in_s=None)
+    assert rig.count("hints_not_followed") == 1
+    assert rig.count("hinted_ends_pages") == 0
+    rig.settle()
+
+
+def test_a_hint_names_no_page_of_another_key_space(make: Make) -> None:
+    rig = make(slots=30, disk=False, lookahead=True)
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    other = rig.store.space(bytes(32))
+    chat = pages("chat", 10)
+    _serve(rig, chat)
+    lookahead.hint(other, chat, owner=0, returns_in_s=None)
+    assert rig.count("hints_not_followed") == 1

@@ -1,0 +1,1 @@
+"""What was said of pages, and how often who said it was right."""
