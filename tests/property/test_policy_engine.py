@@ -66,7 +66,7 @@ def test_every_turn_is_answered_and_accounted(
 def test_the_stores_books_balance_whenever_pages_came(
     conversations: list[Conversation], system: System, policy: str
 ) -> None:
-    save = Store.save
+    save = Store.save_answer
 
     def save_and_check(self: Store, request: Any) -> None:
         save(self, request)
@@ -74,7 +74,7 @@ def test_the_stores_books_balance_whenever_pages_came(
         self.server.store.check()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "save", save_and_check)
+        patch.setattr(Store, "save_answer", save_and_check)
         outcome = run(conversations, system, policy)
     assert outcome.counters["waiting_requests"] == 0 if policy == "lookahead" else True
     assert outcome.counters["planned_pages"] == 0
