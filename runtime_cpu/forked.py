@@ -25,6 +25,7 @@ from runtime_cpu.zygote import Job
 _READ_LATE = (
     *("SGLANG_HIER_KV_", "BENCH_FAULTS_", "BENCH_RANK_PROBE", "PYTEST_CURRENT_TEST"),
     *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER"),
+    "SGLANG_MAMBA_CONV_DTYPE",
 )
 _PATH = "PYTHONPATH"
 _IMPORTED_AT_START = ("sitecustomize", "usercustomize")

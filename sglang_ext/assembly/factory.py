@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,13 @@ from sglang_ext.assembly.draft_setup import (
 )
 from sglang_ext.assembly.key_setup import Trust, build_trust
 from sglang_ext.assembly.remote_setup import open_remote
+from sglang_ext.assembly.state_setup import (
+    attention_layers,
+    check_room,
+    follow_loads,
+    num_model_layers,
+    snapshots_of,
+)
 from sglang_ext.assembly.window_setup import (
     bound_ropes,
     window_inquiries,
@@ -39,6 +47,7 @@ from sglang_ext.device.pinning import pin_memory
 from sglang_ext.device.pools import DevicePool, HybridPools, describe_pools
 from sglang_ext.device.ports import open_port
 from sglang_ext.device.rope_discovery import LayerRope, discover_ropes, type_of_attention
+from sglang_ext.device.states.snapshots import Snapshots
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.kernels import rope as rope_kernels
@@ -104,6 +113,8 @@ def build_cache(ctx: Any) -> Any:
     )
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     kv_pool.register_layer_transfer_counter(cache.hier_linker.layer_done_counter)
+    if ctx.is_hybrid_ssm:
+        follow_loads(ctx, cache.hier_linker.layer_done_counter)
     ctx.tp_worker.register_hicache_layer_transfer_counter(cache.hier_linker.layer_done_counter)
     count_loads_of(draft_runners(ctx.tp_worker.model_runner), cache.hier_linker.layer_done_counter)
     return cache
@@ -111,7 +122,11 @@ def build_cache(ctx: Any) -> Any:
 
 def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) -> CacheParts:
     """Makes everything that the cache is built with, from SGLang's half of it."""
-    check_tree([component.name for component in cache.components], has_windows=ctx.is_hybrid_swa)
+    check_tree(
+        [component.name for component in cache.components],
+        has_windows=ctx.is_hybrid_swa,
+        has_states=ctx.is_hybrid_ssm,
+    )
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     runner = ctx.tp_worker.model_runner
     check_attention({type_of_attention(module) for module in runner.model.modules()})
@@ -122,17 +137,22 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         pools = replace(pools, full=with_drafts(pools.full, drafts))
     pool = pools.full
     layout = pool.layout(ctx.params.page_size)
-    if pools.window is not None:
+    snapshots = snapshots_of(ctx, layout)
+    is_hybrid = pools.window is not None or snapshots is not None
+    if is_hybrid:
         config = with_windows(config)
-    is_bound = bool(drafts) or pools.window is not None
+    is_bound = bool(drafts) or is_hybrid
     ropes = bound_ropes(pool) if is_bound else discover_ropes(runner.model, pool)
     page_codec = build_page_codec(config, pool, layout, kv_pool.dtype, runner)
     remote_codec = build_remote_codec(config, pool, layout, kv_pool.dtype, runner)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
     feeds = CostFeeds(cost, layout.kv_bytes, StoreCounters())
-    # Of window layers' parts no quality is kept on the device; no draft's page is ever coded.
+    # Of window layers' parts and of states no quality is kept on the device; no draft's page is
+    # ever coded.
     rules = LocalPages(layout, ropes, config.rope, exact_only=is_bound)
     store, disk = _build_store(config, layout, page_codec, feeds, remote_codec, rules)
+    if snapshots is not None:
+        check_room(snapshots, store.arena.num_slots)
     pinned_bytes = 0
     if pool.device.type == "cuda":
         pinned_bytes = pin_memory(store.arena, torch.cuda.cudart())  # type: ignore[no-untyped-call]
@@ -152,7 +172,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     linker = HierKVLinker(
         store,
         copier,
-        num_layers=pool.num_layers if drafts else kv_pool.layer_num,
+        num_layers=_num_layers(kv_pool, pool, drafts, snapshots),
         page_size=ctx.params.page_size,
         kv_pool=kv_pool,
         port=open_port(pool.device, pinned=pinned_bytes == store.arena.nbytes),
@@ -160,6 +180,8 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         windows=windows,
         accepts_all=group is not None,
         on_load=feeds.on_load,
+        snapshots=snapshots,
+        attention_layers=() if snapshots is None else attention_layers(kv_pool),
     )
     timer = ForwardTimer(
         cost,
@@ -183,7 +205,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     )
     return CacheParts(
         linker,
-        _identity(ctx, config, pools, partial(exchange, group)),
+        _identity(ctx, config, pools, partial(exchange, group), snapshots),
         config,
         _metrics(ctx, config, place, store, disk, page_codec, cost, linker),
         timer,
@@ -198,6 +220,15 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         else None,
         window_inquiries(windows, store, config),
     )
+
+
+def _num_layers(
+    kv_pool: Any, pool: DevicePool, drafts: Sequence[Any], snapshots: Snapshots | None
+) -> int:
+    """Layers that a load tells the forward of."""
+    if snapshots is not None:
+        return num_model_layers(snapshots, kv_pool)
+    return pool.num_layers if drafts else int(kv_pool.layer_num)
 
 
 def _metrics(
@@ -406,7 +437,11 @@ def _compile(kernels: ModuleType, pool: DevicePool, ropes: list[LayerRope], page
 
 
 def _identity(
-    ctx: Any, config: HierKVConfig, pools: HybridPools, exchange_of_group: Exchange
+    ctx: Any,
+    config: HierKVConfig,
+    pools: HybridPools,
+    exchange_of_group: Exchange,
+    snapshots: Snapshots | None,
 ) -> ModelIdentity:
     pool = pools.full
     model_config, server_args = ctx.model_config, ctx.server_args
@@ -427,6 +462,8 @@ def _identity(
     if drafts:
         algorithm = algorithm_of(runner)
         fixed["drafts"] = draft_facts(algorithm, drafts, keys_are_pairs=ctx.params.is_eagle)
+    if snapshots is not None:
+        fixed["states"] = [*snapshots.pool.describe(), snapshots.part_bytes]
     # Where the files lie and how they are cached says nothing of the KV.
     for name in ("_name_or_path", "transformers_version"):
         fixed["model"].pop(name, None)

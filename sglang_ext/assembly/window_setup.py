@@ -18,19 +18,19 @@ from sglang_ext.tiers.store import PageStore
 
 logger = logging.getLogger(__name__)
 
-_REASON = "pages of models with window layers are not moved"
+_REASON = "pages of models with window layers or states are not moved"
 
 
 def with_windows(config: HierKVConfig) -> HierKVConfig:
     """The settings that such a model runs with.
 
-    What a window is worth is no function of the number of its pages, which look-ahead and the cost
-    model go by, so both are off.
+    What a window or a state is worth is no function of the number of its pages, which look-ahead
+    and the cost model go by, so both are off.
     """
     policy = "timeout" if config.prefetch_policy == "cost" else config.prefetch_policy
     if (config.lookahead, config.prefetch_policy) != ("off", policy):
         logger.info(
-            "hier-kv: with window layers it runs with --hier-kv-lookahead off and "
+            "hier-kv: with window layers or states it runs with --hier-kv-lookahead off and "
             "--hier-kv-prefetch-policy %s",
             policy,
         )

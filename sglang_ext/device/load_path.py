@@ -230,11 +230,11 @@ class LoadParts:
     """Queues loads of pages whose layers lie in several parts. Threads may share it.
 
     Args:
-        paths: one a part, of one device.
+        paths: one a part, of one device. A `StateLoadPath` may be among them.
         model_layers: the model's layer that each layer of each part is; every one at least once.
     """
 
-    def __init__(self, paths: Sequence[LoadPath], model_layers: Sequence[Sequence[int]]) -> None:
+    def __init__(self, paths: Sequence[Any], model_layers: Sequence[Sequence[int]]) -> None:
         self._paths = paths
         self._model_layers = model_layers
         self._num_layers = 1 + max(layer for layers in model_layers for layer in layers)
@@ -246,8 +246,8 @@ class LoadParts:
 
     def fence(self) -> Fence:
         """See `LoadPath.fence`; each path makes its streams here."""
-        first, *_ = [path.fence() for path in self._paths]
-        return first
+        fences: list[Fence] = [path.fence() for path in self._paths]
+        return fences[0]
 
     def queue(
         self,
@@ -260,7 +260,8 @@ class LoadParts:
         A part is ordered behind the one before it, so the last event is behind all.
         """
         if len(self._paths) == 1:
-            return self._paths[0].queue(loads[0], fence, on_layer)
+            alone: Landing = self._paths[0].queue(loads[0], fence, on_layer)
+            return alone
         events: list[Any] = [None] * self._num_layers
         busy: list[tuple[Any, Any]] = []
         last: Any = None
@@ -272,6 +273,7 @@ class LoadParts:
             busy += landing.busy
             last = landing.last
             fence = replace(fence, rows_free=(*fence.rows_free, last))
+        events[-1] = last if events[-1] is not None else None  # behind all, of whatever part it is
         for event in events:
             on_layer(event)
         return Landing(last, busy)
@@ -289,4 +291,5 @@ class LoadParts:
 
     def in_forward_order(self, *inputs: torch.Tensor) -> AbstractContextManager[None]:
         """See `LoadPath.in_forward_order`."""
-        return self._paths[0].in_forward_order(*inputs)
+        context: AbstractContextManager[None] = self._paths[0].in_forward_order(*inputs)
+        return context

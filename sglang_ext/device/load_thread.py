@@ -45,9 +45,11 @@ class LoadThread:
         port: DevicePort,
         counter: LoadCounter,
         on_load: Callable[[int, float], None] | None = None,
+        has_states: bool = False,
     ) -> None:
         self._store = store
         self._copiers = copiers  # of the full layers, then of each group of window layers
+        self._has_states = has_states  # whose path is the last
         self._path = path
         self._port = port
         self._counter = counter
@@ -85,8 +87,19 @@ class LoadThread:
     def load(self, index: int, jobs: list[LoadJob], fence: Fence) -> None:
         """Queues a batch on the device; one thread at a time."""
         try:
+            parts: list[list[tuple[torch.Tensor, Any]]] = [
+                self._loads(part, jobs) for part in range(len(self._copiers))
+            ]
+            if self._has_states:
+                parts.append(
+                    [
+                        (job.state.slot, partial(_state_slots, job))
+                        for job in jobs
+                        if job.state is not None
+                    ]
+                )
             landing = self._path.queue(
-                [self._loads(part, jobs) for part in range(len(self._copiers))],
+                parts,
                 fence,
                 partial(self._counter.complete, index),
             )
@@ -146,3 +159,8 @@ class LoadThread:
     ) -> list[LoadPages]:
         slots = job.slots_of(part, len(self._copiers) - 1)
         return [self._copiers[part].prepare_load(slots, rows, windows.position)]
+
+
+def _state_slots(job: LoadJob, state_slot: Any) -> Any:
+    """Slots of the parts of a job's state."""
+    return job.state_slots

@@ -127,7 +127,9 @@ class HybridPools:
 
 
 def describe_pools(kv_pool: Any) -> HybridPools:
-    """As `describe_pool`, of a pool that may be one of two."""
+    """As `describe_pool`, of a pool that may be one of two, or of a hybrid with states."""
+    if type(kv_pool).__name__ == "HybridLinearKVPool":
+        return HybridPools(describe_pool(kv_pool.full_kv_pool))
     if type(kv_pool).__name__ != "SWAKVPool":
         return HybridPools(describe_pool(kv_pool))
     full, window = describe_pool(kv_pool.full_kv_pool), describe_pool(kv_pool.swa_kv_pool)

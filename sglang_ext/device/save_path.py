@@ -309,10 +309,10 @@ class SaveParts:
     """Saves pages whose layers lie in several parts; one thread saves.
 
     Args:
-        paths: one a part, of one device.
+        paths: one a part, of one device. A `StateSavePath` may be among them.
     """
 
-    def __init__(self, paths: Sequence[SavePath]) -> None:
+    def __init__(self, paths: Sequence[Any]) -> None:
         self._paths = paths
 
     @property
@@ -320,14 +320,14 @@ class SaveParts:
         """Memory on the device that saves keep for themselves."""
         return sum(path.ring_bytes for path in self._paths)
 
-    def __getitem__(self, part: int) -> SavePath:
+    def __getitem__(self, part: int) -> Any:
         """The path of a part."""
         return self._paths[part]
 
     def ready_events(self) -> list[Any]:
         """See `SavePath.ready_events`; each path makes its streams here."""
-        first, *_ = [path.ready_events() for path in self._paths]
-        return first
+        events: list[list[Any]] = [path.ready_events() for path in self._paths]
+        return events[0]
 
     def enter_thread(self) -> None:
         """See `SavePath.enter_thread`."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.device.layout import ROPE_NAMES
-from sglang_ext.device.save_path import SaveParts, SavePath, SaveRun
+from sglang_ext.device.save_path import SaveParts, SaveRun
 from sglang_ext.device.transfers import Hashes, Place, SaveJob
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import PageStore, SaveTicket
@@ -57,6 +57,7 @@ class SaveThread:
         *,
         accepts_all: bool,
         is_of_windows: bool = False,
+        is_of_state: bool = False,
     ) -> bool:
         """Queues a save; False when it is refused because the queue is full.
 
@@ -67,6 +68,7 @@ class SaveThread:
             ready_events: makes the CUDA events after which these are complete.
             accepts_all: queue the save even when the queue is full; it then ends as not stored.
             is_of_windows: see `SaveJob`.
+            is_of_state: see `SaveJob`.
         """
         dropped = self._num_saves >= MAX_QUEUED_SAVES  # only this thread adds to it
         if dropped:
@@ -75,7 +77,14 @@ class SaveThread:
             if not accepts_all:
                 return False
         job = SaveJob(
-            place, hashes, token_slots, ready_events(), self._epoch, dropped, is_of_windows
+            place,
+            hashes,
+            token_slots,
+            ready_events(),
+            self._epoch,
+            dropped,
+            is_of_windows,
+            is_of_state,
         )
         with self._done:
             self._num_saves += 1
@@ -189,9 +198,15 @@ class SaveThread:
         """Copies new `pages` of a job, part by part.
 
         Returns:
-            False where rows of window layers lie in the padding page: SGLang names its rows for
-            tokens that have none, and what is in them is everybody's.
+            False where rows of window layers lie in the padding page, or a state in the padding
+            slot: SGLang names them for what has none, and what is in them is everybody's.
         """
+        if job.is_of_state:
+            if self._parts[1].has_rows_below(1, job.token_slots):
+                self._store.counters.add("save_unplaced_pages", len(pages))
+                return False
+            self._copy_part(job, self._parts[1], pages, ticket.slots)
+            return True
         if job.is_of_windows and self._parts[0].has_rows_below(self._page_size, job.token_slots):
             self._store.counters.add("save_unplaced_pages", len(pages))
             return False
@@ -206,18 +221,25 @@ class SaveThread:
     def _copy_part(
         self,
         job: SaveJob,
-        path: SavePath,
+        path: Any,
         pages: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int32],
     ) -> None:
         """Copies `pages` of a job's hashes, all of one part, to slots and writes their headers."""
         size, place = self._page_size, job.place
-        firsts = size * (pages % (len(job.token_slots) // size))  # a page's first token in the job
         page_slots = slots.astype(np.int64)
-        runs = [
-            SaveRun(int(firsts[run[0]]), place.position + int(firsts[run[0]]), page_slots[run])
-            for run in _runs(pages)
-        ]
+        if job.is_of_state:  # all its parts are of one position
+            firsts = np.zeros_like(pages)
+            runs = [
+                SaveRun(part, place.position, page_slots[at : at + 1])
+                for at, part in enumerate(pages.tolist())
+            ]
+        else:
+            firsts = size * (pages % (len(job.token_slots) // size))  # a page's first token
+            runs = [
+                SaveRun(int(firsts[run[0]]), place.position + int(firsts[run[0]]), page_slots[run])
+                for run in _runs(pages)
+            ]
         saved = path.save(job.token_slots, runs)
         for page, first, slot, info in zip(
             pages.tolist(), firsts.tolist(), slots.tolist(), saved, strict=True

@@ -66,6 +66,8 @@ class SaveJob:
         dropped: it ends as not stored, in its turn.
         is_of_windows: the pages are of window layers: `hashes` are `[G * N, 32]`, one group's after
             another's, and the rows of their own pool.
+        is_of_state: they are the parts of a state, and `token_slots` is `[1]`, its slot; `place` is
+            that of the page which the state is behind.
     """
 
     place: Place
@@ -75,6 +77,7 @@ class SaveJob:
     epoch: int
     dropped: bool = False
     is_of_windows: bool = False
+    is_of_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,16 +96,30 @@ class WindowRows:
 
 
 @dataclass(frozen=True)
+class StateSlot:
+    """Where a request's state goes.
+
+    Attributes:
+        num_parts: parts of it in DRAM.
+        slot: `[1]`, in the pool of states.
+    """
+
+    num_parts: int
+    slot: torch.Tensor
+
+
+@dataclass(frozen=True)
 class LoadJob:
     """A request's pages on their way to rows of its own.
 
     Attributes:
         pages: the pages, pinned, as the gate let them through: of the full layers, then, with
-            `windows`, of one group of window layers after the other.
+            `windows`, of one group of window layers after the other, or, with `state`, its parts.
         token_slots: `[N * P]`, rows of the device pool.
         position: position of the first token.
         composition: how the pages are made of the ticket's; None: they are the ticket's.
         windows: where the window layers' go; None where there are none to load.
+        state: where the state goes; None where there is none to load.
     """
 
     pages: LivePages
@@ -110,6 +127,7 @@ class LoadJob:
     position: int
     composition: Composition | None = None
     windows: WindowRows | None = None
+    state: StateSlot | None = None
 
     @property
     def ticket(self) -> LoadTicket:
@@ -124,9 +142,17 @@ class LoadJob:
             num_groups: groups of window layers.
         """
         slots = self.ticket.slots.astype(np.int64)
+        if self.state is not None:
+            slots = slots[: -self.state.num_parts]
         num_window = 0 if self.windows is None else self.windows.num_pages
         num_full = len(slots) - num_groups * num_window
         if part == 0:
             return slots[:num_full]
         first = num_full + (part - 1) * num_window
         return slots[first : first + num_window]
+
+    @property
+    def state_slots(self) -> npt.NDArray[np.int64]:
+        """Slots of the parts of the state; none without."""
+        slots = self.ticket.slots.astype(np.int64)
+        return slots[len(slots) if self.state is None else -self.state.num_parts :]

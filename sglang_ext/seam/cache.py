@@ -240,6 +240,8 @@ class HierKVRadixCache(UnifiedRadixCache):
             super().checkpoint(req, up_to=up_to, **kwargs)
         if space is not None and self.linker.windows is not None:
             self.linker.windows.save(req, space, up_to)
+        if space is not None and self.linker.states is not None:
+            self.linker.states.save(req, space, up_to)
         if space is not None and req.finished():
             self._note_use(req, space, up_to)
             if self.quotes is not None:
@@ -358,10 +360,11 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.truncated.enqueue(req, lineage, space, device_pages, hashes[device_pages:])
             return
         num_on_device = min(device_pages, num_pages)
-        if self.linker.windows is not None:
+        layers = self.linker.windows or self.linker.states
+        if layers is not None:
             limit = (len(req.full_untruncated_fill_ids) - 1) // self.page_size
-            tail = hashes[num_on_device:][: self.linker.windows.most_pages]
-            hashes, resumable = self.linker.windows.wish(space, hashes, num_on_device, limit)
+            tail = hashes[num_on_device:][: layers.most_pages]
+            hashes, resumable = layers.wish(space, hashes, num_on_device, limit)
         anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
         prefix = ReusablePrefix(
@@ -529,6 +532,18 @@ class HierKVRadixCache(UnifiedRadixCache):
     def has_pending_cache_operations(self) -> bool:
         """Whether something of ours is in flight; SGLang is not idle then."""
         return bool(self.linker.pending_offloads or self.linker.inflight_load_rids)
+
+    def evict_for_alloc(self, params: Any, **kwargs: Any) -> Any:
+        """As SGLang's; where too few states may leave, those that wait to be saved are saved first.
+
+        They are locked until then, and SGLang has no other answer to a lack of states than to end.
+        """
+        linker = getattr(self, "linker", None)
+        lacks = params.mamba_num > 0 and self.mamba_evictable_size() < params.mamba_num
+        if lacks and linker is not None and linker.pending_offloads:
+            self.store.counters.add("waits_for_saved_states")
+            self.quiesce()
+        return super().evict_for_alloc(params, **kwargs)
 
     def quiesce(self) -> None:
         """Waits for pending saves and takes their results, so that SGLang may flush or update."""

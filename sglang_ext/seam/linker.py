@@ -28,7 +28,16 @@ from sglang_ext.device.load_thread import LoadThread
 from sglang_ext.device.ports import DevicePort
 from sglang_ext.device.save_path import SaveParts, SavePath
 from sglang_ext.device.save_thread import SaveThread
-from sglang_ext.device.transfers import Hashes, LoadJob, Place, WindowRows, hashes_from_hex
+from sglang_ext.device.states.snapshots import Snapshots
+from sglang_ext.device.states.state_path import StateLoadPath, StateSavePath
+from sglang_ext.device.transfers import (
+    Hashes,
+    LoadJob,
+    Place,
+    StateSlot,
+    WindowRows,
+    hashes_from_hex,
+)
 from sglang_ext.device.windows.layers import WindowLayers
 from sglang_ext.tiers.records.quality import Qualities, Quality
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore
@@ -51,6 +60,7 @@ class HierKVLinker(UnifiedCacheLinker):
         store: DRAM and disk.
         loads: the thread that copies to the device.
         windows: the window layers of a hybrid model; None of a model without.
+        snapshots: the states of a hybrid model; None of a model without.
         accepts_all: a save is never refused: what is too much ends as not stored, in its turn, so
             that the ranks of a group agree on what they queued.
     """
@@ -69,10 +79,13 @@ class HierKVLinker(UnifiedCacheLinker):
         windows: WindowLayers | None = None,
         accepts_all: bool = False,
         on_load: Callable[[int, float], None] | None = None,
+        snapshots: Snapshots | None = None,
+        attention_layers: tuple[int, ...] = (),
     ) -> None:
         self.store = store
         self.pools = {PoolName.KV: kv_pool}
         self.windows = windows
+        self.snapshots = snapshots
         copiers, model_layers = [copier], [tuple(range(num_layers))]
         if windows is not None:
             self.pools[PoolName.SWA] = kv_pool
@@ -86,17 +99,29 @@ class HierKVLinker(UnifiedCacheLinker):
         self._port = port
         self._copiers = copiers
         num_bytes = ring_bytes // len(copiers)
-        self._load_path = LoadParts(
-            [LoadPath(port, each, forward_stream, num_bytes) for each in copiers], model_layers
-        )
-        self._save_path = SaveParts(
-            [SavePath(port, each, forward_stream, num_bytes // 2) for each in copiers]
-        )
+        loads: list[Any] = [LoadPath(port, each, forward_stream, num_bytes) for each in copiers]
+        saves: list[Any] = [
+            SavePath(port, each, forward_stream, num_bytes // 2) for each in copiers
+        ]
+        if snapshots is not None:
+            self.pools[PoolName.MAMBA] = kv_pool
+            ways = (port, snapshots, store.arena.slots, forward_stream)
+            loads.append(StateLoadPath(*ways))
+            saves.append(StateSavePath(*ways))
+            model_layers = [attention_layers, snapshots.pool.layers]
+        self._load_path = LoadParts(loads, model_layers)
+        self._save_path = SaveParts(saves)
         self._pending_loads: dict[str, LoadJob] = {}
         self._closed = False
         self._saves = SaveThread(store, self._save_path, page_size)
         self.loads = LoadThread(
-            store, copiers, self._load_path, port, self.layer_done_counter, on_load
+            store,
+            copiers,
+            self._load_path,
+            port,
+            self.layer_done_counter,
+            on_load,
+            has_states=snapshots is not None,
         )
 
     @contextmanager
@@ -136,16 +161,29 @@ class HierKVLinker(UnifiedCacheLinker):
             windows = self._window_rows(transfers[1], place.position, len(hashes))
             wanted = self.windows.entries(hashes[self.windows.window_of(len(hashes))])
             hashes = np.concatenate([hashes, wanted])
-        ticket = self._pin(place, hashes, windows) if place.take is None else place.take(hashes)
+        state = None
+        if self.snapshots is not None:
+            state = self._state_slot(transfers[1])
+            hashes = np.concatenate([hashes, self.snapshots.entries(hashes[-1])])
+        if place.take is None:
+            ticket = self._pin(place, hashes, windows)
+        else:
+            ticket = place.take(hashes)
         pages = None if ticket is None else self.store.gate.load(ticket, place.space)
         if pages is None:
             self.store.counters.add("load_vanished")
             return False
         self.store.events.pages("admitted", hashes, rid=rid, position=place.position)
         self._pending_loads[rid] = LoadJob(
-            pages, transfer.device_indices, place.position, place.composition, windows
+            pages, transfer.device_indices, place.position, place.composition, windows, state
         )
         return True
+
+    def _state_slot(self, transfer: Any) -> StateSlot:
+        """The slot that SGLang took for a request's state."""
+        assert self.snapshots is not None
+        assert transfer.name == PoolName.MAMBA
+        return StateSlot(self.snapshots.num_parts, transfer.device_indices)
 
     def _window_rows(self, transfer: Any, position: int, num_pages: int) -> WindowRows:
         """Rows that SGLang took for the window layers, of the last pages of a load."""
@@ -159,7 +197,9 @@ class HierKVLinker(UnifiedCacheLinker):
         if ticket is None:
             return None
         position = place.position if place.composition is None else None
-        if windows is None:
+        if self.snapshots is not None:
+            damaged = self._damaged_with_state(ticket, place.position, self.snapshots.num_parts)
+        elif windows is None:
             damaged = self.find_damaged(ticket.slots, position)
         else:
             damaged = self._damaged_parts(ticket, place.position, windows)
@@ -195,6 +235,19 @@ class HierKVLinker(UnifiedCacheLinker):
         for first in range(num_full, len(ticket.slots), windows.num_pages):
             slots = ticket.slots[first : first + windows.num_pages]
             found.append(first + self.find_damaged(slots, windows.position))
+        return np.concatenate(found)
+
+    def _damaged_with_state(
+        self, ticket: LoadTicket, position: int, num_parts: int
+    ) -> npt.NDArray[np.int64]:
+        """As `find_damaged`, of pages and the parts of the state behind the last of them."""
+        num_pages = len(ticket.slots) - num_parts
+        last = position + (num_pages - 1) * self.copier.page_size
+        found = [self.find_damaged(ticket.slots[:num_pages], position)]
+        found += [
+            at + self.find_damaged(ticket.slots[at : at + 1], last)
+            for at in range(num_pages, len(ticket.slots))
+        ]
         return np.concatenate(found)
 
     def queued_quality(self, rid: str) -> Qualities:
@@ -277,8 +330,11 @@ class HierKVLinker(UnifiedCacheLinker):
             return [self._copiers[part].prepare_load(parts[part], rows, position)]
 
         try:
+            loads = [[(rows[part], partial(prepare, part))] for part in range(len(parts))]
+            if self.snapshots is not None:
+                loads.append([])
             landing = self._load_path.queue(
-                [[(rows[part], partial(prepare, part))] for part in range(len(parts))],
+                loads,
                 self._load_path.fence(),
                 lambda event: None,
             )
@@ -359,6 +415,25 @@ class HierKVLinker(UnifiedCacheLinker):
             self._save_path.ready_events,
             accepts_all=self.accepts_all,
             is_of_windows=True,
+        )
+
+    def offload_state(self, place: Place, page_hash: Hashes, slot: torch.Tensor) -> bool:
+        """Queues a state for saving; False when it is refused.
+
+        Args:
+            place: of the page that the state is behind, which is the last of `ancestors`.
+            page_hash: u8 `[1, 32]`, that page's own.
+            slot: `[1]`, in the pool of states.
+        """
+        if self._closed or self.snapshots is None:
+            return False
+        return self._saves.offer(
+            place,
+            self.snapshots.entries(page_hash),
+            slot,
+            self._save_path.ready_events,
+            accepts_all=self.accepts_all,
+            is_of_state=True,
         )
 
     def after_saves(self, note: Callable[[], None]) -> None:

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+# Of those for which SGLang keeps states of pages; their states are a convolution's and a
+# recurrence's, in every layer that has one.
+_STATE_ARCHITECTURES = (
+    "GraniteMoeHybridForCausalLM",
+    "NemotronHForCausalLM",
+    "FalconH1ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
+
 
 def model_kind(model_config: Any) -> str:
     """The kind of a model, a key of ``settings.model_kinds.MODEL_KINDS``.
@@ -22,7 +33,7 @@ def model_kind(model_config: Any) -> str:
 
     hf_config = model_config.hf_config
     if mambaish_config(model_config) is not None:
-        return "state"
+        return _state_kind(model_config)
     if is_deepseek_v4(hf_config) or is_deepseek_dsa(hf_config) or is_minimax_sparse(hf_config):
         return "sparse"
     if model_config.is_hybrid_swa:
@@ -36,6 +47,18 @@ def model_kind(model_config: Any) -> str:
         if get_resolved_model_impl(model_config) == ModelImpl.TRANSFORMERS:
             return "no tree"
     return "mla" if model_config.attention_arch == AttentionArch.MLA else "mha"
+
+
+def _state_kind(model_config: Any) -> str:
+    """The kind of a model of which some layers have a state a sequence."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    is_plain = (
+        model_config.hf_config.architectures[0] in _STATE_ARCHITECTURES
+        and model_config.attention_arch == AttentionArch.MHA
+        and not model_config.is_hybrid_swa
+    )
+    return "state" if is_plain else "state of another kind"
 
 
 def _window_kind(model_config: Any) -> str:

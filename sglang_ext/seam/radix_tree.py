@@ -37,6 +37,20 @@ class TreeNode(NamedTuple):
     window_rows: torch.Tensor | None
 
 
+class StateNode(NamedTuple):
+    """A node on a path, with the state behind it.
+
+    Attributes:
+        node_id: SGLang's number of it.
+        hashes: of its pages.
+        slot: `[1]`, the state's, in the pool of states.
+    """
+
+    node_id: Any
+    hashes: Sequence[str]
+    slot: torch.Tensor
+
+
 class RadixTree:
     """The tree of one cache. Scheduler's thread only.
 
@@ -91,6 +105,32 @@ class RadixTree:
             end = first + len(node.key) // self.page_size
             path.append(TreeNode(node.id, first, end, node.hash_value, rows))
         return num_pages, path
+
+    def state_path(self, key: Any) -> list[StateNode]:
+        """The nodes of a key's path behind which the device has a state, from the root on.
+
+        A node's state is that behind its last token. Nodes in which the key ends are left out.
+        """
+        num_pages, node_id = self.device_prefix(key)
+        path: list[StateNode] = []
+        node = self._core.node_by_id(node_id) if num_pages else None
+        depth = self._depth(node)
+        while node is not None and node.parent is not None:
+            slot = node.component_data[ComponentType.MAMBA].value
+            if slot is not None and node.hash_value and depth <= num_pages * self.page_size:
+                path.append(StateNode(node.id, node.hash_value, slot))
+            depth -= len(node.key)
+            node = node.parent
+        return path[::-1]
+
+    @staticmethod
+    def _depth(node: Any) -> int:
+        """Tokens from the root to the end of a node."""
+        depth = 0
+        while node is not None and node.parent is not None:
+            depth += len(node.key)
+            node = node.parent
+        return depth
 
     def num_on_device(self, key: Any) -> int:
         """Pages of a key that are on the device."""

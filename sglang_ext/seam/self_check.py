@@ -43,7 +43,9 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
     """
     copier = cache.hier_linker.copier
     runner = scheduler.tp_worker.model_runner
-    if cache.hier_linker.windows is not None or draft_runners(runner):
+    linker = cache.hier_linker
+    is_hybrid = linker.windows is not None or linker.snapshots is not None
+    if is_hybrid or draft_runners(runner):
         return  # every layer is bound already
 
     def release() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     ExternalCacheHitMarker,
     UnifiedCacheLinkerWrapper,
@@ -21,6 +22,7 @@ from sglang_ext.provenance.request_state import HitTier, max_quality_of, state_o
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.radix_tree import RadixTree
+from sglang_ext.seam.states.state_pages import StatePages
 from sglang_ext.seam.window_inquiry import WindowInquiries
 from sglang_ext.seam.window_pages import WindowPages
 from sglang_ext.tiers.records.quality import Qualities
@@ -41,6 +43,7 @@ class LinkedCache(Protocol):
     tree_core: Any
     admission: Admission
     truncated: TruncatedReuse
+    components: dict[Any, Any]
 
     def space_of(self, req: Any) -> KeySpace | None:
         """Key space of a request; None while nothing may be reused or saved for it."""
@@ -77,6 +80,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
 
     Attributes:
         windows: the window layers' pages; None of a model without.
+        states: the states of its layers; None of a model without.
         inquiries: as given.
     """
 
@@ -103,6 +107,9 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         self.windows: WindowPages | None = None
         if cache_linker.windows is not None:
             self.windows = WindowPages(cache_linker.windows, cache_linker.store, tree, self)
+        self.states: StatePages | None = None
+        if cache_linker.snapshots is not None:
+            self.states = StatePages(cache_linker.snapshots, cache_linker.store, tree, self)
         self.inquiries = inquiries
 
     @contextmanager
@@ -140,6 +147,8 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         tail_hashes = self._tail_hashes(key, result, device_len)
         if self.windows is not None:
             self.windows.note_match(req, space, result, tail_hashes)
+        if self.states is not None:
+            result = self._with_branch(space, result, tail_hashes)
         num_pages = 0
         if tail_hashes:
             num_pages = self._num_loadable(req, space, device_len, tail_hashes)
@@ -154,9 +163,20 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             **self._window_hit(result, num_pages),
         )
 
+    def _with_branch(self, space: KeySpace, result: Any, tail: list[str]) -> Any:
+        """Lets SGLang keep a state where the stored pages end, as it does where the device's do."""
+        assert self.states is not None
+        grid = self.cache.components[ComponentType.MAMBA].mamba_checkpoint_grid
+        branch = self.states.branch_at(space, result.device_prefix_len, tail, grid)
+        if branch <= max(result.device_prefix_len, result.mamba_branching_seqlen or 0):
+            return result
+        return result._replace(mamba_branching_seqlen=branch)
+
     def _window_hit(self, result: Any, num_pages: int) -> dict[str, int]:
-        """What of a hit the window layers take on the device, for SGLang's budget."""
+        """What of a hit window layers or a state take on the device, for SGLang's budget."""
         layers = self.cache_linker.windows
+        if self.states is not None:
+            return {"mamba_host_hit_length": max(result.mamba_host_hit_length, 1)}
         if layers is None:
             return {}
         num_tokens = min(num_pages, layers.num_pages) * self.cache.page_size
@@ -167,6 +187,8 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         hashes, lineage = hashes_from_hex(tail), self.cache.truncated.lineage_of(req)
         if self.windows is not None:
             return self.windows.num_loadable(space, hashes, max_quality_of(req))
+        if self.states is not None:
+            return self.states.num_loadable(space, hashes, max_quality_of(req))
         if lineage is not None:
             return self.cache.truncated.ready_pages(req, lineage, space, device_len, hashes)
         return self.cache.admission.num_loadable(
@@ -331,6 +353,26 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         """
         lock = self.cache.inc_lock_ref(node_id).to_dec_params()
         queued = self.cache_linker.offload_windows(place, hashes, rows)
+        if queued:
+            self.pending_offloads.append(_PendingOffload(node_id, lock, []))
+        else:
+            self.cache.dec_lock_ref(node_id, lock)
+        return queued
+
+    def save_state(self, node_id: Any, place: Place, page_hash: Hashes, slot: torch.Tensor) -> bool:
+        """Queues the state behind a node, which is locked until it is saved: its state, too.
+
+        Args:
+            node_id: the node.
+            place: of its last page; `ancestors` end with that one.
+            page_hash: u8 `[1, 32]`, of its last page.
+            slot: `[1]`, in the pool of states.
+
+        Returns:
+            False when it is refused.
+        """
+        lock = self.cache.inc_lock_ref(node_id).to_dec_params()
+        queued = self.cache_linker.offload_state(place, page_hash, slot)
         if queued:
             self.pending_offloads.append(_PendingOffload(node_id, lock, []))
         else:

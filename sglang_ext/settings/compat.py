@@ -31,9 +31,13 @@ _REQUEST_POOL = "ReqToTokenPool"
 _WINDOW_ALLOCATOR = "SWATokenToKVPoolAllocator"
 _COMPONENT = "FULL"
 _WINDOW_COMPONENT = "SWA"
+_STATE_COMPONENT = "MAMBA"
+_STATE_REQUEST_POOL = "HybridReqToTokenPool"
+_KEPT_STATES = "extra_buffer"  # the strategy under which SGLang's tree keeps states of pages
 _WINDOW_ADVICE = (
     "change it, or add --disable-hybrid-swa-memory, which keeps all layers' KV in one pool"
 )
+_STATE_ADVICE = f"change it, or {WITHOUT}"
 _ENCODER = "encoder_only"
 
 
@@ -96,6 +100,8 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     check_kind(resolved.model_kind)
     if resolved.model_kind == "swa":
         _check_windows(resolved.values.get, config)
+    if resolved.model_kind == "state":
+        _check_states(resolved.values.get, config)
     for expected, found in outside_speculation(resolved.values.get, config, resolved.model_kind):
         _refuse(expected, found, WITHOUT_SPECULATION)
     return [f"--{flag(name)} was never tested with --enable-hier-kv" for name in unknown]
@@ -135,6 +141,27 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig) -> None:
     ):
         if found and not expected.endswith(f" {found}"):
             _refuse(f"{expected} with sliding-window layers", f"{found}", _WINDOW_ADVICE)
+
+
+def _check_states(read: Callable[[str], Any], config: HierKVConfig) -> None:
+    """Refuses what was not tried with layers that have a state a sequence."""
+    for expected, found in (
+        (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
+        ("--tp-size 1", read("tp_size") or 1),
+        ("--dp-size 1", read("dp_size") or 1),
+        ("--hier-kv-codec none", config.codec or "none"),
+        ("--hier-kv-truncation off", config.truncation),
+        ("--hier-kv-tree-core python", config.tree_core),
+        ("no --hier-kv-remote-url", config.remote_url),
+        ("no --speculative-algorithm", read("speculative_algorithm") or ""),
+        ("no --enable-lora", "it" if read("enable_lora") or read("lora_paths") else ""),
+        ("no --enable-streaming-session", "it" if read("enable_streaming_session") else ""),
+        ("no --enable-session-radix-cache", "it" if read("enable_session_radix_cache") else ""),
+    ):
+        if found and not expected.endswith(f" {found}"):
+            _refuse(
+                f"{expected} with layers that have a state a sequence", f"{found}", _STATE_ADVICE
+            )
 
 
 def _check_values(
@@ -193,15 +220,17 @@ def check_model(ctx: Any) -> None:
     for fact, name in (
         ("disable_radix_cache", "no tree"),
         ("is_hybrid_swa", "swa"),
-        ("is_hybrid_ssm", "state"),
+        ("is_hybrid_ssm", "state of another kind" if ctx.is_hybrid_swa else "state"),
         ("is_dsa", "sparse"),
     ):
         if getattr(ctx, fact):
             check_kind(name)
     params = ctx.params
     allocator = params.token_to_kv_pool_allocator
+    gates = getattr(params, "swa_gates_prefix_match", None)
+    if ctx.is_hybrid_ssm and gates is None:
+        _refuse("SGLang 0.5.23 with layers that have a state", "an older one", WITHOUT)
     if ctx.is_hybrid_swa:
-        gates = getattr(params, "swa_gates_prefix_match", None)
         if gates is None:
             release = "SGLang 0.5.23 with sliding-window layers"
             _refuse(release, "an older one", WITHOUT)
@@ -209,23 +238,31 @@ def check_model(ctx: Any) -> None:
             _refuse("a tree that keeps windows", "a model that recomputes them", WITHOUT)
     for expected, found in (
         (_WINDOW_ALLOCATOR if ctx.is_hybrid_swa else _ALLOCATOR, type(allocator).__name__),
-        (_REQUEST_POOL, type(params.req_to_token_pool).__name__),
+        (
+            _STATE_REQUEST_POOL if ctx.is_hybrid_ssm else _REQUEST_POOL,
+            type(params.req_to_token_pool).__name__,
+        ),
         (f"pages of {params.page_size} tokens", f"pages of {allocator.page_size} tokens"),
     ):
         if found != expected:
             _refuse(expected, found, WITHOUT)
 
 
-def check_tree(components: list[str], *, has_windows: bool = False) -> None:
+def check_tree(
+    components: list[str], *, has_windows: bool = False, has_states: bool = False
+) -> None:
     """Refuses a tree that keeps more of a prefix than the pages that are stored.
 
     Args:
         components: names of the tree's components.
         has_windows: whether window layers have a pool of their own.
+        has_states: whether layers have a state a sequence.
     """
-    if has_windows and components == [_COMPONENT, _WINDOW_COMPONENT]:
+    if has_states and not has_windows and components == [_COMPONENT, _STATE_COMPONENT]:
         return
-    if has_windows or components != [_COMPONENT]:
+    if has_windows and not has_states and components == [_COMPONENT, _WINDOW_COMPONENT]:
+        return
+    if has_windows or has_states or components != [_COMPONENT]:
         _refuse("a radix tree of full attention only", f"one of {', '.join(components)}", WITHOUT)
 
 

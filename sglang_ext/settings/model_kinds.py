@@ -82,12 +82,19 @@ MODEL_KINDS = {
         _ONE_POOL,
     ),
     "state": ModelKind(
-        "a state a sequence (state space, linear attention, short convolution)",
-        "Qwen3-Next, Qwen3.5, Nemotron-H, Falcon-H1, Kimi Linear, LFM2, Granite 4",
-        "a state is a snapshot at a position, not a page",
+        "a state a sequence beside K and V of every head (Mamba2, gated delta rule)",
+        "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5 without images",
+        "exact, at the positions at which SGLang's tree keeps a state, by one rank, without codec, "
+        "remote store, truncation, adapters or sessions; run with a small Granite 4 on a CPU",
+        "tests/e2e/reuse/test_states.py; tests/property/test_state_interleavings.py",
+    ),
+    "state of another kind": ModelKind(
+        "a state a sequence of another kind, or beside latent rows or windows",
+        "LFM2, Kimi Linear, Bailing, Zaya, Inkling, GLM-5 Next, Mamba without attention",
+        "these were never tried",
         "",
-        "attention in every layer",
-        "a hybrid model with state-space layers",
+        "attention in every layer, or Mamba2 or a gated delta rule beside full attention",
+        "a hybrid model with other states",
     ),
     "sparse": ModelKind(
         "rows of an index beside the latent row (sparse attention)",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from .states import allow_snapshots, bind_kernels
+
 NAME = "cpu_extend"
 
 
@@ -20,6 +22,7 @@ def load() -> None:
 
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])
+    allow_snapshots()
     # Importing the attention layers costs seconds, and only a scheduler process has them anyway.
     if "sglang.srt.managers.scheduler" in sys.modules:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -34,4 +37,5 @@ def _create(runner: Any) -> Any:
         from .speculation import prepare_speculation
 
         prepare_speculation()
+    bind_kernels()
     return CpuExtendAttnBackend(runner)

@@ -45,6 +45,8 @@ _UNIFIED = "srt.mem_cache.unified_radix_cache"
 _LINKER = "srt.mem_cache.unified_cache.unified_cache_linker"
 _TREE = "srt.mem_cache.unified_cache.unified_tree_core"
 _WINDOWS = "srt.mem_cache.unified_cache.components.swa"
+_STATES = "srt.mem_cache.unified_cache.components.mamba"
+_POOLS = "srt.mem_cache.memory_pool"
 _SCHEDULER = "srt.managers.scheduler"
 _PARTS = "srt.managers.scheduler_components"
 _TOKENIZER = "srt.managers.tokenizer_manager"
@@ -85,7 +87,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "match_prefix check_prefetch_progress pop_prefetch_loaded_span "
             "prefix_device_indices maybe_hand_to_session claim_kv_row release_aborted_request "
             "check_hicache_events finish_external_linker_loads reset clear_storage_backend "
-            "release_host_resources"
+            "release_host_resources evict_for_alloc"
         ),
         (_LINKER, "UnifiedCacheLinkerWrapper"): (
             "__init__ match load_back _offload_node commit_completed_offloads reset "
@@ -108,6 +110,19 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "build_external_linker_transfer update_external_linker_load "
             "redistribute_on_node_split acquire_component_lock"
         ),
+        # Which slot a load of a state fills, when a state is copied for a request, and which states
+        # a tree's nodes keep.
+        (_STATES, "MambaComponent"): (
+            "build_external_linker_transfer "
+            "redistribute_on_node_split acquire_component_lock commit_insert_component_data "
+            "prepare_for_caching_req cleanup_after_caching_req finalize_match_result_in_cache"
+        ),
+        ("srt.managers.schedule_batch", "ScheduleBatch"): (
+            "_mamba_radix_cache_v2_req_prepare_for_extend _collect_deferred_mamba_cow_and_clear"
+        ),
+        (_POOLS, "HybridReqToTokenPool"): (
+            "mamba2_layer_cache copy_mamba_state donate_mamba_ping_pong_slot free_mamba_cache"
+        ),
     },
     Use.CALLED: {
         ("srt.plugins.hook_registry", "HookRegistry"): "register apply_hooks",
@@ -125,7 +140,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.configs.model_config", ""): "is_deepseek_dsa is_deepseek_v4 is_minimax_sparse",
         ("srt.model_loader.utils", ""): "get_resolved_model_impl",
         (_UNIFIED, "UnifiedRadixCache"): (
-            "__init__ inc_lock_ref dec_lock_ref root_node_handle _apply_cache_actions"
+            "__init__ inc_lock_ref dec_lock_ref root_node_handle _apply_cache_actions "
+            "mamba_evictable_size"
         ),
         (_TREE, "UnifiedTreeCore"): (
             "match_prefix match_full_device_prefix collect_full_device_indices node_by_id "
@@ -143,7 +159,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.mem_cache.allocator.base", "BaseTokenToKVPoolAllocator"): (
             "get_kvcache available_size"
         ),
-        ("srt.mem_cache.memory_pool", "KVCache"): "register_layer_transfer_counter",
+        (_POOLS, "KVCache"): "register_layer_transfer_counter",
+        (_POOLS, "HybridReqToTokenPool"): "register_layer_transfer_counter",
         ("srt.mem_cache.allocator.swa", "SWATokenToKVPoolAllocator"): (
             "translate_loc_from_full_to_swa set_full_to_swa_mapping"
         ),
@@ -182,7 +199,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.mem_cache.base_prefix_cache", "MatchPrefixParams"): "key",
         ("srt.mem_cache.base_prefix_cache", "MatchResult"): (
             "device_prefix_len last_device_node best_match_node last_host_node host_hit_length "
-            "cache_actions swa_host_hit_length full_kv_hit_length"
+            "cache_actions swa_host_hit_length full_kv_hit_length mamba_host_hit_length "
+            "mamba_branching_seqlen"
         ),
         (_LINKER, ""): "ExternalCacheHitMarker _PendingOffload",
         (_LINKER, "_PendingOffload"): "publish_node_ids",
@@ -196,6 +214,11 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         ("srt.mem_cache.unified_cache.component_type", ""): "ComponentType",
         (_WINDOWS, "SWAComponent"): "full_window_pages",
+        (_STATES, "MambaComponent"): "mamba_checkpoint_grid",
+        (_POOLS, "HybridLinearKVPool"): "full_kv_pool full_attention_layer_id_mapping",
+        (_POOLS, "HybridReqToTokenPool"): "mamba_pool mamba_map mamba_ckpt_pool",
+        (_POOLS, "MambaPool"): "mamba_cache replayssm_write_pos _slot_siblings",
+        ("srt.mem_cache.base_prefix_cache", "EvictParams"): "mamba_num",
         ("srt.mem_cache.swa_memory_pool", "SWAKVPool"): "full_kv_pool swa_kv_pool layers_mapping",
         (_UNIFIED, "UnifiedRadixCache"): (
             "session tree_core linker req_to_token_pool token_to_kv_pool_allocator page_size"

@@ -192,22 +192,51 @@ NO_WINDOWS = {
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
 }
 
+STATES: dict[str, dict[str, Any]] = {
+    "granite": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layer_types": ["mamba", "attention"] * 4,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 64,
+    },
+    "qwen3-next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+}
+# What states were not tried with.
+NO_STATES = {
+    "ranks": (["--tp-size", "2"], "--tp-size 1"),
+    "a codec": (["--hier-kv-codec", "host=zstd"], "--hier-kv-codec none"),
+    "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
+    "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
+    "a store": (
+        ["--hier-kv-remote-url", "file://@/states-granite?size=1GB"],
+        "no --hier-kv-remote-url",
+    ),
+    "lazy states": (
+        ["--mamba-radix-cache-strategy", "extra_buffer_lazy"],
+        "--mamba-radix-cache-strategy extra_buffer",
+    ),
+}
+
 # Models that are refused by their configuration, before weights load.
 REFUSED_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "linear attention": (
-        {
-            "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
-            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
-        },
-        ["attention in every layer", "state-space layers"],
-    ),
     "convolution": (
         {
             "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2",
             "layer_types": ["conv", "full_attention"] * 4,
         },
-        ["attention in every layer", "state-space layers"],
+        ["attention in every layer, or Mamba2", "a hybrid model with other states"],
     ),
     "sparse attention": (
         {
@@ -281,6 +310,12 @@ def parsed(folder: Path) -> Parsed:
     for name, (added, _) in {"taken": ([], []), **NO_DRAFTS}.items():
         given = ["--model-path", str(TINYLM), *DUMMY, *ON[2:], *SMALL, *EAGLE, *added]
         cases[f"drafts: {name}"] = {"argv": given, "resolve": True}
+    for name, changes in STATES.items():
+        model = make_model(folder / f"states-{name}", **changes)
+        given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL]
+        cases[f"states: {name}"] = {"argv": given, "resolve": True}
+        for what, (added, _) in NO_STATES.items() if name == "granite" else ():
+            cases[f"states: {what}"] = {"argv": [*given, *added], "resolve": True}
     text = json.dumps(list(cases.values())).replace("@/", f"{folder}/")
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.start.parse_probe"],
@@ -354,6 +389,21 @@ def test_what_drafts_were_not_tried_with_is_refused(
     result = parsed[f"drafts: {name}"]
     assert result.get("exit") == 1, result
     expected = [f"{NO_DRAFTS[name][1]} with --speculative-algorithm EAGLE", "leave --speculative"]
+    assert_one_sentence(result["stderr"], expected, folder)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_are_taken(parsed: Parsed, name: str) -> None:
+    assert parsed[f"states: {name}"].get("hier_kv"), parsed[f"states: {name}"]
+
+
+@pytest.mark.parametrize("name", NO_STATES)
+def test_what_states_were_not_tried_with_is_refused(
+    parsed: Parsed, folder: Path, name: str
+) -> None:
+    result = parsed[f"states: {name}"]
+    assert result.get("exit") == 1, result
+    expected = [f"{NO_STATES[name][1]} with layers that have a state", "start this model without"]
     assert_one_sentence(result["stderr"], expected, folder)
 
 

@@ -65,7 +65,9 @@ def test_a_plain_model_is_taken() -> None:
         ({"is_hybrid_swa": True}, "needs SWATokenToKVPoolAllocator"),
         ({"is_hybrid_swa": True, "swa_gates_prefix_match": False}, "a tree that keeps windows"),
         ({"is_hybrid_swa": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with sliding"),
-        ({"is_hybrid_ssm": True}, "state-space layers"),
+        ({"is_hybrid_ssm": True}, "needs HybridReqToTokenPool, got ReqToTokenPool"),
+        ({"is_hybrid_ssm": True, "is_hybrid_swa": True}, "a hybrid model with other states"),
+        ({"is_hybrid_ssm": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with layers"),
         ({"is_dsa": True}, "sparse attention"),
         ({"disable_radix_cache": True}, "SGLang disables it"),
         ({"page_size": 32}, "pages of 32 tokens, got pages of 64 tokens"),
@@ -122,6 +124,49 @@ def test_what_was_not_tried_with_windows_is_refused_with_them_alone(
         check_resolved(resolved("swa", **values), config)
     assert words in str(caught.value)
     check_resolved(resolved("swa"), HierKVConfig())
+
+
+def test_a_tree_with_states_is_taken_for_a_model_with_states_alone() -> None:
+    check_tree(["FULL", "MAMBA"], has_states=True)
+    for components, has_windows, has_states in (
+        (["FULL", "MAMBA"], False, False),
+        (["FULL"], False, True),
+        (["FULL", "SWA"], False, True),
+        (["FULL", "SWA", "MAMBA"], True, True),
+        (["FULL", "MAMBA"], True, False),
+    ):
+        with pytest.raises(HierKVConfigError, match="radix tree"):
+            check_tree(components, has_windows=has_windows, has_states=has_states)
+
+
+@pytest.mark.parametrize(
+    ("values", "config", "words"),
+    [
+        ({"tp_size": 2}, HierKVConfig(), "--tp-size 1 with layers that have a state"),
+        ({"dp_size": 2}, HierKVConfig(), "--dp-size 1 with layers that have a state"),
+        ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
+        ({"enable_streaming_session": True}, HierKVConfig(), "no --enable-streaming-session"),
+        ({"enable_session_radix_cache": True}, HierKVConfig(), "no --enable-session-radix-cache"),
+        ({}, HierKVConfig(codec="lossless", disk_dir="/d"), "--hier-kv-codec none"),
+        ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
+        ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
+        ({}, HierKVConfig(remote_url="file:///d"), "no --hier-kv-remote-url"),
+    ],
+)
+def test_what_was_not_tried_with_states_is_refused_with_them_alone(
+    values: dict[str, Any], config: HierKVConfig, words: str
+) -> None:
+    kept = {"mamba_radix_cache_strategy": "extra_buffer"}
+    with pytest.raises(HierKVConfigError) as caught:
+        check_resolved(resolved("state", **kept, **values), config)
+    assert words in str(caught.value)
+    check_resolved(resolved("state", **kept), HierKVConfig())
+
+
+@pytest.mark.parametrize("strategy", ["no_buffer", "extra_buffer_lazy"])
+def test_states_are_taken_where_the_tree_keeps_them(strategy: str) -> None:
+    with pytest.raises(HierKVConfigError, match="--mamba-radix-cache-strategy extra_buffer with"):
+        check_resolved(resolved("state", mamba_radix_cache_strategy=strategy), HierKVConfig())
 
 
 def test_an_encoder_is_refused() -> None:

@@ -1,0 +1,75 @@
+"""What is built for a model whose layers have a state a sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_ext.device.layout import PageLayout
+from sglang_ext.device.states.snapshots import Snapshots, StatePool
+from sglang_ext.errors import HierKVConfigError
+
+
+def snapshots_of(ctx: Any, layout: PageLayout) -> Snapshots | None:
+    """How the states of a model are stored; None of a model without.
+
+    Args:
+        ctx: SGLang's `TreeCacheBuildContext`.
+        layout: of the model's pages.
+
+    Raises:
+        HierKVConfigError: SGLang keeps more of a sequence than is copied; one sentence.
+    """
+    if not ctx.is_hybrid_ssm:
+        return None
+    requests = ctx.params.req_to_token_pool
+    pool = requests.mamba_pool
+    for expected, found in (
+        (
+            "states in a MambaPool",
+            type(pool).__name__ if type(pool).__name__ != "MambaPool" else "",
+        ),
+        ("states as they are computed", "ones in int8" if requests.mamba_ckpt_pool else ""),
+        ("no replayed states", "a ring of them" if pool.replayssm_write_pos is not None else ""),
+        (
+            "no more than convolution and recurrent states",
+            "others beside them" if pool._slot_siblings else "",
+        ),
+    ):
+        if found:
+            raise HierKVConfigError(
+                f"--enable-hier-kv needs {expected}, got {found}; "
+                "start this model without --enable-hier-kv."
+            )
+    cache = pool.mamba_cache
+    tensors = tuple(t for t in (*cache.conv, cache.temporal) if t.numel())
+    return Snapshots(StatePool(tensors, tuple(requests.mamba_map)), layout)
+
+
+def check_room(snapshots: Snapshots, num_slots: int) -> None:
+    """Refuses DRAM in which two states would be all that there is.
+
+    Raises:
+        HierKVConfigError: one sentence.
+    """
+    least = 4 * snapshots.num_parts
+    if num_slots < least:
+        raise HierKVConfigError(
+            f"--hier-kv-host-size must hold at least {least} pages of "
+            f"{snapshots.layout.slot_bytes} bytes, four states of this model, got {num_slots}; "
+            "give a larger size."
+        )
+
+
+def attention_layers(kv_pool: Any) -> tuple[int, ...]:
+    """The model's layers with full attention, in the order of the pool."""
+    return tuple(kv_pool.full_attention_layer_id_mapping)
+
+
+def num_model_layers(snapshots: Snapshots, kv_pool: Any) -> int:
+    """The model's layers up to the last that waits for a load."""
+    return 1 + max(*snapshots.pool.layers, *attention_layers(kv_pool))
+
+
+def follow_loads(ctx: Any, counter: Any) -> None:
+    """Lets the forward wait at each layer with a state for that layer's."""
+    ctx.params.req_to_token_pool.register_layer_transfer_counter(counter)

@@ -1,0 +1,1 @@
+"""Small hybrid models with random weights, in the format of transformers."""

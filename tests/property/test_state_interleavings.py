@@ -1,0 +1,97 @@
+"""Models with a state a sequence, in random interleavings of all that a scheduler does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_ext.device.layout import ROPE_BOUND, write_tail
+from sglang_ext.device.transfers import hashes_from_hex
+from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.state_world import StateWorld
+from tests.property.worlds.window_world import PAGE
+
+ROUNDS = int(os.environ.get("HIER_KV_STATE_ROUNDS", "2"))  # of 400 steps, in each world
+SEEDS = int(os.environ.get("HIER_KV_STATE_SEEDS", "1"))
+Make = Callable[..., StateWorld]
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "write through": {},
+    "write back": {"policy": "write_back"},
+    "few states on the device": {"num_states": 26},
+    "selective": {"policy": "selective", "host_pages": 200},
+    "a full disk": {"host_pages": 32, "disk_bytes": 512 << 10},
+    "no disk": {"host_pages": 200, "disk_bytes": 0, "prefetch_policy": "wait_complete"},
+}
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    worlds: list[StateWorld] = []
+
+    def build(seed: int = 1, **options: Any) -> StateWorld:
+        worlds.append(StateWorld(tmp_path / str(len(worlds)), monkeypatch, seed, **options))
+        return worlds[-1]
+
+    yield build
+    for world in worlds:
+        world.close()
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("name", WORLDS)
+def test_no_request_goes_on_from_what_is_not_its_own(make: Make, name: str, seed: int) -> None:
+    world = make(seed, **WORLDS[name])
+
+    def one_round() -> None:
+        for _ in range(400):
+            world.step()
+        world.drain()
+
+    shown = ("loaded_pages", "saved_states", "evicted_pages")
+    run_until_all_seen(one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS)
+    print(name, seed, world.counts, world.store.stats())
+
+
+def test_what_left_of_a_state_is_saved_again_as_it_was(make: Make) -> None:
+    """Some of its parts leave DRAM and are nowhere else; the tree has the state still."""
+    world = make(disk_bytes=0, host_pages=200)
+    tokens = [1 + at % 50 for at in range(3 * PAGE + 2)]
+    world.run(tokens)
+    space = world.identity.space_of(None, world.store)
+    page = hashes_from_hex(world.keys(tokens, None, None)[2:3])
+    entries = world.snapshots.entries(page)
+    assert len(entries) > 3
+    assert world.store.page_states(space, entries)[0].all()
+    ticket = world.store.pin_ready(space, entries[1:4:2])
+    assert ticket is not None
+    world.store.drop_damaged(ticket, np.arange(2))
+    world.store.release(ticket.slots)
+    there = world.store.page_states(space, entries)[0] != 0
+    assert np.flatnonzero(~there).tolist() == [1, 3]
+    world.run([*tokens[: 3 * PAGE], 77, 78])
+    assert world.store.page_states(space, entries)[0].all()
+    world.flush()
+    assert world.run([*tokens, 79]).num_loaded == 3 * PAGE
+
+
+def test_a_part_with_another_position_is_a_miss(make: Make) -> None:
+    """As memory that went wrong would have it."""
+    world = make(disk_bytes=0, host_pages=200)
+    tokens = [1 + at % 50 for at in range(3 * PAGE + 2)]
+    world.run(tokens)
+    world.flush()
+    space = world.identity.space_of(None, world.store)
+    page = hashes_from_hex(world.keys(tokens, None, None)[2:3])
+    ticket = world.store.pin_ready(space, world.snapshots.entries(page)[2:3])
+    assert ticket is not None
+    (slot,) = ticket.slots.tolist()
+    write_tail(world.arena.slots[slot], world.layout, rope_state=ROPE_BOUND, position=PAGE)
+    world.store.release(ticket.slots)
+    assert world.run([*tokens, 79]).num_loaded < 3 * PAGE
+    assert world.store.stats()["load_vanished"] == 1

@@ -1,0 +1,452 @@
+"""A scheduler around the real cache, SGLang's tree and its pools of rows and states.
+
+As `window_world`, with states in the place of windows: a state holds a fingerprint of whose it is
+and of all tokens before its position, in every value. So what a request is about to go on from,
+and what lies in DRAM under any key, can be compared with what has to be there. SGLang's scheduler
+tracks states by rules that are written down here again (`track_extend`, `track_decode`).
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.property.worlds.window_world import (  # isort: skip
+    DIM, HEADS, MAX_TOKENS, PAGE, POISON, Identity, Request, WindowWorld, WrongKVError,
+)  # fmt: skip
+
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+from sglang.srt.mem_cache import unified_radix_cache
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.components import mamba
+
+from sglang_ext.assembly.state_setup import attention_layers, num_model_layers, snapshots_of
+from sglang_ext.assembly.window_setup import bound_ropes
+from sglang_ext.device.copier import PageCopier
+from sglang_ext.device.page_rules import LocalPages
+from sglang_ext.device.pools import describe_pools
+from sglang_ext.device.ports.host import HostPort
+from sglang_ext.device.states.snapshots import part_hashes
+from sglang_ext.kernels import rope as rope_kernels
+from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
+from sglang_ext.seam.linker import HierKVLinker
+from sglang_ext.seam.metrics.reporter import MetricsReporter
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.host import HostArena
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.records.record import parse_header
+from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from sglang_ext.tiers.store.types import READY
+
+FULL, STATEFUL = (2, 5), (0, 1, 3, 4, 6)  # the model's layers
+TRACK = 2 * PAGE  # tokens between two states that a decode keeps
+RUNNING = 5
+_SHAPE = Mamba2StateShape.create(
+    tp_world_size=1, intermediate_size=24, n_groups=1, num_heads=3, head_dim=8, state_size=12,
+    conv_kernel=4,
+)  # fmt: skip
+
+
+class StateWorld(WindowWorld):
+    """One server's cache; `step` does one random thing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+        seed: int,
+        *,
+        policy: str = "write_through",
+        device_pages: int = 48,
+        num_states: int = 40,
+        host_pages: int = 64,
+        disk_bytes: int = 16 << 20,
+        prefetch_policy: str = "timeout",
+    ) -> None:
+        patch.setattr(
+            unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
+        )
+        settings = SimpleNamespace(
+            mamba_max_states_per_path=-1, enable_mamba_extra_buffer_lazy=False
+        )
+        patch.setattr(mamba, "get_exec", lambda: SimpleNamespace(mamba=settings))
+        patch.setattr(mamba, "mamba_cache_chunk_size", lambda: PAGE)
+        patch.setattr(mamba, "mamba_checkpoint_grid", lambda page: page)
+        torch.set_num_threads(1)  # several spin at their barriers where others want the cores
+        self.rng, self.num_states = random.Random(seed), num_states
+        self.req_pool: Any = HybridReqToTokenPool(
+            size=16, mamba_size=num_states, mamba_spec_state_size=16,
+            max_context_len=MAX_TOKENS, device="cpu", enable_memory_saver=False,
+            cache_params=Mamba2CacheParams(
+                shape=_SHAPE, layers=list(STATEFUL),
+                dtype=Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32),
+            ),
+            mamba_layer_ids=list(STATEFUL), enable_mamba_extra_buffer=True,
+        )  # fmt: skip
+        self.kv_pool: Any = HybridLinearKVPool(
+            size=device_pages * PAGE, dtype=torch.bfloat16, page_size=PAGE, head_num=HEADS,
+            head_dim=DIM, full_attention_layer_ids=list(FULL), device="cpu",
+            mamba_pool=self.req_pool.mamba_pool,
+        )  # fmt: skip
+        self.allocator: Any = PagedTokenToKVPoolAllocator(
+            device_pages * PAGE, PAGE, torch.bfloat16, "cpu", self.kv_pool, False
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.req_pool,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=PAGE,
+            tree_components=(ComponentType.FULL, ComponentType.MAMBA),
+            tree_core_backend="python",
+            enable_mamba_extra_buffer=True,
+        )
+        pool = describe_pools(self.kv_pool).full
+        ropes = bound_ropes(pool)
+        self.layout = pool.layout(PAGE)
+        ctx = SimpleNamespace(is_hybrid_ssm=True, params=params)
+        snapshots = snapshots_of(ctx, self.layout)
+        assert snapshots is not None
+        self.snapshots = snapshots
+        self.arena = HostArena(host_pages, self.layout.slot_bytes)
+        self.disk: DiskTier | None = None
+        if disk_bytes:
+            segment = min(256 << 10, disk_bytes // 4)
+            self.disk = DiskTier(
+                DiskConfig(folder / "disk", disk_bytes, 0, segment, direct_io="off")
+            )
+        self.store = PageStore(
+            self.arena,
+            PageIndex(4096),
+            self.disk,
+            PageStoreConfig(policy),
+            rules=LocalPages(self.layout, ropes, "pre", exact_only=True),
+        )
+        if self.disk is not None:
+            self.store.connect(self.disk)
+        self.identity = Identity()
+        identity: Any = self.identity
+        config = HierKVConfig(
+            tree_core="python", prefetch_policy=prefetch_policy, lookahead="off",
+            prefetch_timeout_ms=300.0,
+        )  # fmt: skip
+        metrics = MetricsReporter(self.store, self.disk, enabled=False, labels={})
+        copier = PageCopier(
+            pool, self.layout, ropes, self.arena.slots, mode="pre", kernels=rope_kernels
+        )
+
+        def make_parts(cache: Any) -> CacheParts:
+            linker = HierKVLinker(
+                self.store,
+                copier,
+                num_layers=num_model_layers(snapshots, self.kv_pool),
+                page_size=PAGE,
+                kv_pool=self.kv_pool,
+                port=HostPort(),
+                forward_stream=None,
+                snapshots=snapshots,
+                attention_layers=attention_layers(self.kv_pool),
+            )
+            return CacheParts(linker, identity, config, metrics)
+
+        self.cache = HierKVRadixCache(params, make_parts)
+        self.cache.bind_scheduler(self)
+        for each in (self.kv_pool, self.req_pool):
+            each.register_layer_transfer_counter(self.cache.hier_linker.layer_done_counter)
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.counts: dict[str, int] = {}
+        self.made: dict[bytes, tuple[int, tuple[str | None, ...], list[int]]] = {}
+        self._next = 0
+        self._branches: dict[str, int | None] = {}
+        self._free: list[set[int]] = [set(), set()]
+        self.poison()
+
+    # ---- the model ----
+
+    def layer_rows(self) -> list[tuple[int, bool, torch.Tensor, int]]:
+        """See `WindowWorld.layer_rows`; of the layers with full attention."""
+        pool = self.kv_pool.full_kv_pool
+        return [
+            (layer, False, buffers[index], kind)
+            for layer, index in self.kv_pool.full_attention_layer_id_mapping.items()
+            for kind, buffers in enumerate((pool.k_buffer, pool.v_buffer))
+        ]
+
+    def state_values(
+        self, tokens: list[int], tenant: tuple[str | None, ...], weights: int
+    ) -> list[torch.Tensor]:
+        """The state behind some tokens: `[L, ...]` of each tensor."""
+        (last,) = self.prints(tokens, tenant, weights)[-1:].float()
+        out = []
+        for tensor in self.snapshots.pool.tensors:
+            values = torch.empty(tensor.shape[0], *tensor.shape[2:])
+            number = values[0].numel()
+            for layer in range(len(values)):
+                marks = last.repeat(-(-number // len(last)))[:number].reshape(values.shape[1:])
+                values[layer] = torch.where(marks % 2 == layer % 2, marks, -marks - layer)
+            if tensor.dtype == torch.float32:  # no two values of it alike
+                values += torch.arange(number).reshape(values.shape[1:]) * 512
+            out.append(values.to(tensor.dtype))
+        return out
+
+    def write_state(self, slot: Any, req: Request, end: int) -> None:
+        tenant = (req.extra_key, req.cache_salt)
+        values = self.state_values(req.tokens[:end], tenant, self.identity.weights)
+        for tensor, value in zip(self.snapshots.pool.tensors, values, strict=True):
+            tensor[:, int(slot)] = value
+
+    def check_state(self, req: Request, end: int) -> None:
+        """What a request is about to go on from is its own state, at this position."""
+        tenant = (req.extra_key, req.cache_salt)
+        values = self.state_values(req.tokens[:end], tenant, self.identity.weights)
+        slot = int(req.kv.mamba_pool_idx)
+        for tensor, value in zip(self.snapshots.pool.tensors, values, strict=True):
+            if not torch.equal(tensor[:, slot], value):
+                raise WrongKVError(f"{req.rid}: its state is not that behind {end} tokens")
+
+    def forward(self, req: Request, start: int, end: int) -> None:
+        """Computes tokens [start, end) on the rows before them and on its state."""
+        if req.kv.mamba_cow_src_index is not None:
+            slot = req.kv.mamba_pool_idx.unsqueeze(0)
+            self.req_pool.copy_mamba_state(req.kv.mamba_cow_src_index, slot)
+        req.kv.mamba_cow_src_index, req.kv.mamba_needs_clear = None, False
+        if start:
+            self.check_state(req, start)
+        super().forward(req, start, end)
+        if end <= req.prompt_len:
+            self.track_extend(req, start, end)
+        elif end % TRACK == 0:
+            self.track_decode(req, end)
+        self.write_state(req.kv.mamba_pool_idx, req, end)
+
+    def track_extend(self, req: Request, start: int, end: int) -> None:
+        """As `_mamba_radix_cache_v2_req_prepare_for_extend` and the kernels behind it."""
+        at = start + (end - start) // PAGE * PAGE
+        if at == start:
+            return
+        kv = req.kv
+        slot = kv.mamba_ping_pong_track_buffer[kv.mamba_next_track_idx]
+        kv.mamba_last_track_idx = kv.mamba_next_track_idx
+        kv.mamba_next_track_idx = self.req_pool.get_mamba_ping_pong_other_idx(
+            kv.mamba_next_track_idx
+        )
+        branch = self._branches.get(req.rid)
+        if branch is not None and start < branch < end and (branch - start) % PAGE == 0:
+            at = branch
+        kv.mamba_last_track_seqlen = at
+        self.write_state(slot, req, at)
+
+    def track_decode(self, req: Request, end: int) -> None:
+        """As the decode of every so many tokens."""
+        kv = req.kv
+        self.write_state(kv.mamba_ping_pong_track_buffer[kv.mamba_next_track_idx], req, end)
+        kv.mamba_last_track_idx = kv.mamba_next_track_idx
+        kv.mamba_next_track_idx = self.req_pool.get_mamba_ping_pong_other_idx(
+            kv.mamba_next_track_idx
+        )
+        kv.mamba_prev_track_seqlen, kv.mamba_last_track_seqlen = kv.mamba_last_track_seqlen, end
+
+    def check_attended(self, req: Request, end: int) -> None:
+        """See `WindowWorld.check_attended`."""
+        self.window = MAX_TOKENS
+        super().check_attended(req, end)
+
+    # ---- checks ----
+
+    def note_pages(self, req: Request) -> None:
+        """Remembers what every page and part of a state of a request has to hold, by its key."""
+        tenant = (req.extra_key, req.cache_salt)
+        for page, key in enumerate(self.keys(req.tokens, *tenant)):
+            tokens = req.tokens[: (page + 1) * PAGE]
+            page_hash = np.frombuffer(bytes.fromhex(key), np.uint8)
+            self.made[page_hash.tobytes()] = (0, tenant, tokens)
+            for part in range(self.snapshots.num_parts):
+                self.made[part_hashes(page_hash, part).tobytes()] = (part + 1, tenant, tokens)
+
+    def check_store(self) -> None:
+        """Every page and part in DRAM is what its key says."""
+        table = self.store._books.table
+        with table.lock:
+            rows = table.index.rows()
+            rows = rows[(table.index.flags[rows] & READY) != 0]
+            keys, numbers = table.index.keys(rows)
+            slots = self.arena.slots[table.index.host_slot[rows]]
+        for key, number, slot in zip(keys, numbers, slots, strict=True):
+            weights = self.store._spaces.of(int(number)).digest[0] - 1
+            part, tenant, tokens = self.made[key.tobytes()]
+            first = len(tokens) - PAGE
+            meta, _ = parse_header(slot)
+            assert (meta.page_hash, meta.position) == (key.tobytes(), first), meta
+            if part:
+                self.check_part(slot, part - 1, tokens, tenant, weights)
+            else:
+                self.check_page(slot, self.prints(tokens, tenant, weights)[first:])
+
+    def check_page(self, slot: Any, expected: torch.Tensor) -> None:
+        for index, layer in enumerate(FULL):
+            for kind, offsets in enumerate((self.layout.k_offsets, self.layout.v_offsets)):
+                block = slot[offsets[index] :][: PAGE * HEADS * DIM * 2].view(np.int16)
+                values = torch.from_numpy(block.copy()).view(torch.bfloat16)
+                if not torch.equal(values.view(PAGE, HEADS, DIM), self.row(expected, layer, kind)):
+                    raise WrongKVError(f"a page, layer {layer}")
+
+    def check_part(
+        self, slot: Any, part: int, tokens: list[int], tenant: Any, weights: int
+    ) -> None:
+        """Compares with bytes that are put together here, not by what is tested."""
+        pieces = []
+        for values in self.state_values(tokens, tenant, weights):
+            piece = values.contiguous().view(torch.uint8).numpy().tobytes()
+            pieces.append(piece + bytes(-len(piece) % 64))
+        size = self.layout.tail_offset - 512
+        whole = b"".join(pieces)
+        whole += bytes(-len(whole) % size)
+        if slot[512 : 512 + size].tobytes() != whole[part * size : (part + 1) * size]:
+            raise WrongKVError(f"part {part} of the state behind {len(tokens)} tokens")
+
+    def poison(self) -> None:
+        """Overwrites rows and states that became free, and the padding ones."""
+        lists = (self.allocator.free_pages, self.allocator.release_pages)
+        free = {page for each in lists if each is not None for page in each.tolist()} | {0}
+        new = np.array(sorted(free - self._free[0] | {0}))
+        rows = (new[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
+        pool = self.kv_pool.full_kv_pool
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer.view(torch.int16).numpy()[rows] = POISON
+        slots = set(self.req_pool.mamba_allocator.free_slots.tolist()) | {0}
+        fresh = sorted(slots - self._free[1] | {0})
+        for tensor in self.snapshots.pool.tensors:
+            tensor[:, fresh] = -7777.0
+        self._free = [free, slots]
+
+    # ---- requests ----
+
+    def match(self, req: Request, *, takes_state: bool = False) -> None:
+        """As `match_kv_cache` does."""
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1)
+        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req, cow_mamba=takes_state))
+        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
+        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
+        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
+        self._branches[req.rid] = result.mamba_branching_seqlen
+
+    def admit(self, req: Request, chunk: int | None = None) -> bool:
+        """As the scheduler does: match, lock, load, allocate, compute, insert."""
+        self.cache.check_hicache_events()
+        # SGLang runs no more requests than there are five states for each.
+        if len(self.running) >= min(RUNNING, self.num_states // 5):
+            return False
+        if not self.cache.check_prefetch_progress(req.cache_request_handle):
+            return False
+        self.match(req, takes_state=True)
+        req.lock = self.cache.lock(req.last_node)
+        if self.cache.linker.has_hit(req.rid):
+            loaded, req.last_node = self.cache.linker.load_back(req)
+            req.prefix_len += loaded
+            req.num_loaded = loaded
+        target = len(req.tokens)
+        if chunk is not None:
+            target = min(target, (req.prefix_len + chunk) // PAGE * PAGE)
+        held = req.prefix_len
+        rows = self.allocate(max(0, -(-target // PAGE) * PAGE - held))
+        if rows is None:
+            self.give_up(req)
+            return False
+        self.waiting.remove(req)
+        prefix = self.cache.prefix_device_indices(req) if req.prefix_len else None
+        self.make_room_for_states(req)
+        self.req_pool.alloc([req])
+        if prefix is not None:
+            self.write(req, 0, prefix)
+        self.write(req, held, rows)
+        req.kv.kv_allocated_len = held + len(rows)
+        self.cache.maybe_hand_to_session(req)
+        index = self.cache.ready_to_load_host_cache()
+        self.cache.hier_linker.layer_done_counter.set_consumer(index)
+        assert not self.cache.finish_external_linker_loads([req])
+        self.cache.hier_linker.layer_done_counter.set_consumer(-1)
+        self.forward(req, req.prefix_len, target)
+        self.checkpoint(req, target)
+        self.running.append(req)
+        return True
+
+    def make_room_for_states(self, req: Request) -> None:
+        """As `alloc_req_slots` does."""
+        needed = 2 + (not req.kv.holds_mamba)
+        lacks = needed - self.req_pool.mamba_allocator.available_size()
+        if lacks > 0:
+            self.cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=lacks))
+
+    def give_up(self, req: Request) -> None:
+        """No room: what was prepared is taken back, as SGLang does when it aborts a request."""
+        loaded = self.cache.linker.private_load_indices.get(req.rid)
+        self.cache.release_aborted_request(req.cache_request_handle)
+        if loaded is not None:
+            self.allocator.free(loaded)
+        if req.kv.holds_mamba:
+            self.req_pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(0))
+            req.kv.mamba_pool_idx = None
+        self.cache.unlock(req.lock)
+        self.waiting.remove(req)
+
+    def allocate(self, num: int) -> torch.Tensor | None:
+        if num == 0:
+            return torch.empty(0, dtype=torch.int64)
+        lacks = num - self.allocator.available_size()
+        if lacks > 0:
+            self.cache.evict(EvictParams(num_tokens=lacks))
+        found: torch.Tensor | None = self.allocator.alloc(num)
+        return found
+
+    def checkpoint(self, req: Request, up_to: int) -> None:
+        super().checkpoint(req, up_to)
+        self.check_state(req, up_to)
+
+    def slide(self, req: Request) -> None:
+        """There are no windows."""
+
+    def release(self, req: Request) -> None:
+        if req.kv.holds_mamba:
+            self.req_pool.free_mamba_cache(req)
+        super().release(req)
+
+    # ---- random steps ----
+
+    def _do_evict(self) -> None:
+        """Rows, or states, or both."""
+        num, states = PAGE * self.rng.randint(1, 12), self.rng.randint(1, 6)
+        self.cache.evict(
+            self.rng.choice(
+                (
+                    EvictParams(num_tokens=num),
+                    EvictParams(num_tokens=0, mamba_num=states),
+                    EvictParams(num_tokens=num, mamba_num=states),
+                )
+            )
+        )
+
+    def flush(self) -> None:
+        self.cache.reset()
+        self.allocator.clear()
+        self.req_pool.clear()
+
+    def check_nothing_is_held(self) -> None:
+        """No lock, row, state or plan outlives the requests."""
+        assert not self.cache.linker.pending_offloads
+        assert not self.cache.linker.hit_markers
+        self.cache.evict(EvictParams(num_tokens=1 << 20, mamba_num=1 << 20))
+        assert self.allocator.available_size() == self.allocator.size, "rows are lost"
+        states = self.req_pool.mamba_allocator
+        assert states.available_size() == states.size, "states are lost"

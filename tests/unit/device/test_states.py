@@ -1,0 +1,78 @@
+"""Snapshots of states: their bytes and their keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_ext.device.layout import PageLayout
+from sglang_ext.device.states.snapshots import (
+    Snapshots,
+    StatePool,
+    furthest_resume,
+    part_hashes,
+)
+
+SLOTS = 6
+LAYOUT = PageLayout(4, (64, 64), (64, 64), 2)
+
+
+def pool(*kinds: tuple[torch.dtype, tuple[int, ...]]) -> StatePool:
+    torch.manual_seed(0)
+    tensors = [(100 * torch.randn(3, SLOTS, *shape)).to(dtype) for dtype, shape in kinds]
+    return StatePool(tuple(tensors), (0, 2, 4))
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [(torch.bfloat16, (5, 3)), (torch.float32, (2, 7, 9))],
+        [(torch.bfloat16, (1, 1)), (torch.bfloat16, (3, 3)), (torch.float32, (1, 1, 1))],
+        [(torch.float32, (8, 16, 8))],
+        [(torch.float16, (40, 3))],
+    ],
+)
+def test_a_state_comes_back_bit_for_bit_into_another_slot(kinds: list[Any]) -> None:
+    states = pool(*kinds)
+    snapshots = Snapshots(states, LAYOUT)
+    num_bytes = sum(t[:, 0].numel() * t.element_size() for t in states.tensors)
+    assert snapshots.num_bytes >= num_bytes > snapshots.num_bytes - snapshots.part_bytes - 192
+    before = [t.clone() for t in states.tensors]
+    parts = torch.full((snapshots.num_parts, snapshots.part_bytes), 7, dtype=torch.uint8)
+    snapshots.gather(torch.tensor([4]), parts)
+    snapshots.scatter(parts.clone(), torch.tensor([1]))
+    for tensor, was in zip(states.tensors, before, strict=True):
+        assert torch.equal(tensor[:, 1], was[:, 4])
+        others = [0, 2, 3, 4, 5]
+        assert torch.equal(tensor[:, others], was[:, others])
+
+
+def test_no_value_lies_in_two_parts() -> None:
+    """Parts of one key may come from two computations of the same tokens."""
+    states = pool((torch.bfloat16, (5, 3)), (torch.float32, (2, 7, 9)))
+    snapshots = Snapshots(states, LAYOUT)
+    parts = torch.empty((snapshots.num_parts, snapshots.part_bytes), dtype=torch.uint8)
+    other = torch.empty_like(parts)
+    snapshots.gather(torch.tensor([4]), parts)
+    snapshots.gather(torch.tensor([2]), other)
+    for part in range(snapshots.num_parts):
+        mixed = parts.clone()
+        mixed[part] = other[part]
+        snapshots.scatter(mixed, torch.tensor([1]))
+        for tensor in states.tensors:
+            assert ((tensor[:, 1] == tensor[:, 4]) | (tensor[:, 1] == tensor[:, 2])).all()
+
+
+def test_keys_of_parts_are_of_one_page_and_one_part() -> None:
+    hashes = np.arange(3 * 32, dtype=np.uint8).reshape(3, 32)
+    keys = [row.tobytes() for part in range(4) for row in part_hashes(hashes, part)]
+    assert len({*keys, *(row.tobytes() for row in hashes)}) == 4 * 3 + 3
+
+
+def test_places_to_resume_at_are_named_from_the_furthest_on() -> None:
+    assert furthest_resume([True, False, True, True, False], 8) == [4, 3, 1]
+    assert furthest_resume([True, False, True, True, False], 2) == [4, 3]
+    assert furthest_resume([], 2) == []

@@ -1,0 +1,149 @@
+"""Mamba2's kernels in plain torch against a token-by-token recurrence."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.functional import silu, softplus
+
+from runtime_cpu.plugins.sglang_cpu import state_space
+
+H, P, G, N, W = 4, 8, 2, 16, 4
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def recurrence(
+    inputs: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], state: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Outputs `[T, H, P]`, and the state in front of each token and behind the last."""
+    states, found = [state.clone()], []
+    for x, dt, keys, queries in zip(*(inputs[k] for k in ("x", "dt", "B", "C")), strict=True):
+        state = states[-1].clone()
+        out = torch.empty(H, P)
+        for h in range(H):
+            step_size = softplus(dt[h] + weights["dt_bias"][h])
+            group = h // (H // G)
+            state[h] = state[h] * torch.exp(step_size * weights["A"][h])
+            state[h] += step_size * torch.outer(x[h], keys[group])
+            out[h] = state[h] @ queries[group] + weights["D"][h] * x[h]
+        states.append(state)
+        found.append(out)
+    return torch.stack(found), states
+
+
+def made(num_tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    inputs = {
+        "x": torch.randn(num_tokens, H, P),
+        "dt": torch.randn(num_tokens, H),
+        "B": torch.randn(num_tokens, G, N),
+        "C": torch.randn(num_tokens, G, N),
+    }
+    weights = {"A": -torch.rand(H) - 0.1, "D": torch.randn(H), "dt_bias": torch.randn(H)}
+    return inputs, weights
+
+
+@pytest.mark.parametrize("lengths", [[5], [16, 3, 21], [7, 40]])
+@pytest.mark.parametrize("has_initial", [False, True])
+def test_a_scan_is_the_recurrence_and_has_its_states(lengths: list[int], has_initial: bool) -> None:
+    chunk = 8
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    num_tokens = int(bounds[-1])
+    inputs, weights = made(num_tokens)
+    initial = torch.randn(len(lengths), H, P, N) if has_initial else None
+    tracked = [int(start) + 3 for start in bounds[:-1]]
+    out = torch.empty(1, num_tokens, H, P)
+    chunks, ends, wanted = state_space.mamba_chunk_scan_combined(
+        inputs["x"].unsqueeze(0),
+        inputs["dt"].unsqueeze(0),
+        weights["A"],
+        inputs["B"].unsqueeze(0),
+        inputs["C"].unsqueeze(0),
+        chunk,
+        D=weights["D"],
+        dt_bias=weights["dt_bias"],
+        cu_seqlens=bounds,
+        initial_states=initial,
+        out=out,
+        state_dtype=torch.float32,
+        track_seq_idx=torch.arange(len(lengths)),
+        track_end_locs=torch.tensor(tracked),
+    )
+    assert wanted is not None
+    for i, (start, end) in enumerate(pairwise(bounds.tolist())):
+        begin = torch.zeros(H, P, N) if initial is None else initial[i]
+        rows = {name: values[start:end] for name, values in inputs.items()}
+        found, states = recurrence(rows, weights, begin)
+        torch.testing.assert_close(out[0, start:end], found, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ends[i], states[-1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(wanted[0, i], states[3], atol=1e-4, rtol=1e-4)
+        for c in range(-(-start // chunk), -(-end // chunk)):
+            torch.testing.assert_close(
+                chunks[0, c], states[c * chunk - start], atol=1e-4, rtol=1e-4
+            )
+
+
+def test_an_update_is_the_recurrence() -> None:
+    inputs, weights = made(3)
+    pool, slots = torch.randn(6, H, P, N), torch.tensor([4, 1, 5])
+    before, out = pool.clone(), torch.empty(3, H, P)
+    state_space.selective_state_update(
+        pool,
+        inputs["x"],
+        inputs["dt"][:, :, None].expand(-1, -1, P),
+        weights["A"][:, None, None].expand(-1, P, N),
+        inputs["B"],
+        inputs["C"],
+        weights["D"][:, None].expand(-1, P),
+        dt_bias=weights["dt_bias"][:, None].expand(-1, P),
+        state_batch_indices=slots,
+        out=out,
+    )
+    for i, slot in enumerate(slots.tolist()):
+        row = {name: values[i : i + 1] for name, values in inputs.items()}
+        found, states = recurrence(row, weights, before[slot])
+        torch.testing.assert_close(out[i], found[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(pool[slot], states[-1], atol=1e-4, rtol=1e-4)
+    others = [0, 2, 3]
+    assert torch.equal(pool[others], before[others])
+
+
+def convolved(seen: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """`[D, T]` behind W - 1 inputs; silu."""
+    num = seen.shape[1] - W + 1
+    rows = [(seen[:, t : t + W] * weight).sum(1) + bias for t in range(num)]
+    return silu(torch.stack(rows, dim=1))
+
+
+def test_a_convolution_goes_on_where_the_last_one_ended() -> None:
+    dim, lengths = 6, [9, 2, 5]
+    x, weight, bias = torch.randn(dim, sum(lengths)), torch.randn(dim, W), torch.randn(dim)
+    pool, slots = torch.randn(8, dim, W - 1), torch.tensor([2, 7, 3])
+    before, has = pool.clone(), torch.tensor([True, True, False])
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    out = state_space.causal_conv1d_fn(x, weight, bias, pool, bounds, None, slots, has)
+    more = torch.randn(3, dim)
+    last = state_space.causal_conv1d_update(more, pool, weight, bias, "silu", slots)
+    for i, (start, end) in enumerate(pairwise(bounds.tolist())):
+        head = before[slots[i]] if has[i] else torch.zeros(dim, W - 1)
+        seen = torch.cat([head, x[:, start:end], more[i].unsqueeze(1)], dim=1)
+        found = convolved(seen, weight, bias)
+        torch.testing.assert_close(out[:, start:end], found[:, :-1])
+        torch.testing.assert_close(last[i], found[:, -1])
+        torch.testing.assert_close(pool[slots[i]], seen[:, -(W - 1) :])
+
+
+def test_states_are_kept_where_a_mask_says_so() -> None:
+    conv, ssm = torch.randn(6, 3, 2), torch.randn(6, 2, 2)
+    before = conv.clone(), ssm.clone()
+    state_space.track_mamba_states_if_needed(
+        conv, ssm, torch.tensor([1, 2]), torch.tensor([False, True]), torch.tensor([4, 5]), 2
+    )
+    for found, was in zip((conv, ssm), before, strict=True):
+        assert torch.equal(found[5], was[2])
+        assert torch.equal(found[:5], was[:5])

@@ -1,0 +1,94 @@
+"""Where a prompt of a model with states can be resumed, against what a resume needs."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang_ext.device.layout import PageLayout  # noqa: E402
+from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
+from sglang_ext.seam.states.state_pages import StatePages  # noqa: E402
+from sglang_ext.tiers.host import HostArena  # noqa: E402
+from sglang_ext.tiers.index import PageIndex  # noqa: E402
+from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
+
+CASES = int(os.environ.get("HIER_KV_STATE_CASES", "1000"))
+LAYOUT = PageLayout(4, (64, 64), (64, 64), 2)
+
+
+class Rig:
+    """A page store in which any pages and parts can be."""
+
+    def __init__(self) -> None:
+        arena = HostArena(4096, LAYOUT.slot_bytes)
+        self.store = PageStore(arena, PageIndex(8192), None, PageStoreConfig("write_through"))
+        self.snapshots = Snapshots(StatePool((torch.zeros(3, 6, 4, 7, 9),), (0, 2, 4)), LAYOUT)
+        self.store.open_namespace(bytes(32), {})
+        self.space: KeySpace = self.store.space(bytes(32))
+        tree: Any = None
+        self.pages = StatePages(self.snapshots, self.store, tree, tree)
+
+    def put(self, hashes: Any) -> None:
+        ticket = self.store.begin_save(self.space, hashes, hashes[:0])
+        self.store.finish_save(ticket, ok=True)
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    assert rig.snapshots.num_parts > 2
+    yield rig
+    rig.store.close()
+
+
+def test_a_hit_is_what_a_resume_needs(rig: Rig) -> None:
+    """The longest prefix of stored pages behind whose last page a whole state is."""
+    rng = random.Random(5)
+    seen = set()
+    for _ in range(CASES):
+        num, on_device = rng.randint(1, 8), rng.randint(0, 2)
+        hashes = np.frombuffer(rng.randbytes(32 * num), np.uint8).reshape(num, 32)
+        pages = [rng.random() < 0.9 for _ in range(num)]
+        parts = [
+            [rng.random() < rng.choice((0.0, 0.8, 1.0)) for _ in range(rig.snapshots.num_parts)]
+            for _ in range(num)
+        ]
+        for page in range(num):
+            there = [hashes[page : page + 1]] * pages[page]
+            entries = rig.snapshots.entries(hashes[page])
+            there += [entries[i : i + 1] for i, has in enumerate(parts[page]) if has]
+            if there:
+                rig.put(np.concatenate(there))
+        wanted = 0
+        for end in range(1, num + 1):
+            if all(pages[:end]) and all(parts[end - 1]):
+                wanted = end
+        assert rig.pages.num_loadable(rig.space, hashes, 255) == wanted
+        limit = rng.randint(min(on_device, num), num)
+        tail = hashes[on_device:limit]
+        behind = 0
+        for end in range(1, len(tail) + 1):
+            if all(pages[on_device : on_device + end]) and all(parts[on_device + end - 1]):
+                behind = end
+        wish, found = rig.pages.wish(rig.space, hashes, on_device, limit)
+        assert found == behind
+        expected = [hashes[: on_device + behind]]
+        if behind:
+            expected.append(rig.snapshots.entries(tail[behind - 1]))
+        if on_device + behind == limit < num:
+            expected.append(hashes[limit : limit + 1])
+        assert wish.tobytes() == np.concatenate(expected).tobytes()
+        seen.add((wanted, behind))
+        rig.store.clear()
+        assert rig.store.wait_idle(60)
+    assert len(seen) > 20
