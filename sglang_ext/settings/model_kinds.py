@@ -48,7 +48,7 @@ MODEL_KINDS = {
         "Llama, Qwen 2 and 3, Mistral, Phi, GLM-4, Cohere, Gemma 2 and 3; hybrids of window and "
         "full layers with `--disable-hybrid-swa-memory`",
         "exact; moved where the rotation of all layers is understood; coded",
-        "tests/e2e/reuse/test_model_kinds.py",
+        "tests/e2e/models/test_model_kinds.py",
     ),
     "mla": ModelKind(
         "one latent row a token (MLA)",
@@ -61,7 +61,7 @@ MODEL_KINDS = {
         "gpt-oss, Mellum, Laguna",
         "exact, at the saved position, by one rank, without codec, truncation, adapters or "
         "sessions; run with a small Mellum on a CPU",
-        "tests/e2e/reuse/test_windows.py; tests/property/test_window_interleavings.py",
+        "tests/e2e/models/test_windows.py; tests/property/test_window_interleavings.py",
     ),
     "swa of two shapes": ModelKind(
         "a second pool for the window's layers, of another shape or without full layers",
@@ -86,7 +86,7 @@ MODEL_KINDS = {
         "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5 without images",
         "exact, at the positions at which SGLang's tree keeps a state, by one rank, without codec, "
         "remote store, truncation, adapters or sessions; run with a small Granite 4 on a CPU",
-        "tests/e2e/reuse/test_states.py; tests/property/test_state_interleavings.py",
+        "tests/e2e/models/test_states.py; tests/property/test_state_interleavings.py",
     ),
     "state of another kind": ModelKind(
         "a state a sequence of another kind, or beside latent rows or windows",
@@ -163,14 +163,14 @@ SERVED_MODES = (
     ServedMode(
         "drafts of n-grams (`--speculative-algorithm NGRAM`, chains only)",
         "exact; pages are those of a server without it",
-        "tests/e2e/reuse/test_speculation.py",
+        "tests/e2e/models/test_speculation.py",
     ),
     ServedMode(
         "a draft model with KV of its own (EAGLE, EAGLE3, STANDALONE; chains only)",
         "exact, at the saved position, the draft's KV with the target's; by one rank, for models "
         "with K and V of every head, without codec, truncation, adapters or sessions; EAGLE3 run "
         "with random weights only, none of them on a GPU",
-        "tests/e2e/reuse/test_speculation.py",
+        "tests/e2e/models/test_speculation.py",
     ),
     ServedMode(
         "fp8 KV (`--kv-cache-dtype fp8_e4m3`)",
