@@ -36,14 +36,20 @@ from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.kernels import rope as rope_kernels
 from sglang_ext.ranks.lockstep import exchange, group_of
-from sglang_ext.ranks.rank import Exchange, RankPlace
+from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.coded import coded_pages
 from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
 from sglang_ext.seam.hash_fallback import ensure_page_hash
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.metrics.reporter import MetricsReporter
-from sglang_ext.settings.compat import check_attention, check_model, check_ranks, check_tree
+from sglang_ext.settings.compat import (
+    check_attention,
+    check_heads,
+    check_model,
+    check_ranks,
+    check_tree,
+)
 from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
@@ -100,6 +106,10 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     runner = ctx.tp_worker.model_runner
     check_attention({type_of_attention(module) for module in runner.model.modules()})
+    if place.shares_steps:
+        heads = runner.model_config.num_attention_heads // place.tp_size
+        found = {getattr(module, "tp_q_head_num", heads) for module in runner.model.modules()}
+        check_heads(found, heads)
     pools = describe_pools(kv_pool)
     pool = pools.full
     layout = pool.layout(ctx.params.page_size)
@@ -165,7 +175,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     )
     return CacheParts(
         linker,
-        _identity(ctx, config, pools, partial(exchange, group)),
+        _identity(ctx, config, pools, place, group),
         config,
         _metrics(ctx, config, place, store, disk, page_codec, cost, linker),
         timer,
@@ -227,11 +237,13 @@ def rank_place(ctx: Any) -> RankPlace:
     check_ranks(
         {
             "pipeline parallelism": parallel.pp_size,
-            "attention data parallelism": parallel.attn_dp_size,
             "attention context parallelism": parallel.attn_cp_size,
             "decode context parallelism": parallel.attn_dcp_size,
         }
     )
+    if parallel.attn_dp_size > 1:
+        tp_rank, dp_rank = parallel.attn_tp_rank, parallel.attn_dp_rank
+        return RankPlace(tp_rank, parallel.attn_tp_size, dp_rank, parallel.attn_dp_size, True)
     return RankPlace(ctx.tp_rank, ctx.tp_size, parallel.dp_rank or 0, parallel.dp_size)
 
 
@@ -388,7 +400,7 @@ def _compile(kernels: ModuleType, pool: DevicePool, ropes: list[LayerRope], page
 
 
 def _identity(
-    ctx: Any, config: HierKVConfig, pools: HybridPools, exchange_of_group: Exchange
+    ctx: Any, config: HierKVConfig, pools: HybridPools, place: RankPlace, group: Any | None
 ) -> ModelIdentity:
     pool = pools.full
     model_config, server_args = ctx.model_config, ctx.server_args
@@ -401,8 +413,12 @@ def _identity(
         "pool": pool.kind,
         "layers": [list(k.shape[1:]) for k in pool.k] + [list(v.shape[1:]) for v in pool.v],
         "page_size": ctx.params.page_size,
-        "tp": [ctx.tp_rank, ctx.tp_size],
+        "tp": [place.tp_rank, place.tp_size],
     }
+    if place.shares_steps:
+        # Experts and MLPs lie in shares on all of these, whose weights all enter the namespace.
+        fixed["ranks_of_mlp"] = place.num_ranks
+        group = ctx.tp_group.cpu_group
     if pools.groups is not None:
         fixed["parts"] = [list(layers) for layers in pools.groups.model_layers]
     # Where the files lie and how they are cached says nothing of the KV.
@@ -419,4 +435,11 @@ def _identity(
         manager = runner.lora_manager
         return dict(manager.loras) if manager is not None else {}
 
-    return ModelIdentity(runner.model, fixed, label, adapters, exchange_of_group)
+    return ModelIdentity(
+        runner.model,
+        fixed,
+        label,
+        adapters,
+        partial(exchange, group),
+        serves_alike=not place.shares_steps,
+    )
