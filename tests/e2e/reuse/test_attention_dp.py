@@ -298,6 +298,11 @@ def test_weights_that_change_under_a_busy_rank(
 
 
 def test_each_rank_has_a_store_of_its_own_and_tells_of_it(rig: Rig) -> None:
+    for rank in RANKS:
+        on_device(rig, rank, PROMPTS[0])
+        rig.settle()
+        rig.server.post("/flush_cache")
+        ask(rig.server, PROMPTS[0], routed_dp_rank=rank)
     metrics = rig.server.get("/metrics")
     for group, ranks in enumerate(rig.states()):
         assert len(ranks) == rig.group_size
