@@ -52,7 +52,7 @@ from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.kernels import rope as rope_kernels
 from sglang_ext.ranks.lockstep import exchange, group_of
-from sglang_ext.ranks.rank import Exchange, RankPlace
+from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.coded import coded_pages
 from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
@@ -62,6 +62,7 @@ from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.metrics.reporter import MetricsReporter
 from sglang_ext.settings.compat import (
     check_attention,
+    check_heads,
     check_keys,
     check_model,
     check_ranks,
@@ -132,6 +133,10 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     check_attention({type_of_attention(module) for module in runner.model.modules()})
     drafts = draft_runners(runner)
     check_keys(algorithm_of(runner), are_pairs=cache.tree_core.is_eagle)
+    if place.shares_steps:
+        heads = runner.model_config.num_attention_heads // place.tp_size
+        found = {getattr(module, "tp_q_head_num", heads) for module in runner.model.modules()}
+        check_heads(found, heads)
     pools = describe_pools(kv_pool)
     if drafts:
         pools = replace(pools, full=with_drafts(pools.full, drafts))
@@ -205,7 +210,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     )
     return CacheParts(
         linker,
-        _identity(ctx, config, pools, partial(exchange, group), snapshots),
+        _identity(ctx, config, pools, place, group, snapshots),
         config,
         _metrics(ctx, config, place, store, disk, page_codec, cost, linker),
         timer,
@@ -276,11 +281,13 @@ def rank_place(ctx: Any) -> RankPlace:
     check_ranks(
         {
             "pipeline parallelism": parallel.pp_size,
-            "attention data parallelism": parallel.attn_dp_size,
             "attention context parallelism": parallel.attn_cp_size,
             "decode context parallelism": parallel.attn_dcp_size,
         }
     )
+    if parallel.attn_dp_size > 1:
+        tp_rank, dp_rank = parallel.attn_tp_rank, parallel.attn_dp_rank
+        return RankPlace(tp_rank, parallel.attn_tp_size, dp_rank, parallel.attn_dp_size, True)
     return RankPlace(ctx.tp_rank, ctx.tp_size, parallel.dp_rank or 0, parallel.dp_size)
 
 
@@ -440,7 +447,8 @@ def _identity(
     ctx: Any,
     config: HierKVConfig,
     pools: HybridPools,
-    exchange_of_group: Exchange,
+    place: RankPlace,
+    group: Any | None,
     snapshots: Snapshots | None,
 ) -> ModelIdentity:
     pool = pools.full
@@ -455,8 +463,12 @@ def _identity(
         "pool": pool.kind,
         "layers": [list(k.shape[1:]) for k in pool.k] + [list(v.shape[1:]) for v in pool.v],
         "page_size": ctx.params.page_size,
-        "tp": [ctx.tp_rank, ctx.tp_size],
+        "tp": [place.tp_rank, place.tp_size],
     }
+    if place.shares_steps:
+        # Experts and MLPs lie in shares on all of these, whose weights all enter the namespace.
+        fixed["ranks_of_mlp"] = place.num_ranks
+        group = ctx.tp_group.cpu_group
     if pools.groups is not None:
         fixed["parts"] = [list(layers) for layers in pools.groups.model_layers]
     if drafts:
@@ -478,5 +490,11 @@ def _identity(
         manager = runner.lora_manager
         return dict(manager.loras) if manager is not None else {}
 
-    models = live_models(runner.model, drafts)
-    return ModelIdentity(models, fixed, label, adapters, exchange_of_group)
+    return ModelIdentity(
+        live_models(runner.model, drafts),
+        fixed,
+        label,
+        adapters,
+        partial(exchange, group),
+        serves_alike=not place.shares_steps,
+    )

@@ -32,6 +32,8 @@ class ModelIdentity:
         lora_adapters: returns SGLang's adapters by id; empty without LoRA.
         exchange: sends bytes to all ranks of the tensor parallel group and returns what each sent.
             What a rank computes depends on the weights of all of them, so all enter the namespace.
+        serves_alike: whether these ranks serve the same requests. If not, a request must not begin
+            an exchange, and a namespace is opened as soon as the weights have changed.
     """
 
     def __init__(
@@ -41,12 +43,15 @@ class ModelIdentity:
         label: dict[str, Any],
         lora_adapters: Callable[[], dict[str, Any]],
         exchange: Exchange = lambda content: [content],
+        *,
+        serves_alike: bool = True,
     ) -> None:
         self._model = model
         self._fixed = fixed
         self._label = label
         self._lora_adapters = lora_adapters
         self._exchange = exchange
+        self._serves_alike = serves_alike
         # The adapter that each digest was taken of, and the digest; empty: could not be taken.
         self._lora_digests: dict[str, tuple[Any, bytes]] = {}
         # Digests under which the device may still hold KV; an adapter reloaded with other
@@ -64,7 +69,9 @@ class ModelIdentity:
 
         Never raises.
         """
-        digest = None if self._updating or self._incomplete else self._try_open(store)
+        digest = self._digest
+        if self._serves_alike:
+            digest = None if self._updating or self._incomplete else self._try_open(store)
         if digest is None:
             self._device_digest = _MIXED
             return None
@@ -106,7 +113,7 @@ class ModelIdentity:
             RuntimeError: another rank failed.
         """
         if self._digest is None:
-            weights = self._on_all_ranks(lambda: digest_model(self._model))
+            weights = self.on_all_ranks(lambda: digest_model(self._model))
             weights_of_all = weights[0] if len(weights) == 1 else namespace_digest({"all": weights})
             digest = namespace_digest({**self._fixed, "weights": weights_of_all})
             label = {**self._label, "weights": weights_of_all.hex()[:16]}
@@ -117,15 +124,22 @@ class ModelIdentity:
                 found = store.open_namespace(digest, label)
                 return digest
 
-            self._on_all_ranks(open_own)
+            self.on_all_ranks(open_own)
             self._digest = digest
             logger.info(
                 "hier-kv: namespace %s opened, %d pages found on disk", digest.hex()[:16], found
             )
         return self._digest
 
-    def _on_all_ranks(self, work: Callable[[], bytes]) -> list[bytes]:
-        """What each rank's work gave, by rank; raises on all of them when it failed on one."""
+    def on_all_ranks(self, work: Callable[[], bytes]) -> list[bytes]:
+        """What each rank's work gave, by rank; raises on all of them when it failed on one.
+
+        Args:
+            work: gives at least one byte.
+
+        Raises:
+            RuntimeError: another rank failed.
+        """
         result, failure = b"", None
         try:
             result = work()
@@ -187,6 +201,14 @@ class ModelIdentity:
         self._digest = None
         if device_is_empty:
             self._device_digest = None
+
+    def open_at_once(self, store: PageStore) -> None:
+        """Opens the namespace of weights that have changed, where no request may do it.
+
+        Behind `end_update`, on all ranks in the same step. Never raises.
+        """
+        if not (self._serves_alike or self._updating or self._incomplete):
+            self._try_open(store)
 
     def device_was_reset(self) -> None:
         """The device holds no KV any more."""

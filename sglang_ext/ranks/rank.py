@@ -2,6 +2,9 @@
 
 A rank of a tensor parallel group holds its share of the KV heads, and a data parallel rank serves
 requests of its own. Each has a DRAM and a folder on disk to itself.
+
+With data parallel attention SGLang's tensor parallel group is both: the ranks of it that share a
+request's attention are a tensor parallel group here, and each such group is a data parallel rank.
 """
 
 from __future__ import annotations
@@ -19,12 +22,22 @@ Exchange = Callable[[bytes], list[bytes]]
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank's place in its server."""
+    """A rank's place in its server.
+
+    Attributes:
+        tp_rank: number among the ranks that share the heads of a request's attention.
+        tp_size: how many these are.
+        dp_rank: which of the groups that serve requests of their own it is in.
+        dp_size: how many these are.
+        shares_steps: attention is data parallel: these groups run each forward together, as each
+            has a share of the experts or MLPs.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
     dp_rank: int = 0
     dp_size: int = 1
+    shares_steps: bool = False
 
     @property
     def num_ranks(self) -> int:

@@ -54,7 +54,7 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
         runner.token_to_kv_pool_allocator.clear()
 
     try:
-        slots = _prefill_identical(scheduler)
+        slots = _prefill_identical(scheduler, cache)
     except Exception as error:
         logger.warning(
             "hier-kv: the self-check could not run (%s); K is stored position-bound", error
@@ -132,10 +132,40 @@ def _unrotate(rows: torch.Tensor, rope: LayerRope) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _prefill_identical(scheduler: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Prefills `_NUM_TOKENS` equal tokens and returns their pool rows, i64 `[T]`."""
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+def _prefill_identical(
+    scheduler: Any, cache: HierKVRadixCache
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Prefills `_NUM_TOKENS` equal tokens and returns their pool rows, i64 `[T]`.
+
+    A forward is of all ranks, also of those that serve other requests: each runs it, with as many
+    tokens, and none begins it unless all have come so far.
+    """
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    batch: Any = None
+
+    def prepare() -> bytes:
+        nonlocal batch
+        batch = _batch_of_identical(scheduler)
+        return b"prepared"
+
+    cache.identity.on_all_ranks(prepare)
+    # Ranks that run in step tell each other how many tokens they bring.
+    batch = scheduler.dp_attn_adapter.maybe_prepare_mlp_sync_batch(batch)
+    runner = scheduler.tp_worker.model_runner
+    runner.forward(ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False))
+    if runner.device != "cpu":
+        torch.get_device_module(runner.device).synchronize()
+    req = batch.reqs[0]
+    length = len(req.origin_input_ids)
+    rows = runner.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
+    slots: np.ndarray[Any, np.dtype[np.int64]] = rows.to(torch.int64).cpu().numpy()
+    return slots
+
+
+def _batch_of_identical(scheduler: Any) -> Any:
+    """A batch of one request of `_NUM_TOKENS` equal tokens, ready for the forward."""
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -164,12 +194,7 @@ def _prefill_identical(scheduler: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     if batch.input_ids is None:
         batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
         batch.prefill_input_ids_cpu = None
-    runner.forward(ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False))
-    if runner.device != "cpu":
-        torch.get_device_module(runner.device).synchronize()
-    rows = runner.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
-    slots: np.ndarray[Any, np.dtype[np.int64]] = rows.to(torch.int64).cpu().numpy()
-    return slots
+    return batch
 
 
 def _no_cache(runner: Any, page_size: int) -> Any:

@@ -69,14 +69,9 @@ LIMITED: dict[str, Limit] = {
     "nnodes": _one("nnodes", "ranks agree over one machine's loopback only"),
     "attn_cp_size": _one("attn_cp_size", _STAGE),
     "dcp_size": _one("dcp_size", _STAGE),
-    "attn_dp_size": Limit(
-        (1,),
-        "whole schedulers as data parallel ranks (--dp-size alone)",
-        "attention ranks of one step serve different requests, and save and load in idle batches",
-        "set it to 1",
-    ),
-    "enable_dp_attention": _off(
-        "whole schedulers as data parallel ranks (--dp-size alone)", "as --attn-dp-size"
+    "enable_dp_attention_local_control_broadcast": _off(
+        "control messages that reach all ranks in the same step",
+        "ranks agree on the weights in the step that changes them",
     ),
     "dwdp_size": Limit((1,), "--dwdp-size 1", "ranks of one group serve different requests"),
     "enable_prefill_cp": _off("each prefill on one rank", _STAGE),
@@ -298,10 +293,11 @@ _FREE = {
         dcp_comm_backend dcp_replicate_q_proj cp_strategy kv_canary_real_data
         kv_canary_sweep_interval kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts
         kt_max_deferred_experts_per_token paged_experts_num_resident
-        enable_dp_attention_local_control_broadcast elastic_ep_scale_timeout""",
+        elastic_ep_scale_timeout""",
     "ranks of one machine, and what they exchange": """
         nccl_port dist_timeout dist_init_addr gated_launch_port node_rank tp_size dp_size
-        moe_dp_size enable_dp_lm_head enable_tp_lm_head_all_to_all enable_attn_tp_input_scattered
+        attn_dp_size enable_dp_attention moe_dp_size enable_dp_lm_head
+        enable_tp_lm_head_all_to_all enable_attn_tp_input_scattered
         enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp
         enable_layernorm_sp enable_megamoe_for_layernorm_sp disable_attn_tp_gather
         enable_p2p_check ep_size moe_dense_tp_size enable_layerwise_nvtx_marker enable_nccl_nvls

@@ -183,6 +183,8 @@ def _check_values(
         )
     if (read("tp_size") or 1) > 1:
         _check_tensor_parallel(config)
+    if (read("attn_dp_size") or 1) > 1 or read("enable_dp_attention"):
+        _check_attention_dp(read)
     page_size = read("page_size")
     if page_size is not None and page_size < 2:
         _refuse(
@@ -207,6 +209,24 @@ def _check_tensor_parallel(config: HierKVConfig) -> None:
             config.truncation,
             "leave the flag out",
         )
+
+
+def _check_attention_dp(read: Callable[[str], Any]) -> None:
+    """Refuses what was not tried with data parallel attention."""
+    for name in (
+        "enable_lora",
+        "lora_paths",
+        "enable_streaming_session",
+        "enable_session_radix_cache",
+        "enable_prefill_delayer",
+        "speculative_algorithm",
+    ):
+        if read(name):
+            _refuse(
+                f"no --{flag(name)} with data parallel attention",
+                "it",
+                "remove one of the two or use --dp-size alone",
+            )
 
 
 def check_model(ctx: Any) -> None:
@@ -289,6 +309,24 @@ def check_attention(attention_types: set[str]) -> None:
     """
     if _ENCODER in attention_types:
         _refuse("attention from left to right", "an encoder, which sees all tokens", WITHOUT)
+
+
+def check_heads(attention_heads: set[int], expected: int) -> None:
+    """Refuses an architecture whose attention is not data parallel where it should be.
+
+    SGLang starts with it, and ends with the first request.
+
+    Args:
+        attention_heads: query heads of a rank, of all attention layers.
+        expected: those of a rank that shares a request's attention.
+    """
+    if attention_heads - {expected}:
+        _refuse(
+            f"an architecture that SGLang runs data parallel attention with ({expected} query "
+            "heads a rank)",
+            f"one with {max(attention_heads - {expected})}",
+            "leave --attn-dp-size and --enable-dp-attention out",
+        )
 
 
 def check_ranks(sizes: Mapping[str, int]) -> None:

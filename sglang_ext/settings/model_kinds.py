@@ -151,6 +151,12 @@ SERVED_MODES = (
         "exact, moved, coded; each its own, shared through the remote store only",
         "tests/e2e/reuse/test_ranks.py",
     ),
+    ServedMode(
+        "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
+        "as its groups of ranks are, one scheduler or several tensor parallel ranks each; shared "
+        "between them through the remote store only; without adapters or sessions",
+        "tests/e2e/reuse/test_attention_dp.py",
+    ),
     ServedMode("adapters (`--enable-lora`)", "exact", "tests/e2e/updates/test_adapter_promises.py"),
     ServedMode(
         "weights that change in service", "exact", "tests/e2e/updates/test_weight_promises.py"

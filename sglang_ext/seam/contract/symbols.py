@@ -133,6 +133,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.session.streaming_session", ""): "is_virtual_node",
         ("srt.utils.rank_consensus_checker", ""): "rank_consensus",
         ("srt.runtime_context", ""): "get_parallel",
+        (f"{_PARTS}.dp_attn", "SchedulerDPAttnAdapter"): "maybe_prepare_mlp_sync_batch",
         ("srt.arg_groups.arg_utils", ""): "record_fields",
         ("srt.arg_groups.model_override_base", ""): "model_config_of",
         ("srt.arg_groups.overrides", ""): "resolution_result",
@@ -239,7 +240,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.managers.schedule_batch", "ReqKvInfo"): "holds_kv cache_protected_len req_pool_idx",
         (_SCHEDULER, "Scheduler"): (
             "enable_unified_cache_external_linker enable_lmcache waiting_queue tree_cache "
-            "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req"
+            "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req dp_attn_adapter"
         ),
         ("srt.sampling.sampling_params", ""): "SamplingParams",
         ("srt.speculative.spec_info", ""): "SpeculativeAlgorithm",

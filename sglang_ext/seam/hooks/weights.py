@@ -52,6 +52,7 @@ def _around_weight_change(original: Any, self: Any, *args: Any, **kwargs: Any) -
             # Within a session a peer may write weights (P2P, RDMA) that no call announces.
             incomplete=self._session is not None or bool(self.offload_tags),
         )
+        cache.identity.open_at_once(cache.store)
 
 
 def _around_check(original: Any, self: Any, recv_req: Any) -> Any:

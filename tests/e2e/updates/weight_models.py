@@ -79,7 +79,8 @@ def qwen3(folder: Path, change: Callable[[Weights], None] | None = None) -> Path
     """The bundled model's weights in the architecture of Qwen 3, which differs by norms of Q and K.
 
     Its answers are another model's, and as far from uniform. SGLang runs the attention of Qwen 3
-    data parallel, and that of Llama not.
+    data parallel, and that of Llama not. Each KV head is there twice, so that four ranks have one
+    each.
     """
 
     def convert(weights: Weights) -> None:
@@ -88,6 +89,10 @@ def qwen3(folder: Path, change: Callable[[Weights], None] | None = None) -> Path
         embeddings = weights["model.embed_tokens.weight"]
         weights["lm_head.weight"] = embeddings.clone()  # tied ones would not be split in two
         for layer in range(8):
+            for part in ("k_proj", "v_proj"):
+                name = f"model.layers.{layer}.self_attn.{part}.weight"
+                heads = weights[name].view(2, 64, -1)
+                weights[name] = heads.repeat_interleave(2, dim=0).flatten(0, 1).contiguous()
             for norm in ("q_norm", "k_norm"):
                 name = f"model.layers.{layer}.self_attn.{norm}.weight"
                 weights[name] = torch.full((64,), 1.5, dtype=embeddings.dtype)
@@ -97,6 +102,7 @@ def qwen3(folder: Path, change: Callable[[Weights], None] | None = None) -> Path
     config |= {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
+        "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(config))

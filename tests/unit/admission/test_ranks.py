@@ -57,6 +57,41 @@ def test_another_ranks_weights_open_another_namespace() -> None:
     assert found[0] == found[2] != found[1]
 
 
+def test_where_requests_differ_a_namespace_is_opened_by_the_change_of_weights_alone() -> None:
+    """A request that only one rank has must not begin an exchange: the others would never come."""
+    calls = 0
+
+    def exchange(content: bytes) -> list[bytes]:
+        nonlocal calls
+        calls += 1
+        return [content, content]
+
+    req, pages = SimpleNamespace(lora_id=None, extra_key=None), store()
+    model = torch.nn.Linear(3, 3)
+    apart = ModelIdentity(model, {}, {}, dict, exchange, serves_alike=False)
+    opened = apart.open(pages)
+    before = apart.space_of(req, pages)
+    assert before is not None
+    assert calls == 2
+
+    def change(*, incomplete: bool) -> None:
+        apart.begin_update(device_is_empty=True)
+        torch.nn.init.zeros_(model.weight)
+        apart.open_at_once(pages)  # a call within another one
+        apart.end_update(device_is_empty=True, incomplete=incomplete)
+        apart.open_at_once(pages)
+
+    change(incomplete=True)
+    assert apart.space_of(req, pages) is None
+    assert calls == 2
+    change(incomplete=False)
+    apart.device_was_reset()
+    assert calls == 4
+    assert apart.open(pages) != opened
+    assert apart.space_of(req, pages) not in (None, before)
+    assert calls == 4
+
+
 def test_no_rank_opens_a_namespace_that_another_cannot() -> None:
     requests = SimpleNamespace(lora_id=None, extra_key=None)
     failed: list[list[bytes]] = [[b"", b"1" * 32], [b"", b"?"]]

@@ -18,6 +18,7 @@ from sglang_ext.settings.compat import (
     Resolved,
     check_arguments,
     check_attention,
+    check_heads,
     check_model,
     check_ranks,
     check_resolved,
@@ -176,8 +177,40 @@ def test_an_encoder_is_refused() -> None:
 
 
 def test_ranks_that_agree_on_nothing_are_refused() -> None:
-    with pytest.raises(HierKVConfigError, match="one rank of attention data parallelism, got 2"):
-        check_ranks({"pipeline parallelism": 1, "attention data parallelism": 2})
+    with pytest.raises(HierKVConfigError, match="one rank of context parallelism, got 2"):
+        check_ranks({"pipeline parallelism": 1, "context parallelism": 2})
+
+
+@pytest.mark.parametrize("way", [{"attn_dp_size": 2}, {"dp_size": 2, "enable_dp_attention": True}])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "enable_lora", "lora_paths", "enable_streaming_session", "enable_session_radix_cache",
+        "enable_prefill_delayer",
+    ],
+)  # fmt: skip
+def test_what_was_not_tried_with_attention_that_is_data_parallel_is_refused_with_it_alone(
+    way: dict[str, Any], name: str
+) -> None:
+    for server_args in ({**way, "tp_size": 2}, {"tp_size": 2, name: True}):
+        check_arguments(SimpleNamespace(**server_args), HierKVConfig())
+    words = f"no --{name.replace('_', '-')} with data parallel attention"
+    with pytest.raises(HierKVConfigError, match=words):
+        check_arguments(SimpleNamespace(tp_size=2, **way, **{name: True}), HierKVConfig())
+
+
+def test_control_messages_of_their_own_are_refused() -> None:
+    server_args = SimpleNamespace(
+        tp_size=2, attn_dp_size=2, enable_dp_attention_local_control_broadcast=True
+    )
+    with pytest.raises(HierKVConfigError, match="that reach all ranks in the same step"):
+        check_arguments(server_args, HierKVConfig())
+
+
+def test_an_architecture_without_data_parallel_attention_is_refused_with_it() -> None:
+    check_heads({4}, 4)
+    with pytest.raises(HierKVConfigError, match=r"\(4 query heads a rank\), got one with 2"):
+        check_heads({2}, 4)
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in MODEL_KINDS.items() if kind.expected])
@@ -191,8 +224,8 @@ def test_what_sglang_chose_by_itself_is_refused_and_said() -> None:
     found = resolved(given={"disable_radix_cache": False}, disable_radix_cache=True)
     with pytest.raises(HierKVConfigError, match=r"got .*, which SGLang chose .*; change"):
         check_resolved(found, HierKVConfig())
-    with pytest.raises(HierKVConfigError, match="got --attn-dp-size 2; set it to 1"):
-        check_resolved(resolved(attn_dp_size=2), HierKVConfig())
+    with pytest.raises(HierKVConfigError, match="got --dwdp-size 2; leave it out"):
+        check_resolved(resolved(dwdp_size=2), HierKVConfig())
 
 
 def test_an_argument_that_nobody_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
