@@ -306,10 +306,10 @@ def test_each_rank_has_a_store_of_its_own_and_tells_of_it(rig: Rig) -> None:
     metrics = rig.server.get("/metrics")
     for group, ranks in enumerate(rig.states()):
         assert len(ranks) == rig.group_size
-        for number, rank in enumerate(ranks):
-            assert (rank["dp_rank"], rank["tp_rank"]) == (group, number)
-            assert HOST_PAGES - 1 <= rank["host"]["host_capacity_pages"] <= HOST_PAGES
-            assert rank["host"]["loaded_pages"] > 0
+        for number, state in enumerate(ranks):
+            assert (state["dp_rank"], state["tp_rank"]) == (group, number)
+            assert HOST_PAGES - 1 <= state["host"]["host_capacity_pages"] <= HOST_PAGES
+            assert state["host"]["loaded_pages"] > 0
             name = f"dp{group}-tp{number}-of-{rig.group_size}"
             assert list((rig.folder / "disk" / name).glob("*/seg-*.hkv"))
             labels = [f'dp_rank="{group}"', f'tp_rank="{number}"']
