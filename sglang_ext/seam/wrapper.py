@@ -260,7 +260,9 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         position, ancestors = self._tree.path_before(node_id, num_tokens)
         if lineage_of(req) is None:  # what a cut prompt goes on from is stored under other hashes
             transfers, num_kept = self._with_lost(node_id, transfers, space, ancestors)
-            ancestors, position = ancestors[:num_kept], num_kept * self.cache.page_size
+            # Not counted from the root: with the core in Rust no ancestors are known.
+            position -= (len(ancestors) - num_kept) * self.cache.page_size
+            ancestors = ancestors[:num_kept]
         quality = self._pages.of(transfers[0].keys) if self._pages else None
         place = self.cache.truncated.place_of_save(
             req,

@@ -167,8 +167,8 @@ SERVED_MODES = (
         "tests/e2e/reuse/test_tenants.py",
     ),
     ServedMode(
-        "drafts of n-grams (`--speculative-algorithm NGRAM`, chains only)",
-        "exact; pages are those of a server without it",
+        "drafts of n-grams (`--speculative-algorithm NGRAM`, breadth 1)",
+        "exact; pages are those of a server without it; with attention that masks branches only",
         "tests/e2e/models/test_speculation.py",
     ),
     ServedMode(

@@ -52,8 +52,10 @@ def outside_speculation(
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
             ("--hier-kv-codec none", config.codec or "none"),
         ]
-    elif kind not in ("mha", "mla"):
-        found.append(("full attention in every layer", "a model with other layers"))
+    else:
+        if kind not in ("mha", "mla"):
+            found.append(("full attention in every layer", "a model with other layers"))
+        found += _outside_masks(read, kind)
     for expected, value in found:
         wanted = expected.partition(" (")[0]
         if value and not wanted.endswith(f" {value}"):
@@ -61,6 +63,20 @@ def outside_speculation(
 
 
 _BRANCHES = {False: "", True: " (--speculative-ngram-max-bfs-breadth 1)"}
+# Attention that leaves out the other branches of a tree of guesses, whatever breadth is named. The
+# corpus branches with breadth 1, too: where suffixes of several lengths go on in different ways.
+# Others take guesses for one chain then, and what is verified has attended to what was not.
+_MASKING = {"mha": ("triton", "flashinfer", "intel_amx", "cpu_extend"), "mla": ("triton",)}
+
+
+def _outside_masks(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:
+    """Attention backends under which accepted guesses may have seen others."""
+    masking = _MASKING.get(kind, ())
+    for name in ("prefill_attention_backend", "decode_attention_backend"):
+        backend = read(name) or read("attention_backend") or "none"
+        if backend not in masking:
+            yield "--attention-backend triton (it masks branches)", f"{backend}"
+            return
 
 
 def _on(value: Any) -> str:

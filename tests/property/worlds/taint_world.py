@@ -186,6 +186,7 @@ class World:
         io: FileIO | None = None,
         placement: PolicyConfig | None = None,
         prefetch_policy: str = "timeout",
+        of_pairs: bool = False,
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
@@ -234,6 +235,7 @@ class World:
             page_size=PAGE,
             tree_components=(ComponentType.FULL,),
             tree_core_backend=core,
+            is_eagle=of_pairs,
         )
         metrics = MetricsReporter(self.store, disk, enabled=False, labels={})
         identity: Any = Identity()

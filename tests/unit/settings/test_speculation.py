@@ -12,6 +12,7 @@ from sglang_ext.settings.compat import Resolved, check_keys, check_resolved
 from sglang_ext.settings.config import HierKVConfig
 
 CHAINS: dict[str, Any] = {"speculative_eagle_topk": 1, "speculative_num_steps": 3}
+CHAINS["attention_backend"] = "triton"
 
 
 def check(
@@ -25,6 +26,15 @@ def check(
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
 def test_chains_of_drafts_are_served(algorithm: str) -> None:
     check(algorithm)
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer", "intel_amx", "cpu_extend"])
+def test_ngrams_are_served_where_attention_masks_branches(backend: str) -> None:
+    check("NGRAM", attention_backend=backend)
+
+
+def test_drafts_of_a_model_are_served_whatever_masks() -> None:
+    check("EAGLE", attention_backend="fa3")
 
 
 REFUSED = [
@@ -44,6 +54,20 @@ REFUSED = [
     ("EAGLE", {"speculative_draft_window_size": 64}, "no --speculative-draft-window-size", "64"),
     ("EAGLE", {"kind": "mla"}, "a model of K and V of every head with", "one of another kind"),
     ("NGRAM", {"kind": "swa"}, "full attention in every layer with", "a model with other layers"),
+    ("NGRAM", {"attention_backend": "fa3"}, "--attention-backend triton (it masks", "fa3"),
+    ("NGRAM", {"attention_backend": None}, "--attention-backend triton (it masks", "none"),
+    (
+        "NGRAM",
+        {"decode_attention_backend": "trtllm_mha"},
+        "--attention-backend triton (it masks branches) with",
+        "trtllm_mha",
+    ),
+    (
+        "NGRAM",
+        {"kind": "mla", "attention_backend": "flashinfer"},
+        "--attention-backend triton (it masks branches) with",
+        "flashinfer",
+    ),
     ("NGRAM", {"config": {"truncation": "overflow"}}, "--hier-kv-truncation off with", "overflow"),
     ("EAGLE", {"config": {"tree_core": "rust"}}, "--hier-kv-tree-core python with", "rust"),
     ("EAGLE", {"config": {"codec": "lossless"}}, "--hier-kv-codec none with", "lossless"),

@@ -1,0 +1,75 @@
+"""Keys of pairs of tokens, as with an EAGLE draft, in random interleavings.
+
+A row of a draft's KV depends on the token behind it, too. So here a row says which tokens are up to
+it and which one follows, and a request may attend to none whose follower is another than its own.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.taint_world import IDENTITY, Request, World, Wrong
+
+ROUNDS = 8
+
+
+class PairsWorld(World):
+    """Rows know the token behind them; a draft learns the last one's when it is sampled."""
+
+    def row_values(self, tokens: list[int], end: int) -> torch.Tensor:
+        prints, print_ = [], 0
+        for at, token in enumerate(tokens[:end]):
+            print_ = zlib.crc32(token.to_bytes(4, "little"), print_)
+            own = print_
+            if at + 1 < len(tokens):
+                own = zlib.crc32(tokens[at + 1].to_bytes(4, "little"), own)
+            prints.append([own >> shift & 127 for shift in (0, 8, 16, 24)])
+        return torch.tensor(prints, dtype=torch.bfloat16)
+
+    def forward(self, req: Request, start: int, end: int) -> None:
+        if req in self.running:  # its last row was computed when no token was behind it yet
+            row = self.rows_of(req, start - 1, start)
+            value = self.row_values(req.tokens, start)[-1:, None]
+            for buffer in (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer):
+                buffer[row, :, IDENTITY : IDENTITY + 4] = value
+        super().forward(req, start, end)
+
+
+@pytest.mark.parametrize(("seed", "with_disk"), [(0, True), (1, False)])
+def test_no_row_is_behind_which_another_token_came(
+    seed: int, with_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = PairsWorld(tmp_path, monkeypatch, seed, lossy=False, with_disk=with_disk, of_pairs=True)
+    shown = ["saved_pages", "loaded_pages", "restored_pages"]
+    shown += ["promoted_pages"] if with_disk else ["saved_again_pages"]
+
+    def one_round() -> None:
+        for _ in range(500):
+            world.step()
+        world.drain()
+
+    try:
+        run_until_all_seen(
+            one_round, lambda: missing(world.store.stats(), tuple(shown)), num_rounds=ROUNDS
+        )
+        print(world.counts, world.store.stats())
+    finally:
+        world.close()
+
+
+def test_a_row_with_another_follower_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With keys of single tokens a page's last row is shared whatever comes behind it."""
+    world = PairsWorld(tmp_path, monkeypatch, 1, lossy=False, with_disk=False)
+    try:
+        world.run([1, 2, 3, 4, 5])
+        with pytest.raises(Wrong, match="another's"):
+            world.run([1, 2, 3, 4, 6])
+    finally:
+        world.close()
