@@ -124,6 +124,40 @@ def test_pages_that_a_call_just_wrote_are_not_overwritten_by_the_rest_of_it(
     assert world.tier.stats().segments_dropped == before.segments_dropped
 
 
+@LAYOUTS
+def test_a_kill_in_a_call_that_fills_segments_twice_loses_no_page(
+    open_tier: OpenTier, packed: bool, tmp_path: Path
+) -> None:
+    """At each step at which a segment is opened again or sealed: what it held then is found."""
+    killed: dict[str, tuple[Path, set[bytes]]] = {}
+
+    def kill(step: str) -> None:
+        if calls > 1 and step not in killed:
+            folder = tmp_path / f"killed {len(killed)}"
+            shutil.copytree(tmp_path / "disk", folder)
+            killed[step] = folder, {page_hash for page_hash, _ in world.books.pages.values()}
+
+    calls = 0
+    world = World(open_tier, packed, failpoints=kill)
+    world.books.keep = lambda page_hash: page_hash[0] % 3 == 0 and page_hash[1] < 128
+    for calls in range(4):
+        world.write(range(150 * calls, 150 * (calls + 1)))
+    steps = {"before_footer", "before_truncate", "done"}
+    assert killed.keys() >= {"reuse:before_open", "reuse:opened", *(f"seal:{s}" for s in steps)}
+    for folder, pages in killed.values():
+        again = World(open_tier, packed, path=folder)
+        found = {page_hash: (place, num) for place, (page_hash, num) in again.books.pages.items()}
+        assert pages <= found.keys()
+        numbers = {key(number): number for number in range(150 * (calls + 1))}
+        for page_hash, (place, num_blocks) in found.items():
+            result = read_page(
+                again.tier, place, numbers[page_hash], slot_bytes=PACKED_SLOT_BYTES,
+                num_blocks=num_blocks,
+            )  # fmt: skip
+            assert result is VerifyResult.OK
+        again.tier.close()
+
+
 def test_a_page_that_was_given_up_is_a_miss_and_never_another(open_tier: OpenTier) -> None:
     world = World(open_tier, False)
     world.write(range(200))
