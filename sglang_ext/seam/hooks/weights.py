@@ -77,9 +77,13 @@ def _around_adapter_change(original: Any, self: Any, *args: Any, **kwargs: Any) 
 
 
 def _before_flush(self: Any, *args: Any, **kwargs: Any) -> None:
-    """A save in the background must not make `/flush_cache` fail."""
+    """A save in the background must not make `/flush_cache` fail.
+
+    A call that changes weights has waited for them, on all ranks. What it flushes is no point that
+    all come to: a rank on which the weights could not be loaded does not flush.
+    """
     cache = _cache_of(self)
-    if cache is not None:
+    if cache is not None and not cache.identity.is_updating:
         cache.quiesce()
 
 

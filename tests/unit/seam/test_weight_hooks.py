@@ -26,13 +26,17 @@ class Rank:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = torch.nn.Linear(3, 3)
-        self.num_exchanges = 0
+        self.num_exchanges = self.num_drains = 0
         self.store = PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig())
         self.identity = ModelIdentity(self.model, {}, {}, dict, self._exchange, serves_alike=False)
         self.identity.open(self.store)
-        self.num_exchanges = 0
+        self.num_exchanges = self.num_drains = 0
         cache = SimpleNamespace(
-            identity=self.identity, store=self.store, page_size=64, weights_change=lambda: None
+            identity=self.identity,
+            store=self.store,
+            page_size=64,
+            weights_change=lambda: None,
+            quiesce=self._quiesce,
         )
         monkeypatch.setattr(weights, "_cache_of", lambda scheduler: cache)
         self.updater = SimpleNamespace(
@@ -47,6 +51,9 @@ class Rank:
     def _exchange(self, content: bytes) -> list[bytes]:
         self.num_exchanges += 1
         return [content, content]
+
+    def _quiesce(self) -> None:
+        self.num_drains += 1
 
     def call(self, body: Any) -> Any:
         """Calls a method of SGLang's updater as the hook does."""
@@ -74,3 +81,14 @@ def test_a_rank_whose_call_raised_waits_for_no_other(monkeypatch: pytest.MonkeyP
         rank.call(fail)
     assert rank.num_exchanges == 0
     assert rank.identity.space_of(REQUEST, rank.store) is None
+
+
+def test_a_flush_of_an_update_is_no_point_that_all_ranks_come_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that cannot load its part does not flush; the others must not wait for it there."""
+    rank = Rank(monkeypatch)
+    rank.call(lambda: weights._before_flush(rank.updater.scheduler))
+    assert rank.num_drains == 0
+    weights._before_flush(rank.updater.scheduler)
+    assert rank.num_drains == 1
