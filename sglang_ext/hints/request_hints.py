@@ -46,7 +46,7 @@ def hints_of(custom_params: Any) -> RequestHints | None:
     if not isinstance(given, dict):
         raise ValueError(
             f"custom_params[{PARAM!r}] must be an object with {' or '.join(_NAMES)}, got "
-            f"{str(given)[:80]!r}."
+            f"{_shown(given)}."
         )
     unknown = [str(name) for name in given if name not in _NAMES]
     if unknown:
@@ -56,12 +56,12 @@ def hints_of(custom_params: Any) -> RequestHints | None:
     ends, returns_in_s = given.get("ends"), given.get("returns_in_s")
     if ends is not None and not isinstance(ends, bool):
         raise ValueError(
-            f"custom_params[{PARAM!r}]['ends'] must be true or false, got {str(ends)[:80]!r}."
+            f"custom_params[{PARAM!r}]['ends'] must be true or false, got {_shown(ends)}."
         )
     if returns_in_s is not None and not _is_time(returns_in_s):
         raise ValueError(
             f"custom_params[{PARAM!r}]['returns_in_s'] must be a number of seconds above 0 and up "
-            f"to {MAX_RETURNS_IN_S:.0f}, got {str(returns_in_s)[:80]!r}."
+            f"to {MAX_RETURNS_IN_S:.0f}, got {_shown(returns_in_s)}."
         )
     if ends and returns_in_s is not None:
         raise ValueError(
@@ -86,6 +86,15 @@ def owner_slot(secret: bytes, tenant: Tenant, num_slots: int) -> int:
     parts = encode_parts("hints", tenant.extra_key, tenant.salt)
     digest = hmac.new(secret, parts, hashlib.sha256).digest()
     return int.from_bytes(digest[:8], "little") % num_slots
+
+
+def _shown(value: Any) -> str:
+    """A value in a refusal; what may be long or deep is named by its type alone."""
+    if isinstance(value, int) and not -(10**9) < value < 10**9:
+        return "a larger number"  # Python writes none of over 4,300 digits
+    if value is None or isinstance(value, str | int | float):
+        return repr(str(value)[:80])
+    return f"one of type {type(value).__name__}"
 
 
 def _is_time(value: Any) -> bool:

@@ -170,6 +170,11 @@ class ModelIdentity:
 
     # ---- weights ----
 
+    @property
+    def is_updating(self) -> bool:
+        """Whether a call that changes weights is under way."""
+        return self._updating > 0
+
     def begin_update(self, *, device_is_empty: bool) -> None:
         """The weights are about to change; pending saves must be drained before.
 

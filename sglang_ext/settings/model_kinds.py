@@ -142,8 +142,8 @@ SERVED_MODES = (
     ServedMode("one scheduler", "exact, moved, coded", "tests/e2e/reuse/test_equality.py"),
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
-        "exact; moved by `overflow` alone; coded without a calibrated profile; with MLA each rank "
-        "stores the same KV",
+        "exact; coded without a calibrated profile; `overflow` cuts, and what is kept is computed "
+        "anew; with MLA each rank stores the same KV",
         "tests/e2e/reuse/test_ranks.py",
     ),
     ServedMode(
@@ -153,8 +153,9 @@ SERVED_MODES = (
     ),
     ServedMode(
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
-        "as its groups of ranks are, one scheduler or several tensor parallel ranks each; shared "
-        "between them through the remote store only; without adapters or sessions",
+        "exact; coded without a calibrated profile; moved by `overflow` where a group is one rank; "
+        "shared between groups through the remote store only; without speculation, adapters or "
+        "sessions",
         "tests/e2e/reuse/test_attention_dp.py",
     ),
     ServedMode("adapters (`--enable-lora`)", "exact", "tests/e2e/updates/test_adapter_promises.py"),

@@ -95,9 +95,12 @@ def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> No
         known += 1
     # The path continues a conversation if its known part ends where an earlier path ended (or one
     # page before: the last may have been partial). A shared prefix ends inside of earlier paths.
+    # It does so at another page each time: where a second path parts, with one page behind it or
+    # many, the part before is shared.
     turn, departs = 1, known > 0
     if known and pages.tail[path[known - 1]] <= 1:
-        departs = False
+        departs = pages.tail[path[known - 1]] == 1 and pages.uses[path[known - 1]] > 1
+        departs = departs and known < path.size
         turn = min(pages.turn[path[known - 1]] + 1, _CAP)
     parent = NONE
     for i in range(path.size):

@@ -45,14 +45,17 @@ def _around_weight_change(original: Any, self: Any, *args: Any, **kwargs: Any) -
     cache.weights_change()
     cache.identity.begin_update(device_is_empty=_device_is_empty(self.scheduler, cache))
     try:
-        return original(self, *args, **kwargs)
+        answer = original(self, *args, **kwargs)
     finally:
         cache.identity.end_update(
             device_is_empty=_device_is_empty(self.scheduler, cache),
             # Within a session a peer may write weights (P2P, RDMA) that no call announces.
             incomplete=self._session is not None or bool(self.offload_tags),
         )
-        cache.identity.open_at_once(cache.store)
+    # Not where the call raised: the other ranks may be in a collective of the call itself, and an
+    # exchange with them would keep the error, which ends the server, from ever being seen.
+    cache.identity.open_at_once(cache.store)
+    return answer
 
 
 def _around_check(original: Any, self: Any, recv_req: Any) -> Any:
@@ -74,9 +77,13 @@ def _around_adapter_change(original: Any, self: Any, *args: Any, **kwargs: Any) 
 
 
 def _before_flush(self: Any, *args: Any, **kwargs: Any) -> None:
-    """A save in the background must not make `/flush_cache` fail."""
+    """A save in the background must not make `/flush_cache` fail.
+
+    A call that changes weights has waited for them, on all ranks. What it flushes is no point that
+    all come to: a rank on which the weights could not be loaded does not flush.
+    """
     cache = _cache_of(self)
-    if cache is not None:
+    if cache is not None and not cache.identity.is_updating:
         cache.quiesce()
 
 

@@ -56,6 +56,18 @@ def test_what_is_no_hint_is_refused_with_what_was_expected(given: Any, refusal: 
         hints_of({PARAM: given})
 
 
+@pytest.mark.parametrize("name", ["ends", "returns_in_s", None])
+def test_a_refusal_writes_out_nothing_that_is_long_or_deep(name: str | None) -> None:
+    """It is written in the process that serves everybody, and Python ends at a depth of 1,000."""
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="got one of type list"):
+        hints_of({PARAM: deep if name is None else {name: deep}})
+    with pytest.raises(ValueError, match="got a larger number"):
+        hints_of({PARAM: 10**5000 if name is None else {name: 10**5000}})
+
+
 def test_tenants_are_judged_apart_and_nobody_can_tell_under_which_record() -> None:
     tenants = [Tenant(extra_key=f"tenant-{number}") for number in range(200)]
     slots = [owner_slot(b"secret", tenant, NUM_OWNERS) for tenant in tenants]

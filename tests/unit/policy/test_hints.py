@@ -85,6 +85,34 @@ def test_what_other_paths_share_does_not_end_with_one_of_them() -> None:
     assert np.flatnonzero(policy.pages.kind == ENDED).tolist() == [30, 31, 32]
 
 
+def test_a_prompt_that_many_share_does_not_end_with_a_short_question_behind_it() -> None:
+    """One page behind it looks like a conversation that goes on, until it is seen again."""
+    policy = PlacementPolicy(64)
+    for chat in range(20):
+        path = _rows([0, 1, 2, 10 + chat])
+        policy.used(path, float(chat), arrived_s=float(chat))
+        moved = policy.hint(path, chat + 0.5, owner=0)
+        assert chat < 2 or set(moved.tolist()) <= {10 + chat}
+    assert np.flatnonzero(policy.pages.shared).tolist() == [0, 1, 2]
+    assert policy.hints.trusted[0, ENDS]  # which is true of all of them but the first two
+    assert moved.tolist() == [29]
+
+
+def test_a_conversation_whose_last_page_is_written_anew_is_not_shared() -> None:
+    policy = PlacementPolicy(64)
+    for turn in range(8):
+        policy.used(_rows([*range(turn + 2), 20 + turn]), float(turn))
+    assert not policy.pages.shared.any()
+
+
+def test_what_many_requests_at_once_say_of_one_conversation_is_said_once() -> None:
+    policy = _chats(0)
+    for number in range(40):  # samples of one prompt: each was on its way when the last one ended
+        policy.used(_chat(1), 2.0 + number, arrived_s=1.0)
+        policy.hint(_chat(1), 2.0 + number, owner=7)
+    assert policy.hints.ended[7].tolist() == [1.0, 0.0]
+
+
 def test_a_page_that_is_waited_for_stays_whatever_was_said() -> None:
     policy = _chats(2)
     policy.enqueue("waits", _chat(1), 3.0)

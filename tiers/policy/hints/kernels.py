@@ -252,7 +252,11 @@ def note_use(hints: Any, names: Any, arrived_s: float) -> None:
         hints.name[entry] = 0
         hints.counts[1] -= 1
         if arrived_s < hints.at_s[entry]:
-            continue  # it was on its way: nothing is shown by it
+            # It was on its way: nothing is shown by it, and nothing of what would have been.
+            if span_s == 0.0:
+                hints.ended[owner, 0] = max(hints.ended[owner, 0] - 1.0, 0.0)
+                judge(hints, owner)
+            continue
         if span_s == 0.0:
             hints.ended[owner, 1] += 1.0
         else:
