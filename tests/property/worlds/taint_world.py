@@ -246,6 +246,8 @@ class World:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.counts: dict[str, int] = {}
+        self.of_pairs = of_pairs
+        self._positions: dict[bytes, int] = {}  # of pages that were inserted, by hash
         self._next = 0
 
     @property
@@ -313,7 +315,7 @@ class World:
             raise Wrong("a page of the tree is taken for exact and is not")
 
     def check_store(self) -> None:
-        """No page in DRAM is worse than it is said to be, here and in its header."""
+        """Pages in DRAM are not worse than they are said to be, and lie where they say."""
         books = self.store._books
         with books.table.lock:
             rows = books.table.index.rows()
@@ -322,6 +324,8 @@ class World:
                 slot = self.arena.slots[books.table.index.host_slot[row]]
                 meta, _ = parse_header(slot)
                 quality = int(books.table.index.quality[row])
+                if meta.position != self._positions.get(meta.page_hash, meta.position):
+                    raise Wrong(f"a header says that its page begins at {meta.position}")
                 if meta.quality != quality:
                     raise Wrong(f"a header says {meta.quality} and the index {quality}")
                 if quality == 0 and any(v[..., EXACT_BIT].any() for v in self.slot_rows(slot)):
@@ -446,8 +450,13 @@ class World:
         span = slice(start, start + len(rows))
         self.req_pool.write((req.kv.req_pool_idx, span), rows.to(torch.int32))
 
-    def checkpoint(self, req: Request, up_to: int) -> None:
+    def insert(self, req: Request, up_to: int) -> None:
+        for page, key in enumerate(self.keys(req.tokens[:up_to])):
+            self._positions[bytes.fromhex(key)] = page * PAGE
         self.cache.checkpoint(req, up_to=up_to)
+
+    def checkpoint(self, req: Request, up_to: int) -> None:
+        self.insert(req, up_to)
         req.prefix_len = req.kv.kv_committed_len = up_to
         self.check_attended(req, up_to)
         self.check_tree()
@@ -485,8 +494,7 @@ class World:
         req.done = True
         self.running.remove(req)
         assert not self.cache.claim_kv_row(req)
-        end = req.prefix_len
-        self.cache.checkpoint(req, up_to=end)
+        self.insert(req, req.prefix_len)
         self.release(req)
         self.check_tree()
 
@@ -599,7 +607,7 @@ class World:
         return req
 
     def keys(self, tokens: list[int]) -> list[str]:
-        key = RadixKey(array("q", tokens), None).page_aligned(PAGE)
+        key = RadixKey(array("q", tokens), None, is_bigram=self.of_pairs).page_aligned(PAGE)
         return list(get_storage_hash_str(key, None, page_size=PAGE))
 
     def only_on_disk(self) -> None:
