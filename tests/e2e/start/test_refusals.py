@@ -59,13 +59,16 @@ HOOKED = next(symbol for symbol in SYMBOLS if symbol.name == "Scheduler.handle_g
 
 # What is added to a good command line, and what the sentence must say.
 REFUSED_ARGUMENTS = {
-    "data parallel attention": (
-        ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
-        ["whole schedulers as data parallel ranks", "--enable-dp-attention", "remove one"],
+    "sessions with data parallel attention": (
+        [
+            *["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+            "--enable-streaming-session",
+        ],
+        ["no --enable-streaming-session with data parallel attention"],
     ),
-    "data parallel attention by its other name": (
-        ["--tp-size", "2", "--attn-dp-size", "2"],
-        ["whole schedulers as data parallel ranks", "--attn-dp-size 2", "set it to 1"],
+    "a delayer with data parallel attention by its other name": (
+        ["--tp-size", "2", "--attn-dp-size", "2", "--enable-prefill-delayer"],
+        ["no --enable-prefill-delayer with data parallel attention"],
     ),
     "multiplexed streams": (["--enable-pdmux"], ["on one stream", "--enable-pdmux"]),
     "a store of HiCache alone": (
