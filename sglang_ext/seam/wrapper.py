@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -70,6 +70,8 @@ class _Saving(NamedTuple):
 
 class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
     """SGLang's wrapper, with positions, namespaces and ready-in-DRAM promises.
+
+    It has many methods because half of them take the place of SGLang's, which calls them by name.
 
     Args:
         cache: the cache that it serves.
@@ -316,16 +318,10 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         """
         if self._saving is None:
             return
-        lock = self.cache.inc_lock_ref(node_id).to_dec_params()
         place = Place(self._saving.space, position, hashes_from_hex(ancestors), quality)
         transfer = PoolTransfer(name=PoolName.KV, device_indices=rows, keys=keys)
         with self.cache_linker.placed(place):
-            queued = self.cache_linker.offload([transfer])
-        if queued:
-            # No nodes to publish: SGLang's marks on nodes belong to the earlier save.
-            self.pending_offloads.append(_PendingOffload(node_id, lock, []))
-        else:
-            self.cache.dec_lock_ref(node_id, lock)
+            self._queue_locked(node_id, lambda: self.cache_linker.offload([transfer]))
 
     def all_parts(
         self, hashes: Hashes, rows: torch.Tensor, allocator: Any
@@ -353,13 +349,9 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         Returns:
             False when it is refused.
         """
-        lock = self.cache.inc_lock_ref(node_id).to_dec_params()
-        queued = self.cache_linker.offload_windows(place, hashes, rows)
-        if queued:
-            self.pending_offloads.append(_PendingOffload(node_id, lock, []))
-        else:
-            self.cache.dec_lock_ref(node_id, lock)
-        return queued
+        return self._queue_locked(
+            node_id, lambda: self.cache_linker.offload_windows(place, hashes, rows)
+        )
 
     def save_state(self, node_id: Any, place: Place, page_hash: Hashes, slot: torch.Tensor) -> bool:
         """Queues the state behind a node, which is locked until it is saved: its state, too.
@@ -373,8 +365,17 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         Returns:
             False when it is refused.
         """
+        return self._queue_locked(
+            node_id, lambda: self.cache_linker.offload_state(place, page_hash, slot)
+        )
+
+    def _queue_locked(self, node_id: Any, offload: Callable[[], bool]) -> bool:
+        """Queues a save of our own with its node locked until it is done; False: it is refused.
+
+        No nodes to publish: SGLang's marks on nodes belong to its own save of them.
+        """
         lock = self.cache.inc_lock_ref(node_id).to_dec_params()
-        queued = self.cache_linker.offload_state(place, page_hash, slot)
+        queued = offload()
         if queued:
             self.pending_offloads.append(_PendingOffload(node_id, lock, []))
         else:
