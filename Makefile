@@ -59,7 +59,7 @@ dist: $(STAMP)
 	$(PY) -m testkit.release
 
 test: $(STAMP)
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(TESTS)
 	@echo "make test: all tests passed"
 
 bench: $(STAMP)

@@ -30,8 +30,11 @@ _READ_LATE = (
 _PATH = "PYTHONPATH"
 _IMPORTED_AT_START = ("sitecustomize", "usercustomize")
 _RANK_OPTIONS = ("--tp-size", "--tensor-parallel-size", "--tp")
-# With these SGLang starts processes from processes that it has started.
-_NESTED = ("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--nnodes", "--enable-dp")
+_DATA_OPTIONS = ("--dp-size", "--data-parallel-size", "--dp")
+_ATTENTION_DATA_OPTIONS = ("--attn-dp-size", "--attention-data-parallel-size")
+_ATTENTION_DATA_SWITCH = "--enable-dp-attention"
+# With these nobody has tried it.
+_UNTRIED = ("--pp-size", "--pipeline-parallel-size", "--nnodes")
 
 
 class ForkedServer:
@@ -109,7 +112,7 @@ class Nursery:
             for name in {*env, *self._base} - {_PATH}
             if env.get(name) != self._base.get(name) and not name.startswith(_READ_LATE)
         }
-        if changed or any(arg.startswith(_NESTED) for arg in args):
+        if changed or any(arg.startswith(_UNTRIED) for arg in args):
             return False
         base, path = (each.get(_PATH, "").split(os.pathsep) for each in (self._base, env))
         return set(base) <= set(path) and all(map(_comes_late, set(path) - set(base)))
@@ -122,7 +125,7 @@ class Nursery:
             env: its whole environment.
             log: takes stdout and stderr.
         """
-        job = Job(list(args), dict(env), os.getcwd(), 1 + _num_ranks(args))
+        job = Job(list(args), dict(env), os.getcwd(), _children(args))
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             socket.send_fds(
@@ -162,8 +165,25 @@ def _comes_late(folder: str) -> bool:
     return not any(name in _IMPORTED_AT_START or importlib.util.find_spec(name) for name in names)
 
 
-def _num_ranks(args: Sequence[str]) -> int:
+def _children(args: Sequence[str]) -> list[int]:
+    """For each process that a server starts, in order, how many that one starts.
+
+    A controller starts the schedulers where they are data parallel, the server itself otherwise;
+    the detokenizer comes behind them.
+    """
+    num_ranks = _value(args, _RANK_OPTIONS)
+    num_data, num_attention_data = (
+        _value(args, options) for options in (_DATA_OPTIONS, _ATTENTION_DATA_OPTIONS)
+    )
+    if num_data * num_attention_data == 1:
+        return [0] * (num_ranks + 1)
+    if num_attention_data == 1 and _ATTENTION_DATA_SWITCH not in args:
+        num_ranks *= num_data
+    return [num_ranks, 0]
+
+
+def _value(args: Sequence[str], options: Sequence[str]) -> int:
     for option, value in pairwise(args):
-        if option in _RANK_OPTIONS and value.isdigit():
+        if option in options and value.isdigit():
             return int(value)
     return 1

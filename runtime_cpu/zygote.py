@@ -62,19 +62,25 @@ class Job:
         argv: arguments behind ``python -m sglang.launch_server``.
         env: the whole environment.
         cwd: the working directory.
-        num_children: processes that it will start.
+        children: a number for each process that it will start, in order: how many that one will.
     """
 
     argv: list[str]
     env: dict[str, str]
     cwd: str
-    num_children: int
+    children: list[int]
 
 
 class _Child:
-    """A copy of this process, made before the server begins, that waits for what to run."""
+    """A copy of this process, made before the server begins, that waits for what to run.
 
-    def __init__(self, others: Sequence[_Child]) -> None:
+    Args:
+        others: copies that were made before it.
+        num_children: processes that it will start, which are copies of it.
+    """
+
+    def __init__(self, others: Sequence[_Child], num_children: int) -> None:
+        self._num_children = num_children
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if self.pid == 0:
@@ -87,7 +93,12 @@ class _Child:
     def start(self, program: str, fds: Sequence[int]) -> int:
         """Lets it run a spawned interpreter's program with these descriptors; returns its pid."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
-        message = {"program": program, "fds": list(fds), "env": dict(os.environ)}
+        message = {
+            "program": program,
+            "fds": list(fds),
+            "env": dict(os.environ),
+            "num_children": self._num_children,
+        }
         socket.send_fds(self._socket, [json.dumps(message).encode()], list(fds))
         self._socket.close()
         return self.pid
@@ -100,6 +111,7 @@ def _run_spawned(inbox: socket.socket) -> None:
     if not data:
         os._exit(0)  # the server ended, or needed fewer children
     message = json.loads(data)
+    _use_children([0] * message["num_children"])
     _renumber(fds, message["fds"])
     os.environ.clear()
     os.environ.update(message["env"])
@@ -120,11 +132,19 @@ def _renumber(fds: Sequence[int], wanted: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _use_children(children: list[_Child]) -> None:
-    """Lets `multiprocessing` start these processes instead of interpreters, as long as any is left.
+def _use_children(counts: Sequence[int]) -> None:
+    """Makes copies of this process, which `multiprocessing` then starts instead of interpreters.
 
     Its other helper, the resource tracker, starts as ever.
+
+    Args:
+        counts: for each copy, how many it will make of itself.
     """
+    children: list[_Child] = []
+    for count in counts:
+        children.append(_Child(children, count))
+    if not children:
+        return
     spawn = multiprocessing.util.spawnv_passfds
 
     def start(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
@@ -148,10 +168,7 @@ def _run_server(job: Job, log_fd: int) -> None:
     os.environ.update(job.env)
     _extend_path(job.env.get("PYTHONPATH", ""))
     random.seed()
-    children: list[_Child] = []
-    for _ in range(job.num_children):
-        children.append(_Child(children))
-    _use_children(children)
+    _use_children(job.children)
     setproctitle(" ".join([sys.executable, "-m", SERVER_MODULE, *job.argv]))
     sys.argv = [SERVER_MODULE, *job.argv]
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)

@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -323,7 +324,7 @@ class Server:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
-                if os.getsid(process.pid) == session:
+                if os.getsid(process.pid) == session and not _is_zombie(process):
                     found.append(process)
         return sorted(found, key=lambda process: (process.pid != session, process.pid))
 
@@ -442,7 +443,21 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=10.0)
+    _await_ends(processes, timeout_s=10.0)
+
+
+def _await_ends(processes: Sequence[psutil.Process], timeout_s: float) -> None:
+    """Waits until processes have ended; whoever adopts their orphans may take long to reap them."""
+    deadline_s = time.monotonic() + timeout_s
+    for process in processes:
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            continue
+        try:
+            select.select([pidfd], [], [], max(deadline_s - time.monotonic(), 0.0))
+        finally:
+            os.close(pidfd)
 
 
 def _remove_sglang_own(mapped: set[str]) -> tuple[list[str], list[str]]:

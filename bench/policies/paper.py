@@ -44,9 +44,13 @@ def main(arguments: Sequence[str]) -> None:
     flags = parser.parse_args(arguments)
     if not 0 < flags.scale <= 1:
         parser.error(f"--scale must be above 0 and at most 1, came {flags.scale:g}")
-    for job in paper_jobs(flags.scale):
-        if flags.only not in job.name:
-            continue
+    jobs = paper_jobs(flags.scale)
+    chosen = [job for job in jobs if flags.only in job.name]
+    if not chosen:
+        names = ", ".join(job.name for job in jobs)
+        parser.error(f"--only must be a part of one of {names}; came {flags.only!r}")
+    for job in chosen:
+        print(f"{job.name}: simulating ...", file=sys.stderr, flush=True)
         result = simulate(job)
         check_all([job], {job.name: result})
         print(f"{job.name}, {flags.scale:g} of the paper's size", flush=True)
