@@ -43,9 +43,7 @@ OTHERS_FLAGS = {
     *("--from-file", "--gpus", "--mount", "--no-cache-dir", "--shm-size", "--stop-timeout"),
     *("--ulimit",),
 }
-# SGLang's own, that shares are taken of.
-OF_SGLANG = {"sglang:cached_tokens_total", "sglang:prompt_tokens_total"}
-LABELS = {"model_name", "instance", "event", "of", "le", "cache_source"}
+LABELS = {"model_name", "instance", "event", "of", "le"}
 # Of `/server_info`, and of what the cost model remembers; the rest is in the tables.
 DURATIONS = {"save", "load", "read", "decode", "fetch", "held"}
 
@@ -94,8 +92,6 @@ def test_there_is_something_to_look_at() -> None:
 @pytest.mark.parametrize(("name", "labels"), list(selections()))
 def test_what_is_asked_for_is_published(name: str, labels: dict[str, tuple[str, str]]) -> None:
     assert labels.keys() <= LABELS
-    if name in OF_SGLANG:
-        return
     metric = published()[name]
     operator, value = labels.get(metric.label, ("=~", ".*"))
     others = {"event", "of"} - {metric.label}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sglang_ext.admission.misses import REASONS
+
 PREFIX = "sglang:hier_kv"
 EVENT, OF = "event", "of"  # labels of counts, and of what is now
 
@@ -60,6 +62,7 @@ _NOW = {
     "host_capacity_pages": HELD_PAGES,
     "planned_pages": HELD_PAGES,
     "spill_queue_pages": HELD_PAGES,
+    "lost_pages_memory_bytes": HELD_BYTES,
     "disk_used_bytes": HELD_BYTES,
     "disk_max_bytes": HELD_BYTES,
     "disk_coded_host_used_bytes": HELD_BYTES,
@@ -84,6 +87,9 @@ FROM_START = (
     "disk_evicted_wanted_pages", "save_dropped_pages", "save_failures", "load_failures",
     "spill_failures", "promotion_failures", "admitted_ready_requests", "admitted_late_requests",
     "prefetch_timeouts", "cost_load", "cost_partial", "cost_recompute",
+    "requested_tokens", "reused_device_tokens", "reused_host_tokens", "reused_disk_tokens",
+    "reused_remote_tokens",
+    *(f"missed_{reason}_{what}" for reason in REASONS for what in ("tokens", "requests")),
 )  # fmt: skip
 _UNITS = {
     "pages": PAGES,
