@@ -124,6 +124,8 @@ def test_a_value_has_one_metric_in_base_units() -> None:
     assert at(metric_names.count_of("rejected_foreign")) == ("records", "rejected_foreign", 1.0)
     assert at(metric_names.count_of("cost_load")) == ("events", "cost_load", 1.0)
     assert at(metric_names.gauge_of("host_pages")) == ("held_pages", "host_pages", 1.0)
+    assert at(metric_names.gauge_of("disk_open_fds")) == ("parts", "disk_open_fds", 1.0)
+    assert at(metric_names.count_of("pages_of_unknown_codec"))[0] == "pages"
     assert metric_names.gauge_of("saved_pages") is None
     assert at(metric_names.estimate_of("disk_read_mb_s")) == (
         "speed_bytes_per_second",
