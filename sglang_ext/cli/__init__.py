@@ -89,6 +89,11 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "--contract", metavar="PLACE", help="look at this SGLang only: a wheel, or a folder"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--speeds",
+        action="store_true",
+        help="measure disk and DRAM, for about 5 s; writes at most 512 MiB to the disk's folder",
+    )
     add_flags(parser)
 
 
@@ -102,7 +107,7 @@ def _doctor(chosen: argparse.Namespace) -> int:
         chosen.enable_hier_kv = True  # its flags mean something here without it, too
         config = config_from_namespace(chosen)
         assert config is not None
-        checks = list(look(config))
+        checks = list(look(config, speeds=chosen.speeds))
     if chosen.json:
         print(json.dumps([asdict(check) for check in checks], indent=1))  # noqa: T201
     else:
