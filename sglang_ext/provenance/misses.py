@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from sglang_ext.admission.waiting_request import WaitingRequest
 from sglang_ext.provenance.request_state import state_of
 from sglang_ext.tiers.store import KeySpace, PageStore
 from sglang_ext.tiers.store.types import Hashes
+
+logger = logging.getLogger(__name__)
 
 # New text is no news to who sent it, and what may not be reused is in no tier.
 _NOT_TOLD = (NEVER_STORED, BARRED)
@@ -46,14 +49,21 @@ class MissKeeper:
     def runs(self, req: Any, space: KeySpace | None) -> None:
         """A request is about to be computed; what it reuses is on the device, or on its way.
 
+        Once a request. An error here is counted, and the request runs.
+
         Args:
             req: SGLang's request.
             space: where its pages belong, as of now; None where nothing may be reused for it.
         """
+        state_of(req).is_counted = True
+        try:
+            self._count(req, space)
+        except Exception:
+            self._store.counters.add("miss_report_failures")
+            logger.exception("hier-kv: what a request reused, and what not, could not be counted")
+
+    def _count(self, req: Any, space: KeySpace | None) -> None:
         state = state_of(req)
-        if state.is_counted:
-            return
-        state.is_counted = True
         wanted, state.wanted = state.wanted, None
         num_cached, counters = max(0, int(req.cached_tokens)), self._store.counters
         counters.add("requested_tokens", len(req.origin_input_ids))

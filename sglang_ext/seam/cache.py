@@ -446,7 +446,8 @@ class HierKVRadixCache(UnifiedRadixCache):
     def runs(self, reqs: list[Any]) -> None:
         """Requests are about to be computed, a part of their prompts at least."""
         for req in reqs:
-            self.misses.runs(req, self.space_of(req))
+            if not state_of(req).is_counted:
+                self.misses.runs(req, self.space_of(req))
 
     def maybe_hand_to_session(self, req: Any) -> None:
         """As SGLang's; from now on the turn writes its session's rows."""
