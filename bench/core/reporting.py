@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.core.case import BadInputError, DirtyTreeError, Report, report_object
 from bench.core.output import Progress
+from sglang_ext.simulator.trace import TraceError
 from testkit.errors import UnexpectedAnswerError
 
 
@@ -18,7 +19,7 @@ def exit_status(run: Callable[[], None]) -> int:
     """Runs a bench; 0, or 1 (its own check failed) or 2 (it was called wrongly) and the reason."""
     try:
         run()
-    except (DirtyTreeError, BadInputError) as error:
+    except (DirtyTreeError, BadInputError, TraceError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     except UnexpectedAnswerError as error:

@@ -15,7 +15,7 @@ class TraceFlags:
     """A trace and its machine; the defaults are LLaMA-70B on the paper's machine.
 
     Attributes:
-        path: JSON lines, `.xz` allowed (bench/policies/workloads/trace.py tells the format).
+        path: JSON lines, `.xz` allowed (sglang_ext/simulator/trace.py tells the format).
         host_gb, disk_gb: sizes of DRAM and SSD, 10^9 bytes.
     """
 

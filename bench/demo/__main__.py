@@ -37,11 +37,14 @@ def main() -> int:
     # The frontend would send its requests to 127.0.0.1 through a proxy of the environment.
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
     BUILD.mkdir(exist_ok=True)
+    from bench.demo.trace import write_trace
+
     with Progress() as progress:
         progress.stage("reading the bundled documents")
-        material, tokens = _material()
+        material, tokens = demo_material()
         found = {side: _run_side(side, material, tokens, progress) for side in SIDES}
     report = _report(found, material, tokens)
+    write_trace(found["with"], BUILD / "demo-trace.jsonl")
     (BUILD / "demo.json").write_text(json.dumps(report, indent=1) + "\n")
     _plot(found, report, BUILD / "demo.png")
     print(_intro(material, tokens))
@@ -53,7 +56,8 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def _material() -> tuple[Material, int]:
+def demo_material() -> tuple[Material, int]:
+    """The texts, and how many tokens they are."""
     from bench.demo.chats import make_material
     from testkit.workload import load_tokenizer
 
@@ -62,27 +66,47 @@ def _material() -> tuple[Material, int]:
 
 
 def _run_side(side: str, material: Material, tokens: int, progress: Progress) -> list[Served]:
+    name = f"SGLang {side} the plugin"
+    with tempfile.TemporaryDirectory(prefix="demo-disk-", dir=BUILD) as folder:
+        args: list[Any] = []
+        if side == "with":
+            args += ["--enable-hier-kv", "--hier-kv-host-size", dram_gb(tokens, _DRAM_SHARE)]
+            args += ["--hier-kv-disk-dir", folder, "--hier-kv-disk-size", 1]
+        return serve(name, args, material, tokens, progress)
+
+
+def dram_gb(tokens: int, share: float) -> float:
+    """Value of --hier-kv-host-size for a share of the working set."""
+    return int(tokens * share) // _PAGE * _SLOT_BYTES / 2**30
+
+
+def serve(
+    name: str, tiers: list[Any], material: Material, tokens: int, progress: Progress
+) -> list[Served]:
+    """Runs the demo's chats and documents on a real server with some tiers.
+
+    Args:
+        name: of the run, for the screen and the log's file.
+        tiers: the plugin's arguments.
+        material: the texts.
+        tokens: the working set.
+        progress: is told how far it is.
+    """
     from bench.demo.chats import drive
 
-    name = f"SGLang {side} the plugin"
     pool = max(4096, int(tokens * _POOL_SHARE) // _PAGE * _PAGE)
-    with tempfile.TemporaryDirectory(prefix="demo-disk-", dir=BUILD) as folder:
-        args: list[Any] = ["--page-size", _PAGE, "--max-total-tokens", pool]
-        # torch_native computes a cached prefix's attention again; a GPU's backends do not.
-        args += ["--attention-backend", "cpu_extend"]
-        if side == "with":
-            dram_bytes = int(tokens * _DRAM_SHARE) // _PAGE * _SLOT_BYTES
-            args += ["--enable-hier-kv", "--hier-kv-host-size", dram_bytes / 2**30]
-            args += ["--hier-kv-disk-dir", folder, "--hier-kv-disk-size", 1]
-        progress.stage(f"{name}: starting")
-        log = BUILD / "logs" / f"demo-{side}.log"
-        log.unlink(missing_ok=True)
-        with Server(args, log_path=log, stop="kill", progress=progress.update) as server:
-            progress.stage(name)
-            num = material.num_requests
-            return drive(
-                server.url, material, lambda done: progress.update(f"{done} of {num} requests")
-            )
+    args: list[Any] = ["--page-size", _PAGE, "--max-total-tokens", pool]
+    # torch_native computes a cached prefix's attention again; a GPU's backends do not.
+    args += ["--attention-backend", "cpu_extend", *tiers]
+    progress.stage(f"{name}: starting")
+    log = BUILD / "logs" / f"demo-{name.lower().replace(' ', '-').replace('/', '-')}.log"
+    log.unlink(missing_ok=True)
+    with Server(args, log_path=log, stop="kill", progress=progress.update) as server:
+        progress.stage(name)
+        num = material.num_requests
+        return drive(
+            server.url, material, lambda done: progress.update(f"{done} of {num} requests")
+        )
 
 
 def _report(found: dict[str, list[Served]], material: Material, tokens: int) -> dict[str, Any]:

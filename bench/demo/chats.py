@@ -55,6 +55,9 @@ class Served:
         cached: tokens of it that were not computed.
         by_tier: the same by tier; empty from plain SGLang.
         answer: the text.
+        sent_s: when it was sent, on a clock of the run's own.
+        prompt: its tokens.
+        output_tokens: of the answer.
     """
 
     kind: str
@@ -65,6 +68,9 @@ class Served:
     cached: int
     by_tier: dict[str, int]
     answer: str
+    sent_s: float
+    prompt: tuple[int, ...]
+    output_tokens: int
 
     @property
     def reused(self) -> int:
@@ -246,6 +252,9 @@ class TimedEndpoint(sgl.RuntimeEndpoint):  # type: ignore[misc]
                 cached=int(meta["cached_tokens"]),
                 by_tier=by_tier(meta),
                 answer=answer,
+                sent_s=start_s,
+                prompt=tuple(prompt),
+                output_tokens=int(meta["completion_tokens"]),
             )
         )
         return answer, meta

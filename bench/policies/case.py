@@ -1,7 +1,7 @@
 """The case `policies`: what the queue's look-ahead is worth, simulated in virtual time.
 
 The store, its policy and the waiting room are the server's own code; the machine, its clock and its
-users are simulated (engine.py and store.py in bench/policies/simulator). docs/policies.md tells the
+users are simulated (engine.py and store.py in sglang_ext/simulator). docs/policies.md tells the
 workloads and reads the figures.
 """
 
@@ -38,7 +38,7 @@ from bench.policies.workloads.setups import (
     trace_footprint,
     trace_system,
 )
-from bench.policies.workloads.trace import Line, read_trace
+from sglang_ext.simulator.trace import Line, read_trace
 
 _HEADLINE_JOB = "LLaMA-13B 128G/10T"
 _COMPARED = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.core.output import Progress
 from bench.policies.order import ORDERS, order_figures
-from bench.policies.simulator.engine import (
+from sglang_ext.simulator.engine import (
     Conversation,
     Outcome,
     System,

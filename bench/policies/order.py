@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.policies.simulator.types import Ids, Recorded, System
+from sglang_ext.simulator.types import Ids, Recorded, System
 
 ORDERS = ("lru", "fifo", "waiting", "belady")
 """`waiting`: Belady's rule over what the waiting requests need, and LRU for the rest."""

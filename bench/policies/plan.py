@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bench.policies.jobs import POLICIES, VARIANTS, Job
 from bench.policies.workloads.agents import agent_tasks, document_questions, long_document
+from bench.policies.workloads.bundled import BUNDLED
 from bench.policies.workloads.models import (
     CHAT_MODELS,
     LLAMA_13B,
@@ -33,7 +34,7 @@ from bench.policies.workloads.setups import (
     trace_system,
 )
 from bench.policies.workloads.sharegpt import NUM_CONVERSATIONS, THINK_S
-from bench.policies.workloads.trace import BUNDLED, read_trace
+from sglang_ext.simulator.trace import read_trace
 
 DISKS_GB = {"128G/10T": 10_000.0, "128G/2T": 2_000.0}
 WARMUP_TURNS, MEASURED_TURNS = 10_000, 42_000

@@ -6,7 +6,7 @@
 
 First come, first served, with so many requests waiting that the store knows; the disk is fast
 enough that nothing waits for it, so what is measured is what was kept. What is driven is
-`bench.policies.simulator.store`: the product's own code, and nothing here decides what leaves.
+`sglang_ext.simulator.store`: the product's own code, and nothing here decides what leaves.
 Columns:
 
 - hits: leading pages that were loaded, as a share of those that an unbounded store would have had;
@@ -29,10 +29,11 @@ from pathlib import Path
 import numpy as np
 
 from bench.policies.order import RequestOrder, replay_order
-from bench.policies.simulator.store import Ids, ServerStore, StoreSizes, page_hashes, virtual_store
+from bench.policies.workloads.bundled import BUNDLED
 from bench.policies.workloads.models import LLAMA_70B
-from bench.policies.workloads.trace import BLOCK_TOKENS, BUNDLED, read_trace
 from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.simulator.store import Ids, ServerStore, StoreSizes, page_hashes, virtual_store
+from sglang_ext.simulator.trace import BLOCK_TOKENS, read_trace
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store.types import Hashes
 

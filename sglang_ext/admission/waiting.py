@@ -122,6 +122,10 @@ class WaitingRoom:
             self._turns.arrive(waiting)
         return found
 
+    def find(self, handle: Hashable) -> WaitingRequest | None:
+        """What is known of a waiting request; None where it does not wait."""
+        return self._waiting.get(handle)
+
     def leave(self, handle: Hashable, *, admitted: bool = False) -> None:
         """A request leaves the queue: the pins that kept its pages are given back.
 
@@ -132,6 +136,7 @@ class WaitingRoom:
         waiting = self._waiting.pop(handle, None)
         if waiting is None:
             return
+        waiting.note_leaving()
         if admitted:
             self._count_admission(waiting.prefix)
             if waiting.held_since_s is not None:
@@ -209,7 +214,7 @@ class WaitingRoom:
             self._store.counters.add("prefetch_timeouts")
         self._plans.give_up(waiting)
         self._stop_asking(waiting)
-        waiting.gave_up = waiting.had_turn = True
+        waiting.gave_up = waiting.had_turn = waiting.late = True
         return True
 
     # ---- with several ranks, which decide together (`promises.py`) ----
@@ -231,6 +236,7 @@ class WaitingRoom:
         if not self._is_late(waiting):
             return Readiness.WAITING
         self._store.counters.add("prefetch_timeouts")
+        waiting.late = True
         return Readiness.LATE
 
     def hold(self, handle: Hashable) -> None:
@@ -300,6 +306,7 @@ class WaitingRoom:
         if self._asking.pop(waiting.number, None) is not None and waiting.remote_lookup is not None:
             waiting.remote_lookup.cancelled = True
             waiting.remote_lookup, waiting.answered = None, True
+            waiting.unanswered = True
 
     # ---- private ----
 

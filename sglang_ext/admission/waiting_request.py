@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.policy.cost_model import LoadDecision
+from sglang_ext.tiers.policy.cost_model import LoadChoice, LoadDecision
 from sglang_ext.tiers.store import KeySpace, Plan, TierCounts
 from sglang_ext.tiers.store.shared.pages import num_leading
 from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
@@ -21,6 +21,7 @@ from sglang_ext.tiers.store.types import Hashes
 # the time, and an attempt looks up the whole prefix.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.032
 UNKNOWN = -1
+_COMPUTES = (LoadChoice.PARTIAL, LoadChoice.RECOMPUTE)
 
 
 class Readiness(enum.IntEnum):
@@ -29,6 +30,16 @@ class Readiness(enum.IntEnum):
     LATE = 0  # waited long enough: go on with what is there
     WAITING = 1
     READY = 2  # nothing more will come
+
+
+class Shortfall(enum.IntEnum):
+    """Why a request did not get all that was stored for it."""
+
+    TOO_SLOW = 0  # computing was, or was expected to be, quicker; or it was late
+    NO_ROOM = 1  # DRAM had no room for it
+    FAILED = 2  # a page was damaged, or could not be read or fetched
+    NOT_RESUMABLE = 3  # no window or state is stored where the prompt could go on
+    UNANSWERED = 4  # the remote store had not said in time what it has
 
 
 @dataclass(frozen=True)
@@ -115,9 +126,11 @@ class WaitingRequest:
             when they have to be looked for again.
         remote_lookup: what the remote store was asked; None when it was not.
         answered: its answer was taken, or is not waited for.
+        unanswered: it is not waited for.
         remote_failed: the store did not give what it had said it has; it is not asked again.
         arrived_s: when it entered the queue.
         estimate: what loading and computing it cost; None under other policies than `cost`.
+        late: its deadline is over, or waiting on is not worth it.
     """
 
     handle: Hashable
@@ -138,9 +151,30 @@ class WaitingRequest:
     next_plan_s: float = 0.0
     remote_lookup: RemoteLookup | None = None
     answered: bool = True
+    unanswered: bool = False
     remote_failed: bool = False
     arrived_s: float = 0.0
     estimate: Estimate | None = None
+    late: bool = False
+    _shortfall: Shortfall | None = None  # as of when it left the queue
+
+    def shortfall(self) -> Shortfall:
+        """Why what was stored for it is not all reused."""
+        return self._shortfall if self._shortfall is not None else self._shortfall_now()
+
+    def note_leaving(self) -> None:
+        """It leaves the queue, and is about to lose its plan and its estimate."""
+        self._shortfall = self.shortfall()
+
+    def _shortfall_now(self) -> Shortfall:
+        plan, estimate = self.plan, self.estimate
+        if self.remote_failed or (plan is not None and plan.failed):
+            return Shortfall.FAILED
+        if self.late or (estimate is not None and estimate.verdict.choice in _COMPUTES):
+            return Shortfall.TOO_SLOW
+        if plan is None or plan.short or plan.lacked_room:
+            return Shortfall.NO_ROOM
+        return Shortfall.TOO_SLOW
 
     def remote_sizes(self) -> npt.NDArray[np.int64] | None:
         """Bytes of the pages below the device that the remote store has; 0 for the others."""

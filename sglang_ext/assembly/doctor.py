@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from sglang_ext.assembly.machine_speed import measure_disk, measure_dram
 from sglang_ext.assembly.preflight import check_machine
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.source import ContractError, SGLangSource
@@ -19,6 +20,8 @@ from sglang_ext.tiers.disk.segments.fileio import FileIO, direct_io_works
 from sglang_ext.tiers.memory import available_bytes
 
 _GPU = Path("/dev/nvidiactl")
+_NODES = Path("/sys/devices/system/node")
+_SLOW_DISK = 500e6  # bytes a second
 
 
 @dataclass(frozen=True)
@@ -38,18 +41,25 @@ class Check:
     details: list[str] = field(default_factory=list)
 
 
-def look(config: HierKVConfig, place: Path | None = None) -> Iterator[Check]:
+def look(
+    config: HierKVConfig, place: Path | None = None, *, speeds: bool = False
+) -> Iterator[Check]:
     """Looks at everything, the cheapest first.
 
     Args:
         config: the settings that a server would be given.
         place: folder or wheel of the SGLang to look at; the installed one if None.
+        speeds: measure disk and DRAM, for some seconds.
     """
     yield check_sglang(place)
     yield _check_settings(config)
     yield _check_memory_lock(config)
-    if config.disk_dir and Path(config.disk_dir).is_dir():
+    yield _check_numa(config)
+    folder = Path(config.disk_dir) if config.disk_dir else None
+    if folder is not None and folder.is_dir():
         yield _check_disk(config)
+    if speeds:
+        yield _check_speeds(config, folder)
 
 
 def check_sglang(place: Path | None = None) -> Check:
@@ -93,6 +103,60 @@ def _check_memory_lock(config: HierKVConfig) -> Check:
         f"--hier-kv-host-size {config.host_size:g} needs {config.host_bytes} bytes of locked "
         f"memory for fast copies, the limit is {soft}; raise it (`ulimit -l unlimited`).",
     )
+
+
+def _check_numa(config: HierKVConfig) -> Check:
+    """Whether DRAM of one node holds the host tier: copies from another one are slower."""
+    free = [node for path in sorted(_NODES.glob("node[0-9]*")) if (node := _node_free_bytes(path))]
+    if len(free) < 2:
+        return Check("numa", "ok", "One NUMA node: all DRAM is equally near.")
+    nodes = ", ".join(f"{num_bytes / GIB:.1f} GB" for num_bytes in free)
+    if config.host_bytes <= max(free):
+        return Check(
+            "numa", "ok", f"{len(free)} NUMA nodes, free {nodes}: one holds the host tier."
+        )
+    return Check(
+        "numa",
+        "warning",
+        f"--hier-kv-host-size {config.host_size:g} is more than any of {len(free)} NUMA nodes has "
+        f"free ({nodes}), so some copies cross nodes; start the server under `numactl "
+        "--interleave=all`, or give each of several servers a node.",
+    )
+
+
+def _node_free_bytes(node: Path) -> int:
+    """Memory of a NUMA node that is free or in its page cache; 0 where that is not told."""
+    try:
+        words = (node / "meminfo").read_text().split()
+        kilobytes = sum(
+            int(words[words.index(f"{name}:") + 1]) for name in ("MemFree", "FilePages")
+        )
+    except (OSError, ValueError):
+        return 0
+    return 1024 * kilobytes
+
+
+def _check_speeds(config: HierKVConfig, folder: Path | None) -> Check:
+    """Measures what the cost model will go by, as far as it can be without a model."""
+    told = [f"One core copies {measure_dram() / 1e9:.1f} GB/s from DRAM to DRAM"]
+    if folder is None or not folder.is_dir():
+        return Check("speeds", "ok", f"{told[0]}; there is no folder on disk to measure.")
+    direct = config.disk_io != "buffered" and direct_io_works(FileIO(), folder)
+    try:
+        disk = measure_disk(folder, direct=direct)
+    except OSError as error:
+        return Check("speeds", "warning", f"{told[0]}; {folder} could not be measured ({error}).")
+    told.append(
+        f"the disk writes {disk.write / 1e6:,.0f} MB/s and reads {disk.read / 1e6:,.0f} MB/s"
+    )
+    if not direct:
+        told.append("through the page cache, from which it may have read")
+    text = f"{', '.join(told)}."
+    if disk.read < _SLOW_DISK:
+        return Check(
+            "speeds", "warning", f"{text} Prompts may be computed as fast as that is read."
+        )
+    return Check("speeds", "ok", text)
 
 
 def _check_disk(config: HierKVConfig) -> Check:

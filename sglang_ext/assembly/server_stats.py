@@ -102,6 +102,7 @@ def _described(now: State, before: State | None, seconds: float) -> list[str]:
     if ready + late:
         reused += f"; of {ready + late:,} requests that had some, {ready:,} found them all in DRAM"
     lines.append(_row("reuse", "", reused))
+    lines.append(_row("tokens", "", _tokens(host, (before or {}).get("host"))))
     lines.append(_row("queue", "", _queue(host)))
     lines.append(_row("speeds", "", _speeds(now["cost"])))
     lines.append(_row("trouble", "", _named(trouble(now)) or "none"))
@@ -110,7 +111,8 @@ def _described(now: State, before: State | None, seconds: float) -> list[str]:
 
 def trouble(state: State) -> dict[str, int]:
     """Counts that should be 0, those that are not."""
-    found = {name: n for name, n in state["host"].items() if _TROUBLE.search(name)}
+    counts = state["host"].items()  # misses have a line of their own
+    found = {n: c for n, c in counts if _TROUBLE.search(n) and not n.startswith("missed_")}
     remote = state.get("remote") or {}
     found |= {f"remote_{name}": n for name, n in remote.items() if name.startswith("error")}
     for kind in ("errors", "dropped"):
@@ -154,6 +156,29 @@ def _dram(state: State) -> str:
     pages, capacity = host["host_pages"], host["host_capacity_pages"]
     share = pages / capacity if capacity else 0.0
     return f"{amount(pages * slot_bytes)} of {amount(capacity * slot_bytes)} ({share:.0%})"
+
+
+def _tokens(now: Mapping[str, int], before: Mapping[str, int] | None) -> str:
+    """What became of the prompts' tokens, since the start or an earlier state, in shares."""
+    counts = {name: n - (before or {}).get(name, 0) for name, n in now.items()}
+    requested = counts.get("requested_tokens", 0)
+    if not requested:
+        return "none asked for" + ("" if before is None else " since then")
+    reused, missed = _tokens_by(counts, "reused"), _tokens_by(counts, "missed")
+    tiers = ", ".join(f"{tier} {n / requested:.1%}" for tier, n in reused.items())
+    reasons = ", ".join(f"{reason} {n / requested:.1%}" for reason, n in missed.items())
+    total = f"{requested:,} asked for, {sum(reused.values()) / requested:.1%} reused"
+    return f"{total}{f' ({tiers})' if tiers else ''}; missed: {reasons or 'nothing'}"
+
+
+def _tokens_by(counts: Mapping[str, int], kind: str) -> dict[str, int]:
+    """The counts `<kind>_<name>_tokens` that are not 0, by name, the largest first."""
+    found = {
+        name.removeprefix(f"{kind}_").removesuffix("_tokens"): n
+        for name, n in counts.items()
+        if n and name.startswith(f"{kind}_") and name.endswith("_tokens")
+    }
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
 def _queue(host: Mapping[str, int]) -> str:

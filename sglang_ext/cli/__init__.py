@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from sglang_ext.cli.size import add_parser as add_size
 from sglang_ext.cli.stored import add_commands as add_stored_commands
 
 _ENV_API_KEY = "SGLANG_HIER_KV_API_KEY"
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_doctor(
         commands.add_parser("doctor", help="look at SGLang and the machine, as a start would")
     )
+    add_size(commands.add_parser("size", help="how much DRAM and disk traffic is worth"))
     _add_stats(commands.add_parser("stats", help="what a running server's tiers hold and do"))
     _add_top(commands.add_parser("top", help="the same, again and again, with rates"))
     add_stored_commands(commands)
@@ -87,6 +89,11 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "--contract", metavar="PLACE", help="look at this SGLang only: a wheel, or a folder"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--speeds",
+        action="store_true",
+        help="measure disk and DRAM, for about 5 s; writes at most 512 MiB to the disk's folder",
+    )
     add_flags(parser)
 
 
@@ -100,7 +107,7 @@ def _doctor(chosen: argparse.Namespace) -> int:
         chosen.enable_hier_kv = True  # its flags mean something here without it, too
         config = config_from_namespace(chosen)
         assert config is not None
-        checks = list(look(config))
+        checks = list(look(config, speeds=chosen.speeds))
     if chosen.json:
         print(json.dumps([asdict(check) for check in checks], indent=1))  # noqa: T201
     else:

@@ -39,6 +39,9 @@ class RequestState:
         reused: worst quality of the pages that were not computed, for the report.
         resume_pages: numbers of leading pages behind which a model with window layers went on with
             its prompt, or would have.
+        wanted: what it could reuse at most, until it runs; see `misses.py`.
+        missed: tokens that were stored once and computed again, by reason.
+        is_counted: it ran, so that it is in the counts of tokens.
     """
 
     def __init__(self) -> None:
@@ -49,6 +52,9 @@ class RequestState:
         self.taint = int(Quality.EXACT)
         self.reused = int(Quality.EXACT)
         self.resume_pages: set[int] = set()
+        self.wanted: Any = None
+        self.missed: dict[str, int] = {}
+        self.is_counted = False
         self._loaded_quality: list[tuple[int, Qualities]] = []  # (first page, quality)
 
     def note_enqueued(self, page_size: int, tiers: list[tuple[HitTier, int]]) -> None:

@@ -28,6 +28,7 @@ from sglang_ext.device.transfers import hashes_to_hex
 from sglang_ext.hints.request_hints import hints_of, owner_slot
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.identity.tenancy import depends_on_tokens_alone, tenant_of
+from sglang_ext.provenance.misses import MissKeeper, Wanted
 from sglang_ext.provenance.request_state import HitTier, find_state, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, min_reduce
@@ -138,6 +139,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.linker = HierKVLinkerWrapper(self, linker, tree, pages, inquiries)
         self._follow_tiers(config, linker.store, num_pages)
         self.taint = TaintKeeper(pages, tree, self.linker, self.req_to_token_pool)
+        self.misses = MissKeeper(linker.store, self.page_size)
         self.session_turns = SessionTurns(self.session, linker.store.counters)
         self.admission: Admission = self._admission_of(group, tree)
 
@@ -361,10 +363,12 @@ class HierKVRadixCache(UnifiedRadixCache):
             return
         num_on_device = min(device_pages, num_pages)
         layers = self.linker.windows or self.linker.states
+        path, resumes_at = hashes, None
         if layers is not None:
             limit = (len(req.full_untruncated_fill_ids) - 1) // self.page_size
             tail = hashes[num_on_device:][: layers.most_pages]
             hashes, resumable = layers.wish(space, hashes, num_on_device, limit)
+            resumes_at = num_on_device + resumable
         anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
         prefix = ReusablePrefix(
@@ -372,6 +376,9 @@ class HierKVRadixCache(UnifiedRadixCache):
         )
         self._note_enqueued(req, prefix, device_pages)  # before its plan begins to move its pages
         found = self.admission.enter(handle, prefix, key)
+        waiting = self.waiting_room.find(handle)
+        if waiting is not None:
+            state_of(req).wanted = Wanted(path, waiting, resumes_at)
         if self.linker.inquiries is not None:
             self.linker.inquiries.begin(handle, prefix, key, tail, limit, resumable)
         if self.quotes is not None:
@@ -435,6 +442,12 @@ class HierKVRadixCache(UnifiedRadixCache):
         self._drop_search(req.cache_request_handle)
         self.taint.admit(req)
         return super().prefix_device_indices(req)
+
+    def runs(self, reqs: list[Any]) -> None:
+        """Requests are about to be computed, a part of their prompts at least."""
+        for req in reqs:
+            if not state_of(req).is_counted:
+                self.misses.runs(req, self.space_of(req))
 
     def maybe_hand_to_session(self, req: Any) -> None:
         """As SGLang's; from now on the turn writes its session's rows."""

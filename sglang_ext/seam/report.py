@@ -7,7 +7,8 @@ strings, so the nested ``hier_kv`` object crosses as JSON text and is unpacked o
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from sglang_ext.tiers.records.quality import Quality
@@ -20,8 +21,9 @@ def pack_details(details: dict[str, Any] | None, report: dict[str, Any]) -> dict
 
     Args:
         details: SGLang's, or None where it has none.
-        report: reused tokens by tier, and `quality`, `exact` or `lossy`: the worst of them, when
-            any was not exact or the request asked for exact ones only.
+        report: reused tokens by tier; `missed`, tokens that were stored once and computed again,
+            by reason; and `quality`, `exact` or `lossy`: the worst of those reused, when any was
+            not exact or the request asked for exact ones only.
     """
     packed: dict[str, Any] = dict(details or {})
     # SGLang's own three, for its metrics and its clients: they add up to what was reused.
@@ -39,6 +41,13 @@ def unpack_details(self: Any, recv_obj: Any, *args: Any, **kwargs: Any) -> None:
             details[DETAILS_KEY] = json.loads(details[DETAILS_KEY])
 
 
+def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for each in counts:
+        sums.update(each)
+    return dict(sums)
+
+
 def merge_reports(reports: Collection[dict[str, Any]]) -> dict[str, Any]:
     """The report of several prompts: sums of tokens, and the worst quality where any is told."""
     merged: dict[str, Any] = {}
@@ -46,5 +55,8 @@ def merge_reports(reports: Collection[dict[str, Any]]) -> dict[str, Any]:
         for name, value in report.items():
             if isinstance(value, int):
                 merged[name] = merged.get(name, 0) + value
+    missed = _sums(report.get("missed", {}) for report in reports)
+    if missed:
+        merged["missed"] = missed
     named = [Quality[report["quality"].upper()] for report in reports if "quality" in report]
     return {**merged, "quality": max(named).name.lower()} if named else merged

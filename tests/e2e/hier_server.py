@@ -58,6 +58,12 @@ def by_tier(answer: dict[str, Any]) -> dict[str, int]:
     return reply_of(answer).by_tier
 
 
+def missed(answer: dict[str, Any]) -> dict[str, int]:
+    """Tokens that were stored once and computed again, by reason, as the answer reports them."""
+    details = answer["meta_info"].get("cached_tokens_details") or {}
+    return dict((details.get("hier_kv") or {}).get("missed") or {})
+
+
 def ask(
     server: Server, prompt: Sequence[int], num_tokens: int = 8, **fields: Any
 ) -> dict[str, Any]:

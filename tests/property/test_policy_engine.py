@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from bench.policies.jobs import POLICIES as ALL
 from bench.policies.jobs import Job, simulate
-from bench.policies.simulator.engine import POLICIES, Conversation, System, TraceRequest, Turn, run
-from bench.policies.simulator.requests import Store
+from sglang_ext.simulator.engine import POLICIES, Conversation, System, TraceRequest, Turn, run
+from sglang_ext.simulator.requests import Store
 
 _turns = st.tuples(
     st.builds(Turn, st.integers(1, 40), st.integers(1, 30), st.floats(0.0, 20.0)),

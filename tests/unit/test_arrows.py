@@ -24,6 +24,7 @@ ROOMS = (
     "runtime_cpu",
     "sglang_ext.plugin",
     "sglang_ext.cli",
+    "sglang_ext.simulator",
     "sglang_ext.assembly",
     "sglang_ext.seam",
     "sglang_ext.hints",

@@ -7,6 +7,7 @@ parts share, and `gate.py` stops what is of weights that are gone. Everything he
 is in a page is the plugin's business.
 """
 
+from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.gate import LivePages
 from sglang_ext.tiers.store.page_store import PageStore, PageStoreConfig
 from sglang_ext.tiers.store.types import (
@@ -19,6 +20,7 @@ from sglang_ext.tiers.store.types import (
 )
 
 __all__ = [
+    "Absence",
     "Epoch",
     "KeySpace",
     "LivePages",

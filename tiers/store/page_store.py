@@ -20,6 +20,7 @@ from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.quality import ANY, Qualities
 from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
+from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.coding import KeepRaw
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.events import EventLog
@@ -51,6 +52,8 @@ from sglang_ext.tiers.transcoder import PageTranscoder
 NO_LORA = b""
 # Share of DRAM that write-back keeps free or clean.
 _LOW_WATER_SHARE = 0.125
+# Key spaces in which a page that was never stored is looked for, the latest of all.
+_MAX_OTHER_SPACES = 16
 _CLOSE_LEAVING_S = 1.0  # for the batch in hand, before the disk is closed
 
 
@@ -284,6 +287,20 @@ class PageStore:
         """Where pages lie that need be no prefix. See `Lookups.states`."""
         return self._books.lookups.states(space, hashes)
 
+    def absences(
+        self, space: KeySpace, hashes: Hashes, max_quality: int = ANY
+    ) -> npt.NDArray[np.uint8]:
+        """Why pages, in any order, cannot be had: u8 `[N]` of `Absence`. For reports only.
+
+        What was lost is remembered for a while, in bounded memory (`LostPages`).
+        """
+        spaces = self._spaces.all()[-_MAX_OTHER_SPACES:]
+        others = [each.number for each in spaces if each.number != space.number]
+        why = self._books.lookups.absences(space, hashes, max_quality, others)
+        if self.keeps_records_in_dram:  # what is below the slots is DRAM, too
+            why[why == Absence.EVICTED_DISK] = Absence.EVICTED_HOST
+        return why
+
     def begin_save(
         self,
         space: KeySpace,
@@ -306,7 +323,7 @@ class PageStore:
         They are forgotten, too, when weights or adapters changed since it began.
         """
         ok = ok and self.gate.save(ticket.space, len(ticket.rows))
-        self._books.saves.finish(ticket, ok=ok)
+        self._books.saves.finish(ticket, ok=ok, why=Absence.NOT_SAVED)
         if self._remote is not None and ok:
             self._remote.uploads.saved(ticket.space, ticket.hashes)
 
@@ -478,6 +495,7 @@ class PageStore:
         if self.lookahead is not None:
             stats["waiting_requests"] = self.lookahead.num_waiting
             stats["window_requests"] = self.lookahead.num_in_window
+        stats["lost_pages_memory_bytes"] = self._books.table.lost.nbytes
         stats["planned_pages"] = self._books.pins.num_pages
         stats["spill_queue_pages"] = spilling
         stats["clears_pending"] = int(bool(self._books.spills.take_clears()))

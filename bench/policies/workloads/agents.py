@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bench.policies.simulator.engine import Conversation, Turn
+from sglang_ext.simulator.engine import Conversation, Turn
 
 AGENT_KINDS = 4
 SYSTEM_TOKENS = 6 * 1024

@@ -49,6 +49,7 @@ def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
     hook(f"{_SCHEDULER}.__init__", _after_init)
     new_requests.observe(_note_tenant)
     new_requests.observe(_part_from_another_turn)
+    hook(f"{_SCHEDULER}.run_batch", _before_run_batch, "before")
     hook(f"{_SCHEDULER}.run_batch", _after_run_batch)
     hook(f"{_SCHEDULER}.process_batch_result", _after_process_batch_result)
     hook(
@@ -93,6 +94,12 @@ def _part_from_another_turn(scheduler: Any, req: Any, message: Any) -> None:
         part_from_another_turn(scheduler, req)
 
 
+def _before_run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    cache = self.tree_cache
+    if isinstance(cache, HierKVRadixCache) and batch.forward_mode.is_extend():
+        cache.runs(batch.reqs)
+
+
 def _after_run_batch(result: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     timer = getattr(self.tree_cache, "forward_timer", None)
     if timer is not None:
@@ -114,7 +121,7 @@ def _after_details(result: Any, self: Any, req: Any) -> Any:
     if not isinstance(self.tree_cache, HierKVRadixCache):
         return result
     state, lineage = find_state(req), lineage_of(req)
-    if state is None or (req.cached_tokens <= 0 and lineage is None):
+    if state is None or (req.cached_tokens <= 0 and lineage is None and not state.missed):
         return result
     details: dict[str, Any] = {**state.by_tier(max(0, int(req.cached_tokens)))}
     if lineage is not None:
@@ -123,6 +130,8 @@ def _after_details(result: Any, self: Any, req: Any) -> Any:
             details["dropped"] = lineage.num_dropped
     if state.reused > Quality.EXACT or wants_exact(req):
         details["quality"] = name_of(state.reused)
+    if state.missed:
+        details["missed"] = state.missed
     return pack_details(result, details)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sglang_ext.admission.misses import REASONS
+
 PREFIX = "sglang:hier_kv"
 EVENT, OF = "event", "of"  # labels of counts, and of what is now
 
@@ -45,10 +47,11 @@ DURATIONS = Metric(
 HELD_PAGES = Metric(f"{PREFIX}_held_pages", "Pages in DRAM now, and its capacity.", OF)
 HELD_BYTES = Metric(f"{PREFIX}_held_bytes", "Bytes in a tier now, and its capacity.", OF)
 WAITING = Metric(f"{PREFIX}_waiting", "How many wait now: requests, nodes, calls.", OF)
-STATE = Metric(f"{PREFIX}_state", "State and sizes of parts now.", OF)
+PARTS = Metric(f"{PREFIX}_parts", "Segments, open files and records that there are now.", OF)
+STATE = Metric(f"{PREFIX}_state", "What state something is in now.", OF)
 SPEED = Metric(f"{PREFIX}_speed_bytes_per_second", "Speeds as the cost model sees them now.", OF)
 ESTIMATE = Metric(f"{PREFIX}_estimated_seconds", "What the cost model expects one to take now.", OF)
-GAUGES = (HELD_PAGES, HELD_BYTES, WAITING, STATE, SPEED, ESTIMATE)
+GAUGES = (HELD_PAGES, HELD_BYTES, WAITING, PARTS, STATE, SPEED, ESTIMATE)
 
 # Upper ends of the histogram's buckets: from one page's copy to the longest wait for a store.
 BUCKETS_S = (
@@ -60,6 +63,7 @@ _NOW = {
     "host_capacity_pages": HELD_PAGES,
     "planned_pages": HELD_PAGES,
     "spill_queue_pages": HELD_PAGES,
+    "lost_pages_memory_bytes": HELD_BYTES,
     "disk_used_bytes": HELD_BYTES,
     "disk_max_bytes": HELD_BYTES,
     "disk_coded_host_used_bytes": HELD_BYTES,
@@ -71,9 +75,9 @@ _NOW = {
     "remote_lookup_queue": WAITING,
     "remote_fetch_queue": WAITING,
     "clears_pending": STATE,
-    "disk_segments": STATE,
-    "disk_open_fds": STATE,
-    "disk_coded_host_records": STATE,
+    "disk_segments": PARTS,
+    "disk_open_fds": PARTS,
+    "disk_coded_host_records": PARTS,
     "remote_breaker_state": STATE,
 }
 # Counts that are published as 0 before they are first counted: `rate` misses the step from no
@@ -84,6 +88,9 @@ FROM_START = (
     "disk_evicted_wanted_pages", "save_dropped_pages", "save_failures", "load_failures",
     "spill_failures", "promotion_failures", "admitted_ready_requests", "admitted_late_requests",
     "prefetch_timeouts", "cost_load", "cost_partial", "cost_recompute",
+    "requested_tokens", "reused_device_tokens", "reused_host_tokens", "reused_disk_tokens",
+    "reused_remote_tokens",
+    *(f"missed_{reason}_{what}" for reason in REASONS for what in ("tokens", "requests")),
 )  # fmt: skip
 _UNITS = {
     "pages": PAGES,
@@ -100,6 +107,7 @@ _UNIT_OF_FAMILY = {
     "disk_bytes_": BYTES,
     "remote_bytes_": BYTES,
     "remote_error_rejected_": RECORDS,
+    "pages_of_": PAGES,
 }
 _ESTIMATES = {"_ms": 1e-3, "_us": 1e-6, "_ns": 1e-9}
 _MEGABYTE = 1e6

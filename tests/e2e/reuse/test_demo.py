@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from bench.demo.chats import drive, make_material
+from bench.demo.chats import Served, drive, make_material
+from bench.demo.trace import write_trace
+from sglang_ext.simulator.sizing import Size, predict
+from sglang_ext.simulator.trace import read_trace
+from sglang_ext.simulator.traffic import of_trace
 from testkit.server import Server
 from testkit.workload import load_tokenizer
-from tests.e2e.hier_server import PAGE, hier_args
+from tests.e2e.hier_server import PAGE, hier_args, host_gb
 
 pytestmark = pytest.mark.e2e
 
@@ -36,3 +41,15 @@ def test_what_comes_back_is_not_computed_again(
     assert reused >= 0.7 * reusable, [(one.reusable, one.by_tier) for one in served]
     for tier in ("host", "disk"):
         assert sum(one.by_tier.get(tier, 0) for one in served) > 0
+    size_foretells(served, tmp_path, tokens // PAGE // 2)
+
+
+def size_foretells(served: Sequence[Served], folder: Path, host_pages: int) -> None:
+    """`hier-kv size` sees the same chats as reusable, and no less of them reused."""
+    write_trace(served, folder / "trace.jsonl")
+    traffic = of_trace(read_trace(folder / "trace.jsonl", block_tokens=PAGE), PAGE, 4096, 50.0)
+    [found] = predict(traffic, 4096, [Size(float(host_gb(host_pages)), 2.0)], disk_gb_s=3.0)
+    prompt = sum(one.prompt_tokens for one in served)
+    # The server also reuses pages that are partly answers.
+    assert abs(found.possible - sum(one.reusable for one in served) / prompt) < 0.02
+    assert found.hit_rate > sum(one.cached for one in served) / prompt - 0.05

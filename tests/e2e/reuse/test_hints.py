@@ -9,7 +9,14 @@ import pytest
 
 from testkit.server import Server, ServerError
 from testkit.workload import reply_of
-from tests.e2e.hier_server import PAGE, hier_args, real_prompts, settled, tokens_and_logprobs
+from tests.e2e.hier_server import (
+    PAGE,
+    hier_args,
+    missed,
+    real_prompts,
+    settled,
+    tokens_and_logprobs,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -61,7 +68,9 @@ def test_what_comes_back_is_kept_and_what_is_over_is_gone(server: Server) -> Non
         assert reply_of(answer).by_tier["host"] == CHAT_PAGES * PAGE
         assert tokens_and_logprobs(answer) == wanted
     for prompt in ended:
-        assert sum(reply_of(_ask(server, prompt)).by_tier.values()) == 0
+        answer = _ask(server, prompt)
+        assert sum(reply_of(answer).by_tier.values()) == 0
+        assert missed(answer) == {"evicted_host": CHAT_PAGES * PAGE}
 
 
 @pytest.mark.parametrize(

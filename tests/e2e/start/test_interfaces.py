@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from runtime_cpu import launch
+from sglang_ext.admission.misses import REASONS
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.values import flag_name
 from testkit.server import FORK_SERVERS, ROOT, TINYLM, Leftovers, Server
@@ -25,6 +26,7 @@ from tests.e2e.hier_server import (
     events,
     hier_args,
     host_gb,
+    missed,
     real_prompts,
     settled,
     state,
@@ -69,7 +71,7 @@ class Life:
     restarted: list[dict[str, Any]] = field(default_factory=list)
     restarted_state: dict[str, Any] = field(default_factory=dict)
     restarted_metrics: str = ""
-    cleared: list[int] = field(default_factory=list)
+    cleared: list[dict[str, Any]] = field(default_factory=list)
     clear_answer: Any = None
     pages_after_clear: int = -1
     segments_after_clear: list[Path] = field(default_factory=list)
@@ -133,7 +135,7 @@ def second_server(folder: Path, life: Life) -> None:
         life.pages_after_clear = state(server)["host"]["host_pages"]
         server.post("/flush_cache")
         life.segments_after_clear = list((folder / "disk").rglob("seg-*"))
-        life.cleared = [cached(ask(server, prompt)) for prompt in life.prompts[:2]]
+        life.cleared = [ask(server, prompt) for prompt in life.prompts[:2]]
         server.post("/hicache/storage-backend/clear")
         server.terminate()
 
@@ -212,6 +214,17 @@ def test_metrics_show_events_and_pages(life: Life) -> None:
     assert of("sglang:hier_kv_held_pages", 'of="host_capacity_pages"') == 200
     assert 0 < of("sglang:hier_kv_held_pages", 'of="host_pages"') <= 200
     assert of("sglang:hier_kv_bytes_total", 'event="disk_bytes_written"') >= written * 262_144
+    requested = of("sglang:hier_kv_tokens_total", 'event="requested_tokens"')
+    by = {
+        tier: of("sglang:hier_kv_tokens_total", f'event="reused_{tier}_tokens"')
+        for tier in ("device", "host", "disk", "remote")
+    }
+    assert by["device"] > 0 < by["host"]
+    assert by["disk"] == by["remote"] == 0
+    missed = [v for name, v in values.items() if 'event="missed_' in name and "_tokens" in name]
+    assert len(missed) == len(REASONS)  # from the start on, so that rates see the first
+    new = of("sglang:hier_kv_tokens_total", 'event="missed_never_stored_tokens"')
+    assert 0 < new <= requested - sum(by.values())
     for what in ("save", "load"):
         label = f'of="{what}"'
         num = of("sglang:hier_kv_duration_seconds_count", label)
@@ -267,7 +280,9 @@ def test_a_restart_finds_its_pages_on_disk_bit_for_bit(life: Life) -> None:
 def test_clear_empties_dram_and_disk_for_good(life: Life) -> None:
     assert life.pages_after_clear == 0
     assert life.segments_after_clear == []
-    assert life.cleared == [0, 0]
+    assert [cached(answer) for answer in life.cleared] == [0, 0]
+    for prompt, answer in zip(life.prompts, life.cleared, strict=False):  # and says why
+        assert missed(answer) == {"cleared": (len(prompt) - 1) // PAGE * PAGE}
     assert life.after_clear_and_restart == [0] * len(life.prompts)
 
 

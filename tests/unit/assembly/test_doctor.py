@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_ext.assembly import doctor
+from sglang_ext.assembly import doctor, machine_speed
 from sglang_ext.cli import main
 from sglang_ext.seam.contract.symbols import SYMBOLS
 from testkit.sglang_copy import SglangCopy
@@ -32,7 +33,8 @@ def test_a_good_set_up_is_good(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert status == 0
     assert checks["sglang"]["text"] == f"SGLang 0.5.23, tested; {len(SYMBOLS)} names agree."
     assert {name: one["state"] for name, one in checks.items()} == {
-        "sglang": "ok", "settings": "ok", "memlock": "ok", "disk": checks["disk"]["state"]
+        "sglang": "ok", "settings": "ok", "memlock": "ok", "numa": "ok",
+        "disk": checks["disk"]["state"],
     }  # fmt: skip
     assert checks["disk"]["state"] in ("ok", "warning")  # O_DIRECT is the file system's to have
     assert list(disk.rglob("*")) == [], "it leaves nothing behind"
@@ -88,3 +90,35 @@ def test_a_disk_that_is_smaller_than_its_size_is_told(
     assert status == 0
     assert checks["disk"]["state"] == "warning"
     assert "will stay smaller" in checks["disk"]["text"]
+
+
+def test_speeds_are_measured_where_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_speed, "_MOST_BYTES", 64 << 20)
+    disk = ["--hier-kv-disk-dir", str(tmp_path), "--hier-kv-disk-size", "0.1"]
+    status, checks = run(capsys, *SMALL, *disk, "--hier-kv-disk-free-floor", "0", "--speeds")
+    assert status == 0
+    text = checks["speeds"]["text"]
+    found = re.search(r"copies ([\d.]+) GB/s .* writes ([\d,]+) MB/s and reads ([\d,]+) MB/s", text)
+    assert found is not None, text
+    assert all(float(number.replace(",", "")) > 0 for number in found.groups())
+    assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
+    assert "speeds" not in run(capsys, *SMALL, *disk, "--hier-kv-disk-free-floor", "0")[1]
+
+
+@pytest.mark.parametrize(("free_gb", "state"), [((4,), "ok"), ((1, 4), "ok"), ((1, 1), "warning")])
+def test_a_host_tier_that_no_numa_node_holds_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    free_gb: tuple[int, ...], state: str,
+) -> None:  # fmt: skip
+    for number, free in enumerate(free_gb):
+        node = tmp_path / f"node{number}"
+        node.mkdir()
+        half_kb = free << 19
+        lines = [f"Node {number} {name}: {half_kb} kB" for name in ("MemFree", "FilePages")]
+        (node / "meminfo").write_text("\n".join(lines))
+    monkeypatch.setattr(doctor, "_NODES", tmp_path)
+    checks = run(capsys, "--hier-kv-host-size", "2")[1]
+    assert checks["numa"]["state"] == state
+    assert len(free_gb) == 1 or f"{len(free_gb)} NUMA nodes" in checks["numa"]["text"]

@@ -88,3 +88,20 @@ def test_forged_records_are_trouble() -> None:
     text = "\n".join(describe(shown))
     assert text.count("unauthentic") == 1
     assert "get_records 6" in text
+
+
+def test_what_became_of_prompt_tokens_is_one_line() -> None:
+    counts = {
+        "requested_tokens": 1000, "reused_device_tokens": 100, "reused_disk_tokens": 400,
+        "missed_never_stored_tokens": 192, "missed_evicted_disk_tokens": 256,
+        "missed_failed_tokens": 0, "missed_evicted_disk_requests": 3,
+    }  # fmt: skip
+    before, now = state(), state(**counts)
+    line = (
+        "1,000 asked for, 50.0% reused (disk 40.0%, device 10.0%); "
+        "missed: evicted_disk 25.6%, never_stored 19.2%"
+    )
+    for shown in (describe(now), describe(now, before, 2.0)):
+        assert sum(line in row for row in shown) == 1
+    assert any("none asked for since then" in row for row in describe(now, now, 2.0))
+    assert trouble(state(missed_failed_tokens=64)) == {}

@@ -27,10 +27,10 @@ from bench.policies.workloads.agents import (
     footprint_tokens,
     long_document,
 )
+from bench.policies.workloads.bundled import BUNDLED
 from bench.policies.workloads.models import LLAMA_13B, LLAMA_65B
 from bench.policies.workloads.setups import as_turns, chat, chat_system, sessions_at_load
 from bench.policies.workloads.sharegpt import sharegpt_like
-from bench.policies.workloads.trace import BUNDLED
 
 QUIET = Progress(io.StringIO())
 

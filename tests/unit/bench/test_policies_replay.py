@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from bench.policies.replay import HINTS, Replay, num_reusable, order_share, return_hints
-from bench.policies.simulator.store import (
+from bench.policies.workloads.bundled import BUNDLED
+from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.simulator.store import (
     ServerStore,
     StoreSizes,
     VirtualClock,
@@ -25,8 +27,7 @@ from bench.policies.simulator.store import (
     page_hashes,
     virtual_store,
 )
-from bench.policies.workloads.trace import BUNDLED, Line, read_trace
-from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.simulator.trace import Line, read_trace
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex

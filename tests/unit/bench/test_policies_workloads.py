@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from bench.policies.order import ORDERS, RequestOrder, replay_order
+from bench.policies.workloads.bundled import BUNDLED
 from bench.policies.workloads.models import CHAT_MODELS, LLAMA_13B, LLAMA_65B
 from bench.policies.workloads.sharegpt import MAX_TOKENS, MAX_TURNS, sharegpt_like
-from bench.policies.workloads.trace import (
-    BUNDLED,
+from sglang_ext.simulator.trace import (
     Line,
     TraceError,
     num_blocks,

@@ -28,3 +28,13 @@ def test_reports_of_several_prompts_are_sums_with_the_worst_quality() -> None:
     assert merge_reports([TIERS, TIERS | {"quality": "exact"}])["quality"] == "exact"
     assert "quality" not in merge_reports([TIERS])
     assert merge_reports([]) == {}
+
+
+def test_missed_tokens_of_several_prompts_are_sums_by_reason() -> None:
+    reports: list[dict[str, Any]] = [
+        TIERS | {"missed": {"evicted_disk": 64}},
+        TIERS | {"missed": {"evicted_disk": 128, "too_slow": 64}},
+        TIERS,
+    ]
+    assert merge_reports(reports)["missed"] == {"evicted_disk": 192, "too_slow": 64}
+    assert "missed" not in merge_reports([TIERS])

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import RecoveredPages
+from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.books.orders.disk_order import DiskOrder
 from sglang_ext.tiers.store.books.orders.duplicate_copies import DuplicateCopies
 from sglang_ext.tiers.store.books.page_states import GIVE_UP_COPY, LOSE_COPY
@@ -221,7 +222,7 @@ class DiskPages:
         table.take(LOSE_COPY, rows[in_dram])
         table.counters.add("disk_reclaimed_pages", len(rows))
         dropped = table.moved(rows)
-        table.remove(rows[~in_dram])
+        table.remove(rows[~in_dram], Absence.EVICTED_DISK)
         if dropped is not None:
             table.events.pages("lost", dropped[~in_dram])
             table.events.pages("reclaimed", dropped[in_dram])

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.books.orders.dram_order import DramOrder
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.spill_queue import SpillQueue
@@ -104,7 +105,7 @@ class DramRoom:
         if table.policy is not None:  # asked before it forgets them
             num_lost_wanted = int(table.policy.wanted(rows[~on_disk]).sum())
             table.counters.add("lost_wanted_pages", num_lost_wanted)
-        table.remove(rows[~on_disk])
+        table.remove(rows[~on_disk], Absence.EVICTED_HOST)
         table.num_moved += len(rows)
         table.counters.add("evicted_pages", len(rows))
         table.counters.add("lost_pages", int((~on_disk).sum()))

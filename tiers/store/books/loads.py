@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.records.quality import ANY, Quality
 from sglang_ext.tiers.store.books.lookups import Lookups
+from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.spill_queue import SpillQueue
 from sglang_ext.tiers.store.types import READY, Hashes, KeySpace, LoadTicket, Rows, Slots
@@ -92,7 +93,7 @@ class Loads:
             rows = rows[same & ((self._index.flags[rows] & READY) != 0)]
             keys = self._index.keys(rows)
             hashes = table.moved(rows)
-            table.forget(rows)
+            table.forget(rows, Absence.UNREADABLE)
         table.counters.add("damaged_pages", len(rows))
         if hashes is not None:
             table.events.pages("lost", hashes)

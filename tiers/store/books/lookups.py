@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.records.quality import ANY, Qualities
+from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.types import (
     FILLING,
@@ -65,6 +68,42 @@ class Lookups:
             flags[known] = self._index.flags[rows[known]]
             quality[known] = self._index.quality[rows[known]]
         return flags & np.uint8(READY | ON_DISK | FILLING), quality
+
+    def absences(
+        self, space: KeySpace, hashes: Hashes, max_quality: int, others: Sequence[int]
+    ) -> npt.NDArray[np.uint8]:
+        """Why pages cannot be had; see `PageStore.absences`.
+
+        Args:
+            space: where they belong.
+            hashes: u8 `[N, 32]`.
+            max_quality: the worst that is asked for.
+            others: numbers of key spaces in which the first page that was never stored is looked
+                for, and the pages behind it where it is found.
+        """
+        why = np.zeros(len(hashes), np.uint8)
+        with self._table.lock:
+            rows = self._index.lookup(hashes, space.number)
+            known = rows >= 0
+            held = rows[known]
+            usable = (self._index.flags[held] & (READY | ON_DISK | FILLING)) != 0
+            if max_quality != ANY and self._table.has_inexact:
+                why[np.flatnonzero(known)[self._index.quality[held] > max_quality]] = (
+                    Absence.NOT_EXACT
+                )
+            known[known] = usable
+            if known.all():
+                return why
+            why[~known] = self._table.lost.why(hashes[~known], space.number)
+            never = np.flatnonzero(why == Absence.NEVER_STORED)
+            for number in others if len(never) else ():
+                first = int(never[0])
+                num = len(self._index.prefix_rows(hashes[first:], number))
+                if num:
+                    elsewhere = never[never < first + num]
+                    why[elsewhere] = Absence.OTHER_NAMESPACE
+                    break
+        return why
 
     def locations(self, rows: Rows) -> tuple[Hashes, DiskCopies]:
         """Page hashes of rows that are being promoted, and where their records lie."""

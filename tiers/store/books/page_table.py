@@ -17,6 +17,7 @@ from sglang_ext.tiers.base import RecoveredPages
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import NO_SEGMENT, NO_SLOT, PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
+from sglang_ext.tiers.store.books.lost_pages import Absence, LostPages
 from sglang_ext.tiers.store.books.orders.disk_order import DiskOrder
 from sglang_ext.tiers.store.books.orders.dram_order import DramOrder
 from sglang_ext.tiers.store.books.orders.page_parents import PageParents
@@ -58,6 +59,7 @@ class PageTable:
         order: what leaves DRAM next; None for the least recent page.
         disk_order: what leaves the disk, page by page; None where whole segments do.
         lineage: which page follows which.
+        lost: which pages left the last tier that had them.
         waits: the plans that wait for rows.
         in_flight: saves and promotions that own `FILLING` rows.
         counters, events: the store's.
@@ -84,6 +86,7 @@ class PageTable:
         self.arena, self.index = arena, index
         self.policy, self.order, self.disk_order = policy, order, disk_order
         self.lineage = PageParents(index.capacity)
+        self.lost = LostPages(index.capacity)
         self.waits = PageWaits()
         self.in_flight = InFlight(self.lock)
         self.counters, self.events = counters, events
@@ -217,9 +220,16 @@ class PageTable:
 
     # ---- both ----
 
-    def remove(self, rows: Rows) -> int:
-        """Forgets pages, also in the policy, because their row numbers are reused."""
+    def remove(self, rows: Rows, why: Absence | None) -> int:
+        """Forgets pages, also in the policy, because their row numbers are reused.
+
+        Args:
+            rows: i64 `[N]`; those that are not live are passed over.
+            why: what is remembered of it; None: nothing.
+        """
         live = rows[self.index.is_live(rows)]
+        if why is not None and len(live):
+            self.lost.note(*self.index.keys(live), why)
         self.take_off_disk(live)
         self.lineage.forget(live)
         if self.policy is not None:
@@ -227,10 +237,10 @@ class PageTable:
         self.waits.end(live, failed=True)  # the next page of these rows is another's
         return self.index.remove(rows)
 
-    def forget(self, rows: Rows) -> None:
-        """Removes pages in DRAM, and frees their slots."""
+    def forget(self, rows: Rows, why: Absence | None) -> None:
+        """Removes pages in DRAM, and frees their slots. See `remove`."""
         self.arena.free(self.index.host_slot[rows])
-        self.remove(rows)
+        self.remove(rows, why)
 
     def touch(self, rows: Rows) -> None:
         """Makes a run of a path the most recent, and its predecessors more recent than the run."""

@@ -10,6 +10,7 @@ from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.store.books.disk_pages import DiskPages
 from sglang_ext.tiers.store.books.dram_room import DramRoom
 from sglang_ext.tiers.store.books.lookups import Lookups
+from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.books.page_states import WITHDRAW
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.plan_pins import PlanPins
@@ -107,7 +108,7 @@ class Plans:
             self._disk.note_read(good)
             table.touch(plan.rows)
             hashes, lost = table.moved(good), table.moved(bad)
-            table.forget(bad)
+            table.forget(bad, Absence.UNREADABLE)
             table.settle(rows[ok], slots[ok], failed=False)
             table.settle(rows[~ok], slots[~ok], failed=True)
         table.counters.add("promoted_pages", len(good))
@@ -146,7 +147,8 @@ class Plans:
             table.unpin(slots)
             kept = rows[table.still_filling(rows, slots)]
             on_disk = (self._index.flags[kept] & ON_DISK) != 0
-            table.forget(kept[~on_disk])  # its segment was deleted meanwhile
+            # Its segment was deleted meanwhile.
+            table.forget(kept[~on_disk], Absence.EVICTED_DISK)
             kept = kept[on_disk]
             table.arena.free(self._index.host_slot[kept])
             self._index.host_slot[kept] = NO_SLOT

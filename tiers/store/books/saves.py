@@ -10,6 +10,7 @@ import numpy.typing as npt
 from sglang_ext.tiers.index import NO_SLOT
 from sglang_ext.tiers.records.quality import Qualities, Quality
 from sglang_ext.tiers.store.books.dram_room import DramRoom
+from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.books.page_states import REPLACE
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.plan_pins import PlanPins
@@ -81,7 +82,8 @@ class Saves:
                 slots = self._alloc_of_plans(slots, len(pages))
             num = len(slots)
             refused = pages[num:]
-            table.remove(rows[refused][created[refused]])
+            why = Absence.NOT_SAVED if before_plans else None  # a fetch: nothing is lost
+            table.remove(rows[refused][created[refused]], why)
             dropped = int((rows < 0).sum()) + len(refused)
             pages = pages[:num]
             ticket = SaveTicket(
@@ -95,8 +97,14 @@ class Saves:
         table.counters.add("save_dropped_pages", dropped)
         return ticket
 
-    def finish(self, ticket: SaveTicket, *, ok: bool) -> None:
-        """Publishes the pages of a save, or forgets them when it failed."""
+    def finish(self, ticket: SaveTicket, *, ok: bool, why: Absence | None = None) -> None:
+        """Publishes the pages of a save, or forgets them when it failed.
+
+        Args:
+            ticket: the save's.
+            ok: whether the slots were filled.
+            why: what is remembered of pages that are forgotten; None: nothing, as of a fetch.
+        """
         new = ~ticket.replaces
         table = self._table
         with table.lock:
@@ -115,7 +123,7 @@ class Saves:
                 elif self._room.should_look:
                     self._spills.ready.notify()
             else:
-                table.forget(rows)
+                table.forget(rows, why)
             table.settle(ticket.rows[new], ticket.slots[new], failed=not ok)
             table.in_flight.end()
             inexact = int((self._index.quality[rows] > Quality.EXACT).sum()) if ok else 0
@@ -141,7 +149,7 @@ class Saves:
                 rows = self._index.rows_of_namespace(number)
                 slots = self._index.host_slot[rows]
                 self._table.arena.free(slots[slots != NO_SLOT])
-                total += self._table.remove(rows)
+                total += self._table.remove(rows, Absence.CLEARED)
             return total
 
     def _alloc_of_plans(self, slots: Slots, count: int) -> Slots:

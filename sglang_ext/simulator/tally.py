@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from bench.policies.simulator.types import Outcome, Recorded, Request, System
+from sglang_ext.simulator.types import Outcome, Recorded, Request, System
 
 
 class Tally:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import heapq
 import math
 
-from bench.policies.simulator.requests import Store
-from bench.policies.simulator.source import Source
-from bench.policies.simulator.tally import Tally
-from bench.policies.simulator.types import Request, System
+from sglang_ext.simulator.requests import Store
+from sglang_ext.simulator.source import Source
+from sglang_ext.simulator.tally import Tally
+from sglang_ext.simulator.types import Request, System
 from sglang_ext.tiers.policy import PolicyConfig
 
 _POLL_S = 0.02  # how often the scheduler looks at a request that it holds back

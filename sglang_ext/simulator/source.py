@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.policies.simulator.types import (
+from sglang_ext.simulator.types import (
     Conversation,
     Ids,
     Recorded,
@@ -55,14 +55,17 @@ class TraceSource(Source):
         self._paths = np.split(dense.astype(np.int64), np.cumsum(lengths)[:-1])
 
     def starts(self) -> list[tuple[float, int]]:
+        """See `Source.starts`."""
         return [(request.arrival_s, key) for key, request in enumerate(self._trace)]
 
     def arrive(self, key: int, number: int, now_s: float) -> Request:
+        """See `Source.arrive`."""
         request, path = self._trace[key], self._paths[key]
         return Request(number, now_s, path, path, request.input_tokens, request.output_tokens)
 
     def done(self, request: Request, now_s: float) -> None:
-        return None
+        """See `Source.done`."""
+        return
 
 
 class ReplaySource(Source):
@@ -74,13 +77,16 @@ class ReplaySource(Source):
         self._requests = recorded.requests
 
     def starts(self) -> list[tuple[float, int]]:
+        """See `Source.starts`."""
         return [(request.arrival_s, key) for key, request in enumerate(self._requests)]
 
     def arrive(self, key: int, number: int, now_s: float) -> Request:
+        """See `Source.arrive`."""
         return self._requests[key]
 
     def done(self, request: Request, now_s: float) -> None:
-        return None
+        """See `Source.done`."""
+        return
 
 
 class _State:
@@ -108,9 +114,11 @@ class ConversationSource(Source):
         self.num_pages = self._page_bound()
 
     def starts(self) -> list[tuple[float, int]]:
+        """See `Source.starts`."""
         return [(each.start_s, key) for key, each in enumerate(self._conversations) if each.turns]
 
     def arrive(self, key: int, number: int, now_s: float) -> Request:
+        """See `Source.arrive`."""
         system, state = self._system, self._states[key]
         conversation = self._conversations[key]
         turn = conversation.turns[state.turn]
@@ -146,6 +154,7 @@ class ConversationSource(Source):
         )
 
     def done(self, request: Request, now_s: float) -> tuple[float, int] | None:
+        """See `Source.done`."""
         turns = self._conversations[request.source].turns
         turn = self._states[request.source].turn
         return (now_s + turns[turn - 1].think_s, request.source) if turn < len(turns) else None

@@ -2,7 +2,7 @@
 
     outcome = run(conversations, system, "lookahead", warmup_turns=10_000)
 
-The workload and the system are the dataclasses of `bench.policies.simulator.types`, which this
+The workload and the system are the dataclasses of `sglang_ext.simulator.types`, which this
 module gives out too. `docs/lookahead.md` tells what is modelled and what is not.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.policies.simulator.loop import Simulator
-from bench.policies.simulator.source import ConversationSource, ReplaySource, Source, TraceSource
-from bench.policies.simulator.tally import Tally
-from bench.policies.simulator.types import (
+from sglang_ext.simulator.loop import Simulator
+from sglang_ext.simulator.source import ConversationSource, ReplaySource, Source, TraceSource
+from sglang_ext.simulator.tally import Tally
+from sglang_ext.simulator.types import (
     Conversation,
     Outcome,
     Recorded,

@@ -48,6 +48,7 @@ class VirtualClock:
         self.now_s = 0.0
 
     def __call__(self) -> float:
+        """Seconds."""
         return self.now_s
 
 
@@ -258,7 +259,7 @@ def virtual_store(
     executor = VirtualExecutor(
         clock, {"spill": sizes.write_bytes_per_s, "promote": sizes.read_bytes_per_s}
     )
-    folder = Path(tempfile.mkdtemp(prefix="hier-kv-bench-"))
+    folder = Path(tempfile.mkdtemp(prefix="hier-kv-simulated-"))
     arena = HeaderArena(sizes.host_pages, slot_bytes, memory_limit_bytes=1 << 62)
     disk: DiskTier | None = None
     if sizes.disk_pages:

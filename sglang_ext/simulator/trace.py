@@ -1,8 +1,9 @@
 """Published request traces: reading them, and stretching them to a load.
 
 A line is one request as a JSON object: `timestamp` (ms from the start), `input_length` and
-`output_length` (tokens), `hash_ids`: one id per 512 tokens of the prompt, where an equal id means
-an equal block behind an equal prefix. A name that ends in `.xz` is read through lzma.
+`output_length` (tokens), `hash_ids`: one id per 512 tokens of the prompt (or another block), where
+an equal id means an equal block behind an equal prefix. A name that ends in `.xz` is read through
+lzma.
 """
 
 from __future__ import annotations
@@ -17,14 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.core.case import ROOT, BadInputError
-
 BLOCK_TOKENS = 512
-BUNDLED = ROOT / "tests" / "assets" / "traces" / "mooncake-conversation.jsonl.xz"
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
-class TraceError(BadInputError):
+class TraceError(ValueError):
     """A trace cannot be read; the text says where and why."""
 
 
@@ -34,7 +32,7 @@ class Line:
 
     Attributes:
         arrival_s: seconds from the start of the trace.
-        hash_ids: a non-negative id per block of `BLOCK_TOKENS` tokens; the last may be partial.
+        hash_ids: a non-negative id per block of tokens; the last may be partial.
     """
 
     arrival_s: float
@@ -43,8 +41,10 @@ class Line:
     hash_ids: NDArray[np.int64]
 
 
-def read_trace(path: Path, *, limit: int | None = None) -> list[Line]:
-    """Reads the first `limit` requests, all by default.
+def read_trace(
+    path: Path, *, limit: int | None = None, block_tokens: int = BLOCK_TOKENS
+) -> list[Line]:
+    """Reads the first `limit` requests, all by default, of a trace with blocks of so many tokens.
 
     Raises:
         TraceError: no such file, or a line that is not as the module's head tells.
@@ -59,7 +59,7 @@ def read_trace(path: Path, *, limit: int | None = None) -> list[Line]:
                 if text.strip():
                     where = f"{path}, line {number}"
                     lines.append(_parse(text, where))
-                    _check(lines, parents, where)
+                    _check(lines, parents, where, block_tokens)
     except (OSError, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
         text = f"the trace {path} cannot be read ({error}); give a file with one request a line"
         raise TraceError(text) from error
@@ -91,14 +91,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check(lines: Sequence[Line], parents: dict[int, int], where: str) -> None:
+def _check(lines: Sequence[Line], parents: dict[int, int], where: str, block_tokens: int) -> None:
     """What the last line must fulfil beside the others."""
     line = lines[-1]
-    blocks = -(-line.input_tokens // BLOCK_TOKENS)
+    blocks = -(-line.input_tokens // block_tokens)
     if line.input_tokens == 0 or len(line.hash_ids) != blocks:
         raise TraceError(
             f"{where}: {line.input_tokens} tokens of input must have one hash id per "
-            f"{BLOCK_TOKENS} tokens, that is {blocks} and at least one; came {len(line.hash_ids)}"
+            f"{block_tokens} tokens, that is {blocks} and at least one; came {len(line.hash_ids)}"
         )
     if len(lines) > 1 and line.arrival_s < lines[-2].arrival_s:
         raise TraceError(f"{where}: timestamps must not decrease; sort the file by timestamp")

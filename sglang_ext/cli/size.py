@@ -1,0 +1,188 @@
+"""`hier-kv size`: how much DRAM and disk a model's traffic is worth, by simulation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+_EPILOG = """\
+examples:
+  hier-kv size /models/llama-70b --tp-size 4 --chats-per-hour 2000 --turns 6 --think-s 90
+  hier-kv size /models/qwen/config.json --trace requests.jsonl --host-size 64 128 --disk-size 0 500
+
+A trace has a request a line, as Mooncake publishes them: timestamp (ms), input_length,
+output_length (tokens), hash_ids (a number for each 512 tokens of the prompt, the same for the same
+tokens behind the same ones; --block-tokens for others).
+"""
+_CHATS = (
+    ("turns", "N", "mean number of questions in a chat"),
+    ("system-tokens", "N", "tokens that every chat begins with"),
+    ("first-tokens", "N", "mean length of the first question, with its document"),
+    ("turn-tokens", "N", "mean length of later questions"),
+    ("answer-tokens", "N", "mean length of answers"),
+    ("think-s", "SECONDS", "mean time from an answer to the next question"),
+)
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Says what hit rate sizes of DRAM and disk would bring, by running the server's own page "
+        "store\nunder this traffic in virtual time. Needs no GPU, no server, and neither torch nor "
+        "SGLang."
+    )
+    parser.epilog = _EPILOG
+    parser.set_defaults(run=_size)
+    add = parser.add_argument
+    add("model", nargs="?", help="the model's folder, or its config.json")
+    add("--kv-bytes-per-token", type=int, metavar="BYTES", help="instead of the model")
+    add("--kv-dtype", default="", metavar="NAME", help="of the KV cache (the model's own)")
+    add("--tp-size", type=int, default=1, metavar="N", help="ranks that share the model (1)")
+    add("--page-size", type=int, default=64, metavar="TOKENS", help="SGLang's (%(default)s)")
+    chats = parser.add_argument_group("traffic of chats")
+    rate = chats.add_mutually_exclusive_group()
+    rate.add_argument("--chats-per-hour", type=float, metavar="N", help="chats that begin")
+    rate.add_argument("--chats-per-second", type=float, metavar="N", help="the same")
+    for name, metavar, text in _CHATS:
+        chats.add_argument(f"--{name}", type=float, metavar=metavar, help=text)
+    trace = parser.add_argument_group("or traffic of a trace")
+    trace.add_argument("--trace", type=Path, metavar="FILE", help="requests (.jsonl, .xz)")
+    trace.add_argument("--block-tokens", type=int, default=512, metavar="N", help="(%(default)s)")
+    sizes = parser.add_argument_group("sizes and speeds")
+    for name, of in (("host-size", "DRAM"), ("disk-size", "disk; 0 for none")):
+        text = f"GiB of {of}, instead of a choice by the traffic"
+        sizes.add_argument(f"--{name}", type=float, nargs="+", metavar="GB", help=text)
+    text = "of the disk, 10^9 bytes a second (%(default)s)"
+    sizes.add_argument("--disk-gb-s", type=float, default=3.0, metavar="N", help=text)
+    text = "of the server without reuse (twice what the traffic needs)"
+    sizes.add_argument("--prefill-tokens-per-s", type=float, metavar="N", help=text)
+    text = "of one request (%(default)s)"
+    sizes.add_argument("--decode-tokens-per-s", type=float, default=50.0, metavar="N", help=text)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _size(chosen: argparse.Namespace) -> int:
+    from sglang_ext.simulator.sizing import choose, predict
+
+    model, traffic = _model(chosen), _traffic(chosen)
+    sizes = _sizes(chosen, traffic, model.bytes_per_token)
+    found = []
+    each = predict(traffic, model.bytes_per_token, sizes, chosen.disk_gb_s)
+    for number, prediction in enumerate(each, start=1):
+        found.append(prediction)
+        if sys.stderr.isatty():
+            end = "\r" if number < len(sizes) else "\n"
+            print(f"simulated {number} of {len(sizes)} sizes", end=end, file=sys.stderr)  # noqa: T201
+    best = choose(found)
+    if chosen.json:
+        shown = {
+            "model": asdict(model),
+            "page_tokens": traffic.page_tokens,
+            "worth_keeping_tokens": round(traffic.tokens),
+            "simulated_scale": traffic.scale,
+            "sizes": [asdict(one) for one in found],
+            "choice": asdict(best.size),
+        }
+        print(json.dumps(shown, indent=1))  # noqa: T201
+        return 0
+    print("\n".join(_table(model, traffic, found, best)))  # noqa: T201
+    return 0
+
+
+def _model(chosen: argparse.Namespace) -> Any:
+    from sglang_ext.simulator.model_config import ModelKv, read_model
+
+    for name in ("kv_bytes_per_token", "tp_size", "page_size", "block_tokens"):
+        value = getattr(chosen, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for name in ("disk_gb_s", "prefill_tokens_per_s", "decode_tokens_per_s"):
+        value = getattr(chosen, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+    if (chosen.model is None) == (chosen.kv_bytes_per_token is None):
+        raise ValueError("give either a model's folder or config.json, or --kv-bytes-per-token")
+    if chosen.model is None:
+        return ModelKv("this model", chosen.kv_bytes_per_token)
+    return read_model(Path(chosen.model), chosen.kv_dtype, chosen.tp_size)
+
+
+def _traffic(chosen: argparse.Namespace) -> Any:
+    from sglang_ext.simulator.trace import read_trace
+    from sglang_ext.simulator.traffic import Chats, of_chats, of_trace, with_prefill
+
+    per_hour = chosen.chats_per_hour
+    if chosen.chats_per_second is not None:
+        per_hour = 3600 * chosen.chats_per_second
+    names = [name.replace("-", "_") for name, _, _ in _CHATS]
+    given = {name: value for name in names if (value := getattr(chosen, name)) is not None}
+    if (per_hour is None) == (chosen.trace is None) or (chosen.trace is not None and given):
+        raise ValueError("give either --chats-per-hour and lengths of chats, or --trace FILE")
+    if per_hour is not None:
+        chats = Chats(per_hour, **given)
+        traffic = of_chats(chats, chosen.page_size, chosen.decode_tokens_per_s)
+    else:
+        lines = read_trace(chosen.trace, block_tokens=chosen.block_tokens)
+        bytes_per_token = _model(chosen).bytes_per_token
+        traffic = of_trace(lines, chosen.block_tokens, bytes_per_token, chosen.decode_tokens_per_s)
+    if chosen.prefill_tokens_per_s is not None:
+        traffic = with_prefill(traffic, chosen.prefill_tokens_per_s)
+    return traffic
+
+
+def _sizes(chosen: argparse.Namespace, traffic: Any, kv_bytes_per_token: int) -> list[Any]:
+    from sglang_ext.simulator.sizing import Size, sizes_for
+
+    if chosen.host_size is None and chosen.disk_size is None:
+        return sizes_for(traffic, kv_bytes_per_token)
+    if chosen.host_size is None:
+        raise ValueError("--disk-size needs --host-size: what lies on disk comes back through DRAM")
+    disks = chosen.disk_size or [0.0]
+    for gb in (*chosen.host_size, *disks):
+        if not 0 <= gb < math.inf:
+            raise ValueError(f"sizes are GiB, 0 or more, got {gb:g}")
+    return [Size(host, disk) for host in chosen.host_size for disk in disks]
+
+
+def _table(model: Any, traffic: Any, found: Sequence[Any], best: Any) -> list[str]:
+    from sglang_ext.simulator.sizing import GIB, slot_bytes
+
+    page_bytes = slot_bytes(traffic.page_tokens, model.bytes_per_token)
+    worth_gb = traffic.tokens / traffic.page_tokens * page_bytes / GIB
+    possible = max(one.possible for one in found)
+    name = f"{model.name}: {model.bytes_per_token:,} bytes of KV a token"
+    worth = f"worth keeping at a time: {traffic.tokens:,.0f} tokens, {worth_gb:.3g} GiB"
+    lines = [
+        f"{name}, pages of {traffic.page_tokens} tokens{'; ' if model.note else ''}{model.note}",
+        f"{worth}; with room for everything {possible:.1%} of the prompt tokens would be reused",
+        "",
+        f"{'DRAM GiB':>10} {'disk GiB':>10} {'hit rate':>9} {'in DRAM':>9} {'on disk':>9}",
+    ]
+    for one in found:
+        mark = "  <-" if one is best else ""
+        lines.append(
+            f"{one.size.host_gb:>10g} {one.size.disk_gb:>10g} {one.hit_rate:>9.1%} "
+            f"{one.from_host:>9.1%} {one.from_disk:>9.1%}{mark}"
+        )
+    flags = f"--enable-hier-kv --hier-kv-host-size {best.size.host_gb:g}"
+    look = f"hier-kv doctor --hier-kv-host-size {best.size.host_gb:g}"
+    if best.size.disk_gb:
+        disk = f" --hier-kv-disk-dir DIR --hier-kv-disk-size {best.size.disk_gb:g}"
+        flags, look = flags + disk, look + disk
+    return [
+        *lines,
+        "",
+        "hit rate: share of prompt tokens that are not computed, by where they lie at their turn.",
+        "The device's own cache is left out: it adds little where DRAM is larger than it.",
+        "next:",
+        f"  {look}    # on the machine: would it start?",
+        f"  python -m sglang.launch_server ... {flags}",
+        "  hier-kv stats http://127.0.0.1:30000    # line `tokens`: is it so?",
+    ]

@@ -1,0 +1,98 @@
+"""How many bytes of KV a token takes, from a model's `config.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DTYPE_BYTES = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "float8_e4m3fn": 1,
+}  # fmt: skip
+_NUMBERS = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+_KINDS = ("layer_types", "layers_block_type")
+
+
+@dataclass(frozen=True)
+class ModelKv:
+    """KV of one token, of all ranks together.
+
+    Attributes:
+        name: of the model.
+        bytes_per_token: as the host tier stores it.
+        note: what the number leaves out; empty for nothing.
+    """
+
+    name: str
+    bytes_per_token: int
+    note: str = ""
+
+
+def read_model(path: Path, kv_dtype: str = "", num_ranks: int = 1) -> ModelKv:
+    """Reads a model's `config.json`.
+
+    Args:
+        path: the file, or the folder that it is in.
+        kv_dtype: of the KV cache, a name of `DTYPE_BYTES`; empty for the model's own.
+        num_ranks: of tensor parallelism; heads that are fewer are stored once a rank.
+
+    Raises:
+        ValueError: it cannot be read, or does not say how large its KV is.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{file} cannot be read as a model's config.json ({error}); name the file, or the "
+            "folder that it is in"
+        ) from error
+    config = config.get("text_config", config) if isinstance(config, dict) else {}
+    if not isinstance(config, dict):
+        config = {}
+    missing = [name for name in _NUMBERS if not _is_count(config.get(name))]
+    if missing:
+        raise ValueError(
+            f"{file} has no {', '.join(missing)}, of which the size of KV follows; name the "
+            "config.json of a language model, or give --kv-bytes-per-token"
+        )
+    name = kv_dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    if name not in DTYPE_BYTES:
+        raise ValueError(
+            f"the KV dtype is one of {', '.join(DTYPE_BYTES)}, got {name!r}; give --kv-dtype"
+        )
+    num_layers, note = _layers(config)
+    values = _values_per_layer(config, num_ranks)
+    label = file.parent.name or file.name
+    return ModelKv(label, num_layers * values * DTYPE_BYTES[name], note)
+
+
+def _values_per_layer(config: dict[str, Any], num_ranks: int) -> int:
+    """Numbers that one layer stores of a token, over all ranks."""
+    if _is_count(config.get("kv_lora_rank")):  # latent attention: every rank stores all of it
+        return num_ranks * int(config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0))
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    v_head_dim = config.get("v_head_dim") or head_dim
+    return int(max(kv_heads, num_ranks) * (head_dim + v_head_dim))
+
+
+def _layers(config: dict[str, Any]) -> tuple[int, str]:
+    """Layers that store KV of every token, and what that leaves out."""
+    num = int(config["num_hidden_layers"])
+    kinds = next((config[name] for name in _KINDS if isinstance(config.get(name), list)), None)
+    if kinds is None or len(kinds) != num:
+        return num, ""
+    attends = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
+    notes = []
+    if len(attends) < num:
+        notes.append(f"states of {num - len(attends)} layers without attention are not counted")
+    if any("sliding" in kind or "chunked" in kind for kind in attends):
+        notes.append("layers with a window are counted as full ones, so less is needed")
+    return max(1, len(attends)), "; ".join(notes)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,148 @@
+"""What a size of DRAM and disk would bring: the server's own page store under given traffic."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import repeat
+
+from sglang_ext.simulator.engine import run
+from sglang_ext.simulator.traffic import Traffic
+from sglang_ext.simulator.types import System
+from sglang_ext.tiers.base import BLOCK_BYTES, record_blocks
+
+GIB = 1 << 30
+# Of what is worth keeping at a time: DRAM alone, and a little DRAM with a disk.
+_DRAM_SHARES = (0.25, 0.5, 1.0, 2.0)
+_DISK_SHARES = (1.0, 2.0)
+_WITH_DISK = 0.125
+_LEAST_PAGES = 8
+_LONG = 1 << 22  # no prompt is cut
+_NEAR = 0.02  # of the best hit rate: more memory is not worth it
+
+
+@dataclass(frozen=True)
+class Size:
+    """Memory of one server, in GiB, as `--hier-kv-host-size` and `--hier-kv-disk-size` have it."""
+
+    host_gb: float
+    disk_gb: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a size brings.
+
+    Attributes:
+        size: the size.
+        hit_rate: share of prompt tokens that are not computed.
+        possible: the same with room for everything.
+        from_host, from_disk: shares of prompt tokens by where they lay at the request's turn.
+        num_requests: that were measured.
+    """
+
+    size: Size
+    hit_rate: float
+    possible: float
+    from_host: float
+    from_disk: float
+    num_requests: int
+
+
+def slot_bytes(page_tokens: int, kv_bytes_per_token: int) -> int:
+    """Bytes of a page in DRAM or on disk, with its header."""
+    return record_blocks(page_tokens * kv_bytes_per_token) * BLOCK_BYTES
+
+
+def sizes_for(traffic: Traffic, kv_bytes_per_token: int) -> list[Size]:
+    """Sizes to look at, smallest first."""
+    page_bytes = slot_bytes(traffic.page_tokens, kv_bytes_per_token)
+    all_gb = traffic.tokens / traffic.page_tokens * page_bytes / GIB
+    least_gb = _LEAST_PAGES * page_bytes / GIB
+
+    def size(host: float, disk: float) -> Size:
+        return Size(_rounded(max(host * all_gb, least_gb)), _rounded(disk * all_gb))
+
+    found = [size(share, 0.0) for share in _DRAM_SHARES]
+    found += [size(_WITH_DISK, share) for share in _DISK_SHARES]
+    return list(dict.fromkeys(found))
+
+
+def predict(
+    traffic: Traffic, kv_bytes_per_token: int, sizes: Sequence[Size], disk_gb_s: float
+) -> Iterator[Prediction]:
+    """Simulates each size, several at a time where there are cores; in the order of the sizes.
+
+    Args:
+        traffic: what is asked.
+        kv_bytes_per_token: of all ranks together.
+        sizes: to look at.
+        disk_gb_s: reading speed of the disk, 10^9 bytes a second.
+
+    Raises:
+        ValueError: a size holds too few pages.
+    """
+    systems = [_system(traffic, kv_bytes_per_token, size, disk_gb_s) for size in sizes]
+    num_workers = min(len(sizes), len(os.sched_getaffinity(0)))
+    if num_workers < 2:
+        yield from map(_predict, repeat(traffic), systems, sizes)
+        return
+    # Not forked: numba's threads may hold locks.
+    with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_predict, repeat(traffic), systems, sizes)
+
+
+def _system(traffic: Traffic, kv_bytes_per_token: int, size: Size, disk_gb_s: float) -> System:
+    page_bytes = slot_bytes(traffic.page_tokens, kv_bytes_per_token)
+    host, disk = (int(gb * GIB * traffic.scale / page_bytes) for gb in (size.host_gb, size.disk_gb))
+    if host < _LEAST_PAGES:
+        least = _LEAST_PAGES * page_bytes / GIB / traffic.scale
+        raise ValueError(
+            f"{size.host_gb:g} GiB of DRAM hold {host} pages here; give --host-size at least "
+            f"{least:.3g}"
+        )
+    return System(
+        page_tokens=traffic.page_tokens,
+        kv_bytes_per_token=kv_bytes_per_token,
+        dram_bytes=float(host * traffic.page_tokens * kv_bytes_per_token),
+        disk_bytes=float(disk * traffic.page_tokens * kv_bytes_per_token),
+        prefill_tokens_per_s=traffic.prefill_tokens_per_s,
+        decode_tokens_per_s=traffic.decode_tokens_per_s,
+        disk_gb_s=disk_gb_s,
+        disk_write_gb_s=disk_gb_s,
+        batch=traffic.batch,
+        context_window=_LONG,
+        truncation=False,
+    )
+
+
+def _predict(traffic: Traffic, system: System, size: Size) -> Prediction:
+    found = run(traffic.workload, system, "lookahead", warmup_turns=traffic.warmup_turns)
+    prompt = max(found.prompt_tokens, 1)
+    return Prediction(
+        size,
+        found.reused_tokens / prompt,
+        found.reusable_tokens / prompt,
+        found.host_tokens / prompt,
+        found.disk_tokens / prompt,
+        found.num_turns,
+    )
+
+
+def choose(predictions: Sequence[Prediction]) -> Prediction:
+    """The one with the least DRAM, and then the least disk, among those near the best."""
+    best = max(each.hit_rate for each in predictions)
+    near = [each for each in predictions if each.hit_rate >= best - _NEAR]
+    return min(near, key=lambda each: (each.size.host_gb, each.size.disk_gb))
+
+
+def _rounded(gb: float) -> float:
+    """Up to two digits: what one would write."""
+    if gb <= 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(gb)) - 1)
+    return float(f"{math.ceil(gb / unit - 1e-9) * unit:.12g}")

@@ -1,0 +1,187 @@
+"""What is asked of a server: chats by their rate and lengths, or the requests of a trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from sglang_ext.simulator.trace import Line
+from sglang_ext.simulator.types import Conversation, TraceRequest, Turn, Workload
+from sglang_ext.tiers.base import BLOCK_BYTES, MAX_RECORD_BLOCKS
+
+_SEED = 11
+# So many chats live at a time in the simulation, at most: with fewer chats, and as many times less
+# memory, the share of hits is the same.
+_MAX_LIVE = 100.0
+_MIN_CHATS = 200
+_LIVES = 3.5  # the simulation lasts so many lives of a chat, of which the first ones warm up
+_WARM_UP_SHARE = 0.4
+# A server is taken to be fast enough for its traffic: without reuse it would be busy half the time.
+_LOAD = 0.5
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Traffic of chats. All are means; lengths vary by half, think times and starts by chance.
+
+    Attributes:
+        per_hour: chats that begin in an hour.
+        turns: of a chat.
+        system_tokens: at the start of every chat, the same for all.
+        first_tokens: of the first question, with what only this chat has (a document).
+        turn_tokens: of each later question.
+        answer_tokens: of each answer.
+        think_s: from an answer to the next question.
+    """
+
+    per_hour: float
+    turns: float = 5.0
+    system_tokens: int = 0
+    first_tokens: int = 500
+    turn_tokens: int = 200
+    answer_tokens: int = 300
+    think_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0.0
+            if field.name == "turns":
+                least = 1.0
+            if not (math.isfinite(value) and value >= least) or (
+                field.name in ("per_hour", "first_tokens", "answer_tokens") and not value
+            ):
+                name = "chats-per-hour" if field.name == "per_hour" else field.name
+                name = name.replace("_", "-")
+                raise ValueError(f"--{name} must be a number of at least 1, got {value:g}")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A workload for the simulator, and the server that it is given to.
+
+    Attributes:
+        workload: what is asked.
+        page_tokens: tokens of a page in the simulation.
+        scale: memory in the simulation for memory in reality.
+        tokens: in reality, of what is worth keeping at a time.
+        warmup_turns: turns that are not measured.
+        prefill_tokens_per_s: of the simulated server.
+        decode_tokens_per_s: of each request.
+        batch: requests that it runs at a time.
+    """
+
+    workload: Workload
+    page_tokens: int
+    scale: float
+    tokens: float
+    warmup_turns: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    batch: int
+
+
+def of_chats(chats: Chats, page_tokens: int, decode_tokens_per_s: float) -> Traffic:
+    """Chats that begin by chance at a rate, long enough for a steady state."""
+    life_s = chats.turns * (chats.think_s + chats.answer_tokens / decode_tokens_per_s)
+    per_s = chats.per_hour / 3600
+    live = max(per_s * life_s, 1e-6)
+    scale = min(1.0, _MAX_LIVE / live)
+    count = int(max(_MIN_CHATS, _LIVES * live * scale))
+    workload = _conversations(chats, count, per_s * scale)
+    prompt = sum(_prompt_tokens(each) for each in workload)
+    turns = sum(len(each.turns) for each in workload)
+    span_s = workload[-1].start_s + life_s
+    later = (chats.turns - 1) / 2 * (chats.turn_tokens + chats.answer_tokens)
+    context = chats.first_tokens + chats.answer_tokens + later
+    return Traffic(
+        workload,
+        page_tokens,
+        scale,
+        live * context + chats.system_tokens,
+        int(_WARM_UP_SHARE * turns),
+        max(prompt / span_s / _LOAD, 1.0),
+        decode_tokens_per_s,
+        _batch(turns * chats.answer_tokens / span_s, decode_tokens_per_s),
+    )
+
+
+def of_trace(
+    lines: Sequence[Line], block_tokens: int, page_bytes_at_most: float, decode_tokens_per_s: float
+) -> Traffic:
+    """The requests of a trace, at its times.
+
+    Args:
+        lines: the trace.
+        block_tokens: tokens of one of its blocks.
+        page_bytes_at_most: bytes of a token's KV, to cut blocks that are too long for a record.
+        decode_tokens_per_s: of each request.
+    """
+    page_tokens = block_tokens
+    while page_tokens * page_bytes_at_most + BLOCK_BYTES > MAX_RECORD_BLOCKS * BLOCK_BYTES:
+        if page_tokens % 2:
+            raise ValueError("blocks of the trace are too long for a page; give shorter ones")
+        page_tokens //= 2
+    parts = np.arange(block_tokens // page_tokens)
+    requests = []
+    for line in lines:
+        pages = (line.hash_ids[:, None] * len(parts) + parts).reshape(-1)
+        whole = pages[: line.input_tokens // page_tokens]  # a server stores whole pages
+        requests.append(TraceRequest(line.arrival_s, whole, line.input_tokens, line.output_tokens))
+    distinct = len({page for each in requests for page in each.page_ids.tolist()})
+    if not distinct:
+        raise ValueError(f"no prompt of the trace has a whole page of {page_tokens} tokens")
+    span_s = max(lines[-1].arrival_s - lines[0].arrival_s, 1.0)
+    prompt = sum(line.input_tokens for line in lines)
+    output = sum(line.output_tokens for line in lines)
+    return Traffic(
+        requests,
+        page_tokens,
+        1.0,
+        float(distinct * page_tokens),
+        0,
+        max(prompt / span_s / _LOAD, 1.0),
+        decode_tokens_per_s,
+        _batch(output / span_s, decode_tokens_per_s),
+    )
+
+
+def with_prefill(traffic: Traffic, tokens_per_s: float) -> Traffic:
+    """The same for a server of a given speed."""
+    return replace(traffic, prefill_tokens_per_s=tokens_per_s)
+
+
+def _batch(tokens_per_s: float, decode_tokens_per_s: float) -> int:
+    return max(24, math.ceil(2 * tokens_per_s / decode_tokens_per_s / (1 - _LOAD)))
+
+
+def _conversations(chats: Chats, count: int, per_s: float) -> list[Conversation]:
+    rng = np.random.default_rng(_SEED)
+    starts = np.cumsum(rng.exponential(1 / per_s, count)).tolist()
+    made = []
+    for start_s in starts:
+        num = int(rng.geometric(1 / chats.turns))
+        think = rng.exponential(chats.think_s, num).tolist()
+        vary = rng.uniform(0.5, 1.5, (num, 2)).tolist()
+        turns = tuple(
+            Turn(
+                max(1, round((chats.turn_tokens if at else chats.first_tokens) * vary[at][0])),
+                max(1, round(chats.answer_tokens * vary[at][1])),
+                think[at],
+            )
+            for at in range(num)
+        )
+        shared = 0 if chats.system_tokens else -1
+        made.append(Conversation(start_s, turns, shared, chats.system_tokens))
+    return made
+
+
+def _prompt_tokens(chat: Conversation) -> int:
+    total, context = 0, chat.prefix_tokens
+    for turn in chat.turns:
+        context += turn.new_tokens
+        total += context
+        context += turn.output_tokens
+    return total

@@ -1,0 +1,172 @@
+"""`hier-kv size`: what the model says, what traffic is made of, and what the screen shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.cli import main
+from sglang_ext.simulator.model_config import read_model
+from sglang_ext.simulator.sizing import GIB, Prediction, Size, choose, sizes_for, slot_bytes
+from sglang_ext.simulator.traffic import Chats, of_chats
+from testkit.server import ROOT, TINYLM
+
+SMALL = ["--chats-per-hour", "60", "--turns", "3", "--first-tokens", "200", "--turn-tokens", "100",
+         "--answer-tokens", "50", "--think-s", "10"]  # fmt: skip
+KV = 4096  # of tinylm
+PAGE_GB = slot_bytes(64, KV) / GIB
+
+
+def write(path: Path, **config: Any) -> Path:
+    base = {"num_hidden_layers": 10, "num_attention_heads": 8, "hidden_size": 512}
+    (path / "config.json").write_text(json.dumps(base | config))
+    return path
+
+
+def trace(path: Path, prompts: list[list[int]]) -> str:
+    lines = [
+        {"timestamp": 1000 * n, "input_length": 64 * len(ids), "output_length": 4, "hash_ids": ids}
+        for n, ids in enumerate(prompts)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "expected"),
+    [
+        ({"dtype": "bfloat16"}, 1, 10 * 8 * 2 * 64 * 2),
+        ({"torch_dtype": "float32", "num_key_value_heads": 2}, 1, 10 * 2 * 2 * 64 * 4),
+        ({"num_key_value_heads": 2, "head_dim": 128}, 4, 10 * 4 * 2 * 128 * 2),  # once a rank
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 2, 2 * 10 * 576 * 2),
+        ({"text_config": {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}}, 1,
+         2 * 8 * 2),
+    ],
+)  # fmt: skip
+def test_kv_of_a_token(tmp_path: Path, config: dict[str, Any], ranks: int, expected: int) -> None:
+    assert read_model(write(tmp_path, **config), num_ranks=ranks).bytes_per_token == expected
+    half = read_model(tmp_path / "config.json", "fp8_e4m3", ranks).bytes_per_token
+    assert half == expected // (4 if config.get("torch_dtype") == "float32" else 2)
+
+
+def test_layers_that_store_no_kv_of_every_token_are_named(tmp_path: Path) -> None:
+    kinds = ["linear_attention"] * 6 + ["full_attention"] * 3 + ["sliding_attention"]
+    model = read_model(write(tmp_path, layer_types=kinds))
+    assert model.bytes_per_token == 4 * 8 * 2 * 64 * 2
+    assert "states of 6 layers" in model.note
+    assert "window" in model.note
+
+
+def test_the_bundled_model_has_the_size_that_servers_store() -> None:
+    assert read_model(TINYLM).bytes_per_token == KV
+    assert slot_bytes(64, KV) == 266_240
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "give either a model's folder or config.json, or --kv-bytes-per-token"),
+        (["/nowhere", *SMALL], "cannot be read as a model's config.json"),
+        ([str(ROOT / "tests"), *SMALL], "cannot be read as a model's config.json"),
+        ([str(TINYLM)], "give either --chats-per-hour and lengths of chats, or --trace FILE"),
+        ([str(TINYLM), "--trace", "x", "--turns", "3"], "give either --chats-per-hour"),
+        ([str(TINYLM), "--trace", "/nowhere"], "the trace /nowhere cannot be read"),
+        ([str(TINYLM), *SMALL, "--turns", "0.5"], "--turns must be a number of at least 1"),
+        ([str(TINYLM), *SMALL, "--think-s", "nan"], "--think-s must be a number"),
+        ([str(TINYLM), *SMALL, "--host-size", "-1"], "sizes are GiB, 0 or more, got -1"),
+        ([str(TINYLM), *SMALL, "--host-size", "0.0001"], "give --host-size at least"),
+        ([str(TINYLM), *SMALL, "--disk-size", "4"], "--disk-size needs --host-size"),
+        ([str(TINYLM), *SMALL, "--tp-size", "0"], "--tp-size must be at least 1, got 0"),
+        ([str(TINYLM), *SMALL, "--disk-gb-s", "0"], "--disk-gb-s must be above 0, got 0"),
+        ([str(TINYLM), *SMALL, "--kv-dtype", "int3"], "the KV dtype is one of"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    assert main(["size", *given]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_trace_is_replayed_through_the_page_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = [[10 * who + page for page in range(8)] for who in range(8)]
+    file = trace(tmp_path / "trace.jsonl", chats + chats)
+    command = [
+        "size",
+        str(TINYLM),
+        "--trace",
+        file,
+        "--block-tokens",
+        "64",
+        "--json",
+        "--host-size",
+    ]
+    assert main([*command, str(200.5 * PAGE_GB)]) == 0
+    [all_fit] = json.loads(capsys.readouterr().out)["sizes"]
+    # Half of the prompts came before; the last token of each is computed.
+    expected = 8 * (8 * 64 - 1) / (16 * 8 * 64)
+    assert all_fit["hit_rate"] == pytest.approx(expected)
+    assert all_fit["possible"] == pytest.approx(expected)
+    assert all_fit["from_host"] == pytest.approx(expected)
+    assert main([*command, str(20.5 * PAGE_GB)]) == 0
+    [few_fit] = json.loads(capsys.readouterr().out)["sizes"]
+    assert few_fit["hit_rate"] < 0.5 * expected
+    assert main([*command, str(20.5 * PAGE_GB), "--disk-size", "1"]) == 0
+    [with_disk] = json.loads(capsys.readouterr().out)["sizes"]
+    assert with_disk["hit_rate"] == pytest.approx(expected)
+    assert with_disk["from_disk"] > 0
+
+
+def test_the_screen_says_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["size", str(TINYLM), *SMALL, "--host-size", "0.5"]) == 0
+    text = capsys.readouterr().out
+    assert "tinylm: 4,096 bytes of KV a token" in text
+    assert "<-" in text
+    assert "hier-kv doctor --hier-kv-host-size 0.5 " in text
+    assert "--enable-hier-kv --hier-kv-host-size 0.5" in text
+    assert "hier-kv stats" in text
+
+
+def test_many_chats_are_simulated_by_fewer_with_less_memory() -> None:
+    few, many = (of_chats(Chats(n), 64, 50.0) for n in (60, 60_000))
+    assert few.scale == 1.0
+    assert many.tokens == pytest.approx(1000 * few.tokens)
+    assert many.scale < 0.2
+    assert len(many.workload) < 2000
+    by_size = [size.host_gb for size in sizes_for(many, KV) if not size.disk_gb]
+    assert by_size == sorted(by_size)
+    whole = many.tokens / 64 * PAGE_GB
+    assert by_size[0] < whole < by_size[-1]
+
+
+def test_the_least_dram_near_the_best_is_chosen() -> None:
+    def made(host: float, disk: float, hit_rate: float) -> Prediction:
+        return Prediction(Size(host, disk), hit_rate, 0.9, 0.0, 0.0, 10)
+
+    rows = [made(1, 0, 0.3), made(8, 0, 0.9), made(1, 8, 0.87), made(1, 16, 0.89)]
+    assert choose(rows) is rows[3]
+    assert choose(rows[:2]) is rows[1]
+
+
+def test_it_needs_neither_torch_nor_sglang() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'sglang', 'transformers'): sys.modules[name] = None\n"
+        "from sglang_ext.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = ["size", str(TINYLM), *SMALL, "--host-size", "0.5", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    assert 0 < json.loads(done.stdout)["sizes"][0]["hit_rate"] < 1
