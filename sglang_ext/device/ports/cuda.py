@@ -154,6 +154,10 @@ class CudaPort(DevicePort):
         """They stay on the device."""
         return token_slots.to(torch.int64)
 
+    def any_below(self, token_slots: torch.Tensor, end: int) -> bool:
+        """Asks torch."""
+        return bool((token_slots < end).any())
+
     def close(self) -> None:
         """Ends the thread."""
         self._calls.put(None)
