@@ -52,11 +52,11 @@ def test_a_state_comes_back_bit_for_bit_into_another_slot(kinds: list[Any]) -> N
         assert torch.equal(tensor[:, others], was[:, others])
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What torch is asked for that is work on a device, and the memory that it takes for that."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.taken_bytes = 0
 
