@@ -8,6 +8,9 @@ timing was.
 
 Threads are played: one real thread acts as each of them in turn (`acting`), and what hands
 something from one to another says so (`hand_over`).
+
+Tensors of SGLang's own (`tensor`) are guarded: a thread that must not wait for the device must not
+look into one, and memory of one that nobody holds any more is written again.
 """
 
 from __future__ import annotations
@@ -24,8 +27,17 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sglang_ext.device.ports.base import DevicePort
+
+# What of torch waits for the device when it is asked of a tensor there.
+_WAITS = {
+    "item", "tolist", "numpy", "cpu", "nonzero", "equal", "allclose", "is_nonzero", "unique",
+    "masked_select", "repeat_interleave", "__bool__", "__int__", "__float__", "__index__",
+    "__contains__", "__array__",
+}  # fmt: skip
+_INDEXES = {"__getitem__", "__setitem__"}
 
 Clock = dict[str, int]
 Cell = tuple[Any, ...]
@@ -69,6 +81,32 @@ class _Cell:
     reads: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
+class DeviceTensor(torch.Tensor):
+    """A tensor that SGLang has on the device, as `SimulatedDevice.tensor` makes it."""
+
+    simulated: SimulatedDevice
+    cell: Cell
+    source: torch.Tensor  # that it is a view of, which stays as long as it does
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        device = next(each.simulated for each in flat if isinstance(each, cls))
+        name = getattr(func, "__name__", "")
+        if name == "record_stream":
+            return None
+        if name in _WAITS:
+            device.require_may_wait(name)
+        if name in _INDEXES and _has_host_indices(args[1]):
+            device.require_may_wait(f"{name} with indices of the host's")
+        real: Any = super().__torch_function__
+        result = real(func, types, args, kwargs or {})
+        for each in tree_leaves(result):
+            if isinstance(each, cls):
+                each.simulated, each.cell, each.source = device, cell_of(flat[0]), flat[0]
+        return result
+
+
 class SimulatedDevice(DevicePort):
     """A device with memory of its own.
 
@@ -100,6 +138,8 @@ class SimulatedDevice(DevicePort):
         # Memory that was given back, by the stream it was taken on and its size.
         self._heap: dict[tuple[str, int], list[npt.NDArray[np.int64]]] = {}
         self.memory_left: int | None = None  # None: enough
+        self._num_tensors = 0
+        self._freed: list[tuple[Cell, Clock]] = []  # tensors of SGLang's that nobody holds
 
     # ---- threads ----
 
@@ -162,9 +202,17 @@ class SimulatedDevice(DevicePort):
         _merge(stream.clock, event.clock)
         stream.queued.append((event, _nothing))
 
-    def synchronize(self, event: Event) -> None:
+    def require_may_wait(self, what: str) -> None:
+        """Raises where the acting thread must not wait for the device.
+
+        Raises:
+            ConflictError: it must not.
+        """
         if self._thread in self.may_not_wait:
-            self._conflict(f"thread {self._thread} waits for the device")
+            self._conflict(f"thread {self._thread} waits for the device: {what}")
+
+    def synchronize(self, event: Event) -> None:
+        self.require_may_wait("synchronize")
         self.count("synchronize")
         while event.at is None:
             self.run(1)
@@ -257,9 +305,34 @@ class SimulatedDevice(DevicePort):
         known: npt.NDArray[Any] = np.ndarray(array.shape, array.dtype, buffer=view)
         return known
 
+    def tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """One of SGLang's, which the acting thread's stream makes.
+
+        As torch does, it may be given memory of one that nobody holds any more, whatever other
+        streams still read there.
+        """
+        made: Any = values.clone().as_subclass(DeviceTensor)
+        self._num_tensors += 1
+        made.simulated, made.cell = self, ("rows", self._num_tensors)
+        freed, self._freed = self._freed, []
+        for _, clock in freed:
+            self.take_over(clock)  # the allocator's lock
+        self.launch("make a tensor", _nothing, (), [made.cell, *(cell for cell, _ in freed)])
+        weakref.finalize(made, self._free, made.cell)
+        known: torch.Tensor = made
+        return known
+
+    def _free(self, cell: Cell) -> None:
+        self._freed.append((cell, dict(self._clock())))
+
     def rows(self, token_slots: torch.Tensor) -> npt.NDArray[np.int64]:
-        self.launch("rows", _nothing, [("rows", id(token_slots))], ())
-        return token_slots.numpy().astype(np.int64)
+        self.launch("rows", _nothing, [cell_of(token_slots)], ())
+        return plain(token_slots).numpy().astype(np.int64)
+
+    def any_below(self, token_slots: torch.Tensor, end: int) -> bool:
+        self.launch("rows", _nothing, [cell_of(token_slots)], ())
+        self.synchronize(self.record(self.current_stream()))
+        return bool((plain(token_slots) < end).any())
 
     def close(self) -> None:
         self.deliver(everything=True)
@@ -369,6 +442,7 @@ class SimulatedDevice(DevicePort):
                 event, call = self._calls.popleft()
                 self.synchronize(event)
                 call()
+                del event, call  # what they kept is given up by this thread
 
 
 class _Handle:
@@ -377,6 +451,23 @@ class _Handle:
     def __init__(self, memory: npt.NDArray[np.int64], give_back: Callable[..., None]) -> None:
         self.__array_interface__ = memory.__array_interface__
         weakref.finalize(self, give_back, memory)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The values, for what is simulated."""
+    return tensor.as_subclass(torch.Tensor)
+
+
+def cell_of(tensor: torch.Tensor) -> Cell:
+    """A tensor of SGLang's, as a whole."""
+    return getattr(tensor, "cell", ("rows", id(tensor)))
+
+
+def _has_host_indices(index: Any) -> bool:
+    """Whether indices have to be uploaded; slices and numbers have not."""
+    parts = index if isinstance(index, tuple) else (index,)
+    host = (list, range, np.ndarray, torch.Tensor)
+    return any(isinstance(each, host) and not isinstance(each, DeviceTensor) for each in parts)
 
 
 def _merge(into: Clock, other: Clock) -> None:

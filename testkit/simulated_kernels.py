@@ -9,30 +9,33 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_ext.device.layout import PageLayout
+from sglang_ext.device.states.snapshots import Snapshots, StatePool
 from sglang_ext.kernels.rope import Corrections, Listing
-from testkit.simulated_device import Cell, SimulatedDevice
+from testkit.simulated_device import Cell, SimulatedDevice, cell_of, plain
 
 
 class SimulatedKernels:
     """Kernels that run on a simulated device when it gets to them.
 
     Attributes:
+        device: where they run.
         fails_in: launches until one raises; None: never.
     """
 
     def __init__(self, device: SimulatedDevice, real: Any) -> None:
         self.fails_in: int | None = None
-        self._device = device
+        self.device = device
         self._real = real
 
     def begin_tails(self, tails: Any, heads: Any) -> None:
         """One launch."""
-        known = self._device.raw(tails), self._device.raw(heads)
+        known = self.device.raw(tails), self.device.raw(heads)
         self._run("begin_tails", [(tails, "w"), (heads, "r")], known, ())
 
     def clear(self, pages: Any) -> None:
         """One launch."""
-        self._run("clear", [(pages, "w")], (self._device.raw(pages),), ())
+        self._run("clear", [(pages, "w")], (self.device.raw(pages),), ())
 
     def save_to_pages(
         self,
@@ -45,8 +48,8 @@ class SimulatedKernels:
         layer: int,
     ) -> None:
         """Two launches, of which the second reads what the first marked."""
-        raw = self._device.raw
-        self._device.count("launches")
+        raw = self.device.raw
+        self.device.count("launches")
         memory: list[tuple[Any, str]] = [
             *((block, "w") for block in _blocks(view, pool)),
             *((each, "w") for each in (listing.wrong, listing.misses, listing.tails)),
@@ -71,18 +74,19 @@ class SimulatedKernels:
         known: tuple[Any, ...],
         reads: Iterable[Cell],
     ) -> None:
-        self._may_fail()
-        self._device.count("launches")
-        cells_of, work = self._device.cells_of, getattr(self._real, name)
+        self.may_fail()
+        self.device.count("launches")
+        cells_of, work = self.device.cells_of, getattr(self._real, name)
         also = [cell for array, how in memory if how == "r" for cell in cells_of(array)]
         writes = [cell for array, how in memory if how == "w" for cell in cells_of(array)]
-        self._device.launch(name, lambda: work(*known), [*reads, *also], writes)
+        self.device.launch(name, lambda: work(*known), [*reads, *also], writes)
 
     def _raw_view(self, view: Any) -> Any:
-        raw = self._device.raw
+        raw = self.device.raw
         return replace(view, arena=raw(view.arena), page_slots=raw(view.page_slots))
 
-    def _may_fail(self) -> None:
+    def may_fail(self) -> None:
+        """Raises when it is this launch's turn to fail."""
         if self.fails_in is not None:
             self.fails_in -= 1
             if self.fails_in < 0:
@@ -90,7 +94,7 @@ class SimulatedKernels:
 
     def _not_kept(self, view: Any, args: tuple[Any, ...]) -> list[Any]:
         """Arguments by which work finds its memory, without keeping it for itself."""
-        raw = self._device.raw
+        raw = self.device.raw
         rows = _rows(args)
         known = [self._raw_view(view)]
         for each in args:
@@ -106,18 +110,59 @@ class SimulatedKernels:
         work = getattr(self._real, name)
 
         def launch(view: Any, *args: Any) -> None:
-            self._may_fail()
-            self._device.count("launches")
+            self.may_fail()
+            self.device.count("launches")
             pool, rows, arrays = _arguments(args)
             blocks = _blocks(view, pool)
-            reads = [cell for block in blocks for cell in self._device.cells_of(block)]
+            reads = [cell for block in blocks for cell in self.device.cells_of(block)]
             for array in arrays:
-                reads += self._device.cells_of(array)
+                reads += self.device.cells_of(array)
             writes = [pool_cell(pool, row) for row in rows.tolist()]
             known = self._not_kept(view, args)
-            self._device.launch(name, lambda: work(*known), reads, writes)
+            self.device.launch(name, lambda: work(*known), reads, writes)
 
         return launch
+
+
+class SimulatedSnapshots(Snapshots):
+    """States whose copies run on a simulated device when it gets to them.
+
+    Args:
+        kernels: of the device.
+        pool: the states.
+        layout: of the pages in whose slots parts lie.
+    """
+
+    def __init__(self, kernels: SimulatedKernels, pool: StatePool, layout: PageLayout) -> None:
+        super().__init__(pool, layout)
+        self._kernels = kernels
+
+    def gather(self, slot: torch.Tensor, out: Any) -> None:
+        """One launch that clears, and one a tensor."""
+        device, index, there = self._kernels.device, plain(slot), self._kernels.device.raw(out)
+        self._kernels.may_fail()
+        device.count("launches", 1 + len(self.pool.tensors))
+        reads = [cell_of(slot), *self.cells(int(index))]
+        work = super().gather
+        device.launch("gather state", lambda: work(index, there), reads, device.cells_of(out))
+
+    def scatter(self, parts: Any, slot: torch.Tensor) -> None:
+        """One launch a tensor."""
+        device, index, there = self._kernels.device, plain(slot), self._kernels.device.raw(parts)
+        self._kernels.may_fail()
+        device.count("launches", len(self.pool.tensors))
+        reads = [cell_of(slot), *device.cells_of(parts)]
+        work = super().scatter
+        device.launch("scatter state", lambda: work(there, index), reads, self.cells(int(index)))
+
+    def cells(self, slot: int, layers: Iterable[int] | None = None) -> list[Cell]:
+        """A slot of some layers, by index; of all by default."""
+        every = range(len(self.pool.layers)) if layers is None else layers
+        return [
+            ("state", tensor.data_ptr(), layer, slot)
+            for tensor in self.pool.tensors
+            for layer in every
+        ]
 
 
 def _blocks(view: Any, pool: torch.Tensor) -> list[Any]:

@@ -63,9 +63,9 @@ class LoadCounter:
             batch = self._batches.get(index)
             if batch is None:
                 return
-            batch.num_done += 1
             batch.events.append(event)
             batch.last_done_s = time.monotonic()
+            batch.num_done += 1  # last: waiters look at it without the lock
             self._changed.notify_all()
 
     def fail(self, index: int, error: BaseException, event: Any = None) -> None:
@@ -79,7 +79,8 @@ class LoadCounter:
         with self._changed:
             batch = self._batches.get(index)
             if batch is not None:
-                batch.error, batch.error_event = error, event
+                batch.error_event = event  # first: waiters look at the error without the lock
+                batch.error = error
                 self._changed.notify_all()
 
     def wait_until(self, threshold: int) -> None:

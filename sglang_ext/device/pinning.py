@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Callable
 from typing import Any
 
+from sglang_ext.device.ports.cudart import forget_error
 from sglang_ext.tiers.host import HostArena
 
 logger = logging.getLogger(__name__)
@@ -14,7 +16,12 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 16 << 30
 
 
-def pin_memory(arena: HostArena, runtime: Any, chunk_bytes: int = CHUNK_BYTES) -> int:
+def pin_memory(
+    arena: HostArena,
+    runtime: Any,
+    chunk_bytes: int = CHUNK_BYTES,
+    forget: Callable[[], None] = forget_error,
+) -> int:
     """Registers the arena with CUDA; where that fails, copies are slower but right.
 
     Whole slots at a time: no copy crosses the border of two registrations.
@@ -23,6 +30,7 @@ def pin_memory(arena: HostArena, runtime: Any, chunk_bytes: int = CHUNK_BYTES) -
         arena: the memory.
         runtime: torch's `cudart`.
         chunk_bytes: most to register in one call; a slot at least.
+        forget: takes back CUDA's last error.
 
     Returns:
         Bytes that are page-locked.
@@ -34,6 +42,7 @@ def pin_memory(arena: HostArena, runtime: Any, chunk_bytes: int = CHUNK_BYTES) -
         size = min(slots_a_chunk * arena.slot_bytes, arena.nbytes - done)
         error = int(runtime.cudaHostRegister(arena.address + done, size, 0))
         if error:
+            forget()
             logger.warning(
                 "hier-kv: %d of %d bytes of DRAM could not be page-locked (CUDA error %d); copies "
                 "will be slower. Raise the memlock limit or lower --hier-kv-host-size.",

@@ -157,7 +157,7 @@ class SavePath:
     def has_rows_below(self, end: int, token_slots: torch.Tensor) -> bool:
         """Whether any of some rows is before `end`; waits for the device, within `saving`."""
         with self._port.on(self._gathers):
-            return bool((token_slots < end).any())
+            return self._port.any_below(token_slots, end)
 
     def save(self, token_slots: torch.Tensor, runs: Sequence[SaveRun]) -> list[SavedPage]:
         """Copies whole pages to their slots, headers apart; blocks until they are there.

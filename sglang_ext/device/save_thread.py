@@ -228,18 +228,15 @@ class SaveThread:
         """Copies `pages` of a job's hashes, all of one part, to slots and writes their headers."""
         size, place = self._page_size, job.place
         page_slots = slots.astype(np.int64)
-        if job.is_of_state:  # all its parts are of one position
-            firsts = np.zeros_like(pages)
-            runs = [
-                SaveRun(part, place.position, page_slots[at : at + 1])
-                for at, part in enumerate(pages.tolist())
-            ]
+        if job.is_of_state:  # parts are counted, and all are of one position
+            sources, firsts = pages, np.zeros_like(pages)
         else:
             firsts = size * (pages % (len(job.token_slots) // size))  # a page's first token
-            runs = [
-                SaveRun(int(firsts[run[0]]), place.position + int(firsts[run[0]]), page_slots[run])
-                for run in _runs(pages)
-            ]
+            sources = firsts
+        runs = [
+            SaveRun(int(sources[run[0]]), place.position + int(firsts[run[0]]), page_slots[run])
+            for run in _runs(pages)
+        ]
         saved = path.save(job.token_slots, runs)
         for page, first, slot, info in zip(
             pages.tolist(), firsts.tolist(), slots.tolist(), saved, strict=True

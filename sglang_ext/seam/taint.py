@@ -131,11 +131,12 @@ class TaintKeeper:
             return None
         path, page_size = self._tree.rows(node_id), self._tree.page_size
         own = self._req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        tokens = torch.from_numpy(pages[:, None] * page_size + np.arange(page_size))
-        tokens = tokens.to(path.device)
-        rows: torch.Tensor = path[tokens]
-        self._wrapper.cache_linker.overwrite_rows(rows.view(-1), own[tokens.view(-1)])
-        return rows
+        # Cut out, not indexed: indices made here would have to be uploaded, and that waits.
+        tokens = [slice(page * page_size, (page + 1) * page_size) for page in pages.tolist()]
+        rows = torch.cat([path[each] for each in tokens])
+        source = torch.cat([own[each] for each in tokens])
+        self._wrapper.cache_linker.overwrite_rows(rows, source)
+        return rows.view(-1, page_size)
 
     def _save_again(
         self,

@@ -16,6 +16,8 @@ from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.state_world import StateWorld
 from tests.property.worlds.window_world import PAGE
 
+pytestmark = pytest.mark.usefixtures("scheduler_waits")
+
 ROUNDS = int(os.environ.get("HIER_KV_STATE_ROUNDS", "2"))  # of 400 steps, in each world
 SEEDS = int(os.environ.get("HIER_KV_STATE_SEEDS", "1"))
 Make = Callable[..., StateWorld]

@@ -15,6 +15,8 @@ import pytest
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.taint_world import World
 
+pytestmark = pytest.mark.usefixtures("scheduler_waits")
+
 ROUNDS = 8
 Make = Callable[..., World]
 

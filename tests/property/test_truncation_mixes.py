@@ -18,6 +18,8 @@ from tests.property.worlds.truncation_world import TruncationWorld, world
 CASES = int(os.environ.get("HIER_KV_PROPERTY_CASES", "1200"))
 SEEDS = 3
 
+pytestmark = pytest.mark.usefixtures("scheduler_waits")
+
 
 @pytest.mark.parametrize("seed", range(SEEDS + 1))
 def test_nobody_meets_kv_that_is_not_theirs(

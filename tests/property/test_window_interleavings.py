@@ -20,6 +20,8 @@ from tests.property.worlds.hostile_engine import HostileEngine
 from tests.property.worlds.window_world import PAGE, WindowWorld
 from tests.tiers.protection_cases import protected_store
 
+pytestmark = pytest.mark.usefixtures("scheduler_waits")
+
 ROUNDS = int(os.environ.get("HIER_KV_WINDOW_ROUNDS", "2"))  # of 400 steps, in each world
 SEEDS = int(os.environ.get("HIER_KV_WINDOW_SEEDS", "1"))
 Make = Callable[..., WindowWorld]

@@ -106,5 +106,9 @@ class DevicePort(ABC):
         """Rows of the pool, as SGLang has them, as the indices that kernels take."""
 
     @abstractmethod
+    def any_below(self, token_slots: torch.Tensor, end: int) -> bool:
+        """Whether any of some rows is before `end`; waits for the current stream."""
+
+    @abstractmethod
     def close(self) -> None:
         """Ends the port's thread after what was handed to it."""

@@ -20,8 +20,10 @@ logger = logging.getLogger(__name__)
 
 # torch hands streams out of a pool of 32, round robin.
 _DRAWS = 65
-# Indices of a restored page and its corrections are fewer.
+# Indices of a restored page and its corrections are fewer; so many pages may be restored while one
+# forward runs before the scheduler's thread has to ask CUDA for page-locked memory.
 _SMALL_UPLOAD = 4096
+_SMALL_UPLOADS = 16
 
 
 class CudaPort(DevicePort):
@@ -48,6 +50,9 @@ class CudaPort(DevicePort):
         self._cuda = cuda
         self._runtime = runtime
         self._given: list[Any] = []
+        # Held together, so that they are different ones; torch keeps them for `upload`.
+        blocks = [pinned(_SMALL_UPLOAD) for _ in range(_SMALL_UPLOADS)]
+        del blocks
         self._batches = batches and runtime is not None and self._copies_in_batches(runtime)
         self._calls: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hier-kv-landed", daemon=True)
@@ -145,7 +150,7 @@ class CudaPort(DevicePort):
 
     def upload(self, values: npt.NDArray[np.int64]) -> Any:
         """Copies by way of page-locked memory, which torch keeps until the copy is done."""
-        # One size for all small ones: memory is page-locked when the server starts, and not again.
+        # One size for all small ones: see `_SMALL_UPLOADS`.
         staged = pinned(max(len(values), _SMALL_UPLOAD))[: len(values)]
         staged.numpy()[:] = values
         return staged.to(self._device, non_blocking=True)
@@ -153,6 +158,10 @@ class CudaPort(DevicePort):
     def rows(self, token_slots: torch.Tensor) -> Any:
         """They stay on the device."""
         return token_slots.to(torch.int64)
+
+    def any_below(self, token_slots: torch.Tensor, end: int) -> bool:
+        """Asks torch."""
+        return bool((token_slots < end).any())
 
     def close(self) -> None:
         """Ends the thread."""

@@ -1,4 +1,4 @@
-"""Two calls of CUDA's runtime library that torch has no name for."""
+"""Calls of CUDA's runtime library that torch has no name for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 logger = logging.getLogger(__name__)
 
 _MAPS = Path("/proc/self/maps")
+_LIBRARY = re.compile(r"\S+/libcudart[\w.-]*\.so\.(\d+)\S*")
 # Copies of a batch read their sources when the stream gets to them.
 _IN_STREAM_ORDER = 1
 _RELAXED_CAPTURE = 2
@@ -50,6 +51,7 @@ class Cudart:
         library = ctypes.CDLL(path)
         self._exchange_mode = library.cudaThreadExchangeStreamCaptureMode
         self._copy_many = library.cudaMemcpyBatchAsync
+        self._last_error = library.cudaGetLastError
         self._major = major
         self._attributes = _Attributes(_IN_STREAM_ORDER)
 
@@ -63,7 +65,8 @@ class Cudart:
             CudartError: CUDA refuses.
         """
         mode = ctypes.c_int(_RELAXED_CAPTURE)
-        _require(self._exchange_mode(ctypes.byref(mode)), "cudaThreadExchangeStreamCaptureMode")
+        status = self._exchange_mode(ctypes.byref(mode))
+        self._require(status, "cudaThreadExchangeStreamCaptureMode")
 
     def copy_many(
         self,
@@ -100,21 +103,30 @@ class Cudart:
             *failed,
             ctypes.c_void_p(stream),
         )
-        _require(status, "cudaMemcpyBatchAsync")
+        self._require(status, "cudaMemcpyBatchAsync")
+
+    def _require(self, status: int, what: str) -> None:
+        if status:
+            self._last_error()  # see `forget_error`
+            raise CudartError(f"{what} must succeed, got CUDA error {status}")
+
+
+def forget_error(maps: Path = _MAPS) -> None:
+    """Takes back the calling thread's last error of CUDA, which was dealt with.
+
+    CUDA keeps it, and torch would take it for one of the next kernel that it launches.
+    """
+    for path in {match[0] for match in _LIBRARY.finditer(maps.read_text())}:
+        ctypes.CDLL(path).cudaGetLastError()
 
 
 def find_cudart(maps: Path = _MAPS) -> Cudart | None:
     """The library that torch has loaded; None, and a line in the log, where it is of no use."""
     reason = "its library is not loaded"
-    for match in re.finditer(r"\S+/libcudart[\w.-]*\.so\.(\d+)\S*", maps.read_text()):
+    for match in _LIBRARY.finditer(maps.read_text()):
         try:
             return Cudart(match[0], int(match[1]))
         except (OSError, AttributeError) as error:
             reason = str(error)
     logger.info("hier-kv: pages are copied one by one, as CUDA has no batches here: %s", reason)
     return None
-
-
-def _require(status: int, what: str) -> None:
-    if status:
-        raise CudartError(f"{what} must succeed, got CUDA error {status}")

@@ -84,5 +84,9 @@ class HostPort(DevicePort):
         """As numpy has them."""
         return token_slots.to(torch.int64).cpu().numpy()
 
+    def any_below(self, token_slots: torch.Tensor, end: int) -> bool:
+        """Asks torch."""
+        return bool((token_slots < end).any())
+
     def close(self) -> None:
         """There is no thread."""

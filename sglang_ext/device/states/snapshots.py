@@ -82,26 +82,32 @@ class Snapshots:
             [part_hashes(page_hash.reshape(1, 32), part) for part in range(self.num_parts)]
         )
 
-    def gather(self, slot: torch.Tensor, out: torch.Tensor) -> None:
+    def gather(self, slot: torch.Tensor, out: Any) -> None:
         """Writes a snapshot.
 
         Args:
             slot: `[1]`, on the pool's device.
-            out: u8 `[parts, part_bytes]`, contiguous, on the pool's device.
+            out: u8 `[parts, part_bytes]`, contiguous, on the pool's device. On a device no other
+                memory is taken, and nobody waits.
         """
-        flat, index = out.view(-1), slot.to(torch.int64)
-        flat.zero_()
-        for tensor, start in zip(self.pool.tensors, self._starts, strict=True):
-            values = tensor.index_select(1, index).contiguous()
-            flat[start : start + _slot_bytes(tensor)] = values.view(torch.uint8).reshape(-1)
+        memory, index = torch.as_tensor(out), slot.to(torch.int64)
+        memory.zero_()
+        for tensor, values in zip(self.pool.tensors, self._blocks(memory), strict=True):
+            torch.index_select(tensor, 1, index, out=values)
 
-    def scatter(self, parts: torch.Tensor, slot: torch.Tensor) -> None:
+    def scatter(self, parts: Any, slot: torch.Tensor) -> None:
         """Reads a snapshot; the way back of `gather`."""
-        flat, index = parts.view(-1), slot.to(torch.int64)
-        for tensor, start in zip(self.pool.tensors, self._starts, strict=True):
-            raw = flat[start : start + _slot_bytes(tensor)]
-            values = raw.view(tensor.dtype).reshape(tensor.shape[0], 1, *tensor.shape[2:])
+        memory, index = torch.as_tensor(parts), slot.to(torch.int64)
+        for tensor, values in zip(self.pool.tensors, self._blocks(memory), strict=True):
             tensor.index_copy_(1, index, values)
+
+    def _blocks(self, parts: torch.Tensor) -> list[torch.Tensor]:
+        """Where each tensor lies in a snapshot, `[L, 1, ...]`."""
+        flat, blocks = parts.view(-1), []
+        for tensor, start in zip(self.pool.tensors, self._starts, strict=True):
+            raw = flat[start : start + _slot_bytes(tensor)].view(tensor.dtype)
+            blocks.append(raw.view(tensor.shape[0], 1, *tensor.shape[2:]))
+        return blocks
 
 
 def part_hashes(hashes: Hashes, part: int) -> Hashes:

@@ -54,10 +54,7 @@ class _StatePath:
         self._stream: Any = None
         self.ring_bytes = snapshots.num_bytes if port.brings_pages else 0
         (memory,) = take_memory(port, (snapshots.num_bytes,))
-        # For torch, and for the port, whose ordinary memory is numpy's; u8 `[parts, part_bytes]`.
-        self._parts: torch.Tensor = memory if port.brings_pages else torch.from_numpy(memory)
-        self._parts = self._parts.view(snapshots.num_parts, snapshots.part_bytes)
-        self._ported: Any = self._parts if port.brings_pages else self._parts.numpy()
+        self._parts = memory.reshape(snapshots.num_parts, snapshots.part_bytes)
 
 
 class StateSavePath(_StatePath):
@@ -100,15 +97,15 @@ class StateSavePath(_StatePath):
     def has_rows_below(self, end: int, token_slots: torch.Tensor) -> bool:
         """Whether a state's slot is before `end`; waits for the device, within `saving`."""
         with self._port.on(self._stream):
-            return bool((token_slots < end).any())
+            return self._port.any_below(token_slots, end)
 
     def save(self, token_slots: torch.Tensor, runs: Sequence[SaveRun]) -> list[SavedPage]:
         """Copies parts of one snapshot to their slots, headers apart; blocks until they are there.
 
         Args:
             token_slots: `[1]`, the state's slot, as SGLang has it.
-            runs: of each part that is saved: its number, the position of the page that the snapshot
-                is behind, and the slot to fill.
+            runs: parts that follow one another: the number of the first, the position of the page
+                that the snapshot is behind, and the slots to fill.
 
         Returns:
             One entry a part.
@@ -118,22 +115,21 @@ class StateSavePath(_StatePath):
         with port.on(self._stream):
             snapshots.gather(token_slots, self._parts)
             for run in runs:
-                source = self._ported[run.first_token : run.first_token + 1]
+                source = self._parts[run.first_token : run.first_token + len(run.page_slots)]
                 port.send(self._slots, run.page_slots, snapshots.span, source)
         end = port.record(self._stream)
         port.synchronize(end)
-        saved = []
-        for run in runs:
-            (slot,) = run.page_slots.tolist()
-            num_bytes = write_tail(
-                self._slots[slot],
-                snapshots.layout,
-                rope_state=ROPE_BOUND,
-                position=run.position,
-            )
-            saved.append(SavedPage(ROPE_BOUND, num_bytes, 0))
         self.busy_s = port.seconds_between(begin, end)
-        return saved
+        return [
+            SavedPage(ROPE_BOUND, self._write_tail(slot, run.position), 0)
+            for run in runs
+            for slot in run.page_slots.tolist()
+        ]
+
+    def _write_tail(self, slot: int, position: int) -> int:
+        """Says that a part is bound to a position; the payload's length."""
+        layout = self._snapshots.layout
+        return write_tail(self._slots[slot], layout, rope_state=ROPE_BOUND, position=position)
 
 
 class StateLoadPath(_StatePath):
@@ -170,20 +166,30 @@ class StateLoadPath(_StatePath):
             CopyError: the slots do not hold a snapshot's parts; what was queued runs on.
         """
         port, snapshots = self._port, self._snapshots
+        busy: list[tuple[Any, Any]] = []
         with self._queueing:
-            for event in (fence.rows_known, *fence.rows_free):
-                port.wait(self._stream, event)
-            first = port.record(self._stream)
-            with port.on(self._stream):
-                for state_slot, name_parts in loads:
-                    page_slots = name_parts(state_slot)
-                    self._require_parts(page_slots)
-                    port.bring(self._ported, self._slots, page_slots, snapshots.span)
+            for state_slot, name_parts in loads:
+                page_slots = name_parts(state_slot)
+                self._require_parts(page_slots)
+                begin = port.record(self._stream)
+                with port.on(self._stream):
+                    port.bring(self._parts, self._slots, page_slots, snapshots.span)
+                brought = port.record(self._stream)
+                self._wait_for(fence)
+                scattering = port.record(self._stream)
+                with port.on(self._stream):
                     snapshots.scatter(self._parts, state_slot)
+                busy += [(begin, brought), (scattering, port.record(self._stream))]
+            self._wait_for(fence)  # what comes before a load without a state is behind it, too
             last = port.record(self._stream)
         for _ in snapshots.pool.layers:
             on_layer(last if port.brings_pages else None)
-        return Landing(last, [(first, last)])
+        return Landing(last, busy)
+
+    def _wait_for(self, fence: Fence) -> None:
+        """Only what writes a state waits for the batch in flight; what brings one does not."""
+        for event in (fence.rows_known, *fence.rows_free):
+            self._port.wait(self._stream, event)
 
     def _require_parts(self, page_slots: I64) -> None:
         tails = read_tails(self._slots, page_slots, self._snapshots.layout)

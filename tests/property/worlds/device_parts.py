@@ -11,7 +11,9 @@ import torch
 
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope
+from sglang_ext.device.transfers import SaveJob
 from sglang_ext.kernels.rope import RopeSpec
+from testkit.simulated_device import Clock
 from tiers.store.types import StoreCounters
 
 if TYPE_CHECKING:
@@ -37,9 +39,10 @@ class Pages:
 
     def begin_save(self, space: Any, hashes: Any, ancestors: Any, quality: Any) -> Any:
         """Slots for the pages, which the scheduler had set aside."""
-        slots = np.array(self._world.set_aside, np.int32)
-        places = np.arange(len(slots))
-        return SimpleNamespace(rows=places, slots=slots, pages=places, dropped=0)
+        offer = self._world.saving
+        assert offer is not None
+        slots = np.array(offer.slots, np.int32)
+        return SimpleNamespace(rows=offer.pages, slots=slots, pages=offer.pages, dropped=0)
 
     def finish_save(self, ticket: Any, *, ok: bool) -> None:
         """The pages are there for everybody, or the slots are."""
@@ -50,6 +53,25 @@ class Pages:
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class More:
+    """What a request of a hybrid is loaded besides.
+
+    Attributes:
+        slots: slots of its pages and parts, as a ticket has them, behind the full layers'.
+        first: number of the first page of its window, or of the page that its state is behind.
+        rows: of the window layers.
+        expected: K and V of each window layer in these.
+        state: slot of its state.
+    """
+
+    slots: tuple[int, ...] = ()
+    first: int = 0
+    rows: torch.Tensor | None = None
+    expected: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    state: int | None = None
+
+
 @dataclass(eq=False)
 class Load:
     """A request whose pages are loaded."""
@@ -57,6 +79,26 @@ class Load:
     position: int
     rows: torch.Tensor
     expected: list[tuple[torch.Tensor, torch.Tensor]]
+    more: More
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A save that is queued.
+
+    Attributes:
+        job: as the save thread has it.
+        load: what is saved; nobody else's meanwhile.
+        slots: set aside for it.
+        pages: which of the job's pages go there.
+        clock: of the scheduler when it was offered.
+    """
+
+    job: SaveJob
+    load: Load
+    slots: list[int]
+    pages: np.ndarray
+    clock: Clock
 
 
 @dataclass
@@ -68,11 +110,11 @@ class Batch:
     forwarded: bool = False
 
 
-def make_pool(seed: int) -> DevicePool:
-    shape = (PAGES * PAGE, HEADS, DIM)
-    k = tuple(torch.full(shape, -77.0, dtype=torch.bfloat16) for _ in range(LAYERS))
-    v = tuple(torch.full(shape, -77.0, dtype=torch.bfloat16) for _ in range(LAYERS))
-    return DevicePool("mha", torch.bfloat16, k, v, 0, PAGES * PAGE)
+def make_pool(num_layers: int = LAYERS, num_pages: int = PAGES) -> DevicePool:
+    shape = (num_pages * PAGE, HEADS, DIM)
+    k = tuple(torch.full(shape, -77.0, dtype=torch.bfloat16) for _ in range(num_layers))
+    v = tuple(torch.full(shape, -77.0, dtype=torch.bfloat16) for _ in range(num_layers))
+    return DevicePool("mha", torch.bfloat16, k, v, 0, num_pages * PAGE)
 
 
 def make_ropes() -> list[LayerRope]:

@@ -8,12 +8,13 @@ as soon as their pins are gone.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ from tests.property.worlds.device_parts import (  # noqa: E402
     SLOTS,
     Batch,
     Load,
+    More,
+    Offer,
     Pages,
     bits_of,
     make_pool,
@@ -49,25 +52,40 @@ from tests.property.worlds.device_parts import (  # noqa: E402
 )
 
 RING_PAGES = 3  # pages of a layer that a buffer of the ring holds
+STEPS = int(os.environ.get("HIER_KV_DEVICE_STEPS", "1500"))  # in all worlds of a kind together
+STEPS_A_WORLD = 150
 
 
 @dataclass
 class DeviceWorld:
-    """One linker on a simulated device; `step` does one random thing."""
+    """One linker on a simulated device; `step` does one random thing.
+
+    It has many methods because each is one thing that happens, and a hybrid's world replaces some.
+    """
 
     seed: int
     counts: dict[str, int] = field(default_factory=dict)
+
+    num_layers: ClassVar[int] = LAYERS  # of the model
+    num_slots: ClassVar[int] = SLOTS
+    num_rings: ClassVar[int] = 1
+    make_ropes: ClassVar[Any] = staticmethod(make_ropes)
+    weights: ClassVar[dict[str, int]] = {
+        "load": 20, "begin": 12, "pump": 12, "forward": 12, "decode": 12, "restore": 4,
+        "offer": 10, "save": 10, "run": 16, "deliver": 8, "reuse": 12, "abort": 3, "retract": 3,
+        "flush": 1, "evict": 3,
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.device = SimulatedDevice(self.seed + 1)
         self.kernels = SimulatedKernels(self.device, rope_kernels)
-        self.pool, self.shadow, origin = (make_pool(number) for number in range(3))
+        self.pool, self.shadow, origin = (make_pool() for _ in range(3))
         self.layout = self.pool.layout(PAGE)
         object.__setattr__(self.layout, "max_corrections", 20)
-        self.arena = np.zeros((SLOTS, self.layout.slot_bytes), np.uint8)
+        self.arena = np.zeros((self.num_slots, self.layout.slot_bytes), np.uint8)
         self.device.add_memory(self.arena, "slot", self.layout.slot_bytes)
-        ropes = make_ropes()
+        ropes = self.make_ropes()
         plain = PageCopier(origin, self.layout, ropes, self.arena, mode="pre", kernels=rope_kernels)
         self.plain = PageCopier(
             self.shadow, self.layout, ropes, self.arena, mode="pre", kernels=rope_kernels
@@ -76,8 +94,9 @@ class DeviceWorld:
             self.pool, self.layout, ropes, self.arena, mode="pre", kernels=self.kernels
         )
         self.contents = self._contents(plain)
-        for slot in range(SLOTS):
-            self.arena[slot] = self.contents[slot % CONTENTS]
+        more = self._parts(copier)
+        for slot in range(self.num_slots):
+            self.arena[slot] = self.contents[slot % len(self.contents)]
         self.unpinned: list[tuple[list[int], Clock]] = []
         self.store = Pages(self)
         with self.device.acting("assembly"):
@@ -85,12 +104,13 @@ class DeviceWorld:
             self.linker = HierKVLinker(
                 self.store,  # type: ignore[arg-type]
                 copier,
-                num_layers=LAYERS,
+                num_layers=self.num_layers,
                 page_size=PAGE,
                 kv_pool=None,
                 port=self.device,
                 forward_stream=self.forwards,
-                ring_bytes=4 * RING_PAGES * max(copier.layer_bytes),
+                ring_bytes=self.num_rings * 4 * RING_PAGES * max(copier.layer_bytes),
+                **more,
             )
             built = self.device.hand_over()
         for thread in ("scheduler", "load", "save"):
@@ -98,14 +118,17 @@ class DeviceWorld:
                 self.device.take_over(built)
         self.linker.loads.start = self._start  # type: ignore[assignment,method-assign]
         self.started: list[tuple[Any, Clock]] = []
-        self.free_slots, self.free_pages = list(range(SLOTS)), list(range(1, PAGES))
+        self.free_slots, self.free_pages = list(range(self.num_slots)), list(range(1, PAGES))
         self.queued: list[Load] = []
         self.batches: list[Batch] = []
         self.running: list[Load] = []
-        self.offered: list[tuple[SaveJob, Load, list[int], Clock]] = []
-        self.set_aside: list[int] = []
-        self.saving: Load | None = None
+        self.offered: list[Offer] = []
+        self.saving: Offer | None = None
         self.next_rid = 0
+
+    def _parts(self, copier: PageCopier) -> dict[str, Any]:
+        """What a hybrid's linker is given besides; its contents are added to the others."""
+        return {}
 
     def _contents(self, copier: PageCopier) -> list[np.ndarray]:
         """Pages of position 0, PAGE, ...: some exact, some with corrections, some kept bound."""
@@ -156,7 +179,7 @@ class DeviceWorld:
     # ---- what the scheduler does ----
 
     def step(self) -> None:
-        name = self.rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+        name = self.rng.choices(list(self.weights), list(self.weights.values()))[0]
         if getattr(self, name)() is not False:
             self.counts[name] = self.counts.get(name, 0) + 1
         self.device.require_order()
@@ -169,10 +192,14 @@ class DeviceWorld:
         self.queued.append(load)
         return None
 
-    def _queue(self, ticket: Any, rows: torch.Tensor, position: int) -> None:
-        job = LoadJob(SimpleNamespace(ticket=ticket), rows, position)  # type: ignore[arg-type]
+    def _queue(self, ticket: Any, load: Load) -> None:
+        pages: Any = SimpleNamespace(ticket=ticket)
+        job = self._job(pages, self.device.tensor(load.rows), load)
         self.next_rid += 1
         self.linker._pending_loads[str(self.next_rid)] = job
+
+    def _job(self, pages: Any, rows: torch.Tensor, load: Load) -> LoadJob:
+        return LoadJob(pages, rows, load.position)
 
     def abort(self) -> bool | None:
         """A request whose load was not begun is given up."""
@@ -218,24 +245,24 @@ class DeviceWorld:
     def _overwrite(self, slots: list[int]) -> None:
         for slot in slots:
             self.device.touch("new page", (), self.device.cells_of(self.arena[slot]))
-            self.arena[slot] = self.contents[self.rng.randrange(CONTENTS)]
+            self.arena[slot] = self.rng.choice(self.contents)
 
     def _admit(self, queue: Any, most: int = 7) -> Load | None:
         first = self.rng.randrange(CONTENTS)
         wanted = [number % CONTENTS for number in range(first, first + self.rng.randint(1, most))]
         wanted = wanted[: CONTENTS - first]
-        slots = []
+        slots: list[int] = []
         for number in wanted:
-            found = [s for s in self.free_slots if self._content_of(s) == number and s not in slots]
-            if not found:
+            found = self._find(number, slots)
+            if found is None:
                 break
-            slots.append(self.rng.choice(found))
+            slots.append(found)
         if not slots or len(self.free_pages) < len(slots) + 4:
             return None
-        self.rng.shuffle(self.free_pages)
-        pages = [self.free_pages.pop() for _ in slots]
-        rows = torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
-        self._touch_rows(rows)
+        more = self._admit_more(first, slots, is_restored=most == 1)
+        if more is None:
+            return None
+        rows = self._take_rows(self.free_pages, len(slots))
         where = np.array(slots)
         job = self.plain.prepare_load(where, rows.numpy(), first * PAGE)
         for layer in range(LAYERS):
@@ -244,22 +271,30 @@ class DeviceWorld:
             (k[rows].clone(), v[rows].clone())
             for k, v in zip(self.shadow.k, self.shadow.v, strict=True)
         ]
-        for slot in slots:
+        load = Load(first * PAGE, rows, expected, more)
+        for slot in (*slots, *more.slots):
             self.free_slots.remove(slot)
-        queue(SimpleNamespace(slots=where.astype(np.int32)), rows, first * PAGE)
-        return Load(first * PAGE, rows, expected)
+        queue(SimpleNamespace(slots=np.array([*slots, *more.slots], np.int32)), load)
+        return load
 
-    def _touch_rows(self, rows: torch.Tensor) -> None:
-        """SGLang makes the tensor of rows on its own stream, some time before it is used."""
-        self.device._kept.append(rows)
-        self.device.launch("make rows", lambda: None, (), [("rows", id(rows))])
+    def _admit_more(self, first: int, slots: list[int], *, is_restored: bool) -> More | None:
+        """What a hybrid's request needs beside pages of the full layers; None where it lacks."""
+        return More()
 
-    def _content_of(self, slot: int) -> int:
-        return next(
-            number
-            for number in range(CONTENTS)
-            if np.array_equal(self.contents[number], self.arena[slot])
-        )
+    def _take_rows(self, free_pages: list[int], num_pages: int) -> torch.Tensor:
+        self.rng.shuffle(free_pages)
+        pages = [free_pages.pop() for _ in range(num_pages)]
+        return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+    def _find(self, content: int, taken: list[int]) -> int | None:
+        """A slot that holds a content, and is none of those taken."""
+        wanted = self.contents[content]
+        found = [
+            slot
+            for slot in self.free_slots
+            if slot not in taken and np.array_equal(wanted, self.arena[slot])
+        ]
+        return self.rng.choice(found) if found else None
 
     def begin(self) -> bool | None:
         """A batch begins."""
@@ -282,8 +317,8 @@ class DeviceWorld:
         counter.set_consumer(batch.index)
         failed = counter._batches[batch.index].error is not None
         with device.on(self.forwards):
-            for layer in range(LAYERS):
-                counter.wait_until(layer)
+            for layer in range(self.num_layers):
+                self._wait_for(counter, layer)
                 for load in batch.loads:
                     self._read(load, layer, compare=not failed)
         counter.set_consumer(-1)
@@ -295,18 +330,27 @@ class DeviceWorld:
                 self._give_back(load)
         return None
 
+    def _wait_for(self, counter: Any, layer: int) -> None:
+        """As SGLang's pools do when a forward asks for a layer's rows."""
+        counter.wait_until(layer)
+
     def _read(self, load: Load, layer: int, *, compare: bool = True) -> None:
-        k, v, (want_k, want_v) = self.pool.k[layer], self.pool.v[layer], load.expected[layer]
+        """A forward reads a layer of the model."""
+        self._read_rows(self.pool, layer, load.rows, load.expected[layer], compare=compare)
+
+    def _read_rows(
+        self, pool: Any, layer: int, rows: torch.Tensor, expected: Any, *, compare: bool
+    ) -> None:
+        k, v, (want_k, want_v) = pool.k[layer], pool.v[layer], expected
 
         def read() -> None:
             if not compare:
                 return
-            same = torch.equal(bits_of(k[load.rows]), bits_of(want_k))
+            same = torch.equal(bits_of(k[rows]), bits_of(want_k))
             assert same, "a forward read other K than a CPU loads"
-            assert torch.equal(bits_of(v[load.rows]), bits_of(want_v)), "a forward read other V"
+            assert torch.equal(bits_of(v[rows]), bits_of(want_v)), "a forward read other V"
 
-        rows = load.rows.tolist()
-        cells = [pool_cell(tensor, row) for tensor in (k, v) for row in rows]
+        cells = [pool_cell(tensor, row) for tensor in (k, v) for row in rows.tolist()]
         self.device.launch("forward reads", read, cells, ())
 
     def decode(self) -> bool | None:
@@ -317,23 +361,25 @@ class DeviceWorld:
         device = self.device
         device.wait(self.forwards, device.record(device.current_stream()))
         with device.on(self.forwards):
-            for layer in range(LAYERS):
+            for layer in range(self.num_layers):
                 self._read(load, layer)
-                cells = [
-                    pool_cell(tensor, row)
-                    for tensor in (self.pool.k[layer], self.pool.v[layer])
-                    for row in load.rows.tolist()
-                ]
-                device.launch("forward writes", self._spoiler(load, layer), (), cells)
+                self._write(load, layer)
         self._give_back(load)
         return None
 
-    def _spoiler(self, load: Load, layer: int) -> Any:
-        def write() -> None:
-            self.pool.k[layer][load.rows] = -77.0
-            self.pool.v[layer][load.rows] = -77.0
+    def _write(self, load: Load, layer: int) -> None:
+        """A forward writes a layer of the model."""
+        self._write_rows(self.pool, layer, load.rows)
 
-        return write
+    def _write_rows(self, pool: Any, layer: int, rows: torch.Tensor) -> None:
+        tensors = pool.k[layer], pool.v[layer]
+
+        def write() -> None:
+            for tensor in tensors:
+                tensor[rows] = -77.0
+
+        cells = [pool_cell(tensor, row) for tensor in tensors for row in rows.tolist()]
+        self.device.launch("forward writes", write, (), cells)
 
     def _give_back(self, load: Load) -> None:
         self.free_pages += sorted({row // PAGE for row in load.rows.tolist()})
@@ -343,16 +389,14 @@ class DeviceWorld:
 
         done = False
 
-        def restore(ticket: Any, rows: torch.Tensor, position: int) -> None:
-            hashes = np.zeros((1, 32), np.uint8)
+        def restore(ticket: Any, load: Load) -> None:
+            space: Any = None
+            hashes, rows = np.zeros((1, 32), np.uint8), self.device.tensor(load.rows)
+            windows = None if load.more.rows is None else self.device.tensor(load.more.rows)
             nonlocal done
             with self._failing(0.3):
                 done = self.linker.restore_pages(
-                    ticket,
-                    None,  # type: ignore[arg-type]
-                    hashes,
-                    rows,
-                    position,
+                    ticket, space, hashes, rows, load.position, windows
                 )
 
         load = self._admit(restore, most=1)
@@ -371,47 +415,65 @@ class DeviceWorld:
             return False
         load = self.running[self.rng.randrange(len(self.running))]
         num_pages = len(load.rows) // PAGE
-        if len(self.free_slots) < num_pages + 12:
+        if len(self.free_slots) < num_pages + self.num_slots // 2:
             return False
         self.running.remove(load)
-        slots = [self.free_slots.pop() for _ in range(num_pages)]
-        device = self.device
+        self._offer(load, load.position, load.rows, np.arange(num_pages))
+        return None
+
+    def _offer(
+        self, load: Load, position: int, rows: torch.Tensor, pages: np.ndarray, **kind: bool
+    ) -> None:
+        """Queues a save of some pages of a job, by index; until it is done the load is nobody's."""
+        slots = [self.free_slots.pop() for _ in pages]
+        there = self.device.tensor(rows)
         events = self.linker._save_path.ready_events()
         space: Any = SimpleNamespace(digest=bytes(32), lora=bytes(32))
-        hashes = np.zeros((num_pages, 32), np.uint8)
-        epoch = self.linker._saves._epoch
-        job = SaveJob(Place(space, load.position, hashes[:0]), hashes, load.rows, events, epoch)
-        self.offered.append((job, load, slots, device.hand_over()))
-        return None
+        hashes, epoch = np.zeros((1 + max(pages), 32), np.uint8), self.linker._saves._epoch
+        job = SaveJob(Place(space, position, hashes[:0]), hashes, there, events, epoch, **kind)
+        self.offered.append(Offer(job, load, slots, pages, self.device.hand_over()))
 
     def save(self) -> bool | None:
         """The save thread gets to its next job; now and then a launch fails."""
         if not self.offered:
             return False
-        job, self.saving, self.set_aside, clock = self.offered.pop(0)
+        self.saving = offer = self.offered.pop(0)
         with self.device.acting("save"), self._failing(0.25):
-            self.device.take_over(clock)
-            if not self.linker._saves.save(job):
+            self.device.take_over(offer.clock)
+            if not self.linker._saves.save(offer.job):
                 self.counts["failed saves"] = self.counts.get("failed saves", 0) + 1
             told = self.device.hand_over()
         self.device.take_over(told)
-        self.running.append(self.saving)
+        self._saved(offer)
+        self.saving = None
         return None
+
+    def _saved(self, offer: Offer) -> None:
+        """What a save had kept is the request's again."""
+        self.running.append(offer.load)
 
     def published(self, slots: np.ndarray) -> None:
         """What is published is what a load would give back."""
-        load = self.saving
-        assert load is not None
         for slot in slots.tolist():
             self.device.touch("published", self.device.cells_of(self.arena[slot]), ())
+        assert self.saving is not None
+        self._check_saved(self.saving, slots)
+
+    def _check_saved(self, offer: Offer, slots: np.ndarray) -> None:
+        load = offer.load
+        self._check_pages(self.plain, self.shadow, slots, load.rows, load.position, load.expected)
+
+    def _check_pages(
+        self, copier: PageCopier, pool: Any, slots: Any, rows: Any, position: int, expected: Any
+    ) -> None:
         try:
-            job = self.plain.prepare_load(slots, load.rows.numpy(), load.position)
+            job = copier.prepare_load(slots, rows.numpy(), position)
         except CopyError as error:
             raise ConflictError(f"published before it was whole: {error}") from error
-        for layer, (want_k, want_v) in enumerate(load.expected):
-            self.plain.load_layer(job, layer)
-            assert torch.equal(bits_of(self.shadow.k[layer][load.rows]), bits_of(want_k))
-            assert torch.equal(bits_of(self.shadow.v[layer][load.rows]), bits_of(want_v))
+        for layer, (want_k, want_v) in enumerate(expected):
+            copier.load_layer(job, layer)
+            assert torch.equal(bits_of(pool.k[layer][rows]), bits_of(want_k))
+            assert torch.equal(bits_of(pool.v[layer][rows]), bits_of(want_v))
 
     # ---- everything else ----
 
@@ -450,7 +512,7 @@ class DeviceWorld:
         while self.unpinned:
             self.reuse()
         self.device.require_order()
-        assert sorted(self.free_slots) == list(range(SLOTS))
+        assert sorted(self.free_slots) == list(range(self.num_slots))
         assert sorted(self.free_pages) == list(range(1, PAGES))
 
     def close(self) -> None:
@@ -459,8 +521,32 @@ class DeviceWorld:
             self.linker.close()
 
 
-_WEIGHTS = {
-    "load": 20, "begin": 12, "pump": 12, "forward": 12, "decode": 12, "restore": 4, "offer": 10,
-    "save": 10, "run": 16, "deliver": 8, "reuse": 12, "abort": 3, "retract": 3, "flush": 1,
-    "evict": 3,
-}  # fmt: skip
+def run_world(kind: type[DeviceWorld], seed: int) -> DeviceWorld:
+    """A world's steps, and its end."""
+    world = kind(seed)
+    try:
+        for _ in range(STEPS_A_WORLD):
+            world.step()
+        world.settle()
+    finally:
+        world.close()
+    return world
+
+
+def run_worlds(kind: type[DeviceWorld], must_happen: tuple[str, ...]) -> None:
+    """Worlds of a kind, until there were enough steps and everything happened a few times."""
+    counts = dict.fromkeys(must_happen, 0)
+    num_worlds = max(8, STEPS // STEPS_A_WORLD)
+    for seed in range(40 * num_worlds):
+        if seed >= num_worlds and min(counts.values()) >= 5:
+            return
+        world = run_world(kind, seed)
+        for name in must_happen:
+            counts[name] += world.counts.get(name, 0) + world.store.counters.snapshot().get(name, 0)
+    raise AssertionError(counts)
+
+
+def run_seeds(kind: type[DeviceWorld], num_worlds: int) -> None:
+    """Worlds of a kind."""
+    for seed in range(num_worlds):
+        run_world(kind, seed)

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,19 @@ class Cuda:
         self.current = before
 
 
+@pytest.fixture(autouse=True)
+def page_locked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes that were page-locked, of memory which is not."""
+    sizes: list[int] = []
+
+    def pinned(count: int) -> torch.Tensor:
+        sizes.append(count)
+        return torch.empty(count, dtype=torch.int64)
+
+    monkeypatch.setattr(cuda, "pinned", pinned)
+    return sizes
+
+
 @pytest.fixture
 def port() -> Any:
     made = CudaPort(torch.device("cpu"), Cuda())
@@ -83,10 +97,15 @@ def test_a_stream_is_none_of_those_in_use_nor_one_of_our_own(port: CudaPort) -> 
         port.new_stream((*used, None))
 
 
-def test_nothing_but_synchronize_waits_for_the_device(
-    port: CudaPort, monkeypatch: pytest.MonkeyPatch
+def test_memory_for_small_uploads_is_page_locked_when_the_server_starts(
+    port: CudaPort, page_locked: list[int]
 ) -> None:
-    monkeypatch.setattr(cuda, "pinned", lambda count: torch.empty(count, dtype=torch.int64))
+    assert page_locked == [4096] * 16
+    port.upload(np.arange(4000))
+    assert page_locked[16:] == [4096]  # of one of these, by torch
+
+
+def test_nothing_but_synchronize_waits_for_the_device(port: CudaPort) -> None:
     stream, other = port.new_stream(()), port.new_stream(())
     event = port.record(stream)  # which never happens
     assert event.stream is stream
@@ -150,6 +169,7 @@ int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, at
     for (size_t i = 0; i < count; i++) memcpy(to[i], from[i], sizes[i]);
     return status;
 }
+int cudaGetLastError(void) { int last = status; status = 0; return last; }
 """
 
 
@@ -183,6 +203,25 @@ def test_pages_are_copied_in_one_call_of_cudas(library: Path, tmp_path: Path) ->
         runtime.copy_many(here, here, 6, 0)
 
 
+def test_an_error_that_was_dealt_with_is_taken_back(library: Path, tmp_path: Path) -> None:
+    """Or torch would take it for one of the next kernel's."""
+    maps = maps_of(tmp_path, library, library)
+    status = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "status")
+    runtime = cudart.find_cudart(maps)
+    assert runtime is not None
+    status.value = 35
+    with pytest.raises(cudart.CudartError, match="got CUDA error 35"):
+        runtime.allow_during_capture()
+    assert status.value == 0
+    arena = HostArena(3, 8192)
+    status.value = 2
+    try:
+        pin_memory(arena, Runtime(refused=0), forget=partial(cudart.forget_error, maps))
+    finally:
+        arena.close()
+    assert status.value == 0
+
+
 def test_a_thread_may_wait_while_another_captures_a_graph(
     library: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,7 +251,6 @@ def test_without_batches_pages_are_copied_one_by_one(
     assert cudart.find_cudart(maps_of(tmp_path)) is None
     assert cudart.find_cudart(maps_of(tmp_path, gone)) is None
     assert caplog.text.count("pages are copied one by one") == 2
-    monkeypatch.setattr(cuda, "pinned", lambda count: torch.empty(count, dtype=torch.int64))
     monkeypatch.setattr(Event, "synchronize", lambda self: None)
 
     class Refuses:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
+
+from sglang_ext.device import load_counter
 from sglang_ext.device.load_counter import LoadCounter
 
 
@@ -38,6 +41,29 @@ def test_waits_for_its_layer_only() -> None:
     landed, overlap_s, _ = counter.finish(index)
     assert landed
     assert overlap_s > 0.03  # layer 0 was released long before the last layer
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_sees_that_a_layer_is_there_sees_its_event(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiters look without the lock, so they may look between any two assignments."""
+    counter, event, looks = LoadCounter(2), Event(), []
+
+    class Batch(load_counter._Batch):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if self in counter._batches.values() and (self.num_done or self.error is not None):
+                counter.wait_until(0)
+                looks.append(name)
+
+    monkeypatch.setattr(load_counter, "_Batch", Batch)
+    index = counter.update_producer()
+    if fails:
+        counter.fail(index, RuntimeError("a bug"), event)
+    else:
+        counter.complete(index, event)
+    assert event.waits == len(looks) > 0
 
 
 def test_the_next_forward_waits_without_being_told_which_batch_it_reads() -> None:

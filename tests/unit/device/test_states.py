@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sglang_ext.device.layout import PageLayout
 from sglang_ext.device.states.snapshots import (
@@ -48,6 +50,45 @@ def test_a_state_comes_back_bit_for_bit_into_another_slot(kinds: list[Any]) -> N
         assert torch.equal(tensor[:, 1], was[:, 4])
         others = [0, 2, 3, 4, 5]
         assert torch.equal(tensor[:, others], was[:, others])
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What torch is asked for that is work on a device, and the memory that it takes for that."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self.taken_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return result
+        self.names.append(str(func))
+        known = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
+        for each in _tensors(result):
+            if each.untyped_storage().data_ptr() not in known:
+                self.taken_bytes += each.nbytes
+        return result
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def test_a_copy_is_a_launch_a_tensor_and_takes_no_memory_of_the_device() -> None:
+    states = pool((torch.bfloat16, (5, 3)), (torch.float32, (2, 7, 9)))
+    snapshots = Snapshots(states, LAYOUT)
+    parts = torch.empty((snapshots.num_parts, snapshots.part_bytes), dtype=torch.uint8)
+    with _Operations() as saved:
+        snapshots.gather(torch.tensor([4]), parts)
+    with _Operations() as loaded:
+        snapshots.scatter(parts, torch.tensor([1]))
+    assert saved.names == ["aten.zero_.default", *["aten.index_select.out"] * 2]
+    assert loaded.names == ["aten.index_copy_.default"] * 2
+    assert saved.taken_bytes == loaded.taken_bytes == 0
 
 
 def test_no_value_lies_in_two_parts() -> None:

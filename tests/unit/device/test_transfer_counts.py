@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from sglang_ext.device.copier import PageCopier
-from sglang_ext.device.layout import HEADER_BYTES
+from sglang_ext.device.layout import HEADER_BYTES, PageLayout
 from sglang_ext.device.load_path import LoadPath
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.device.save_path import SavePath, SaveRun
+from sglang_ext.device.states.snapshots import StatePool
+from sglang_ext.device.states.state_path import StateLoadPath, StateSavePath
 from sglang_ext.kernels import rope as kernels
 from testkit.simulated_device import SimulatedDevice
-from testkit.simulated_kernels import SimulatedKernels
+from testkit.simulated_kernels import SimulatedKernels, SimulatedSnapshots
 from tests.kernels.rope.rope_cases import make_spec
 
 PAGE, LAYERS, HEADS, DIM = 64, 2, 1, 16
@@ -83,6 +85,76 @@ class Bed:
             lambda event: None,
         )
         self.device.run_all()
+
+
+class StateBed:
+    """Layers with a state of about 60 pages' bytes, an arena, and both ways."""
+
+    LAYERS, NUM_STATES = 9, 4
+
+    def __init__(self) -> None:
+        self.device = Quiet(3)
+        self.device.eagerness = 1.0
+        generator = torch.Generator().manual_seed(1)
+        shapes = ((torch.bfloat16, (96, 3)), (torch.float32, (8, 56, 64)))
+        self.pool = StatePool(
+            tuple(
+                torch.randn(self.LAYERS, self.NUM_STATES, *shape, generator=generator).to(dtype)
+                for dtype, shape in shapes
+            ),
+            tuple(range(self.LAYERS)),
+        )
+        self.state_bytes = sum(t[:, 0].nbytes for t in self.pool.tensors)
+        layout = PageLayout(PAGE, (HEADS * DIM * 2,) * 4, (HEADS * DIM * 2,) * 4, 2)
+        self.snapshots = SimulatedSnapshots(
+            SimulatedKernels(self.device, kernels), self.pool, layout
+        )
+        num_parts = self.snapshots.num_parts
+        assert num_parts >= 60
+        self.slots = np.full((num_parts, layout.slot_bytes), 0xEE, np.uint8)
+        self.pages = np.arange(num_parts)[::-1].copy()
+        with self.device.acting("assembly"):
+            ways = (self.device, self.snapshots, self.slots, self.device.new_stream(()))
+            self.loads, self.saves = StateLoadPath(*ways), StateSavePath(*ways)
+        self.kept_bytes = self.device.counts["device_bytes"]
+        self.device.counts.clear()
+
+    def save(self, slot: int) -> None:
+        """As the save thread does."""
+        events = self.saves.ready_events()
+        with self.device.acting("save"), self.saves.saving(events):
+            self.saves.save(torch.tensor([slot]), [SaveRun(0, 640, self.pages)])
+
+    def load(self, slot: int) -> list[object]:
+        """By the scheduler's thread, which may not wait."""
+        layers: list[object] = []
+        loads = [(self.device.tensor(torch.tensor([slot])), lambda _: self.pages)]
+        self.loads.queue(loads, self.loads.fence(), layers.append)
+        self.device.run_all()
+        return layers
+
+
+def test_a_state_by_count() -> None:
+    """However long the prompt is: a state's size does not depend on it."""
+    bed = StateBed()
+    counts = bed.device.counts
+    bed.save(3)
+    assert counts["launches"] <= 3  # not one a layer, but one for all
+    assert counts["copies"] == 1
+    assert "uploads" not in counts
+    assert bed.device.bytes_out <= 1.02 * bed.state_bytes
+    counts.clear()
+    assert len(bed.load(1)) == bed.LAYERS
+    assert counts["launches"] <= 3
+    assert counts["copies"] == 1
+    assert "uploads" not in counts
+    assert "synchronize" not in counts
+    assert bed.device.bytes_in <= 1.02 * bed.state_bytes
+    assert "device_bytes" not in counts  # nothing beside what is kept from the start
+    assert bed.kept_bytes == bed.saves.ring_bytes + bed.loads.ring_bytes
+    assert bed.kept_bytes <= 2 * 1.02 * bed.state_bytes
+    assert all(torch.equal(t[:, 1], t[:, 3]) for t in bed.pool.tensors)
+    assert not any(torch.equal(t[:, 2], t[:, 3]) for t in bed.pool.tensors)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ from sglang_ext.provenance.tree_quality import DeviceProvenance  # noqa: E402
 from sglang_ext.seam.report import DETAILS_KEY  # noqa: E402
 from sglang_ext.seam.session_turns import SessionTurns, part_from_another_turn  # noqa: E402
 from sglang_ext.tiers.records.quality import ANY, Quality, name_of, worst  # noqa: E402
+from testkit.simulated_device import SimulatedDevice, plain  # noqa: E402
 from tests.property.worlds.taint_world import PAGE, Request, World  # noqa: E402
 
 PAGES = 6
@@ -126,6 +127,33 @@ def test_a_request_for_exact_kv_gets_it_and_leaves_it_behind(make: Make, core: s
     world.allocator.clear()
     from_dram = world.run(PROMPT, exact=True)
     assert state_of(from_dram).by_tier((PAGES + 2) * PAGE)["host"] == (PAGES + 2) * PAGE
+
+
+def test_pages_are_replaced_without_a_wait_for_the_device(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows lie on the device: no thread looks into them, and no indices are uploaded."""
+    device = SimulatedDevice(1)  # this thread is its scheduler's
+    world = make()
+    lossy_on_disk(world)
+    world.run(PROMPT)
+    taint, pool, calls = world.cache.taint, world.cache.req_to_token_pool, []
+    overwrite, rows = taint._overwrite, taint._tree.rows
+
+    def guarded(req: Any, node_id: Any, pages: Any) -> Any:
+        calls.append(len(pages))
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "req_to_token", device.tensor(pool.req_to_token))
+            patch.setattr(taint._tree, "rows", lambda node: device.tensor(rows(node)))
+            found = overwrite(req, node_id, pages)
+        return None if found is None else plain(found)
+
+    monkeypatch.setattr(taint, "_overwrite", guarded)
+    world.run(PROMPT, exact=True)  # the world checks every row that it attends to
+    assert sum(calls) == PAGES + 2
+    device.require_order()
+    assert "device_replace_failures" not in world.store.stats()
+    assert on_device(world, PROMPT) == [Quality.EXACT] * (PAGES + 2)
 
 
 def test_an_exact_request_uses_the_exact_leading_part(make: Make) -> None:

@@ -1,12 +1,12 @@
 """Loads and saves on a simulated device: in no order that it runs them do two accesses race.
 
-`HIER_KV_DEVICE_STEPS=100000` makes it as many steps.
+`HIER_KV_DEVICE_STEPS=100000` makes it as many steps, of each kind of model. Hybrids are in
+`test_device_hybrids.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,10 +26,12 @@ from sglang_ext.device.ring import Ring  # noqa: E402
 from sglang_ext.device.save_path import SavePath  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
 from testkit.simulated_device import ConflictError, Event, SimulatedDevice  # noqa: E402
-from tests.property.worlds.device_world import DeviceWorld  # noqa: E402
+from tests.property.worlds.device_world import (  # noqa: E402
+    DeviceWorld,
+    run_seeds,
+    run_worlds,
+)
 
-STEPS = int(os.environ.get("HIER_KV_DEVICE_STEPS", "1500"))
-STEPS_A_WORLD = 150
 MUST_HAPPEN = (
     *("load", "forward", "decode", "restore", "save", "reuse", "failed", "failed restores"),
     *("failed saves", "abort", "retract", "flush", "evict"),
@@ -39,17 +41,6 @@ MUST_HAPPEN = (
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)  # failures are injected
-
-
-def run(seed: int, steps: int = STEPS_A_WORLD) -> DeviceWorld:
-    world = DeviceWorld(seed)
-    try:
-        for _ in range(steps):
-            world.step()
-        world.settle()
-    finally:
-        world.close()
-    return world
 
 
 def save_one(world: DeviceWorld) -> None:
@@ -78,21 +69,8 @@ def test_a_save_without_device_memory_is_a_miss(monkeypatch: pytest.MonkeyPatch)
     assert "save_failures" not in counts
 
 
-def run_many(num_worlds: int) -> None:
-    for seed in range(num_worlds):
-        run(seed)
-
-
 def test_nothing_is_read_or_written_out_of_order() -> None:
-    counts = dict.fromkeys(MUST_HAPPEN, 0)
-    num_worlds = max(8, STEPS // STEPS_A_WORLD)
-    for seed in range(40 * num_worlds):
-        if seed >= num_worlds and min(counts.values()) >= 5:
-            return
-        done = run(seed).counts
-        for name in MUST_HAPPEN:
-            counts[name] += done.get(name, 0)
-    raise AssertionError(counts)
+    run_worlds(DeviceWorld, MUST_HAPPEN)
 
 
 # Ways to get the order wrong: each is put in, and must be found.
@@ -372,4 +350,4 @@ def scheduler_waits(patch: pytest.MonkeyPatch) -> None:
 def test_a_mistake_in_the_order_is_found(mutate: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     with pytest.raises(ConflictError):
-        run_many(20)
+        run_seeds(DeviceWorld, 20)

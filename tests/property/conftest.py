@@ -1,0 +1,62 @@
+"""What the worlds share: nobody waits for the device on the scheduler's thread."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sglang_ext
+
+_PLUGIN = Path(sglang_ext.__file__).parent
+# Of torch: of a tensor on a device these wait until its stream got there ...
+_READS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__",
+          "__index__", "__contains__", "__array__")  # fmt: skip
+# ... and these make tensors of what the host has, which has to be uploaded, and that waits, too.
+_UPLOADS = ("tensor", "as_tensor", "from_numpy")
+# These work on memory of the machine's own alone.
+_OF_THE_CPU = (_PLUGIN / "device/ports/host.py", _PLUGIN / "kernels/rope/cpu.py")
+
+
+class SchedulerWaits:
+    """Notes what the plugin asks of torch on one thread that would wait for a device.
+
+    Attributes:
+        seen: where, and what.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: set[str] = set()
+        self._thread = threading.get_ident()
+        for name in _READS:
+            patch.setattr(torch.Tensor, name, self._noting(getattr(torch.Tensor, name), name))
+        for name in _UPLOADS:
+            patch.setattr(torch, name, self._noting(getattr(torch, name), name))
+
+    def _noting(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == self._thread:
+                self.note(Path(sys._getframe(1).f_code.co_filename), name)
+            return real(*args, **kwargs)
+
+        return call
+
+    def note(self, caller: Path, name: str) -> None:
+        """Something was asked of torch by the code of a file."""
+        if caller.is_relative_to(_PLUGIN) and caller not in _OF_THE_CPU:
+            self.seen.add(f"{caller.relative_to(_PLUGIN)}: {name}")
+
+
+@pytest.fixture
+def scheduler_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[SchedulerWaits]:
+    """Fails where the plugin would have let the scheduler's thread wait for a device."""
+    waits = SchedulerWaits(monkeypatch)
+    yield waits
+    assert not waits.seen
