@@ -25,6 +25,7 @@ from sglang_ext.admission.port import Admission, Solo
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import hashes_to_hex
+from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import hints_of, owner_slot
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.identity.tenancy import depends_on_tokens_alone, tenant_of
@@ -273,9 +274,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             return
         secret = bytes.fromhex(self.scheduler.server_args._hier_kv_secret)
         owner = owner_slot(secret, tenant, NUM_OWNERS)
-        self.hier_linker.after_saves(
-            partial(lookahead.hint, space, hashes, owner=owner, returns_in_s=hints.returns_in_s)
-        )
+        self.hier_linker.after_saves(partial(hand_on, lookahead, space, hashes, owner, hints))
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """SGLang's insert, with what the pages are worth."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from sglang_ext.tiers.policy import page_kernels, return_kernels
 from sglang_ext.tiers.policy.config import PolicyConfig
 from sglang_ext.tiers.policy.hints import kernels as hint_kernels
+from sglang_ext.tiers.policy.hints.lives import Lives
 from sglang_ext.tiers.policy.order import base_order
 from sglang_ext.tiers.policy.return_times import Names, ReturnTimes
 from sglang_ext.tiers.policy.tier_lists import PolicyState, TierLists
@@ -33,7 +34,8 @@ class PlacementPolicy:
     are passed over. Not locked: the owner's lock is held around every call. Each call costs time in
     proportion to its own arguments; nothing grows with what is stored.
 
-    Memory: some 75 bytes a row, committed as rows come into use, and what waits.
+    Memory: some 75 bytes a row, committed as rows come into use, 19 more where somebody said how
+    long a page may live, and what waits.
 
     Args:
         num_rows: rows are 0 to `num_rows` - 1.
@@ -63,6 +65,7 @@ class PlacementPolicy:
         self.queue = WaitingQueue(num_rows)
         self.pages = page_kernels.new_pages(num_rows)
         self.hints = hint_kernels.new_hints(num_rows)
+        self._lives = Lives(num_rows)
         self.tiers: list[TierLists] = []
         self._generation = np.zeros(num_rows, np.uint32)
         self._names = np.zeros(num_rows, np.uint64)
@@ -172,6 +175,7 @@ class PlacementPolicy:
             high = self._generation[path].astype(np.uint64) << np.uint64(32)
             names = path.astype(np.uint64) | high
         self._names[path] = names
+        self._lives.forget(path)
         if self.config.return_times:
             kinds = self.pages.kind[path]
             since_s = now_s if arrived_s is None else arrived_s
@@ -231,10 +235,43 @@ class PlacementPolicy:
                 tier.hinted(moved)
         return moved
 
+    def limit_life(self, path: Rows, now_s: float, *, owner: int, ttl_s: float) -> int:
+        """Somebody says for how long a conversation's pages may live from now on.
+
+        When that is over and they were not used again, it is as if its end was said then: they
+        leave first, where the owner's ends come true. Pages that others share stay as they are.
+
+        Args:
+            path: the conversation's pages, root first, behind `used`.
+            now_s: time.
+            owner: below `NUM_OWNERS`, who is judged by it.
+            ttl_s: seconds from now, above 0, at most `timers.MAX_S`.
+
+        Returns:
+            Number of pages of which this is said now.
+        """
+        if not self.config.lookahead or not self.config.return_times:
+            return 0
+        return self._lives.limit(self.pages, _as_rows(path), ttl_s, owner, now_s)
+
+    def has_due(self, now_s: float) -> bool:
+        """Whether `expire` has anything to do. O(1)."""
+        return self._lives.has_due(now_s)
+
+    def expire(self, now_s: float) -> Rows:
+        """Says the end of conversations whose time is over, of a bounded number of pages.
+
+        Returns:
+            The pages whose place changed.
+        """
+        moved = [self.hint(rows, now_s, owner=owner) for owner, rows in self._lives.take_due(now_s)]
+        return np.concatenate(moved) if moved else np.zeros(0, np.int64)
+
     def forget(self, rows: Rows) -> None:
         """Pages left the system; their row numbers may be reused."""
         rows = _as_rows(rows)
         rows = rows[(rows >= 0) & (rows < self.num_rows)]
+        self._lives.forget(rows)
         for tier in self.tiers:
             tier.exit(rows)
         self.queue.forget(rows)
@@ -284,6 +321,8 @@ def _compile_loops() -> None:
         policy.used(path, float(turn), names=path.astype(np.uint64) + np.uint64(turn * 100))
         tier.enter(path)
         policy.hint(path, float(turn), owner=0, returns_in_s=float(turn) or None)
+        policy.limit_life(path, float(turn), owner=0, ttl_s=1.0)
+        policy.expire(float(turn))
     return_kernels.rescore(tier.return_times.directory, 9.0, 1.0)
     tier.worth(np.arange(4), 9.0)
     policy.set_order(list(range(7, -1, -1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,13 +65,28 @@ def test_what_comes_back_is_kept_and_what_is_over_is_gone(server: Server) -> Non
         assert sum(reply_of(_ask(server, prompt)).by_tier.values()) == 0
 
 
+def test_whose_time_is_over_is_as_one_that_ended(server: Server) -> None:
+    before = settled(server)["host"].get("ttl_ended_pages", 0)
+    (prompt,) = real_prompts([CHAT_PAGES * PAGE + 20], seed=2)
+    params = {"max_new_tokens": 4, "custom_params": {"hier_kv_hints": {"ttl_s": 0.5}}}
+    server.generate(input_ids=prompt, sampling_params=params, cache_salt="in a hurry")
+
+    def is_over() -> bool:
+        ended: int = settled(server)["host"].get("ttl_ended_pages", 0)
+        return ended == before + CHAT_PAGES
+
+    deadline_s = time.monotonic() + 60
+    while not is_over():
+        assert time.monotonic() < deadline_s
+
+
 @pytest.mark.parametrize(
     ("hints", "refusal"),
     [
-        ("soon", "must be an object with returns_in_s or ends"),
+        ("soon", "must be an object with returns_in_s, ttl_s or ends"),
         ({"returns_in_s": -3}, "must be a number of seconds above 0"),
         ({"returns_in_s": 5, "ends": True}, "got both"),
-        ({"pinned": True}, "may have returns_in_s or ends, got 'pinned'"),
+        ({"pinned": True}, "may have returns_in_s, ttl_s or ends, got 'pinned'"),
     ],
 )
 def test_what_is_no_hint_is_refused(server: Server, hints: Any, refusal: str) -> None:

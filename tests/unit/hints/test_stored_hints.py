@@ -42,6 +42,30 @@ def test_in_dram_what_comes_back_stays_and_what_is_over_goes(make: Make) -> None
     rig.settle()
 
 
+def test_whose_time_is_over_goes_first_and_is_counted(make: Make) -> None:
+    rig = make(slots=30, disk=False, lookahead=True)
+    lookahead, now_s = rig.store.lookahead, [100.0]
+    assert lookahead is not None
+    rig.books.table.now_s = lambda: now_s[0]
+    old, silent, short = (pages(name, 10) for name in ("old", "silent", "short"))
+    _serve(rig, old)
+    lookahead.limit_life(rig.space, old, owner=0, ttl_s=3600.0)
+    _serve(rig, silent)
+    _serve(rig, short)
+    lookahead.limit_life(rig.space, short, owner=0, ttl_s=30.0)
+    assert rig.count("ttl_pages") == 20
+    assert lookahead.take_changed(8) == []
+    assert rig.count("ttl_ended_pages") == 0
+    now_s[0] = 140.0
+    assert lookahead.take_changed(8) == []
+    assert rig.count("ttl_ended_pages") == 10
+    rig.save(pages("new", 10))
+    assert [rig.ready(chat) for chat in (old, silent, short)] == [10, 10, 0]
+    lookahead.limit_life(rig.space, short, owner=0, ttl_s=30.0)
+    assert rig.count("hints_not_followed") == 1
+    rig.settle()
+
+
 def test_on_disk_too(make: Make) -> None:
     """Of ten chats the disk and DRAM hold half: those that come back are among them."""
     rig = make(slots=32, lookahead=True, max_bytes=80 * 8192, segment_bytes=16 * 8192)

@@ -86,6 +86,8 @@ class LookAhead:
         """
         queue = self._policy.queue
         # Read without the lock; what is missed here is seen at the next step.
+        if self._policy.has_due(self._table.now_s()):
+            self._expire()
         if not (self._changed or queue.has_lost_pages):
             return []
         with self._table.lock:
@@ -160,6 +162,24 @@ class LookAhead:
         table.counters.add("hinted_ends_pages" if ends else "hinted_return_pages", len(moved))
         table.counters.add("hints_not_followed", int(len(moved) == 0))
 
+    def limit_life(self, space: KeySpace, hashes: Hashes, *, owner: int, ttl_s: float) -> None:
+        """Somebody says how long a conversation's pages may live, behind `used`.
+
+        See `PlacementPolicy.limit_life`.
+
+        Args:
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`, its pages from the root on.
+            owner: who says it, below `NUM_OWNERS`.
+            ttl_s: seconds from now, above 0.
+        """
+        table = self._table
+        with table.lock:
+            rows = table.index.prefix_rows(hashes, space.number)
+            num = self._policy.limit_life(rows, table.now_s(), owner=owner, ttl_s=ttl_s)
+        table.counters.add("ttl_pages", num)
+        table.counters.add("hints_not_followed", int(num == 0))
+
     def set_order(self, requests: Sequence[Hashable]) -> None:
         """The order in which the scheduler will take the waiting requests."""
         with self._table.lock:
@@ -172,6 +192,15 @@ class LookAhead:
             self.num_waiting = len(self._policy.queue)
             self.num_in_window = len(window) if self.num_waiting else 0
             return window
+
+    def _expire(self) -> None:
+        """What was said of pages until now holds no longer."""
+        table = self._table
+        with table.lock:
+            ended = self._policy.expire(table.now_s())
+            if len(ended):
+                table.index.lru_sink(ended[::-1])
+        table.counters.add("ttl_ended_pages", len(ended))
 
     # ---- private; the caller holds the lock ----
 
