@@ -35,17 +35,18 @@ from bench.policies.workloads.models import LLAMA_70B
 from bench.policies.workloads.trace import BLOCK_TOKENS, BUNDLED, read_trace
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.hints.handing import hand_on
-from sglang_ext.hints.request_hints import RequestHints
+from sglang_ext.hints.request_hints import MAX_PIN_S, RequestHints
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store.types import Hashes
 
 SHARES = (0.05, 0.2, 0.5)
 KNOWN = (50, 400, 0)
 DRAM_SHARE = 0.2
+PIN_SHARE = 0.05  # the server's default
 KV_BYTES_PER_TOKEN = 8 << 10  # small pages go to disk in batches, which is what takes the time
 _TICK_S = 0.001  # the scheduler's, while a request waits for its pages
 _STEPS_S = 4 * _TICK_S  # of one request, beside its prefill
-HINTS = ("exact", "noisy", "shuffled", "ttl", "ttl-short")
+HINTS = ("exact", "noisy", "shuffled", "ttl", "ttl-short", "pin-all")
 _MAX_TICKS = 10_000
 _PROGRESS_REQUESTS = 500
 
@@ -235,7 +236,8 @@ def request_hints(
         kind: `exact`: when it comes back, or that it does not; `noisy`: each time is off by up to
             half of it; `shuffled`: each request says what is true of another one; `ttl`: only for
             how long its pages are of use, which is a second where it does not come back;
-            `ttl-short`: the same, and half of what it takes where it does.
+            `ttl-short`: the same, and half of what it takes where it does; `pin-all`: each wants to
+            stay for a day.
         seed: of what is random.
     """
     rng = np.random.default_rng(seed)
@@ -243,6 +245,8 @@ def request_hints(
         times = times * rng.uniform(0.5, 1.5, len(times))
     elif kind == "shuffled":
         times = rng.permutation(times)
+    if kind == "pin-all":
+        return [RequestHints(pin_s=MAX_PIN_S)] * len(times)
     if kind.startswith("ttl"):
         lives = np.where(np.isfinite(times), times * (0.5 if kind == "ttl-short" else 1.0), 1.0)
         return [RequestHints(ttl_s=float(life)) if life > 0 else None for life in lives]
@@ -287,7 +291,8 @@ def rows(
         runs = [("on", PolicyConfig(), None), ("off", None, None)]
         times = return_times(paths, prefill_s, num or len(paths))
         for kind in hints:
-            runs.append((f"on, {kind} hints", PolicyConfig(), request_hints(times, kind)))
+            config = PolicyConfig(pin_share=PIN_SHARE)
+            runs.append((f"on, {kind} hints", config, request_hints(times, kind)))
         for label, placement, said in runs:
             with virtual_store(sizes, placement, write_policy) as server:
                 done = Replay(paths, num or len(paths), prefill_s, _tell, said).run(server)

@@ -330,7 +330,9 @@ def _build_store(
     store_config = PageStoreConfig(
         write_policy,
         config.event_log,
-        PolicyConfig(config.base_order) if config.lookahead == "on" else None,
+        PolicyConfig(config.base_order, pin_share=config.pin_share)
+        if config.lookahead == "on"
+        else None,
         config.remote_policy,
     )
     keep_raw = None

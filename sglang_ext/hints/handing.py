@@ -24,3 +24,5 @@ def hand_on(
         lookahead.hint(space, hashes, owner=owner, returns_in_s=hints.returns_in_s)
     if hints.ttl_s is not None:
         lookahead.limit_life(space, hashes, owner=owner, ttl_s=hints.ttl_s)
+    if hints.pin_s is not None:
+        lookahead.pin(space, hashes, owner=owner, seconds=hints.pin_s)

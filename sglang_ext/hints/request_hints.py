@@ -16,7 +16,8 @@ from sglang_ext.truncation.keyed_names import encode_parts
 
 PARAM: Final = "hier_kv_hints"
 MAX_S: Final = 7 * 86_400.0
-_TIMES = {"returns_in_s": MAX_S, "ttl_s": MAX_S}
+MAX_PIN_S: Final = 86_400.0
+_TIMES = {"returns_in_s": MAX_S, "ttl_s": MAX_S, "pin_s": MAX_PIN_S}
 _NAMES = (*_TIMES, "ends")
 
 
@@ -28,11 +29,13 @@ class RequestHints:
         returns_in_s: seconds from its end until its conversation comes back.
         ends: its conversation does not.
         ttl_s: seconds from its end after which its conversation does not.
+        pin_s: seconds from its end for which its conversation is to stay.
     """
 
     returns_in_s: float | None = None
     ends: bool = False
     ttl_s: float | None = None
+    pin_s: float | None = None
 
 
 def hints_of(custom_params: Any) -> RequestHints | None:
@@ -91,17 +94,19 @@ def _check_sense(hints: RequestHints) -> None:
     Raises:
         ValueError: there are such.
     """
-    if hints.ends and (hints.returns_in_s is not None or hints.ttl_s is not None):
-        other = "returns_in_s" if hints.returns_in_s is not None else "ttl_s"
+    others = [name for name in _TIMES if getattr(hints, name) is not None]
+    if hints.ends and others:
+        other = others[0]
         raise ValueError(
             f"custom_params[{PARAM!r}] must have {other} or ends, got both: a conversation that is "
             "over does not come back."
         )
-    if hints.ttl_s is not None and hints.ttl_s < (hints.returns_in_s or 0.0):
-        raise ValueError(
-            f"custom_params[{PARAM!r}]['ttl_s'] must be no less than returns_in_s, got "
-            f"{hints.ttl_s:g} and {hints.returns_in_s:g}: what comes back must live until then."
-        )
+    for name in others:
+        if hints.ttl_s is not None and hints.ttl_s < (seconds := getattr(hints, name)):
+            raise ValueError(
+                f"custom_params[{PARAM!r}]['ttl_s'] must be no less than {name}, got "
+                f"{hints.ttl_s:g} and {seconds:g}: until then the conversation is to live."
+            )
 
 
 def owner_slot(secret: bytes, tenant: Tenant, num_slots: int) -> int:

@@ -20,6 +20,7 @@ from sglang_ext.settings.values import coerce, flag_name, shown
 _MAX_GB = 1e9
 _MAX_MS = 86_400_000.0
 _MAX_TOKENS = (1 << 31) - 1
+_MAX_PIN_SHARE = 0.5  # what is pinned is not there for what comes back
 _MIN_HOST_BYTES = 64 << 10
 _MIN_SEGMENT_BYTES = 4096
 CODED_TIERS = ("host", "disk", "remote")
@@ -219,6 +220,12 @@ class HierKVConfig:
         "times decide instead where they do better.",
         metavar="ORDER",
     )
+    pin_share: float = _knob(
+        0.05,
+        "Largest share of DRAM, and of the disk, that holds pages which clients had pinned "
+        "(docs/hints.md) back until nothing else is left to leave. 0: pins do nothing.",
+        metavar="SHARE",
+    )
     tree_core: str = _knob(
         "python",
         "SGLang's radix tree implementation to run on.",
@@ -285,6 +292,11 @@ class HierKVConfig:
             raise HierKVConfigError(
                 "--hier-kv-remote-policy has no effect without --hier-kv-remote-url; add it or "
                 "leave the policy out."
+            )
+        if not 0 <= self.pin_share <= _MAX_PIN_SHARE:
+            raise HierKVConfigError(
+                f"--hier-kv-pin-share must be between 0 and {_MAX_PIN_SHARE:g}, got "
+                f"{self.pin_share:g}; give a share such as 0.05."
             )
         self._validate_key()
         self._validate_range()

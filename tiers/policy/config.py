@@ -19,6 +19,7 @@ class PolicyConfig:
         return_times: below the window, pages leave by learned return times where those do better
             than the base order; and with `lookahead` first those that cut conversations left
             behind, as long as these are not seen to return.
+        pin_share: pinned pages leave last while they are no more than this share of a tier.
         capacity_pages: pages of the tier for which return times and base order are compared;
             0 for `num_rows`.
 
@@ -29,10 +30,13 @@ class PolicyConfig:
     order: str = "lru"
     lookahead: bool = True
     return_times: bool = True
+    pin_share: float = 0.0
     capacity_pages: int = 0
 
     def __post_init__(self) -> None:
         base_order(self.order)
+        if not 0.0 <= self.pin_share <= 1.0:
+            raise ValueError(f"pin_share is a share from 0 to 1, got {self.pin_share:g}")
         if self.capacity_pages < 0:
             raise ValueError(
                 f"capacity_pages is a number of pages or 0 for all rows, got {self.capacity_pages}"

@@ -17,6 +17,7 @@ from sglang_ext.tiers.policy import page_kernels, return_kernels
 from sglang_ext.tiers.policy.config import PolicyConfig
 from sglang_ext.tiers.policy.hints import kernels as hint_kernels
 from sglang_ext.tiers.policy.hints.lives import Lives
+from sglang_ext.tiers.policy.hints.pins import Pins
 from sglang_ext.tiers.policy.order import base_order
 from sglang_ext.tiers.policy.return_times import Names, ReturnTimes
 from sglang_ext.tiers.policy.tier_lists import PolicyState, TierLists
@@ -32,10 +33,11 @@ class PlacementPolicy:
 
     A path is the rows of a prefix, root first. A request is any hashable id. Rows that do not exist
     are passed over. Not locked: the owner's lock is held around every call. Each call costs time in
-    proportion to its own arguments; nothing grows with what is stored.
+    proportion to its own arguments; nothing grows with what is stored. It has many methods because
+    it is all that owners know of the policy; each hands on to the part that does the work.
 
     Memory: some 75 bytes a row, committed as rows come into use, 19 more where somebody said how
-    long a page may live, and what waits.
+    long a page may live, or for how long it is to stay, and what waits.
 
     Args:
         num_rows: rows are 0 to `num_rows` - 1.
@@ -49,6 +51,7 @@ class PlacementPolicy:
         queue: what waits.
         pages: what is known of pages.
         hints: what was said of them, and what that proved to be worth.
+        pins: pages that are to stay.
         tiers: what `add_tier` made.
     """
 
@@ -66,6 +69,8 @@ class PlacementPolicy:
         self.pages = page_kernels.new_pages(num_rows)
         self.hints = hint_kernels.new_hints(num_rows)
         self._lives = Lives(num_rows)
+        self.pins = Pins(num_rows)
+        self._capacity = 0  # pages, of all tiers
         self.tiers: list[TierLists] = []
         self._generation = np.zeros(num_rows, np.uint32)
         self._names = np.zeros(num_rows, np.uint64)
@@ -84,6 +89,7 @@ class PlacementPolicy:
         )
         tier = TierLists(shared, 1 << len(self.tiers), capacity_pages)
         self.tiers.append(tier)
+        self._capacity += capacity_pages
         return tier
 
     # ---- what waits ----
@@ -230,9 +236,7 @@ class PlacementPolicy:
         moved: Rows = hint_kernels.give(
             self.hints, self.pages, self._names, _as_rows(path), span_s, owner, now_s
         )
-        if len(moved):
-            for tier in self.tiers:
-                tier.hinted(moved)
+        self._replace(moved)
         return moved
 
     def limit_life(self, path: Rows, now_s: float, *, owner: int, ttl_s: float) -> int:
@@ -254,16 +258,45 @@ class PlacementPolicy:
             return 0
         return self._lives.limit(self.pages, _as_rows(path), ttl_s, owner, now_s)
 
-    def has_due(self, now_s: float) -> bool:
-        """Whether `expire` has anything to do. O(1)."""
-        return self._lives.has_due(now_s)
+    def pin(self, path: Rows, now_s: float, *, owner: int, seconds: float) -> tuple[int, int]:
+        """Somebody wants a conversation to stay for a time.
 
-    def expire(self, now_s: float) -> Rows:
-        """Says the end of conversations whose time is over, of a bounded number of pages.
+        Its pages leave behind all others that nobody waits for, while no more than
+        `PolicyConfig.pin_share` of a tier are pinned. For uses and hints they are what they are.
+
+        Args:
+            path: the conversation's pages, root first.
+            now_s: time.
+            owner: below `NUM_OWNERS`, who has them pinned.
+            seconds: from now, above 0, at most `timers.MAX_S`.
 
         Returns:
-            The pages whose place changed.
+            Pages that are pinned since this call, and pages for which there was no room.
         """
+        if not self.config.lookahead:
+            return 0, 0
+        most = int(self.config.pin_share * self._capacity)
+        new, refused = self.pins.pin(self.pages, _as_rows(path), seconds, owner, most, now_s)
+        self._replace(new)
+        return len(new), refused
+
+    def unpin(self, rows: Rows) -> int:
+        """Takes the pins of pages away; returns how many had one."""
+        had = self.pins.unpin(self.pages, _as_rows(rows))
+        self._replace(had)
+        return len(had)
+
+    def has_due(self, now_s: float) -> bool:
+        """Whether `expire` has anything to do. O(1)."""
+        return self._lives.has_due(now_s) or self.pins.has_due(now_s)
+
+    def expire(self, now_s: float) -> Rows:
+        """Ends pins and says the end of conversations whose time is over, a bounded number.
+
+        Returns:
+            The pages of such conversations whose place changed.
+        """
+        self._replace(self.pins.take_due(self.pages, now_s))
         moved = [self.hint(rows, now_s, owner=owner) for owner, rows in self._lives.take_due(now_s)]
         return np.concatenate(moved) if moved else np.zeros(0, np.int64)
 
@@ -272,6 +305,7 @@ class PlacementPolicy:
         rows = _as_rows(rows)
         rows = rows[(rows >= 0) & (rows < self.num_rows)]
         self._lives.forget(rows)
+        self.pins.unpin(self.pages, rows)
         for tier in self.tiers:
             tier.exit(rows)
         self.queue.forget(rows)
@@ -299,6 +333,12 @@ class PlacementPolicy:
             for tier in self.tiers:
                 tier.settle(rows)
 
+    def _replace(self, rows: Rows) -> None:
+        """Pages are of other classes now."""
+        if len(rows):
+            for tier in self.tiers:
+                tier.replaced(rows)
+
     def _estimators(self) -> list[ReturnTimes]:
         return [tier.return_times for tier in self.tiers]
 
@@ -310,7 +350,7 @@ def _as_rows(rows: Rows) -> Rows:
 @functools.cache
 def _compile_loops() -> None:
     """Calls every loop once, so that nothing compiles while serving."""
-    policy = PlacementPolicy(64, _compile=False)
+    policy = PlacementPolicy(64, PolicyConfig(pin_share=0.5), _compile=False)
     tier = policy.add_tier(8)
     tier.return_times.active = True
     for turn in range(8):
@@ -322,6 +362,7 @@ def _compile_loops() -> None:
         tier.enter(path)
         policy.hint(path, float(turn), owner=0, returns_in_s=float(turn) or None)
         policy.limit_life(path, float(turn), owner=0, ttl_s=1.0)
+        policy.pin(path, float(turn), owner=0, seconds=1.0)
         policy.expire(float(turn))
     return_kernels.rescore(tier.return_times.directory, 9.0, 1.0)
     tier.worth(np.arange(4), 9.0)

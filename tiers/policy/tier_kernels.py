@@ -22,11 +22,13 @@ from sglang_ext.tiers.policy.page_kernels import (
     LEFT_BEHIND,
     NUM_CLASSES,
     NUM_HINTED,
+    PINNED,
+    list_of,
 )
 
 NONE = -1
 ABSENT, LISTED, PARKED = 0, 1, 2
-COUNT, CLOCK = 0, 1
+COUNT, CLOCK, PINS = 0, 1, 2
 _UNSEEN, _STALE, _KNOWN = 0, 1, 2  # what is known of the page that a class would give up next
 _PARKED_A_CALL = 256  # pages of each class, in one call
 
@@ -47,7 +49,7 @@ class Lists(NamedTuple):
         children: i32, pages of the tier whose parent it is.
         held: bool, the owner holds it.
         ends: i32[2, NUM_CLASSES], the old and the young end of each list.
-        counts: i64[2], pages in the tier, clock of links.
+        counts: i64[3], pages in the tier, clock of links, pinned pages in the tier.
     """
 
     state: npt.NDArray[np.uint8]
@@ -67,7 +69,7 @@ def new_lists(num_rows: int) -> Lists:
     types = (u8, u8, i32, i32, np.int64, i32, np.bool_)
     columns: Any = (np.zeros(num_rows, dtype) for dtype in types)
     make: Any = Lists
-    lists: Lists = make(*columns, np.full((2, NUM_CLASSES), NONE, i32), np.zeros(2, np.int64))
+    lists: Lists = make(*columns, np.full((2, NUM_CLASSES), NONE, i32), np.zeros(3, np.int64))
     return lists
 
 
@@ -86,9 +88,17 @@ def _cut(lists: Any, row: int) -> None:
 
 
 @compiled
+def _set_kind(lists: Any, row: int, kind: int) -> None:
+    if lists.state[row] != ABSENT:
+        lists.counts[PINS] -= lists.kind[row] == PINNED
+    lists.counts[PINS] += kind == PINNED
+    lists.kind[row] = kind
+
+
+@compiled
 def _link_young(lists: Any, row: int, kind: int) -> None:
     before = lists.ends[1, kind]
-    lists.kind[row] = kind
+    _set_kind(lists, row, kind)
     lists.state[row] = LISTED
     lists.counts[CLOCK] += 1
     lists.stamp[row] = lists.counts[CLOCK]
@@ -129,7 +139,7 @@ def enter(lists: Any, pages: Any, rows: Any) -> None:
         row = rows[i]
         if row < 0 or row >= lists.state.size or lists.state[row] != ABSENT:
             continue
-        _link_young(lists, row, pages.kind[row])
+        _link_young(lists, row, list_of(pages, row))
         lists.counts[COUNT] += 1
         if pages.known[row] and pages.parent[row] != NONE:
             lists.children[pages.parent[row]] += 1
@@ -147,6 +157,7 @@ def _exit_one(lists: Any, pages: Any, row: int, young: bool) -> None:
         _cut(lists, row)
     lists.state[row] = ABSENT
     lists.counts[COUNT] -= 1
+    lists.counts[PINS] -= lists.kind[row] == PINNED
     if pages.known[row] and pages.parent[row] != NONE:
         parent = pages.parent[row]
         lists.children[parent] -= 1
@@ -177,6 +188,7 @@ def put_back(lists: Any, pages: Any, rows: Any, young: bool) -> None:
     for i in range(rows.size - 1, -1, -1):
         row = rows[i]
         lists.counts[COUNT] += 1
+        lists.counts[PINS] += lists.kind[row] == PINNED
         if pages.known[row] and pages.parent[row] != NONE:
             lists.children[pages.parent[row]] += 1
         _unpark(lists, row, young)
@@ -191,7 +203,7 @@ def touch(lists: Any, pages: Any, rows: Any) -> None:
             continue
         if lists.state[row] == LISTED:
             _cut(lists, row)
-        _link_young(lists, row, pages.kind[row])
+        _link_young(lists, row, list_of(pages, row))
 
 
 @compiled
@@ -209,7 +221,8 @@ def _move(lists: Any, row: int, kind: int) -> None:
         _cut(lists, row)
         _link_young(lists, row, kind)
         lists.stamp[row] = stamp
-    lists.kind[row] = kind
+    else:
+        _set_kind(lists, row, kind)
 
 
 @compiled
@@ -218,7 +231,7 @@ def move(lists: Any, pages: Any, rows: Any) -> None:
     for i in range(rows.size):
         row = rows[i]
         if 0 <= row < lists.state.size and lists.state[row] != ABSENT:
-            _move(lists, row, pages.kind[row])
+            _move(lists, row, list_of(pages, row))
 
 
 @compiled
@@ -241,11 +254,11 @@ def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, yo
             continue
         if not restamps:
             if lists.kind[row] >= LEFT_BEHIND:
-                _move(lists, row, pages.kind[row])
+                _move(lists, row, list_of(pages, row))
             continue
         if lists.state[row] == LISTED:
             _cut(lists, row)
-        _link_young(lists, row, pages.kind[row])
+        _link_young(lists, row, list_of(pages, row))
 
 
 @compiled
@@ -285,14 +298,15 @@ def _look_anew(stale: Any, ends: Any, num_ends: int, kind: int) -> Any:
 @compiled
 def evict_unwanted(
     lists: Any, pages: Any, hints: Any, head: Any, scores: Any, by_score: bool, lookahead: bool,
-    young: bool, left_first: bool, now_s: float, out: Any,
+    young: bool, left_first: bool, most_pinned: int, now_s: float, out: Any,
 ) -> Any:  # fmt: skip
     """Takes out pages that nobody waits for, coldest first, into `out`; returns how many.
 
     With `left_first` those that were left behind come before all others, and so do those of
     conversations that are said to be over. Of the coldest page with a hint and the coldest without
     one the one leaves that is expected to return less for the room it takes, by what was learned
-    of both, whatever order those without a hint leave in.
+    of both, whatever order those without a hint leave in. Pinned ones come behind all of these
+    while there are no more than `most_pinned`; else they are worth what the others are.
 
     A class whose old end is full of pages that may not leave is passed over until they are parked,
     which takes several calls, unless no other class has a page.
@@ -323,8 +337,11 @@ def evict_unwanted(
                 rows[i] = row
                 if row != NONE:
                     stamps[i] = sign * lists.stamp[row]
-                    by_hint[i] = kind >= ENDED and hint_kernels.is_followed(hints, kind, row)
-                    if by_hint[i] and kind >= HINTED:
+                    by_hint[i] = kind >= ENDED and kind != PINNED
+                    by_hint[i] = by_hint[i] and hint_kernels.is_followed(hints, kind, row)
+                    if kind == PINNED and lists.counts[PINS] <= most_pinned:
+                        values[i] = np.inf
+                    elif by_hint[i] and kind >= HINTED:
                         values[i] = hint_kernels.value(hints, pages.last_s, row, now_s)
                     elif by_hint[i] or (left_first and kind == LEFT_BEHIND):
                         values[i] = -1.0

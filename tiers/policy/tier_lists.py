@@ -61,6 +61,11 @@ class TierLists:
         """Pages in the tier."""
         return int(self._lists.counts[kernels.COUNT])
 
+    @property
+    def num_pinned(self) -> int:
+        """Pages in the tier that are pinned."""
+        return int(self._lists.counts[kernels.PINS])
+
     def has(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which pages lie in the tier."""
         present: npt.NDArray[np.bool_] = self._lists.state[rows] != kernels.ABSENT
@@ -110,7 +115,7 @@ class TierLists:
         num = kernels.evict_unwanted(
             self._lists, shared.pages, shared.hints, shared.queue.needs.head, times.scores,
             shared.config.return_times and times.active, shared.config.lookahead, self._young,
-            shared.config.lookahead and times.left_never_return, now_s, out,
+            shared.config.lookahead and times.left_never_return, self._most_pinned, now_s, out,
         )  # fmt: skip
         if num < count and shared.config.lookahead:
             num += kernels.evict_wanted(
@@ -134,6 +139,8 @@ class TierLists:
             shared.hints, times.scores, shared.config.return_times and times.active,
             shared.pages, rows, now_s, scores,
         )  # fmt: skip
+        if self.num_pinned <= self._most_pinned:
+            scores[shared.pages.pinned[rows] != 0] = np.inf
         needed = np.full(len(rows), -np.inf)
         if shared.config.lookahead:
             places = shared.queue.needed_at(rows)
@@ -163,8 +170,8 @@ class TierLists:
         if self.return_times.left_never_return:  # else they leave by the classes they had
             kernels.move(self._lists, self._shared.pages, rows)
 
-    def hinted(self, rows: Rows) -> None:
-        """Notes that pages are of other classes now; see `PlacementPolicy.hint`."""
+    def replaced(self, rows: Rows) -> None:
+        """Notes that pages are of other classes now, by a hint or a pin."""
         kernels.move(self._lists, self._shared.pages, rows)
 
     def settle(self, rows: Rows) -> None:
@@ -172,6 +179,11 @@ class TierLists:
         kernels.settle(self._lists, rows, self._young)
 
     # ---- private ----
+
+    @property
+    def _most_pinned(self) -> int:
+        """Pinned pages that leave last: a share of what lies here, as it counts when it is full."""
+        return int(self._shared.config.pin_share * len(self))
 
     @property
     def _young(self) -> bool:

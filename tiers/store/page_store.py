@@ -478,6 +478,7 @@ class PageStore:
         if self.lookahead is not None:
             stats["waiting_requests"] = self.lookahead.num_waiting
             stats["window_requests"] = self.lookahead.num_in_window
+            stats["pinned_now_pages"] = self.lookahead.num_pinned
         stats["planned_pages"] = self._books.pins.num_pages
         stats["spill_queue_pages"] = spilling
         stats["clears_pending"] = int(bool(self._books.spills.take_clears()))

@@ -59,6 +59,7 @@ _NOW = {
     "host_pages": HELD_PAGES,
     "host_capacity_pages": HELD_PAGES,
     "planned_pages": HELD_PAGES,
+    "pinned_now_pages": HELD_PAGES,
     "spill_queue_pages": HELD_PAGES,
     "disk_used_bytes": HELD_BYTES,
     "disk_max_bytes": HELD_BYTES,

@@ -25,7 +25,7 @@ OVER = {"hier_kv_hints": {"ends": True}}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("hints")
     args = hier_args(folder, host_pages=HOST_CHATS * CHAT_PAGES, disk_gb=0)
-    args += ["--max-running-requests", "1"]
+    args += ["--max-running-requests", "1", "--hier-kv-pin-share", "0.2"]
     with Server(args, log_path=folder / "server.log", stop="kill") as server:
         yield server
 
@@ -65,6 +65,23 @@ def test_what_comes_back_is_kept_and_what_is_over_is_gone(server: Server) -> Non
         assert sum(reply_of(_ask(server, prompt)).by_tier.values()) == 0
 
 
+def test_what_is_pinned_stays_while_many_come(server: Server) -> None:
+    """A share of a small DRAM is two pages; without the pin they would leave with the others."""
+    pinned, *others = real_prompts([CHAT_PAGES * PAGE + 20] * (HOST_CHATS + 2), seed=3)
+    before = settled(server)["host"].get("pinned_pages", 0)
+    expected = tokens_and_logprobs(_ask(server, pinned, {"hier_kv_hints": {"pin_s": 3600}}))
+    counts = settled(server)["host"]
+    assert counts["pinned_pages"] == before + CHAT_PAGES
+    assert counts["pinned_now_pages"] >= CHAT_PAGES
+    for prompt in others:
+        _ask(server, prompt)
+        settled(server)
+    server.post("/flush_cache")
+    answer = _ask(server, pinned)
+    assert reply_of(answer).by_tier["host"] >= PAGE
+    assert len(tokens_and_logprobs(answer)) == len(expected)
+
+
 def test_whose_time_is_over_is_as_one_that_ended(server: Server) -> None:
     before = settled(server)["host"].get("ttl_ended_pages", 0)
     (prompt,) = real_prompts([CHAT_PAGES * PAGE + 20], seed=2)
@@ -83,10 +100,10 @@ def test_whose_time_is_over_is_as_one_that_ended(server: Server) -> None:
 @pytest.mark.parametrize(
     ("hints", "refusal"),
     [
-        ("soon", "must be an object with returns_in_s, ttl_s or ends"),
+        ("soon", "must be an object with returns_in_s, ttl_s, pin_s or ends"),
         ({"returns_in_s": -3}, "must be a number of seconds above 0"),
         ({"returns_in_s": 5, "ends": True}, "got both"),
-        ({"pinned": True}, "may have returns_in_s, ttl_s or ends, got 'pinned'"),
+        ({"pinned": True}, "may have returns_in_s, ttl_s, pin_s or ends, got 'pinned'"),
     ],
 )
 def test_what_is_no_hint_is_refused(server: Server, hints: Any, refusal: str) -> None:

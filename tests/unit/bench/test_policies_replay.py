@@ -18,6 +18,7 @@ import pytest
 
 from bench.policies.replay import (
     HINTS,
+    PIN_SHARE,
     Replay,
     num_reusable,
     order_share,
@@ -205,13 +206,15 @@ def test_right_hints_give_more_hits_and_wrong_ones_no_fewer() -> None:
     hits, times = {}, return_times(paths, prefill_s, 2)
     for kind in ("none", *HINTS):
         said = None if kind == "none" else request_hints(times, kind)
-        with virtual_store(sizes, PolicyConfig()) as server:
+        with virtual_store(sizes, PolicyConfig(pin_share=PIN_SHARE)) as server:
             hits[kind] = Replay(paths, 2, prefill_s, hints=said).run(server).hit_share
     optimum = order_share(paths, sizes.host_pages + sizes.disk_pages, "belady")
     assert hits["none"] + 0.03 < hits["exact"] <= optimum, hits
     assert hits["none"] + 0.03 < hits["noisy"] <= optimum, hits
     assert hits["none"] + 0.01 < hits["ttl"] <= optimum, hits
     assert min(hits["shuffled"], hits["ttl-short"]) >= hits["none"] - 0.01, hits
+    # What all want to pin takes the share and no more; here that is 1 point.
+    assert hits["pin-all"] >= hits["none"] - 0.02, hits
 
 
 def test_a_hint_is_the_time_to_when_the_conversation_comes_next() -> None:

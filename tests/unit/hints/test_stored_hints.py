@@ -66,6 +66,54 @@ def test_whose_time_is_over_goes_first_and_is_counted(make: Make) -> None:
     rig.settle()
 
 
+def test_what_is_pinned_stays_in_its_share_of_dram(make: Make) -> None:
+    rig = make(slots=40, disk=False, lookahead=True, pin_share=0.25, index=64)
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    mine, other = pages("mine", 10), pages("other", 10)
+    for chat in (mine, other):
+        _serve(rig, chat)
+        lookahead.pin(rig.space, chat, owner=int(chat is other), seconds=600.0)
+    # Of both tiers a quarter, and of that half for one owner: 5 pages, and 3 of what is left.
+    assert (rig.count("pinned_pages"), rig.count("pins_refused_pages")) == (8, 12)
+    assert rig.store.stats()["pinned_now_pages"] == 8
+    for number in range(6):
+        _serve(rig, pages(f"many-{number}", 10))
+    assert [rig.ready(chat) for chat in (mine, other)] == [5, 3]
+    rig.settle()
+
+
+def test_a_pin_that_is_over_is_no_pin(make: Make) -> None:
+    rig = make(slots=40, disk=False, lookahead=True, pin_share=0.5, index=64)
+    lookahead, now_s = rig.store.lookahead, [100.0]
+    assert lookahead is not None
+    rig.books.table.now_s = lambda: now_s[0]
+    chat = pages("mine", 10)
+    _serve(rig, chat)
+    lookahead.pin(rig.space, chat, owner=0, seconds=30.0)
+    now_s[0] = 131.0
+    lookahead.take_changed(8)
+    assert rig.store.stats()["pinned_now_pages"] == 0
+    for number in range(6):
+        _serve(rig, pages(f"many-{number}", 10))
+    assert rig.ready(chat) == 0
+    rig.settle()
+
+
+def test_on_disk_what_is_pinned_stays_too(make: Make) -> None:
+    rig = make(slots=32, lookahead=True, max_bytes=80 * 8192, segment_bytes=16 * 8192,
+               pin_share=0.5)  # fmt: skip
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    first = pages("first", 16)
+    _serve(rig, first)
+    lookahead.pin(rig.space, first, owner=0, seconds=600.0)
+    for number in range(12):
+        _serve(rig, pages(f"chat-{number}", 16))
+        rig.settle()
+    assert rig.on_disk(first) == 16
+
+
 def test_on_disk_too(make: Make) -> None:
     """Of ten chats the disk and DRAM hold half: those that come back are among them."""
     rig = make(slots=32, lookahead=True, max_bytes=80 * 8192, segment_bytes=16 * 8192)

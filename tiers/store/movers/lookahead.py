@@ -180,6 +180,27 @@ class LookAhead:
         table.counters.add("ttl_pages", num)
         table.counters.add("hints_not_followed", int(num == 0))
 
+    def pin(self, space: KeySpace, hashes: Hashes, *, owner: int, seconds: float) -> None:
+        """Somebody wants a conversation to stay for a time; see `PlacementPolicy.pin`.
+
+        Args:
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`, its pages from the root on.
+            owner: who has it pinned, below `NUM_OWNERS`.
+            seconds: from now, above 0.
+        """
+        table = self._table
+        with table.lock:
+            rows = table.index.prefix_rows(hashes, space.number)
+            num, refused = self._policy.pin(rows, table.now_s(), owner=owner, seconds=seconds)
+        table.counters.add("pinned_pages", num)
+        table.counters.add("pins_refused_pages", refused)
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages that are pinned now."""
+        return len(self._policy.pins)
+
     def set_order(self, requests: Sequence[Hashable]) -> None:
         """The order in which the scheduler will take the waiting requests."""
         with self._table.lock:
