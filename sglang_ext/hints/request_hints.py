@@ -18,7 +18,7 @@ PARAM: Final = "hier_kv_hints"
 MAX_S: Final = 7 * 86_400.0
 MAX_PIN_S: Final = 86_400.0
 _TIMES = {"returns_in_s": MAX_S, "ttl_s": MAX_S, "pin_s": MAX_PIN_S}
-_NAMES = (*_TIMES, "ends")
+HINT_NAMES = (*_TIMES, "ends")
 
 
 @dataclass(frozen=True)
@@ -48,31 +48,40 @@ def hints_of(custom_params: Any) -> RequestHints | None:
         ValueError: what it gives are no hints.
     """
     given = custom_params.get(PARAM) if isinstance(custom_params, dict) else None
-    if given is None:
-        return None
-    names = f"{', '.join(_NAMES[:-1])} or {_NAMES[-1]}"
+    return None if given is None else parse_hints(given, f"custom_params[{PARAM!r}]")
+
+
+def parse_hints(given: Any, where: str) -> RequestHints | None:
+    """Hints by their names; None where all are left out.
+
+    Args:
+        given: an object of them.
+        where: it stands, for refusals.
+
+    Raises:
+        ValueError: what it gives are no hints.
+    """
+    names = f"{', '.join(HINT_NAMES[:-1])} or {HINT_NAMES[-1]}"
     if not isinstance(given, dict):
-        raise ValueError(
-            f"custom_params[{PARAM!r}] must be an object with {names}, got {_shown(given)}."
-        )
-    unknown = [str(name) for name in given if name not in _NAMES]
+        raise ValueError(f"{where} must be an object with {names}, got {_shown(given)}.")
+    unknown = [str(name) for name in given if name not in HINT_NAMES]
     if unknown:
-        raise ValueError(f"custom_params[{PARAM!r}] may have {names}, got {unknown[0][:80]!r}.")
+        raise ValueError(f"{where} may have {names}, got {unknown[0][:80]!r}.")
     ends = given.get("ends")
     if ends is not None and not isinstance(ends, bool):
-        raise ValueError(
-            f"custom_params[{PARAM!r}]['ends'] must be true or false, got {_shown(ends)}."
-        )
-    times = {name: seconds for name in _TIMES if (seconds := _time_of(given, name)) is not None}
+        raise ValueError(f"{where}['ends'] must be true or false, got {_shown(ends)}.")
+    times = {
+        name: seconds for name in _TIMES if (seconds := _time_of(given, name, where)) is not None
+    }
     if not ends and not times:
         return None
     hints = RequestHints(ends=bool(ends), **times)
-    _check_sense(hints)
+    _check_sense(hints, where)
     return hints
 
 
-def _time_of(given: dict[Any, Any], name: str) -> float | None:
-    """A time in seconds that a request gives; None where it gives none.
+def _time_of(given: dict[Any, Any], name: str, where: str) -> float | None:
+    """A time in seconds that is given; None where none is.
 
     Raises:
         ValueError: what it gives is none.
@@ -82,13 +91,13 @@ def _time_of(given: dict[Any, Any], name: str) -> float | None:
         return None
     if not _is_time(seconds, _TIMES[name]):
         raise ValueError(
-            f"custom_params[{PARAM!r}][{name!r}] must be a number of seconds above 0 and up to "
-            f"{_TIMES[name]:.0f}, got {_shown(seconds)}."
+            f"{where}[{name!r}] must be a number of seconds above 0 and up to {_TIMES[name]:.0f}, "
+            f"got {_shown(seconds)}."
         )
     return float(seconds)
 
 
-def _check_sense(hints: RequestHints) -> None:
+def _check_sense(hints: RequestHints, where: str) -> None:
     """Refuses hints of which not all can be true.
 
     Raises:
@@ -98,14 +107,14 @@ def _check_sense(hints: RequestHints) -> None:
     if hints.ends and others:
         other = others[0]
         raise ValueError(
-            f"custom_params[{PARAM!r}] must have {other} or ends, got both: a conversation that is "
-            "over does not come back."
+            f"{where} must have {other} or ends, got both: a conversation that is over does not "
+            "come back."
         )
     for name in others:
         if hints.ttl_s is not None and hints.ttl_s < (seconds := getattr(hints, name)):
             raise ValueError(
-                f"custom_params[{PARAM!r}]['ttl_s'] must be no less than {name}, got "
-                f"{hints.ttl_s:g} and {seconds:g}: until then the conversation is to live."
+                f"{where}['ttl_s'] must be no less than {name}, got {hints.ttl_s:g} and "
+                f"{seconds:g}: until then the conversation is to live."
             )
 
 

@@ -28,7 +28,7 @@ from sglang_ext.device.transfers import hashes_to_hex
 from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import hints_of, owner_slot
 from sglang_ext.identity.model_identity import ModelIdentity
-from sglang_ext.identity.tenancy import depends_on_tokens_alone, tenant_of
+from sglang_ext.identity.tenancy import Tenant, depends_on_tokens_alone, tenant_of
 from sglang_ext.provenance.request_state import HitTier, find_state, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, min_reduce
@@ -272,9 +272,13 @@ class HierKVRadixCache(UnifiedRadixCache):
             return
         if hints is None or lookahead is None or tenant is None:
             return
-        secret = bytes.fromhex(self.scheduler.server_args._hier_kv_secret)
-        owner = owner_slot(secret, tenant, NUM_OWNERS)
+        owner = self.hint_owner(tenant)
         self.hier_linker.after_saves(partial(hand_on, lookahead, space, hashes, owner, hints))
+
+    def hint_owner(self, tenant: Tenant) -> int:
+        """By whose record hints of a tenant are believed."""
+        secret = bytes.fromhex(self.scheduler.server_args._hier_kv_secret)
+        return owner_slot(secret, tenant, NUM_OWNERS)
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """SGLang's insert, with what the pages are worth."""

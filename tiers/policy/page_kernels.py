@@ -18,15 +18,16 @@ _CAP = 255
 # A class is (turn, path length, uses) in four steps each, or "last page of its path" and turn, or
 # "left behind": a conversation that was cut has gone on without the page, or "in use": a request
 # that has not ended yet computed it or came to reuse it. Those behind these are from hints: the
-# conversation is over, somebody pinned it (then it stands in that class instead of its own), or it
-# comes back in a time of this length.
+# conversation is over, somebody pinned it or said that it may leave one tier (then it stands there
+# in that class instead of its own), or it comes back in a time of this length.
 NUM_INNER = 64
 LEFT_BEHIND = NUM_INNER + 4
 IN_USE = LEFT_BEHIND + 1
 NUM_LEARNED = IN_USE + 1  # of which return times are learned
 ENDED = NUM_LEARNED
 PINNED = ENDED + 1
-HINTED = PINNED + 1  # the first of them
+DEMOTED = PINNED + 1
+HINTED = DEMOTED + 1  # the first of them
 NUM_HINTED = 27  # bins of ages: see `return_kernels.age_bin`
 NUM_CLASSES = HINTED + NUM_HINTED
 
@@ -42,7 +43,7 @@ class Pages(NamedTuple):
         turn: u8, turns of its lineage when it was used last, saturating.
         tail: u8, pages behind it in that path, saturating.
         shared: u8, 1 once a path departed from another one behind it.
-        kind: u8, class, but `PINNED`.
+        kind: u8, class, but `PINNED` and `DEMOTED`.
         pinned: u8, 1 while the page is pinned.
         last_s: f64, time of its last use, or from which its age counts in its class.
         first: i64, logical time of its first use.

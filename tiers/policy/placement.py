@@ -366,6 +366,7 @@ def _compile_loops() -> None:
         policy.expire(float(turn))
     return_kernels.rescore(tier.return_times.directory, 9.0, 1.0)
     tier.worth(np.arange(4), 9.0)
+    tier.demote(np.arange(4))
     policy.set_order(list(range(7, -1, -1)))
     policy.link(np.arange(40, 44), 9.0)
     policy.touched(np.arange(4), 9.0)

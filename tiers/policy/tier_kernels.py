@@ -17,6 +17,7 @@ import numpy.typing as npt
 from sglang_ext.tiers.compiled import compiled
 from sglang_ext.tiers.policy.hints import kernels as hint_kernels
 from sglang_ext.tiers.policy.page_kernels import (
+    DEMOTED,
     ENDED,
     HINTED,
     LEFT_BEHIND,
@@ -235,6 +236,26 @@ def move(lists: Any, pages: Any, rows: Any) -> None:
 
 
 @compiled
+def demote(lists: Any, rows: Any) -> Any:
+    """Moves those of some pages that lie here to the list of those that may leave this tier.
+
+    Args:
+        lists: The columns.
+        rows: i64[N], in the order in which they come to lie in it.
+
+    Returns:
+        How many were not in it.
+    """
+    num = 0
+    for i in range(rows.size):
+        row = rows[i]
+        if lists.state[row] != ABSENT and lists.kind[row] != DEMOTED:
+            _move(lists, row, DEMOTED)
+            num += 1
+    return num
+
+
+@compiled
 def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, young: bool) -> None:
     """Moves the pages of a path that lie here; adopts the parents that the use gave them."""
     for i in range(path.size):
@@ -337,10 +358,12 @@ def evict_unwanted(
                 rows[i] = row
                 if row != NONE:
                     stamps[i] = sign * lists.stamp[row]
-                    by_hint[i] = kind >= ENDED and kind != PINNED
+                    by_hint[i] = kind >= ENDED and kind != PINNED and kind != DEMOTED
                     by_hint[i] = by_hint[i] and hint_kernels.is_followed(hints, kind, row)
                     if kind == PINNED and lists.counts[PINS] <= most_pinned:
                         values[i] = np.inf
+                    elif kind == DEMOTED:
+                        values[i] = -1.0
                     elif by_hint[i] and kind >= HINTED:
                         values[i] = hint_kernels.value(hints, pages.last_s, row, now_s)
                     elif by_hint[i] or (left_first and kind == LEFT_BEHIND):

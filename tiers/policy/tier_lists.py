@@ -45,7 +45,8 @@ class TierLists:
     The owner says what enters and leaves; uses and the queue come from the policy. `evict` chooses
     over all pages of the tier. A page leaves before its parent, always; a held page never leaves.
 
-    Not locked: the owner's lock guards it. Memory: 23 bytes a row.
+    Not locked: the owner's lock guards it. Memory: 23 bytes a row. It has many methods because both
+    the tier's owner and the policy tell it what happens.
 
     Attributes:
         return_times: the estimator of this tier and its guard.
@@ -88,6 +89,24 @@ class TierLists:
     def hold_where(self, rows: Rows, stay: npt.NDArray[np.bool_]) -> None:
         """Sets for each page whether it is held, in place of what was set before."""
         kernels.hold_where(self._lists, rows, stay, self._young)
+
+    def demote(self, rows: Rows) -> int:
+        """These pages leave this tier before others that nobody waits for, until they are used.
+
+        Those that other paths share, or that are pinned, stay as they are.
+
+        Args:
+            rows: root first, all valid.
+
+        Returns:
+            How many lie here and were not to leave so before.
+        """
+        pages = self._shared.pages
+        if not self._shared.config.lookahead:
+            return 0
+        own = rows[(pages.known[rows] != 0) & (pages.shared[rows] == 0) & (pages.pinned[rows] == 0)]
+        # The deepest lies at the end from which they leave.
+        return int(kernels.demote(self._lists, own if self._young else own[::-1].copy()))
 
     def next_to_leave(self, count: int, now_s: float) -> Rows:
         """Up to `count` pages that `evict` would take out first; they stay. O(count)."""

@@ -1,4 +1,7 @@
-"""Clients that say which of their chats come back, and DRAM for a third of these chats."""
+"""Clients that say which of their chats come back, and DRAM for a third of these chats.
+
+And the admin endpoint, which says so of prompts that nobody has sent.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ OVER = {"hier_kv_hints": {"ends": True}}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("hints")
-    args = hier_args(folder, host_pages=HOST_CHATS * CHAT_PAGES, disk_gb=0)
+    args = hier_args(folder, host_pages=HOST_CHATS * CHAT_PAGES, disk_gb=0.5)
     args += ["--max-running-requests", "1", "--hier-kv-pin-share", "0.2"]
     with Server(args, log_path=folder / "server.log", stop="kill") as server:
         yield server
@@ -62,7 +65,7 @@ def test_what_comes_back_is_kept_and_what_is_over_is_gone(server: Server) -> Non
         assert reply_of(answer).by_tier["host"] == CHAT_PAGES * PAGE
         assert tokens_and_logprobs(answer) == wanted
     for prompt in ended:
-        assert sum(reply_of(_ask(server, prompt)).by_tier.values()) == 0
+        assert reply_of(_ask(server, prompt)).by_tier["host"] == 0
 
 
 def test_what_is_pinned_stays_while_many_come(server: Server) -> None:
@@ -89,12 +92,54 @@ def test_whose_time_is_over_is_as_one_that_ended(server: Server) -> None:
     server.generate(input_ids=prompt, sampling_params=params, cache_salt="in a hurry")
 
     def is_over() -> bool:
-        ended: int = settled(server)["host"].get("ttl_ended_pages", 0)
-        return ended == before + CHAT_PAGES
+        ended = settled(server)["host"].get("ttl_ended_pages", 0)
+        return bool(ended == before + CHAT_PAGES)
 
     deadline_s = time.monotonic() + 60
     while not is_over():
         assert time.monotonic() < deadline_s
+
+
+def _steer(server: Server, prompt: Sequence[int], **wishes: Any) -> dict[str, Any]:
+    (done,) = server.post("/hier_kv/steer", {"input_ids": list(prompt), **wishes})["schedulers"]
+    assert isinstance(done, dict)
+    return done
+
+
+def test_a_prompt_is_demoted_and_brought_back_before_its_request_comes(server: Server) -> None:
+    prompt, *others = real_prompts([CHAT_PAGES * PAGE + 20] * (HOST_CHATS + 1), seed=4)
+    ask: dict[str, Any] = {
+        "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    expected = server.generate(input_ids=prompt, cache_salt="steered", **ask)
+    settled(server)
+    assert _steer(server, prompt, demote=True)["host"] == 0  # another salt's
+    done = _steer(server, prompt, demote=True, cache_salt="steered")
+    assert done == {"pages": CHAT_PAGES, "host": CHAT_PAGES, "disk": 0, "demoted": CHAT_PAGES}
+    for other in others:
+        _ask(server, other)
+        settled(server)
+    server.post("/flush_cache")
+    done = _steer(server, prompt, prefetch=True, pin_s=600, cache_salt="steered")
+    assert done == {"pages": CHAT_PAGES, "host": 0, "disk": CHAT_PAGES, "prefetching": True}
+    deadline_s = time.monotonic() + 60
+    while _steer(server, prompt, unpin=True, cache_salt="steered")["host"] < CHAT_PAGES:
+        assert time.monotonic() < deadline_s
+    answer = server.generate(input_ids=prompt, cache_salt="steered", **ask)
+    assert reply_of(answer).by_tier["host"] == CHAT_PAGES * PAGE
+    assert tokens_and_logprobs(answer) == tokens_and_logprobs(expected)
+    assert settled(server)["host"]["prefetched_pages"] == CHAT_PAGES
+
+
+def test_a_text_that_nobody_sent_is_stored_nowhere(server: Server) -> None:
+    text = "a text of a few words that nobody has sent. " * 40
+    (done,) = server.post("/hier_kv/steer", {"text": text, "prefetch": True})["schedulers"]
+    assert done["pages"] > 0
+    assert done["host"] == done["disk"] == 0
+    with pytest.raises(ServerError, match="expected something to do") as refused:
+        server.post("/hier_kv/steer", {"text": text})
+    assert refused.value.status == 400
 
 
 @pytest.mark.parametrize(

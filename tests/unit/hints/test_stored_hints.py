@@ -114,6 +114,42 @@ def test_on_disk_what_is_pinned_stays_too(make: Make) -> None:
     assert rig.on_disk(first) == 16
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_is_demoted_is_written_and_leaves_dram_first_and_not_the_disk(
+    make: Make, policy: str
+) -> None:
+    rig = make(slots=41, lookahead=True, policy=policy)
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    old, mine = pages("old", 10), pages("mine", 10)
+    for chat in (old, mine):
+        _serve(rig, chat)
+    assert lookahead.demote(rig.space, mine) == 10
+    assert lookahead.demote(rig.space, mine) == 0
+    rig.settle()
+    assert rig.on_disk(mine) == 10
+    for number in range(3):
+        _serve(rig, pages(f"many-{number}", 10))
+        rig.settle()
+    assert (rig.ready(mine), rig.on_disk(mine), rig.ready(old)) == (0, 10, 10)
+    plan = rig.store.plan(rig.space, mine)
+    assert plan is not None
+    rig.wait(plan)
+    check_content(rig, mine)
+    rig.store.cancel_plan(plan)
+    rig.settle()
+
+
+def test_without_a_disk_nothing_is_demoted(make: Make) -> None:
+    rig = make(slots=30, disk=False, lookahead=True)
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    chat = pages("chat", 10)
+    _serve(rig, chat)
+    assert lookahead.demote(rig.space, chat) == 0
+    rig.settle()
+
+
 def test_on_disk_too(make: Make) -> None:
     """Of ten chats the disk and DRAM hold half: those that come back are among them."""
     rig = make(slots=32, lookahead=True, max_bytes=80 * 8192, segment_bytes=16 * 8192)

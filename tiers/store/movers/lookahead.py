@@ -16,7 +16,14 @@ import numpy as np
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.store.books.books import Books
-from sglang_ext.tiers.store.types import Hashes, KeySpace, TierCounts
+from sglang_ext.tiers.store.types import (
+    ON_DISK,
+    READY,
+    WRITE_DROPPED,
+    Hashes,
+    KeySpace,
+    TierCounts,
+)
 
 Key = tuple[int, bytes]  # number of the key space, hash of the page
 
@@ -195,6 +202,38 @@ class LookAhead:
             num, refused = self._policy.pin(rows, table.now_s(), owner=owner, seconds=seconds)
         table.counters.add("pinned_pages", num)
         table.counters.add("pins_refused_pages", refused)
+
+    def unpin(self, space: KeySpace, hashes: Hashes) -> int:
+        """Takes the pins of a prompt's pages away; returns how many had one."""
+        table = self._table
+        with table.lock:
+            num = self._policy.unpin(table.index.prefix_rows(hashes, space.number))
+        table.counters.add("unpinned_pages", num)
+        return num
+
+    def demote(self, space: KeySpace, hashes: Hashes) -> int:
+        """A prompt's pages may leave DRAM for the disk now: they are the first that leave it.
+
+        What the disk does not have yet is written next. Without a disk nothing is demoted. Pages
+        that other paths share, that are pinned or that somebody waits for stay where they are.
+
+        Args:
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`, its pages from the root on.
+
+        Returns:
+            Pages that are first to leave since this call.
+        """
+        table, num = self._table, 0
+        with table.lock:
+            rows = table.index.prefix_rows(hashes, space.number)
+            rows = rows[(table.index.flags[rows] & READY) != 0]
+            if table.order is not None and table.disk_order is not None:
+                num = table.order.demote(rows)
+                unwritten = (table.index.flags[rows] & (ON_DISK | WRITE_DROPPED)) == 0
+                self._spills.queue_from_root(rows[unwritten][::-1])
+        table.counters.add("demoted_pages", num)
+        return num
 
     @property
     def num_pinned(self) -> int:

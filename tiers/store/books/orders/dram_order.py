@@ -76,6 +76,10 @@ class DramOrder:
         """Undoes the last `take`, or the end of it, given in its order."""
         self._lists.put_back(rows)
 
+    def demote(self, rows: Rows) -> int:
+        """These pages may leave DRAM first; see `TierLists.demote`."""
+        return self._lists.demote(rows)
+
     def next_to_leave(self, count: int, now_s: float) -> Rows:
         """The pages that `take` would take out."""
         return self._lists.next_to_leave(count, now_s)
