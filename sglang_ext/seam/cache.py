@@ -43,6 +43,7 @@ from sglang_ext.seam.taint import TaintKeeper
 from sglang_ext.seam.window_inquiry import Enter, WindowInquiries
 from sglang_ext.seam.wrapper import HierKVLinkerWrapper
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.quotas import parse_quotas
 from sglang_ext.tiers.policy import NUM_OWNERS
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store import KeySpace, PageStore
@@ -107,6 +108,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         parts = make_parts(self)
         linker, config = parts.linker, parts.config
         self.hier_config = config
+        self._quotas = parse_quotas(config.quotas)
         self.identity = parts.identity
         self.metrics_reporter_hier = parts.metrics
         self.forward_timer = parts.forward_timer
@@ -201,7 +203,15 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Key space of a request; None while nothing may be reused or saved for it."""
         # Asked for every request: it also notes which weights and adapters the device holds KV of.
         space = self.identity.space_of(req, self.store)
-        return space if depends_on_tokens_alone(req) else None
+        if space is None or not depends_on_tokens_alone(req):
+            return None
+        return self.of_tenant(space, tenant_of(req))
+
+    def of_tenant(self, space: KeySpace, tenant: Tenant | None) -> KeySpace:
+        """The same key space for pages that count towards a tenant's share."""
+        if not self._quotas.shares or tenant is None:
+            return space
+        return space._replace(tenant=self._quotas.tenant_of(tenant.salt, tenant.extra_key))
 
     def bind_scheduler(self, scheduler: Any, truncator: Truncator | None = None) -> None:
         """The scheduler is built, around this cache; called once, before the first request.

@@ -36,7 +36,7 @@ class PlacementPolicy:
     proportion to its own arguments; nothing grows with what is stored. It has many methods because
     it is all that owners know of the policy; each hands on to the part that does the work.
 
-    Memory: some 75 bytes a row, committed as rows come into use, 19 more where somebody said how
+    Memory: some 77 bytes a row, committed as rows come into use, 19 more where somebody said how
     long a page may live, or for how long it is to stay, and what waits.
 
     Args:
@@ -239,6 +239,16 @@ class PlacementPolicy:
         self._replace(moved)
         return moved
 
+    def assign(self, rows: Rows, tenant: int) -> None:
+        """Somebody's pages are stored, or were found: they count towards the share of that tenant.
+
+        Args:
+            rows: the pages.
+            tenant: see `PolicyConfig.shares`.
+        """
+        if self.config.shares:
+            self._replace(page_kernels.assign(self.pages, _as_rows(rows), tenant))
+
     def limit_life(self, path: Rows, now_s: float, *, owner: int, ttl_s: float) -> int:
         """Somebody says for how long a conversation's pages may live from now on.
 
@@ -350,7 +360,7 @@ def _as_rows(rows: Rows) -> Rows:
 @functools.cache
 def _compile_loops() -> None:
     """Calls every loop once, so that nothing compiles while serving."""
-    policy = PlacementPolicy(64, PolicyConfig(pin_share=0.5), _compile=False)
+    policy = PlacementPolicy(64, PolicyConfig(pin_share=0.5, shares=(0.5,)), _compile=False)
     tier = policy.add_tier(8)
     tier.return_times.active = True
     for turn in range(8):
@@ -367,6 +377,7 @@ def _compile_loops() -> None:
     return_kernels.rescore(tier.return_times.directory, 9.0, 1.0)
     tier.worth(np.arange(4), 9.0)
     tier.demote(np.arange(4))
+    policy.assign(np.arange(4), 1)
     policy.set_order(list(range(7, -1, -1)))
     policy.link(np.arange(40, 44), 9.0)
     policy.touched(np.arange(4), 9.0)

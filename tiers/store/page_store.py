@@ -479,6 +479,7 @@ class PageStore:
             stats["waiting_requests"] = self.lookahead.num_waiting
             stats["window_requests"] = self.lookahead.num_in_window
             stats["pinned_now_pages"] = self.lookahead.num_pinned
+            stats |= self.lookahead.pages_by_tenant()
         stats["planned_pages"] = self._books.pins.num_pages
         stats["spill_queue_pages"] = spilling
         stats["clears_pending"] = int(bool(self._books.spills.take_clears()))

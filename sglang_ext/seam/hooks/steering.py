@@ -31,6 +31,8 @@ def steer(cache: HierKVRadixCache, text: str) -> dict[str, Any]:
     space = cache.identity.space_now(cache.store)
     if space is None:
         return {"error": "the weights are changing, or changed without a flush; try again later."}
+    tenant = Tenant(extra_key=steering.extra_key, salt=steering.cache_salt)
+    space = cache.of_tenant(space, tenant)
     page_size = cache.page_size
     key = whole_pages_key(
         array("q", token_ids),
@@ -45,18 +47,17 @@ def steer(cache: HierKVRadixCache, text: str) -> dict[str, Any]:
     hashes = hashes_of(key, page_size)
     found = cache.store.locate_prefix(space, hashes)
     answer = {"pages": num_pages, "host": found.host, "disk": found.disk}
-    return {**answer, **_do(cache, steering, space, hashes)}
+    return {**answer, **_do(cache, steering, tenant, space, hashes)}
 
 
 def _do(
-    cache: HierKVRadixCache, steering: Steering, space: KeySpace, hashes: Hashes
+    cache: HierKVRadixCache, steering: Steering, tenant: Tenant, space: KeySpace, hashes: Hashes
 ) -> dict[str, Any]:
     lookahead, done = cache.store.lookahead, dict[str, Any]()
     if lookahead is not None:
         if steering.unpin:
             done["unpinned"] = lookahead.unpin(space, hashes)
         if steering.hints is not None:
-            tenant = Tenant(extra_key=steering.extra_key, salt=steering.cache_salt)
             hand_on(lookahead, space, hashes, cache.hint_owner(tenant), steering.hints)
         if steering.demote:
             done["demoted"] = lookahead.demote(space, hashes)

@@ -122,7 +122,7 @@ class Series(NamedTuple):
 
 def gauge_of(name: str) -> Series | None:
     """The series of a value that can fall; None where it only grows."""
-    metric = _NOW.get(name)
+    metric = HELD_PAGES if name.startswith("quota_") else _NOW.get(name)
     return None if metric is None else Series(metric, name)
 
 

@@ -29,6 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("hints")
     args = hier_args(folder, host_pages=HOST_CHATS * CHAT_PAGES, disk_gb=0.5)
     args += ["--max-running-requests", "1", "--hier-kv-pin-share", "0.2"]
+    args += ["--hier-kv-quotas", "cache_salt:guarded=0.4"]
     with Server(args, log_path=folder / "server.log", stop="kill") as server:
         yield server
 
@@ -98,6 +99,21 @@ def test_whose_time_is_over_is_as_one_that_ended(server: Server) -> None:
     deadline_s = time.monotonic() + 60
     while not is_over():
         assert time.monotonic() < deadline_s
+
+
+def test_a_tenant_keeps_its_share_while_many_others_come(server: Server) -> None:
+    mine, *others = real_prompts([CHAT_PAGES * PAGE + 20] * (2 * HOST_CHATS + 1), seed=6)
+    params: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
+    server.generate(input_ids=mine, cache_salt="guarded", sampling_params=params)
+    for prompt in others:
+        _ask(server, prompt)
+        settled(server)
+    counts = settled(server)["host"]
+    assert counts["quota_tenant_1_host_pages"] == CHAT_PAGES
+    assert counts["quota_others_host_pages"] <= (HOST_CHATS - 1) * CHAT_PAGES
+    server.post("/flush_cache")
+    answer = server.generate(input_ids=mine, cache_salt="guarded", sampling_params=params)
+    assert reply_of(answer).by_tier["host"] == CHAT_PAGES * PAGE
 
 
 def _steer(server: Server, prompt: Sequence[int], **wishes: Any) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class LookAhead:
         with table.lock:
             above, below = self._lookups.path(space, hashes, num_above, max_quality)
             path = np.concatenate([above, below])
+            table.assign(path, space.tenant)
             table.touch(path)
             # With nothing stored behind the device prefix, copies of the prefix are not needed.
             self._policy.enqueue(request, path if len(below) else below, table.now_s())
@@ -239,6 +240,16 @@ class LookAhead:
     def num_pinned(self) -> int:
         """Pages that are pinned now."""
         return len(self._policy.pins)
+
+    def pages_by_tenant(self) -> dict[str, int]:
+        """Pages of each tenant with a share, in DRAM and on disk, by name; empty without shares."""
+        with self._table.lock:
+            pages = {}
+            for where, order in (("host", self._table.order), ("disk", self._table.disk_order)):
+                for number, num in enumerate(order.num_by_tenant if order is not None else ()):
+                    name = f"tenant_{number}" if number else "others"
+                    pages[f"quota_{name}_{where}_pages"] = num
+            return pages
 
     def set_order(self, requests: Sequence[Hashable]) -> None:
         """The order in which the scheduler will take the waiting requests."""
