@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sglang_ext.hints.steering import parse_body, to_text
+from sglang_ext.seam.hooks.body_bound import Message, Receive, Send
 from sglang_ext.seam.report import DETAILS_KEY
 
 PATH = "/hier_kv/steer"
@@ -27,23 +28,37 @@ def add_steering(app: Any, manager: Any) -> None:
         app: SGLang's `FastAPI`, before it serves.
         manager: SGLang's `TokenizerManager`.
     """
-    from fastapi import Request, Response
     from sglang.srt.managers.io_struct import GetInternalStateReq
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    async def steer(request: Request) -> Response:
+    async def steer(request: Any) -> Json:
         status, answer = await answer_to(
             manager, request.json, lambda carrier: GetInternalStateReq(rid=carrier)
         )
-        return Response(json.dumps(answer), status, media_type="application/json")
+        return Json(status, answer)
 
-    # The names are local to this function, and FastAPI looks them up in the module.
-    steer.__annotations__ = {"request": Request, "return": Response}
     if all(getattr(route, "path", "") != PATH for route in app.routes):
-        app.add_api_route(
-            PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(steer), methods=["POST"],
-            response_model=None,
-        )  # fmt: skip
+        endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(steer)
+        app.router.add_route(PATH, endpoint, methods=["POST"])
+
+
+class Json:
+    """An answer, as ASGI takes it.
+
+    Args:
+        status: of HTTP.
+        content: what is answered.
+    """
+
+    def __init__(self, status: int, content: dict[str, Any]) -> None:
+        self._status, self._body = status, json.dumps(content).encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Sends it."""
+        headers = [(b"content-type", b"application/json")]
+        headers.append((b"content-length", str(len(self._body)).encode()))
+        await send({"type": "http.response.start", "status": self._status, "headers": headers})
+        await send({"type": "http.response.body", "body": self._body})
 
 
 async def answer_to(
