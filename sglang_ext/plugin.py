@@ -147,11 +147,13 @@ def _after_tokenizer_manager(result: Any, self: Any, *args: Any, **kwargs: Any) 
     from sglang_ext.seam.hooks.answers import add_reports
     from sglang_ext.seam.hooks.front import before_rendering, bound_bodies
     from sglang_ext.seam.hooks.hooking import apply_hooks, hook
+    from sglang_ext.seam.hooks.steering_endpoint import add_steering
 
     server = sys.modules.get(_HTTP_SERVER)
     if server is None or getattr(self.server_args, "_hier_kv", None) is None:
         return
     add_reports(server.app)
+    add_steering(server.app, self)
     bound_bodies(server.app, self)
     if _CHAT in sys.modules:
         _hook_usage()

@@ -1,7 +1,7 @@
 """A trace replayed in its order through the server's page store, beside optima of the same order.
 
     python -m bench.policies.replay [--quick] [--shares 0.05 0.2] [--known 50 400 0]
-    python -m bench.policies.replay --quick --known 10 --hints exact noisy shuffled
+    python -m bench.policies.replay --quick --known 10 --hints exact noisy shuffled ttl ttl-short
     python -m bench.policies.replay --kv-bytes-per-token 131072   # 70B's pages: five times slower
 
 First come, first served, with so many requests waiting that the store knows; the disk is fast
@@ -27,11 +27,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from bench.policies.order import RequestOrder, replay_order
 from bench.policies.workloads.bundled import BUNDLED
 from bench.policies.workloads.models import LLAMA_70B
 from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.hints.handing import hand_on
+from sglang_ext.hints.request_hints import MAX_PIN_S, RequestHints
 from sglang_ext.simulator.store import Ids, ServerStore, StoreSizes, page_hashes, virtual_store
 from sglang_ext.simulator.trace import BLOCK_TOKENS, read_trace
 from sglang_ext.tiers.policy import PolicyConfig
@@ -40,10 +43,11 @@ from sglang_ext.tiers.store.types import Hashes
 SHARES = (0.05, 0.2, 0.5)
 KNOWN = (50, 400, 0)
 DRAM_SHARE = 0.2
+PIN_SHARE = 0.05  # the server's default
 KV_BYTES_PER_TOKEN = 8 << 10  # small pages go to disk in batches, which is what takes the time
 _TICK_S = 0.001  # the scheduler's, while a request waits for its pages
 _STEPS_S = 4 * _TICK_S  # of one request, beside its prefill
-HINTS = ("exact", "noisy", "shuffled")
+HINTS = ("exact", "noisy", "shuffled", "ttl", "ttl-short", "pin-all")
 _MAX_TICKS = 10_000
 _PROGRESS_REQUESTS = 500
 
@@ -99,8 +103,7 @@ class Replay:
         num_known: requests that wait at a time, the one whose turn it is included.
         prefill_s: seconds of each request.
         progress: called with one line every 500 requests.
-        hints: of each request, seconds until its conversation comes back, infinity for one that
-            does not, not above 0 where nothing is said; None: nobody says anything.
+        hints: what each request says; None: nobody says anything.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Replay:
         num_known: int,
         prefill_s: Sequence[float],
         progress: Callable[[str], None] | None = None,
-        hints: Sequence[float] | None = None,
+        hints: Sequence[RequestHints | None] | None = None,
     ) -> None:
         self._hints = hints
         self._paths = paths
@@ -178,9 +181,9 @@ class Replay:
         server.save(hashes, num_hits)
         if store.lookahead is not None:
             store.lookahead.used(server.space, hashes, self._arrived_s.pop(number))
-            if self._hints is not None and (said := self._hints[number]) > 0:
-                returns = said if math.isfinite(said) else None
-                store.lookahead.hint(server.space, hashes, owner=0, returns_in_s=returns)
+            said = None if self._hints is None else self._hints[number]
+            if said is not None:
+                hand_on(store.lookahead, server.space, hashes, 0, said)
         self._fetch_ahead(server)
         return early, num_hits
 
@@ -194,10 +197,10 @@ class Replay:
         server.executor.run_due()
 
 
-def return_hints(
-    paths: Sequence[Ids], prefill_s: Sequence[float], num_known: int, kind: str, seed: int = 7
-) -> list[float]:
-    """What clients could say of each request: when its conversation comes back.
+def return_times(
+    paths: Sequence[Ids], prefill_s: Sequence[float], num_known: int
+) -> npt.NDArray[np.float64]:
+    """When each request's conversation comes back.
 
     It comes back with the next request that has all of its pages but the last, which is a partial
     one, and its time is to when that one begins to wait.
@@ -206,30 +209,54 @@ def return_hints(
         paths: pages of each request in order, by number.
         prefill_s: seconds of each request.
         num_known: requests that wait at a time.
-        kind: `exact`; `noisy`: each time is off by up to half of it; `shuffled`: each request
-            says what is true of another one.
-        seed: of what is random.
 
     Returns:
         Seconds from the request's end to when the next one comes; infinity where none comes, not
         above 0 where it waits already: then there is nothing to say.
     """
-    rng = np.random.default_rng(seed)
     ends_s = np.cumsum(np.asarray(prefill_s) + _STEPS_S)
     starts_s = ends_s - np.asarray(prefill_s)
-    hints = np.full(len(paths), np.inf)
+    times = np.full(len(paths), np.inf)
     next_use: dict[int, int] = {}
     for number in range(len(paths) - 1, -1, -1):
         path = paths[number].tolist()
         following = next_use.get(path[max(len(path) - 2, 0)])
         if following is not None:
-            hints[number] = starts_s[max(following - num_known + 1, 0)] - ends_s[number]
+            times[number] = starts_s[max(following - num_known + 1, 0)] - ends_s[number]
         next_use.update(dict.fromkeys(path, number))
+    return times
+
+
+def request_hints(
+    times: npt.NDArray[np.float64], kind: str, seed: int = 7
+) -> list[RequestHints | None]:
+    """What clients could say of each request.
+
+    Args:
+        times: from `return_times`.
+        kind: `exact`: when it comes back, or that it does not; `noisy`: each time is off by up to
+            half of it; `shuffled`: each request says what is true of another one; `ttl`: only for
+            how long its pages are of use, which is a second where it does not come back;
+            `ttl-short`: the same, and half of what it takes where it does; `pin-all`: each wants to
+            stay for a day.
+        seed: of what is random.
+    """
+    rng = np.random.default_rng(seed)
     if kind == "noisy":
-        hints *= rng.uniform(0.5, 1.5, len(hints))
+        times = times * rng.uniform(0.5, 1.5, len(times))
     elif kind == "shuffled":
-        hints = rng.permutation(hints)
-    return [float(hint) for hint in hints]
+        times = rng.permutation(times)
+    if kind == "pin-all":
+        return [RequestHints(pin_s=MAX_PIN_S)] * len(times)
+    if kind.startswith("ttl"):
+        lives = np.where(np.isfinite(times), times * (0.5 if kind == "ttl-short" else 1.0), 1.0)
+        return [RequestHints(ttl_s=float(life)) if life > 0 else None for life in lives]
+    return [
+        None if time <= 0
+        else RequestHints(ends=True) if math.isinf(time)
+        else RequestHints(returns_in_s=float(time))
+        for time in times
+    ]  # fmt: skip
 
 
 def num_reusable(paths: Sequence[Ids]) -> int:
@@ -261,11 +288,12 @@ def rows(
                 rate = order_share(paths, capacity, "waiting", num)
                 yield f"  {num} known, then LRU, {name}", f"{rate:.3f}"
     for num in known:
-        runs: list[tuple[str, PolicyConfig | None, list[float] | None]]
+        runs: list[tuple[str, PolicyConfig | None, list[RequestHints | None] | None]]
         runs = [("on", PolicyConfig(), None), ("off", None, None)]
+        times = return_times(paths, prefill_s, num or len(paths))
         for kind in hints:
-            said_s = return_hints(paths, prefill_s, num or len(paths), kind)
-            runs.append((f"on, {kind} hints", PolicyConfig(), said_s))
+            config = PolicyConfig(pin_share=PIN_SHARE)
+            runs.append((f"on, {kind} hints", config, request_hints(times, kind)))
         for label, placement, said in runs:
             with virtual_store(sizes, placement, write_policy) as server:
                 done = Replay(paths, num or len(paths), prefill_s, _tell, said).run(server)

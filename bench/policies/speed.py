@@ -8,20 +8,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.policy import PlacementPolicy, TierLists
+from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig, TierLists
 
 _PATH_PAGES = 64
 _EVICTED = 64
 
 
 def decisions_per_s(
-    num_waiting: int = 1000, num_pages: int = 1_000_000, steps: int = 2000
+    num_waiting: int = 1000, num_pages: int = 1_000_000, steps: int = 2000, num_tenants: int = 0
 ) -> dict[str, Any]:
     """Measures whole steps: all decisions that the scheduler may ask for in one.
 
     A step is: the head of the queue is admitted and its pages are used, one request of 64 pages
     arrives, the order is handed over (every eighth step a request moved within it), the prefetch
     window is asked for, and 64 pages are evicted from the tier.
+
+    Args:
+        num_waiting: requests.
+        num_pages: in the tier, all of it.
+        steps: measured.
+        num_tenants: with equal shares, all pages theirs; 0: without shares.
 
     Returns:
         `decisions_per_s`: calls of the policy per second; `step_ms`: median, `step_p99_ms`; the
@@ -31,7 +37,7 @@ def decisions_per_s(
         `num_waiting`, `num_pages`.
     """
     rng = np.random.default_rng(5)
-    policy, tier, paths = _filled(num_pages)
+    policy, tier, paths = _filled(num_pages, num_tenants)
     num_paths = len(paths)
     queue = list(range(num_waiting))
     waiting = {request: paths[rng.integers(num_paths)] for request in queue}
@@ -123,15 +129,20 @@ def eviction_us(
     }
 
 
-def _filled(num_pages: int) -> tuple[PlacementPolicy, TierLists, npt.NDArray[np.int64]]:
-    """A policy with a full tier of paths of 64 pages; the paths."""
-    policy = PlacementPolicy(num_pages)
+def _filled(
+    num_pages: int, num_tenants: int = 0
+) -> tuple[PlacementPolicy, TierLists, npt.NDArray[np.int64]]:
+    """A policy with a full tier of paths of 64 pages, by turns of each tenant; the paths."""
+    policy = PlacementPolicy(
+        num_pages, PolicyConfig(shares=(1 / (num_tenants or 1),) * num_tenants)
+    )
     tier = policy.add_tier(num_pages)
     num_paths = num_pages // _PATH_PAGES
     paths = np.arange(num_paths * _PATH_PAGES).reshape(num_paths, _PATH_PAGES)
     for i in range(num_paths):
         policy.used(paths[i], i * 0.01)
         tier.enter(paths[i])
+        policy.assign(paths[i], 1 + i % max(num_tenants, 1))
     return policy, tier, paths
 
 

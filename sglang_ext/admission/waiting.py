@@ -38,8 +38,21 @@ from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 # what is stored leaves again before those that wait far behind are seen to need it; but no more
 # than have so many pages together.
 _FIND_AT_ONCE, _FIND_PAGES_AT_ONCE = 64, 4096
+# Prefetches under way at a time, and how long one may take.
+_MAX_PREFETCHES, _PREFETCH_S = 64, 60.0
 # Between two looks for requests that left the queue without a word.
 _SWEEP_S = 2.0
+
+
+class Prefetch:
+    """Stands for a request that nobody has sent yet: its pages are brought to DRAM ahead of it.
+
+    Args:
+        deadline_s: when it is given up.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
 
 
 class Progress(NamedTuple):
@@ -102,6 +115,7 @@ class WaitingRoom:
         self._next_try_s = float("inf")  # when a plan that is short may be tried again
         self._missing: set[Hashable] = set()  # not in the queue at the last sweep
         self._next_sweep_s = 0.0
+        self._prefetches: list[Prefetch] = []  # they wait behind the queue
 
     # ---- coming and going ----
 
@@ -115,7 +129,7 @@ class WaitingRoom:
         self._waiting[handle] = self._by_number[number] = waiting
         self._came.append(handle)
         self._changed = True
-        if self._cost is not None:
+        if self._cost is not None and not isinstance(handle, Prefetch):
             self._cost.enter(waiting)
         self._ask(waiting)
         if self._turns is not None and found.total:
@@ -176,6 +190,8 @@ class WaitingRoom:
             order: handles of the waiting requests as the scheduler will take them.
         """
         self._now_s = self._clock()
+        if self._prefetches:
+            order = [*order, *self._prefetches]
         if self._asking:
             self._take_answers()
         if self._turns is not None:
@@ -191,6 +207,34 @@ class WaitingRoom:
         if self._now_s >= self._next_sweep_s:
             self._sweep(order)
         self._next_try_s = min(self._next_try_s, self._plans.observe())
+        if self._prefetches:
+            self._end_prefetches()
+
+    def prefetch(self, prefix: ReusablePrefix) -> bool:
+        """Somebody wants a prompt's pages in DRAM before a request comes.
+
+        It waits behind all requests, never runs, and leaves when all that is stored of it is in
+        DRAM, or after a minute.
+
+        Args:
+            prefix: what to bring, none of it on the device.
+
+        Returns:
+            False where too many are under way.
+        """
+        if len(self._prefetches) >= _MAX_PREFETCHES:
+            self._store.counters.add("prefetches_refused")
+            return False
+        handle = Prefetch(self._clock() + _PREFETCH_S)
+        self.enter(handle, prefix)
+        self._prefetches.append(handle)
+        self._store.counters.add("prefetches")
+        return True
+
+    @property
+    def num_prefetches(self) -> int:
+        """Prefetches under way."""
+        return len(self._prefetches)
 
     def may_admit(self, handle: Hashable) -> bool:
         """False while a request should wait for pages that are on their way.
@@ -447,6 +491,25 @@ class WaitingRoom:
         """Looks for a request's pages again, without look-ahead."""
         self._follow_device(waiting)
         waiting.found = waiting.with_remote(self._find(waiting.number, waiting.prefix))
+
+    def _end_prefetches(self) -> None:
+        """Lets go of prefetches that have brought what there is, or are late."""
+        left = []
+        for handle in self._prefetches:
+            waiting = self._waiting.get(handle)
+            if waiting is None:  # it was let go with all others
+                continue
+            nothing = waiting.plan is None and not waiting.found.total
+            if self._now_s < handle.deadline_s and not (
+                waiting.answered and (waiting.ready or nothing)
+            ):
+                left.append(handle)
+                continue
+            if waiting.plan is not None:
+                num = waiting.plan.num_planned - waiting.plan.remaining
+                self._store.counters.add("prefetched_pages", num)
+            self.leave(handle)
+        self._prefetches = left
 
     def _sweep(self, order: Sequence[Hashable]) -> None:
         """Lets go of requests that were not in the queue twice in a row."""

@@ -69,6 +69,7 @@ from sglang_ext.settings.compat import (
     check_tree,
 )
 from sglang_ext.settings.config import GIB, HierKVConfig
+from sglang_ext.settings.quotas import parse_quotas
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.folder import SharedFolderLock
@@ -330,7 +331,13 @@ def _build_store(
     store_config = PageStoreConfig(
         write_policy,
         config.event_log,
-        PolicyConfig(config.base_order) if config.lookahead == "on" else None,
+        PolicyConfig(
+            config.base_order,
+            pin_share=config.pin_share,
+            shares=parse_quotas(config.quotas).shares,
+        )
+        if config.lookahead == "on"
+        else None,
         config.remote_policy,
     )
     keep_raw = None

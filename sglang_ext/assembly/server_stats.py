@@ -37,15 +37,9 @@ def fetch(url: str, api_key: str = "") -> list[State]:
     Raises:
         ServerStatsError: nobody answers there, or the plugin is off.
     """
-    address = f"{url.rstrip('/')}/server_info"
-    if not address.startswith(("http://", "https://")):
-        raise ServerStatsError(f"a URL such as http://127.0.0.1:30000 is expected, got {url!r}")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+    address = address_of(url, "/server_info")
     try:
-        request = urllib.request.Request(address, headers=headers)
-        with opener.open(request, timeout=_TIMEOUT_S) as answer:
-            found = json.load(answer)
+        found = ask(address, api_key)
         states = [each["hier_kv"] for each in found["internal_states"] if each.get("hier_kv")]
     except (
         OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
@@ -57,6 +51,33 @@ def fetch(url: str, api_key: str = "") -> list[State]:
     if not states:
         raise ServerStatsError(f"the server at {url} runs without --enable-hier-kv")
     return states
+
+
+def address_of(url: str, path: str) -> str:
+    """The address of a server's endpoint.
+
+    Raises:
+        ServerStatsError: the URL is none.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ServerStatsError(f"a URL such as http://127.0.0.1:30000 is expected, got {url!r}")
+    return f"{url.rstrip('/')}{path}"
+
+
+def ask(address: str, api_key: str, body: Any = None) -> Any:
+    """What a server answers, decoded; a `body` is sent as JSON. Follows no redirect.
+
+    Raises:
+        OSError, ValueError, http.client.HTTPException: it does not, or not in JSON.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    content = None
+    if body is not None:
+        content, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+    request = urllib.request.Request(address, content, headers)
+    with opener.open(request, timeout=_TIMEOUT_S) as answer:
+        return json.load(answer)
 
 
 def describe(now: State, before: State | None = None, seconds: float = 0.0) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from sglang_ext.cli.size import add_parser as add_size
+from sglang_ext.cli.steer import add_command as add_steer
 from sglang_ext.cli.stored import add_commands as add_stored_commands
 
 _ENV_API_KEY = "SGLANG_HIER_KV_API_KEY"
@@ -32,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_size(commands.add_parser("size", help="how much DRAM and disk traffic is worth"))
     _add_stats(commands.add_parser("stats", help="what a running server's tiers hold and do"))
     _add_top(commands.add_parser("top", help="the same, again and again, with rates"))
+    add_steer(
+        commands.add_parser("steer", help="say what is to become of a prompt's stored pages"),
+        _add_server,
+    )
     add_stored_commands(commands)
     chosen = parser.parse_args(arguments)
     try:

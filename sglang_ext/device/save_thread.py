@@ -192,6 +192,8 @@ class SaveThread:
             ok = ok and job.epoch == self._epoch
         finally:
             self._store.finish_save(ticket, ok=ok)
+        if ok and job.is_of_state:
+            self._store.counters.add("saved_states")
         return ok and ticket.dropped == 0
 
     def _copy_out(self, job: SaveJob, ticket: SaveTicket, pages: npt.NDArray[np.int64]) -> bool:

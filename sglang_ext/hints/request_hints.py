@@ -15,20 +15,27 @@ from sglang_ext.identity.tenancy import Tenant
 from sglang_ext.truncation.keyed_names import encode_parts
 
 PARAM: Final = "hier_kv_hints"
-MAX_RETURNS_IN_S: Final = 7 * 86_400.0
-_NAMES = ("returns_in_s", "ends")
+MAX_S: Final = 7 * 86_400.0
+MAX_PIN_S: Final = 86_400.0
+_TIMES = {"returns_in_s": MAX_S, "ttl_s": MAX_S, "pin_s": MAX_PIN_S}
+HINT_NAMES = (*_TIMES, "ends")
 
 
 @dataclass(frozen=True)
 class RequestHints:
-    """What a request says.
+    """What a request says; at least one thing.
 
     Attributes:
-        returns_in_s: seconds from its end until its conversation comes back; None where it says
-            that it does not.
+        returns_in_s: seconds from its end until its conversation comes back.
+        ends: its conversation does not.
+        ttl_s: seconds from its end after which its conversation does not.
+        pin_s: seconds from its end for which its conversation is to stay.
     """
 
-    returns_in_s: float | None
+    returns_in_s: float | None = None
+    ends: bool = False
+    ttl_s: float | None = None
+    pin_s: float | None = None
 
 
 def hints_of(custom_params: Any) -> RequestHints | None:
@@ -41,36 +48,74 @@ def hints_of(custom_params: Any) -> RequestHints | None:
         ValueError: what it gives are no hints.
     """
     given = custom_params.get(PARAM) if isinstance(custom_params, dict) else None
-    if given is None:
-        return None
+    return None if given is None else parse_hints(given, f"custom_params[{PARAM!r}]")
+
+
+def parse_hints(given: Any, where: str) -> RequestHints | None:
+    """Hints by their names; None where all are left out.
+
+    Args:
+        given: an object of them.
+        where: it stands, for refusals.
+
+    Raises:
+        ValueError: what it gives are no hints.
+    """
+    names = f"{', '.join(HINT_NAMES[:-1])} or {HINT_NAMES[-1]}"
     if not isinstance(given, dict):
-        raise ValueError(
-            f"custom_params[{PARAM!r}] must be an object with {' or '.join(_NAMES)}, got "
-            f"{_shown(given)}."
-        )
-    unknown = [str(name) for name in given if name not in _NAMES]
+        raise ValueError(f"{where} must be an object with {names}, got {_shown(given)}.")
+    unknown = [str(name) for name in given if name not in HINT_NAMES]
     if unknown:
-        raise ValueError(
-            f"custom_params[{PARAM!r}] may have {' or '.join(_NAMES)}, got {unknown[0][:80]!r}."
-        )
-    ends, returns_in_s = given.get("ends"), given.get("returns_in_s")
+        raise ValueError(f"{where} may have {names}, got {unknown[0][:80]!r}.")
+    ends = given.get("ends")
     if ends is not None and not isinstance(ends, bool):
+        raise ValueError(f"{where}['ends'] must be true or false, got {_shown(ends)}.")
+    times = {
+        name: seconds for name in _TIMES if (seconds := _time_of(given, name, where)) is not None
+    }
+    if not ends and not times:
+        return None
+    hints = RequestHints(ends=bool(ends), **times)
+    _check_sense(hints, where)
+    return hints
+
+
+def _time_of(given: dict[Any, Any], name: str, where: str) -> float | None:
+    """A time in seconds that is given; None where none is.
+
+    Raises:
+        ValueError: what it gives is none.
+    """
+    seconds = given.get(name)
+    if seconds is None:
+        return None
+    if not _is_time(seconds, _TIMES[name]):
         raise ValueError(
-            f"custom_params[{PARAM!r}]['ends'] must be true or false, got {_shown(ends)}."
+            f"{where}[{name!r}] must be a number of seconds above 0 and up to {_TIMES[name]:.0f}, "
+            f"got {_shown(seconds)}."
         )
-    if returns_in_s is not None and not _is_time(returns_in_s):
+    return float(seconds)
+
+
+def _check_sense(hints: RequestHints, where: str) -> None:
+    """Refuses hints of which not all can be true.
+
+    Raises:
+        ValueError: there are such.
+    """
+    others = [name for name in _TIMES if getattr(hints, name) is not None]
+    if hints.ends and others:
+        other = others[0]
         raise ValueError(
-            f"custom_params[{PARAM!r}]['returns_in_s'] must be a number of seconds above 0 and up "
-            f"to {MAX_RETURNS_IN_S:.0f}, got {_shown(returns_in_s)}."
+            f"{where} must have {other} or ends, got both: a conversation that is over does not "
+            "come back."
         )
-    if ends and returns_in_s is not None:
-        raise ValueError(
-            f"custom_params[{PARAM!r}] must have returns_in_s or ends, got both: a conversation "
-            "that is over does not come back."
-        )
-    if returns_in_s is not None:
-        return RequestHints(float(returns_in_s))
-    return RequestHints(None) if ends else None
+    for name in others:
+        if hints.ttl_s is not None and hints.ttl_s < (seconds := getattr(hints, name)):
+            raise ValueError(
+                f"{where}['ttl_s'] must be no less than {name}, got {hints.ttl_s:g} and "
+                f"{seconds:g}: until then the conversation is to live."
+            )
 
 
 def owner_slot(secret: bytes, tenant: Tenant, num_slots: int) -> int:
@@ -97,7 +142,7 @@ def _shown(value: Any) -> str:
     return f"one of type {type(value).__name__}"
 
 
-def _is_time(value: Any) -> bool:
+def _is_time(value: Any, most_s: float) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return 0 < value <= MAX_RETURNS_IN_S  # and so no NaN
+    return 0 < value <= most_s  # and so no NaN

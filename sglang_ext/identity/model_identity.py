@@ -69,9 +69,7 @@ class ModelIdentity:
 
         Never raises.
         """
-        digest = self._digest
-        if self._serves_alike:
-            digest = None if self._updating or self._incomplete else self._try_open(store)
+        digest = self._digest_now(store)
         if digest is None:
             self._device_digest = _MIXED
             return None
@@ -90,6 +88,22 @@ class ModelIdentity:
             return store.space(digest)
         lora = self._lora_digest(lora_id, store)
         return None if lora is None else store.space(digest, lora)
+
+    def space_now(self, store: PageStore) -> KeySpace | None:
+        """Key space of the model without adapters; None while nothing may be loaded.
+
+        For what is not computed: unlike `space_of` it notes nothing.
+        """
+        digest = self._digest_now(store)
+        if digest is None or self._device_digest not in (None, digest):
+            return None
+        return store.space(digest)
+
+    def _digest_now(self, store: PageStore) -> bytes | None:
+        digest = self._digest
+        if self._serves_alike:
+            digest = None if self._updating or self._incomplete else self._try_open(store)
+        return digest
 
     def _try_open(self, store: PageStore) -> bytes | None:
         if self._unusable:

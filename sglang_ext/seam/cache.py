@@ -25,9 +25,10 @@ from sglang_ext.admission.port import Admission, Solo
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import hashes_to_hex
+from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import hints_of, owner_slot
 from sglang_ext.identity.model_identity import ModelIdentity
-from sglang_ext.identity.tenancy import depends_on_tokens_alone, tenant_of
+from sglang_ext.identity.tenancy import Tenant, depends_on_tokens_alone, tenant_of
 from sglang_ext.provenance.misses import MissKeeper, Wanted
 from sglang_ext.provenance.request_state import HitTier, find_state, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
@@ -43,6 +44,7 @@ from sglang_ext.seam.taint import TaintKeeper
 from sglang_ext.seam.window_inquiry import Enter, WindowInquiries
 from sglang_ext.seam.wrapper import HierKVLinkerWrapper
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.quotas import parse_quotas
 from sglang_ext.tiers.policy import NUM_OWNERS
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store import KeySpace, PageStore
@@ -107,6 +109,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         parts = make_parts(self)
         linker, config = parts.linker, parts.config
         self.hier_config = config
+        self._quotas = parse_quotas(config.quotas)
         self.identity = parts.identity
         self.metrics_reporter_hier = parts.metrics
         self.forward_timer = parts.forward_timer
@@ -202,7 +205,15 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Key space of a request; None while nothing may be reused or saved for it."""
         # Asked for every request: it also notes which weights and adapters the device holds KV of.
         space = self.identity.space_of(req, self.store)
-        return space if depends_on_tokens_alone(req) else None
+        if space is None or not depends_on_tokens_alone(req):
+            return None
+        return self.of_tenant(space, tenant_of(req))
+
+    def of_tenant(self, space: KeySpace, tenant: Tenant | None) -> KeySpace:
+        """The same key space for pages that count towards a tenant's share."""
+        if not self._quotas.shares or tenant is None:
+            return space
+        return space._replace(tenant=self._quotas.tenant_of(tenant.salt, tenant.extra_key))
 
     def bind_scheduler(self, scheduler: Any, truncator: Truncator | None = None) -> None:
         """The scheduler is built, around this cache; called once, before the first request.
@@ -273,11 +284,13 @@ class HierKVRadixCache(UnifiedRadixCache):
             return
         if hints is None or lookahead is None or tenant is None:
             return
+        owner = self.hint_owner(tenant)
+        self.hier_linker.after_saves(partial(hand_on, lookahead, space, hashes, owner, hints))
+
+    def hint_owner(self, tenant: Tenant) -> int:
+        """By whose record hints of a tenant are believed."""
         secret = bytes.fromhex(self.scheduler.server_args._hier_kv_secret)
-        owner = owner_slot(secret, tenant, NUM_OWNERS)
-        self.hier_linker.after_saves(
-            partial(lookahead.hint, space, hashes, owner=owner, returns_in_s=hints.returns_in_s)
-        )
+        return owner_slot(secret, tenant, NUM_OWNERS)
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """SGLang's insert, with what the pages are worth."""

@@ -14,12 +14,14 @@ from typing import Any
 
 from sglang_ext.codec.registry import codec_ids
 from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.quotas import parse_quotas
 from sglang_ext.settings.values import coerce, flag_name, shown
 
 # Past these a value is a slip, and arithmetic and the system's calls no longer take it.
 _MAX_GB = 1e9
 _MAX_MS = 86_400_000.0
 _MAX_TOKENS = (1 << 31) - 1
+_MAX_PIN_SHARE = 0.5  # what is pinned is not there for what comes back
 _MIN_HOST_BYTES = 64 << 10
 _MIN_SEGMENT_BYTES = 4096
 CODED_TIERS = ("host", "disk", "remote")
@@ -219,6 +221,20 @@ class HierKVConfig:
         "times decide instead where they do better.",
         metavar="ORDER",
     )
+    pin_share: float = _knob(
+        0.05,
+        "Largest share of DRAM, and of the disk, that holds pages which clients had pinned "
+        "(docs/hints.md) back until nothing else is left to leave. 0: pins do nothing.",
+        metavar="SHARE",
+    )
+    quotas: str = _knob(
+        "",
+        "Shares of DRAM and disk that tenants have by right, such as "
+        "cache_salt:acme=0.3,extra_key:web=0.2; all others have the rest together. A tenant may "
+        "have more while there is room; where there is none, pages of those above their share "
+        "leave first (docs/quotas.md). Empty: all are equal.",
+        metavar="TENANT=SHARE,...",
+    )
     tree_core: str = _knob(
         "python",
         "SGLang's radix tree implementation to run on.",
@@ -285,6 +301,16 @@ class HierKVConfig:
             raise HierKVConfigError(
                 "--hier-kv-remote-policy has no effect without --hier-kv-remote-url; add it or "
                 "leave the policy out."
+            )
+        if not 0 <= self.pin_share <= _MAX_PIN_SHARE:
+            raise HierKVConfigError(
+                f"--hier-kv-pin-share must be between 0 and {_MAX_PIN_SHARE:g}, got "
+                f"{self.pin_share:g}; give a share such as 0.05."
+            )
+        if parse_quotas(self.quotas).shares and self.lookahead == "off":
+            raise HierKVConfigError(
+                "--hier-kv-quotas needs --hier-kv-lookahead on: without it the least recent pages "
+                "leave, whose ever they are; leave one of the two out."
             )
         self._validate_key()
         self._validate_range()

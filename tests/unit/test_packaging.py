@@ -43,6 +43,7 @@ SGLANG_MODULES = {
     "seam/hooks/hooking",
     "seam/hooks/resolution",
     "seam/hooks/scheduler",
+    "seam/hooks/steering_endpoint",
     "seam/kv_events",
     "seam/linker",
     "seam/model_kind",

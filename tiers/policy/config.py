@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from sglang_ext.tiers.policy.order import base_order
 
+MAX_TENANTS = 15
+"""Tenants with a share; a decision may look at pages of each of them."""
+
 
 @dataclass(frozen=True)
 class PolicyConfig:
@@ -19,6 +22,9 @@ class PolicyConfig:
         return_times: below the window, pages leave by learned return times where those do better
             than the base order; and with `lookahead` first those that cut conversations left
             behind, as long as these are not seen to return.
+        pin_share: pinned pages leave last while they are no more than this share of a tier.
+        shares: of each tier that tenants have by right, each above 0, at most 1 together; tenant n
+            has the n-th, from 1 on, and 0 stands for all others, who have the rest.
         capacity_pages: pages of the tier for which return times and base order are compared;
             0 for `num_rows`.
 
@@ -29,10 +35,18 @@ class PolicyConfig:
     order: str = "lru"
     lookahead: bool = True
     return_times: bool = True
+    pin_share: float = 0.0
+    shares: tuple[float, ...] = ()
     capacity_pages: int = 0
 
     def __post_init__(self) -> None:
         base_order(self.order)
+        if not 0.0 <= self.pin_share <= 1.0:
+            raise ValueError(f"pin_share is a share from 0 to 1, got {self.pin_share:g}")
+        if len(self.shares) > MAX_TENANTS or not all(share > 0 for share in self.shares):
+            raise ValueError(f"shares are up to {MAX_TENANTS}, each above 0, got {self.shares}")
+        if sum(self.shares) > 1 + 1e-9:
+            raise ValueError(f"shares are at most 1 together, got {sum(self.shares):g}")
         if self.capacity_pages < 0:
             raise ValueError(
                 f"capacity_pages is a number of pages or 0 for all rows, got {self.capacity_pages}"

@@ -18,19 +18,22 @@ _CAP = 255
 # A class is (turn, path length, uses) in four steps each, or "last page of its path" and turn, or
 # "left behind": a conversation that was cut has gone on without the page, or "in use": a request
 # that has not ended yet computed it or came to reuse it. Those behind these are from hints: the
-# conversation is over, or it comes back in a time of this length.
+# conversation is over, somebody pinned it or said that it may leave one tier (then it stands there
+# in that class instead of its own), or it comes back in a time of this length.
 NUM_INNER = 64
 LEFT_BEHIND = NUM_INNER + 4
 IN_USE = LEFT_BEHIND + 1
 NUM_LEARNED = IN_USE + 1  # of which return times are learned
 ENDED = NUM_LEARNED
-HINTED = ENDED + 1  # the first of them
+PINNED = ENDED + 1
+DEMOTED = PINNED + 1
+HINTED = DEMOTED + 1  # the first of them
 NUM_HINTED = 27  # bins of ages: see `return_kernels.age_bin`
 NUM_CLASSES = HINTED + NUM_HINTED
 
 
 class Pages(NamedTuple):
-    """Columns by row, all owned by `PlacementPolicy`; 38 bytes a row.
+    """Columns by row, all owned by `PlacementPolicy`; 40 bytes a row.
 
     Attributes:
         known: u8, 1 while the page is one that was linked or used, and not forgotten.
@@ -40,7 +43,9 @@ class Pages(NamedTuple):
         turn: u8, turns of its lineage when it was used last, saturating.
         tail: u8, pages behind it in that path, saturating.
         shared: u8, 1 once a path departed from another one behind it.
-        kind: u8, class.
+        kind: u8, class, but `PINNED` and `DEMOTED`.
+        pinned: u8, 1 while the page is pinned.
+        tenant: u8, whose share it counts towards, 0 for all that have none.
         last_s: f64, time of its last use, or from which its age counts in its class.
         first: i64, logical time of its first use.
         last: i64, logical time of its last use.
@@ -54,6 +59,8 @@ class Pages(NamedTuple):
     tail: npt.NDArray[np.uint8]
     shared: npt.NDArray[np.uint8]
     kind: npt.NDArray[np.uint8]
+    pinned: npt.NDArray[np.uint8]
+    tenant: npt.NDArray[np.uint8]
     last_s: npt.NDArray[np.float64]
     first: npt.NDArray[np.int64]
     last: npt.NDArray[np.int64]
@@ -62,9 +69,36 @@ class Pages(NamedTuple):
 def new_pages(num_rows: int) -> Pages:
     """Columns in which no page is known; memory is committed as rows are used."""
     u8, i32 = np.uint8, np.int32
-    types = (u8, i32, i32, u8, u8, u8, u8, u8, np.float64, np.int64, np.int64)
+    types = (u8, i32, i32, u8, u8, u8, u8, u8, u8, u8, np.float64, np.int64, np.int64)
     columns: Any = (np.zeros(num_rows, dtype) for dtype in types)
     return Pages(*columns)
+
+
+@compiled
+def list_of(pages: Any, row: int) -> Any:
+    """The list that a page stands in: each tenant has one for each class."""
+    kind = np.int64(PINNED if pages.pinned[row] else pages.kind[row])
+    return pages.tenant[row] * NUM_CLASSES + kind
+
+
+@compiled
+def assign(pages: Any, rows: Any, tenant: int) -> Any:
+    """Notes whose pages are; returns those that were another's before.
+
+    Args:
+        pages: The columns.
+        rows: i64[N]; rows that do not exist are passed over.
+        tenant: See `Pages`.
+    """
+    changed = np.empty(rows.size, np.int64)
+    num = 0
+    for i in range(rows.size):
+        row = rows[i]
+        if 0 <= row < pages.tenant.size and pages.tenant[row] != tenant:
+            pages.tenant[row] = tenant
+            changed[num] = row
+            num += 1
+    return changed[:num]
 
 
 @compiled
@@ -238,4 +272,5 @@ def forget(pages: Any, rows: Any) -> None:
         if 0 <= row < pages.known.size:
             pages.known[row] = 0
             pages.kind[row] = 0
+            pages.tenant[row] = 0
             pages.parent[row] = NONE

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from sglang_ext.tiers.policy import page_kernels, return_kernels
 from sglang_ext.tiers.policy.config import PolicyConfig
 from sglang_ext.tiers.policy.hints import kernels as hint_kernels
+from sglang_ext.tiers.policy.hints.lives import Lives
+from sglang_ext.tiers.policy.hints.pins import Pins
 from sglang_ext.tiers.policy.order import base_order
 from sglang_ext.tiers.policy.return_times import Names, ReturnTimes
 from sglang_ext.tiers.policy.tier_lists import PolicyState, TierLists
@@ -31,9 +33,11 @@ class PlacementPolicy:
 
     A path is the rows of a prefix, root first. A request is any hashable id. Rows that do not exist
     are passed over. Not locked: the owner's lock is held around every call. Each call costs time in
-    proportion to its own arguments; nothing grows with what is stored.
+    proportion to its own arguments; nothing grows with what is stored. It has many methods because
+    it is all that owners know of the policy; each hands on to the part that does the work.
 
-    Memory: some 75 bytes a row, committed as rows come into use, and what waits.
+    Memory: some 77 bytes a row, committed as rows come into use, 19 more where somebody said how
+    long a page may live, or for how long it is to stay, and what waits.
 
     Args:
         num_rows: rows are 0 to `num_rows` - 1.
@@ -47,6 +51,7 @@ class PlacementPolicy:
         queue: what waits.
         pages: what is known of pages.
         hints: what was said of them, and what that proved to be worth.
+        pins: pages that are to stay.
         tiers: what `add_tier` made.
     """
 
@@ -63,6 +68,9 @@ class PlacementPolicy:
         self.queue = WaitingQueue(num_rows)
         self.pages = page_kernels.new_pages(num_rows)
         self.hints = hint_kernels.new_hints(num_rows)
+        self._lives = Lives(num_rows)
+        self.pins = Pins(num_rows)
+        self._capacity = 0  # pages, of all tiers
         self.tiers: list[TierLists] = []
         self._generation = np.zeros(num_rows, np.uint32)
         self._names = np.zeros(num_rows, np.uint64)
@@ -81,6 +89,7 @@ class PlacementPolicy:
         )
         tier = TierLists(shared, 1 << len(self.tiers), capacity_pages)
         self.tiers.append(tier)
+        self._capacity += capacity_pages
         return tier
 
     # ---- what waits ----
@@ -172,6 +181,7 @@ class PlacementPolicy:
             high = self._generation[path].astype(np.uint64) << np.uint64(32)
             names = path.astype(np.uint64) | high
         self._names[path] = names
+        self._lives.forget(path)
         if self.config.return_times:
             kinds = self.pages.kind[path]
             since_s = now_s if arrived_s is None else arrived_s
@@ -226,15 +236,86 @@ class PlacementPolicy:
         moved: Rows = hint_kernels.give(
             self.hints, self.pages, self._names, _as_rows(path), span_s, owner, now_s
         )
-        if len(moved):
-            for tier in self.tiers:
-                tier.hinted(moved)
+        self._replace(moved)
         return moved
+
+    def assign(self, rows: Rows, tenant: int) -> None:
+        """Somebody's pages are stored, or were found: they count towards the share of that tenant.
+
+        Args:
+            rows: the pages.
+            tenant: see `PolicyConfig.shares`.
+        """
+        if self.config.shares:
+            self._replace(page_kernels.assign(self.pages, _as_rows(rows), tenant))
+
+    def limit_life(self, path: Rows, now_s: float, *, owner: int, ttl_s: float) -> int:
+        """Somebody says for how long a conversation's pages may live from now on.
+
+        When that is over and they were not used again, it is as if its end was said then: they
+        leave first, where the owner's ends come true. Pages that others share stay as they are.
+
+        Args:
+            path: the conversation's pages, root first, behind `used`.
+            now_s: time.
+            owner: below `NUM_OWNERS`, who is judged by it.
+            ttl_s: seconds from now, above 0, at most `timers.MAX_S`.
+
+        Returns:
+            Number of pages of which this is said now.
+        """
+        if not self.config.lookahead or not self.config.return_times:
+            return 0
+        return self._lives.limit(self.pages, _as_rows(path), ttl_s, owner, now_s)
+
+    def pin(self, path: Rows, now_s: float, *, owner: int, seconds: float) -> tuple[int, int]:
+        """Somebody wants a conversation to stay for a time.
+
+        Its pages leave behind all others that nobody waits for, while no more than
+        `PolicyConfig.pin_share` of a tier are pinned. For uses and hints they are what they are.
+
+        Args:
+            path: the conversation's pages, root first.
+            now_s: time.
+            owner: below `NUM_OWNERS`, who has them pinned.
+            seconds: from now, above 0, at most `timers.MAX_S`.
+
+        Returns:
+            Pages that are pinned since this call, and pages for which there was no room.
+        """
+        if not self.config.lookahead:
+            return 0, 0
+        most = int(self.config.pin_share * self._capacity)
+        new, refused = self.pins.pin(self.pages, _as_rows(path), seconds, owner, most, now_s)
+        self._replace(new)
+        return len(new), refused
+
+    def unpin(self, rows: Rows) -> int:
+        """Takes the pins of pages away; returns how many had one."""
+        had = self.pins.unpin(self.pages, _as_rows(rows))
+        self._replace(had)
+        return len(had)
+
+    def has_due(self, now_s: float) -> bool:
+        """Whether `expire` has anything to do. O(1)."""
+        return self._lives.has_due(now_s) or self.pins.has_due(now_s)
+
+    def expire(self, now_s: float) -> Rows:
+        """Ends pins and says the end of conversations whose time is over, a bounded number.
+
+        Returns:
+            The pages of such conversations whose place changed.
+        """
+        self._replace(self.pins.take_due(self.pages, now_s))
+        moved = [self.hint(rows, now_s, owner=owner) for owner, rows in self._lives.take_due(now_s)]
+        return np.concatenate(moved) if moved else np.zeros(0, np.int64)
 
     def forget(self, rows: Rows) -> None:
         """Pages left the system; their row numbers may be reused."""
         rows = _as_rows(rows)
         rows = rows[(rows >= 0) & (rows < self.num_rows)]
+        self._lives.forget(rows)
+        self.pins.unpin(self.pages, rows)
         for tier in self.tiers:
             tier.exit(rows)
         self.queue.forget(rows)
@@ -262,6 +343,12 @@ class PlacementPolicy:
             for tier in self.tiers:
                 tier.settle(rows)
 
+    def _replace(self, rows: Rows) -> None:
+        """Pages are of other classes now."""
+        if len(rows):
+            for tier in self.tiers:
+                tier.replaced(rows)
+
     def _estimators(self) -> list[ReturnTimes]:
         return [tier.return_times for tier in self.tiers]
 
@@ -273,7 +360,7 @@ def _as_rows(rows: Rows) -> Rows:
 @functools.cache
 def _compile_loops() -> None:
     """Calls every loop once, so that nothing compiles while serving."""
-    policy = PlacementPolicy(64, _compile=False)
+    policy = PlacementPolicy(64, PolicyConfig(pin_share=0.5, shares=(0.5,)), _compile=False)
     tier = policy.add_tier(8)
     tier.return_times.active = True
     for turn in range(8):
@@ -284,8 +371,13 @@ def _compile_loops() -> None:
         policy.used(path, float(turn), names=path.astype(np.uint64) + np.uint64(turn * 100))
         tier.enter(path)
         policy.hint(path, float(turn), owner=0, returns_in_s=float(turn) or None)
+        policy.limit_life(path, float(turn), owner=0, ttl_s=1.0)
+        policy.pin(path, float(turn), owner=0, seconds=1.0)
+        policy.expire(float(turn))
     return_kernels.rescore(tier.return_times.directory, 9.0, 1.0)
     tier.worth(np.arange(4), 9.0)
+    tier.demote(np.arange(4))
+    policy.assign(np.arange(4), 1)
     policy.set_order(list(range(7, -1, -1)))
     policy.link(np.arange(40, 44), 9.0)
     policy.touched(np.arange(4), 9.0)

@@ -1,5 +1,8 @@
 """Loops of one tier's eviction lists: per class a list in the base order, read from its old end.
 
+Each tenant with a share of its own has such lists, and all others together: list `t` * NUM_CLASSES
++ `c` has the pages of tenant t in class c.
+
 Lists of pages with a hint have the page that comes back last at their young end, and those whose
 time is long over at the old one: they are read from both.
 
@@ -17,41 +20,40 @@ import numpy.typing as npt
 from sglang_ext.tiers.compiled import compiled
 from sglang_ext.tiers.policy.hints import kernels as hint_kernels
 from sglang_ext.tiers.policy.page_kernels import (
+    DEMOTED,
     ENDED,
     HINTED,
     LEFT_BEHIND,
     NUM_CLASSES,
-    NUM_HINTED,
+    PINNED,
+    list_of,
 )
 
 NONE = -1
 ABSENT, LISTED, PARKED = 0, 1, 2
-COUNT, CLOCK = 0, 1
-_UNSEEN, _STALE, _KNOWN = 0, 1, 2  # what is known of the page that a class would give up next
+COUNT, CLOCK, PINS = 0, 1, 2
+_UNSEEN, _STALE, _KNOWN = 0, 1, 2  # what is known of the page that a list would give up next
 _PARKED_A_CALL = 256  # pages of each class, in one call
 
 
-# What may leave next: the leaving end of each class, then the old ends of those with hints.
-_NUM_ENDS = NUM_CLASSES + NUM_HINTED
-
-
 class Lists(NamedTuple):
-    """Columns by row, all owned by `TierLists`; 23 bytes a row.
+    """Columns by row, all owned by `TierLists`; 24 bytes a row.
 
     Attributes:
         state: u8, absent, listed or parked.
-        kind: u8, class of the list that the page is in.
+        kind: u16, the list that the page is in.
         prev: i32, towards the old end.
         next: i32.
         stamp: i64, when it was linked last.
         children: i32, pages of the tier whose parent it is.
         held: bool, the owner holds it.
-        ends: i32[2, NUM_CLASSES], the old and the young end of each list.
-        counts: i64[2], pages in the tier, clock of links.
+        ends: i32[2, lists], the old and the young end of each list.
+        counts: i64[3], pages in the tier, clock of links, pinned pages in the tier.
+        sizes: i64[T], pages in the tier of each tenant.
     """
 
     state: npt.NDArray[np.uint8]
-    kind: npt.NDArray[np.uint8]
+    kind: npt.NDArray[np.uint16]
     prev: npt.NDArray[np.int32]
     next: npt.NDArray[np.int32]
     stamp: npt.NDArray[np.int64]
@@ -59,15 +61,18 @@ class Lists(NamedTuple):
     held: npt.NDArray[np.bool_]
     ends: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
 
 
-def new_lists(num_rows: int) -> Lists:
+def new_lists(num_rows: int, num_tenants: int = 1) -> Lists:
     """Lists of an empty tier."""
-    u8, i32 = np.uint8, np.int32
-    types = (u8, u8, i32, i32, np.int64, i32, np.bool_)
+    i32 = np.int32
+    types = (np.uint8, np.uint16, i32, i32, np.int64, i32, np.bool_)
     columns: Any = (np.zeros(num_rows, dtype) for dtype in types)
     make: Any = Lists
-    lists: Lists = make(*columns, np.full((2, NUM_CLASSES), NONE, i32), np.zeros(2, np.int64))
+    ends = np.full((2, num_tenants * NUM_CLASSES), NONE, i32)
+    sizes = np.zeros(num_tenants, np.int64)
+    lists: Lists = make(*columns, ends, np.zeros(3, np.int64), sizes)
     return lists
 
 
@@ -86,9 +91,25 @@ def _cut(lists: Any, row: int) -> None:
 
 
 @compiled
+def _count(lists: Any, kind: int, change: int) -> None:
+    """Counts a page of a list in or out."""
+    lists.sizes[kind // NUM_CLASSES] += change
+    if kind % NUM_CLASSES == PINNED:
+        lists.counts[PINS] += change
+
+
+@compiled
+def _set_kind(lists: Any, row: int, kind: int) -> None:
+    if lists.state[row] != ABSENT:
+        _count(lists, lists.kind[row], -1)
+    _count(lists, kind, 1)
+    lists.kind[row] = kind
+
+
+@compiled
 def _link_young(lists: Any, row: int, kind: int) -> None:
     before = lists.ends[1, kind]
-    lists.kind[row] = kind
+    _set_kind(lists, row, kind)
     lists.state[row] = LISTED
     lists.counts[CLOCK] += 1
     lists.stamp[row] = lists.counts[CLOCK]
@@ -105,7 +126,7 @@ def _link_young(lists: Any, row: int, kind: int) -> None:
 def _unpark(lists: Any, row: int, young: bool) -> None:
     """Back to the end from which pages leave, with the stamp that it had."""
     kind = lists.kind[row]
-    young = young or kind >= HINTED
+    young = young or kind % NUM_CLASSES >= HINTED
     near, far = (1, 0) if young else (0, 1)
     neighbour = lists.ends[near, kind]
     lists.state[row] = LISTED
@@ -129,7 +150,7 @@ def enter(lists: Any, pages: Any, rows: Any) -> None:
         row = rows[i]
         if row < 0 or row >= lists.state.size or lists.state[row] != ABSENT:
             continue
-        _link_young(lists, row, pages.kind[row])
+        _link_young(lists, row, list_of(pages, row))
         lists.counts[COUNT] += 1
         if pages.known[row] and pages.parent[row] != NONE:
             lists.children[pages.parent[row]] += 1
@@ -147,6 +168,7 @@ def _exit_one(lists: Any, pages: Any, row: int, young: bool) -> None:
         _cut(lists, row)
     lists.state[row] = ABSENT
     lists.counts[COUNT] -= 1
+    _count(lists, lists.kind[row], -1)
     if pages.known[row] and pages.parent[row] != NONE:
         parent = pages.parent[row]
         lists.children[parent] -= 1
@@ -177,6 +199,7 @@ def put_back(lists: Any, pages: Any, rows: Any, young: bool) -> None:
     for i in range(rows.size - 1, -1, -1):
         row = rows[i]
         lists.counts[COUNT] += 1
+        _count(lists, lists.kind[row], 1)
         if pages.known[row] and pages.parent[row] != NONE:
             lists.children[pages.parent[row]] += 1
         _unpark(lists, row, young)
@@ -191,7 +214,7 @@ def touch(lists: Any, pages: Any, rows: Any) -> None:
             continue
         if lists.state[row] == LISTED:
             _cut(lists, row)
-        _link_young(lists, row, pages.kind[row])
+        _link_young(lists, row, list_of(pages, row))
 
 
 @compiled
@@ -209,7 +232,8 @@ def _move(lists: Any, row: int, kind: int) -> None:
         _cut(lists, row)
         _link_young(lists, row, kind)
         lists.stamp[row] = stamp
-    lists.kind[row] = kind
+    else:
+        _set_kind(lists, row, kind)
 
 
 @compiled
@@ -218,7 +242,27 @@ def move(lists: Any, pages: Any, rows: Any) -> None:
     for i in range(rows.size):
         row = rows[i]
         if 0 <= row < lists.state.size and lists.state[row] != ABSENT:
-            _move(lists, row, pages.kind[row])
+            _move(lists, row, list_of(pages, row))
+
+
+@compiled
+def demote(lists: Any, rows: Any) -> Any:
+    """Moves those of some pages that lie here to the list of those that may leave this tier.
+
+    Args:
+        lists: The columns.
+        rows: i64[N], in the order in which they come to lie in it.
+
+    Returns:
+        How many were not in it.
+    """
+    num = 0
+    for i in range(rows.size):
+        row = rows[i]
+        if lists.state[row] != ABSENT and lists.kind[row] % NUM_CLASSES != DEMOTED:
+            _move(lists, row, lists.kind[row] // NUM_CLASSES * NUM_CLASSES + DEMOTED)
+            num += 1
+    return num
 
 
 @compiled
@@ -240,12 +284,12 @@ def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, yo
         if lists.state[row] == ABSENT:
             continue
         if not restamps:
-            if lists.kind[row] >= LEFT_BEHIND:
-                _move(lists, row, pages.kind[row])
+            if lists.kind[row] % NUM_CLASSES >= LEFT_BEHIND:
+                _move(lists, row, list_of(pages, row))
             continue
         if lists.state[row] == LISTED:
             _cut(lists, row)
-        _link_young(lists, row, pages.kind[row])
+        _link_young(lists, row, list_of(pages, row))
 
 
 @compiled
@@ -254,7 +298,7 @@ def _next_of_kind(
 ) -> Any:  # fmt: skip
     """Returns the next page of a class that may leave; parks those met before it that may not.
 
-    `budget`, i64[NUM_CLASSES], is how many may still be parked; NONE when it is used up.
+    `budget`, i64[lists], is how many may still be parked; NONE when it is used up.
     """
     row = lists.ends[end, kind]
     while row != NONE:
@@ -272,9 +316,14 @@ def _next_of_kind(
 
 @compiled
 def _look_anew(stale: Any, ends: Any, num_ends: int, kind: int) -> Any:
-    """Marks the ends of a class as changed; returns the number of ends that are looked at."""
-    last = kind + NUM_HINTED if kind >= HINTED else kind
-    for end in range(kind, last + 1, NUM_HINTED):
+    """Marks the ends of a list as changed; returns the number of ends that are looked at.
+
+    What may leave next is the leaving end of each list, and behind these the old ends of those with
+    hints.
+    """
+    num_lists = stale.size // 2
+    last = kind + num_lists if kind % NUM_CLASSES >= HINTED else kind
+    for end in range(kind, last + 1, num_lists):
         if stale[end] == _UNSEEN:
             ends[num_ends] = end
             num_ends += 1
@@ -285,14 +334,17 @@ def _look_anew(stale: Any, ends: Any, num_ends: int, kind: int) -> Any:
 @compiled
 def evict_unwanted(
     lists: Any, pages: Any, hints: Any, head: Any, scores: Any, by_score: bool, lookahead: bool,
-    young: bool, left_first: bool, now_s: float, out: Any,
+    young: bool, left_first: bool, most_pinned: int, now_s: float, may_give: Any, out: Any,
 ) -> Any:  # fmt: skip
     """Takes out pages that nobody waits for, coldest first, into `out`; returns how many.
+
+    Each tenant gives up as many as `may_give`, i64[T], has for it, which is counted down.
 
     With `left_first` those that were left behind come before all others, and so do those of
     conversations that are said to be over. Of the coldest page with a hint and the coldest without
     one the one leaves that is expected to return less for the room it takes, by what was learned
-    of both, whatever order those without a hint leave in.
+    of both, whatever order those without a hint leave in. Pinned ones come behind all of these
+    while there are no more than `most_pinned`; else they are worth what the others are.
 
     A class whose old end is full of pages that may not leave is passed over until they are parked,
     which takes several calls, unless no other class has a page.
@@ -300,31 +352,40 @@ def evict_unwanted(
     end = 1 if young else 0
     sign = -1 if young else 1
     # The page that each class would give up next, found anew only where that may have changed.
-    rows = np.full(_NUM_ENDS, NONE, np.int64)
-    stamps = np.zeros(_NUM_ENDS, np.int64)
-    values = np.zeros(_NUM_ENDS)
-    by_hint = np.zeros(_NUM_ENDS, np.bool_)
-    stale = np.zeros(_NUM_ENDS, np.uint8)
-    ends = np.zeros(_NUM_ENDS, np.int64)  # of classes that have pages
+    num_lists = lists.ends.shape[1]
+    rows = np.full(2 * num_lists, NONE, np.int64)
+    stamps = np.zeros(2 * num_lists, np.int64)
+    values = np.zeros(2 * num_lists)
+    by_hint = np.zeros(2 * num_lists, np.bool_)
+    stale = np.zeros(2 * num_lists, np.uint8)
+    ends = np.zeros(2 * num_lists, np.int64)  # of lists that have pages
     num_ends = 0
-    for kind in range(NUM_CLASSES):
-        if lists.ends[0, kind] != NONE:
+    for kind in range(num_lists):
+        if lists.ends[0, kind] != NONE and may_give[kind // NUM_CLASSES] > 0:
             num_ends = _look_anew(stale, ends, num_ends, kind)
-    budget = np.full(NUM_CLASSES, _PARKED_A_CALL + out.size, np.int64)
+    budget = np.full(num_lists, _PARKED_A_CALL + out.size, np.int64)
     num = 0
     while num < out.size:
         best, best_hinted = NONE, NONE
         for i in ends[:num_ends]:
-            kind = i if i < NUM_CLASSES else i - NUM_HINTED
+            listed = i if i < num_lists else i - num_lists
+            if may_give[listed // NUM_CLASSES] <= 0:
+                continue
+            kind = listed % NUM_CLASSES
             if stale[i] == _STALE:
                 stale[i] = _KNOWN
-                from_end = end if i < HINTED else 1 if i < NUM_CLASSES else 0
-                row = _next_of_kind(lists, head, lookahead, kind, from_end, budget)
+                from_end = end if kind < HINTED else 1 if i < num_lists else 0
+                row = _next_of_kind(lists, head, lookahead, listed, from_end, budget)
                 rows[i] = row
                 if row != NONE:
                     stamps[i] = sign * lists.stamp[row]
-                    by_hint[i] = kind >= ENDED and hint_kernels.is_followed(hints, kind, row)
-                    if by_hint[i] and kind >= HINTED:
+                    by_hint[i] = kind >= ENDED and kind != PINNED and kind != DEMOTED
+                    by_hint[i] = by_hint[i] and hint_kernels.is_followed(hints, kind, row)
+                    if kind == PINNED and lists.counts[PINS] <= most_pinned:
+                        values[i] = np.inf
+                    elif kind == DEMOTED:
+                        values[i] = -1.0
+                    elif by_hint[i] and kind >= HINTED:
                         values[i] = hint_kernels.value(hints, pages.last_s, row, now_s)
                     elif by_hint[i] or (left_first and kind == LEFT_BEHIND):
                         values[i] = -1.0
@@ -358,6 +419,7 @@ def evict_unwanted(
         row = rows[best]
         out[num] = row
         num += 1
+        may_give[lists.kind[row] // NUM_CLASSES] -= 1
         num_ends = _look_anew(stale, ends, num_ends, lists.kind[row])
         _exit_one(lists, pages, row, young)
         if pages.known[row] and pages.parent[row] != NONE:
@@ -368,7 +430,7 @@ def evict_unwanted(
 
 @compiled
 def evict_wanted(
-    lists: Any, pages: Any, needs: Any, slots: Any, bit: int, young: bool, out: Any
+    lists: Any, pages: Any, needs: Any, slots: Any, bit: int, young: bool, may_give: Any, out: Any
 ) -> Any:
     """Takes out pages that `slots` need and nobody before them; the last of `slots` first.
 
@@ -379,6 +441,7 @@ def evict_wanted(
         slots: i64[N], requests in order of the queue whose pages may leave.
         bit: The tier's bit in `needs.dirty`.
         young: The base order's leaving end is the young one.
+        may_give: i64[T], how many each tenant may give up; counted down.
         out: i64, out.
     """
     num = 0
@@ -388,10 +451,15 @@ def evict_wanted(
             continue
         left = 0
         entry = needs.first[slot]
+        first = needs.row[entry] if entry != NONE else NONE
+        if first != NONE and may_give[pages.tenant[first]] <= 0:
+            continue  # a request's pages are one tenant's
         while entry != NONE and num < out.size:
             row = needs.row[entry]
             if row != NONE and needs.head[row] == entry and lists.state[row] != ABSENT:
-                if lists.children[row] == 0 and not lists.held[row]:
+                may = may_give[pages.tenant[row]] > 0
+                if lists.children[row] == 0 and not lists.held[row] and may:
+                    may_give[pages.tenant[row]] -= 1
                     out[num] = row
                     num += 1
                     _exit_one(lists, pages, row, young)

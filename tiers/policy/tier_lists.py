@@ -45,7 +45,8 @@ class TierLists:
     The owner says what enters and leaves; uses and the queue come from the policy. `evict` chooses
     over all pages of the tier. A page leaves before its parent, always; a held page never leaves.
 
-    Not locked: the owner's lock guards it. Memory: 23 bytes a row.
+    Not locked: the owner's lock guards it. Memory: 24 bytes a row. It has many methods because both
+    the tier's owner and the policy tell it what happens.
 
     Attributes:
         return_times: the estimator of this tier and its guard.
@@ -54,12 +55,19 @@ class TierLists:
     def __init__(self, shared: PolicyState, bit: int, capacity_pages: int) -> None:
         self._shared = shared
         self._bit = bit
-        self._lists = kernels.new_lists(shared.num_rows)
+        shares = shared.config.shares
+        self._lists = kernels.new_lists(shared.num_rows, 1 + len(shares))
+        self._shares = np.array([max(0.0, 1.0 - sum(shares)), *shares])
         self.return_times = ReturnTimes(capacity_pages, shared.order)
 
     def __len__(self) -> int:
         """Pages in the tier."""
         return int(self._lists.counts[kernels.COUNT])
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages in the tier that are pinned."""
+        return int(self._lists.counts[kernels.PINS])
 
     def has(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which pages lie in the tier."""
@@ -84,6 +92,24 @@ class TierLists:
         """Sets for each page whether it is held, in place of what was set before."""
         kernels.hold_where(self._lists, rows, stay, self._young)
 
+    def demote(self, rows: Rows) -> int:
+        """These pages leave this tier before others that nobody waits for, until they are used.
+
+        Those that other paths share, or that are pinned, stay as they are.
+
+        Args:
+            rows: root first, all valid.
+
+        Returns:
+            How many lie here and were not to leave so before.
+        """
+        pages = self._shared.pages
+        if not self._shared.config.lookahead:
+            return 0
+        own = rows[(pages.known[rows] != 0) & (pages.shared[rows] == 0) & (pages.pinned[rows] == 0)]
+        # The deepest lies at the end from which they leave.
+        return int(kernels.demote(self._lists, own if self._young else own[::-1].copy()))
+
     def next_to_leave(self, count: int, now_s: float) -> Rows:
         """Up to `count` pages that `evict` would take out first; they stay. O(count)."""
         rows = self.evict(count, now_s)
@@ -95,29 +121,82 @@ class TierLists:
         kernels.put_back(self._lists, self._shared.pages, rows, self._young)
         kernels.mark_dirty(self._shared.queue.needs, rows, self._bit)
 
-    def evict(self, count: int, now_s: float) -> Rows:
+    def evict(self, count: int, now_s: float, tenant: int | None = None) -> Rows:
         """Takes out up to `count` pages and returns them in the order of leaving.
 
-        First those that nobody waits for, then those that are needed latest.
+        First those that nobody waits for, then those that are needed latest. Where tenants have
+        shares, those who have more than theirs give first, both kinds.
 
         Args:
             count: pages asked for.
             now_s: time.
+            tenant: for whose pages room is made: then others that are within their shares give
+                nothing, and there may be fewer pages; None: that is not known.
         """
-        shared = self._shared
         out = np.empty(max(count, 0), np.int64)
-        times = self.return_times
+        everybody = np.full(len(self._shares), len(out), np.int64)
+        if not self.has_shares:
+            return out[: self._evict(out, everybody, now_s)]
+        num = self._evict(out, self._above_shares(0 if tenant is None else count, tenant), now_s)
+        if tenant is None:
+            # Nobody keeps more than its share of what is left then; and if that cannot leave now,
+            # whatever can.
+            num += self._evict(out[num:], self._above_shares(num - count), now_s)
+            return out[: num + self._evict(out[num:], everybody, now_s)]
+        # What those above their share hold cannot leave now: a tenant has its own to give.
+        everybody[np.arange(len(everybody)) != tenant] = 0
+        return out[: num + self._evict(out[num:], everybody, now_s)]
+
+    def _evict(self, out: Rows, may_give: npt.NDArray[np.int64], now_s: float) -> int:
+        """Takes out pages into `out`, of each tenant so many at most; returns how many."""
+        if not len(out):
+            return 0
+        shared, times = self._shared, self.return_times
         num = kernels.evict_unwanted(
             self._lists, shared.pages, shared.hints, shared.queue.needs.head, times.scores,
             shared.config.return_times and times.active, shared.config.lookahead, self._young,
-            shared.config.lookahead and times.left_never_return, now_s, out,
+            shared.config.lookahead and times.left_never_return, self._most_pinned, now_s,
+            may_give, out,
         )  # fmt: skip
-        if num < count and shared.config.lookahead:
+        if num < len(out) and shared.config.lookahead:
             num += kernels.evict_wanted(
                 self._lists, shared.pages, shared.queue.needs, shared.queue.slots(),
-                self._bit, self._young, out[num:],
+                self._bit, self._young, may_give, out[num:],
             )  # fmt: skip
-        return out[:num]
+        return int(num)
+
+    def _above_shares(self, coming: int = 0, tenant: int | None = None) -> npt.NDArray[np.int64]:
+        """By how many pages each tenant has more than its share of what lies here.
+
+        Of a full tier that is its share of the tier; what others leave free of theirs is lent.
+
+        Args:
+            coming: pages of the tenant that take the place of as many others; without a tenant
+                those that come (or, below 0, are gone) on the whole.
+            tenant: whose.
+        """
+        sizes = self._lists.sizes.copy()
+        if tenant is not None:
+            sizes[tenant] += coming
+        total = len(self) + (coming if tenant is None else 0)
+        by_right = np.floor(self._shares * total).astype(np.int64)
+        above: npt.NDArray[np.int64] = np.maximum(sizes - by_right, 0)
+        return above
+
+    def is_within_share(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which pages are of tenants that have no more than their share of what lies here."""
+        within: npt.NDArray[np.bool_] = self._above_shares() == 0
+        return within[self._shared.pages.tenant[rows]]
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether tenants have shares."""
+        return len(self._shares) > 1
+
+    @property
+    def num_by_tenant(self) -> list[int]:
+        """Pages of each tenant with a share, and in front of these of all others."""
+        return [int(num) for num in self._lists.sizes]
 
     def worth(
         self, rows: Rows, now_s: float
@@ -134,6 +213,8 @@ class TierLists:
             shared.hints, times.scores, shared.config.return_times and times.active,
             shared.pages, rows, now_s, scores,
         )  # fmt: skip
+        if self.num_pinned <= self._most_pinned:
+            scores[shared.pages.pinned[rows] != 0] = np.inf
         needed = np.full(len(rows), -np.inf)
         if shared.config.lookahead:
             places = shared.queue.needed_at(rows)
@@ -163,8 +244,8 @@ class TierLists:
         if self.return_times.left_never_return:  # else they leave by the classes they had
             kernels.move(self._lists, self._shared.pages, rows)
 
-    def hinted(self, rows: Rows) -> None:
-        """Notes that pages are of other classes now; see `PlacementPolicy.hint`."""
+    def replaced(self, rows: Rows) -> None:
+        """Notes that pages are of other classes now, by a hint or a pin."""
         kernels.move(self._lists, self._shared.pages, rows)
 
     def settle(self, rows: Rows) -> None:
@@ -172,6 +253,11 @@ class TierLists:
         kernels.settle(self._lists, rows, self._young)
 
     # ---- private ----
+
+    @property
+    def _most_pinned(self) -> int:
+        """Pinned pages that leave last: a share of what lies here, as it counts when it is full."""
+        return int(self._shared.config.pin_share * len(self))
 
     @property
     def _young(self) -> bool:

@@ -495,6 +495,8 @@ class PageStore:
         if self.lookahead is not None:
             stats["waiting_requests"] = self.lookahead.num_waiting
             stats["window_requests"] = self.lookahead.num_in_window
+            stats["pinned_now_pages"] = self.lookahead.num_pinned
+            stats |= self.lookahead.pages_by_tenant()
         stats["lost_pages_memory_bytes"] = self._books.table.lost.nbytes
         stats["planned_pages"] = self._books.pins.num_pages
         stats["spill_queue_pages"] = spilling

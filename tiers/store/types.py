@@ -42,12 +42,14 @@ class KeySpace(NamedTuple):
         lora: 32 bytes, digest of the adapter's weights, or empty.
         epoch: when it was given out. Pages outlast it; what connects them with the device does not
             (`gate.py`).
+        tenant: whose share the pages count towards; see `PolicyConfig.shares`.
     """
 
     number: int
     digest: bytes
     lora: bytes
     epoch: Epoch
+    tenant: int = 0
 
 
 class TierCounts(NamedTuple):

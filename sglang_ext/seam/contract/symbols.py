@@ -103,6 +103,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         # What a page is named by, and the replacement of it where no compiler is.
         ("srt.mem_cache.utils", ""): "get_storage_hash_str",
         ("srt.mem_cache.cpp_utils.native_hash", ""): "get_native_hash _native_hash_input",
+        # How the front process asks all schedulers for their state; ours gives the request an id.
+        ("srt.managers.tokenizer_control_mixin", "TokenizerControlMixin"): "get_internal_state",
         # When the switches that are set after the scheduler is built have SGLang ask the cache.
         (_SCHEDULER, "Scheduler"): "_prefetch_kvcache is_fully_idle",
         # Which rows of a hybrid's window layers a load fills, and which a tree's node has.
@@ -125,6 +127,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
     },
     Use.CALLED: {
+        ("srt.utils.auth", ""): "auth_level",
+        (_TOKENIZER, "TokenizerManager"): "auto_create_handle_loop",
         ("srt.plugins.hook_registry", "HookRegistry"): "register apply_hooks",
         ("srt.mem_cache.registry", ""): (
             "register_radix_cache_backend registered_radix_cache_backends "
@@ -185,6 +189,9 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "swa_v_head_dim full_attention_layer_ids swa_attention_layer_ids"
         ),
         ("srt.entrypoints.http_server", ""): "app",
+        ("srt.utils.auth", "AuthLevel"): "ADMIN_OPTIONAL",
+        ("srt.managers.io_struct", ""): "GetInternalStateReq",
+        ("srt.managers.io_struct", "BaseReq"): "rid",
         (f"{_OPENAI}.protocol", ""): (
             "ChatCompletionResponse ChatCompletionStreamResponse CompletionResponse "
             "CompletionStreamResponse UsageInfo PromptTokensDetails"

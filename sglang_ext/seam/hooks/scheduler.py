@@ -16,6 +16,8 @@ from sglang_ext.seam.cache import HierKVRadixCache
 from sglang_ext.seam.hooks.drafts import register_draft_hook
 from sglang_ext.seam.hooks.hooking import check_hooks, hook
 from sglang_ext.seam.hooks.new_requests import new_requests
+from sglang_ext.seam.hooks.steering import steer
+from sglang_ext.seam.hooks.steering_endpoint import CARRIER
 from sglang_ext.seam.hooks.truncation import build_truncator, register_truncation_hooks
 from sglang_ext.seam.hooks.weights import register_weight_hooks
 from sglang_ext.seam.report import DETAILS_KEY, pack_details
@@ -138,6 +140,11 @@ def _after_details(result: Any, self: Any, req: Any) -> Any:
 def _after_internal_state(result: Any, self: Any, recv_req: Any) -> None:
     cache = self.scheduler.tree_cache
     if isinstance(cache, HierKVRadixCache):
+        carried = recv_req.rid or ""
+        if carried.startswith(CARRIER):  # all ranks got it in this step; no round with the others
+            done = steer(cache, carried.removeprefix(CARRIER))
+            result.internal_state = {DETAILS_KEY: {"steered": done}}
+            return
         result.internal_state[DETAILS_KEY] = _state_of_all_ranks(cache)
 
 

@@ -62,6 +62,7 @@ _NOW = {
     "host_pages": HELD_PAGES,
     "host_capacity_pages": HELD_PAGES,
     "planned_pages": HELD_PAGES,
+    "pinned_now_pages": HELD_PAGES,
     "spill_queue_pages": HELD_PAGES,
     "lost_pages_memory_bytes": HELD_BYTES,
     "disk_used_bytes": HELD_BYTES,
@@ -129,7 +130,7 @@ class Series(NamedTuple):
 
 def gauge_of(name: str) -> Series | None:
     """The series of a value that can fall; None where it only grows."""
-    metric = _NOW.get(name)
+    metric = HELD_PAGES if name.startswith("quota_") else _NOW.get(name)
     return None if metric is None else Series(metric, name)
 
 

@@ -141,4 +141,3 @@ class StatePages:
             place = Place(space, position + (len(node.hashes) - 1) * size, path)
             if not self._saver.save_state(node.node_id, place, page, node.slot):
                 return
-            self._store.counters.add("saved_states")

@@ -1,7 +1,11 @@
-"""Clients that say which of their chats come back, and DRAM for a third of these chats."""
+"""Clients that say which of their chats come back, and DRAM for a third of these chats.
+
+And the admin endpoint, which says so of prompts that nobody has sent.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +16,6 @@ from testkit.workload import reply_of
 from tests.e2e.hier_server import (
     PAGE,
     hier_args,
-    missed,
     real_prompts,
     settled,
     tokens_and_logprobs,
@@ -30,8 +33,9 @@ OVER = {"hier_kv_hints": {"ends": True}}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("hints")
-    args = hier_args(folder, host_pages=HOST_CHATS * CHAT_PAGES, disk_gb=0)
-    args += ["--max-running-requests", "1"]
+    args = hier_args(folder, host_pages=HOST_CHATS * CHAT_PAGES, disk_gb=0.5)
+    args += ["--max-running-requests", "1", "--hier-kv-pin-share", "0.2"]
+    args += ["--hier-kv-quotas", "cache_salt:guarded=0.4"]
     with Server(args, log_path=folder / "server.log", stop="kill") as server:
         yield server
 
@@ -69,17 +73,105 @@ def test_what_comes_back_is_kept_and_what_is_over_is_gone(server: Server) -> Non
         assert tokens_and_logprobs(answer) == wanted
     for prompt in ended:
         answer = _ask(server, prompt)
-        assert sum(reply_of(answer).by_tier.values()) == 0
-        assert missed(answer) == {"evicted_host": CHAT_PAGES * PAGE}
+        assert reply_of(answer).by_tier["host"] == 0
+
+
+def test_what_is_pinned_stays_while_many_come(server: Server) -> None:
+    """A share of a small DRAM is two pages; without the pin they would leave with the others."""
+    pinned, *others = real_prompts([CHAT_PAGES * PAGE + 20] * (HOST_CHATS + 2), seed=3)
+    before = settled(server)["host"].get("pinned_pages", 0)
+    expected = tokens_and_logprobs(_ask(server, pinned, {"hier_kv_hints": {"pin_s": 3600}}))
+    counts = settled(server)["host"]
+    assert counts["pinned_pages"] == before + CHAT_PAGES
+    assert counts["pinned_now_pages"] >= CHAT_PAGES
+    for prompt in others:
+        _ask(server, prompt)
+        settled(server)
+    server.post("/flush_cache")
+    answer = _ask(server, pinned)
+    assert reply_of(answer).by_tier["host"] >= PAGE
+    assert len(tokens_and_logprobs(answer)) == len(expected)
+
+
+def test_whose_time_is_over_is_as_one_that_ended(server: Server) -> None:
+    before = settled(server)["host"].get("ttl_ended_pages", 0)
+    (prompt,) = real_prompts([CHAT_PAGES * PAGE + 20], seed=2)
+    params = {"max_new_tokens": 4, "custom_params": {"hier_kv_hints": {"ttl_s": 0.5}}}
+    server.generate(input_ids=prompt, sampling_params=params, cache_salt="in a hurry")
+
+    def is_over() -> bool:
+        ended = settled(server)["host"].get("ttl_ended_pages", 0)
+        return bool(ended == before + CHAT_PAGES)
+
+    deadline_s = time.monotonic() + 60
+    while not is_over():
+        assert time.monotonic() < deadline_s
+
+
+def test_a_tenant_keeps_its_share_while_many_others_come(server: Server) -> None:
+    mine, *others = real_prompts([CHAT_PAGES * PAGE + 20] * (2 * HOST_CHATS + 1), seed=6)
+    params: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
+    server.generate(input_ids=mine, cache_salt="guarded", sampling_params=params)
+    for prompt in others:
+        _ask(server, prompt)
+        settled(server)
+    counts = settled(server)["host"]
+    assert counts["quota_tenant_1_host_pages"] == CHAT_PAGES
+    assert counts["quota_others_host_pages"] <= (HOST_CHATS - 1) * CHAT_PAGES
+    server.post("/flush_cache")
+    answer = server.generate(input_ids=mine, cache_salt="guarded", sampling_params=params)
+    assert reply_of(answer).by_tier["host"] == CHAT_PAGES * PAGE
+
+
+def _steer(server: Server, prompt: Sequence[int], **wishes: Any) -> dict[str, Any]:
+    (done,) = server.post("/hier_kv/steer", {"input_ids": list(prompt), **wishes})["schedulers"]
+    assert isinstance(done, dict)
+    return done
+
+
+def test_a_prompt_is_demoted_and_brought_back_before_its_request_comes(server: Server) -> None:
+    prompt, *others = real_prompts([CHAT_PAGES * PAGE + 20] * (HOST_CHATS + 1), seed=4)
+    ask: dict[str, Any] = {
+        "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    expected = server.generate(input_ids=prompt, cache_salt="steered", **ask)
+    settled(server)
+    assert _steer(server, prompt, demote=True)["host"] == 0  # another salt's
+    done = _steer(server, prompt, demote=True, cache_salt="steered")
+    assert done == {"pages": CHAT_PAGES, "host": CHAT_PAGES, "disk": 0, "demoted": CHAT_PAGES}
+    for other in others:
+        _ask(server, other)
+        settled(server)
+    server.post("/flush_cache")
+    done = _steer(server, prompt, prefetch=True, pin_s=600, cache_salt="steered")
+    assert done == {"pages": CHAT_PAGES, "host": 0, "disk": CHAT_PAGES, "prefetching": True}
+    deadline_s = time.monotonic() + 60
+    while _steer(server, prompt, unpin=True, cache_salt="steered")["host"] < CHAT_PAGES:
+        assert time.monotonic() < deadline_s
+    answer = server.generate(input_ids=prompt, cache_salt="steered", **ask)
+    assert reply_of(answer).by_tier["host"] == CHAT_PAGES * PAGE
+    assert tokens_and_logprobs(answer) == tokens_and_logprobs(expected)
+    assert settled(server)["host"]["prefetched_pages"] == CHAT_PAGES
+
+
+def test_a_text_that_nobody_sent_is_stored_nowhere(server: Server) -> None:
+    text = "a text of a few words that nobody has sent. " * 40
+    (done,) = server.post("/hier_kv/steer", {"text": text, "prefetch": True})["schedulers"]
+    assert done["pages"] > 0
+    assert done["host"] == done["disk"] == 0
+    with pytest.raises(ServerError, match="expected something to do") as refused:
+        server.post("/hier_kv/steer", {"text": text})
+    assert refused.value.status == 400
 
 
 @pytest.mark.parametrize(
     ("hints", "refusal"),
     [
-        ("soon", "must be an object with returns_in_s or ends"),
+        ("soon", "must be an object with returns_in_s, ttl_s, pin_s or ends"),
         ({"returns_in_s": -3}, "must be a number of seconds above 0"),
         ({"returns_in_s": 5, "ends": True}, "got both"),
-        ({"pinned": True}, "may have returns_in_s or ends, got 'pinned'"),
+        ({"pinned": True}, "may have returns_in_s, ttl_s, pin_s or ends, got 'pinned'"),
     ],
 )
 def test_what_is_no_hint_is_refused(server: Server, hints: Any, refusal: str) -> None:

@@ -43,6 +43,7 @@ class Run(NamedTuple):
     served: list[Served]
     device: list[dict[str, Any]]
     host: list[dict[str, Any]]
+    steered: list[Any]
     states: list[dict[str, Any]]
     metrics: str
     probes: list[dict[str, Any]]
@@ -67,13 +68,18 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             device.append(ask(server, prompt))
             server.post("/flush_cache")
             host.append(ask(server, prompt))
+        wishes = {"prefetch": True, "pin_s": 600}
+        steered = [
+            server.post("/hier_kv/steer", {"input_ids": prompt, **wishes}) for prompt in prompts
+        ]
         states = [one["hier_kv"] for one in server.get("/server_info")["internal_states"]]
         time.sleep(0.5)  # a probe writes every 0.2 s
         probes = rank_probe.counts(folder / "probe")
         metrics = server.get("/metrics")
         yield Run(
-            way, folder, served, device, host, states, metrics, probes, len(prompts), server.log()
-        )
+            way, folder, served, device, host, steered, states, metrics, probes, len(prompts),
+            server.log(),
+        )  # fmt: skip
 
 
 def test_every_request_is_answered_and_prefixes_are_reused(run: Run) -> None:
@@ -93,6 +99,19 @@ def test_what_ranks_loaded_answers_as_what_they_computed(run: Run) -> None:
     for on_device, from_host in zip(run.device, run.host, strict=True):
         assert by_tier(on_device)["device"] == by_tier(from_host)["host"] > 0
         assert answer_of(on_device) == answer_of(from_host)
+
+
+def test_what_is_wanted_of_a_prompts_pages_reaches_every_rank(run: Run) -> None:
+    """Nothing of it is agreed on: each rank does it with its own pages."""
+    assert [len(one["schedulers"]) for one in run.steered] == [len(run.states)] * len(LENGTHS)
+    for one in run.steered:
+        assert all(done["prefetching"] for done in one["schedulers"])
+        assert any(done["host"] for done in one["schedulers"])
+    ranks = [rank for one in run.states for rank in one.get("tp_ranks", [one])]
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["host"]["prefetches"] == len(LENGTHS)
+        assert rank["host"]["pinned_pages"] == rank["host"]["pinned_now_pages"] > 0
 
 
 def test_the_number_of_reductions_a_step_is_fixed(run: Run) -> None:

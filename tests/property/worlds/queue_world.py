@@ -180,13 +180,13 @@ class QueueWorld(World):
         for waiting in room._plans.planned.values():
             assert waiting.plan is not None, waiting  # a save may have taken its room since
 
-    def _watched_victims(self, count: int) -> Rows:
+    def _watched_victims(self, count: int, tenant: int | None = None) -> Rows:
         """What leaves DRAM; no page may go before one that it leads to and that could go too.
 
         A page that was lost (unreadable, or its segment reclaimed) and came back is not known to
         lead to what outlived it until that is used again; such pairs are counted.
         """
-        victims: Rows = self._victims(count)
+        victims: Rows = self._victims(count, tenant)
         books = self.store._books
         could_go = books.room.evictable(books.table.arena.num_slots)
         places = {key: place for place, key in enumerate(self._names(victims))}

@@ -16,9 +16,18 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from bench.policies.replay import HINTS, Replay, num_reusable, order_share, return_hints
+from bench.policies.replay import (
+    HINTS,
+    PIN_SHARE,
+    Replay,
+    num_reusable,
+    order_share,
+    request_hints,
+    return_times,
+)
 from bench.policies.workloads.bundled import BUNDLED
 from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.hints.request_hints import RequestHints
 from sglang_ext.simulator.store import (
     ServerStore,
     StoreSizes,
@@ -195,23 +204,32 @@ def test_right_hints_give_more_hits_and_wrong_ones_no_fewer() -> None:
     ]
     prefill_s = [1.0] * len(paths)
     sizes = StoreSizes(64 << 10, host_pages=30, disk_pages=120)
-    hits = {}
+    hits, times = {}, return_times(paths, prefill_s, 2)
     for kind in ("none", *HINTS):
-        said = None if kind == "none" else return_hints(paths, prefill_s, 2, kind)
-        with virtual_store(sizes, PolicyConfig()) as server:
+        said = None if kind == "none" else request_hints(times, kind)
+        with virtual_store(sizes, PolicyConfig(pin_share=PIN_SHARE)) as server:
             hits[kind] = Replay(paths, 2, prefill_s, hints=said).run(server).hit_share
     optimum = order_share(paths, sizes.host_pages + sizes.disk_pages, "belady")
     assert hits["none"] + 0.03 < hits["exact"] <= optimum, hits
     assert hits["none"] + 0.03 < hits["noisy"] <= optimum, hits
-    assert hits["shuffled"] >= hits["none"] - 0.01, hits
+    assert hits["none"] + 0.01 < hits["ttl"] <= optimum, hits
+    assert min(hits["shuffled"], hits["ttl-short"]) >= hits["none"] - 0.01, hits
+    # What all want to pin takes the share and no more; here that is 1 point.
+    assert hits["pin-all"] >= hits["none"] - 0.02, hits
 
 
 def test_a_hint_is_the_time_to_when_the_conversation_comes_next() -> None:
     paths = [np.array(path) for path in ([1, 2, 3], [7, 8], [1, 2, 4, 5], [1, 2, 4, 6], [9])]
-    hints = return_hints(paths, [10.0] * 5, 1, "exact")
-    assert hints[0] == pytest.approx(10.0, abs=0.1)
-    assert hints[2] == pytest.approx(0.0, abs=0.1)
-    assert [at for at, said in enumerate(hints) if said == np.inf] == [1, 3, 4]
-    waits = return_hints(paths, [10.0] * 5, 3, "exact")
+    times = return_times(paths, [10.0] * 5, 1)
+    assert times[0] == pytest.approx(10.0, abs=0.1)
+    assert times[2] == pytest.approx(0.0, abs=0.1)
+    assert np.flatnonzero(np.isinf(times)).tolist() == [1, 3, 4]
+    waits = return_times(paths, [10.0] * 5, 3)
     assert waits[0] < 0  # it is known: there is nothing to say
-    assert sorted(return_hints(paths, [10.0] * 5, 1, "shuffled")) == sorted(hints)
+    exact, lives = request_hints(times, "exact"), request_hints(times, "ttl")
+    assert exact[0] == RequestHints(returns_in_s=times[0])
+    assert exact[4] == RequestHints(ends=True)
+    assert lives[4] == RequestHints(ttl_s=1.0)
+    assert request_hints(waits, "exact")[0] is None
+    assert request_hints(times, "ttl-short")[0] == RequestHints(ttl_s=times[0] / 2)
+    assert sorted(map(str, request_hints(times, "shuffled"))) == sorted(map(str, exact))

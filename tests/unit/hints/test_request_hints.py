@@ -17,7 +17,11 @@ from sglang_ext.tiers.policy.hints.kernels import NUM_OWNERS
     [
         ({"returns_in_s": 30}, RequestHints(30.0)),
         ({"returns_in_s": 0.25, "ends": False}, RequestHints(0.25)),
-        ({"returns_in_s": None, "ends": True}, RequestHints(None)),
+        ({"returns_in_s": None, "ends": True}, RequestHints(ends=True)),
+        ({"ttl_s": 60}, RequestHints(ttl_s=60.0)),
+        ({"pin_s": 86_400}, RequestHints(pin_s=86_400.0)),
+        ({"pin_s": 5, "returns_in_s": 60, "ttl_s": 70}, RequestHints(60.0, False, 70.0, 5.0)),
+        ({"ttl_s": 60, "returns_in_s": 60, "ends": False}, RequestHints(60.0, ttl_s=60.0)),
         ({"ends": False}, None),
         ({}, None),
         (None, None),
@@ -35,9 +39,9 @@ def test_none_are_given(custom_params: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "refusal"),
     [
-        (30, "must be an object with returns_in_s or ends"),
+        (30, "must be an object with returns_in_s, ttl_s, pin_s or ends"),
         ([1], "must be an object"),
-        ({"return_in_s": 30}, "may have returns_in_s or ends, got 'return_in_s'"),
+        ({"return_in_s": 30}, "may have returns_in_s, ttl_s, pin_s or ends, got 'return_in_s'"),
         ({"returns_in_s": "30"}, "must be a number of seconds above 0 and up to 604800"),
         ({"returns_in_s": True}, "must be a number of seconds"),
         ({"returns_in_s": 0}, "must be a number of seconds"),
@@ -48,7 +52,14 @@ def test_none_are_given(custom_params: Any) -> None:
         ({"returns_in_s": 10**400}, "must be a number of seconds"),
         ({"ends": 1}, "must be true or false, got '1'"),
         ({"ends": "yes"}, "must be true or false"),
-        ({"ends": True, "returns_in_s": 3}, "got both"),
+        ({"ends": True, "returns_in_s": 3}, "must have returns_in_s or ends, got both"),
+        ({"ends": True, "ttl_s": 3}, "must have ttl_s or ends, got both"),
+        ({"ttl_s": 0}, "'ttl_s'. must be a number of seconds above 0 and up to 604800"),
+        ({"ends": True, "pin_s": 3}, "must have pin_s or ends, got both"),
+        ({"pin_s": True}, "'pin_s'. must be a number of seconds above 0 and up to 86400"),
+        ({"pin_s": 86_401}, "'pin_s'. must be a number of seconds above 0 and up to 86400"),
+        ({"pin_s": 6, "ttl_s": 5}, "must be no less than pin_s, got 5 and 6"),
+        ({"ttl_s": 5, "returns_in_s": 6}, "must be no less than returns_in_s, got 5 and 6"),
     ],
 )
 def test_what_is_no_hint_is_refused_with_what_was_expected(given: Any, refusal: str) -> None:
@@ -56,7 +67,7 @@ def test_what_is_no_hint_is_refused_with_what_was_expected(given: Any, refusal: 
         hints_of({PARAM: given})
 
 
-@pytest.mark.parametrize("name", ["ends", "returns_in_s", None])
+@pytest.mark.parametrize("name", ["ends", "returns_in_s", "ttl_s", "pin_s", None])
 def test_a_refusal_writes_out_nothing_that_is_long_or_deep(name: str | None) -> None:
     """It is written in the process that serves everybody, and Python ends at a depth of 1,000."""
     deep: Any = []

@@ -42,6 +42,114 @@ def test_in_dram_what_comes_back_stays_and_what_is_over_goes(make: Make) -> None
     rig.settle()
 
 
+def test_whose_time_is_over_goes_first_and_is_counted(make: Make) -> None:
+    rig = make(slots=30, disk=False, lookahead=True)
+    lookahead, now_s = rig.store.lookahead, [100.0]
+    assert lookahead is not None
+    rig.books.table.now_s = lambda: now_s[0]
+    old, silent, short = (pages(name, 10) for name in ("old", "silent", "short"))
+    _serve(rig, old)
+    lookahead.limit_life(rig.space, old, owner=0, ttl_s=3600.0)
+    _serve(rig, silent)
+    _serve(rig, short)
+    lookahead.limit_life(rig.space, short, owner=0, ttl_s=30.0)
+    assert rig.count("ttl_pages") == 20
+    assert lookahead.take_changed(8) == []
+    assert rig.count("ttl_ended_pages") == 0
+    now_s[0] = 140.0
+    assert lookahead.take_changed(8) == []
+    assert rig.count("ttl_ended_pages") == 10
+    rig.save(pages("new", 10))
+    assert [rig.ready(chat) for chat in (old, silent, short)] == [10, 10, 0]
+    lookahead.limit_life(rig.space, short, owner=0, ttl_s=30.0)
+    assert rig.count("hints_not_followed") == 1
+    rig.settle()
+
+
+def test_what_is_pinned_stays_in_its_share_of_dram(make: Make) -> None:
+    rig = make(slots=40, disk=False, lookahead=True, pin_share=0.25, index=64)
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    mine, other = pages("mine", 10), pages("other", 10)
+    for chat in (mine, other):
+        _serve(rig, chat)
+        lookahead.pin(rig.space, chat, owner=int(chat is other), seconds=600.0)
+    # Of both tiers a quarter, and of that half for one owner: 5 pages, and 3 of what is left.
+    assert (rig.count("pinned_pages"), rig.count("pins_refused_pages")) == (8, 12)
+    assert rig.store.stats()["pinned_now_pages"] == 8
+    for number in range(6):
+        _serve(rig, pages(f"many-{number}", 10))
+    assert [rig.ready(chat) for chat in (mine, other)] == [5, 3]
+    rig.settle()
+
+
+def test_a_pin_that_is_over_is_no_pin(make: Make) -> None:
+    rig = make(slots=40, disk=False, lookahead=True, pin_share=0.5, index=64)
+    lookahead, now_s = rig.store.lookahead, [100.0]
+    assert lookahead is not None
+    rig.books.table.now_s = lambda: now_s[0]
+    chat = pages("mine", 10)
+    _serve(rig, chat)
+    lookahead.pin(rig.space, chat, owner=0, seconds=30.0)
+    now_s[0] = 131.0
+    lookahead.take_changed(8)
+    assert rig.store.stats()["pinned_now_pages"] == 0
+    for number in range(6):
+        _serve(rig, pages(f"many-{number}", 10))
+    assert rig.ready(chat) == 0
+    rig.settle()
+
+
+def test_on_disk_what_is_pinned_stays_too(make: Make) -> None:
+    rig = make(slots=32, lookahead=True, max_bytes=80 * 8192, segment_bytes=16 * 8192,
+               pin_share=0.5)  # fmt: skip
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    first = pages("first", 16)
+    _serve(rig, first)
+    lookahead.pin(rig.space, first, owner=0, seconds=600.0)
+    for number in range(12):
+        _serve(rig, pages(f"chat-{number}", 16))
+        rig.settle()
+    assert rig.on_disk(first) == 16
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_is_demoted_is_written_and_leaves_dram_first_and_not_the_disk(
+    make: Make, policy: str
+) -> None:
+    rig = make(slots=41, lookahead=True, policy=policy)
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    old, mine = pages("old", 10), pages("mine", 10)
+    for chat in (old, mine):
+        _serve(rig, chat)
+    assert lookahead.demote(rig.space, mine) == 10
+    assert lookahead.demote(rig.space, mine) == 0
+    rig.settle()
+    assert rig.on_disk(mine) == 10
+    for number in range(3):
+        _serve(rig, pages(f"many-{number}", 10))
+        rig.settle()
+    assert (rig.ready(mine), rig.on_disk(mine), rig.ready(old)) == (0, 10, 10)
+    plan = rig.store.plan(rig.space, mine)
+    assert plan is not None
+    rig.wait(plan)
+    check_content(rig, mine)
+    rig.store.cancel_plan(plan)
+    rig.settle()
+
+
+def test_without_a_disk_nothing_is_demoted(make: Make) -> None:
+    rig = make(slots=30, disk=False, lookahead=True)
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    chat = pages("chat", 10)
+    _serve(rig, chat)
+    assert lookahead.demote(rig.space, chat) == 0
+    rig.settle()
+
+
 def test_on_disk_too(make: Make) -> None:
     """Of ten chats the disk and DRAM hold half: those that come back are among them."""
     rig = make(slots=32, lookahead=True, max_bytes=80 * 8192, segment_bytes=16 * 8192)

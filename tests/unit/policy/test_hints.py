@@ -10,7 +10,7 @@ import pytest
 
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
 from sglang_ext.tiers.policy.hints.kernels import ENDS, NUM_OWNERS, RETURNS
-from sglang_ext.tiers.policy.page_kernels import ENDED, HINTED
+from sglang_ext.tiers.policy.page_kernels import ENDED, HINTED, PINNED
 
 Rows = npt.NDArray[np.int64]
 
@@ -292,6 +292,6 @@ def test_right_hints_come_near_the_optimum_and_wrong_ones_cost_nothing() -> None
 
 
 def test_pages_without_a_hint_are_of_no_class_of_hints() -> None:
-    assert HINTED == ENDED + 1
+    assert HINTED > PINNED > ENDED
     policy = _chats(3)
     assert (policy.pages.kind < ENDED).all()

@@ -55,7 +55,7 @@ class Rig:
     def __init__(
         self, folder: Path, *, slots: int = 8, policy: str = "write_through", disk: bool = True,
         index: int = 256, max_bytes: int = 64 << 20, segment_bytes: int = 256 << 10,
-        lookahead: bool = False,
+        lookahead: bool = False, pin_share: float = 0.0, shares: tuple[float, ...] = (),
     ) -> None:  # fmt: skip
         self.io = Gate()
         self.arena = HostArena(slots, SLOT)
@@ -66,7 +66,7 @@ class Rig:
                 folder / "disk", max_bytes, 0, segment_bytes=segment_bytes, direct_io="off"
             )
             self.disk = DiskTier(config, io=self.io)
-        placement = PolicyConfig() if lookahead else None
+        placement = PolicyConfig(pin_share=pin_share, shares=shares) if lookahead else None
         store_config = PageStoreConfig(policy, str(self.log), placement)
         self.store = PageStore(self.arena, PageIndex(index), self.disk, store_config)
         if self.disk is not None:

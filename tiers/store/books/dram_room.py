@@ -75,25 +75,25 @@ class DramRoom:
             Callable[[Hashes, npt.NDArray[np.uint32], npt.NDArray[np.bool_]], None] | None
         ) = None
 
-    def alloc(self, count: int, keep: int = 0) -> Slots:
+    def alloc(self, count: int, keep: int = 0, tenant: int | None = None) -> Slots:
         """Takes up to `count` slots, and makes room for them, so that `keep` others stay free."""
         short = count + keep - self._arena.num_free
         if short > 0:
-            self.evict(short)
+            self.evict(short, tenant)
         return self._arena.alloc(min(count, max(0, self._arena.num_free - keep)))
 
-    def alloc_for_save(self, count: int) -> Slots:
-        """The same for a save, which leaves some slots for promotions."""
-        return self.alloc(count, keep=self._num_reserved)
+    def alloc_for_save(self, count: int, tenant: int) -> Slots:
+        """The same for a save of a tenant's, which leaves some slots for promotions."""
+        return self.alloc(count, keep=self._num_reserved, tenant=tenant)
 
     def note_save(self, count: int) -> None:
         """A save asks for so many slots."""
         self._burst_pages = max(count + self._num_reserved, self._burst_pages * _BURST_FADES)
 
-    def evict(self, count: int) -> None:
-        """Up to `count` pages leave DRAM."""
+    def evict(self, count: int, tenant: int | None = None) -> None:
+        """Up to `count` pages leave DRAM, for pages of a tenant where that is known."""
         table = self._table
-        rows = self.victims(count)
+        rows = self.victims(count, tenant)
         on_disk = (self._index.flags[rows] & ON_DISK) != 0
         evicted = table.moved(rows)
         if self.on_unsent is not None:
@@ -113,12 +113,12 @@ class DramRoom:
             table.events.pages("evicted", evicted)
             table.events.pages("lost", evicted[~on_disk])
 
-    def victims(self, count: int) -> Rows:
+    def victims(self, count: int, tenant: int | None = None) -> Rows:
         """Up to `count` pages to evict, in the order in which they leave."""
         table = self._table
         if table.policy is None or table.order is None:
             return table.lineage.children_first(self.evictable(count), count)
-        victims = self._take_clean(table.order, count)
+        victims = self._take_clean(table.order, count, tenant)
         num_wanted = int(table.policy.wanted(victims).sum())
         self.num_wanted_evicted += num_wanted
         table.counters.add("evicted_wanted_pages", num_wanted)
@@ -183,16 +183,16 @@ class DramRoom:
             rows = self.next_to_leave(max(0, num_pages - self._arena.num_free - num_queued))
             self._spills.queue_from_root(rows[self._unwritten(rows)])
 
-    def _take_clean(self, order: DramOrder, count: int) -> Rows:
+    def _take_clean(self, order: DramOrder, count: int, tenant: int | None) -> Rows:
         """Takes up to `count` pages out of DRAM's order; those that the disk is to have stay.
 
         They are queued for it, and leave when it has them, or does not want them.
         """
         now_s = self._table.now_s
         if not self._writing.back:
-            return order.take(count, now_s())
+            return order.take(count, now_s(), tenant)
         for attempt in range(_MAX_TAKES):
-            rows = order.take(count, now_s())
+            rows = order.take(count, now_s(), tenant)
             unwritten = self._unwritten(rows)
             if not unwritten.any():
                 break

@@ -256,6 +256,11 @@ class PageTable:
         if self.policy is not None:
             self.policy.link(path, self.now_s())
 
+    def assign(self, rows: Rows, tenant: int) -> None:
+        """Notes whose share pages count towards."""
+        if self.policy is not None:
+            self.policy.assign(rows, tenant)
+
     def moved(self, rows: Rows) -> Hashes | None:
         """Tells `on_moved` of pages that come to a tier or leave one; their hashes, for the log."""
         if self.on_moved is None and not self.events.on:

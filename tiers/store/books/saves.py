@@ -74,12 +74,13 @@ class Saves:
             path = np.concatenate([self._index.lookup(ancestors, space.number), rows])
             wanted = created | self._worse(rows, quality) if table.has_inexact else created
             pages = np.flatnonzero(wanted)
+            table.assign(path, space.tenant)
             table.link(path)
             table.touch(path)  # before room is made: the path must not be pushed out by its child
             self._room.note_save(len(pages))
-            slots = self._room.alloc_for_save(len(pages))
+            slots = self._room.alloc_for_save(len(pages), space.tenant)
             if before_plans:
-                slots = self._alloc_of_plans(slots, len(pages))
+                slots = self._alloc_of_plans(slots, len(pages), space.tenant)
             num = len(slots)
             refused = pages[num:]
             why = Absence.NOT_SAVED if before_plans else None  # a fetch: nothing is lost
@@ -152,13 +153,13 @@ class Saves:
                 total += self._table.remove(rows, Absence.CLEARED)
             return total
 
-    def _alloc_of_plans(self, slots: Slots, count: int) -> Slots:
+    def _alloc_of_plans(self, slots: Slots, count: int, tenant: int) -> Slots:
         """Adds to some slots, up to a count, what plans of waiting requests give up for a save."""
         for _ in range(_MAX_YIELDS):
             short = count - len(slots)
             if not short or not self._pins.yield_some(short):
                 break
-            slots = np.concatenate([slots, self._room.alloc_for_save(short)])
+            slots = np.concatenate([slots, self._room.alloc_for_save(short, tenant)])
         return slots
 
     def _worse(self, rows: Rows, quality: Qualities) -> npt.NDArray[np.bool_]:

@@ -16,7 +16,14 @@ import numpy as np
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.store.books.books import Books
-from sglang_ext.tiers.store.types import Hashes, KeySpace, TierCounts
+from sglang_ext.tiers.store.types import (
+    ON_DISK,
+    READY,
+    WRITE_DROPPED,
+    Hashes,
+    KeySpace,
+    TierCounts,
+)
 
 Key = tuple[int, bytes]  # number of the key space, hash of the page
 
@@ -68,6 +75,7 @@ class LookAhead:
         with table.lock:
             above, below = self._lookups.path(space, hashes, num_above, max_quality)
             path = np.concatenate([above, below])
+            table.assign(path, space.tenant)
             table.touch(path)
             # With nothing stored behind the device prefix, copies of the prefix are not needed.
             self._policy.enqueue(request, path if len(below) else below, table.now_s())
@@ -86,6 +94,8 @@ class LookAhead:
         """
         queue = self._policy.queue
         # Read without the lock; what is missed here is seen at the next step.
+        if self._policy.has_due(self._table.now_s()):
+            self._expire()
         if not (self._changed or queue.has_lost_pages):
             return []
         with self._table.lock:
@@ -160,6 +170,87 @@ class LookAhead:
         table.counters.add("hinted_ends_pages" if ends else "hinted_return_pages", len(moved))
         table.counters.add("hints_not_followed", int(len(moved) == 0))
 
+    def limit_life(self, space: KeySpace, hashes: Hashes, *, owner: int, ttl_s: float) -> None:
+        """Somebody says how long a conversation's pages may live, behind `used`.
+
+        See `PlacementPolicy.limit_life`.
+
+        Args:
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`, its pages from the root on.
+            owner: who says it, below `NUM_OWNERS`.
+            ttl_s: seconds from now, above 0.
+        """
+        table = self._table
+        with table.lock:
+            rows = table.index.prefix_rows(hashes, space.number)
+            num = self._policy.limit_life(rows, table.now_s(), owner=owner, ttl_s=ttl_s)
+        table.counters.add("ttl_pages", num)
+        table.counters.add("hints_not_followed", int(num == 0))
+
+    def pin(self, space: KeySpace, hashes: Hashes, *, owner: int, seconds: float) -> None:
+        """Somebody wants a conversation to stay for a time; see `PlacementPolicy.pin`.
+
+        Args:
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`, its pages from the root on.
+            owner: who has it pinned, below `NUM_OWNERS`.
+            seconds: from now, above 0.
+        """
+        table = self._table
+        with table.lock:
+            rows = table.index.prefix_rows(hashes, space.number)
+            num, refused = self._policy.pin(rows, table.now_s(), owner=owner, seconds=seconds)
+        table.counters.add("pinned_pages", num)
+        table.counters.add("pins_refused_pages", refused)
+
+    def unpin(self, space: KeySpace, hashes: Hashes) -> int:
+        """Takes the pins of a prompt's pages away; returns how many had one."""
+        table = self._table
+        with table.lock:
+            num = self._policy.unpin(table.index.prefix_rows(hashes, space.number))
+        table.counters.add("unpinned_pages", num)
+        return num
+
+    def demote(self, space: KeySpace, hashes: Hashes) -> int:
+        """A prompt's pages may leave DRAM for the disk now: they are the first that leave it.
+
+        What the disk does not have yet is written next. Without a disk nothing is demoted. Pages
+        that other paths share, that are pinned or that somebody waits for stay where they are.
+
+        Args:
+            space: namespace and adapter.
+            hashes: u8 `[N, 32]`, its pages from the root on.
+
+        Returns:
+            Pages that are first to leave since this call.
+        """
+        table, num = self._table, 0
+        with table.lock:
+            rows = table.index.prefix_rows(hashes, space.number)
+            rows = rows[(table.index.flags[rows] & READY) != 0]
+            if table.order is not None and table.disk_order is not None:
+                num = table.order.demote(rows)
+                unwritten = (table.index.flags[rows] & (ON_DISK | WRITE_DROPPED)) == 0
+                self._spills.queue_from_root(rows[unwritten][::-1])
+        table.counters.add("demoted_pages", num)
+        return num
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages that are pinned now."""
+        return len(self._policy.pins)
+
+    def pages_by_tenant(self) -> dict[str, int]:
+        """Pages of each tenant with a share, in DRAM and on disk, by name; empty without shares."""
+        with self._table.lock:
+            pages = {}
+            for where, order in (("host", self._table.order), ("disk", self._table.disk_order)):
+                for number, num in enumerate(order.num_by_tenant if order is not None else ()):
+                    name = f"tenant_{number}" if number else "others"
+                    pages[f"quota_{name}_{where}_pages"] = num
+            return pages
+
     def set_order(self, requests: Sequence[Hashable]) -> None:
         """The order in which the scheduler will take the waiting requests."""
         with self._table.lock:
@@ -172,6 +263,15 @@ class LookAhead:
             self.num_waiting = len(self._policy.queue)
             self.num_in_window = len(window) if self.num_waiting else 0
             return window
+
+    def _expire(self) -> None:
+        """What was said of pages until now holds no longer."""
+        table = self._table
+        with table.lock:
+            ended = self._policy.expire(table.now_s())
+            if len(ended):
+                table.index.lru_sink(ended[::-1])
+        table.counters.add("ttl_ended_pages", len(ended))
 
     # ---- private; the caller holds the lock ----
 

@@ -73,6 +73,11 @@ class DiskOrder:
             num_blocks -= int(blocks[min(num, len(rows)) - 1])
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
+    @property
+    def num_by_tenant(self) -> list[int]:
+        """Pages of tenants with shares; see `TierLists`. Empty where there are none."""
+        return self._lists.num_by_tenant if self._lists.has_shares else []
+
     def next_to_leave(self, count: int, now_s: float) -> Rows:
         """Up to `count` pages of those that `take` would take first."""
         return self._lists.next_to_leave(count, now_s)
@@ -83,12 +88,16 @@ class DiskOrder:
         Of equal ones the first comes first: of a path the root, without which none is reached.
         """
         needed, score = self._lists.worth(rows, now_s)
-        return np.lexsort((-score, -needed))
+        if not self._lists.has_shares:
+            return np.lexsort((-score, -needed))
+        return np.lexsort((-score, -needed, ~self._lists.is_within_share(rows)))
 
     def outweigh(
         self, rows: Rows, others: Rows, now_s: float, *, by_score: bool
     ) -> npt.NDArray[np.bool_]:
         """Which pages are worth more than those beside them on disk, which are older.
+
+        Where tenants have shares, first of all those of one that has no more than its own.
 
         Of two that the same request needs the one that is there stays. Of two that nobody needs it
         stays only where scores count and it has the higher one.
@@ -99,6 +108,9 @@ class DiskOrder:
         unneeded = np.isneginf(needed) & np.isneginf(needed2)
         younger = score >= score2 if by_score else np.True_
         result: npt.NDArray[np.bool_] = (needed > needed2) | (unneeded & younger)
+        if self._lists.has_shares:
+            within, within2 = (self._lists.is_within_share(each) for each in (rows, others))
+            result = np.where(within == within2, result, within)
         return result
 
     def rows_of(self, segment: int) -> Rows:

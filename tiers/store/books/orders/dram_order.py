@@ -68,13 +68,28 @@ class DramOrder:
         known &= self._index.host_slot[rows] == slots
         self.changed(rows[known])
 
-    def take(self, count: int, now_s: float) -> Rows:
-        """Takes out up to `count` pages, in the order in which they leave."""
-        return self._lists.evict(count, now_s)
+    def take(self, count: int, now_s: float, tenant: int | None = None) -> Rows:
+        """Takes out up to `count` pages, in the order in which they leave.
+
+        Args:
+            count: how many.
+            now_s: time.
+            tenant: for whose pages; None where that is not known.
+        """
+        return self._lists.evict(count, now_s, tenant)
 
     def put_back(self, rows: Rows) -> None:
         """Undoes the last `take`, or the end of it, given in its order."""
         self._lists.put_back(rows)
+
+    def demote(self, rows: Rows) -> int:
+        """These pages may leave DRAM first; see `TierLists.demote`."""
+        return self._lists.demote(rows)
+
+    @property
+    def num_by_tenant(self) -> list[int]:
+        """Pages of tenants with shares; see `TierLists`. Empty where there are none."""
+        return self._lists.num_by_tenant if self._lists.has_shares else []
 
     def next_to_leave(self, count: int, now_s: float) -> Rows:
         """The pages that `take` would take out."""

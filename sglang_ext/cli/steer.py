@@ -1,0 +1,89 @@
+"""`hier-kv steer`: says to a running server what is to become of a prompt's stored pages."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import sys
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_FLAGS = {
+    "prefetch": "bring them to DRAM now, before a request comes",
+    "demote": "let them leave DRAM first",
+    "unpin": "end their pins",
+    "ends": "their conversation is over: they leave first",
+}
+_TIMES = {
+    "pin_s": "they are to stay for so long",
+    "ttl_s": "they are of no use after so long",
+    "returns_in_s": "their conversation comes back in so long",
+}
+
+
+def add_command(
+    parser: argparse.ArgumentParser, add_server: Callable[[argparse.ArgumentParser], None]
+) -> None:
+    """Adds what the command takes.
+
+    Args:
+        parser: of the command.
+        add_server: adds the server's URL and key.
+    """
+    parser.description = (
+        "Says to a running server what is to become of the stored pages of a prompt "
+        "(docs/hints.md). Needs SGLang's admin key where the server has one. Example: "
+        "hier-kv steer http://127.0.0.1:30000 --text system.txt --prefetch --pin-s 3600"
+    )
+    parser.set_defaults(run=_steer)
+    add_server(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--text", metavar="FILE", help="with the prompt's text, - for stdin")
+    prompt.add_argument("--ids", metavar="FILE", help="with its token ids, a JSON list")
+    parser.add_argument("--cache-salt", metavar="SALT", help="of the requests with this prompt")
+    parser.add_argument("--extra-key", metavar="KEY", help="of these requests")
+    for name, text in _FLAGS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    for name, text in _TIMES.items():
+        flag = name.replace("_", "-")
+        parser.add_argument(f"--{flag}", type=float, metavar="SECONDS", help=text)
+
+
+def _steer(chosen: argparse.Namespace) -> int:
+    from sglang_ext.assembly.server_stats import ServerStatsError, address_of, ask
+
+    address = address_of(chosen.url, "/hier_kv/steer")
+    try:
+        answer = ask(address, chosen.api_key, body_of(chosen))
+    except urllib.error.HTTPError as error:
+        raise ServerStatsError(f"{address} answers {error.code}: {_reason(error)}") from error
+    except http.client.HTTPException as error:
+        raise ServerStatsError(f"{address} gives no answer ({error}).") from error
+    print(json.dumps(answer))  # noqa: T201
+    return 0
+
+
+def body_of(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What the server is asked for."""
+    body: dict[str, Any]
+    if chosen.text is not None:
+        is_stdin = chosen.text == "-"
+        body = {"text": sys.stdin.read() if is_stdin else Path(chosen.text).read_text("utf-8")}
+    else:
+        body = {"input_ids": json.loads(Path(chosen.ids).read_text("utf-8"))}
+    body |= {name: True for name in _FLAGS if getattr(chosen, name)}
+    names = ("cache_salt", "extra_key", *_TIMES)
+    given = {name: getattr(chosen, name) for name in names}
+    return body | {name: value for name, value in given.items() if value is not None}
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What the answer says of itself."""
+    text = error.read().decode(errors="replace")
+    try:
+        return str(json.loads(text)["error"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200] or error.reason

@@ -1,0 +1,102 @@
+"""What an operator, a gateway or a router wants done with the stored pages of a prompt.
+
+Pure. SGLang's front process reads it from a request's body and writes it as text for the
+schedulers, each of which reads it again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang_ext.hints.request_hints import HINT_NAMES, RequestHints, parse_hints
+
+_ACTIONS = ("prefetch", "demote", "unpin")
+_TENANT = ("cache_salt", "extra_key")
+MAX_TENANT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Steering:
+    """What is to be done with a prompt's pages.
+
+    Attributes:
+        cache_salt: of the requests that the prompt is one of; None for none.
+        extra_key: of these requests.
+        prefetch: to bring them to DRAM.
+        demote: to let them leave DRAM first.
+        unpin: to end their pins, before anything else.
+        hints: what is said of their conversation; None: nothing.
+    """
+
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    prefetch: bool = False
+    demote: bool = False
+    unpin: bool = False
+    hints: RequestHints | None = None
+
+
+def parse_body(body: Any) -> tuple[Steering, str | list[int]]:
+    """What a request's body asks for, and the prompt: a text, or token ids.
+
+    Raises:
+        ValueError: it asks for nothing, or for what cannot be.
+    """
+    names = ("text", "input_ids", *_TENANT, *_ACTIONS, *HINT_NAMES)
+    if not isinstance(body, dict):
+        raise ValueError(f"expected a JSON object with some of {', '.join(names)}.")
+    unknown = [name for name in body if name not in names]
+    if unknown:
+        raise ValueError(f"expected some of {', '.join(names)}, got {unknown[0][:80]!r}.")
+    tenant: dict[str, Any] = {name: _text_of(body, name) for name in _TENANT}
+    actions: dict[str, Any] = {name: _flag_of(body, name) for name in _ACTIONS}
+    hints = parse_hints({name: body[name] for name in HINT_NAMES if name in body}, "the body")
+    if actions["prefetch"] and (actions["demote"] or (hints is not None and hints.ends)):
+        other = "demote" if actions["demote"] else "ends"
+        raise ValueError(f"expected prefetch or {other}, got both.")
+    if hints is None and not any(actions.values()):
+        raise ValueError(f"expected something to do: {', '.join((*_ACTIONS, *HINT_NAMES))}.")
+    return Steering(**tenant, **actions, hints=hints), _prompt_of(body)
+
+
+def to_text(steering: Steering, token_ids: list[int]) -> str:
+    """What is to be done, and the prompt, for a scheduler."""
+    return json.dumps([asdict(steering), token_ids], separators=(",", ":"))
+
+
+def from_text(text: str) -> tuple[Steering, list[int]]:
+    """What `to_text` was given."""
+    fields, token_ids = json.loads(text)
+    hints = fields.pop("hints")
+    return Steering(**fields, hints=None if hints is None else RequestHints(**hints)), token_ids
+
+
+def _prompt_of(body: dict[str, Any]) -> str | list[int]:
+    text, ids = body.get("text"), body.get("input_ids")
+    if (text is None) == (ids is None):
+        raise ValueError("expected text or input_ids, one of the two.")
+    if ids is None:
+        if not isinstance(text, str) or not text:
+            raise ValueError("text must be a text that is not empty.")
+        return text
+    if not isinstance(ids, list) or not all(type(each) is int and each >= 0 for each in ids):
+        raise ValueError("input_ids must be a list of token ids.")
+    return ids
+
+
+def _text_of(body: dict[str, Any], name: str) -> str | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value.encode(errors="replace")) > MAX_TENANT_BYTES:
+        raise ValueError(f"{name} must be a text of at most {MAX_TENANT_BYTES} bytes.")
+    return value or None
+
+
+def _flag_of(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false.")
+    return value

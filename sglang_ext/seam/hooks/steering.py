@@ -1,0 +1,72 @@
+"""Does with the stored pages of a prompt what the admin endpoint was asked for."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.hints.handing import hand_on
+from sglang_ext.hints.steering import Steering, from_text
+from sglang_ext.identity.tenancy import Tenant, tree_key
+from sglang_ext.seam.page_hash import hashes_of, whole_pages_key
+from sglang_ext.tiers.records.quality import ANY
+
+if TYPE_CHECKING:
+    from sglang_ext.seam.cache import HierKVRadixCache
+    from sglang_ext.tiers.store import KeySpace
+    from sglang_ext.tiers.store.types import Hashes
+
+
+def steer(cache: HierKVRadixCache, text: str) -> dict[str, Any]:
+    """Does it, and says where the pages lay before. Scheduler thread; waits for nothing.
+
+    Each rank does it with its own pages and by itself: no promise rests on it.
+
+    Args:
+        cache: whose pages.
+        text: from `hints.steering.to_text`.
+    """
+    steering, token_ids = from_text(text)
+    space = cache.identity.space_now(cache.store)
+    if space is None:
+        return {"error": "the weights are changing, or changed without a flush; try again later."}
+    tenant = Tenant(extra_key=steering.extra_key, salt=steering.cache_salt)
+    space = cache.of_tenant(space, tenant)
+    page_size = cache.page_size
+    key = whole_pages_key(
+        array("q", token_ids),
+        tree_key(steering.extra_key, None),
+        steering.cache_salt,
+        page_size,
+        of_pairs=bool(cache.tree_core.is_eagle),
+    )
+    num_pages = len(key) // page_size
+    if not num_pages:
+        return {"pages": 0}
+    hashes = hashes_of(key, page_size)
+    found = cache.store.locate_prefix(space, hashes)
+    answer = {"pages": num_pages, "host": found.host, "disk": found.disk}
+    return {**answer, **_do(cache, steering, tenant, space, hashes)}
+
+
+def _do(
+    cache: HierKVRadixCache, steering: Steering, tenant: Tenant, space: KeySpace, hashes: Hashes
+) -> dict[str, Any]:
+    lookahead, done = cache.store.lookahead, dict[str, Any]()
+    if lookahead is not None:
+        if steering.unpin:
+            done["unpinned"] = lookahead.unpin(space, hashes)
+        if steering.hints is not None:
+            hand_on(lookahead, space, hashes, cache.hint_owner(tenant), steering.hints)
+        if steering.demote:
+            done["demoted"] = lookahead.demote(space, hashes)
+    if steering.prefetch:
+        done["prefetching"] = _prefetch(cache, space, hashes)
+    return done
+
+
+def _prefetch(cache: HierKVRadixCache, space: KeySpace, hashes: Hashes) -> bool:
+    if cache.linker.windows is not None or cache.linker.states is not None:
+        return False  # which of their pages a request will need is known when it has come
+    return cache.waiting_room.prefetch(ReusablePrefix(space, hashes, 0, max_quality=ANY))

@@ -1,0 +1,196 @@
+"""Loops of a timing wheel: which pages something was said of until a time that is over.
+
+Rows stand in slots by the second in which their time is over: 256 slots of one second, 64 of 256
+seconds and 64 of 16,384, which is twelve days. Rows of a wider slot are spread over narrower ones
+when its time begins, so each is moved twice at most. (Varghese and Lauck, 1987, scheme 7.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_ext.tiers.compiled import compiled
+
+_NONE = -1
+_FINE_BITS, _WIDE_BITS = 8, 6
+_NUM_FINE, _NUM_WIDE = 1 << _FINE_BITS, 1 << _WIDE_BITS
+_NUM_SLOTS = _NUM_FINE + 2 * _NUM_WIDE
+MAX_S = float(1 << (_FINE_BITS + 2 * _WIDE_BITS))
+_SECONDS_A_CALL = 1 << 16
+
+NEXT, NUM_ROWS = 0, 1  # slots of `counts`
+
+
+class Timers(NamedTuple):
+    """Columns by row; 19 bytes a row, committed as rows are given times.
+
+    Attributes:
+        slot: u16 per row, the slot that it is in, counted from 1; 0 for none.
+        prev: i32 per row.
+        next: i32 per row.
+        due_s: f64 per row, when its time is over.
+        owner: u8 per row, who said it.
+        ends: i32[2, slots], first and last row of each slot.
+        counts: i64[2], the second to be looked at next, rows with a time.
+    """
+
+    slot: npt.NDArray[np.uint16]
+    prev: npt.NDArray[np.int32]
+    next: npt.NDArray[np.int32]
+    due_s: npt.NDArray[np.float64]
+    owner: npt.NDArray[np.uint8]
+    ends: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int64]
+
+
+def new_timers(num_rows: int) -> Timers:
+    """No row has a time."""
+    return Timers(
+        np.zeros(num_rows, np.uint16),
+        np.zeros(num_rows, np.int32),
+        np.zeros(num_rows, np.int32),
+        np.zeros(num_rows),
+        np.zeros(num_rows, np.uint8),
+        np.full((2, _NUM_SLOTS), _NONE, np.int32),
+        np.zeros(2, np.int64),
+    )
+
+
+@compiled
+def _link(timers: Any, row: int) -> None:
+    """Puts a row behind the others of its second."""
+    start = timers.counts[NEXT]
+    second = max(np.int64(np.ceil(timers.due_s[row])), start)
+    left = second - start
+    if left < _NUM_FINE:
+        slot = second & (_NUM_FINE - 1)
+    elif left < _NUM_FINE << _WIDE_BITS:
+        slot = _NUM_FINE + ((second >> _FINE_BITS) & (_NUM_WIDE - 1))
+    else:
+        slot = _NUM_FINE + _NUM_WIDE
+        slot += (second >> (_FINE_BITS + _WIDE_BITS)) & (_NUM_WIDE - 1)
+    before = timers.ends[1, slot]
+    timers.slot[row] = slot + 1
+    timers.prev[row], timers.next[row] = before, _NONE
+    if before == _NONE:
+        timers.ends[0, slot] = row
+    else:
+        timers.next[before] = row
+    timers.ends[1, slot] = row
+
+
+@compiled
+def _cut(timers: Any, row: int) -> None:
+    slot = timers.slot[row] - 1
+    before, after = timers.prev[row], timers.next[row]
+    if before == _NONE:
+        timers.ends[0, slot] = after
+    else:
+        timers.next[before] = after
+    if after == _NONE:
+        timers.ends[1, slot] = before
+    else:
+        timers.prev[after] = before
+    timers.slot[row] = 0
+
+
+@compiled
+def has_time(timers: Any, row: int) -> Any:
+    """Whether a row has a time."""
+    return timers.slot[row] != 0
+
+
+@compiled
+def set_time(timers: Any, row: int, due_s: float, owner: int, now_s: float) -> None:
+    """Gives a row a time, in place of the one it has.
+
+    Args:
+        timers: The columns.
+        row: The row.
+        due_s: When it is over, at most `MAX_S` from now.
+        owner: Who says it.
+        now_s: Time.
+    """
+    if timers.counts[NUM_ROWS] == 0:
+        timers.counts[NEXT] = max(timers.counts[NEXT], np.int64(np.floor(now_s)))
+    if timers.slot[row] != 0:
+        _cut(timers, row)
+        timers.counts[NUM_ROWS] -= 1
+    timers.counts[NUM_ROWS] += 1
+    timers.due_s[row] = due_s
+    timers.owner[row] = owner
+    _link(timers, row)
+
+
+@compiled
+def set_times(timers: Any, rows: Any, due_s: float, owner: int, now_s: float) -> None:
+    """The same for some rows, all of which exist."""
+    for i in range(rows.size):
+        set_time(timers, rows[i], due_s, owner, now_s)
+
+
+@compiled
+def clear(timers: Any, rows: Any) -> Any:
+    """Takes the times of some rows away, in place; returns how many had one.
+
+    Args:
+        timers: The columns.
+        rows: i64[N]; rows that do not exist are passed over.
+    """
+    num = 0
+    if timers.counts[NUM_ROWS] == 0:
+        return num
+    for i in range(rows.size):
+        row = rows[i]
+        if 0 <= row < timers.slot.size and timers.slot[row] != 0:
+            _cut(timers, row)
+            num += 1
+    timers.counts[NUM_ROWS] -= num
+    return num
+
+
+@compiled
+def _spread(timers: Any, slot: int, budget: int) -> Any:
+    """Moves rows of a wide slot to where they belong now; returns what is left of the budget."""
+    while budget > 0 and timers.ends[0, slot] != _NONE:
+        row = timers.ends[0, slot]
+        _cut(timers, row)
+        _link(timers, row)
+        budget -= 1
+    return budget
+
+
+@compiled
+def take_due(timers: Any, now_s: float, out: Any) -> Any:
+    """Takes rows whose time is over into `out`; returns how many, with those due first in front.
+
+    One call moves as many rows at most as `out` holds; the next one goes on from there.
+    """
+    num, budget = 0, out.size
+    if timers.counts[NUM_ROWS] == 0:
+        return num
+    for _ in range(_SECONDS_A_CALL):
+        second = timers.counts[NEXT]
+        if second > now_s or timers.counts[NUM_ROWS] == 0:
+            break
+        if second & ((1 << (_FINE_BITS + _WIDE_BITS)) - 1) == 0:
+            wide = (second >> (_FINE_BITS + _WIDE_BITS)) & (_NUM_WIDE - 1)
+            budget = _spread(timers, _NUM_FINE + _NUM_WIDE + wide, budget)
+        if second & (_NUM_FINE - 1) == 0:
+            wide = (second >> _FINE_BITS) & (_NUM_WIDE - 1)
+            budget = _spread(timers, _NUM_FINE + wide, budget)
+        slot = second & (_NUM_FINE - 1)
+        while budget > 0 and timers.ends[0, slot] != _NONE:
+            row = timers.ends[0, slot]
+            _cut(timers, row)
+            timers.counts[NUM_ROWS] -= 1
+            out[num] = row
+            num += 1
+            budget -= 1
+        if budget == 0:
+            break  # and again at this second
+        timers.counts[NEXT] = second + 1
+    return num
