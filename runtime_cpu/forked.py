@@ -125,7 +125,7 @@ class Nursery:
             env: its whole environment.
             log: takes stdout and stderr.
         """
-        job = Job(list(args), dict(env), os.getcwd(), _children(args))
+        job = Job(list(args), dict(env), os.getcwd(), num_children(args))
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             socket.send_fds(
@@ -165,7 +165,7 @@ def _comes_late(folder: str) -> bool:
     return not any(name in _IMPORTED_AT_START or importlib.util.find_spec(name) for name in names)
 
 
-def _children(args: Sequence[str]) -> list[int]:
+def num_children(args: Sequence[str]) -> list[int]:
     """For each process that a server starts, in order, how many that one starts.
 
     A controller starts the schedulers where they are data parallel, the server itself otherwise;

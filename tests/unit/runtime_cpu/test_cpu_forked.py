@@ -9,7 +9,7 @@ import pytest
 
 from bench.faults.inject import Control, environment
 from runtime_cpu import launch
-from runtime_cpu.forked import Nursery
+from runtime_cpu.forked import Nursery, num_children
 from testkit.slow import on_path
 
 
@@ -40,8 +40,23 @@ def test_what_an_import_at_start_would_have_found_needs_a_start(tmp_path: Path, 
     assert not is_forked(tmp_path, with_folder(folder))
 
 
-def test_what_decides_about_imports_or_starts_processes_twice_needs_a_start(tmp_path: Path) -> None:
+def test_what_decides_about_imports_or_was_not_tried_needs_a_start(tmp_path: Path) -> None:
     assert is_forked(tmp_path, {"SGLANG_HIER_KV_TEST": "1"}, "--tp-size", "2")
     assert not is_forked(tmp_path, {"TRITON_INTERPRET": "1"})
     assert not is_forked(tmp_path, {"PYTHONPATH": str(tmp_path)})  # lacks the stand-ins
-    assert not is_forked(tmp_path, {}, "--dp-size", "2")
+    assert not is_forked(tmp_path, {}, "--pp-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], [0, 0]),
+        (["--tp-size", "2"], [0, 0, 0]),
+        (["--dp-size", "2"], [2, 0]),
+        (["--tp-size", "2", "--dp-size", "2"], [4, 0]),
+        (["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"], [4, 0]),
+        (["--tp-size", "4", "--attn-dp-size", "2"], [4, 0]),
+    ],
+)
+def test_processes_are_counted_by_who_starts_them(args: list[str], expected: list[int]) -> None:
+    assert num_children(args) == expected
