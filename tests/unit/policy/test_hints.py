@@ -319,3 +319,15 @@ def test_pages_that_rest_have_the_classes_of_their_last_use() -> None:
     assert set(policy.pages.kind[:90].tolist()) == {IN_USE}
     policy.rested(np.arange(-1, 100))
     assert policy.pages.kind.tolist() == before.tolist()
+
+
+def test_rows_that_do_not_exist_are_no_other_rows() -> None:
+    policy = PlacementPolicy(8)
+    tier = policy.add_tier(8)
+    path = np.arange(4, 8)
+    policy.used(path, 1.0)
+    tier.enter(path)
+    policy.enqueue("waits", np.array([5, -1, 4, -1]), 2.0)  # 4 has another parent now
+    policy.leave("waits")
+    policy.used(path, 3.0)
+    assert tier.evict(8, 4.0).tolist() == [7, 6, 5, 4]
