@@ -49,10 +49,12 @@ class Prefetch:
 
     Args:
         deadline_s: when it is given up.
+        then: called when it has ended.
     """
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, then: Callable[[], None] | None) -> None:
         self.deadline_s = deadline_s
+        self.then = then
 
 
 class Progress(NamedTuple):
@@ -210,7 +212,7 @@ class WaitingRoom:
         if self._prefetches:
             self._end_prefetches()
 
-    def prefetch(self, prefix: ReusablePrefix) -> bool:
+    def prefetch(self, prefix: ReusablePrefix, then: Callable[[], None] | None = None) -> bool:
         """Somebody wants a prompt's pages in DRAM before a request comes.
 
         It waits behind all requests, never runs, and leaves when all that is stored of it is in
@@ -218,14 +220,15 @@ class WaitingRoom:
 
         Args:
             prefix: what to bring, none of it on the device.
+            then: called when it has left, whatever it brought.
 
         Returns:
-            False where too many are under way.
+            False where too many are under way; then `then` is not called.
         """
         if len(self._prefetches) >= _MAX_PREFETCHES:
             self._store.counters.add("prefetches_refused")
             return False
-        handle = Prefetch(self._clock() + _PREFETCH_S)
+        handle = Prefetch(self._clock() + _PREFETCH_S, then)
         self.enter(handle, prefix)
         self._prefetches.append(handle)
         self._store.counters.add("prefetches")
@@ -497,18 +500,19 @@ class WaitingRoom:
         left = []
         for handle in self._prefetches:
             waiting = self._waiting.get(handle)
-            if waiting is None:  # it was let go with all others
-                continue
-            nothing = waiting.plan is None and not waiting.found.total
-            if self._now_s < handle.deadline_s and not (
-                waiting.answered and (waiting.ready or nothing)
-            ):
-                left.append(handle)
-                continue
-            if waiting.plan is not None:
-                num = waiting.plan.num_planned - waiting.plan.remaining
-                self._store.counters.add("prefetched_pages", num)
-            self.leave(handle)
+            if waiting is not None:  # else it was let go with all others
+                nothing = waiting.plan is None and not waiting.found.total
+                if self._now_s < handle.deadline_s and not (
+                    waiting.answered and (waiting.ready or nothing)
+                ):
+                    left.append(handle)
+                    continue
+                if waiting.plan is not None:
+                    num = waiting.plan.num_planned - waiting.plan.remaining
+                    self._store.counters.add("prefetched_pages", num)
+                self.leave(handle)
+            if handle.then is not None:
+                handle.then()
         self._prefetches = left
 
     def _sweep(self, order: Sequence[Hashable]) -> None:

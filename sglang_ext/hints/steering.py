@@ -15,6 +15,7 @@ from sglang_ext.hints.request_hints import HINT_NAMES, RequestHints, parse_hints
 _ACTIONS = ("prefetch", "demote", "unpin")
 _TENANT = ("cache_salt", "extra_key")
 MAX_TENANT_BYTES = 4096
+_MAX_TOKEN_ID = (1 << 31) - 1  # a scheduler takes no larger ones
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,12 @@ def _prompt_of(body: dict[str, Any]) -> str | list[int]:
     if (text is None) == (ids is None):
         raise ValueError("expected text or input_ids, one of the two.")
     if ids is None:
-        if not isinstance(text, str) or not text:
+        if not text or _num_bytes(text) is None:
             raise ValueError("text must be a text that is not empty.")
-        return text
-    if not isinstance(ids, list) or not all(type(each) is int and each >= 0 for each in ids):
+        return str(text)
+    if not isinstance(ids, list) or not all(
+        type(each) is int and 0 <= each <= _MAX_TOKEN_ID for each in ids
+    ):
         raise ValueError("input_ids must be a list of token ids.")
     return ids
 
@@ -90,9 +93,18 @@ def _text_of(body: dict[str, Any], name: str) -> str | None:
     value = body.get(name)
     if value is None:
         return None
-    if not isinstance(value, str) or len(value.encode(errors="replace")) > MAX_TENANT_BYTES:
+    num_bytes = _num_bytes(value)
+    if num_bytes is None or num_bytes > MAX_TENANT_BYTES:
         raise ValueError(f"{name} must be a text of at most {MAX_TENANT_BYTES} bytes.")
     return value or None
+
+
+def _num_bytes(value: Any) -> int | None:
+    """Size of a text; None for what is none, as half a surrogate pair, which JSON may hold."""
+    try:
+        return len(value.encode()) if isinstance(value, str) else None
+    except UnicodeEncodeError:
+        return None
 
 
 def _flag_of(body: dict[str, Any], name: str) -> bool:

@@ -114,6 +114,15 @@ def _length_step(num_pages: int) -> int:
 
 
 @compiled
+def _learned_kind(pages: Any, row: int, num_pages: int) -> Any:
+    """Class of a page by its last use, in a path of so many pages."""
+    turn = _step(pages.turn[row])
+    if pages.tail[row] == 0:
+        return NUM_INNER + turn
+    return (turn * 4 + _length_step(num_pages)) * 4 + _step(pages.uses[row])
+
+
+@compiled
 def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> None:
     """Notes that a request computed or reused `path`, root first.
 
@@ -156,11 +165,7 @@ def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> No
         pages.tail[row] = min(tail, _CAP)
         pages.last_s[row] = now_s
         pages.last[row] = clock
-        if tail == 0:
-            pages.kind[row] = NUM_INNER + _step(turn)
-        else:
-            steps = (_step(turn) * 4 + _length_step(path.size)) * 4
-            pages.kind[row] = steps + _step(pages.uses[row])
+        pages.kind[row] = _learned_kind(pages, row, path.size)
         parent = row
 
 
@@ -207,6 +212,31 @@ def touch(pages: Any, rows: Any, now_s: float) -> None:
         if 0 <= row < pages.known.size and pages.known[row]:
             pages.kind[row] = IN_USE
             pages.last_s[row] = now_s
+
+
+@compiled
+def rest(pages: Any, rows: Any) -> Any:
+    """Moves pages from the class IN_USE back to those of their last use.
+
+    Args:
+        pages: The columns.
+        rows: i64[N]; rows that do not exist are passed over.
+
+    Returns:
+        i64[M], those that moved. What nobody used yet stays.
+    """
+    num = 0
+    moved = np.empty(rows.size, np.int64)
+    for i in range(rows.size):
+        row = rows[i]
+        if row < 0 or row >= pages.known.size or not pages.known[row]:
+            continue
+        if pages.uses[row] and pages.kind[row] == IN_USE:
+            num_pages = pages.depth[row] + 1 + np.int64(pages.tail[row])
+            pages.kind[row] = _learned_kind(pages, row, num_pages)
+            moved[num] = row
+            num += 1
+    return moved[:num]
 
 
 @compiled

@@ -145,6 +145,13 @@ class PlacementPolicy:
         for tier in self.tiers:
             tier.touched(rows)
 
+    def rested(self, rows: Rows) -> None:
+        """Nobody is about to use these pages after all: they are of the classes of their last use.
+
+        They keep their age since `touched`. What was said of them before is over.
+        """
+        self._replace(page_kernels.rest(self.pages, _as_rows(rows)))
+
     def used(
         self,
         path: Rows,
@@ -381,6 +388,7 @@ def _compile_loops() -> None:
     policy.set_order(list(range(7, -1, -1)))
     policy.link(np.arange(40, 44), 9.0)
     policy.touched(np.arange(4), 9.0)
+    policy.rested(np.arange(4))
     tier.hold_where(np.arange(4), np.zeros(4, np.bool_))
     tier.next_to_leave(4, 9.0)
     policy.wanted(np.arange(4))

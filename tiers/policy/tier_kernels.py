@@ -270,7 +270,7 @@ def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, yo
     """Moves the pages of a path that lie here; adopts the parents that the use gave them."""
     for i in range(path.size):
         row = path[i]
-        if lists.state[row] == ABSENT:
+        if row < 0 or row >= lists.state.size or lists.state[row] == ABSENT:
             continue
         old, new = max(old_parents[i], NONE), pages.parent[row]
         if old != new:
@@ -281,7 +281,7 @@ def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, yo
                 lists.children[new] += 1
     for i in range(path.size - 1, -1, -1):
         row = path[i]
-        if lists.state[row] == ABSENT:
+        if row < 0 or row >= lists.state.size or lists.state[row] == ABSENT:
             continue
         if not restamps:
             if lists.kind[row] % NUM_CLASSES >= LEFT_BEHIND:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.hints.handing import hand_on
+from sglang_ext.hints.request_hints import RequestHints
 from sglang_ext.hints.steering import Steering, from_text
 from sglang_ext.identity.tenancy import Tenant, tree_key
 from sglang_ext.seam.page_hash import hashes_of, whole_pages_key
@@ -53,20 +55,35 @@ def steer(cache: HierKVRadixCache, text: str) -> dict[str, Any]:
 def _do(
     cache: HierKVRadixCache, steering: Steering, tenant: Tenant, space: KeySpace, hashes: Hashes
 ) -> dict[str, Any]:
-    lookahead, done = cache.store.lookahead, dict[str, Any]()
-    if lookahead is not None:
-        if steering.unpin:
-            done["unpinned"] = lookahead.unpin(space, hashes)
-        if steering.hints is not None:
-            hand_on(lookahead, space, hashes, cache.hint_owner(tenant), steering.hints)
-        if steering.demote:
-            done["demoted"] = lookahead.demote(space, hashes)
+    lookahead, hints, done = cache.store.lookahead, steering.hints, dict[str, Any]()
+
+    def say(what: RequestHints | None) -> None:
+        if lookahead is not None and what is not None:
+            hand_on(lookahead, space, hashes, cache.hint_owner(tenant), what)
+
+    def end_prefetch() -> None:
+        if lookahead is not None:
+            lookahead.rested(space, hashes)
+        say(hints)
+
+    if lookahead is not None and steering.unpin:
+        done["unpinned"] = lookahead.unpin(space, hashes)
     if steering.prefetch:
-        done["prefetching"] = _prefetch(cache, space, hashes)
+        done["prefetching"] = _prefetch(cache, space, hashes, end_prefetch)
+    if not done.get("prefetching"):
+        say(hints)
+    elif hints is not None:
+        # Bringing pages ends what was said of them, so that is said when they are there, and those
+        # that come from afar are pinned then. What is here is pinned at once, too.
+        say(RequestHints(pin_s=hints.pin_s))
+    if lookahead is not None and steering.demote:
+        done["demoted"] = lookahead.demote(space, hashes)
     return done
 
 
-def _prefetch(cache: HierKVRadixCache, space: KeySpace, hashes: Hashes) -> bool:
+def _prefetch(
+    cache: HierKVRadixCache, space: KeySpace, hashes: Hashes, then: Callable[[], None]
+) -> bool:
     if cache.linker.windows is not None or cache.linker.states is not None:
         return False  # which of their pages a request will need is known when it has come
-    return cache.waiting_room.prefetch(ReusablePrefix(space, hashes, 0, max_quality=ANY))
+    return cache.waiting_room.prefetch(ReusablePrefix(space, hashes, 0, max_quality=ANY), then)

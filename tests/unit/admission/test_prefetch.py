@@ -87,6 +87,22 @@ def test_there_are_no_more_than_so_many() -> None:
     assert room.prefetch(PROMPT)
 
 
+def test_what_is_to_follow_does_when_all_is_there_or_it_was_let_go() -> None:
+    store, done = Store(), list[str]()
+    room, clock = make_room(store)
+    room.prefetch(PROMPT, lambda: done.append("there"))
+    step(room, clock, "")
+    assert not done
+    store.arrive(_plan(store))
+    step(room, clock, "")
+    assert done == ["there"]
+    room.prefetch(PROMPT, lambda: done.append("let go"))
+    room.leave_all()
+    step(room, clock, "")
+    step(room, clock, "")
+    assert done == ["there", "let go"]
+
+
 def test_without_look_ahead_too() -> None:
     store = Store(looks_ahead=False)
     room, clock = make_room(store)

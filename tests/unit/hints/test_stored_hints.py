@@ -195,3 +195,25 @@ def test_a_hint_names_no_page_of_another_key_space(make: Make) -> None:
     _serve(rig, chat)
     lookahead.hint(other, chat, owner=0, returns_in_s=None)
     assert rig.count("hints_not_followed") == 1
+
+
+def test_what_was_looked_for_and_not_used_takes_hints_when_it_rests(make: Make) -> None:
+    rig = make(slots=30, disk=False, lookahead=True)
+    lookahead, now_s = rig.store.lookahead, [100.0]
+    assert lookahead is not None
+    rig.books.table.now_s = lambda: now_s[0]
+    chat, other = pages("chat", 10), pages("other", 10)
+    _serve(rig, chat)
+    lookahead.expect("prefetch", rig.space, chat, 0)
+    lookahead.leave("prefetch")
+    lookahead.hint(rig.space, chat, owner=0, returns_in_s=None)
+    assert rig.count("hinted_ends_pages") == 0  # a request may be about to use it
+    lookahead.rested(rig.space, chat)
+    lookahead.limit_life(rig.space, chat, owner=0, ttl_s=30.0)
+    now_s[0] = 140.0
+    lookahead.take_changed(8)
+    assert rig.count("ttl_ended_pages") == 10
+    _serve(rig, other)
+    rig.save(pages("new", 20))
+    assert (rig.ready(chat), rig.ready(other)) == (0, 10)
+    rig.settle()

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
 from sglang_ext.tiers.policy.hints.kernels import ENDS, NUM_OWNERS, RETURNS
-from sglang_ext.tiers.policy.page_kernels import ENDED, HINTED, PINNED
+from sglang_ext.tiers.policy.page_kernels import ENDED, HINTED, IN_USE, PINNED
 
 Rows = npt.NDArray[np.int64]
 
@@ -295,3 +295,39 @@ def test_pages_without_a_hint_are_of_no_class_of_hints() -> None:
     assert HINTED > PINNED > ENDED
     policy = _chats(3)
     assert (policy.pages.kind < ENDED).all()
+
+
+def test_what_nobody_used_yet_is_not_judged_by_a_page_that_had_its_row() -> None:
+    policy = PlacementPolicy(64)
+    tier = policy.add_tier(64)
+    former = np.arange(4)
+    policy.used(former, 1.0, names=np.arange(100, 104, dtype=np.uint64))
+    policy.forget(former)
+    policy.link(former, 2.0)  # others, recovered from the disk
+    tier.enter(former)
+    assert not len(policy.hint(former, 3.0, owner=0))
+    policy.used(np.arange(10, 14), 4.0, names=np.arange(100, 104, dtype=np.uint64))
+    assert policy.hints.ended[0].tolist() == [0.0, 0.0]
+
+
+def test_pages_that_rest_have_the_classes_of_their_last_use() -> None:
+    policy = PlacementPolicy(128)
+    for turn in range(1, 4):
+        policy.used(np.arange(30 * turn), float(turn))
+    before = policy.pages.kind.copy()
+    policy.touched(np.arange(90), 4.0)
+    assert set(policy.pages.kind[:90].tolist()) == {IN_USE}
+    policy.rested(np.arange(-1, 100))
+    assert policy.pages.kind.tolist() == before.tolist()
+
+
+def test_rows_that_do_not_exist_are_no_other_rows() -> None:
+    policy = PlacementPolicy(8)
+    tier = policy.add_tier(8)
+    path = np.arange(4, 8)
+    policy.used(path, 1.0)
+    tier.enter(path)
+    policy.enqueue("waits", np.array([5, -1, 4, -1]), 2.0)  # 4 has another parent now
+    policy.leave("waits")
+    policy.used(path, 3.0)
+    assert tier.evict(8, 4.0).tolist() == [7, 6, 5, 4]

@@ -153,3 +153,17 @@ def test_two_conversations_that_are_due_at_once_are_judged_apart() -> None:
     policy.limit_life(_chat(1), 5.0, owner=2, ttl_s=10.0)
     assert len(policy.expire(20.0)) == 20
     assert policy.hints.ended[:3, 0].tolist() == [0.0, 1.0, 1.0]
+
+
+def test_a_time_beyond_the_wheel_stops_nobody() -> None:
+    """Nobody looked for six days, and then a week is asked for."""
+    wheel, day_s = timers.new_timers(ROWS), 86_400.0
+    timers.set_time(wheel, 0, _WEEK_S, 0, 0.0)
+    timers.set_time(wheel, 1, 6 * day_s + _WEEK_S, 0, 6 * day_s)
+    out = np.empty(ROWS, np.int64)
+    for now_s, due in ((_WEEK_S - 2, []), (_WEEK_S + 1, [0]), (13 * day_s - 2, []),
+                       (13 * day_s + 1, [1])):  # fmt: skip
+        taken: list[int] = []
+        for _ in range(100):
+            taken += out[: timers.take_due(wheel, now_s, out)].tolist()
+        assert taken == due

@@ -186,7 +186,8 @@ def give(
 ) -> Any:
     """Notes a hint of a conversation, and moves its pages to the class that the hint gives them.
 
-    Pages that other paths share stay what they are, and so do all while the owner is not trusted.
+    Pages that other paths share, or that nobody used yet, stay what they are, and so do all while
+    the owner is not trusted.
 
     Args:
         hints: The columns.
@@ -205,7 +206,9 @@ def give(
     num = 0
     for i in range(path.size):
         row = path[i]
-        if 0 <= row < pages.known.size and pages.known[row] and not pages.shared[row]:
+        if row < 0 or row >= pages.known.size or not pages.known[row] or pages.shared[row]:
+            continue
+        if pages.uses[row]:  # else its name is not known yet, by which the hint would be judged
             own[num] = row
             num += 1
     if num == 0:

@@ -64,6 +64,8 @@ def _link(timers: Any, row: int) -> None:
     """Puts a row behind the others of its second."""
     start = timers.counts[NEXT]
     second = max(np.int64(np.ceil(timers.due_s[row])), start)
+    # Where nobody looked for days it lies beyond the wheel: as far as that goes, and then again.
+    second = min(second, start + (1 << (_FINE_BITS + 2 * _WIDE_BITS)) - 1)
     left = second - start
     if left < _NUM_FINE:
         slot = second & (_NUM_FINE - 1)

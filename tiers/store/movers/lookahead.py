@@ -134,6 +134,11 @@ class LookAhead:
             self._stop_missing(request)
             self._changed.pop(request, None)
 
+    def rested(self, space: KeySpace, hashes: Hashes) -> None:
+        """What somebody waited for is not going to be used; see `PlacementPolicy.rested`."""
+        with self._table.lock:
+            self._policy.rested(self._table.index.prefix_rows(hashes, space.number))
+
     def used(self, space: KeySpace, hashes: Hashes, arrived_s: float | None) -> None:
         """A request has ended: it computed or reused these pages.
 

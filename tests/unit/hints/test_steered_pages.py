@@ -1,0 +1,60 @@
+"""What the admin endpoint does in a scheduler, over a real store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runtime_cpu import inprocess
+from sglang_ext.admission.waiting import WaitingRoom
+from sglang_ext.hints.steering import parse_body, to_text
+from tests.unit.store.store_rig import Make, Rig, rigs
+
+PAGE = 4
+TOKENS = list(range(10 * PAGE))
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    yield from rigs(tmp_path)
+
+
+def _cache(rig: Rig, room: WaitingRoom) -> Any:
+    """What `steer` asks of a cache, around a store and a waiting room."""
+    return SimpleNamespace(
+        store=rig.store, waiting_room=room, page_size=PAGE,
+        identity=SimpleNamespace(space_now=lambda store: rig.space),
+        of_tenant=lambda space, tenant: space, hint_owner=lambda tenant: 0,
+        tree_core=SimpleNamespace(is_eagle=False),
+        linker=SimpleNamespace(windows=None, states=None),
+    )  # fmt: skip
+
+
+def test_what_is_said_with_a_prefetch_holds_when_the_pages_are_there(make: Make) -> None:
+    inprocess.prepare()
+    from sglang_ext.seam.hooks.steering import steer
+    from sglang_ext.seam.page_hash import hashes_of, whole_pages_key
+
+    rig = make(slots=30, lookahead=True, pin_share=0.5)
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    chat = hashes_of(whole_pages_key(TOKENS, None, None, PAGE), PAGE)
+    rig.save(chat)
+    lookahead.used(rig.space, chat, None)
+    room = WaitingRoom(rig.store, prefetch_policy="best_effort", prefetch_timeout_ms=0)
+    body = {"input_ids": TOKENS, "prefetch": True, "returns_in_s": 60, "ttl_s": 600, "pin_s": 60}
+    done = steer(_cache(rig, room), to_text(parse_body(body)[0], TOKENS))
+    assert done == {"pages": 10, "host": 10, "disk": 0, "prefetching": True}
+    assert (rig.count("pinned_pages"), rig.count("hinted_return_pages")) == (10, 0)
+    deadline_s = time.monotonic() + 60
+    while room.num_prefetches:
+        room.step([])
+        assert time.monotonic() < deadline_s
+    assert (rig.count("pinned_pages"), rig.count("hinted_return_pages")) == (10, 10)
+    assert rig.count("ttl_pages") == 10
+    rig.settle()
