@@ -77,41 +77,45 @@ class _Child:
     Args:
         others: copies that were made before it.
         num_children: processes that it will start, which are copies of it.
+        inbox: of this process, which is not for its copies.
     """
 
-    def __init__(self, others: Sequence[_Child], num_children: int) -> None:
-        self._num_children = num_children
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(
+        self, others: Sequence[_Child], num_children: int, inbox: socket.socket | None = None
+    ) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:  # at a number that no received descriptor wants
+            high = fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_HIGH_FD)
+        self._socket = socket.socket(fileno=high)
         self.pid = os.fork()
         if self.pid == 0:
             for other in others:
                 other._socket.close()
+            if inbox is not None:
+                inbox.close()
             self._socket.close()
-            _run_spawned(theirs)
+            _run_spawned(theirs, num_children)
         theirs.close()
 
     def start(self, program: str, fds: Sequence[int]) -> int:
         """Lets it run a spawned interpreter's program with these descriptors; returns its pid."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
-        message = {
-            "program": program,
-            "fds": list(fds),
-            "env": dict(os.environ),
-            "num_children": self._num_children,
-        }
+        message = {"program": program, "fds": list(fds), "env": dict(os.environ)}
         socket.send_fds(self._socket, [json.dumps(message).encode()], list(fds))
         self._socket.close()
         return self.pid
 
 
-def _run_spawned(inbox: socket.socket) -> None:
+def _run_spawned(inbox: socket.socket, num_children: int) -> None:
     """Waits for a program and runs it as a spawned interpreter would; never returns."""
+    # Before descriptors come: a copy that had them, too, would hide from who watches one of them
+    # that this process ended.
+    _use_children([0] * num_children, inbox)
     data, fds, _, _ = socket.recv_fds(inbox, MAX_MESSAGE_BYTES, _MAX_FDS)
     inbox.close()
     if not data:
         os._exit(0)  # the server ended, or needed fewer children
     message = json.loads(data)
-    _use_children([0] * message["num_children"])
     _renumber(fds, message["fds"])
     os.environ.clear()
     os.environ.update(message["env"])
@@ -132,17 +136,18 @@ def _renumber(fds: Sequence[int], wanted: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _use_children(counts: Sequence[int]) -> None:
+def _use_children(counts: Sequence[int], inbox: socket.socket | None = None) -> None:
     """Makes copies of this process, which `multiprocessing` then starts instead of interpreters.
 
     Its other helper, the resource tracker, starts as ever.
 
     Args:
         counts: for each copy, how many it will make of itself.
+        inbox: of this process, which is not for its copies.
     """
     children: list[_Child] = []
     for count in counts:
-        children.append(_Child(children, count))
+        children.append(_Child(children, count, inbox))
     if not children:
         return
     spawn = multiprocessing.util.spawnv_passfds

@@ -12,6 +12,15 @@ DTYPE_BYTES = {
 }  # fmt: skip
 _NUMBERS = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 _KINDS = ("layer_types", "layers_block_type")
+# Others that decide, where they are there; MLA's second may be 0.
+_OPTIONAL = ("num_key_value_heads", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
+# Of hybrid models that name no kinds: layers with attention are one in so many.
+_INTERVALS = ("full_attention_interval", "attn_layer_period")
+# Of those that write a letter a layer: which have attention.
+_PATTERN, _ATTENTION = "hybrid_override_pattern", "*"
+
+
+_MOST_BYTES = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -43,12 +52,13 @@ def read_model(path: Path, kv_dtype: str = "", num_ranks: int = 1) -> ModelKv:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{file} cannot be read as a model's config.json ({error}); name the file, or the "
             "folder that it is in"
         ) from error
-    config = config.get("text_config", config) if isinstance(config, dict) else {}
+    outer = config if isinstance(config, dict) else {}
+    config = outer.get("text_config", outer)
     if not isinstance(config, dict):
         config = {}
     missing = [name for name in _NUMBERS if not _is_count(config.get(name))]
@@ -57,7 +67,15 @@ def read_model(path: Path, kv_dtype: str = "", num_ranks: int = 1) -> ModelKv:
             f"{file} has no {', '.join(missing)}, of which the size of KV follows; name the "
             "config.json of a language model, or give --kv-bytes-per-token"
         )
-    name = kv_dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    odd = [name for name in _OPTIONAL if not _is_count_or_none(config.get(name))]
+    if odd:
+        raise ValueError(
+            f"{file} must have whole numbers above 0 as {', '.join(odd)}, got "
+            f"{', '.join(repr(config[name])[:40] for name in odd)}; give --kv-bytes-per-token"
+        )
+    dtypes = [each.get(key) for each in (config, outer) for key in ("dtype", "torch_dtype")]
+    name = kv_dtype or str(next(filter(None, dtypes), "bfloat16"))
+    name = name.removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise ValueError(
             f"the KV dtype is one of {', '.join(DTYPE_BYTES)}, got {name!r}; give --kv-dtype"
@@ -65,13 +83,19 @@ def read_model(path: Path, kv_dtype: str = "", num_ranks: int = 1) -> ModelKv:
     num_layers, note = _layers(config)
     values = _values_per_layer(config, num_ranks)
     label = file.parent.name or file.name
-    return ModelKv(label, num_layers * values * DTYPE_BYTES[name], note)
+    num_bytes = num_layers * values * DTYPE_BYTES[name]
+    if not 0 < num_bytes < _MOST_BYTES:
+        raise ValueError(
+            f"a token's KV must take more than no byte and less than {_MOST_BYTES}, and by {file} "
+            "it does not; give --kv-bytes-per-token"
+        )
+    return ModelKv(label, num_bytes, note)
 
 
 def _values_per_layer(config: dict[str, Any], num_ranks: int) -> int:
     """Numbers that one layer stores of a token, over all ranks."""
     if _is_count(config.get("kv_lora_rank")):  # latent attention: every rank stores all of it
-        return num_ranks * int(config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0))
+        return num_ranks * int(config["kv_lora_rank"] + (config.get("qk_rope_head_dim") or 0))
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -83,15 +107,35 @@ def _layers(config: dict[str, Any]) -> tuple[int, str]:
     """Layers that store KV of every token, and what that leaves out."""
     num = int(config["num_hidden_layers"])
     kinds = next((config[name] for name in _KINDS if isinstance(config.get(name), list)), None)
-    if kinds is None or len(kinds) != num:
-        return num, ""
+    if kinds is None or len(kinds) != num or not all(isinstance(kind, str) for kind in kinds):
+        return _layers_of_hybrid(config, num)
     attends = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
-    notes = []
-    if len(attends) < num:
-        notes.append(f"states of {num - len(attends)} layers without attention are not counted")
+    notes = _notes(num - len(attends))
     if any("sliding" in kind or "chunked" in kind for kind in attends):
         notes.append("layers with a window are counted as full ones, so less is needed")
     return max(1, len(attends)), "; ".join(notes)
+
+
+def _layers_of_hybrid(config: dict[str, Any], num: int) -> tuple[int, str]:
+    """The same where no list of kinds says it."""
+    attends = num
+    interval = next((config[name] for name in _INTERVALS if _is_count(config.get(name))), 1)
+    pattern = config.get(_PATTERN)
+    if interval > 1:
+        attends = max(1, num // interval)
+    elif isinstance(pattern, str) and len(pattern) == num:
+        attends = max(1, pattern.count(_ATTENTION))
+    return attends, "; ".join(_notes(num - attends))
+
+
+def _notes(num_without: int) -> list[str]:
+    if not num_without:
+        return []
+    return [f"states of {num_without} layers without attention are not counted"]
+
+
+def _is_count_or_none(value: Any) -> bool:
+    return value is None or _is_count(value) or (value == 0 and isinstance(value, int))
 
 
 def _is_count(value: Any) -> bool:

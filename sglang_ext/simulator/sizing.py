@@ -14,6 +14,7 @@ from sglang_ext.simulator.engine import run
 from sglang_ext.simulator.traffic import Traffic
 from sglang_ext.simulator.types import System
 from sglang_ext.tiers.base import BLOCK_BYTES, record_blocks
+from sglang_ext.tiers.disk.config import MIN_SLOTS
 
 GIB = 1 << 30
 # Of what is worth keeping at a time: DRAM alone, and a little DRAM with a disk.
@@ -21,6 +22,9 @@ _DRAM_SHARES = (0.25, 0.5, 1.0, 2.0)
 _DISK_SHARES = (1.0, 2.0)
 _WITH_DISK = 0.125
 _LEAST_PAGES = 8
+_LEAST_DISK_PAGES = 2 * MIN_SLOTS + 4  # two segments, with their own heads
+_MOST_PAGES = 1 << 31
+_SLACK = 1e-6  # of a page, for what was rounded
 _LONG = 1 << 22  # no prompt is cut
 _NEAR = 0.02  # of the best hit rate: more memory is not worth it
 
@@ -62,10 +66,12 @@ def sizes_for(traffic: Traffic, kv_bytes_per_token: int) -> list[Size]:
     """Sizes to look at, smallest first."""
     page_bytes = slot_bytes(traffic.page_tokens, kv_bytes_per_token)
     all_gb = traffic.tokens / traffic.page_tokens * page_bytes / GIB
-    least_gb = _LEAST_PAGES * page_bytes / GIB
+    page_gb = page_bytes / GIB / traffic.scale  # of those in the simulation
 
     def size(host: float, disk: float) -> Size:
-        return Size(_rounded(max(host * all_gb, least_gb)), _rounded(disk * all_gb))
+        host_gb = max(host * all_gb, _LEAST_PAGES * page_gb)
+        disk_gb = max(disk * all_gb, _LEAST_DISK_PAGES * page_gb) if disk else 0.0
+        return Size(_rounded(host_gb), _rounded(disk_gb))
 
     found = [size(share, 0.0) for share in _DRAM_SHARES]
     found += [size(_WITH_DISK, share) for share in _DISK_SHARES]
@@ -84,7 +90,7 @@ def predict(
         disk_gb_s: reading speed of the disk, 10^9 bytes a second.
 
     Raises:
-        ValueError: a size holds too few pages.
+        ValueError: a size holds too few pages, or too many.
     """
     systems = [_system(traffic, kv_bytes_per_token, size, disk_gb_s) for size in sizes]
     num_workers = min(len(sizes), len(os.sched_getaffinity(0)))
@@ -98,13 +104,9 @@ def predict(
 
 def _system(traffic: Traffic, kv_bytes_per_token: int, size: Size, disk_gb_s: float) -> System:
     page_bytes = slot_bytes(traffic.page_tokens, kv_bytes_per_token)
-    host, disk = (int(gb * GIB * traffic.scale / page_bytes) for gb in (size.host_gb, size.disk_gb))
-    if host < _LEAST_PAGES:
-        least = _LEAST_PAGES * page_bytes / GIB / traffic.scale
-        raise ValueError(
-            f"{size.host_gb:g} GiB of DRAM hold {host} pages here; give --host-size at least "
-            f"{least:.3g}"
-        )
+    host = _num_pages(size.host_gb, "host", _LEAST_PAGES, page_bytes / traffic.scale)
+    least = _LEAST_DISK_PAGES if size.disk_gb else 0
+    disk = _num_pages(size.disk_gb, "disk", least, page_bytes / traffic.scale)
     return System(
         page_tokens=traffic.page_tokens,
         kv_bytes_per_token=kv_bytes_per_token,
@@ -118,6 +120,18 @@ def _system(traffic: Traffic, kv_bytes_per_token: int, size: Size, disk_gb_s: fl
         context_window=_LONG,
         truncation=False,
     )
+
+
+def _num_pages(gb: float, tier: str, least: int, page_bytes: float) -> int:
+    """Pages in the simulation; `page_bytes` of reality are one of them."""
+    num = gb * GIB / page_bytes + _SLACK
+    if not least <= num < _MOST_PAGES:
+        at_least, at_most = (pages * page_bytes / GIB for pages in (least, _MOST_PAGES))
+        raise ValueError(
+            f"{gb:g} GiB hold {num:.0f} pages here; give --{tier}-size at least {at_least:.3g} and "
+            f"at most {at_most:.3g}"
+        )
+    return int(num)
 
 
 def _predict(traffic: Traffic, system: System, size: Size) -> Prediction:

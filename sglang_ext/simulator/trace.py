@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK_TOKENS = 512
+_MOST, _MOST_ID = 10**15, 1 << 48  # a block is cut into pages with numbers of their own
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
@@ -71,7 +72,7 @@ def read_trace(
 def _parse(text: str, where: str) -> Line:
     try:
         value: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{where}: expected a JSON object, came {text[:40]!r}; {error}") from error
     if not isinstance(value, dict) or (missing := [name for name in _FIELDS if name not in value]):
         names = ", ".join(_FIELDS)
@@ -79,10 +80,17 @@ def _parse(text: str, where: str) -> Line:
         raise TraceError(f"{where}: expected a JSON object with {names}; came {what}")
     numbers = [value[name] for name in _FIELDS[:3]]
     ids = value["hash_ids"]
-    if not all(_is_number(number) and number >= 0 for number in numbers):
-        raise TraceError(f"{where}: timestamp and lengths must be numbers >= 0; came {numbers}")
-    if not isinstance(ids, list) or not all(type(each) is int and each >= 0 for each in ids):
-        raise TraceError(f"{where}: hash_ids must be a list of integers >= 0; came {str(ids)[:40]}")
+    if not all(_is_number(number) and 0 <= number <= _MOST for number in numbers):
+        raise TraceError(
+            f"{where}: timestamp and lengths must be numbers from 0 to 10^15; came "
+            f"{str(numbers)[:80]}"
+        )
+    if not isinstance(ids, list) or not all(
+        type(each) is int and 0 <= each <= _MOST_ID for each in ids
+    ):
+        raise TraceError(
+            f"{where}: hash_ids must be a list of integers from 0 to 2^48; came {str(ids)[:40]}"
+        )
     timestamp_ms, input_tokens, output_tokens = numbers
     return Line(timestamp_ms / 1000, int(input_tokens), int(output_tokens), np.array(ids, np.int64))
 

@@ -21,6 +21,7 @@ _LIVES = 3.5  # the simulation lasts so many lives of a chat, of which the first
 _WARM_UP_SHARE = 0.4
 # A server is taken to be fast enough for its traffic: without reuse it would be busy half the time.
 _LOAD = 0.5
+_MOST_TURNS, _MOST_PAGES = 1_000_000, 50_000_000
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,14 @@ class Chats:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, least = getattr(self, field.name), 0.0
-            if field.name == "turns":
-                least = 1.0
-            if not (math.isfinite(value) and value >= least) or (
-                field.name in ("per_hour", "first_tokens", "answer_tokens") and not value
-            ):
-                name = "chats-per-hour" if field.name == "per_hour" else field.name
-                name = name.replace("_", "-")
-                raise ValueError(f"--{name} must be a number of at least 1, got {value:g}")
+            value, name = getattr(self, field.name), field.name
+            is_above_0 = name in ("per_hour", "first_tokens", "answer_tokens")
+            least = 1.0 if name == "turns" else 0.0
+            if math.isfinite(value) and value >= least and (value or not is_above_0):
+                continue
+            name = "chats-per-hour" if name == "per_hour" else name.replace("_", "-")
+            what = "above 0" if is_above_0 else f"of at least {least:g}"
+            raise ValueError(f"--{name} must be a number {what}, got {value:g}")
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ def of_chats(chats: Chats, page_tokens: int, decode_tokens_per_s: float) -> Traf
     live = max(per_s * life_s, 1e-6)
     scale = min(1.0, _MAX_LIVE / live)
     count = int(max(_MIN_CHATS, _LIVES * live * scale))
+    _require_few(chats, count, page_tokens)
     workload = _conversations(chats, count, per_s * scale)
     prompt = sum(_prompt_tokens(each) for each in workload)
     turns = sum(len(each.turns) for each in workload)
@@ -106,6 +107,21 @@ def of_chats(chats: Chats, page_tokens: int, decode_tokens_per_s: float) -> Traf
         decode_tokens_per_s,
         _batch(turns * chats.answer_tokens / span_s, decode_tokens_per_s),
     )
+
+
+def _require_few(chats: Chats, count: int, page_tokens: int) -> None:
+    """Refuses what no machine could simulate.
+
+    Raises:
+        ValueError: there would be too many turns or pages.
+    """
+    later = (chats.turns - 1) * (chats.turn_tokens + chats.answer_tokens)
+    tokens = chats.system_tokens + chats.first_tokens + chats.answer_tokens + later
+    if count * chats.turns > _MOST_TURNS or count * tokens > _MOST_PAGES * page_tokens:
+        raise ValueError(
+            f"{count} chats are simulated, with {_MOST_TURNS:,} turns and {_MOST_PAGES:,} pages of "
+            f"{page_tokens} tokens at most; give shorter chats, or a larger --page-size"
+        )
 
 
 def of_trace(

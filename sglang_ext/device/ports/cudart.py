@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import re
@@ -117,7 +118,9 @@ def forget_error(maps: Path = _MAPS) -> None:
     CUDA keeps it, and torch would take it for one of the next kernel that it launches.
     """
     for path in {match[0] for match in _LIBRARY.finditer(maps.read_text())}:
-        ctypes.CDLL(path).cudaGetLastError()
+        # Its file may be gone, or its path have a space; nothing depends on this.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(path).cudaGetLastError()
 
 
 def find_cudart(maps: Path = _MAPS) -> Cudart | None:

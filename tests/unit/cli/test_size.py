@@ -11,8 +11,17 @@ from typing import Any
 import pytest
 
 from sglang_ext.cli import main
+from sglang_ext.simulator.engine import run
 from sglang_ext.simulator.model_config import read_model
-from sglang_ext.simulator.sizing import GIB, Prediction, Size, choose, sizes_for, slot_bytes
+from sglang_ext.simulator.sizing import (
+    GIB,
+    Prediction,
+    Size,
+    _system,
+    choose,
+    sizes_for,
+    slot_bytes,
+)
 from sglang_ext.simulator.traffic import Chats, of_chats
 from testkit.server import ROOT, TINYLM
 
@@ -54,6 +63,45 @@ def test_kv_of_a_token(tmp_path: Path, config: dict[str, Any], ranks: int, expec
     assert half == expected // (4 if config.get("torch_dtype") == "float32" else 2)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"full_attention_interval": 5},
+        {"attn_layer_period": 5, "attn_layer_offset": 4},
+        {"hybrid_override_pattern": "M-M*M-M*M-"},
+    ],
+)
+def test_hybrids_that_list_no_kinds_store_kv_in_layers_with_attention(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    model = read_model(write(tmp_path, **config))
+    assert model.bytes_per_token == 2 * 8 * 2 * 64 * 2
+    assert "states of 8 layers" in model.note
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_key_value_heads": "2"},
+        {"num_key_value_heads": [2] * 10},
+        {"head_dim": -64},
+        {"head_dim": "64"},
+        {"kv_lora_rank": 512, "qk_rope_head_dim": "64"},
+        {"hidden_size": 4},
+        {"num_hidden_layers": 10**400},
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give --kv-bytes-per-token"):
+        read_model(write(tmp_path, **config))
+
+
+def test_a_nested_config_has_the_dtype_of_what_is_around_it(tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}
+    write(tmp_path, text_config=text, torch_dtype="torch.float32", layer_types=[1, 2])
+    assert read_model(tmp_path).bytes_per_token == 8 * 2 * 4
+
+
 def test_layers_that_store_no_kv_of_every_token_are_named(tmp_path: Path) -> None:
     kinds = ["linear_attention"] * 6 + ["full_attention"] * 3 + ["sliding_attention"]
     model = read_model(write(tmp_path, layer_types=kinds))
@@ -80,6 +128,12 @@ def test_the_bundled_model_has_the_size_that_servers_store() -> None:
         ([str(TINYLM), *SMALL, "--think-s", "nan"], "--think-s must be a number"),
         ([str(TINYLM), *SMALL, "--host-size", "-1"], "sizes are GiB, 0 or more, got -1"),
         ([str(TINYLM), *SMALL, "--host-size", "0.0001"], "give --host-size at least"),
+        ([str(TINYLM), *SMALL, "--host-size", "1e300"], "at most"),
+        ([str(TINYLM), *SMALL, "--host-size", "1", "--disk-size", "1e-5"], "give --disk-size at l"),
+        ([str(TINYLM), *SMALL, "--think-s", "-1"], "--think-s must be a number of at least 0"),
+        ([str(TINYLM), *SMALL, "--first-tokens", "0"], "--first-tokens must be a number above 0"),
+        ([str(TINYLM), *SMALL, "--turns", "1e7"], "give shorter chats"),
+        ([str(TINYLM), *SMALL, "--first-tokens", "1e12"], "give shorter chats"),
         ([str(TINYLM), *SMALL, "--disk-size", "4"], "--disk-size needs --host-size"),
         ([str(TINYLM), *SMALL, "--tp-size", "0"], "--tp-size must be at least 1, got 0"),
         ([str(TINYLM), *SMALL, "--disk-gb-s", "0"], "--disk-gb-s must be above 0, got 0"),
@@ -93,6 +147,36 @@ def test_what_cannot_be_meant_is_one_sentence(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ((0, float("inf"), [1]), "10^15"),
+        ((0, 9, [9e99]), "hash_ids"),
+        ((0, 9, [2**63]), "2^48"),
+        (None, "expected a JSON object"),
+    ],
+)
+def test_a_trace_with_what_no_number_holds_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: tuple[Any, ...] | None, said: str
+) -> None:
+    text = "[" * 100_000
+    if line is not None:
+        names = ("timestamp", "input_length", "hash_ids")
+        text = json.dumps(dict(zip(names, line, strict=True)) | {"output_length": 1})
+    (tmp_path / "trace").write_text(text)
+    assert main(["size", str(TINYLM), "--trace", str(tmp_path / "trace")]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_sizes_that_are_looked_at_by_default_can_be_simulated() -> None:
+    tiny = Chats(1_000_000, turns=1, first_tokens=1, answer_tokens=1)
+    for chats in (Chats(0.001), tiny):
+        traffic = of_chats(chats, 64, 50.0)
+        for size in sizes_for(traffic, KV):
+            system = _system(traffic, KV, size, 3.0)
+            assert run(traffic.workload[:20], system, "lookahead").num_turns
 
 
 def test_a_trace_is_replayed_through_the_page_store(

@@ -222,6 +222,10 @@ def test_an_error_that_was_dealt_with_is_taken_back(library: Path, tmp_path: Pat
     assert status.value == 0
 
 
+def test_an_error_is_not_taken_back_where_the_library_is_gone(tmp_path: Path) -> None:
+    cudart.forget_error(maps_of(tmp_path, tmp_path / "gone" / "libcudart.so.12"))
+
+
 def test_a_thread_may_wait_while_another_captures_a_graph(
     library: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

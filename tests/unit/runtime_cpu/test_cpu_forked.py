@@ -42,6 +42,7 @@ def test_what_an_import_at_start_would_have_found_needs_a_start(tmp_path: Path, 
 
 def test_what_decides_about_imports_or_was_not_tried_needs_a_start(tmp_path: Path) -> None:
     assert is_forked(tmp_path, {"SGLANG_HIER_KV_TEST": "1"}, "--tp-size", "2")
+    assert is_forked(tmp_path, {}, "--dp-size", "2")
     assert not is_forked(tmp_path, {"TRITON_INTERPRET": "1"})
     assert not is_forked(tmp_path, {"PYTHONPATH": str(tmp_path)})  # lacks the stand-ins
     assert not is_forked(tmp_path, {}, "--pp-size", "2")
