@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.compiled import compiled
+from sglang_ext.tiers.linked_rows import NONE, append, cut
 from sglang_ext.tiers.policy.page_kernels import IN_USE, LEFT_BEHIND, NUM_INNER
 from sglang_ext.tiers.policy.page_kernels import NUM_LEARNED as NUM_CLASSES
 
-NONE = -1
 WAYS = 8
 NUM_BINS = 27  # of age: three in two octaves from half a second to a day, the last one open
 _FIRST_S = 0.5
@@ -99,28 +99,8 @@ def _mix(value: Any) -> Any:
 
 @compiled
 def _cut(prev: Any, next_: Any, ends: Any, column: int, slot: int) -> None:
-    before, after = prev[slot], next_[slot]
-    if before == NONE:
-        ends[0, column] = after
-    else:
-        next_[before] = after
-    if after == NONE:
-        ends[1, column] = before
-    else:
-        prev[after] = before
+    cut(prev, next_, ends, column, slot)
     prev[slot] = -2
-
-
-@compiled
-def _append(prev: Any, next_: Any, ends: Any, column: int, slot: int) -> None:
-    before = ends[1, column]
-    prev[slot] = before
-    next_[slot] = NONE
-    if before == NONE:
-        ends[0, column] = slot
-    else:
-        next_[before] = slot
-    ends[1, column] = slot
 
 
 @compiled
@@ -237,9 +217,9 @@ def learn(
             d.hits[d.kind[slot], age_bin(arrived_s - d.last_s[slot])] += 1
         if in_base and restamps:
             _cut(d.base_prev, d.base_next, d.base_ends, 0, slot)
-            _append(d.base_prev, d.base_next, d.base_ends, 0, slot)
+            append(d.base_prev, d.base_next, d.base_ends, 0, slot)
         elif not in_base:
-            _append(d.base_prev, d.base_next, d.base_ends, 0, slot)
+            append(d.base_prev, d.base_next, d.base_ends, 0, slot)
             d.counts[SIZE_BASE] += 1
         if in_score:
             _cut(d.score_prev, d.score_next, d.score_ends, d.kind[slot], slot)
@@ -248,7 +228,7 @@ def learn(
         d.last_s[slot] = now_s
         d.counts[STAMP] += 1
         d.stamp[slot] = d.counts[STAMP]
-        _append(d.score_prev, d.score_next, d.score_ends, d.kind[slot], slot)
+        append(d.score_prev, d.score_next, d.score_ends, d.kind[slot], slot)
         d.counts[SIZE_SCORE] += 1
     # A whole path comes in before anything leaves, as in the real thing.
     while d.counts[SIZE_BASE] > capacity:
@@ -274,7 +254,7 @@ def relabel(directory: Any, names: Any, kind: int, now_s: float, mask: Any) -> N
         d.exits[d.kind[slot], age_bin(now_s - d.last_s[slot])] += 1
         if d.score_prev[slot] != -2:
             _cut(d.score_prev, d.score_next, d.score_ends, d.kind[slot], slot)
-            _append(d.score_prev, d.score_next, d.score_ends, kind, slot)
+            append(d.score_prev, d.score_next, d.score_ends, kind, slot)
         d.kind[slot] = kind
         d.last_s[slot] = now_s
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.compiled import compiled
+from sglang_ext.tiers.linked_rows import NONE, append, cut
 from sglang_ext.tiers.policy.hints import kernels as hint_kernels
 from sglang_ext.tiers.policy.page_kernels import (
     DEMOTED,
@@ -29,7 +30,6 @@ from sglang_ext.tiers.policy.page_kernels import (
     list_of,
 )
 
-NONE = -1
 ABSENT, LISTED, PARKED = 0, 1, 2
 COUNT, CLOCK, PINS = 0, 1, 2
 _UNSEEN, _STALE, _KNOWN = 0, 1, 2  # what is known of the page that a list would give up next
@@ -78,16 +78,7 @@ def new_lists(num_rows: int, num_tenants: int = 1) -> Lists:
 
 @compiled
 def _cut(lists: Any, row: int) -> None:
-    kind = lists.kind[row]
-    before, after = lists.prev[row], lists.next[row]
-    if before == NONE:
-        lists.ends[0, kind] = after
-    else:
-        lists.next[before] = after
-    if after == NONE:
-        lists.ends[1, kind] = before
-    else:
-        lists.prev[after] = before
+    cut(lists.prev, lists.next, lists.ends, lists.kind[row], row)
 
 
 @compiled
@@ -108,18 +99,11 @@ def _set_kind(lists: Any, row: int, kind: int) -> None:
 
 @compiled
 def _link_young(lists: Any, row: int, kind: int) -> None:
-    before = lists.ends[1, kind]
     _set_kind(lists, row, kind)
     lists.state[row] = LISTED
     lists.counts[CLOCK] += 1
     lists.stamp[row] = lists.counts[CLOCK]
-    lists.prev[row] = before
-    lists.next[row] = NONE
-    if before == NONE:
-        lists.ends[0, kind] = row
-    else:
-        lists.next[before] = row
-    lists.ends[1, kind] = row
+    append(lists.prev, lists.next, lists.ends, kind, row)
 
 
 @compiled

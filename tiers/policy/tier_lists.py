@@ -195,8 +195,11 @@ class TierLists:
 
     @property
     def num_by_tenant(self) -> list[int]:
-        """Pages of each tenant with a share, and in front of these of all others."""
-        return [int(num) for num in self._lists.sizes]
+        """Pages of each tenant with a share, and in front of these of all others.
+
+        Empty where nobody has a share.
+        """
+        return [int(num) for num in self._lists.sizes] if self.has_shares else []
 
     def worth(
         self, rows: Rows, now_s: float

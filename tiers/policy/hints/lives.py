@@ -29,11 +29,11 @@ class Lives:
 
     def __len__(self) -> int:
         """Pages with a time."""
-        return int(self._timers.counts[kernels.NUM_ROWS])
+        return kernels.num_timed(self._timers)
 
     def has_due(self, now_s: float) -> bool:
         """Whether there may be pages whose time is over. O(1)."""
-        return len(self) > 0 and self._timers.counts[kernels.NEXT] <= now_s
+        return kernels.has_due(self._timers, now_s)
 
     def limit(self, pages: Pages, path: Rows, ttl_s: float, owner: int, now_s: float) -> int:
         """Gives the pages of a conversation a time from now, in place of what they had.

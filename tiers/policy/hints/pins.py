@@ -10,12 +10,11 @@ import numpy.typing as npt
 from sglang_ext.tiers.compiled import compiled
 from sglang_ext.tiers.policy.hints import timers as kernels
 from sglang_ext.tiers.policy.hints.kernels import NUM_OWNERS
-from sglang_ext.tiers.policy.hints.timers import clear, set_time
+from sglang_ext.tiers.policy.hints.timers import NUM_ROWS, clear, set_time
 from sglang_ext.tiers.policy.page_kernels import Pages
 
 Rows = npt.NDArray[np.int64]
 _PAGES_A_CALL = 4096
-_ALL = NUM_OWNERS  # slot of the sum in what owners hold
 
 
 class Pins:
@@ -32,11 +31,11 @@ class Pins:
 
     def __init__(self, num_rows: int) -> None:
         self._timers = kernels.new_timers(num_rows)
-        self._held = np.zeros(NUM_OWNERS + 1, np.int64)
+        self._held = np.zeros(NUM_OWNERS, np.int64)  # by owner
 
     def __len__(self) -> int:
         """Pinned pages."""
-        return int(self._held[_ALL])
+        return kernels.num_timed(self._timers)
 
     def held(self, owner: int) -> int:
         """Pinned pages of an owner."""
@@ -44,7 +43,7 @@ class Pins:
 
     def has_due(self, now_s: float) -> bool:
         """Whether there may be pins whose time is over. O(1)."""
-        return len(self) > 0 and bool(self._timers.counts[kernels.NEXT] <= now_s)
+        return kernels.has_due(self._timers, now_s)
 
     def pin(
         self, pages: Pages, path: Rows, seconds: float, owner: int, most: int, now_s: float
@@ -84,7 +83,6 @@ class Pins:
         rows = rows[: kernels.take_due(self._timers, now_s, rows)]
         pages.pinned[rows] = 0
         np.subtract.at(self._held, self._timers.owner[rows], 1)
-        self._held[_ALL] -= len(rows)
         return rows
 
 
@@ -104,17 +102,15 @@ def _pin(
             continue
         if not (pinned and before == owner):
             # Behind a page that finds no room none is pinned: nobody would reach it.
-            if refused or held[owner] >= most - held[_ALL]:
+            if refused or held[owner] >= most - timers.counts[NUM_ROWS]:
                 refused += not pinned
                 continue
             if pinned:
                 held[before] -= 1
-                held[_ALL] -= 1
             else:
                 new[num] = row
                 num += 1
             held[owner] += 1
-            held[_ALL] += 1
         pages.pinned[row] = 1
         set_time(timers, row, due_s, owner, now_s)
     return num, refused
@@ -123,7 +119,7 @@ def _pin(
 @compiled
 def _unpin(pages: Any, timers: Any, held: Any, rows: Any, had: Any) -> Any:
     num = 0
-    if held[_ALL] == 0:
+    if timers.counts[NUM_ROWS] == 0:
         return num
     for i in range(rows.size):
         row = rows[i]
@@ -131,7 +127,6 @@ def _unpin(pages: Any, timers: Any, held: Any, rows: Any, had: Any) -> Any:
             continue
         pages.pinned[row] = 0
         held[np.int64(timers.owner[row])] -= 1
-        held[_ALL] -= 1
         had[num] = row
         num += 1
     clear(timers, had[:num])

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.compiled import compiled
+from sglang_ext.tiers.linked_rows import NONE, append, cut
 
-_NONE = -1
 _FINE_BITS, _WIDE_BITS = 8, 6
 _NUM_FINE, _NUM_WIDE = 1 << _FINE_BITS, 1 << _WIDE_BITS
 _NUM_SLOTS = _NUM_FINE + 2 * _NUM_WIDE
@@ -54,9 +54,19 @@ def new_timers(num_rows: int) -> Timers:
         np.zeros(num_rows, np.int32),
         np.zeros(num_rows),
         np.zeros(num_rows, np.uint8),
-        np.full((2, _NUM_SLOTS), _NONE, np.int32),
+        np.full((2, _NUM_SLOTS), NONE, np.int32),
         np.zeros(2, np.int64),
     )
+
+
+def num_timed(timers: Timers) -> int:
+    """Rows with a time."""
+    return int(timers.counts[NUM_ROWS])
+
+
+def has_due(timers: Timers, now_s: float) -> bool:
+    """Whether there may be rows whose time is over. O(1)."""
+    return bool(timers.counts[NUM_ROWS] > 0 and timers.counts[NEXT] <= now_s)
 
 
 @compiled
@@ -74,28 +84,13 @@ def _link(timers: Any, row: int) -> None:
     else:
         slot = _NUM_FINE + _NUM_WIDE
         slot += (second >> (_FINE_BITS + _WIDE_BITS)) & (_NUM_WIDE - 1)
-    before = timers.ends[1, slot]
     timers.slot[row] = slot + 1
-    timers.prev[row], timers.next[row] = before, _NONE
-    if before == _NONE:
-        timers.ends[0, slot] = row
-    else:
-        timers.next[before] = row
-    timers.ends[1, slot] = row
+    append(timers.prev, timers.next, timers.ends, slot, row)
 
 
 @compiled
 def _cut(timers: Any, row: int) -> None:
-    slot = timers.slot[row] - 1
-    before, after = timers.prev[row], timers.next[row]
-    if before == _NONE:
-        timers.ends[0, slot] = after
-    else:
-        timers.next[before] = after
-    if after == _NONE:
-        timers.ends[1, slot] = before
-    else:
-        timers.prev[after] = before
+    cut(timers.prev, timers.next, timers.ends, timers.slot[row] - 1, row)
     timers.slot[row] = 0
 
 
@@ -157,7 +152,7 @@ def clear(timers: Any, rows: Any) -> Any:
 @compiled
 def _spread(timers: Any, slot: int, budget: int) -> Any:
     """Moves rows of a wide slot to where they belong now; returns what is left of the budget."""
-    while budget > 0 and timers.ends[0, slot] != _NONE:
+    while budget > 0 and timers.ends[0, slot] != NONE:
         row = timers.ends[0, slot]
         _cut(timers, row)
         _link(timers, row)
@@ -185,7 +180,7 @@ def take_due(timers: Any, now_s: float, out: Any) -> Any:
             wide = (second >> _FINE_BITS) & (_NUM_WIDE - 1)
             budget = _spread(timers, _NUM_FINE + wide, budget)
         slot = second & (_NUM_FINE - 1)
-        while budget > 0 and timers.ends[0, slot] != _NONE:
+        while budget > 0 and timers.ends[0, slot] != NONE:
             row = timers.ends[0, slot]
             _cut(timers, row)
             timers.counts[NUM_ROWS] -= 1

@@ -75,8 +75,8 @@ class DiskOrder:
 
     @property
     def num_by_tenant(self) -> list[int]:
-        """Pages of tenants with shares; see `TierLists`. Empty where there are none."""
-        return self._lists.num_by_tenant if self._lists.has_shares else []
+        """Pages of tenants with shares; see `TierLists`."""
+        return self._lists.num_by_tenant
 
     def next_to_leave(self, count: int, now_s: float) -> Rows:
         """Up to `count` pages of those that `take` would take first."""
