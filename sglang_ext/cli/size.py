@@ -71,7 +71,8 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 def _size(chosen: argparse.Namespace) -> int:
     from sglang_ext.simulator.sizing import choose, predict
 
-    model, traffic = _model(chosen), _traffic(chosen)
+    model = _model(chosen)
+    traffic = _traffic(chosen, model.bytes_per_token)
     sizes = _sizes(chosen, traffic, model.bytes_per_token)
     found = []
     each = predict(traffic, model.bytes_per_token, sizes, chosen.disk_gb_s)
@@ -114,7 +115,7 @@ def _model(chosen: argparse.Namespace) -> Any:
     return read_model(Path(chosen.model), chosen.kv_dtype, chosen.tp_size)
 
 
-def _traffic(chosen: argparse.Namespace) -> Any:
+def _traffic(chosen: argparse.Namespace, kv_bytes_per_token: int) -> Any:
     from sglang_ext.simulator.trace import read_trace
     from sglang_ext.simulator.traffic import Chats, of_chats, of_trace, with_prefill
 
@@ -129,9 +130,9 @@ def _traffic(chosen: argparse.Namespace) -> Any:
         chats = Chats(per_hour, **given)
         traffic = of_chats(chats, chosen.page_size, chosen.decode_tokens_per_s)
     else:
-        lines = read_trace(chosen.trace, block_tokens=chosen.block_tokens)
-        bytes_per_token = _model(chosen).bytes_per_token
-        traffic = of_trace(lines, chosen.block_tokens, bytes_per_token, chosen.decode_tokens_per_s)
+        block_tokens, decode_tokens_per_s = chosen.block_tokens, chosen.decode_tokens_per_s
+        lines = read_trace(chosen.trace, block_tokens=block_tokens)
+        traffic = of_trace(lines, block_tokens, kv_bytes_per_token, decode_tokens_per_s)
     if chosen.prefill_tokens_per_s is not None:
         traffic = with_prefill(traffic, chosen.prefill_tokens_per_s)
     return traffic

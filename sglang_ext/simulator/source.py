@@ -129,9 +129,7 @@ class ConversationSource(Source):
         new = max(new, 1)
         lost, left = self._truncate(state, new + prefix + output)
         history = 0 if prefix else state.context
-        prompt = state.context + prefix + new if prefix else state.context + new
-        if prefix:
-            prompt = prefix + new
+        prompt = state.context + prefix + new  # one of the two is 0
         known = state.pages
         whole = (prompt + output) // system.page_tokens
         stored = np.concatenate([known, self._new_pages(whole - len(known))])
