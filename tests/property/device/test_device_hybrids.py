@@ -5,8 +5,7 @@ As `test_device_orders.py`, for models that keep more of a request than rows of 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,26 +26,18 @@ from sglang_ext.device.transfers import LoadJob  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
 from testkit.simulated_device import ConflictError  # noqa: E402
 from testkit.simulated_kernels import SimulatedSnapshots  # noqa: E402
+from tests.property.device.mistakes import Mutation, say_layers_early  # noqa: E402
 from tests.property.worlds.device_hybrids import (  # noqa: E402
     DraftWorld,
     StateWorld,
     WindowWorld,
 )
 from tests.property.worlds.device_world import (  # noqa: E402
+    MUST_HAPPEN,
     DeviceWorld,
     run_seeds,
     run_worlds,
 )
-
-MUST_HAPPEN = (
-    *("load", "forward", "decode", "restore", "save", "reuse", "failed", "failed restores"),
-    *("failed saves", "abort", "retract", "flush", "evict"),
-)
-
-
-@pytest.fixture(autouse=True)
-def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)  # failures are injected
 
 
 @pytest.mark.parametrize(
@@ -64,7 +55,6 @@ def test_nothing_is_read_or_written_out_of_order(
 
 
 # Ways to get the order wrong: each is put in, and must be found.
-Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def state_saved_before_it_was_written(patch: pytest.MonkeyPatch) -> None:
@@ -152,13 +142,7 @@ def state_brought_over_one_that_is_scattered(patch: pytest.MonkeyPatch) -> None:
 
 
 def states_said_to_be_there_too_early(patch: pytest.MonkeyPatch) -> None:
-    real = StateLoadPath.queue
-
-    def queue(self: StateLoadPath, loads: Any, fence: Fence, on_layer: Any) -> Landing:
-        early = self._port.record(self._stream)
-        return real(self, loads, fence, lambda _: on_layer(early))
-
-    patch.setattr(StateLoadPath, "queue", queue)
+    say_layers_early(patch, StateLoadPath, "_stream")
 
 
 def states_said_to_be_there_with_the_rows(patch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,21 +25,13 @@ from sglang_ext.device.ring import Ring  # noqa: E402
 from sglang_ext.device.save_path import SavePath  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
 from testkit.simulated_device import ConflictError, Event, SimulatedDevice  # noqa: E402
+from tests.property.device.mistakes import Mutation, say_layers_early  # noqa: E402
 from tests.property.worlds.device_world import (  # noqa: E402
+    MUST_HAPPEN,
     DeviceWorld,
     run_seeds,
     run_worlds,
 )
-
-MUST_HAPPEN = (
-    *("load", "forward", "decode", "restore", "save", "reuse", "failed", "failed restores"),
-    *("failed saves", "abort", "retract", "flush", "evict"),
-)
-
-
-@pytest.fixture(autouse=True)
-def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)  # failures are injected
 
 
 def save_one(world: DeviceWorld) -> None:
@@ -74,7 +65,6 @@ def test_nothing_is_read_or_written_out_of_order() -> None:
 
 
 # Ways to get the order wrong: each is put in, and must be found.
-Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def forwards_not_awaited(patch: pytest.MonkeyPatch) -> None:
@@ -142,13 +132,7 @@ def buffer_freed_by_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 def layer_event_too_early(patch: pytest.MonkeyPatch) -> None:
-    real = LoadPath.queue
-
-    def queue(self: LoadPath, loads: Any, fence: Fence, on_layer: Any) -> Any:
-        early = self._port.record(self._scatters)
-        return real(self, loads, fence, lambda _: on_layer(early))
-
-    patch.setattr(LoadPath, "queue", queue)
+    say_layers_early(patch, LoadPath, "_scatters")
 
 
 def layer_event_of_the_copies(patch: pytest.MonkeyPatch) -> None:

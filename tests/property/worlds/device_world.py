@@ -54,6 +54,11 @@ from tests.property.worlds.device_parts import (  # noqa: E402
 RING_PAGES = 3  # pages of a layer that a buffer of the ring holds
 STEPS = int(os.environ.get("HIER_KV_DEVICE_STEPS", "1500"))  # in all worlds of a kind together
 STEPS_A_WORLD = 150
+# What worlds of any kind must have done, several times each.
+MUST_HAPPEN = (
+    *("load", "forward", "decode", "restore", "save", "reuse", "failed", "failed restores"),
+    *("failed saves", "abort", "retract", "flush", "evict"),
+)
 
 
 @dataclass
