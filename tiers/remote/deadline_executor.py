@@ -20,11 +20,15 @@ class Cancelled(Exception):  # noqa: N818
     """Nobody waits for the work any more."""
 
 
+class _End:
+    """Comes behind the last item; items may be anything, None as well."""
+
+
 class CancellableTask(Generic[T]):
     """Work on a thread of its own, seen from that thread."""
 
     def __init__(self) -> None:
-        self._items: queue.Queue[T | BaseException | None] = queue.Queue(_QUEUE_ITEMS)
+        self._items: queue.Queue[T | BaseException | _End] = queue.Queue(_QUEUE_ITEMS)
         self._is_given_up = threading.Event()
 
     def check(self) -> None:
@@ -40,7 +44,7 @@ class CancellableTask(Generic[T]):
         """
         self._put(item)
 
-    def _put(self, item: T | BaseException | None) -> None:
+    def _put(self, item: T | BaseException | _End) -> None:
         while True:
             self.check()
             try:
@@ -88,7 +92,7 @@ class DeadlineExecutor:
                     item = errand._items.get(timeout=deadline.left_s())
                 except queue.Empty:
                     raise RemoteTimeoutError("the call's time is over") from None
-                if item is None:
+                if isinstance(item, _End):
                     return
                 if isinstance(item, BaseException):
                     raise item
@@ -97,7 +101,7 @@ class DeadlineExecutor:
             errand._is_given_up.set()
 
     def _work(self, errand: CancellableTask[T], work: Callable[[CancellableTask[T]], None]) -> None:
-        end: BaseException | None = None
+        end: BaseException | _End = _End()
         try:
             work(errand)
         except BaseException as error:  # handed to who waits

@@ -99,6 +99,15 @@ def test_many_processes_write_the_same_pages(open_: Open, tmp_path: Path) -> Non
         writer.stdout.close()
 
 
+def test_all_that_is_deleted_is_gone_when_the_call_ends(open_: Open, tmp_path: Path) -> None:
+    store = open_()
+    items = make_items(range(20))
+    assert store.put(items) == [OK] * 20
+    assert store.delete([item.key for item in items[:12]]) == 12
+    assert len(_values(tmp_path)) == 8
+    assert read(store, items) == [MISSING] * 12 + [OK] * 8
+
+
 def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_record(
     open_: Open, tmp_path: Path
 ) -> None:
