@@ -207,7 +207,7 @@ def test_records_in_coded_dram_are_in_dram(tmp_path: Path) -> None:
         world.rig.settle()
         world.compute(5)
         hashes = hashes_of(world.key(5), PAGE)
-        world.rig.save(hashes)  # nothing moves: there is room for them
+        world.rig.save(hashes)  # all has settled, so room can be made for them
         world.rig.settle()
         world.drain()
         assert world.rig.count("written_pages")
