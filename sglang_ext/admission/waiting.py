@@ -416,6 +416,7 @@ class WaitingRoom:
         """Sees to the plan of a request in the window; False when it lacks room for it."""
         if waiting.plan is None:
             self._follow_device(waiting)
+            self._look_again(waiting)
             self._plans.make(waiting, position)
         elif not waiting.plan.short and waiting.plan.num_stored >= min(
             waiting.found.total, waiting.num_asked
@@ -477,6 +478,18 @@ class WaitingRoom:
             self._changed = True
             self._ask_for_more(waiting)
             self._store.counters.add("device_lost_pages", prefix.num_on_device - num_on_device)
+
+    def _look_again(self, waiting: WaitingRequest) -> None:
+        """Its turn for a plan has come: what it could reuse may be more, or less, by now."""
+        prefix = waiting.prefix
+        if prefix.look_again is None:
+            return
+        hashes = prefix.look_again()
+        if len(hashes) == len(prefix.hashes) and (hashes == prefix.hashes).all():
+            return
+        waiting.prefix = replace(prefix, hashes=hashes)
+        waiting.found = self._find(waiting.number, waiting.prefix)
+        self._ask_for_more(waiting)
 
     def _ask_for_more(self, waiting: WaitingRequest) -> None:
         """More became known than its plan was made for: the next look makes it anew."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,6 +53,8 @@ class ReusablePrefix:
         max_quality: the worst that it may be given.
         device_anchor: says whether those are still there; for `WaitingRoom`'s `num_held`.
         prompt_tokens: tokens of the whole prompt.
+        look_again: what `hashes` would be now, where that is more than whether those are stored;
+            None where it is not.
     """
 
     space: KeySpace
@@ -61,6 +63,7 @@ class ReusablePrefix:
     max_quality: int
     device_anchor: Any = None
     prompt_tokens: int = 0
+    look_again: Callable[[], Hashes] | None = None
 
     @property
     def off_device(self) -> Hashes:

@@ -25,6 +25,7 @@ from sglang_ext.assembly.draft_setup import (
     with_drafts,
 )
 from sglang_ext.assembly.key_setup import Trust, build_trust
+from sglang_ext.assembly.placement import placement_of
 from sglang_ext.assembly.remote_setup import open_remote
 from sglang_ext.assembly.state_setup import (
     attention_layers,
@@ -69,7 +70,6 @@ from sglang_ext.settings.compat import (
     check_tree,
 )
 from sglang_ext.settings.config import GIB, HierKVConfig
-from sglang_ext.settings.quotas import parse_quotas
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.folder import SharedFolderLock
@@ -77,7 +77,6 @@ from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
 from sglang_ext.tiers.store.types import StoreCounters
@@ -156,7 +155,9 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     # Of window layers' parts and of states no quality is kept on the device; no draft's page is
     # ever coded.
     rules = LocalPages(layout, ropes, config.rope, exact_only=is_bound)
-    store, disk = _build_store(config, layout, page_codec, feeds, remote_codec, rules)
+    store, disk = _build_store(
+        config, layout, page_codec, feeds, remote_codec, rules, is_hybrid=is_hybrid
+    )
     if snapshots is not None:
         check_room(snapshots, store.arena.num_slots)
     pinned_bytes = 0
@@ -307,6 +308,8 @@ def _build_store(
     feeds: CostFeeds,
     remote_codec: RemotePageCodec | None,
     rules: LocalPages,
+    *,
+    is_hybrid: bool,
 ) -> tuple[PageStore, RecordTier | None]:
     num_slots = config.host_bytes // layout.slot_bytes
     if num_slots < 2:
@@ -331,13 +334,7 @@ def _build_store(
     store_config = PageStoreConfig(
         write_policy,
         config.event_log,
-        PolicyConfig(
-            config.base_order,
-            pin_share=config.pin_share,
-            shares=parse_quotas(config.quotas).shares,
-        )
-        if config.lookahead == "on"
-        else None,
+        placement_of(config, is_hybrid=is_hybrid),
         config.remote_policy,
     )
     keep_raw = None

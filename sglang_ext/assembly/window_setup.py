@@ -24,17 +24,15 @@ _REASON = "pages of models with window layers or states are not moved"
 def with_windows(config: HierKVConfig) -> HierKVConfig:
     """The settings that such a model runs with.
 
-    What a window or a state is worth is no function of the number of its pages, which look-ahead
-    and the cost model go by, so both are off.
+    What a window or a state is worth to the forward is no function of the number of its pages,
+    which the cost model goes by, so that is off.
     """
-    policy = "timeout" if config.prefetch_policy == "cost" else config.prefetch_policy
-    if (config.lookahead, config.prefetch_policy) != ("off", policy):
-        logger.info(
-            "hier-kv: with window layers or states it runs with --hier-kv-lookahead off and "
-            "--hier-kv-prefetch-policy %s",
-            policy,
-        )
-    return replace(config, lookahead="off", prefetch_policy=policy)
+    if config.prefetch_policy != "cost":
+        return config
+    logger.info(
+        "hier-kv: with window layers or states it runs with --hier-kv-prefetch-policy timeout"
+    )
+    return replace(config, prefetch_policy="timeout")
 
 
 def bound_ropes(pool: DevicePool) -> list[LayerRope]:

@@ -24,7 +24,7 @@ from sglang_ext.admission.load_or_compute import LoadOrCompute
 from sglang_ext.admission.port import Admission, Solo
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
-from sglang_ext.device.transfers import hashes_to_hex
+from sglang_ext.device.transfers import Hashes, hashes_to_hex
 from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import hints_of, owner_slot
 from sglang_ext.identity.model_identity import ModelIdentity
@@ -114,8 +114,10 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.metrics_reporter_hier = parts.metrics
         self.forward_timer = parts.forward_timer
         looks_ahead = linker.store.lookahead is not None
+        is_hybrid = linker.windows is not None or linker.snapshots is not None
         self.device_tree: DeviceTree | None = None
-        if looks_ahead and config.tree_core == "python":
+        # SGLang evicts windows and states by orders of their own, which are not ours to spare in.
+        if looks_ahead and config.tree_core == "python" and not is_hybrid:
             self.device_tree = DeviceTree(self.tree_core, self.waiting_queue)
             self.device_tree.install()
         self.waiting_room = WaitingRoom(
@@ -285,7 +287,18 @@ class HierKVRadixCache(UnifiedRadixCache):
         if hints is None or lookahead is None or tenant is None:
             return
         owner = self.hint_owner(tenant)
-        self.hier_linker.after_saves(partial(hand_on, lookahead, space, hashes, owner, hints))
+        self.hier_linker.after_saves(
+            lambda: hand_on(lookahead, space, self.resumable(space, hashes), owner, hints)
+        )
+
+    def resumable(self, space: KeySpace, hashes: Hashes) -> Hashes:
+        """Keys of all that a prompt of these pages could reuse of the tiers. Any thread.
+
+        The pages alone, but of models with window layers or states: with those where the prompt can
+        be resumed, and no page behind that.
+        """
+        layers = self.linker.resumption
+        return hashes if layers is None else layers.wish(space, hashes, 0, len(hashes))[0]
 
     def hint_owner(self, tenant: Tenant) -> int:
         """By whose record hints of a tenant are believed."""
@@ -375,17 +388,18 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.truncated.enqueue(req, lineage, space, device_pages, hashes[device_pages:])
             return
         num_on_device = min(device_pages, num_pages)
-        layers = self.linker.windows or self.linker.states
-        path, resumes_at = hashes, None
+        layers = self.linker.resumption
+        path, resumes_at, look_again = hashes, None, None
         if layers is not None:
             limit = (len(req.full_untruncated_fill_ids) - 1) // self.page_size
             tail = hashes[num_on_device:][: layers.most_pages]
-            hashes, resumable = layers.wish(space, hashes, num_on_device, limit)
-            resumes_at = num_on_device + resumable
+            wish = partial(layers.wish, space, path, num_on_device, limit)
+            hashes, resumable = wish()
+            resumes_at, look_again = num_on_device + resumable, lambda: wish()[0]
         anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
         prefix = ReusablePrefix(
-            space, hashes, num_on_device, max_quality_of(req), anchor, num_tokens
+            space, hashes, num_on_device, max_quality_of(req), anchor, num_tokens, look_again
         )
         self._note_enqueued(req, prefix, device_pages)  # before its plan begins to move its pages
         found = self.admission.enter(handle, prefix, key)

@@ -176,4 +176,5 @@ class WindowInquiries:
         wanted = [above, asked.tail[:end], entries]
         if end == len(asked.tail):
             wanted += [asked.last, self._layers.entries(asked.last)]
-        self._enter(handle, replace(asked.prefix, hashes=np.concatenate(wanted)), asked.key)
+        prefix = replace(asked.prefix, hashes=np.concatenate(wanted), look_again=None)
+        self._enter(handle, prefix, asked.key)

@@ -114,6 +114,11 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             self.states = StatePages(cache_linker.snapshots, cache_linker.store, tree, self)
         self.inquiries = inquiries
 
+    @property
+    def resumption(self) -> WindowPages | StatePages | None:
+        """What knows where prompts can be resumed; None where that is behind any page."""
+        return self.windows or self.states
+
     @contextmanager
     def saving(self, req: Any, space: KeySpace | None) -> Iterator[None]:
         """Says whose pages those are that SGLang saves inside; with no space none are saved."""

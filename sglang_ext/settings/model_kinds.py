@@ -61,7 +61,7 @@ MODEL_KINDS = {
         "gpt-oss, Mellum, Laguna",
         "exact, at the saved position, by one rank, without codec, truncation, adapters or "
         "sessions; run with a small Mellum on a CPU",
-        "tests/e2e/models/test_windows.py; tests/property/test_window_interleavings.py",
+        "tests/e2e/models/test_windows.py; tests/property/hybrids/test_window_interleavings.py",
     ),
     "swa of two shapes": ModelKind(
         "a second pool for the window's layers, of another shape or without full layers",
@@ -86,7 +86,7 @@ MODEL_KINDS = {
         "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5 without images",
         "exact, at the positions at which SGLang's tree keeps a state, by one rank, without codec, "
         "remote store, truncation, adapters or sessions; run with a small Granite 4 on a CPU",
-        "tests/e2e/models/test_states.py; tests/property/test_state_interleavings.py",
+        "tests/e2e/models/test_states.py; tests/property/hybrids/test_state_interleavings.py",
     ),
     "state of another kind": ModelKind(
         "a state a sequence of another kind, or beside latent rows or windows",

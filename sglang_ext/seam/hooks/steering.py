@@ -49,7 +49,7 @@ def steer(cache: HierKVRadixCache, text: str) -> dict[str, Any]:
     hashes = hashes_of(key, page_size)
     found = cache.store.locate_prefix(space, hashes)
     answer = {"pages": num_pages, "host": found.host, "disk": found.disk}
-    return {**answer, **_do(cache, steering, tenant, space, hashes)}
+    return {**answer, **_do(cache, steering, tenant, space, cache.resumable(space, hashes))}
 
 
 def _do(
@@ -84,6 +84,4 @@ def _do(
 def _prefetch(
     cache: HierKVRadixCache, space: KeySpace, hashes: Hashes, then: Callable[[], None]
 ) -> bool:
-    if cache.linker.windows is not None or cache.linker.states is not None:
-        return False  # which of their pages a request will need is known when it has come
     return cache.waiting_room.prefetch(ReusablePrefix(space, hashes, 0, max_quality=ANY), then)

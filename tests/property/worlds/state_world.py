@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components import mamba
 
+from sglang_ext.assembly.placement import placement_of
 from sglang_ext.assembly.state_setup import attention_layers, num_model_layers, snapshots_of
 from sglang_ext.assembly.window_setup import bound_ropes
 from sglang_ext.device.copier import PageCopier
@@ -74,6 +75,7 @@ class StateWorld(WindowWorld):
         host_pages: int = 64,
         disk_bytes: int = 16 << 20,
         prefetch_policy: str = "timeout",
+        lookahead: str = "on",
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
@@ -126,21 +128,22 @@ class StateWorld(WindowWorld):
             self.disk = DiskTier(
                 DiskConfig(folder / "disk", disk_bytes, 0, segment, direct_io="off")
             )
+        config = HierKVConfig(
+            tree_core="python", prefetch_policy=prefetch_policy, lookahead=lookahead,
+            pin_share=0.25 if lookahead == "on" else 0.0,
+            prefetch_timeout_ms=300.0,
+        )  # fmt: skip
         self.store = PageStore(
             self.arena,
             PageIndex(4096),
             self.disk,
-            PageStoreConfig(policy),
+            PageStoreConfig(policy, placement=placement_of(config, is_hybrid=True)),
             rules=LocalPages(self.layout, ropes, "pre", exact_only=True),
         )
         if self.disk is not None:
             self.store.connect(self.disk)
         self.identity = Identity()
         identity: Any = self.identity
-        config = HierKVConfig(
-            tree_core="python", prefetch_policy=prefetch_policy, lookahead="off",
-            prefetch_timeout_ms=300.0,
-        )  # fmt: skip
         metrics = MetricsReporter(self.store, self.disk, enabled=False, labels={})
         copier = PageCopier(
             pool, self.layout, ropes, self.arena.slots, mode="pre", kernels=rope_kernels

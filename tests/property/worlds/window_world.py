@@ -42,11 +42,14 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
+from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
+from sglang_ext.assembly.placement import placement_of  # noqa: E402
 from sglang_ext.assembly.window_setup import bound_ropes, window_inquiries, window_layers  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.page_rules import LocalPages  # noqa: E402
 from sglang_ext.device.pools import describe_pools  # noqa: E402
 from sglang_ext.device.ports.host import HostPort  # noqa: E402
+from sglang_ext.device.transfers import hashes_from_hex  # noqa: E402
 from sglang_ext.device.windows.layers import group_hashes  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.seam.cache import CacheParts, HierKVRadixCache  # noqa: E402
@@ -56,6 +59,7 @@ from sglang_ext.settings.config import HierKVConfig  # noqa: E402
 from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
+from sglang_ext.tiers.records.quality import ANY  # noqa: E402
 from sglang_ext.tiers.records.record import parse_header  # noqa: E402
 from sglang_ext.tiers.remote.store import RemoteStore  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
@@ -154,6 +158,7 @@ class WindowWorld:
         host_pages: int = 48,
         disk_bytes: int = 16 << 20,
         prefetch_policy: str = "timeout",
+        lookahead: str = "on",
         remote: RemoteStore | None = None,
     ) -> None:
         patch.setattr(
@@ -192,11 +197,17 @@ class WindowWorld:
             self.disk = DiskTier(
                 DiskConfig(folder / "disk", disk_bytes, 0, segment, direct_io="off")
             )
+        config = HierKVConfig(
+            tree_core="python", prefetch_policy=prefetch_policy, lookahead=lookahead,
+            pin_share=0.25 if lookahead == "on" else 0.0,
+            remote_url="file://there" if remote is not None else "",
+            prefetch_timeout_ms=300.0,
+        )  # fmt: skip
         self.store = PageStore(
             self.arena,
             PageIndex(4096),
             self.disk,
-            PageStoreConfig(policy),
+            PageStoreConfig(policy, placement=placement_of(config, is_hybrid=True)),
             remote=remote,
             rules=LocalPages(self.layout, ropes, "pre", exact_only=True),
         )
@@ -207,11 +218,6 @@ class WindowWorld:
         )
         self.identity = Identity()
         identity: Any = self.identity
-        config = HierKVConfig(
-            tree_core="python", prefetch_policy=prefetch_policy, lookahead="off",
-            remote_url="file://there" if remote is not None else "",
-            prefetch_timeout_ms=300.0,
-        )  # fmt: skip
         metrics = MetricsReporter(self.store, self.disk, enabled=False, labels={})
         window_pool, groups = pools.window, pools.groups
 
@@ -650,6 +656,26 @@ class WindowWorld:
     def _do_clear(self) -> None:
         self.cache.clear_storage_backend()
 
+    def _do_steer(self) -> bool | None:
+        """Somebody steers what is stored of a prompt, as an operator may."""
+        tenant = self.rng.choice((None, "a")), None
+        keys = self.keys(self.tokens(), *tenant)
+        lookahead = self.store.lookahead
+        if not keys or lookahead is None:
+            return False
+        space = self.identity.space_of(None, self.store)
+        hashes = self.cache.resumable(space, hashes_from_hex(keys))
+        what = self.rng.choice(("prefetch", "prefetch", "pin", "unpin", "demote"))
+        if what == "prefetch":
+            self.cache.waiting_room.prefetch(ReusablePrefix(space, hashes, 0, max_quality=ANY))
+        elif what == "pin":
+            lookahead.pin(space, hashes, owner=0, seconds=self.rng.choice((0.01, 60.0)))
+        elif what == "unpin":
+            lookahead.unpin(space, hashes)
+        else:
+            lookahead.demote(space, hashes)
+        return None
+
     def _do_breathe(self) -> None:
         time.sleep(self.rng.choice((0.0, 0.001)))
 
@@ -658,7 +684,7 @@ class WindowWorld:
     def drain(self) -> None:
         """Every request ends, everything in flight lands, and all that was taken is given back."""
         deadline_s = time.monotonic() + 120
-        while self.running or self.waiting:
+        while self.running or self.waiting or self.cache.waiting_room.num_prefetches:
             assert time.monotonic() < deadline_s, f"requests do not end: {self.store.stats()}"
             for req in list(self.running):
                 self.go_on(req)
@@ -723,5 +749,5 @@ class WindowWorld:
 
 _WEIGHTS = {
     "arrive": 10, "admit": 16, "go_on": 44, "events": 8, "evict": 5, "abort": 2, "retract": 1.5,
-    "flush": 1, "change_weights": 0.5, "clear": 0.2, "breathe": 3,
+    "flush": 1, "change_weights": 0.5, "clear": 0.2, "breathe": 3, "steer": 2,
 }  # fmt: skip

@@ -31,7 +31,7 @@ def _cache(rig: Rig, room: WaitingRoom) -> Any:
         identity=SimpleNamespace(space_now=lambda store: rig.space),
         of_tenant=lambda space, tenant: space, hint_owner=lambda tenant: 0,
         tree_core=SimpleNamespace(is_eagle=False),
-        linker=SimpleNamespace(windows=None, states=None),
+        resumable=lambda space, hashes: hashes,
     )  # fmt: skip
 
 

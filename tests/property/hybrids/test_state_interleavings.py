@@ -24,6 +24,7 @@ Make = Callable[..., StateWorld]
 
 WORLDS: dict[str, dict[str, Any]] = {
     "write through": {},
+    "no look-ahead": {"lookahead": "off"},
     "write back": {"policy": "write_back"},
     "few states on the device": {"num_states": 26},
     "selective": {"policy": "selective", "host_pages": 200},

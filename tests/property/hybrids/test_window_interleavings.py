@@ -28,6 +28,7 @@ Make = Callable[..., WindowWorld]
 
 WORLDS: dict[str, dict[str, Any]] = {
     "no multiple of the page": {"window": 6},
+    "no look-ahead": {"window": 6, "lookahead": "off"},
     "write back": {"window": 8, "policy": "write_back"},
     "selective": {"window": 7, "policy": "selective", "host_pages": 24},
     "shorter than a page": {"window": 3, "window_pages": 24},
