@@ -464,7 +464,8 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def prefix_device_indices(self, req: Any) -> Any:
         """Rows of an admitted request's prefix; its pages need no plan any more."""
-        num_pages, left = divmod(len(req.full_untruncated_fill_ids), self.page_size)
+        num_keyed = len(req.full_untruncated_fill_ids) - self._keys_are_pairs
+        num_pages, left = divmod(num_keyed, self.page_size)
         self.admission.admit(req.cache_request_handle, None if left else num_pages - 1)
         self._drop_search(req.cache_request_handle)
         self.taint.admit(req)

@@ -174,9 +174,9 @@ SERVED_MODES = (
     ),
     ServedMode(
         "a draft model with KV of its own (EAGLE, EAGLE3, STANDALONE; chains only)",
-        "exact, at the saved position, the draft's KV with the target's; by one rank, for models "
-        "with K and V of every head, without codec, truncation, adapters or sessions; EAGLE3 run "
-        "with random weights only, none of them on a GPU",
+        "exact, at the saved position, the draft's KV with the target's; by one rank or several "
+        "tensor parallel ones, for models with K and V of every head, without codec, truncation, "
+        "adapters or sessions; EAGLE3 run with random weights only, none of them on a GPU",
         "tests/e2e/models/test_speculation.py",
     ),
     ServedMode(

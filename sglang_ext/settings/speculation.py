@@ -31,7 +31,6 @@ def outside_speculation(
     if algorithm is None:
         return
     found = [
-        ("--tp-size 1", read("tp_size") or 1),
         ("no --enable-lora", _on(read("enable_lora") or read("lora_paths"))),
         ("no --enable-streaming-session", _on(read("enable_streaming_session"))),
         ("no --enable-session-radix-cache", _on(read("enable_session_radix_cache"))),

@@ -113,8 +113,13 @@ def settled(server: Server, timeout_s: float = 20.0) -> dict[str, Any]:
     last: dict[str, Any] = {}
     while time.monotonic() < deadline:
         found = state(server)
+        found.pop("agreements", None)  # of several ranks, one a step
+        ranks = found.get("tp_ranks", [])
+        for rank in ranks:
+            rank.pop("agreements", None)
         # Twice the same: a remote store's threads count what they do when they have done it.
-        if not num_on_their_way(found["host"]) and found == last:
+        on_their_way = sum(num_on_their_way(each["host"]) for each in (found, *ranks))
+        if not on_their_way and found == last:
             return found
         last = found
         time.sleep(0.2)

@@ -20,7 +20,9 @@ from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.records.checks import seal
 from sglang_ext.tiers.records.record import MAGIC, parse_header
 from testkit.drafts.eagle import DRAFTS, write_eagle3_config, write_eagle_draft
+from testkit.rank_requests import ENVIRONMENT, JITTER_MS, WAYS
 from testkit.server import TINYLM, Server
+from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import (
     GIB,
     PAGE,
@@ -28,6 +30,7 @@ from tests.e2e.hier_server import (
     by_tier,
     real_prompts,
     settled,
+    state,
     tokens_and_logprobs,
 )
 
@@ -80,14 +83,16 @@ def guesses(answer: dict[str, Any]) -> tuple[int, int]:
     return facts["spec_num_correct_drafts"], facts["spec_num_proposed_drafts"]
 
 
-def turns(server: Server) -> list[dict[str, Any]]:
+def turns(
+    server: Server, lengths: Sequence[int] = LENGTHS, num_new: int = ANSWER
+) -> list[dict[str, Any]]:
     """Two turns of each chat; the second's prompt has what the first one generated."""
     found = []
     for first, more in zip(
-        real_prompts(LENGTHS, seed=3), real_prompts([70] * len(LENGTHS), seed=4), strict=True
+        real_prompts(lengths, seed=3), real_prompts([70] * len(lengths), seed=4), strict=True
     ):
-        answer = ask(server, first, ANSWER)
-        found += [answer, ask(server, [*first, *answer["output_ids"], *more], 40)]
+        answer = ask(server, first, num_new)
+        found += [answer, ask(server, [*first, *answer["output_ids"], *more], num_new // 2)]
     return found
 
 
@@ -99,6 +104,36 @@ def assert_same(
         (tokens, values), (wanted, expected) = map(tokens_and_logprobs, (answer, hit))
         assert tokens == wanted
         np.testing.assert_allclose(values, expected, atol=off, rtol=0)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "ngram"])
+def test_ranks_that_guess_agree_on_what_is_restored(
+    algorithm: str, drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two tensor parallel ranks, their stores late; SGLang's consensus checker ends the server."""
+    args, off, chats = [*args_of(algorithm, drafts), *WAYS["tp"]], 0.0, ((400, 577), 30)
+    if algorithm == "ngram":
+        args, off = [*args, "--dtype", "float32"], 2e-3
+    env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
+    with server_of(tmp_path, args, env=env) as server:
+        turns(server, *chats)
+        settled(server)
+        hits = turns(server, *chats)
+        server.post("/flush_cache")
+        restored = turns(server, *chats)
+        stored, log = state(server), server.log()
+    assert log.count("Rank consensus checker is enabled") == 2
+    assert "Found rank divergence" not in log
+    reused = [by_tier(answer)["device"] for answer in hits]
+    assert min(reused) >= 384
+    assert [by_tier(answer)["host"] for answer in restored][::2] == reused[::2]
+    assert_same(restored, hits, off)
+    if algorithm == "eagle":
+        # The prompt whose pairs are whole pages has its last one computed, and then replaced.
+        counts = [rank["host"].get("restored_pages", 0) for rank in stored["tp_ranks"]]
+        assert counts[0] == counts[1] > 0
+        assert [guesses(answer) for answer in restored] == [guesses(answer) for answer in hits]
+        assert share(hits) > 0.5
 
 
 def share(answers: Sequence[dict[str, Any]]) -> float:

@@ -41,7 +41,6 @@ EAGLE = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", s
 EAGLE += DRAFTS
 # What is added to a server with drafts, and what the sentence says is needed.
 NO_DRAFTS = {
-    "ranks": (["--tp-size", "2"], "--tp-size 1"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "rust": (["--hier-kv-tree-core", "rust"], "--hier-kv-tree-core python"),
     "codec": (

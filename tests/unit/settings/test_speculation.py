@@ -33,6 +33,11 @@ def test_ngrams_are_served_where_attention_masks_branches(backend: str) -> None:
     check("NGRAM", attention_backend=backend)
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NGRAM"])
+def test_tensor_parallel_ranks_are_served(algorithm: str) -> None:
+    check(algorithm, tp_size=2)
+
+
 def test_drafts_of_a_model_are_served_whatever_masks() -> None:
     check("EAGLE", attention_backend="fa3")
 
@@ -40,7 +45,6 @@ def test_drafts_of_a_model_are_served_whatever_masks() -> None:
 REFUSED = [
     ("EAGLE", {"speculative_eagle_topk": 4}, "--speculative-eagle-topk 1 with", "4"),
     ("NGRAM", {"speculative_eagle_topk": 10}, "(--speculative-ngram-max-bfs-breadth 1)", "10"),
-    ("EAGLE", {"tp_size": 2}, "--tp-size 1 with", "2"),
     ("EAGLE", {"enable_multi_layer_eagle": True}, "no --enable-multi-layer-eagle with", "it"),
     ("STANDALONE", {"speculative_adaptive": True}, "no --speculative-adaptive with", "it"),
     ("STANDALONE", {"enable_lora": True}, "no --enable-lora with", "it"),
