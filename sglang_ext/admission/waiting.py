@@ -165,6 +165,8 @@ class WaitingRoom:
             self._cost.leave(waiting)
         if self._store.lookahead is not None:
             self._store.lookahead.leave(waiting.number)
+            if not admitted:
+                self._store.lookahead.rested(waiting.prefix.space, waiting.prefix.hashes)
         self._changed = True
 
     def leave_all(self) -> None:

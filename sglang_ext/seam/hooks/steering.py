@@ -61,15 +61,10 @@ def _do(
         if lookahead is not None and what is not None:
             hand_on(lookahead, space, hashes, cache.hint_owner(tenant), what)
 
-    def end_prefetch() -> None:
-        if lookahead is not None:
-            lookahead.rested(space, hashes)
-        say(hints)
-
     if lookahead is not None and steering.unpin:
         done["unpinned"] = lookahead.unpin(space, hashes)
     if steering.prefetch:
-        done["prefetching"] = _prefetch(cache, space, hashes, end_prefetch)
+        done["prefetching"] = _prefetch(cache, space, hashes, lambda: say(hints))
     if not done.get("prefetching"):
         say(hints)
     elif hints is not None:

@@ -303,6 +303,17 @@ def test_empty_calls_do_nothing(store: RemoteStore) -> None:
     assert store.delete([]) == 0
 
 
+def test_what_is_deleted_is_gone_and_nothing_else(store: RemoteStore) -> None:
+    items, never_there = make_items(range(40)), make_item(99).key
+    assert store.put(items) == [OK] * 40
+    keys = [item.key for item in items]
+    assert store.delete([*keys[:25], never_there]) == 25
+    assert store.exists(keys) == [MISSING] * 25 + [OK] * 15
+    assert store.delete(keys[:25]) == 0
+    assert store.put(items[:25]) == [OK] * 25
+    assert store.exists(keys) == [OK] * 40
+
+
 def test_usage_is_told_or_zero(store: RemoteStore) -> None:
     store.put(make_items(range(10)))
     usage = store.usage()

@@ -53,6 +53,9 @@ class Store:
     def leave(self, request: Any) -> None:
         self.requests.remove(request)
 
+    def rested(self, space: KeySpace, hashes: Any) -> None:
+        pass
+
     def take_changed(self, most: int) -> list[Any]:
         taken, self.changed = self.changed[:most], self.changed[most:]
         return taken

@@ -12,8 +12,10 @@ import pytest
 
 from runtime_cpu import inprocess
 from sglang_ext.admission.waiting import WaitingRoom
+from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.hints.steering import parse_body, to_text
-from tests.unit.store.store_rig import Make, Rig, rigs
+from sglang_ext.tiers.records.quality import ANY
+from tests.unit.store.store_rig import Make, Rig, pages, rigs
 
 PAGE = 4
 TOKENS = list(range(10 * PAGE))
@@ -57,4 +59,19 @@ def test_what_is_said_with_a_prefetch_holds_when_the_pages_are_there(make: Make)
         assert time.monotonic() < deadline_s
     assert (rig.count("pinned_pages"), rig.count("hinted_return_pages")) == (10, 10)
     assert rig.count("ttl_pages") == 10
+    rig.settle()
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_pages_of_a_request_that_never_ran_take_hints_again(make: Make, runs: bool) -> None:
+    rig = make(slots=30, disk=False, lookahead=True)
+    lookahead, chat = rig.store.lookahead, pages("chat", 10)
+    assert lookahead is not None
+    rig.save(chat)
+    lookahead.used(rig.space, chat, None)
+    room = WaitingRoom(rig.store, prefetch_policy="best_effort", prefetch_timeout_ms=0)
+    room.enter("request", ReusablePrefix(rig.space, chat, 0, max_quality=ANY))
+    room.leave("request", admitted=runs)
+    lookahead.hint(rig.space, chat, owner=0, returns_in_s=None)
+    assert rig.count("hinted_ends_pages") == (0 if runs else 10)  # one that runs is using them
     rig.settle()

@@ -177,7 +177,7 @@ class MooncakeEngine(RemoteEngine):
         self.exists(names, deadline)
 
     def delete(self, names: Sequence[str], deadline: Deadline) -> int:
-        """See `RemoteEngine.delete`. The store keeps what was read in the last seconds."""
+        """See `RemoteEngine.delete`. What was read in the last seconds goes, too."""
         with self._writes.hold(deadline):
             codes = self._writes.call("delete", list(names), deadline)
         return sum(code == 0 for code in codes)
