@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +87,15 @@ def _writer(folder: Path, turns: str) -> subprocess.Popen[str]:
 
 
 def test_many_processes_write_the_same_pages(open_: Open, tmp_path: Path) -> None:
-    writers = [_writer(tmp_path, "few") for _ in range(3)]
     store = open_()
     items = [*make_items(range(20)), make_item(20, LONG_BYTES)]
-    while any(writer.poll() is None for writer in writers):
-        assert set(read(store, items)) <= {OK, MISSING, REJECTED}
-    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(_writer(tmp_path, "few")) for _ in range(3)]
+        while any(writer.poll() is None for writer in writers):
+            assert set(read(store, items)) <= {OK, MISSING, REJECTED}
+        assert [writer.wait() for writer in writers] == [0, 0, 0]
     assert read(store, items) == [OK] * 21
     assert not list(tmp_path.rglob(".hkv-tmp-*"))
-    for writer in writers:
-        assert writer.stdout is not None
-        writer.stdout.close()
 
 
 def test_all_that_is_deleted_is_gone_when_the_call_ends(open_: Open, tmp_path: Path) -> None:

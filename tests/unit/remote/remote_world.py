@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -111,14 +110,12 @@ class Host:
         """Waits until so many pages were stored."""
         return until(lambda: self.count("remote_written_pages") >= num)
 
-    def fetch(self, numbers: range, max_quality: int = ANY) -> float:
-        """Has a request wait for pages; returns for how many seconds it did."""
-        started_s = time.monotonic()
+    def fetch(self, numbers: range, max_quality: int = ANY) -> None:
+        """Has a request wait for pages."""
         plan = self.plan(hashes_of(numbers), max_quality)
         if plan is not None:
             assert until(lambda: plan.done), self.store.stats()
             self.store.cancel_plan(plan)
-        return time.monotonic() - started_s
 
     def plan(self, hashes: np.ndarray, max_quality: int = ANY) -> Plan | None:
         """A request's plan, made when the remote store has said what it has."""
