@@ -85,7 +85,8 @@ MODEL_KINDS = {
         "a state a sequence beside K and V of every head (Mamba2, gated delta rule)",
         "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5 without images",
         "exact, at the positions at which SGLang's tree keeps a state, by one rank, without codec, "
-        "remote store, truncation, adapters or sessions; run with a small Granite 4 on a CPU",
+        "remote store, truncation, adapters or sessions; run on a CPU with a small model of each, "
+        "those of Granite 4, Nemotron-H and Qwen3.5 without experts",
         "tests/e2e/models/test_states.py; tests/property/hybrids/test_state_interleavings.py",
     ),
     "state of another kind": ModelKind(

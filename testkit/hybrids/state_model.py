@@ -1,62 +1,269 @@
-"""A small model with state-space layers and random weights, in the format of transformers.
-
-Granite 4's architecture without experts: Mamba2 and full attention in turn, no rotary embedding.
-"""
+"""Small models with a state a sequence and random weights, in the format of transformers."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from testkit.server import TINYLM
 
-VOCAB = 4096
-# 1: a state-space layer, 0: full attention.
-PATTERN = (1, 1, 0, 1, 1, 0, 1)
 CHUNK = 64
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+# What all of them have; random weights so large that answers depend on every token.
+_COMMON: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 
 
-def write_state_model(folder: Path, *, seed: int = 0) -> Path:
-    """Writes configuration, weights and tokenizer into a new folder; returns it.
+@dataclass(frozen=True)
+class StateModel:
+    """An architecture, and what SGLang keeps of it.
 
-    Args:
-        folder: made here.
-        seed: of the weights.
+    Attributes:
+        make_config: its small configuration.
+        class_name: transformers' class with a head.
+        page_values: of K and V of a page of 64 tokens.
+        conv_values: of a state, the inputs of convolutions.
+        matrix_values: of a state, a matrix a head; in float32.
+        grid: tokens; SGLang keeps states at multiples of it, with 64 tokens a page.
+        dtype_name: of all but matrices.
     """
-    import torch
-    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
-    config = GraniteMoeHybridConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
+    make_config: Callable[[], Any]
+    class_name: str
+    page_values: int
+    conv_values: int
+    matrix_values: int
+    grid: int = 64
+    dtype_name: str = "float32"
+
+    @property
+    def page_bytes(self) -> int:
+        """K and V of a page."""
+        return self.page_values * self._value_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """A state, in all layers that have one."""
+        return self.conv_values * self._value_bytes + 4 * self.matrix_values
+
+    @property
+    def _value_bytes(self) -> int:
+        return 4 if self.dtype_name == "float32" else 2
+
+    def open(self, folder: Path) -> Any:
+        """The model that `write_state_model` wrote, by transformers, in float32."""
+        import torch
+
+        return self.model_class().from_pretrained(folder, dtype=torch.float32)
+
+    def model_class(self) -> Any:
+        """Transformers' class."""
+        # With Qwen3.5's, sentencepiece is imported, whose compiled types warn. Where warnings are
+        # errors the import ends half-way, unnoticed, and the process with a crash.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            import transformers
+
+            return getattr(transformers, self.class_name)
+
+
+def _granite() -> Any:
+    """Granite 4 without experts: Mamba2 and full attention in turn, no rotary embedding."""
+    from transformers import GraniteMoeHybridConfig
+
+    pattern = "MM*MM*M"
+    return GraniteMoeHybridConfig(
+        **_COMMON,
         intermediate_size=256,
         shared_intermediate_size=256,
         num_local_experts=0,
         num_experts_per_tok=0,
-        num_hidden_layers=len(PATTERN),
-        layer_types=["mamba" if kind else "attention" for kind in PATTERN],
-        num_attention_heads=4,
+        num_hidden_layers=len(pattern),
+        layer_types=["mamba" if kind == "M" else "attention" for kind in pattern],
         num_key_value_heads=2,
         attention_multiplier=32**-0.5,
-        max_position_embeddings=2048,
         position_embedding_type=None,
         mamba_n_heads=8,
         mamba_d_head=32,
         mamba_d_state=32,
         mamba_n_groups=1,
         mamba_chunk_size=CHUNK,
-        initializer_range=0.1,  # answers that depend on every token; with 0.02 all are as likely
         tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
-        dtype=torch.float32,
     )
+
+
+def _qwen3_next() -> Any:
+    """Qwen3-Next: gated delta rule and gated attention 3:1, rotation of a quarter of a head.
+
+    Each token takes all experts: two computations that differ by rounding choose the same.
+    """
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        **_COMMON,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 2,
+        full_attention_interval=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=8,
+        linear_key_head_dim=32,
+        linear_value_head_dim=16,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=2,
+        num_experts_per_tok=2,
+    )
+
+
+def _qwen3_5() -> Any:
+    """Qwen3.5 without images: as Qwen3-Next, but dense, with projections of their own."""
+    from transformers import Qwen3_5TextConfig
+
+    return Qwen3_5TextConfig(
+        **_COMMON,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        full_attention_interval=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        partial_rotary_factor=0.25,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    )
+
+
+def _nemotron_h() -> Any:
+    """Nemotron-H: a layer is Mamba2, attention without rotation, or an MLP."""
+    from transformers import NemotronHConfig
+
+    return NemotronHConfig(
+        **_COMMON,
+        hybrid_override_pattern="M-M*-MM-*M",
+        intermediate_size=256,
+        num_key_value_heads=2,
+        head_dim=32,
+        mamba_num_heads=16,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=8,
+        chunk_size=2 * CHUNK,
+        time_step_min=1e-12,  # transformers bounds steps by it, SGLang does not
+        rescale_prenorm_residual=False,
+    )
+
+
+def _falcon_h1() -> Any:
+    """Falcon-H1: Mamba2 and attention, which rotates, side by side in each layer."""
+    from transformers import FalconH1Config
+
+    return FalconH1Config(
+        **_COMMON,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        mamba_d_ssm=192,
+        mamba_n_heads=6,
+        mamba_d_state=32,
+        mamba_n_groups=1,
+        mamba_chunk_size=CHUNK,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+    )
+
+
+STATE_MODELS = {
+    "granite": StateModel(
+        _granite, "GraniteMoeHybridForCausalLM",
+        page_values=2 * 2 * 64 * 2 * 32,
+        conv_values=5 * 3 * (8 * 32 + 2 * 32), matrix_values=5 * 8 * 32 * 32,
+    ),
+    "qwen3_next": StateModel(
+        _qwen3_next, "Qwen3NextForCausalLM",
+        page_values=2 * 2 * 64 * 2 * 32,
+        conv_values=6 * 3 * (2 * 2 * 32 + 8 * 16), matrix_values=6 * 8 * 16 * 32,
+    ),
+    "qwen3_5": StateModel(
+        _qwen3_5, "Qwen3_5ForCausalLM",
+        page_values=1 * 2 * 64 * 2 * 64,
+        conv_values=3 * 3 * (3 * 4 * 32), matrix_values=3 * 4 * 32 * 32,
+    ),
+    "nemotron_h": StateModel(
+        _nemotron_h, "NemotronHForCausalLM",
+        page_values=2 * 2 * 64 * 2 * 32,
+        conv_values=5 * 3 * (16 * 16 + 2 * 8 * 16), matrix_values=5 * 16 * 16 * 16,
+        grid=2 * CHUNK,
+    ),
+    "falcon_h1": StateModel(
+        _falcon_h1, "FalconH1ForCausalLM",
+        page_values=4 * 2 * 64 * 1 * 32,
+        conv_values=4 * 3 * (6 * 32 + 2 * 32), matrix_values=4 * 6 * 32 * 32,
+        dtype_name="bfloat16",
+    ),
+}  # fmt: skip
+
+
+def write_state_model(folder: Path, name: str = "granite", *, seed: int = 0) -> Path:
+    """Writes configuration, weights and tokenizer into a new folder; returns it.
+
+    Args:
+        folder: made here.
+        name: of `STATE_MODELS`.
+        seed: of the weights.
+    """
+    import torch
+
+    kind = STATE_MODELS[name]
+    config = kind.make_config()
+    config.dtype = getattr(torch, kind.dtype_name)
     # torch's generator is everybody's; the weights should not depend on what ran before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        GraniteMoeHybridForCausalLM(config).save_pretrained(folder)
-    for name in _TOKENIZER_FILES:
-        shutil.copy(TINYLM / name, folder / name)
+        model = kind.model_class()(config)
+        with torch.no_grad():
+            for parameter, values in model.named_parameters():
+                if parameter.endswith(".dt_bias"):
+                    values.fill_(1.0)
+                if parameter.endswith(".A_log"):  # states that last for hundreds of tokens
+                    values.uniform_(-7.0, -1.0)
+    model.to(config.dtype).save_pretrained(folder)
+    _name_layers_as_published(folder / "config.json")
+    for each in _TOKENIZER_FILES:
+        shutil.copy(TINYLM / each, folder / each)
     return folder
+
+
+def _name_layers_as_published(path: Path) -> None:
+    """Nemotron-H's layers as a pattern; SGLang does not know the names that transformers writes."""
+    config = json.loads(path.read_text())
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
+    if config["model_type"] == "nemotron_h":
+        layers = config.pop("layers_block_type")
+        config["hybrid_override_pattern"] = "".join(letters[layer] for layer in layers)
+        path.write_text(json.dumps(config, indent=2))

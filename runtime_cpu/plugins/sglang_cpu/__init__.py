@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from .experts import bind_shared_expert
 from .states import allow_snapshots, bind_kernels
 
 NAME = "cpu_extend"
@@ -38,4 +39,5 @@ def _create(runner: Any) -> Any:
 
         prepare_speculation()
     bind_kernels()
+    bind_shared_expert()
     return CpuExtendAttnBackend(runner)

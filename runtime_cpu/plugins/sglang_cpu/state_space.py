@@ -1,4 +1,4 @@
-"""Mamba2 in plain torch: convolution, chunked scan and state update, as SGLang's kernels have them.
+"""Mamba2 in plain torch: chunked scan and state update, as SGLang's kernels have them.
 
 Each function has the name, the arguments and the results of the kernel that it stands for, as far
 as ``MambaMixer2`` uses them, and writes states in place as that does. Sums are in float32.
@@ -11,80 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.nn.functional import conv1d, silu, softplus
-
-
-def causal_conv1d_fn(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens_cpu: Any = None,
-    cache_indices: torch.Tensor | None = None,
-    has_initial_state: torch.Tensor | None = None,
-    activation: str | None = "silu",
-    **kwargs: Any,
-) -> torch.Tensor:
-    """The convolution of whole prompts or chunks of them.
-
-    Args:
-        x: `[D, T]`, sequences one after another.
-        weight: `[D, W]`.
-        bias: `[D]`.
-        conv_states: `[S, D, W - 1]`, the last inputs of each slot; those of the batch are written.
-        query_start_loc: `[N + 1]`, where sequences begin in `x`.
-        seq_lens_cpu: unused.
-        cache_indices: `[N]`, slots of the sequences.
-        has_initial_state: bool `[N]`, of which sequences the slot holds what was before.
-        activation: "silu", "swish" or None.
-        **kwargs: unused.
-
-    Returns:
-        `[D, T]`.
-    """
-    assert cache_indices is not None
-    num_before = weight.shape[1] - 1
-    out = torch.empty_like(x)
-    starts = query_start_loc.tolist()
-    slots = cache_indices.tolist()
-    for i, (start, end) in enumerate(pairwise(starts)):
-        before = x.new_zeros((x.shape[0], num_before))
-        if has_initial_state is not None and bool(has_initial_state[i]):
-            before = conv_states[slots[i]].to(x.dtype)
-        seen = torch.cat([before, x[:, start:end]], dim=1)
-        found = conv1d(seen.unsqueeze(0), weight.unsqueeze(1), bias, groups=len(weight)).squeeze(0)
-        out[:, start:end] = _activated(found, activation)
-        conv_states[slots[i]] = seen[:, seen.shape[1] - num_before :].to(conv_states.dtype)
-    return out
-
-
-def causal_conv1d_update(
-    x: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    conv_state_indices: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The convolution of one more token of each sequence.
-
-    Args:
-        x: `[N, D]`.
-        conv_state: `[S, D, W - 1]`; those of the batch are written.
-        weight: `[D, W]`.
-        bias: `[D]`.
-        activation: "silu", "swish" or None.
-        conv_state_indices: `[N]`, slots.
-
-    Returns:
-        `[N, D]`.
-    """
-    assert conv_state_indices is not None
-    seen = torch.cat([conv_state[conv_state_indices].to(x.dtype), x.unsqueeze(-1)], dim=-1)
-    found = conv1d(seen, weight.unsqueeze(1), bias, groups=len(weight)).squeeze(-1)
-    conv_state[conv_state_indices] = seen[..., 1:].to(conv_state.dtype)
-    return _activated(found, activation)
+from torch.nn.functional import softplus
 
 
 def mamba_chunk_scan_combined(
@@ -215,33 +142,3 @@ def selective_state_update(
     after = before * (step * A).exp() + step * x.float().unsqueeze(-1) * keys
     state[state_batch_indices] = after.to(state.dtype)
     out.copy_((after * queries).sum(-1) + D.float() * x.float())
-
-
-def track_mamba_states_if_needed(
-    conv_states: torch.Tensor,
-    ssm_states: torch.Tensor,
-    cache_indices: torch.Tensor,
-    mamba_track_mask: torch.Tensor,
-    mamba_track_indices: torch.Tensor,
-    batch_size: int,
-    check_freed_slots: bool = False,
-) -> None:
-    """Copies the states of some sequences to the slots in which they are kept.
-
-    Args:
-        conv_states: `[S, ...]` of a layer.
-        ssm_states: `[S, ...]` of a layer.
-        cache_indices: `[N]`, slots of the sequences.
-        mamba_track_mask: bool `[N]`, which are kept.
-        mamba_track_indices: `[N]`, slots to keep them in.
-        batch_size: N.
-        check_freed_slots: unused.
-    """
-    rows = mamba_track_mask[:batch_size].nonzero(as_tuple=True)[0]
-    source, target = cache_indices[rows].long(), mamba_track_indices[rows].long()
-    for states in (conv_states, ssm_states):
-        states[target] = states[source]
-
-
-def _activated(found: torch.Tensor, activation: str | None) -> torch.Tensor:
-    return found if activation is None else silu(found)

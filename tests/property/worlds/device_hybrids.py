@@ -59,9 +59,9 @@ class DraftWorld(DeviceWorld):
 
 
 class StateWorld(DeviceWorld):
-    """Layers with a state between those with attention."""
+    """Layers with a state between those with attention; the first has both, one neither."""
 
-    ATTENTION, STATEFUL = (1, 3, 4), (0, 2, 5)
+    ATTENTION, STATEFUL = (0, 3, 4), (0, 2, 5)
     NUM_STATES = 10  # slots; the first is padding
 
     num_layers: ClassVar[int] = 6
@@ -130,7 +130,7 @@ class StateWorld(DeviceWorld):
     def _read(self, load: Load, layer: int, *, compare: bool = True) -> None:
         if layer in self.ATTENTION:
             super()._read(load, self.ATTENTION.index(layer), compare=compare)
-        elif load.more.state is not None:
+        if layer in self.STATEFUL and load.more.state is not None:
             self._go_on(load, self.STATEFUL.index(layer), load.more.state, compare=compare)
 
     def _write(self, load: Load, layer: int) -> None:

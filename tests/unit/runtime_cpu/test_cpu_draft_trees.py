@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime_cpu import launch
-
-
-def load() -> ModuleType:
-    """The module, without putting the stand-in for `sgl_kernel` on this process's path."""
-    name = "cpu_draft_trees"
-    if name not in sys.modules:
-        path = Path(launch.STUBS) / "sgl_kernel" / "draft_trees.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
+from tests.unit.runtime_cpu.stub_modules import load_stub
 
 # Parents of tokens 1, 2, ... of one tree; token 0 is the root.
 trees = st.integers(1, 8).flatmap(
@@ -38,7 +19,7 @@ trees = st.integers(1, 8).flatmap(
 def test_the_longest_path_of_right_guesses_is_accepted(
     parents: tuple[int, ...], data: st.DataObject
 ) -> None:
-    module, num, seq_len, vocab = load(), len(parents) + 1, 11, 3
+    module, num, seq_len, vocab = load_stub("draft_trees"), len(parents) + 1, 11, 3
     children = {at: [c for c, p in enumerate(parents, 1) if p == at] for at in range(num)}
     tokens = [0] * num
     for siblings in children.values():  # those of a parent differ
@@ -75,7 +56,7 @@ def test_the_longest_path_of_right_guesses_is_accepted(
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=5))
 def test_chains_and_trees_are_linked_as_their_candidates_say(choices: list[int]) -> None:
     """Candidates in groups of 4, each group behind one of the group before."""
-    module, topk, depth = load(), 4, len(choices)
+    module, topk, depth = load_stub("draft_trees"), 4, len(choices)
     # Group g holds candidates 4 g to 4 g + 3; group 0 follows the root, and group g > 0 the
     # candidate that was chosen of the group before.
     groups = [-1, *(topk * group + choice for group, choice in enumerate(choices[:-1]))]

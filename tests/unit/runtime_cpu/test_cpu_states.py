@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import silu, softplus
 
-from runtime_cpu.plugins.sglang_cpu import state_space
+from runtime_cpu.plugins.sglang_cpu import kept_states, state_space
+from tests.unit.runtime_cpu.stub_modules import load_stub
 
+convolution = load_stub("convolution")
 H, P, G, N, W = 4, 8, 2, 16, 4
 
 
@@ -126,9 +128,9 @@ def test_a_convolution_goes_on_where_the_last_one_ended() -> None:
     pool, slots = torch.randn(8, dim, W - 1), torch.tensor([2, 7, 3])
     before, has = pool.clone(), torch.tensor([True, True, False])
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    out = state_space.causal_conv1d_fn(x, weight, bias, pool, bounds, None, slots, has)
+    out = convolution.causal_conv1d_fn_cpu(x, weight, bias, pool, bounds, None, slots, has)
     more = torch.randn(3, dim)
-    last = state_space.causal_conv1d_update(more, pool, weight, bias, "silu", slots)
+    last = convolution.causal_conv1d_update_cpu(more, pool, weight, bias, "silu", slots)
     for i, (start, end) in enumerate(pairwise(bounds.tolist())):
         head = before[slots[i]] if has[i] else torch.zeros(dim, W - 1)
         seen = torch.cat([head, x[:, start:end], more[i].unsqueeze(1)], dim=1)
@@ -141,7 +143,7 @@ def test_a_convolution_goes_on_where_the_last_one_ended() -> None:
 def test_states_are_kept_where_a_mask_says_so() -> None:
     conv, ssm = torch.randn(6, 3, 2), torch.randn(6, 2, 2)
     before = conv.clone(), ssm.clone()
-    state_space.track_mamba_states_if_needed(
+    kept_states.track_mamba_states_if_needed(
         conv, ssm, torch.tensor([1, 2]), torch.tensor([False, True]), torch.tensor([4, 5]), 2
     )
     for found, was in zip((conv, ssm), before, strict=True):

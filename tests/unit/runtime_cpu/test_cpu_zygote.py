@@ -15,8 +15,11 @@ import multiprocessing, os, select
 from runtime_cpu import zygote
 
 def leaf(numbers, number):
+    held = os.open(os.environ["HOLD"], os.O_RDONLY | os.O_NONBLOCK)  # before the end may come
     numbers.put(number)
-    os.read(os.open(os.environ["HOLD"], os.O_RDONLY), 1)
+    end = select.poll()
+    end.register(held, 0)
+    end.poll()  # until the writing end was opened and closed
 
 def middle(numbers, ends):
     context = multiprocessing.get_context("spawn")
