@@ -39,6 +39,7 @@ $(STAMP): pyproject.toml runtime_cpu/constraints.txt runtime_cpu/system-packages
 	$(PY) -m pip install --quiet --no-input -c runtime_cpu/constraints.txt -e '.[cpu,dev]'
 	$(PY) -m pip install --quiet --no-input --no-deps $(SGLANG)
 	$(PY) -m runtime_cpu.prebuild
+	$(VENV)/bin/hier-kv prebuild
 	touch $@
 
 demo: $(STAMP)

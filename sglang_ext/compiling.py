@@ -14,7 +14,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PACKAGE = Path(__file__).parent
 _STAMP = "sglang-hier-kv.sources"  # beside what numba keeps: the sources that it was made of
+_NS_PER_S = 1_000_000_000
+_unkept: set[str] = set()  # folders whose loops could be kept nowhere
 
 
 def jit(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]:
@@ -38,6 +40,7 @@ def jit(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]:
         try:
             dispatcher: Any = numba.njit(cache=True, **options)(function)
         except RuntimeError:  # there is nowhere to keep it
+            _unkept.add(str(Path(function.__code__.co_filename).parent))
             dispatcher = numba.njit(**options)(function)
         else:
             _remove_outdated(dispatcher.stats.cache_path)
@@ -49,6 +52,43 @@ def jit(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]:
         return result
 
     return decorate
+
+
+def check_kept() -> str:
+    """Whether what was compiled up to now is kept.
+
+    Returns:
+        The folder where loops of this package's own folder are kept.
+
+    Raises:
+        OSError: numba has no folder for some of it; one sentence.
+    """
+    dispatcher: Any = jit()(_nothing)
+    if _unkept:
+        raise OSError(
+            f"compiled loops of {min(_unkept)} need a folder to be kept in, but neither its "
+            "__pycache__ nor numba's cache folder in HOME can be written; set NUMBA_CACHE_DIR to "
+            "a folder that this user may write to"
+        )
+    return str(dispatcher.stats.cache_path)
+
+
+def round_source_times() -> None:
+    """Gives sources that may be touched times of whole seconds.
+
+    numba takes what it kept for outdated when the time of a source is not what it was, and layers
+    of an image have whole seconds only.
+    """
+    for path in _source_paths():
+        found = path.stat()
+        whole_ns = found.st_mtime_ns // _NS_PER_S * _NS_PER_S
+        if whole_ns != found.st_mtime_ns:
+            with contextlib.suppress(OSError):
+                os.utime(path, ns=(found.st_atime_ns, whole_ns))
+
+
+def _nothing() -> None:
+    """A loop to be kept."""
 
 
 @functools.cache
@@ -70,11 +110,16 @@ def _remove_outdated(folder: str) -> None:
 def _sources() -> str:
     """Digest of all modules of the package, in hex."""
     digest = hashlib.sha256()
+    for path in _source_paths():
+        digest.update(f"{path.relative_to(_PACKAGE)}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _source_paths() -> Iterator[Path]:
+    """All modules of the package, in an order that is always the same."""
     for folder, folders, files in os.walk(_PACKAGE, followlinks=True):
         folders.sort()
         for name in sorted(files):
             if name.endswith(".py"):
-                path = Path(folder, name)
-                digest.update(f"{path.relative_to(_PACKAGE)}\0".encode())
-                digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
+                yield Path(folder, name)

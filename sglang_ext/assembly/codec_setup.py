@@ -20,7 +20,7 @@ from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.settings.config import HierKVConfig
 
 PROFILE_FOLDER = "profiles"
-_DTYPE_NAMES = {
+DTYPE_NAMES = {  # as codecs call them
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
@@ -87,7 +87,7 @@ def build_remote_codec(
 
 
 def _shape(pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype) -> CodedShape:
-    name = _DTYPE_NAMES.get(kv_dtype)
+    name = DTYPE_NAMES.get(kv_dtype)
     if name is None:
         raise CodecError(f"codecs know no KV dtype {kv_dtype}")
     return CodedShape.of(layout, name, int(pool.k[0].shape[2]))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from sglang_ext.cli.prebuild import add_parser as add_prebuild
 from sglang_ext.cli.size import add_parser as add_size
 from sglang_ext.cli.steer import add_command as add_steer
 from sglang_ext.cli.stored import add_commands as add_stored_commands
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_doctor(
         commands.add_parser("doctor", help="look at SGLang and the machine, as a start would")
     )
+    add_prebuild(commands.add_parser("prebuild", help="compile what a first start would compile"))
     add_size(commands.add_parser("size", help="how much DRAM and disk traffic is worth"))
     _add_stats(commands.add_parser("stats", help="what a running server's tiers hold and do"))
     _add_top(commands.add_parser("top", help="the same, again and again, with rates"))

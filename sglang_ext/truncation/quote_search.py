@@ -82,7 +82,7 @@ class QuoteSearch:
         self._thread = ThreadPoolExecutor(1, "hier-kv-quotes")
         self._notes: list[Future[None]] = []
         self._searches: dict[Hashable, _Search] = {}
-        self._thread.submit(_warm_up, page_size)
+        self._thread.submit(warm_up, page_size)
 
     def _tenant_of(self, req: Any) -> Tenant | None:
         """The tenant of a request that opted in; None for who neither quotes nor is quoted.
@@ -203,8 +203,8 @@ class QuoteSearch:
         self._reuse.enqueue(req, lineage, search.space, 0, tail)
 
 
-def _warm_up(page_size: int) -> None:
-    """Compiles, or loads from the cache, what a search runs."""
+def warm_up(page_size: int) -> None:
+    """Compiles, or loads from the cache, what a search runs; the same for every page size."""
     text, tokens = StoredText(page_size, 4), np.arange(2 * page_size, dtype=np.int32)
     text.add(0, tokens, np.arange(64, dtype=np.uint8).reshape(2, 32), 1)
     text.find(0, tokens[page_size:], 0, 1)

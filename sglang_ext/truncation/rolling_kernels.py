@@ -13,7 +13,7 @@ later entries back. Rows with one key hang on the one in the table (`next_same`)
 Rows. Pages form trees: `links[row]` holds parent, first child, and neighbours among the siblings.
 
 All functions run without the GIL and check no bounds. Compiled from their signatures on import and
-cached on disk; all in one file, as that cache sees changes of this file only.
+kept on disk.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 from numba import types
+
+from sglang_ext.tiers.compiled import compiled_for
 
 # Slots of `state i64[NUM_STATE]`.
 COUNT, TOP, FREE_HEAD, NUM_STATE = 0, 1, 2, 3
@@ -42,18 +44,6 @@ _BLOCK = 64  # look-ups in flight together
 _PRIME = (1 << 31) - 1
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _compiled(signature: Any) -> Callable[[_Function], _Function]:
-    def decorate(function: _Function) -> _Function:
-        options = {"nogil": True, "boundscheck": False}
-        try:
-            compiled: _Function = numba.njit(signature, cache=True, **options)(function)
-        except RuntimeError:  # nowhere to keep it: compiled by every process
-            compiled = numba.njit(signature, **options)(function)
-        return compiled
-
-    return decorate
 
 
 def _inlined(function: _Function) -> _Function:
@@ -92,7 +82,7 @@ def _digit(token: Any) -> Any:
     return np.uint64(np.uint32(token)) % np.uint64(_PRIME) + np.uint64(1)
 
 
-@_compiled(types.void(_IN_TOKENS, _I64, _U64S, _U64, _U64S))
+@compiled_for(types.void(_IN_TOKENS, _I64, _U64S, _U64, _U64S))
 def window_keys(tokens: Any, window: int, bases: Any, group_hash: Any, keys: Any) -> None:
     """Keys of the windows at each place of `tokens` [n]; `keys` is [n - window + 1]."""
     first, second = bases[0], bases[1]
@@ -154,7 +144,7 @@ def _close_gap(tags: Any, table: Any, keys: Any, gap: Any) -> None:
     tags[gap] = np.uint8(0)
 
 
-@_compiled(types.void(_I64, _U64, _I64, _I64, _U8S, _I32S, _U64S, _I64S, _U8S, _PAGES))
+@compiled_for(types.void(_I64, _U64, _I64, _I64, _U8S, _I32S, _U64S, _I64S, _U8S, _PAGES))
 def link(
     row: int,
     key: Any,
@@ -198,7 +188,7 @@ def link(
         kinds[row] = UNLISTED
 
 
-@_compiled(types.void(_I64, _U8S, _I32S, _U64S, _U8S, _PAGES))
+@compiled_for(types.void(_I64, _U8S, _I32S, _U64S, _U8S, _PAGES))
 def unlink(row: int, tags: Any, table: Any, keys: Any, kinds: Any, links: Any) -> None:
     """Takes a row out of the table and of its tree; its children lose their parent."""
     if kinds[row] == LISTED:
@@ -233,7 +223,7 @@ def unlink(row: int, tags: Any, table: Any, keys: Any, kinds: Any, links: Any) -
 # ---- the search -------------------------------------------------------------------------------
 
 
-@_compiled(_I64(_U64S, _I64, _U8S, _I32S, _U64S, _I64S, _PAGES, _I32S, _I32S))
+@compiled_for(_I64(_U64S, _I64, _U8S, _I32S, _U64S, _I64S, _PAGES, _I32S, _I32S))
 def hits(
     wanted: Any,
     group: Any,
@@ -359,7 +349,7 @@ def _first_wrong(tokens: Any, place: Any, hit: Any, rows: Any, before: Any, stor
     return wrong, first
 
 
-@_compiled(types.void(_IN_TOKENS, _I32S, _I32S, _PAGES, _PAGES, _I64S))
+@compiled_for(types.void(_IN_TOKENS, _I32S, _I32S, _PAGES, _PAGES, _I64S))
 def longest_run(tokens: Any, first: Any, rows: Any, store: Any, links: Any, result: Any) -> None:
     """The longest run of `tokens` [n] that is in one chain, from the hits at each place.
 

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.e2e
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
 PROMPTS = list(real_prompts([70, 130, 333, 200, 512], seed=11))
 COMMON = ["--max-total-tokens", "8192", "--page-size", str(PAGE), "--sleep-on-idle"]
+# One of them by the deprecated names; with the plugin it is the other one (`reuse`).
 WAYS = {
     "two-ranks": ["--tp-size", "2", "--attn-dp-size", "2"],
-    "deprecated-name": ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
-    "two-by-two": ["--tp-size", "4", "--attn-dp-size", "2"],
+    "two-by-two": ["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"],
 }
 
 

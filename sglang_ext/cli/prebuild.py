@@ -1,0 +1,43 @@
+"""`hier-kv prebuild`: compiles ahead what a first start would compile."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from sglang_ext.codec.base import DTYPES
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.description = (
+        "Compiles what the first start on a machine would compile, for about a minute, and keeps "
+        "it where this user's servers find it; what is kept already stays. Needs no GPU and no "
+        "model. Example: hier-kv prebuild --dtype bf16 --codec hier"
+    )
+    parser.set_defaults(run=_prebuild)
+    add = parser.add_argument
+    text = f"of the KV cache: {', '.join(DTYPES)} (bf16)"
+    add("--dtype", nargs="+", metavar="NAME", default=["bf16"], help=text)
+    add("--codec", nargs="+", metavar="ID", help="that servers will use (all); none for none")
+    add("--json", action="store_true", help="for programs")
+
+
+def _prebuild(chosen: argparse.Namespace) -> int:
+    from sglang_ext.assembly.prebuild import prebuild
+    from sglang_ext.codec.registry import codec_ids
+    from sglang_ext.compiling import check_kept
+
+    built = []
+    for one in prebuild(chosen.dtype, chosen.codec or codec_ids()):
+        built.append(one)
+        if not chosen.json:
+            what = f"{one.part}: {one.num_compiled} loops compiled"
+            print(f"{one.seconds:7.1f} s  {what}", flush=True)  # noqa: T201
+    if chosen.json:
+        kept = {"folder": check_kept(), "parts": [asdict(one) for one in built]}
+        print(json.dumps(kept, indent=1))  # noqa: T201
+    else:
+        print(f"kept in {check_kept()}")  # noqa: T201
+    return 0
