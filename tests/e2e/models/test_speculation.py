@@ -110,36 +110,6 @@ def assert_same(
         np.testing.assert_allclose(values, expected, atol=off, rtol=0)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle", "ngram"])
-def test_ranks_that_guess_agree_on_what_is_restored(
-    algorithm: str, drafts: dict[str, Path], tmp_path: Path
-) -> None:
-    """Two tensor parallel ranks, their stores late; SGLang's consensus checker ends the server."""
-    args, off, chats = [*args_of(algorithm, drafts), *WAYS["tp"]], 0.0, ((400, 577), 30)
-    if algorithm == "ngram":
-        args, off = [*args, "--dtype", "float32"], 2e-3
-    env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
-    with server_of(tmp_path, args, env=env) as server:
-        turns(server, *chats)
-        settled(server)
-        hits = turns(server, *chats)
-        server.post("/flush_cache")
-        restored = turns(server, *chats)
-        stored, log = state(server), server.log()
-    assert log.count("Rank consensus checker is enabled") == 2
-    assert "Found rank divergence" not in log
-    reused = [by_tier(answer)["device"] for answer in hits]
-    assert min(reused) >= 384
-    assert [by_tier(answer)["host"] for answer in restored][::2] == reused[::2]
-    assert_same(restored, hits, off)
-    if algorithm == "eagle":
-        # The prompt whose pairs are whole pages has its last one computed, and then replaced.
-        counts = [rank["host"].get("restored_pages", 0) for rank in stored["tp_ranks"]]
-        assert counts[0] == counts[1] > 0
-        assert [guesses(answer) for answer in restored] == [guesses(answer) for answer in hits]
-        assert share(hits) > 0.5
-
-
 def share(answers: Sequence[dict[str, Any]]) -> float:
     pairs = [guesses(answer) for answer in answers]
     return sum(right for right, _ in pairs) / sum(proposed for _, proposed in pairs)
@@ -191,6 +161,39 @@ def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
         return  # random weights guess nothing
     assert min(share(lost_hits), share(hits)) > 0.5
     assert share(without) < share(lost_hits) - 0.1
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "ngram"])
+def test_ranks_that_guess_agree_on_what_is_restored(
+    algorithm: str, drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two tensor parallel ranks, their stores late; SGLang's consensus checker ends the server."""
+    args, off, chats = [*args_of(algorithm, drafts), *WAYS["tp"]], 0.0, ((400, 577), 30)
+    if algorithm == "ngram":
+        args, off = [*args, "--dtype", "float32"], 2e-3
+    env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
+    with server_of(tmp_path, args, env=env) as server:
+        turns(server, *chats)
+        settled(server)
+        server.post("/flush_cache")
+        turns(server, *chats)  # see above
+        settled(server)
+        hits = turns(server, *chats)
+        server.post("/flush_cache")
+        restored = turns(server, *chats)
+        stored, log = state(server), server.log()
+    assert log.count("Rank consensus checker is enabled") == 2
+    assert "Found rank divergence" not in log
+    reused = [by_tier(answer)["device"] for answer in hits]
+    assert min(reused) >= 384
+    assert [by_tier(answer)["host"] for answer in restored][::2] == reused[::2]
+    assert_same(restored, hits, off)
+    if algorithm == "eagle":
+        # The prompt whose pairs are whole pages has its last one computed, and then replaced.
+        counts = [rank["host"].get("restored_pages", 0) for rank in stored["tp_ranks"]]
+        assert counts[0] == counts[1] > 0
+        assert [guesses(answer) for answer in restored] == [guesses(answer) for answer in hits]
+        assert share(hits) > 0.5
 
 
 def of_chats(answers: Sequence[dict[str, Any]], chats: set[int]) -> list[dict[str, Any]]:
