@@ -8,12 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
 
+from sglang_ext import __version__
 from sglang_ext.admission.cost_feeds import CostFeeds
 from sglang_ext.admission.forward_timer import ForwardTimer
 from sglang_ext.admission.load_or_compute import LoadOrCompute
@@ -54,6 +56,7 @@ from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.kernels import rope as rope_kernels
 from sglang_ext.ranks.lockstep import exchange, group_of
 from sglang_ext.ranks.rank import RankPlace
+from sglang_ext.ranks.same_settings import agree_on_settings, await_all, settings_of
 from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.coded import coded_pages
 from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
@@ -102,6 +105,8 @@ def build_cache(ctx: Any) -> Any:
 
     place = rank_place(ctx)
     config = HierKVConfig.from_dict(ctx.server_args._hier_kv)
+    if place.num_nodes > 1:
+        _agree_with_nodes(ctx, config)
     if config.disk_dir and place.num_ranks > 1:
         _share_folder(Path(config.disk_dir), ctx.server_args._hier_kv_server)
     config = place.config_of(config)
@@ -290,7 +295,28 @@ def rank_place(ctx: Any) -> RankPlace:
     if parallel.attn_dp_size > 1:
         tp_rank, dp_rank = parallel.attn_tp_rank, parallel.attn_dp_rank
         return RankPlace(tp_rank, parallel.attn_tp_size, dp_rank, parallel.attn_dp_size, True)
-    return RankPlace(ctx.tp_rank, ctx.tp_size, parallel.dp_rank or 0, parallel.dp_size)
+    return RankPlace(
+        ctx.tp_rank,
+        ctx.tp_size,
+        parallel.dp_rank or 0,
+        parallel.dp_size,
+        num_nodes=parallel.nnodes,
+    )
+
+
+def _agree_with_nodes(ctx: Any, config: HierKVConfig) -> None:
+    """Refuses nodes that were not started alike; all take the first one's secret."""
+    from sglang.srt.runtime_context import get_parallel
+
+    server_args, group = ctx.server_args, ctx.tp_group.cpu_group
+    alike = {
+        "release of sglang-hier-kv": __version__,
+        "release of SGLang": version("sglang"),
+        "--page-size": ctx.params.page_size,
+    }
+    own = settings_of(config, get_parallel().node_rank, server_args._hier_kv_secret, alike)
+    await_all(group)
+    server_args._hier_kv_secret = agree_on_settings(own, partial(exchange, group))
 
 
 def _share_folder(folder: Path, server: str) -> None:

@@ -31,6 +31,7 @@ class RankPlace:
         dp_size: how many these are.
         shares_steps: attention is data parallel: these groups run each forward together, as each
             has a share of the experts or MLPs.
+        num_nodes: machines that the ranks are spread over, as many on each.
     """
 
     tp_rank: int = 0
@@ -38,6 +39,7 @@ class RankPlace:
     dp_rank: int = 0
     dp_size: int = 1
     shares_steps: bool = False
+    num_nodes: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -52,15 +54,16 @@ class RankPlace:
     def config_of(self, config: HierKVConfig) -> HierKVConfig:
         """A rank's own settings: its share of the sizes, its folder, its event log.
 
-        The settings of the only rank of a server are the server's.
+        Sizes are those of a node. The settings of the only rank of a server are the server's.
         """
         if self.num_ranks == 1:
             return config
         log = Path(config.event_log)
+        ranks_of_node = self.num_ranks // self.num_nodes
         return replace(
             config,
-            host_size=config.host_size / self.num_ranks,
-            disk_size=config.disk_size / self.num_ranks,
+            host_size=config.host_size / ranks_of_node,
+            disk_size=config.disk_size / ranks_of_node,
             disk_dir=str(Path(config.disk_dir) / self.name) if config.disk_dir else "",
             event_log=str(log.with_name(f"{log.stem}-{self.name}{log.suffix}"))
             if config.event_log

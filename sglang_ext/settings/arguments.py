@@ -38,7 +38,7 @@ class Limit:
 
 
 def _one(name: str, why: str) -> Limit:
-    return Limit((1,), f"--{flag(name)} 1", why, "spread the model with --tp-size, on one machine")
+    return Limit((1,), f"--{flag(name)} 1", why, "spread the model with --tp-size")
 
 
 def _off(expected: str, why: str) -> Limit:
@@ -66,7 +66,6 @@ _PLAIN = "the pool is laid out in another way"
 LIMITED: dict[str, Limit] = {
     # Ranks.
     "pp_size": _one("pp_size", _STAGE),
-    "nnodes": _one("nnodes", "ranks agree over one machine's loopback only"),
     "attn_cp_size": _one("attn_cp_size", _STAGE),
     "dcp_size": _one("dcp_size", _STAGE),
     "enable_dp_attention_local_control_broadcast": _off(
@@ -294,8 +293,8 @@ _FREE = {
         kv_canary_sweep_interval kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts
         kt_max_deferred_experts_per_token paged_experts_num_resident
         elastic_ep_scale_timeout""",
-    "ranks of one machine, and what they exchange": """
-        nccl_port dist_timeout dist_init_addr gated_launch_port node_rank tp_size dp_size
+    "ranks, and what they exchange": """
+        nnodes nccl_port dist_timeout dist_init_addr gated_launch_port node_rank tp_size dp_size
         attn_dp_size enable_dp_attention moe_dp_size enable_dp_lm_head
         enable_tp_lm_head_all_to_all enable_attn_tp_input_scattered
         enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp

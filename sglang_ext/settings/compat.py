@@ -185,6 +185,12 @@ def _check_values(
         _check_tensor_parallel(config)
     if (read("attn_dp_size") or 1) > 1 or read("enable_dp_attention"):
         _check_attention_dp(read)
+        if (read("nnodes") or 1) > 1:
+            _refuse(
+                "--nnodes 1 with data parallel attention",
+                f"{read('nnodes')}",
+                "leave --attn-dp-size and --enable-dp-attention out",
+            )
     page_size = read("page_size")
     if page_size is not None and page_size < 2:
         _refuse(

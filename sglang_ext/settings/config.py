@@ -46,7 +46,7 @@ class HierKVConfig:
     host_size: float = _knob(
         4.0,
         "DRAM for KV pages, in GB (2^30 bytes; decimals allowed). It is allocated once, at start. "
-        "Of the whole server: its tensor and data parallel ranks get equal shares.",
+        "Of each node: the tensor and data parallel ranks on it get equal shares.",
         metavar="GB",
     )
     disk_dir: str = _knob(
@@ -58,7 +58,7 @@ class HierKVConfig:
     )
     disk_size: float = _knob(
         64.0,
-        "Upper bound for all files in the disk folder, in GB; several ranks get equal shares.",
+        "Upper bound for all files in a node's disk folder, in GB; its ranks get equal shares.",
         metavar="GB",
     )
     disk_free_floor: float = _knob(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.ranks.rank import RankPlace
+from sglang_ext.ranks.same_settings import NodeSettings, agree_on_settings, settings_of
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
@@ -31,6 +36,46 @@ def test_ranks_share_sizes_and_have_folders_of_their_own() -> None:
     assert len({config.event_log for config in configs}) == 4
     without = RankPlace(0, 2).config_of(HierKVConfig())
     assert without.disk_dir == without.event_log == ""
+
+
+def test_sizes_are_those_of_a_node() -> None:
+    configs = [RankPlace(tp, 4, num_nodes=2).config_of(CONFIG) for tp in range(4)]
+    assert {(config.host_size, config.disk_size) for config in configs} == {(4.0, 20.0)}
+
+
+def agree(*nodes: NodeSettings) -> list[str]:
+    """What each node makes of what all of them sent."""
+    sent = [json.dumps(asdict(node)).encode() for node in nodes]
+    return [agree_on_settings(node, lambda _: sent) for node in nodes]
+
+
+def test_nodes_that_were_started_alike_use_the_first_ones_secret() -> None:
+    other = replace(CONFIG, disk_dir="/elsewhere", event_log="/log/b.jsonl")
+    nodes = [settings_of(CONFIG, 0, "aa", {}), settings_of(other, 1, "bb", {})]
+    assert agree(*nodes) == ["aa", "aa"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"host_size": 4.0}, "same --hier-kv-host-size on every node, got 8.0 on node 0 and 4.0"),
+        ({"disk_dir": ""}, "same --hier-kv-disk-dir on every node, got 'set' on node 0 and 'none'"),
+        ({"codec": "lossless"}, "same --hier-kv-codec on every node"),
+    ],
+)
+def test_nodes_that_were_started_otherwise_are_refused_on_both(
+    changed: dict[str, Any], sentence: str
+) -> None:
+    nodes = [settings_of(CONFIG, 0, "", {}), settings_of(replace(CONFIG, **changed), 1, "", {})]
+    for own in nodes:
+        with pytest.raises(HierKVConfigError, match=sentence):
+            agree_on_settings(own, lambda _: [json.dumps(asdict(n)).encode() for n in nodes])
+
+
+def test_nodes_with_other_releases_are_refused() -> None:
+    nodes = [settings_of(CONFIG, node, "", {"release": node}) for node in range(2)]
+    with pytest.raises(HierKVConfigError, match="same release on every node, got 0 on node 0"):
+        agree(*nodes)
 
 
 def identity(own: torch.nn.Module, answers: list[list[bytes]]) -> ModelIdentity:

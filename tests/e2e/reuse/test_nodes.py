@@ -1,0 +1,88 @@
+"""Two nodes on loopback, a tensor parallel rank on each, the second one's store late."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from testkit.rank_requests import ENVIRONMENT, JITTER_MS, answer_of, ask
+from testkit.requests import num_on_their_way
+from testkit.server import Server
+from testkit.slow import ENV_JITTER
+from tests.e2e.hier_server import PAGE, by_tier, host_gb, real_prompts, state
+from tests.e2e.two_nodes import TwoNodes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+# A node's DRAM is its only rank's, whose pages have half of the heads: 20 slots hold 40 of these.
+HOST_PAGES = 20
+LENGTHS = (128, 200, 300, 384)
+NUM_FILLERS = 12
+END_S = 60.0
+
+
+def test_what_two_nodes_loaded_answers_as_plain_sglang(tmp_path: Path) -> None:
+    shared = ["--page-size", str(PAGE), "--max-total-tokens", "3072"]
+    args = [*shared, "--enable-hier-kv", "--hier-kv-host-size", host_gb(HOST_PAGES)]
+    args += ["--hier-kv-disk-size", "1", "--hier-kv-disk-segment-size", "0.03"]
+    args += ["--hier-kv-prefetch-policy", "wait_complete"]
+    prompts = list(real_prompts(LENGTHS, seed=3))
+    fillers = list(real_prompts([384] * NUM_FILLERS, seed=4))
+    with Server(
+        [*shared, "--tp-size", "2"], env=ENVIRONMENT, stop="kill", log_path=tmp_path / "plain.log"
+    ) as plain:
+        for prompt in prompts:
+            ask(plain, prompt)
+        expected = [answer_of(ask(plain, prompt)) for prompt in prompts]
+    late = {ENV_JITTER: str(JITTER_MS)}
+    with TwoNodes(args, tmp_path, env=ENVIRONMENT, late=late) as nodes:
+        head = nodes.head
+        for prompt in prompts:
+            ask(head, prompt)
+        _settle(head)
+        head.post("/flush_cache")
+        from_host = [ask(head, prompt) for prompt in prompts]
+        for prompt in fillers:
+            ask(head, prompt)
+        _settle(head)
+        head.post("/flush_cache")
+        from_disk = [ask(head, prompt) for prompt in prompts]
+        ranks = state(head)["tp_ranks"]
+        capacities = [rank["host"]["host_capacity_pages"] for rank in ranks]
+        _end_a_rank(nodes)
+        log = nodes.log()
+    assert [answer_of(answer) for answer in from_host] == expected
+    assert [answer_of(answer) for answer in from_disk] == expected
+    assert all(by_tier(answer)["host"] > 0 for answer in from_host)
+    assert all(by_tier(answer)["disk"] > 0 for answer in from_disk)
+    assert [rank["tp_rank"] for rank in ranks] == [0, 1]
+    assert all(2 * HOST_PAGES - 1 <= capacity <= 2 * HOST_PAGES + 1 for capacity in capacities)
+    for node in range(2):
+        assert list(nodes.disk(node).glob(f"dp0-tp{node}-of-2/*/seg-*.hkv"))
+        assert not list(nodes.disk(node).glob(f"dp0-tp{1 - node}-of-2"))
+    assert log.count("Rank consensus checker is enabled") == 2
+    assert "Found rank divergence" not in log
+
+
+def _settle(head: Server) -> None:
+    """Waits until both ranks have written what they saved."""
+    deadline_s = time.monotonic() + END_S
+    quiet = 0
+    while quiet < 2:
+        assert time.monotonic() < deadline_s, "the stores did not settle"
+        on_their_way = [num_on_their_way(rank["host"]) for rank in state(head)["tp_ranks"]]
+        quiet = 0 if any(on_their_way) else quiet + 1
+        time.sleep(0.1)
+
+
+def _end_a_rank(nodes: TwoNodes) -> None:
+    """Kills the second node's scheduler: both servers end by themselves, as SGLang's do."""
+    os.kill(nodes.other.scheduler_pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + END_S
+    while any(node.alive() for node in nodes.nodes):
+        assert time.monotonic() < deadline_s, "a node hangs without the other one's rank"
+        time.sleep(0.1)
