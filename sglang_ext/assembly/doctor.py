@@ -15,7 +15,10 @@ from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.source import ContractError, SGLangSource
 from sglang_ext.seam.contract.symbols import SYMBOLS
 from sglang_ext.seam.contract.verdict import ALLOW_UNTESTED, examine, installed
+from sglang_ext.seam.model_kind import kind_of_folder
+from sglang_ext.settings.compat import Resolved, check_resolved
 from sglang_ext.settings.config import GIB, HierKVConfig
+from sglang_ext.settings.model_kinds import MODEL_KINDS
 from sglang_ext.tiers.disk.segments.fileio import FileIO, direct_io_works
 from sglang_ext.tiers.memory import available_bytes
 
@@ -42,17 +45,24 @@ class Check:
 
 
 def look(
-    config: HierKVConfig, place: Path | None = None, *, speeds: bool = False
+    config: HierKVConfig,
+    place: Path | None = None,
+    *,
+    model_path: str = "",
+    speeds: bool = False,
 ) -> Iterator[Check]:
     """Looks at everything, the cheapest first.
 
     Args:
         config: the settings that a server would be given.
         place: folder or wheel of the SGLang to look at; the installed one if None.
+        model_path: a model's folder, or its name; empty for none.
         speeds: measure disk and DRAM, for some seconds.
     """
     yield check_sglang(place)
     yield _check_settings(config)
+    if model_path:
+        yield _check_model(model_path, config)
     yield _check_memory_lock(config)
     yield _check_numa(config)
     folder = Path(config.disk_dir) if config.disk_dir else None
@@ -89,6 +99,25 @@ def _check_settings(config: HierKVConfig) -> Check:
         return Check("settings", "refused", str(error))
     free = available_bytes() / GIB
     return Check("settings", "ok", f"{config.host_size:g} GB of DRAM of {free:.1f} GB free.")
+
+
+def _check_model(model_path: str, config: HierKVConfig) -> Check:
+    """Whether such a model is served with these settings, by what SGLang would keep of it."""
+    try:
+        name = kind_of_folder(model_path)
+    except ImportError as error:
+        text = f"SGLang cannot be imported here ({error}), so nothing is known of {model_path}."
+        return Check("model", "warning", text)
+    except Exception as error:  # whatever SGLang and transformers find wrong
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        text = f"--model-path must be a model that SGLang knows, got {model_path}: {reason}"
+        return Check("model", "refused", text)
+    try:
+        check_resolved(Resolved({}, {}, {}, name), config)
+    except HierKVConfigError as error:
+        return Check("model", "refused", str(error))
+    kind = MODEL_KINDS[name]
+    return Check("model", "ok", f"SGLang keeps {kind.name} of it. Reused is: {kind.reused}.")
 
 
 def _check_memory_lock(config: HierKVConfig) -> Check:

@@ -87,13 +87,16 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     from sglang_ext.settings.flags import add_flags
 
     parser.description = (
-        "Says whether a server would start with these settings, and what it would lose; needs no "
-        "model and no GPU. The exit status is 1 where it would be refused. Example: "
-        "hier-kv doctor --hier-kv-host-size 64 --hier-kv-disk-dir /kv --hier-kv-disk-size 500"
+        "Says whether a server would start with these settings, and what it would lose; loads no "
+        "model and needs no GPU. The exit status is 1 where it would be refused. Example: hier-kv "
+        "doctor --model-path M --hier-kv-host-size 64 --hier-kv-disk-dir /kv --hier-kv-disk-size 9"
     )
     parser.set_defaults(run=_doctor)
     parser.add_argument(
         "--contract", metavar="PLACE", help="look at this SGLang only: a wheel, or a folder"
+    )
+    parser.add_argument(
+        "--model-path", default="", metavar="MODEL", help="say of this model whether it is served"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(
@@ -114,7 +117,7 @@ def _doctor(chosen: argparse.Namespace) -> int:
         chosen.enable_hier_kv = True  # its flags mean something here without it, too
         config = config_from_namespace(chosen)
         assert config is not None
-        checks = list(look(config, speeds=chosen.speeds))
+        checks = list(look(config, model_path=chosen.model_path, speeds=chosen.speeds))
     if chosen.json:
         print(json.dumps([asdict(check) for check in checks], indent=1))  # noqa: T201
     else:

@@ -49,6 +49,20 @@ def model_kind(model_config: Any) -> str:
     return "mla" if model_config.attention_arch == AttentionArch.MLA else "mha"
 
 
+def kind_of_folder(model_path: str) -> str:
+    """The kind of a model that lies in a folder, or whose name a hub knows; reads no weights.
+
+    Imports much of SGLang, for seconds.
+
+    Raises:
+        ImportError: SGLang cannot be imported here.
+        Exception: whatever SGLang raises of what is no model that it knows.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return model_kind(ModelConfig(model_path))
+
+
 def _state_kind(model_config: Any) -> str:
     """The kind of a model of which some layers have a state a sequence."""
     from sglang.srt.configs.model_config import AttentionArch

@@ -182,7 +182,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.plugins.hook_registry", ""): "HookType",
         ("srt.server_args", ""): "ServerArgs",
         ("srt.entrypoints.engine", "Engine"): "server_args_class",
-        ("srt.configs.model_config", ""): "AttentionArch ModelImpl",
+        ("srt.configs.model_config", ""): "AttentionArch ModelConfig ModelImpl",
         ("srt.configs.model_config", "ModelConfig"): (
             "hf_config is_hybrid_swa is_encoder_decoder is_multimodal attention_arch "
             "attention_chunk_size is_hybrid_swa_compress head_dim v_head_dim swa_head_dim "

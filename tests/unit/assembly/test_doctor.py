@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from runtime_cpu import inprocess
 from sglang_ext.assembly import doctor, machine_speed
 from sglang_ext.cli import main
 from sglang_ext.seam.contract.symbols import SYMBOLS
+from testkit.server import TINYLM
 from testkit.sglang_copy import SglangCopy
+from testkit.window_model import write_window_model
 
 SMALL = ["--hier-kv-host-size", "0.01"]
 
@@ -122,3 +125,30 @@ def test_a_host_tier_that_no_numa_node_holds_is_told(
     checks = run(capsys, "--hier-kv-host-size", "2")[1]
     assert checks["numa"]["state"] == state
     assert len(free_gb) == 1 or f"{len(free_gb)} NUMA nodes" in checks["numa"]["text"]
+
+
+def test_a_model_is_told_by_what_sglang_keeps_of_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    inprocess.prepare()
+    window = write_window_model(tmp_path / "window")
+    status, checks = run(capsys, *SMALL, "--model-path", str(TINYLM))
+    assert status == 0
+    assert checks["model"]["state"] == "ok"
+    assert "K and V of every head" in checks["model"]["text"]
+    status, checks = run(capsys, *SMALL, "--model-path", str(window))
+    assert (status, checks["model"]["state"]) == (0, "ok")
+    assert "a second pool for the window's layers" in checks["model"]["text"]
+    coded = ["--hier-kv-codec", "host=zstd", "--model-path", str(window)]
+    status, checks = run(capsys, *SMALL, *coded)
+    assert (status, checks["model"]["state"]) == (1, "refused")
+    assert "needs --hier-kv-codec none" in checks["model"]["text"]
+
+
+def test_what_is_no_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    inprocess.prepare()
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    for place in (tmp_path, tmp_path / "missing"):
+        status, checks = run(capsys, *SMALL, "--model-path", str(place))
+        assert (status, checks["model"]["state"]) == (1, "refused")
+        assert f"must be a model that SGLang knows, got {place}" in checks["model"]["text"]
