@@ -40,11 +40,13 @@ class MissKeeper:
     Args:
         store: DRAM and disk.
         page_size: tokens in a page.
+        by_tenant: count by tenant, too, of those that have a share and of all others.
     """
 
-    def __init__(self, store: PageStore, page_size: int) -> None:
+    def __init__(self, store: PageStore, page_size: int, *, by_tenant: bool = False) -> None:
         self._store = store
         self._page_size = page_size
+        self._by_tenant = by_tenant
 
     def runs(self, req: Any, space: KeySpace | None) -> None:
         """A request is about to be computed; what it reuses is on the device, or on its way.
@@ -66,9 +68,11 @@ class MissKeeper:
         state = state_of(req)
         wanted, state.wanted = state.wanted, None
         num_cached, counters = max(0, int(req.cached_tokens)), self._store.counters
-        counters.add("requested_tokens", len(req.origin_input_ids))
-        for tier, num_tokens in state.by_tier(num_cached).items():
-            counters.add(f"reused_{tier}_tokens", num_tokens)
+        tenant = f"tenant_{space.tenant or 'others'}_" if self._by_tenant and space else None
+        for whose in ("",) if tenant is None else ("", tenant):
+            counters.add(f"{whose}requested_tokens", len(req.origin_input_ids))
+            for tier, num_tokens in state.by_tier(num_cached).items():
+                counters.add(f"{whose}reused_{tier}_tokens", num_tokens)
         missed = self._missed(req, space, wanted, num_cached)
         for reason, num_tokens in missed.items():
             counters.add(f"missed_{reason}_tokens", num_tokens)

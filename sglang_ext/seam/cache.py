@@ -144,7 +144,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.linker = HierKVLinkerWrapper(self, linker, tree, pages, inquiries)
         self._follow_tiers(config, linker.store, num_pages)
         self.taint = TaintKeeper(pages, tree, self.linker, self.req_to_token_pool)
-        self.misses = MissKeeper(linker.store, self.page_size)
+        self.misses = MissKeeper(linker.store, self.page_size, by_tenant=bool(self._quotas.shares))
         self.session_turns = SessionTurns(self.session, linker.store.counters)
         self.admission: Admission = self._admission_of(group, tree)
 

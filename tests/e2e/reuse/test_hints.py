@@ -121,6 +121,10 @@ def test_a_tenant_keeps_its_share_while_many_others_come(server: Server) -> None
     server.post("/flush_cache")
     answer = server.generate(input_ids=mine, cache_salt="guarded", sampling_params=params)
     assert reply_of(answer).by_tier["host"] == CHAT_PAGES * PAGE
+    counts = settled(server)["host"]
+    assert counts["tenant_1_requested_tokens"] == 2 * len(mine)
+    assert counts["tenant_1_reused_host_tokens"] == CHAT_PAGES * PAGE
+    assert counts["requested_tokens"] == 2 * len(mine) + counts["tenant_others_requested_tokens"]
 
 
 def _steer(server: Server, prompt: Sequence[int], **wishes: Any) -> dict[str, Any]:

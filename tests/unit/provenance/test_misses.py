@@ -14,6 +14,7 @@ from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.provenance.misses import MissKeeper, Wanted
 from sglang_ext.provenance.request_state import HitTier, state_of
+from sglang_ext.seam.metrics.names import TOKENS, Series, count_of
 from sglang_ext.tiers.records.quality import ANY
 from tests.unit.store.store_rig import Make, Rig, pages, rigs
 
@@ -89,3 +90,17 @@ def test_an_error_ends_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> N
     MissKeeper(rig.store, PAGE).runs(req, rig.space)
     assert counts(rig)["miss_report_failures"] == 1
     assert state_of(req).is_counted
+
+
+def test_tenants_with_a_share_are_counted_apart(make: Make) -> None:
+    rig = make(disk=False)
+    path = pages("mine", 4)
+    rig.save(path)
+    keeper = MissKeeper(rig.store, PAGE, by_tenant=True)
+    for tenant, whose in ((2, "tenant_2_"), (0, "tenant_others_")):
+        keeper.runs(waits(rig, path, 3 * PAGE), rig.space._replace(tenant=tenant))
+        found = rig.store.counters.snapshot()
+        assert found[f"{whose}requested_tokens"] == 4 * PAGE + 1
+        assert found[f"{whose}reused_host_tokens"] == 3 * PAGE
+    assert count_of("tenant_2_requested_tokens") == Series(TOKENS, "tenant_2_requested_tokens")
+    assert found["requested_tokens"] == 2 * (4 * PAGE + 1)
