@@ -492,6 +492,14 @@ class WaitingRoom:
         waiting.prefix = replace(prefix, hashes=hashes)
         waiting.found = self._find(waiting.number, waiting.prefix)
         self._ask_for_more(waiting)
+        # What the remote store was asked, and said, is of other pages at other places.
+        asked, waiting.remote_lookup = waiting.remote_lookup, None
+        if asked is not None:
+            asked.cancelled = True
+        self._asking.pop(waiting.number, None)
+        waiting.answered = True
+        if not (waiting.remote_failed or waiting.unanswered):
+            self._ask(waiting)
 
     def _ask_for_more(self, waiting: WaitingRequest) -> None:
         """More became known than its plan was made for: the next look makes it anew."""

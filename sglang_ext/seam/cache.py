@@ -295,10 +295,20 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Keys of all that a prompt of these pages could reuse of the tiers. Any thread.
 
         The pages alone, but of models with window layers or states: with those where the prompt can
-        be resumed, and no page behind that.
+        be resumed, and no page behind that. Where that is behind the last page, the same prompt
+        again is resumed before that page, as its last token is computed: with that window, too.
         """
         layers = self.linker.resumption
-        return hashes if layers is None else layers.wish(space, hashes, 0, len(hashes))[0]
+        if layers is None:
+            return hashes
+        wanted, end = layers.wish(space, hashes, 0, len(hashes))
+        if not end or end < len(hashes):
+            return wanted
+        again, _ = layers.wish(space, hashes, 0, end - 1)
+        known = {page.tobytes() for page in wanted}
+        return np.concatenate(
+            [wanted, *(page[None] for page in again if page.tobytes() not in known)]
+        )
 
     def hint_owner(self, tenant: Tenant) -> int:
         """By whose record hints of a tenant are believed."""

@@ -67,6 +67,28 @@ def test_a_prompt_is_prefetched_and_pinned_with_what_it_is_resumed_with(
         world.close()
 
 
+def test_of_a_prompt_of_whole_pages_both_windows_are_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own again is resumed before its last page, and what goes on with it behind that."""
+    world = WindowWorld(tmp_path, monkeypatch, 1, host_pages=64)
+    try:
+        prompt = _prompt(0)[: PROMPT_PAGES * PAGE]
+        world.run(prompt)
+        space = world.identity.space_of(None, world.store)
+        pages = hashes_from_hex(world.keys(prompt, None, None))
+        meant = [page.tobytes() for page in world.cache.resumable(space, pages)]
+        assert len(set(meant)) == len(meant)
+        layers = world.cache.linker.resumption
+        assert layers is not None
+        for limit in (PROMPT_PAGES - 1, PROMPT_PAGES):
+            wanted, end = layers.wish(space, pages, 0, limit)
+            assert end == limit
+            assert {page.tobytes() for page in wanted} <= set(meant), limit
+    finally:
+        world.close()
+
+
 def _pages_hit(kind: World, folder: Path, monkeypatch: pytest.MonkeyPatch, lookahead: str) -> int:
     world = kind(folder, monkeypatch, 1, host_pages=1024, disk_bytes=0, lookahead=lookahead)
     try:
