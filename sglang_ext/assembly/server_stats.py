@@ -37,20 +37,41 @@ def fetch(url: str, api_key: str = "") -> list[State]:
     Raises:
         ServerStatsError: nobody answers there, or the plugin is off.
     """
+    return states_of(url, server_info(url, api_key))
+
+
+def server_info(url: str, api_key: str = "", timeout_s: float = _TIMEOUT_S) -> Any:
+    """What the server says of itself. Blocks for at most `timeout_s` a read.
+
+    Raises:
+        ServerStatsError: nobody answers there.
+    """
     address = address_of(url, "/server_info")
     try:
-        found = ask(address, api_key)
-        states = [each["hier_kv"] for each in found["internal_states"] if each.get("hier_kv")]
-    except (
-        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
-        http.client.HTTPException,
-    ) as error:  # fmt: skip
-        raise ServerStatsError(
-            f"{address} gives no state of an SGLang server ({error}); is it up, and its URL?"
-        ) from error
+        return ask(address, api_key, timeout_s=timeout_s)
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
+        raise _no_server(address, error) from error
+
+
+def states_of(url: str, info: Any) -> list[State]:
+    """The plugin's part of `server_info`, one entry a scheduler.
+
+    Raises:
+        ServerStatsError: the plugin is off, or it is the state of no SGLang.
+    """
+    try:
+        states = [each["hier_kv"] for each in info["internal_states"] if each.get("hier_kv")]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _no_server(address_of(url, "/server_info"), error) from error
     if not states:
         raise ServerStatsError(f"the server at {url} runs without --enable-hier-kv")
     return states
+
+
+def _no_server(address: str, error: Exception) -> ServerStatsError:
+    return ServerStatsError(
+        f"{address} gives no state of an SGLang server ({error}); is it up, and its URL?"
+    )
 
 
 def address_of(url: str, path: str) -> str:
@@ -64,7 +85,7 @@ def address_of(url: str, path: str) -> str:
     return f"{url.rstrip('/')}{path}"
 
 
-def ask(address: str, api_key: str, body: Any = None) -> Any:
+def ask(address: str, api_key: str, body: Any = None, timeout_s: float = _TIMEOUT_S) -> Any:
     """What a server answers, decoded; a `body` is sent as JSON. Follows no redirect.
 
     Raises:
@@ -76,8 +97,19 @@ def ask(address: str, api_key: str, body: Any = None) -> Any:
         content, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
     request = urllib.request.Request(address, content, headers)
-    with opener.open(request, timeout=_TIMEOUT_S) as answer:
+    with opener.open(request, timeout=timeout_s) as answer:
         return json.load(answer)
+
+
+def reason_of(error: urllib.error.HTTPError) -> str:
+    """What an answer that is a refusal says of itself."""
+    text = error.read().decode(errors="replace")
+    try:
+        found = json.loads(text)
+        found = found.get("error", found)  # SGLang's endpoints differ
+        return str(found["message"] if isinstance(found, dict) else found)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return text[:200] or str(error.reason)
 
 
 def describe(now: State, before: State | None = None, seconds: float = 0.0) -> list[str]:

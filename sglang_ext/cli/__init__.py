@@ -16,6 +16,7 @@ from sglang_ext.cli.prebuild import add_parser as add_prebuild
 from sglang_ext.cli.size import add_parser as add_size
 from sglang_ext.cli.steer import add_command as add_steer
 from sglang_ext.cli.stored import add_commands as add_stored_commands
+from sglang_ext.cli.warm.command import add_command as add_warm
 
 _ENV_API_KEY = "SGLANG_HIER_KV_API_KEY"
 
@@ -37,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_top(commands.add_parser("top", help="the same, again and again, with rates"))
     add_steer(
         commands.add_parser("steer", help="say what is to become of a prompt's stored pages"),
+        _add_server,
+    )
+    add_warm(
+        commands.add_parser("warm", help="have documents computed and stored ahead of traffic"),
         _add_server,
     )
     add_stored_commands(commands)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _FLAGS = {
+    "locate": "say only where they lie",
     "prefetch": "bring them to DRAM now, before a request comes",
     "demote": "let them leave DRAM first",
     "unpin": "end their pins",
@@ -53,13 +54,13 @@ def add_command(
 
 
 def _steer(chosen: argparse.Namespace) -> int:
-    from sglang_ext.assembly.server_stats import ServerStatsError, address_of, ask
+    from sglang_ext.assembly.server_stats import ServerStatsError, address_of, ask, reason_of
 
     address = address_of(chosen.url, "/hier_kv/steer")
     try:
         answer = ask(address, chosen.api_key, body_of(chosen))
     except urllib.error.HTTPError as error:
-        raise ServerStatsError(f"{address} answers {error.code}: {_reason(error)}") from error
+        raise ServerStatsError(f"{address} answers {error.code}: {reason_of(error)}") from error
     except http.client.HTTPException as error:
         raise ServerStatsError(f"{address} gives no answer ({error}).") from error
     print(json.dumps(answer))  # noqa: T201
@@ -78,12 +79,3 @@ def body_of(chosen: argparse.Namespace) -> dict[str, Any]:
     names = ("cache_salt", "extra_key", *_TIMES)
     given = {name: getattr(chosen, name) for name in names}
     return body | {name: value for name, value in given.items() if value is not None}
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    """What the answer says of itself."""
-    text = error.read().decode(errors="replace")
-    try:
-        return str(json.loads(text)["error"])
-    except (ValueError, KeyError, TypeError):
-        return text[:200] or error.reason

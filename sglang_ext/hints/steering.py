@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_ext.hints.request_hints import HINT_NAMES, RequestHints, parse_hints
 
-_ACTIONS = ("prefetch", "demote", "unpin")
+_ACTIONS = ("locate", "prefetch", "demote", "unpin")
 _TENANT = ("cache_salt", "extra_key")
 MAX_TENANT_BYTES = 4096
 _MAX_TOKEN_ID = (1 << 31) - 1  # a scheduler takes no larger ones
@@ -25,6 +25,7 @@ class Steering:
     Attributes:
         cache_salt: of the requests that the prompt is one of; None for none.
         extra_key: of these requests.
+        locate: only where they lie is to be said, which it always is.
         prefetch: to bring them to DRAM.
         demote: to let them leave DRAM first.
         unpin: to end their pins, before anything else.
@@ -33,6 +34,7 @@ class Steering:
 
     cache_salt: str | None = None
     extra_key: str | None = None
+    locate: bool = False
     prefetch: bool = False
     demote: bool = False
     unpin: bool = False

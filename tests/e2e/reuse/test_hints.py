@@ -5,12 +5,15 @@ And the admin endpoint, which says so of prompts that nobody has sent.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_ext.cli import main
 from testkit.server import Server, ServerError
 from testkit.workload import reply_of
 from tests.e2e.hier_server import (
@@ -18,6 +21,7 @@ from tests.e2e.hier_server import (
     hier_args,
     real_prompts,
     settled,
+    state,
     tokens_and_logprobs,
 )
 
@@ -167,6 +171,50 @@ def test_a_text_that_nobody_sent_is_stored_nowhere(server: Server) -> None:
     with pytest.raises(ServerError, match="expected something to do") as refused:
         server.post("/hier_kv/steer", {"text": text})
     assert refused.value.status == 400
+
+
+def test_documents_are_stored_before_anybody_asks_for_them(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = "Of every traveller who came by, the keeper of the bridge asked a thing. " * 15
+    (ids,) = real_prompts([CHAT_PAGES * PAGE], seed=8)
+    chat = [
+        {"role": "system", "content": "You answer from this handbook. " * 20},
+        {"role": "user", "content": " ".join(f"rule {number}" for number in range(60))},
+    ]
+    asked = [*chat, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "why?"}]
+    documents = tmp_path / "documents.jsonl"
+    lines: list[dict[str, Any]] = [{"text": story}, {"messages": chat}, {"input_ids": ids}]
+    documents.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    def warm() -> Any:
+        tenant = ["--cache-salt", "warmed", "--extra-key", "k"]
+        assert main(["warm", server.url, str(documents), "--json", *tenant]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    before = settled(server)["host"].get("saved_pages", 0)
+    found = warm()
+    counts = state(server)["host"]
+    num_pages = counts["saved_pages"] - before
+    assert (found["documents"], found["there_already"], found["reused"]) == (3, 0, {})
+    assert found["computed_tokens"] == found["tokens"]
+    assert found["tokens"] - len(lines) * PAGE < num_pages * PAGE <= found["tokens"]
+    server.post("/flush_cache")
+    assert warm()["there_already"] == 3
+    server.post("/flush_cache")
+    tenant: dict[str, Any] = {"cache_salt": "warmed", "extra_key": "k"}
+    answer = server.generate(
+        text=story + "Who was it?", sampling_params={"max_new_tokens": 2}, **tenant
+    )
+    assert reply_of(answer).by_tier["host"] >= 2 * PAGE
+    body = {"messages": asked, "max_tokens": 2, "return_meta_info": True, **tenant}
+    (choice,) = server.post("/v1/chat/completions", body)["choices"]
+    assert choice["meta_info"]["cached_tokens_details"]["hier_kv"]["host"] >= 2 * PAGE
+    documents.write_text('{"text": "one"}\n{"txt": "two"}\n')
+    before = settled(server)["host"]
+    assert main(["warm", server.url, str(documents)]) == 1
+    assert f"{documents}:2: expected one of text" in capsys.readouterr().err
+    assert settled(server)["host"] == before
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from sglang_ext.seam.hooks.steering_endpoint import CARRIER, PATH, add_steering,
     ("body", "steering", "prompt"),
     [
         ({"text": "a", "prefetch": True}, Steering(prefetch=True), "a"),
+        ({"text": "a", "locate": True}, Steering(locate=True), "a"),
         ({"input_ids": [1, 2], "demote": True, "unpin": True, "prefetch": False},
          Steering(demote=True, unpin=True), [1, 2]),
         ({"text": "a", "pin_s": 5, "prefetch": True, "cache_salt": "s", "extra_key": "k"},
@@ -44,7 +45,7 @@ def test_a_body_is_read_and_reaches_a_scheduler_as_it_was(
     [
         ([], "expected a JSON object with some of text, input_ids, cache_salt"),
         ({"text": "a", "pin": True}, "got 'pin'"),
-        ({"text": "a"}, "expected something to do: prefetch, demote, unpin"),
+        ({"text": "a"}, "expected something to do: locate, prefetch, demote, unpin"),
         ({"text": "a", "ends": False}, "expected something to do"),
         ({"prefetch": True}, "expected text or input_ids, one of the two"),
         ({"text": "a", "input_ids": [1], "prefetch": True}, "one of the two"),

@@ -1,0 +1,222 @@
+"""The command `hier-kv warm`, and what it says at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_ext.cli.progress import Progress
+from sglang_ext.cli.warm.documents import TENANT, Document, read_documents
+from sglang_ext.cli.warm.server import Keys, Served, ServerGoneError, WarmedServer, WarmError
+
+_ENV_ADMIN_KEY = "SGLANG_HIER_KV_ADMIN_API_KEY"
+_MOST_AT_A_TIME = 64
+_MOST_LINES = 20
+_MOST_S = 86_400.0
+
+
+def add_command(
+    parser: argparse.ArgumentParser, add_server: Callable[[argparse.ArgumentParser], None]
+) -> None:
+    """Adds what the command takes.
+
+    Args:
+        parser: of the command.
+        add_server: adds the server's URL and key.
+    """
+    parser.description = (
+        "Has a running server compute and store documents before anybody asks for them "
+        "(docs/hints.md). Example: hier-kv warm http://127.0.0.1:30000 prompts.jsonl"
+    )
+    parser.set_defaults(run=_warm)
+    add_server(parser)
+    add = parser.add_argument
+    add(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="a .jsonl of objects with text, input_ids or messages, or a text that is a document",
+    )
+    add("--admin-api-key", help=f"SGLang's, where it has one; or {_ENV_ADMIN_KEY}")
+    add("--concurrency", type=int, default=2, metavar="N", help="requests at a time (%(default)s)")
+    add("--pin-s", type=float, metavar="SECONDS", help="pin what is stored for so long")
+    add("--timeout-s", type=float, default=600.0, metavar="SECONDS", help="of one (%(default)s)")
+    add("--cache-salt", metavar="SALT", help="of documents that say none")
+    add("--extra-key", metavar="KEY", help="of documents that say none")
+    add("--json", action="store_true", help="for programs")
+
+
+def _warm(chosen: argparse.Namespace) -> int:
+    _check(chosen)
+    given = {name: getattr(chosen, name) for name in TENANT}
+    common = {name: value for name, value in given.items() if value is not None}
+    # All lines are looked at before the first is sent.
+    num_bytes = sum(document.num_bytes for document in read_documents(chosen.files, common))
+    if not num_bytes:
+        raise ValueError(f"expected documents, found none in {', '.join(chosen.files)}.")
+    admin_key = chosen.admin_api_key or os.environ.get(_ENV_ADMIN_KEY) or chosen.api_key
+    server = WarmedServer(chosen.url, Keys(chosen.api_key, admin_key), chosen.timeout_s)
+    before, begin_s = server.counts(), time.monotonic()
+    summary = Summary(server.page_size)
+    progress = Progress("warmed", num_bytes)
+    documents = read_documents(chosen.files, common)
+    _warm_all(server, documents, chosen, summary, progress)
+    progress.end()
+    summary.seconds = time.monotonic() - begin_s
+    _look_back(server, before, summary, has_pins=chosen.pin_s is not None)
+    print(json.dumps(summary.facts(), indent=1) if chosen.json else "\n".join(summary.lines()))  # noqa: T201
+    return summary.status
+
+
+def _look_back(
+    server: WarmedServer, before: Counter[str], summary: Summary, *, has_pins: bool
+) -> None:
+    """What the server's counters say of the time since."""
+    if summary.is_cut_short:
+        return
+    try:
+        after = server.counts()
+    except ServerGoneError:
+        summary.is_cut_short = True
+        return
+    summary.lost_pages = after["lost_pages"] - before["lost_pages"]
+    if has_pins:
+        summary.pinned_now_pages = after["pinned_now_pages"]
+        summary.pins_refused_pages = after["pins_refused_pages"] - before["pins_refused_pages"]
+
+
+def _check(chosen: argparse.Namespace) -> None:
+    if not 1 <= chosen.concurrency <= _MOST_AT_A_TIME:
+        raise ValueError(f"--concurrency must be 1 to {_MOST_AT_A_TIME}, got {chosen.concurrency}")
+    for flag, seconds in (("--timeout-s", chosen.timeout_s), ("--pin-s", chosen.pin_s)):
+        if seconds is not None and not 0 < seconds <= _MOST_S:
+            raise ValueError(f"{flag} must be above 0, at most {_MOST_S:g} s, got {seconds:g}")
+
+
+@dataclass
+class Summary:
+    """What became of the documents.
+
+    Attributes:
+        page_size: tokens of a page.
+        documents: that are stored, too short ones among them.
+        there_already: of these, those of which all was reused that can be: the last token is
+            always computed, and with it the rest of its page.
+        too_short: of these, those of less than a page, of which there is nothing to store.
+        tokens: of their prompts.
+        computed_tokens: of these, those that were not reused.
+        reused: the others by tier.
+        failures: documents that are not stored, and why.
+        is_cut_short: whether the server went away; documents behind that were not tried.
+        lost_pages: of anybody, that left the last tier meanwhile.
+        pinned_now_pages: at the end; None where nothing was to be pinned.
+        pins_refused_pages: that found no room in the share for pins.
+        seconds: it took.
+    """
+
+    page_size: int
+    documents: int = 0
+    there_already: int = 0
+    too_short: int = 0
+    tokens: int = 0
+    computed_tokens: int = 0
+    reused: Counter[str] = field(default_factory=Counter)
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    is_cut_short: bool = False
+    lost_pages: int = 0
+    pinned_now_pages: int | None = None
+    pins_refused_pages: int = 0
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 where all documents were stored, and the server is still there."""
+        return int(bool(self.failures) or self.is_cut_short)
+
+    def add(self, served: Served) -> None:
+        """Counts a document that is stored."""
+        num_computed = served.num_tokens - served.num_reused
+        self.documents += 1
+        self.tokens += served.num_tokens
+        self.computed_tokens += num_computed
+        self.reused.update({tier: n for tier, n in served.by_tier.items() if n})
+        if served.num_tokens < self.page_size:
+            self.too_short += 1
+        elif served.num_reused and num_computed <= self.page_size:
+            self.there_already += 1
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON has it."""
+        failures = [{"where": where, "reason": reason} for where, reason in self.failures]
+        return {**vars(self), "failures": failures, "seconds": round(self.seconds, 3)}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        shown = [f"failed: {where}: {reason}" for where, reason in self.failures[:_MOST_LINES]]
+        if len(self.failures) > _MOST_LINES:
+            num_more = len(self.failures) - _MOST_LINES
+            shown.append(f"... and {num_more:,} more (--json has all)")
+        if self.is_cut_short:
+            shown.append(
+                "the server is gone; documents behind the last that is counted were not sent"
+            )
+        if self.lost_pages:
+            shown.append(
+                f"{self.lost_pages:,} pages left the last tier meanwhile: DRAM and disk are too "
+                "small for all (hier-kv size)"
+            )
+        if self.pinned_now_pages is not None:
+            shown.append(
+                f"{self.pinned_now_pages:,} pages are pinned now; {self.pins_refused_pages:,} "
+                "found no room in --hier-kv-pin-share"
+            )
+        tiers = "".join(f", {tier} {n:,}" for tier, n in self.reused.items())
+        too_short = f", {self.too_short:,} shorter than a page" if self.too_short else ""
+        shown.append(
+            f"{self.documents:,} documents are stored, {self.there_already:,} of them were there "
+            f"already{too_short}; {len(self.failures):,} failed"
+        )
+        shown.append(
+            f"{self.tokens:,} tokens: {self.computed_tokens:,} computed{tiers}; "
+            f"{self.seconds:.1f} s"
+        )
+        return shown
+
+
+def _warm_all(
+    server: WarmedServer,
+    documents: Iterator[Document],
+    chosen: argparse.Namespace,
+    summary: Summary,
+    progress: Progress,
+) -> None:
+    """Warms some documents at a time; no more than these are in memory."""
+    under_way: dict[Future[Served], Document] = {}
+
+    def end_some() -> None:
+        done, _ = wait(under_way, return_when=FIRST_COMPLETED)
+        for future in done:
+            document = under_way.pop(future)
+            try:
+                summary.add(future.result())
+            except WarmError as error:
+                summary.failures.append((document.where, str(error)))
+                summary.is_cut_short |= isinstance(error, ServerGoneError)
+            progress(document.num_bytes)
+
+    with ThreadPoolExecutor(chosen.concurrency) as threads:
+        for document in documents:
+            while len(under_way) >= chosen.concurrency:
+                end_some()
+            if summary.is_cut_short:
+                break
+            under_way[threads.submit(server.warm, document, chosen.pin_s)] = document
+        while under_way:
+            end_some()

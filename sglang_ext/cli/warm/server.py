@@ -1,0 +1,194 @@
+"""The server that is warmed: sends it a document, and waits until its pages are stored."""
+
+from __future__ import annotations
+
+import http.client
+import sys
+import time
+import urllib.error
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sglang_ext.assembly.server_stats import (
+    ServerStatsError,
+    address_of,
+    ask,
+    reason_of,
+    server_info,
+    states_of,
+)
+from sglang_ext.cli.warm.documents import Document
+
+_STEER = "/hier_kv/steer"
+_MOST_PAUSE_S = 0.5
+
+
+class WarmError(ValueError):
+    """A document is not warm; the message says why."""
+
+
+class ServerGoneError(WarmError):
+    """Nobody answers any more, so nothing else needs to be tried."""
+
+
+class Served(NamedTuple):
+    """What the server did with a document.
+
+    Attributes:
+        token_ids: of the prompt, as the model saw it.
+        num_tokens: of the prompt.
+        num_reused: of them that were not computed.
+        by_tier: these by tier, as far as the server tells.
+    """
+
+    token_ids: list[int]
+    num_tokens: int
+    num_reused: int
+    by_tier: Counter[str]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """SGLang's keys, empty for none.
+
+    Attributes:
+        api: of requests.
+        admin: of the steering endpoint.
+    """
+
+    api: str = ""
+    admin: str = ""
+
+
+class WarmedServer:
+    """A running server. Thread-safe: it keeps nothing that changes.
+
+    Args:
+        url: of it.
+        keys: for it.
+        timeout_s: of one request, and of what is waited for its pages.
+
+    Raises:
+        ServerStatsError: nobody answers there, or the plugin is off.
+        WarmError: it does not say where pages lie, as to somebody without its admin key.
+    """
+
+    def __init__(self, url: str, keys: Keys, timeout_s: float) -> None:
+        self._url, self._keys, self._timeout_s = url, keys, timeout_s
+        info = server_info(url, keys.api, timeout_s)
+        states = states_of(url, info)
+        self.page_size = int(states[0]["page_size"])
+        self._priority = _lowest_priority(info)
+        self._ask(_STEER, {"input_ids": [0], "locate": True}, keys.admin)
+
+    def counts(self) -> Counter[str]:
+        """The counters of all schedulers.
+
+        Raises:
+            ServerGoneError: nobody answers.
+        """
+        total: Counter[str] = Counter()
+        try:
+            info = server_info(self._url, self._keys.api, self._timeout_s)
+            for state in states_of(self._url, info):
+                total.update(state["host"])
+        except ServerStatsError as error:
+            raise ServerGoneError(str(error)) from error
+        return total
+
+    def warm(self, document: Document, pin_s: float | None) -> Served:
+        """Sends a document, waits until it is stored, and pins it. Blocks.
+
+        Raises:
+            WarmError: it is not stored, or not pinned.
+        """
+        served = self._send(document)
+        if served.num_tokens < self.page_size:
+            return served
+        num_missing = self._wait(document, served)
+        if num_missing:
+            raise WarmError(
+                f"{num_missing:,} of its pages are neither in DRAM nor on disk: there was no room "
+                "for them, or they are not saved yet; see --hier-kv-host-size, or run this again"
+            )
+        if pin_s is not None:
+            self._steer(document, served, {"pin_s": pin_s})
+        return served
+
+    def _send(self, document: Document) -> Served:
+        body = document.body
+        if self._priority is not None:
+            body = {**body, "priority": self._priority}
+        answer = self._ask(document.path, body, self._keys.api)
+        try:
+            served, reason = _of_answer(answer)
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise WarmError(f"the answer lacks what SGLang's have ({error!r})") from error
+        if reason:
+            raise WarmError(reason)
+        return served
+
+    def _wait(self, document: Document, served: Served) -> int:
+        """How many pages are not stored when there is nothing more to wait for."""
+        deadline_s, pause_s = time.monotonic() + self._timeout_s, 0.02
+        num_missing = self._num_missing(document, served)
+        while num_missing:
+            # Asked for first: what is missing when nothing is on its way stays missing.
+            is_last = not self.counts()["save_queue"] or time.monotonic() > deadline_s
+            num_missing = self._num_missing(document, served)
+            if is_last:
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+        return num_missing
+
+    def _num_missing(self, document: Document, served: Served) -> int:
+        found = self._steer(document, served, {"locate": True})
+        missing = [int(each["pages"] - each.get("host", 0) - each.get("disk", 0)) for each in found]
+        return min(missing)  # of several schedulers one had the request
+
+    def _steer(
+        self, document: Document, served: Served, wish: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        body = {"input_ids": served.token_ids, **document.tenant, **wish}
+        schedulers: list[dict[str, Any]] = self._ask(_STEER, body, self._keys.admin)["schedulers"]
+        return schedulers
+
+    def _ask(self, path: str, body: dict[str, Any], key: str) -> Any:
+        try:
+            return ask(address_of(self._url, path), key, body, timeout_s=self._timeout_s)
+        except urllib.error.HTTPError as error:
+            raise WarmError(f"{path} answers {error.code}: {reason_of(error)}") from error
+        except TimeoutError as error:
+            raise WarmError(f"{path} did not answer in {self._timeout_s:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(getattr(error, "reason", None), TimeoutError):
+                raise WarmError(f"{path} did not answer in {self._timeout_s:g} s") from error
+            raise ServerGoneError(f"{path} gives no answer ({error})") from error
+        except ValueError as error:
+            raise WarmError(f"{path} does not answer in JSON ({error})") from error
+
+
+def _lowest_priority(info: dict[str, Any]) -> int | None:
+    """What lets everybody else go first; None where the server knows no priorities."""
+    if not info.get("enable_priority_scheduling"):
+        return None
+    return sys.maxsize if info.get("schedule_low_priority_values_first") else -sys.maxsize - 1
+
+
+def _of_answer(answer: Any) -> tuple[Served, str]:
+    """What an answer says of its prompt, and why the prompt is not stored; empty where it is."""
+    ended = answer["choices"][0] if "choices" in answer else answer
+    meta = ended["meta_info"]
+    report = (meta.get("cached_tokens_details") or {}).get("hier_kv") or {}
+    by_tier = Counter({tier: report.get(tier, 0) for tier in ("device", "host", "disk", "remote")})
+    served = Served(
+        ended["prompt_token_ids"], meta["prompt_tokens"], meta["cached_tokens"], by_tier
+    )
+    why = meta["finish_reason"] or {}
+    if why.get("type") == "abort":
+        return served, f"the server ended the request: {why.get('message') or 'aborted'}"
+    if report.get("dropped"):
+        return served, f"it is over the context length: {report['dropped']:,} tokens were cut"
+    return served, ""
