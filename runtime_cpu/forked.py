@@ -25,16 +25,17 @@ from runtime_cpu.zygote import Job
 _READ_LATE = (
     *("SGLANG_HIER_KV_", "BENCH_FAULTS_", "BENCH_RANK_PROBE", "PYTEST_CURRENT_TEST"),
     *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER"),
-    "SGLANG_MAMBA_CONV_DTYPE",
+    *("SGLANG_MAMBA_CONV_DTYPE", "HIER_KV_TEST_JITTER_MS"),
 )
 _PATH = "PYTHONPATH"
 _IMPORTED_AT_START = ("sitecustomize", "usercustomize")
+_NODE_OPTIONS = ("--nnodes",)
 _RANK_OPTIONS = ("--tp-size", "--tensor-parallel-size", "--tp")
 _DATA_OPTIONS = ("--dp-size", "--data-parallel-size", "--dp")
 _ATTENTION_DATA_OPTIONS = ("--attn-dp-size", "--attention-data-parallel-size")
 _ATTENTION_DATA_SWITCH = "--enable-dp-attention"
 # With these nobody has tried it.
-_UNTRIED = ("--pp-size", "--pipeline-parallel-size", "--nnodes")
+_UNTRIED = ("--pp-size", "--pipeline-parallel-size")
 
 
 class ForkedServer:
@@ -169,9 +170,10 @@ def num_children(args: Sequence[str]) -> list[int]:
     """For each process that a server starts, in order, how many that one starts.
 
     A controller starts the schedulers where they are data parallel, the server itself otherwise;
-    the detokenizer comes behind them.
+    the detokenizer comes behind them. Nodes have as many schedulers each; those behind the first
+    have no detokenizer, and the copy that waits to be one ends with its node.
     """
-    num_ranks = _value(args, _RANK_OPTIONS)
+    num_ranks = _value(args, _RANK_OPTIONS) // _value(args, _NODE_OPTIONS)
     num_data, num_attention_data = (
         _value(args, options) for options in (_DATA_OPTIONS, _ATTENTION_DATA_OPTIONS)
     )

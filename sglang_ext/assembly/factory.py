@@ -53,6 +53,7 @@ from sglang_ext.device.rope_discovery import LayerRope, discover_ropes, type_of_
 from sglang_ext.device.states.snapshots import Snapshots
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.model_identity import ModelIdentity
+from sglang_ext.identity.namespace import namespace_digest
 from sglang_ext.kernels import rope as rope_kernels
 from sglang_ext.ranks.lockstep import exchange, group_of
 from sglang_ext.ranks.rank import RankPlace
@@ -64,6 +65,7 @@ from sglang_ext.seam.hash_fallback import ensure_page_hash
 from sglang_ext.seam.hooks.drafts import algorithm_of, draft_runners
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.metrics.reporter import MetricsReporter
+from sglang_ext.settings.arguments import on_all_nodes
 from sglang_ext.settings.compat import (
     check_attention,
     check_heads,
@@ -312,7 +314,8 @@ def _agree_with_nodes(ctx: Any, config: HierKVConfig) -> None:
     alike = {
         "release of sglang-hier-kv": __version__,
         "release of SGLang": version("sglang"),
-        "--page-size": ctx.params.page_size,
+        "model configuration": namespace_digest(_model_facts(ctx)).hex()[:16],
+        **on_all_nodes(lambda name: getattr(server_args, name, None)),
     }
     own = settings_of(config, get_parallel().node_rank, server_args._hier_kv_secret, alike)
     await_all(group)
@@ -473,6 +476,14 @@ def _compile(kernels: ModuleType, pool: DevicePool, ropes: list[LayerRope], page
     )
 
 
+def _model_facts(ctx: Any) -> dict[str, Any]:
+    """The model's configuration, but for where its files lie and who wrote them."""
+    facts: dict[str, Any] = ctx.model_config.hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        facts.pop(name, None)
+    return facts
+
+
 def _identity(
     ctx: Any,
     config: HierKVConfig,
@@ -482,12 +493,12 @@ def _identity(
     snapshots: Snapshots | None,
 ) -> ModelIdentity:
     pool = pools.full
-    model_config, server_args = ctx.model_config, ctx.server_args
+    server_args = ctx.server_args
     runner = ctx.tp_worker.model_runner
     drafts = draft_runners(runner)
     fixed = {
         "layout_version": LAYOUT_VERSION,
-        "model": model_config.hf_config.to_dict(),
+        "model": _model_facts(ctx),
         "kv_dtype": str(pool.dtype),
         "kv_cache_dtype": str(server_args.kv_cache_dtype),
         "pool": pool.kind,
@@ -506,9 +517,6 @@ def _identity(
         fixed["drafts"] = draft_facts(algorithm, drafts, keys_are_pairs=ctx.params.is_eagle)
     if snapshots is not None:
         fixed["states"] = [*snapshots.pool.describe(), snapshots.part_bytes]
-    # Where the files lie and how they are cached says nothing of the KV.
-    for name in ("_name_or_path", "transformers_version"):
-        fixed["model"].pop(name, None)
     label = {
         "model": str(server_args.model_path),
         "kv_dtype": str(pool.dtype),

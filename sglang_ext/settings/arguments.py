@@ -354,6 +354,33 @@ OF_OLDER = frozenset({"speculative_skip_dp_mlp_sync"})
 FREE: dict[str, tuple[str, ...]] = {about: tuple(text.split()) for about, text in _FREE.items()}
 KNOWN = frozenset(LIMITED).union(*FREE.values())
 
+# Nodes are started by command lines of their own. Where one of these differs, ranks run other
+# batches or compute with another KV, and what they store outlives the mistake. Where weights come
+# from may differ, as a digest of them is in the namespace, and so may what a node has room for.
+_ALIKE = """
+    dtype quantization json_model_override_args context_length max_loras_per_batch
+    lora_eviction_policy lora_drain_wait_threshold enable_lora_overlap_loading
+    speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens
+    speculative_accept_threshold_single speculative_accept_threshold_acc
+    speculative_ngram_min_bfs_breadth speculative_ngram_max_bfs_breadth
+    speculative_ngram_match_type speculative_ngram_max_trie_depth speculative_ngram_capacity"""
+ON_ALL_NODES = frozenset(LIMITED).union(
+    FREE["which request runs when, and how much fits"], _ALIKE.split()
+) - {"load_format", "mem_fraction_static", "_radix_eviction_policy_explicitly_set"}
+
+
+def on_all_nodes(read: Callable[[str], Any]) -> dict[str, Any]:
+    """What must be the same on every node, by flag; as text where it is no plain value.
+
+    Args:
+        read: an argument's value by its name; None where this release has none of that name.
+    """
+    values = {f"--{flag(name)}": read(name) for name in ON_ALL_NODES}
+    return {
+        name: value if value is None or isinstance(value, str | int | float) else repr(value)
+        for name, value in values.items()
+    }
+
 
 def outside_limits(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, Limit]]:
     """Arguments whose value is not among the allowed ones.

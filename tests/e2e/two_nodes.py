@@ -17,6 +17,7 @@ class TwoNodes:
         folder: for logs and each node's disk folder.
         env: of both.
         late: variables of the second node alone.
+        other_args: of the second node alone.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class TwoNodes:
         *,
         env: Mapping[str, str] | None = None,
         late: Mapping[str, str] | None = None,
+        other_args: Sequence[str] = (),
     ) -> None:
         shared = [*args, "--tp-size", "2", "--nnodes", "2"]
         shared += ["--dist-init-addr", f"127.0.0.1:{free_port()}"]
@@ -36,6 +38,7 @@ class TwoNodes:
                     *shared,
                     *("--node-rank", str(node)),
                     *("--hier-kv-disk-dir", str(self.disk(node))),
+                    *(other_args if node else ()),
                 ],
                 log_path=folder / f"node{node}.log",
                 env={**(env or {}), **((late or {}) if node else {})},

@@ -14,6 +14,7 @@ from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.ranks.same_settings import NodeSettings, agree_on_settings, settings_of
+from sglang_ext.settings.arguments import KNOWN, ON_ALL_NODES, on_all_nodes
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
@@ -76,6 +77,31 @@ def test_nodes_with_other_releases_are_refused() -> None:
     nodes = [settings_of(CONFIG, node, "", {"release": node}) for node in range(2)]
     with pytest.raises(HierKVConfigError, match="same release on every node, got 0 on node 0"):
         agree(*nodes)
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "two"),
+    [
+        ("kv_cache_dtype", "auto", "fp8_e5m2"),
+        ("schedule_policy", "fcfs", "lpm"),
+        ("chunked_prefill_size", 2048, 4096),
+        ("json_model_override_args", "{}", '{"rope_theta": 1}'),
+        ("speculative_num_draft_tokens", None, 4),
+    ],
+)
+def test_nodes_with_other_arguments_of_sglang_are_refused(name: str, one: Any, two: Any) -> None:
+    nodes = [
+        settings_of(CONFIG, node, "", on_all_nodes({name: value}.get))
+        for node, value in enumerate((one, two))
+    ]
+    with pytest.raises(HierKVConfigError, match=f"same --{name.replace('_', '-')} on every node"):
+        agree(*nodes)
+
+
+def test_what_nodes_may_have_of_their_own_is_not_compared() -> None:
+    assert ON_ALL_NODES <= KNOWN
+    own = {"host", "port", "node_rank", "model_path", "load_format", "mem_fraction_static"}
+    assert not ON_ALL_NODES & own
 
 
 def identity(own: torch.nn.Module, answers: list[list[bytes]]) -> ModelIdentity:

@@ -43,6 +43,7 @@ def test_what_an_import_at_start_would_have_found_needs_a_start(tmp_path: Path, 
 def test_what_decides_about_imports_or_was_not_tried_needs_a_start(tmp_path: Path) -> None:
     assert is_forked(tmp_path, {"SGLANG_HIER_KV_TEST": "1"}, "--tp-size", "2")
     assert is_forked(tmp_path, {}, "--dp-size", "2")
+    assert is_forked(tmp_path, {}, "--tp-size", "2", "--nnodes", "2")
     assert not is_forked(tmp_path, {"TRITON_INTERPRET": "1"})
     assert not is_forked(tmp_path, {"PYTHONPATH": str(tmp_path)})  # lacks the stand-ins
     assert not is_forked(tmp_path, {}, "--pp-size", "2")
@@ -53,6 +54,7 @@ def test_what_decides_about_imports_or_was_not_tried_needs_a_start(tmp_path: Pat
     [
         ([], [0, 0]),
         (["--tp-size", "2"], [0, 0, 0]),
+        (["--tp-size", "4", "--nnodes", "2"], [0, 0, 0]),
         (["--dp-size", "2"], [2, 0]),
         (["--tp-size", "2", "--dp-size", "2"], [4, 0]),
         (["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"], [4, 0]),
