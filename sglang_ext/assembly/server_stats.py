@@ -103,7 +103,10 @@ def ask(address: str, api_key: str, body: Any = None, timeout_s: float = _TIMEOU
 
 def reason_of(error: urllib.error.HTTPError) -> str:
     """What an answer that is a refusal says of itself."""
-    text = error.read().decode(errors="replace")
+    try:
+        text = error.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException):  # it ends in the middle
+        return str(error.reason)
     try:
         found = json.loads(text)
         found = found.get("error", found)  # SGLang's endpoints differ

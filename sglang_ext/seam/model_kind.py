@@ -52,7 +52,7 @@ def model_kind(model_config: Any) -> str:
 def kind_of_folder(model_path: str) -> str:
     """The kind of a model that lies in a folder, or whose name a hub knows; reads no weights.
 
-    Imports much of SGLang, for seconds.
+    Imports much of SGLang, for seconds, and runs no code of the model's own.
 
     Raises:
         ImportError: SGLang cannot be imported here.
@@ -60,7 +60,8 @@ def kind_of_folder(model_path: str) -> str:
     """
     from sglang.srt.configs.model_config import ModelConfig
 
-    return model_kind(ModelConfig(model_path))
+    # SGLang's own default here is to run it.
+    return model_kind(ModelConfig(model_path, trust_remote_code=False))
 
 
 def _state_kind(model_config: Any) -> str:

@@ -355,15 +355,20 @@ FREE: dict[str, tuple[str, ...]] = {about: tuple(text.split()) for about, text i
 KNOWN = frozenset(LIMITED).union(*FREE.values())
 
 # Nodes are started by command lines of their own. Where one of these differs, ranks run other
-# batches or compute with another KV, and what they store outlives the mistake. Where weights come
-# from may differ, as a digest of them is in the namespace, and so may what a node has room for.
+# batches, compute with another KV or sample other tokens, and what they store outlives the mistake.
+# Where weights come from may differ, as a digest of them is in the namespace, and so may what a
+# node has room for.
 _ALIKE = """
     dtype quantization json_model_override_args context_length max_loras_per_batch
     lora_eviction_policy lora_drain_wait_threshold enable_lora_overlap_loading
     speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens
     speculative_accept_threshold_single speculative_accept_threshold_acc
     speculative_ngram_min_bfs_breadth speculative_ngram_max_bfs_breadth
-    speculative_ngram_match_type speculative_ngram_max_trie_depth speculative_ngram_capacity"""
+    speculative_ngram_match_type speculative_ngram_max_trie_depth speculative_ngram_capacity
+    speculative_use_rejection_sampling speculative_use_block_verification speculative_token_map
+    speculative_draft_window_size
+    sampling_backend grammar_backend enable_deterministic_inference
+    enable_custom_logit_processor"""
 ON_ALL_NODES = frozenset(LIMITED).union(
     FREE["which request runs when, and how much fits"], _ALIKE.split()
 ) - {"load_format", "mem_fraction_static", "_radix_eviction_policy_explicitly_set"}

@@ -130,6 +130,11 @@ def has_uploaded(server: Server, num_pages: int) -> bool:
     return uploads(server) >= num_pages
 
 
+# A prompt of so many tokens has no whole page that one server computes and another may find: of
+# other numbers of tokens computed at once other processors make other roundings.
+ONE_MORE_TOKENS = (REUSABLE + 1) * PAGE - 8
+
+
 def begin(server: Server, seed: int) -> list[int]:
     """A first turn whose pages reach the store; returns the prompt of the second."""
     first, second = real_prompts([FIRST_TOKENS, SECOND_TOKENS], seed=seed)
@@ -151,7 +156,7 @@ def pair(
 
 
 def test_a_conversation_moves_to_another_server(pair: Pair) -> None:
-    prompt = begin(pair.one, seed=1)
+    prompt = begin(pair.one, seed=1)[:ONE_MORE_TOKENS]
     moved = ask(pair.two, prompt)
     assert by_tier(moved)["remote"] >= 0.95 * REUSABLE * PAGE, (by_tier(moved), state(pair.two))
     stayed = ask(pair.one, prompt)
@@ -163,7 +168,7 @@ def test_a_conversation_moves_to_another_server(pair: Pair) -> None:
 
 
 def test_a_conversation_goes_on_after_its_server_was_killed(pair: Pair) -> None:
-    prompt = begin(pair.one, seed=2)
+    prompt = begin(pair.one, seed=2)[:ONE_MORE_TOKENS]
     expected = tokens_and_logprobs(ask(pair.one, prompt))
     pair.one.kill()
     moved = ask(pair.two, prompt)

@@ -152,3 +152,17 @@ def test_what_is_no_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_pat
         status, checks = run(capsys, *SMALL, "--model-path", str(place))
         assert (status, checks["model"]["state"]) == (1, "refused")
         assert f"must be a model that SGLang knows, got {place}" in checks["model"]["text"]
+
+
+def test_code_of_a_model_is_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    inprocess.prepare()
+    names = {"AutoConfig": "configuration_own.OwnConfig"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": names}))
+    (tmp_path / "configuration_own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+        "from transformers import PretrainedConfig\n"
+        "class OwnConfig(PretrainedConfig): model_type = 'own'\n"
+    )
+    status, checks = run(capsys, *SMALL, "--model-path", str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+    assert (status, checks["model"]["state"]) == (1, "refused")
