@@ -118,7 +118,9 @@ def settled(server: Server, timeout_s: float = 20.0) -> dict[str, Any]:
         for rank in ranks:
             rank.pop("agreements", None)
         # Twice the same: a remote store's threads count what they do when they have done it.
-        on_their_way = sum(num_on_their_way(each["host"]) for each in (found, *ranks))
+        parts = (found, *ranks)
+        on_their_way = sum(num_on_their_way(part["host"]) for part in parts)
+        on_their_way += sum((part.get("remote") or {}).get("upload_queue", 0) for part in parts)
         if not on_their_way and found == last:
             return found
         last = found

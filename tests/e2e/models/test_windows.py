@@ -7,6 +7,7 @@ many requests at once, with what transformers computes for the same tokens.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -197,7 +198,11 @@ def test_what_one_server_computed_another_one_gets_from_their_store(
     store = f"file://{tmp_path / 'shared'}?size=1GB"
     with server_of(model, tmp_path, pool=8192, host_pages=400, store=store) as server:
         assert values(answers(server, prompts)) == values(plain["first"])
-        settled(server)
+        saved = settled(server)["host"]["saved_pages"]
+        deadline_s = time.monotonic() + 120
+        while state(server)["host"].get("remote_written_pages", 0) < saved:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
     with server_of(model, tmp_path, pool=8192, host_pages=400, store=store) as server:
         check_hits(answers(server, prompts), plain["repeat"], "remote")
         # Of what they have in common nobody went on behind; behind its own end each still can.

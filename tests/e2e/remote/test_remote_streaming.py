@@ -27,12 +27,12 @@ pytestmark = [
 
 FIRST_TOKENS, ANSWER_TOKENS, SECOND_TOKENS = 1500, 10, 60
 FINEST = 4
-# The finest level of a conversation takes a second and a half at this speed, the coarsest a tenth.
-SLOW_BYTES_PER_S = 0.7e6
+# The finest level of a conversation takes three seconds at this speed, the coarsest a fifth of one.
+SLOW_BYTES_PER_S = 0.35e6
 # Computing a conversation takes longer than this on any machine with an MLP as wide as this.
-SLO_MS = 500
-INTERMEDIATE = 8192
-NUM_SLOW, MOST_FAST = 4, 8
+SLO_MS = 1000
+INTERMEDIATE = 16384
+NUM_SLOW, MOST_FAST = 4, 12
 
 
 class Fetched(NamedTuple):
