@@ -43,6 +43,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TINYLM = ROOT / "tests" / "assets" / "tinylm"
 
 # SGLang's warm-up request and per-request access log say nothing that a test needs.
+# How often a server starts again because its port was taken between its choice and its use.
+_OTHER_PORTS = 3
+_IN_USE = "address already in use"
 _QUIET_OPTIONS = ("--skip-server-warmup", "--log-level-http", "warning")
 # /health generates a token and sleeps a second for it; _first_request() below replaces that.
 _QUIET_ENVIRONMENT = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
@@ -120,6 +123,7 @@ class Server:
         stop: Literal["terminate", "kill"] = "terminate",
         progress: Callable[[str], None] | None = None,
     ) -> None:
+        self._other_ports = 0 if port else _OTHER_PORTS
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path or ROOT / "build" / "logs" / f"server-{self.port}.log"
@@ -192,6 +196,10 @@ class Server:
             elapsed_s = time.monotonic() - self._started_at
             if not self.alive():
                 code = self._running().returncode
+                if self._other_ports and _IN_USE in self.log():
+                    self._other_ports -= 1
+                    self._start_on_another_port()
+                    continue
                 raise ServerError(f"the server ended with {code} at start:\n{self._tail()}")
             if time.monotonic() > deadline:
                 raise ServerError(f"no answer after {elapsed_s:.0f} s:\n{self._tail()}")
@@ -202,6 +210,16 @@ class Server:
         self._first_request()
         self.startup_s = time.monotonic() - self._started_at
         return self
+
+    def _start_on_another_port(self) -> None:
+        """Somebody took the port meanwhile: SGLang's processes listen on ports of their own."""
+        self.kill()
+        old, self.port = self.port, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._args[self._args.index("--port") + 1] = str(self.port)
+        with self.log_path.open("a") as log:
+            log.write(f"port {old} was taken; the server starts again on {self.port}\n")
+        self.start()
 
     def _healthy(self) -> bool:
         try:
