@@ -42,10 +42,10 @@ from testkit.watchdog import Watchdog
 ROOT = Path(__file__).resolve().parent.parent
 TINYLM = ROOT / "tests" / "assets" / "tinylm"
 
-# SGLang's warm-up request and per-request access log say nothing that a test needs.
 # How often a server starts again because its port was taken between its choice and its use.
 _OTHER_PORTS = 3
 _IN_USE = "address already in use"
+# SGLang's warm-up request and per-request access log say nothing that a test needs.
 _QUIET_OPTIONS = ("--skip-server-warmup", "--log-level-http", "warning")
 # /health generates a token and sleeps a second for it; _first_request() below replaces that.
 _QUIET_ENVIRONMENT = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}

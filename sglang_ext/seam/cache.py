@@ -114,10 +114,9 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.metrics_reporter_hier = parts.metrics
         self.forward_timer = parts.forward_timer
         looks_ahead = linker.store.lookahead is not None
-        is_hybrid = linker.windows is not None or linker.snapshots is not None
         self.device_tree: DeviceTree | None = None
         # SGLang evicts windows and states by orders of their own, which are not ours to spare in.
-        if looks_ahead and config.tree_core == "python" and not is_hybrid:
+        if looks_ahead and config.tree_core == "python" and not linker.is_hybrid:
             self.device_tree = DeviceTree(self.tree_core, self.waiting_queue)
             self.device_tree.install()
         self.waiting_room = WaitingRoom(

@@ -124,6 +124,11 @@ class HierKVLinker(UnifiedCacheLinker):
             has_states=snapshots is not None,
         )
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the model has window layers in a pool of their own, or states."""
+        return self.windows is not None or self.snapshots is not None
+
     @contextmanager
     def placed(self, place: Place) -> Iterator[None]:
         """Sets where the pages of SGLang's look-ups, loads and saves inside the context belong.

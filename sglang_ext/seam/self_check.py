@@ -43,9 +43,7 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
     """
     copier = cache.hier_linker.copier
     runner = scheduler.tp_worker.model_runner
-    linker = cache.hier_linker
-    is_hybrid = linker.windows is not None or linker.snapshots is not None
-    if is_hybrid or draft_runners(runner):
+    if cache.hier_linker.is_hybrid or draft_runners(runner):
         return  # every layer is bound already
 
     def release() -> None:

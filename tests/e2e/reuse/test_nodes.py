@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS, answer_of, ask
-from testkit.requests import num_on_their_way
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import PAGE, by_tier, host_gb, real_prompts, state
+from tests.e2e.hier_server import PAGE, by_tier, host_gb, real_prompts, settled, state
 from tests.e2e.two_nodes import TwoNodes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -56,12 +55,12 @@ def test_what_two_nodes_loaded_answers_as_what_the_device_held(tmp_path: Path) -
         for prompt in prompts:
             ask(head, prompt)
         from_device = [ask(head, prompt) for prompt in prompts]
-        _settle(head)
+        settled(head, END_S)
         head.post("/flush_cache")
         from_host = [ask(head, prompt) for prompt in prompts]
         for prompt in fillers:
             ask(head, prompt)
-        _settle(head)
+        settled(head, END_S)
         head.post("/flush_cache")
         from_disk = [ask(head, prompt) for prompt in prompts]
         ranks = state(head)["tp_ranks"]
@@ -81,17 +80,6 @@ def test_what_two_nodes_loaded_answers_as_what_the_device_held(tmp_path: Path) -
         assert not list(nodes.disk(node).glob(f"dp0-tp{1 - node}-of-2"))
     assert log.count("Rank consensus checker is enabled") == 2
     assert "Found rank divergence" not in log
-
-
-def _settle(head: Server) -> None:
-    """Waits until both ranks have written what they saved."""
-    deadline_s = time.monotonic() + END_S
-    quiet = 0
-    while quiet < 2:
-        assert time.monotonic() < deadline_s, "the stores did not settle"
-        on_their_way = [num_on_their_way(rank["host"]) for rank in state(head)["tp_ranks"]]
-        quiet = 0 if any(on_their_way) else quiet + 1
-        time.sleep(0.1)
 
 
 def _end_a_node(nodes: TwoNodes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,18 +19,13 @@ pytestmark = pytest.mark.usefixtures("scheduler_waits")
 NUM_PROMPTS, PROMPT_PAGES = 48, 6
 HOST_PROMPTS, DISK_PROMPTS = 4, 16
 
-World = Callable[..., WindowWorld]
+Build = Callable[..., Any]
 
 
 @pytest.mark.parametrize("kind", [WindowWorld, StateWorld])
-def test_what_the_queue_will_come_to_stays(
-    kind: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_queue_will_come_to_stays(build: Build, kind: type[WindowWorld]) -> None:
     """All prompts come again at once; DRAM and disk have room for a part of them."""
-    on, off = (
-        _pages_hit(kind, tmp_path / lookahead, monkeypatch, lookahead)
-        for lookahead in ("on", "off")
-    )
+    on, off = (_pages_hit(partial(build, kind, lookahead=each)) for each in ("on", "off"))
     print(f"pages hit: look-ahead {on}, off {off}")
     assert on >= 2 * off, (on, off)
     assert on >= DISK_PROMPTS * PROMPT_PAGES / 3
@@ -38,85 +33,70 @@ def test_what_the_queue_will_come_to_stays(
 
 @pytest.mark.parametrize("kind", [WindowWorld, StateWorld])
 def test_a_prompt_is_prefetched_and_pinned_with_what_it_is_resumed_with(
-    kind: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Build, kind: type[WindowWorld]
 ) -> None:
-    world = kind(tmp_path, monkeypatch, 1, host_pages=64, prefetch_policy="best_effort")
-    try:
-        world.run(_prompt(0))
-        world.only_on_disk()
-        assert world.run(_prompt(0)).num_loaded == 0, "nobody waits for it"
-        world.only_on_disk()
-        space = world.identity.space_of(None, world.store)
-        pages = hashes_from_hex(world.keys(_prompt(0), None, None))
-        wanted = world.cache.resumable(space, pages)
-        assert len(wanted) > len(pages)
-        prefix = ReusablePrefix(space, wanted, 0, max_quality=ANY)
-        assert world.cache.waiting_room.prefetch(prefix)
-        world.drain()
-        lookahead = world.store.lookahead
-        assert lookahead is not None
-        lookahead.pin(space, wanted, owner=0, seconds=3600.0)
-        assert world.store.stats()["pinned_pages"] == len(wanted)
-        number = 1
-        while world.store.stats()["evicted_pages"] < 4 * world.arena.num_slots:
-            world.run(_prompt(number))
-            number += 1
-        world.flush()
-        assert world.run(_prompt(0)).num_loaded == PROMPT_PAGES * PAGE
-    finally:
-        world.close()
+    world = build(kind, host_pages=64, prefetch_policy="best_effort")
+    world.run(_prompt(0))
+    world.only_on_disk()
+    assert world.run(_prompt(0)).num_loaded == 0, "nobody waits for it"
+    world.only_on_disk()
+    space = world.identity.space_of(None, world.store)
+    pages = hashes_from_hex(world.keys(_prompt(0), None, None))
+    wanted = world.cache.resumable(space, pages)
+    assert len(wanted) > len(pages)
+    prefix = ReusablePrefix(space, wanted, 0, max_quality=ANY)
+    assert world.cache.waiting_room.prefetch(prefix)
+    world.drain()
+    lookahead = world.store.lookahead
+    assert lookahead is not None
+    lookahead.pin(space, wanted, owner=0, seconds=3600.0)
+    assert world.store.stats()["pinned_pages"] == len(wanted)
+    number = 1
+    while world.store.stats()["evicted_pages"] < 4 * world.arena.num_slots:
+        world.run(_prompt(number))
+        number += 1
+    world.flush()
+    assert world.run(_prompt(0)).num_loaded == PROMPT_PAGES * PAGE
 
 
-def test_of_a_prompt_of_whole_pages_both_windows_are_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_prompt_of_whole_pages_both_windows_are_meant(build: Build) -> None:
     """Its own again is resumed before its last page, and what goes on with it behind that."""
-    world = WindowWorld(tmp_path, monkeypatch, 1, host_pages=64)
-    try:
-        prompt = _prompt(0)[: PROMPT_PAGES * PAGE]
-        world.run(prompt)
-        space = world.identity.space_of(None, world.store)
-        pages = hashes_from_hex(world.keys(prompt, None, None))
-        meant = [page.tobytes() for page in world.cache.resumable(space, pages)]
-        assert len(set(meant)) == len(meant)
-        layers = world.cache.linker.resumption
-        assert layers is not None
-        for limit in (PROMPT_PAGES - 1, PROMPT_PAGES):
-            wanted, end = layers.wish(space, pages, 0, limit)
-            assert end == limit
-            assert {page.tobytes() for page in wanted} <= set(meant), limit
-    finally:
-        world.close()
+    world = build(WindowWorld, host_pages=64)
+    prompt = _prompt(0)[: PROMPT_PAGES * PAGE]
+    world.run(prompt)
+    space = world.identity.space_of(None, world.store)
+    pages = hashes_from_hex(world.keys(prompt, None, None))
+    meant = [page.tobytes() for page in world.cache.resumable(space, pages)]
+    assert len(set(meant)) == len(meant)
+    layers = world.cache.linker.resumption
+    assert layers is not None
+    for limit in (PROMPT_PAGES - 1, PROMPT_PAGES):
+        wanted, end = layers.wish(space, pages, 0, limit)
+        assert end == limit
+        assert {page.tobytes() for page in wanted} <= set(meant), limit
 
 
-def _pages_hit(kind: World, folder: Path, monkeypatch: pytest.MonkeyPatch, lookahead: str) -> int:
-    world = kind(folder, monkeypatch, 1, host_pages=1024, disk_bytes=0, lookahead=lookahead)
-    try:
-        slots = _slots_of_a_prompt(world)
-        slot_bytes = world.layout.slot_bytes
-    finally:
-        world.close()
-    world = kind(
-        folder, monkeypatch, 1, host_pages=HOST_PROMPTS * slots,
-        disk_bytes=DISK_PROMPTS * slots * slot_bytes, lookahead=lookahead,
+def _pages_hit(make: Build) -> int:
+    world = make(host_pages=1024, disk_bytes=0)
+    slots = _slots_of_a_prompt(world)
+    world = make(
+        host_pages=HOST_PROMPTS * slots,
+        disk_bytes=DISK_PROMPTS * slots * world.layout.slot_bytes,
         prefetch_policy="wait_complete",
-    )  # fmt: skip
-    try:
-        for number in range(NUM_PROMPTS):
-            world.run(_prompt(number))
-        world.flush()
-        requests = [Request(f"again {number}", _prompt(number), 0) for number in range(NUM_PROMPTS)]
-        for req in requests:
-            world.enqueue(req)
-        for req in requests:
-            world.cache.quiesce()  # or the device has no room, and the request ends
-            world.wait_for(partial(world.admit, req))
-            while req in world.running:
-                world.go_on(req)
-        world.drain()
-        return sum(req.num_loaded for req in requests) // PAGE
-    finally:
-        world.close()
+    )
+    for number in range(NUM_PROMPTS):
+        world.run(_prompt(number))
+    world.flush()
+    requests = [Request(f"again {number}", _prompt(number), 0) for number in range(NUM_PROMPTS)]
+    for req in requests:
+        world.enqueue(req)
+    for req in requests:
+        world.cache.quiesce()  # or the device has no room, and the request ends
+        world.wait_for(partial(world.admit, req))
+        while req in world.running:
+            world.go_on(req)
+    world.drain()
+    return sum(req.num_loaded for req in requests) // PAGE
 
 
 def _slots_of_a_prompt(world: WindowWorld) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,16 +34,8 @@ WORLDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    worlds: list[StateWorld] = []
-
-    def build(seed: int = 1, **options: Any) -> StateWorld:
-        worlds.append(StateWorld(tmp_path / str(len(worlds)), monkeypatch, seed, **options))
-        return worlds[-1]
-
-    yield build
-    for world in worlds:
-        world.close()
+def make(build: Callable[..., Any]) -> Make:
+    return partial(build, StateWorld)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -51,13 +43,10 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 def test_no_request_goes_on_from_what_is_not_its_own(make: Make, name: str, seed: int) -> None:
     world = make(seed, **WORLDS[name])
 
-    def one_round() -> None:
-        for _ in range(400):
-            world.step()
-        world.drain()
-
     shown = ("loaded_pages", "saved_states", "evicted_pages")
-    run_until_all_seen(one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS)
+    run_until_all_seen(
+        world.one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS
+    )
     print(name, seed, world.counts, world.store.stats())
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,16 +39,8 @@ WORLDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    worlds: list[WindowWorld] = []
-
-    def build(seed: int = 1, **options: Any) -> WindowWorld:
-        worlds.append(WindowWorld(tmp_path / str(len(worlds)), monkeypatch, seed, **options))
-        return worlds[-1]
-
-    yield build
-    for world in worlds:
-        world.close()
+def make(build: Callable[..., Any]) -> Make:
+    return partial(build, WindowWorld)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -56,13 +48,10 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 def test_no_request_attends_to_rows_that_are_not_its_own(make: Make, name: str, seed: int) -> None:
     world = make(seed, **WORLDS[name])
 
-    def one_round() -> None:
-        for _ in range(400):
-            world.step()
-        world.drain()
-
     shown = ("loaded_pages", "saved_windows", "evicted_pages")
-    run_until_all_seen(one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS)
+    run_until_all_seen(
+        world.one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS
+    )
     print(name, seed, world.counts, world.store.stats())
 
 
@@ -86,17 +75,12 @@ def test_a_store_that_servers_share_gives_no_other_part_of_a_page(
     assert remote.wait_usable(60.0)
     world = make(seed, window=6, host_pages=24, disk_bytes=0, remote=remote)
 
-    def one_round() -> None:
-        for _ in range(400):
-            world.step()
-        world.drain()
-
     def unseen() -> list[str]:
         stats = {**world.store.stats(), "lies": engine.num_lies}
         shown = ["remote_promoted_pages", "saved_windows"]
         return missing(stats, tuple(shown + ["lies"] * bool(behaviour.get("lies"))))
 
-    run_until_all_seen(one_round, unseen, num_rounds=ROUNDS)
+    run_until_all_seen(world.one_round, unseen, num_rounds=ROUNDS)
     print(name, seed, engine.num_lies, world.counts, world.store.stats())
 
 

@@ -695,6 +695,12 @@ class WindowWorld:
         self.settle()
         self.check_nothing_is_held()
 
+    def one_round(self) -> None:
+        """400 random steps, and the end of all that they began."""
+        for _ in range(400):
+            self.step()
+        self.drain()
+
     def settle(self) -> None:
         """Saves, reads and writes in flight land."""
         assert self.cache.hier_linker.quiesce()
