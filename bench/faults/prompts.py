@@ -109,14 +109,21 @@ class References:
         self._answers[tuple(prompt), pages] = answer
 
     def agree(self, prompt: list[int], answer: Answer) -> bool:
-        """Whether an answer is plain SGLang's, given as many cached pages.
+        """Whether an answer is plain SGLang's, bit for bit, given as many cached pages or fewer.
+
+        Fewer, because pages that a fault lost are computed again behind those that were left, and
+        saved: their KV is that of the answer that was given then.
 
         Raises:
             FaultCheckError: no reference has that number of pages.
         """
         pages = answer.cached_tokens // PAGE_TOKENS
         check(self.knows(prompt, pages), f"there is no reference with {pages} pages cached")
-        return answer.same_output(self._answers[tuple(prompt), pages])
+        return any(
+            answer.same_output(self._answers[tuple(prompt), count])
+            for count in range(pages + 1)
+            if self.knows(prompt, count)
+        )
 
     def knows(self, prompt: list[int], pages: int) -> bool:
         """Whether there is a reference with so many cached pages."""

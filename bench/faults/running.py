@@ -112,10 +112,10 @@ class RunningFaults:
             time.sleep(0.05)
         self.log.follow(self.events)
 
-    def ask(self, prompt: list[int], tally: Tally) -> Answer | None:
+    def ask(self, prompt: list[int], tally: Tally, **fields: Any) -> Answer | None:
         """Sends a prompt that has a reference and compares."""
         try:
-            answer = ask(self.server, prompt)
+            answer = ask(self.server, prompt, **fields)
         except (ServerError, OSError):
             tally.failed_requests += 1
             return None
@@ -306,7 +306,9 @@ class RunningFaults:
         """Asks for prompts in turn while calls of the disk fail, lag and lie at random.
 
         What leaves DRAM has to be what was used longest ago: a server that learns which prompts
-        return keeps just these in DRAM, and its disk is hardly read.
+        return keeps just these in DRAM, and its disk is hardly read. Every other round begins with
+        nothing stored (by a key of its own), so that no page is computed again behind another that
+        was: of such a mixture there is no reference.
 
         Args:
             prompts: those of which the reference with any number of cached pages is known.
@@ -321,7 +323,7 @@ class RunningFaults:
             self.push_out()
             self.control.set(random={"seed": seed + number, "share": 0.3, "kinds": kinds})
             for prompt in prompts:
-                self.ask(prompt, harm)
+                self.ask(prompt, harm, extra_key=f"{seed}, {number // 2}")
             found = Counter(self.control.report()["injected"])
             self.control.set()
             total, number = sum((found - before).values()), number + 1
