@@ -17,7 +17,7 @@ TESTS ?=
 # Test files that run at a time, in order, the long ones first: a server's start waits as much as it computes.
 WORKERS ?= 3
 
-.PHONY: help dev demo check contract test bench gpu-kit serve clean
+.PHONY: help dev demo check contract dist test bench docs gpu-kit serve clean
 
 help:
 	@echo "make dev     install everything into $(VENV)"
@@ -27,6 +27,7 @@ help:
 	@echo "make dist    wheel and source archive, checked and installed on their own"
 	@echo "make test    all tests; TESTS=tests/unit for some, WORKERS=1 for one at a time"
 	@echo "make bench   benchmarks; CASE=serve BENCH_ARGS='--json build/serve.json' for one"
+	@echo "make docs    the documents as a site, in build/site"
 	@echo "make gpu-kit a tar for a machine with a CUDA device: kernels and copies, without SGLang or a network"
 	@echo "make serve   SGLang in the foreground on the CPU; PORT=, MODEL=, ARGS='--enable-hier-kv ...'"
 
@@ -65,6 +66,10 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m bench $(CASE) $(BENCH_ARGS)
+
+# The theme's notice of its successor is none of ours, and would be a warning.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 gpu-kit: $(STAMP)
 	$(PY) -m bench.gpu.kit
