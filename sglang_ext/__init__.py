@@ -2,6 +2,9 @@
 
 Importing this package imports neither torch nor sglang: ``sglang_ext.plugin`` does, when SGLang
 loads it through its entry point.
+
+``sglang_ext.tiers`` and ``sglang_ext.kernels`` are symlinks to the folders ``tiers/`` and
+``kernels/`` beside this one (docs/architecture.md).
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,8 @@
-"""Load or recompute, for the waiting requests of one server: the cost model at work.
+"""Decides of each waiting request which of its pages to load and which to compute anew.
+
+Only with `--hier-kv-prefetch-policy cost`; `waiting.py` has the other policies. The formula is in
+`tiers/policy/cost_model.py`. Hybrids are not judged; of coded pages in a remote store
+`streaming/planner.py` decides how they come.
 
 `enter` decides, when a request enters the queue, how many of its pages are worth having; `learn`
 decides again when the remote store has answered;

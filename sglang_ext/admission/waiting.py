@@ -9,9 +9,9 @@ together. A request further behind has none, so it never holds room that one bef
 turn comes when one before it is admitted. Without look-ahead a plan is made when a request enters
 the queue, for what DRAM has room for then, and when its turn comes (`turns.py`).
 
-Whether to hold or to admit is decided in one place, `WaitingRoom.may_admit`, from what was seen of
-the plans and of the clock in one other, `RequestPlans.observe`, once a scheduler step. Everything
-here runs on the scheduler's thread, and neither copies nor waits.
+Whether to hold or to admit: with one rank `WaitingRoom.may_admit` decides; several decide together
+on what `readiness` tells of each. Both read what `RequestPlans.observe` noted in this step of the
+plans and of the clock. All of it runs on the scheduler's thread, and neither copies nor waits.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from sglang_ext.admission.waiting_request import (
 from sglang_ext.tiers.store import PageStore, TierCounts
 from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 
-# Requests per step that are looked up again because pages of theirs were stored or lost: many, as
-# what is stored leaves again before those that wait far behind are seen to need it; but no more
-# than have so many pages together.
+# Most requests per step that are looked up again because pages were stored or lost, and most pages
+# of these together. Many, as a stored page may be evicted before a request far back claims it.
 _FIND_AT_ONCE, _FIND_PAGES_AT_ONCE = 64, 4096
 # Prefetches under way at a time, and how long one may take.
 _MAX_PREFETCHES, _PREFETCH_S = 64, 60.0
@@ -367,7 +366,7 @@ class WaitingRoom:
         return self._now_s - waiting.held_since_s >= self._timeout_s
 
     def _follow_order(self, order: Sequence[Hashable]) -> None:
-        """Tells the store the order, unless it follows from the arrivals and departures alone."""
+        """Tells the store the order, unless requests only left it or came in at its end."""
         assert self._store.lookahead is not None
         if self._came or self._left or order != self._order:
             if not self._is_as_expected(order):
@@ -469,7 +468,7 @@ class WaitingRoom:
             waiting.found = found
 
     def _follow_device(self, waiting: WaitingRequest) -> None:
-        """Asks for pages too that the device held when the request came, and evicted since."""
+        """Also asks for pages that the device had when the request came and evicted since."""
         prefix = waiting.prefix
         if self._num_held is None or not prefix.num_on_device:
             return

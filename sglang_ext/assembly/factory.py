@@ -27,7 +27,7 @@ from sglang_ext.assembly.draft_setup import (
     with_drafts,
 )
 from sglang_ext.assembly.key_setup import Trust, build_trust
-from sglang_ext.assembly.placement import placement_of
+from sglang_ext.assembly.policy_setup import placement_of
 from sglang_ext.assembly.remote_setup import open_remote
 from sglang_ext.assembly.state_setup import (
     attention_layers,

@@ -174,10 +174,15 @@ class Codec(ABC):
     Instances hold no state that a call changes: any number of threads may use one at once. Numeric
     work frees the GIL where the engine does.
 
+    A class is made as `cls(kv_dtype, profile=..., engine=..., **options)` (`registry.py`), and has
+    to encode pages of zeros at every level. Where it learns (`learned_kind`), what is learned has
+    `nbytes` and `save(path)`. `layered` streams are containers as `container.py` writes them.
+
     Attributes:
         codec_id: the id that records name.
         lossy: whether decoded bits may differ from the encoded ones.
         num_levels: quality settings; level 0 is the coarsest. 1 for a codec without any.
+        level_names: names of the levels, coarsest first, for flags; may be left out.
         layered: whether one stream can hold several levels, each a prefix of it.
         default_level: what a profile from `hier-kv calibrate`, or the codec alone, defaults to.
         expected_kl: mean KL divergence, in nats a token, that each level of a model is expected to
@@ -189,6 +194,7 @@ class Codec(ABC):
     codec_id: str
     lossy: bool
     num_levels: int = 1
+    level_names: ClassVar[tuple[str, ...]] = ()
     layered: bool = False
     default_level: int = 0
     expected_kl: ClassVar[tuple[float, ...]] = (0.005,)

@@ -349,7 +349,7 @@ def parse_level(codec_id: str, text: str) -> int | None:
     if not text:
         return None
     cls, kind = codec_class(codec_id), kind_of(codec_id)
-    names = getattr(cls, "level_names", ())
+    names = cls.level_names
     if text in names:
         return int(names.index(text))
     num_levels = kind.num_levels if kind is not None else cls.num_levels

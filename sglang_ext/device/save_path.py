@@ -2,8 +2,9 @@
 
 On a CPU the copier writes pages where they lie. A device with memory of its own has two streams. On
 one, kernels lay pages out as they will lie in DRAM, some layers of some pages at a time, in a ring
-of buffers: K without its rotation, V, and in a tail what of K could not be stored so. On the other,
-these are copied to page-locked slots. Only the saving thread waits, once a save.
+of buffers: K without its rotation, V, and a tail of those K values whose rotation could not be
+undone exactly. On the other, these are copied to page-locked slots. Only the saving thread waits,
+once a save.
 
     gathers    [lay out 0][lay out 1][lay out 2][lay out 3].......[lay out 4]
     sends                 [send 0   ][send 1   ][send 2   ]...             [tails]

@@ -1,4 +1,8 @@
-"""The thread that copies nodes from the device pool to DRAM, in the order they were offered."""
+"""The thread that copies nodes from the device pool to DRAM, in the order they were offered.
+
+`PageStore.finish_save` then queues the pages for the disk, where `tiers/store/movers/spiller.py`
+writes them.
+"""
 
 from __future__ import annotations
 

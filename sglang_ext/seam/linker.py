@@ -45,9 +45,8 @@ from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore
 logger = logging.getLogger(__name__)
 
 _QUIESCE_TIMEOUT_S = 30.0
-# Memory on a device with its own that loads keep, and saves half as much: at 128 KB of K and V a
-# token and layer group it holds some layers of some hundred pages, so that the link is never
-# without work.
+# On a GPU, bytes of the ring buffer for loads; saves get half of this. At 128 KB of K and V a token
+# and layer group it holds some layers of some hundred pages, so that the link is never idle.
 RING_BYTES = 128 << 20
 
 

@@ -1,4 +1,4 @@
-"""Finds the KV of what is kept of a truncated prompt, and says what of it need not be stored again.
+"""Finds stored KV for the kept part of a truncated prompt, and tells which pages need no save.
 
 Runs on the scheduler's thread and only looks things up. The copying is the linker's.
 """
@@ -131,7 +131,7 @@ class TruncatedReuse:
         tail: Hashes,
         need: int,
     ) -> Composition | None:
-        """The pages behind the device's that stored pages with any of the flags `need` give."""
+        """The pages behind the device's, composed of stored pages with any of the flags `need`."""
         size, limit = self._page_size, max_quality_of(req)
 
         def usable_of(hashes: Hashes) -> Bools:
@@ -162,7 +162,7 @@ class TruncatedReuse:
         return np.concatenate([hashes[:start], lineage.loaded.hashes, hashes[end:]])
 
     def place_of_save(self, req: Any, place: Place, num_pages: int) -> Place:
-        """What a save of a truncated request's pages must know besides.
+        """Adds to a save's place which pages not to store, and which others to keep young.
 
         Pages made of others are not stored again: the next turn makes them again. In exchange the
         pages that they are made of are kept as young as the lineage's own.

@@ -34,9 +34,6 @@ class Newest(BaseOrder):
     restamps_on_use = True
     youngest_first = True
 
-    def stamp(self, first_use, last_use):
-        return -last_use
-
 
 options = file_engine.options
 open_engine = file_engine.open_engine

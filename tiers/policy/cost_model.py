@@ -1,4 +1,4 @@
-"""Load or recompute: what a request does about its pages on disk, from what was measured.
+"""What loading and computing a request's pages will take, from what was measured; the quicker wins.
 
 Before its turn a request may have pages brought from disk to DRAM; at its turn it may wait for
 them, while others run; what has not come is computed. `CostModel.judge` chooses how many leading

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from typing import Any, ClassVar, Final
 
 from sglang_ext.registry import Registry
@@ -24,11 +23,12 @@ register_order = _ORDERS.register
 order_ids = _ORDERS.ids
 
 
-class BaseOrder(abc.ABC):
+class BaseOrder:
     """An order of leaving that follows from when pages were used.
 
-    Every order here is a list of pages to which a page is appended at some event, and which is read
-    from one of its ends; that keeps each decision constant in what is stored.
+    Each tier keeps its pages in lists: a page is appended at its first use or at every use, and
+    evicted from the old or the young end. So a decision costs the same whatever is stored, and an
+    order is no more than these two answers.
 
     Attributes:
         restamps_on_use: a use moves the page to the young end; otherwise it stays where its first
@@ -38,15 +38,6 @@ class BaseOrder(abc.ABC):
 
     restamps_on_use: ClassVar[bool]
     youngest_first: ClassVar[bool]
-
-    @abc.abstractmethod
-    def stamp(self, first_use: int, last_use: int) -> int:
-        """Place of a page in the order: smaller leaves sooner.
-
-        Args:
-            first_use: logical time at which the page came to be known.
-            last_use: logical time of its last use, not before `first_use`.
-        """
 
 
 def base_order(order_id: str) -> BaseOrder:

@@ -10,7 +10,3 @@ class FifoOrder(BaseOrder):
 
     restamps_on_use = False
     youngest_first = False
-
-    def stamp(self, first_use: int, last_use: int) -> int:
-        """See `BaseOrder.stamp`."""
-        return first_use

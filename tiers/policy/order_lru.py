@@ -10,7 +10,3 @@ class LruOrder(BaseOrder):
 
     restamps_on_use = True
     youngest_first = False
-
-    def stamp(self, first_use: int, last_use: int) -> int:
-        """See `BaseOrder.stamp`."""
-        return last_use

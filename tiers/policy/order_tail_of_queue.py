@@ -16,7 +16,3 @@ class TailOfQueueOrder(BaseOrder):
 
     restamps_on_use = True
     youngest_first = True
-
-    def stamp(self, first_use: int, last_use: int) -> int:
-        """See `BaseOrder.stamp`."""
-        return -last_use

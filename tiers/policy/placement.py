@@ -137,8 +137,8 @@ class PlacementPolicy:
     def touched(self, rows: Rows, now_s: float) -> None:
         """Somebody is about to use these pages: they leave as late as if they were used now.
 
-        By return times, as late as the best of pages of their age: what they are worth is known
-        when they are used.
+        With return times they leave as late as the best class of their age, until `used` says
+        which class they are of.
         """
         rows = _as_rows(rows)
         page_kernels.touch(self.pages, rows, now_s)

@@ -139,8 +139,7 @@ class TierLists:
             return out[: self._evict(out, everybody, now_s)]
         num = self._evict(out, self._above_shares(0 if tenant is None else count, tenant), now_s)
         if tenant is None:
-            # Nobody keeps more than its share of what is left then; and if that cannot leave now,
-            # whatever can.
+            # Second pass: what is above its share of what will be left. Third: whatever may leave.
             num += self._evict(out[num:], self._above_shares(num - count), now_s)
             return out[: num + self._evict(out[num:], everybody, now_s)]
         # What those above their share hold cannot leave now: a tenant has its own to give.
@@ -171,8 +170,8 @@ class TierLists:
         Of a full tier that is its share of the tier; what others leave free of theirs is lent.
 
         Args:
-            coming: pages of the tenant that take the place of as many others; without a tenant
-                those that come (or, below 0, are gone) on the whole.
+            coming: with a tenant, its pages that replace as many others; without, the change of the
+                total, below 0 if pages have left.
             tenant: whose.
         """
         sizes = self._lists.sizes.copy()
@@ -259,7 +258,7 @@ class TierLists:
 
     @property
     def _most_pinned(self) -> int:
-        """Pinned pages that leave last: a share of what lies here, as it counts when it is full."""
+        """Pinned pages that leave last: a share of the pages that lie here now."""
         return int(self._shared.config.pin_share * len(self))
 
     @property

@@ -1,9 +1,8 @@
 """The remote tier's stores: values that many servers share, behind one interface.
 
 `store.py` is the facade (`RemoteStore`), `base.py` the interface of an engine, `url.py` reads
-`--hier-kv-remote-url`, `registry.py` finds the engine of a URL's scheme. The engines are
-`redis_engine.py`, `mooncake_engine.py` and `file_engine.py`; docs/remote.md tells how to run their
-stores.
+`--hier-kv-remote-url`, `registry.py` finds the engine of a URL's scheme; the engines are in
+`engines/`. docs/remote.md tells how to run their stores.
 """
 
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from sglang_ext.registry import Registry
 from sglang_ext.tiers.errors import TierConfigError
@@ -25,11 +25,27 @@ _ENGINES: Final = Registry(
     error=TierConfigError,
 )
 
-# The target of a scheme is a module with `options(scheme) -> Options` and
-# `open_engine(url) -> RemoteEngine`; and `open_listing(url) -> Listing` if the store can list what
-# lies in it.
 register_engine = _ENGINES.register
 engine_schemes = _ENGINES.ids
+
+
+class EngineModule(Protocol):
+    """The target of a scheme: a module with these functions.
+
+    If the store can list what lies in it, it has `open_listing(url: RemoteUrl) -> Listing` as well,
+    which connects to nothing.
+    """
+
+    def options(self, scheme: str) -> Options:
+        """The options that a URL of this scheme may have."""
+
+    def open_engine(self, url: RemoteUrl) -> RemoteEngine:
+        """Makes the engine of a URL. Does not connect: a store that is down is no error here.
+
+        Raises:
+            TierConfigError: the engine cannot work as asked, or a package that it needs is not
+                there.
+        """
 
 
 def scheme_options(scheme: str) -> Options:

@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components import mamba
 
-from sglang_ext.assembly.placement import placement_of
+from sglang_ext.assembly.policy_setup import placement_of
 from sglang_ext.assembly.state_setup import attention_layers, num_model_layers, snapshots_of
 from sglang_ext.assembly.window_setup import bound_ropes
 from sglang_ext.device.copier import PageCopier

@@ -43,7 +43,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # n
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
 from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
-from sglang_ext.assembly.placement import placement_of  # noqa: E402
+from sglang_ext.assembly.policy_setup import placement_of  # noqa: E402
 from sglang_ext.assembly.window_setup import bound_ropes, window_inquiries, window_layers  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.page_rules import LocalPages  # noqa: E402

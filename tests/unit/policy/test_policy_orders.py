@@ -8,7 +8,6 @@ import pytest
 from sglang_ext.tiers.policy import (
     PlacementPolicy,
     PolicyConfig,
-    base_order,
     order_ids,
     register_order,
 )
@@ -26,15 +25,6 @@ def _used(order_id: str) -> PlacementPolicy:
         policy.used(row, float(now_s))
         policy.tiers[0].enter(row)
     return policy
-
-
-@pytest.mark.parametrize("order_id", order_ids())
-def test_stamps_agree_with_what_the_order_says_of_itself(order_id: str) -> None:
-    order = base_order(order_id)
-    restamped = order.stamp(1, 5) != order.stamp(1, 9)
-    assert restamped == order.restamps_on_use
-    young, old = order.stamp(7, 9), order.stamp(1, 2)
-    assert (young < old) == order.youngest_first
 
 
 @pytest.mark.parametrize("order_id", order_ids())

@@ -70,7 +70,7 @@ _NO_LINK_ERRORS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, e
 
 
 def options(scheme: str) -> Options:
-    """See `register_engine`."""
+    """See `EngineModule` of registry.py."""
     readers = {
         "size": folder_size,
         "free": size,
@@ -81,7 +81,7 @@ def options(scheme: str) -> Options:
 
 
 def open_engine(url: RemoteUrl) -> RemoteEngine:
-    """See `register_engine`.
+    """See `EngineModule` of registry.py.
 
     Raises:
         TierConfigError: the folder is not there or cannot be written to.
@@ -126,7 +126,7 @@ def open_engine(url: RemoteUrl) -> RemoteEngine:
 
 
 def open_listing(url: RemoteUrl) -> Listing:
-    """See `register_engine`. How much may lie there need not be said.
+    """See `EngineModule` of registry.py. How much may lie there need not be said.
 
     Raises:
         TierConfigError: the folder is not there.

@@ -51,7 +51,7 @@ _MAX_ANSWER_BYTES = 1 << 20
 
 
 def options(scheme: str) -> Options:
-    """See `register_engine`."""
+    """See `EngineModule` of registry.py."""
     readers = {
         "metadata": _metadata,
         "host": _host,
@@ -63,7 +63,7 @@ def options(scheme: str) -> Options:
 
 
 def open_engine(url: RemoteUrl) -> RemoteEngine:
-    """See `register_engine`.
+    """See `EngineModule` of registry.py.
 
     Raises:
         TierConfigError: Mooncake is not installed.

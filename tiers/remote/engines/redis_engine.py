@@ -54,7 +54,7 @@ _REDIRECTS = ("MOVED ", "ASK ")
 
 
 def options(scheme: str) -> Options:
-    """See `register_engine`."""
+    """See `EngineModule` of registry.py."""
     readers: dict[str, Callable[[str], object]] = {
         "password-file": readable_file,
         "cluster": yes_or_no,
@@ -70,7 +70,7 @@ def options(scheme: str) -> Options:
 
 
 def open_engine(url: RemoteUrl) -> RedisEngine:
-    """See `register_engine`."""
+    """See `EngineModule` of registry.py."""
     is_cluster = url.options.get("cluster", False)
     if len(url.hosts) > 1 and not is_cluster:
         raise TierConfigError(
@@ -91,7 +91,7 @@ def open_engine(url: RemoteUrl) -> RedisEngine:
 
 
 def open_listing(url: RemoteUrl) -> Listing:
-    """See `register_engine`. Does not connect."""
+    """See `EngineModule` of registry.py. Does not connect."""
     engine = open_engine(url)
     return RedisListing(engine, engine.nodes, f"{prefix_of(url)}:{NAME_VERSION}")
 

@@ -23,7 +23,7 @@ _MAX_YIELDS = 4
 
 
 class Saves:
-    """Saves, and their opposite. Methods take the table's lock.
+    """What a save does to the books, and `forget_namespace`. Methods take the table's lock.
 
     Args:
         table: the pages.

@@ -1,4 +1,4 @@
-"""What writes pages to disk, one batch at a time: lazily, in large ones, in the order of saving."""
+"""From DRAM to disk: writes queued pages in large batches; with write-back also the coldest."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ class DiskOrder:
 
         Where tenants have shares, first of all those of one that has no more than its own.
 
-        Of two that the same request needs the one that is there stays. Of two that nobody needs it
-        stays only where scores count and it has the higher one.
+        If the same request needs both, the older page stays. If nobody needs either, the newer one
+        wins, unless scores count and the older one's is higher.
         """
         (needed, score), (needed2, score2) = (
             self._lists.worth(each, now_s) for each in (rows, others)

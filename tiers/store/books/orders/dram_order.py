@@ -28,9 +28,8 @@ _MOVING = FILLING | SPILLING | QUEUED
 class DramOrder:
     """The pages of DRAM in the order in which they leave.
 
-    First those that nobody waits for, by learned return times or in base order, then those that are
-    needed latest; a page before the one that leads to it. A decision costs what it takes out,
-    whatever is stored.
+    First pages that no waiting request needs, by learned return times or in base order; then those
+    needed by the last requests of the queue; a child before its parent. O(pages taken out).
 
     Args:
         arena: the slots.
@@ -39,7 +38,8 @@ class DramOrder:
         disk_first: a page may leave only when the disk has it, or did not take it.
 
     Attributes:
-        disk_first: as given; the owner may set it to false when all such pages are otherwise held.
+        disk_first: as given; the owner sets it to false while every page that the disk still must
+            get is on its way there, and held by that.
     """
 
     def __init__(
