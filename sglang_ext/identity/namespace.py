@@ -15,8 +15,13 @@ from typing import Any
 import torch
 
 _CHUNK_VALUES = 1 << 22
-# Attributes of attention layers that scale stored K and V; plain floats on some paths.
-_SCALES = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
+# Attributes of attention layers that are no parameters: what scales stored K and V, plain floats on
+# some paths; and MLA's up-projection as SGLang absorbs it, for which some models (MiniCPM 3) give
+# the parameter up.
+_ATTRIBUTES = (
+    *("k_scale", "v_scale", "k_scale_float", "v_scale_float"),
+    *("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v"),
+)
 
 
 def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
@@ -70,7 +75,7 @@ def _word_dtype(flat: torch.Tensor) -> torch.dtype:
 
 
 def digest_model(model: torch.nn.Module) -> bytes:
-    """Digest of a model's live parameters, buffers and KV scales, 32 bytes.
+    """Digest of a model's live parameters, buffers, KV scales and absorbed weights, 32 bytes.
 
     Rotary tables are left out: they may grow while serving, and the rope digest covers them.
     """
@@ -78,7 +83,7 @@ def digest_model(model: torch.nn.Module) -> bytes:
     named.update(model.named_parameters())
     named.update((n, b) for n, b in model.named_buffers() if "cos_sin_cache" not in n)
     for name, module in model.named_modules():
-        for attribute in _SCALES:
+        for attribute in _ATTRIBUTES:
             value = getattr(module, attribute, None)
             if isinstance(value, (int, float)):
                 value = torch.tensor(float(value), dtype=torch.float64)
