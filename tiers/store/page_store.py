@@ -343,6 +343,8 @@ class PageStore:
     def begin_load(self, space: KeySpace, ticket: LoadTicket, hashes: Hashes) -> None:
         """Counts pages of `pin_leading` as loaded, by whoever takes their pins over."""
         self._books.loads.begin(space, ticket, hashes)
+        if self._remote is not None:
+            self._remote.uploads.loaded(space, hashes)
 
     def drop_damaged(self, ticket: LoadTicket, damaged: Rows) -> None:
         """Forgets pages of a ticket, by index, that are in DRAM but prove to be no pages.

@@ -246,6 +246,17 @@ def test_a_second_hit_is_what_uploads(make: Make) -> None:
     )  # what was uploaded is not asked for again
 
 
+def test_what_ranks_promised_is_a_second_hit_when_it_is_loaded(make: Make) -> None:
+    one = make("second_hit")
+    hashes = pages("a", 4)
+    one.save(hashes)
+    ticket = one.store.pin_leading(one.space, hashes)
+    assert one.remote.stats().get("put_records", 0) == 0
+    one.store.begin_load(one.space, ticket, hashes)
+    one.store.release(ticket.slots)
+    assert one.uploaded(4)
+
+
 def test_dram_that_is_too_small_takes_what_it_can(make: Make) -> None:
     one, two = make(), make(slots=24)
     hashes = pages("a", 60)
