@@ -34,6 +34,7 @@ class ModelIdentity:
             What a rank computes depends on the weights of all of them, so all enter the namespace.
         serves_alike: whether these ranks serve the same requests. If not, a request must not begin
             an exchange, and a namespace is opened as soon as the weights have changed.
+        ranks_share: whether these ranks put the same KV into a remote store once.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ModelIdentity:
         exchange: Exchange = lambda content: [content],
         *,
         serves_alike: bool = True,
+        ranks_share: bool = False,
     ) -> None:
         self._model = model
         self._fixed = fixed
@@ -52,6 +54,7 @@ class ModelIdentity:
         self._lora_adapters = lora_adapters
         self._exchange = exchange
         self._serves_alike = serves_alike
+        self._ranks_share = ranks_share
         # The adapter that each digest was taken of, and the digest; empty: could not be taken.
         self._lora_digests: dict[str, tuple[Any, bytes]] = {}
         # Digests under which the device may still hold KV; an adapter reloaded with other
@@ -138,7 +141,13 @@ class ModelIdentity:
                 found = store.open_namespace(digest, label)
                 return digest
 
-            self.on_all_ranks(open_own)
+            opened = self.on_all_ranks(open_own)
+            if self._ranks_share and any(other != digest for other in opened):
+                logger.warning(
+                    "hier-kv: the ranks of this server keep K in different ways, so none of them "
+                    "finds what another one puts into the remote store; start them on machines of "
+                    "one kind"
+                )
             self._digest = digest
             logger.info(
                 "hier-kv: namespace %s opened, %d pages found on disk", digest.hex()[:16], found

@@ -15,7 +15,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY, Quality
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
-from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig, Plan
+from sglang_ext.tiers.store import EVERY_PAGE, KeySpace, PageStore, PageStoreConfig, Plan, PutShare
 from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
@@ -31,10 +31,13 @@ NONE = np.empty((0, 32), np.uint8)
 class Host:
     """A server's page store, DRAM only, with the shared store."""
 
-    def __init__(self, url: str, *, slots: int = 96, digest: bytes = DIGEST, policy: str) -> None:
+    def __init__(
+        self, url: str, *, slots: int = 96, digest: bytes = DIGEST, policy: str,
+        share: PutShare = EVERY_PAGE,
+    ) -> None:  # fmt: skip
         self.arena = HostArena(slots, SLOT)
         self.remote = open_store(url)
-        config = PageStoreConfig(remote_policy=policy)
+        config = PageStoreConfig(remote_policy=policy, put_share=share)
         self.store = PageStore(self.arena, PageIndex(256), None, config, remote=self.remote)
         self.store.open_namespace(digest, {})
         self.space = self.store.space(digest)
