@@ -13,7 +13,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.identity.namespace import digest_lora_adapter, digest_model, namespace_digest
+from sglang_ext.identity.namespace import (
+    digest_lora_adapter,
+    digest_model,
+    digest_scales,
+    namespace_digest,
+)
 from sglang_ext.ranks.rank import Exchange
 from sglang_ext.tiers.store import KeySpace, PageStore
 
@@ -132,7 +137,11 @@ class ModelIdentity:
         if self._digest is None:
             weights = self.on_all_ranks(lambda: digest_model(self._model))
             weights_of_all = weights[0] if len(weights) == 1 else namespace_digest({"all": weights})
-            digest = namespace_digest({**self._fixed, "weights": weights_of_all})
+            parts = {**self._fixed, "weights": weights_of_all}
+            if self._ranks_share:
+                # KV cache scales may be given rank by rank; bytes mean nothing under another one.
+                parts["scales"] = digest_scales(self._model)
+            digest = namespace_digest(parts)
             label = {**self._label, "weights": weights_of_all.hex()[:16]}
             found = 0
 
@@ -144,9 +153,9 @@ class ModelIdentity:
             opened = self.on_all_ranks(open_own)
             if self._ranks_share and any(other != digest for other in opened):
                 logger.warning(
-                    "hier-kv: the ranks of this server keep K in different ways, so none of them "
+                    "hier-kv: the ranks of this server keep KV in different ways, so none of them "
                     "finds what another one puts into the remote store; start them on machines of "
-                    "one kind"
+                    "one kind, with one KV cache scale for all ranks"
                 )
             self._digest = digest
             logger.info(

@@ -149,7 +149,7 @@ def test_each_page_is_stored_once_and_found_by_all_ranks(world: World) -> None:
         assert tokens_and_logprobs(moved) == expected
         assert counts(server, "remote_promoted_pages") == [REUSABLE] * 2
         assert server.log().count("Rank consensus checker is enabled") == 2
-        assert "keep K in different ways" not in server.log()
+        assert "keep KV in different ways" not in server.log()
         _check_that_one_ranks_puts_may_fail(world, server)
 
 
