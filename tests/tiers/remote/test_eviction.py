@@ -195,12 +195,9 @@ def test_a_better_page_is_sent_in_its_turn(make: Make) -> None:
     assert len(exact.sizes) == 1
 
 
-@pytest.mark.parametrize("has_disk", [False, True])
-def test_pages_of_another_share_leave_unsent_and_nothing_is_dropped_of_them(
-    make: Make, redis: RedisServer, tmp_path: Path, has_disk: bool
-) -> None:
+def test_pages_of_another_share_leave_unsent_and_nothing_is_dropped_of_them(make: Make) -> None:
     share = PutShare(1, 2)
-    host = make(tmp_path / "disk" if has_disk else None, share=share)
+    host = make(share=share)
     hashes = pages("a", 4 * SLOTS)
     mine = share.has(hashes)
     for number, row in enumerate(hashes):

@@ -115,8 +115,9 @@ class RemoteUploads:
             for row in hashes
             for level in levels
         ]
-        rejected = np.array(self._remote.rejected(keys), np.bool_)
-        return rejected.reshape(len(hashes), len(levels)).any(axis=1)
+        rejected = np.array(self._remote.rejected(keys), np.bool_).reshape(-1, len(levels))
+        by_page: npt.NDArray[np.bool_] = np.logical_or.reduce(rejected, axis=1)
+        return by_page
 
     def _offer(self, upload: _Upload) -> None:
         if not len(upload.hashes) or self._closing.is_set():
