@@ -28,7 +28,7 @@ from sglang_ext.assembly.draft_setup import (
 )
 from sglang_ext.assembly.key_setup import Trust, build_trust
 from sglang_ext.assembly.policy_setup import placement_of
-from sglang_ext.assembly.remote_setup import open_remote
+from sglang_ext.assembly.remote_setup import are_alike, open_remote, put_share
 from sglang_ext.assembly.state_setup import (
     attention_layers,
     check_room,
@@ -83,7 +83,7 @@ from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy.cost_model import CostModel
-from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from sglang_ext.tiers.store import EVERY_PAGE, PageStore, PageStoreConfig, PutShare
 from sglang_ext.tiers.store.types import StoreCounters
 
 logger = logging.getLogger(__name__)
@@ -162,8 +162,10 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     # Of window layers' parts and of states no quality is kept on the device; no draft's page is
     # ever coded.
     rules = LocalPages(layout, ropes, config.rope, exact_only=is_bound)
+    alike = are_alike(pool, place, is_alone=not is_bound)
+    share = put_share(place) if alike else EVERY_PAGE
     store, disk = _build_store(
-        config, layout, page_codec, feeds, remote_codec, rules, is_hybrid=is_hybrid
+        config, layout, page_codec, feeds, remote_codec, rules, share, is_hybrid=is_hybrid
     )
     if snapshots is not None:
         check_room(snapshots, store.arena.num_slots)
@@ -219,7 +221,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     )
     return CacheParts(
         linker,
-        _identity(ctx, config, pools, place, group, snapshots),
+        _identity(ctx, config, pools, place, group, snapshots, alike=alike),
         config,
         _metrics(ctx, config, place, store, disk, page_codec, cost, linker),
         timer,
@@ -337,6 +339,7 @@ def _build_store(
     feeds: CostFeeds,
     remote_codec: RemotePageCodec | None,
     rules: LocalPages,
+    share: PutShare,
     *,
     is_hybrid: bool,
 ) -> tuple[PageStore, RecordTier | None]:
@@ -365,6 +368,7 @@ def _build_store(
         config.event_log,
         placement_of(config, is_hybrid=is_hybrid),
         config.remote_policy,
+        share,
     )
     keep_raw = None
     if disk is not None and config.coding == "cost":
@@ -491,6 +495,8 @@ def _identity(
     place: RankPlace,
     group: Any | None,
     snapshots: Snapshots | None,
+    *,
+    alike: bool,
 ) -> ModelIdentity:
     pool = pools.full
     server_args = ctx.server_args
@@ -504,7 +510,9 @@ def _identity(
         "pool": pool.kind,
         "layers": [list(k.shape[1:]) for k in pool.k] + [list(v.shape[1:]) for v in pool.v],
         "page_size": ctx.params.page_size,
-        "tp": [place.tp_rank, place.tp_size],
+        # Ranks that hold the same KV look for it under one name. Sums over other numbers of ranks
+        # round otherwise.
+        "tp": ["all" if alike else place.tp_rank, place.tp_size],
     }
     if place.shares_steps:
         # Experts and MLPs lie in shares on all of these, whose weights all enter the namespace.
@@ -535,4 +543,5 @@ def _identity(
         adapters,
         partial(exchange, group),
         serves_alike=not place.shares_steps,
+        ranks_share=alike,
     )

@@ -1,14 +1,17 @@
-"""Opens the remote store that the settings name."""
+"""Opens the remote store that the settings name, and says what of it is shared by ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from sglang_ext.assembly.key_setup import Trust
+from sglang_ext.device.pools import DevicePool
 from sglang_ext.errors import HierKVConfigError
+from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.tiers.access import shown
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig, open_engine, parse_remote_url
+from sglang_ext.tiers.store import PutShare
 
 
 def check_remote(text: str, disk_dir: str = "") -> None:
@@ -64,3 +67,26 @@ def open_remote(text: str, trust: Trust) -> RemoteStore:
         return RemoteStore(engine, config, seals=trust.seals, shown=url.shown)
     except TierConfigError as error:
         raise HierKVConfigError(f"{error}.") from error
+
+
+def are_alike(pool: DevicePool, place: RankPlace, *, is_alone: bool) -> bool:
+    """Whether all ranks of this one's tensor parallel group hold the same KV.
+
+    Of MLA each has the latent row of every token: it is projected from what was summed over all
+    ranks, by weights that all of them have.
+
+    Args:
+        pool: the model's, of all its layers.
+        place: this rank's.
+        is_alone: nothing but this pool is in a page: no draft model's KV, no windows, no states.
+    """
+    return pool.kind == "mla" and is_alone and place.tp_size > 1
+
+
+def put_share(place: RankPlace) -> PutShare:
+    """The pages that a rank puts into a remote store, of those that its whole group holds.
+
+    Each node puts all of them, as the stores of two nodes need not be one.
+    """
+    ranks_of_node = place.tp_size // place.num_nodes
+    return PutShare(place.tp_rank % ranks_of_node, ranks_of_node)

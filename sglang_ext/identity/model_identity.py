@@ -13,7 +13,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.identity.namespace import digest_lora_adapter, digest_model, namespace_digest
+from sglang_ext.identity.namespace import (
+    digest_lora_adapter,
+    digest_model,
+    digest_scales,
+    namespace_digest,
+)
 from sglang_ext.ranks.rank import Exchange
 from sglang_ext.tiers.store import KeySpace, PageStore
 
@@ -34,6 +39,7 @@ class ModelIdentity:
             What a rank computes depends on the weights of all of them, so all enter the namespace.
         serves_alike: whether these ranks serve the same requests. If not, a request must not begin
             an exchange, and a namespace is opened as soon as the weights have changed.
+        ranks_share: whether these ranks put the same KV into a remote store once.
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class ModelIdentity:
         exchange: Exchange = lambda content: [content],
         *,
         serves_alike: bool = True,
+        ranks_share: bool = False,
     ) -> None:
         self._model = model
         self._fixed = fixed
@@ -52,6 +59,7 @@ class ModelIdentity:
         self._lora_adapters = lora_adapters
         self._exchange = exchange
         self._serves_alike = serves_alike
+        self._ranks_share = ranks_share
         # The adapter that each digest was taken of, and the digest; empty: could not be taken.
         self._lora_digests: dict[str, tuple[Any, bytes]] = {}
         # Digests under which the device may still hold KV; an adapter reloaded with other
@@ -129,7 +137,11 @@ class ModelIdentity:
         if self._digest is None:
             weights = self.on_all_ranks(lambda: digest_model(self._model))
             weights_of_all = weights[0] if len(weights) == 1 else namespace_digest({"all": weights})
-            digest = namespace_digest({**self._fixed, "weights": weights_of_all})
+            parts = {**self._fixed, "weights": weights_of_all}
+            if self._ranks_share:
+                # KV cache scales may be given rank by rank; bytes mean nothing under another one.
+                parts["scales"] = digest_scales(self._model)
+            digest = namespace_digest(parts)
             label = {**self._label, "weights": weights_of_all.hex()[:16]}
             found = 0
 
@@ -138,7 +150,13 @@ class ModelIdentity:
                 found = store.open_namespace(digest, label)
                 return digest
 
-            self.on_all_ranks(open_own)
+            opened = self.on_all_ranks(open_own)
+            if self._ranks_share and any(other != digest for other in opened):
+                logger.warning(
+                    "hier-kv: the ranks of this server keep KV in different ways, so none of them "
+                    "finds what another one puts into the remote store; start them on machines of "
+                    "one kind, with one KV cache scale for all ranks"
+                )
             self._digest = digest
             logger.info(
                 "hier-kv: namespace %s opened, %d pages found on disk", digest.hex()[:16], found

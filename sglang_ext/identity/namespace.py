@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ import torch
 _CHUNK_VALUES = 1 << 22
 # Attributes of attention layers that scale stored K and V; plain floats on some paths.
 _SCALES = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
+# MLA's up-projection as SGLang absorbs it; some models (MiniCPM 3) give the parameter up for it.
+_ABSORBED = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
 
 
 def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
@@ -70,21 +72,31 @@ def _word_dtype(flat: torch.Tensor) -> torch.dtype:
 
 
 def digest_model(model: torch.nn.Module) -> bytes:
-    """Digest of a model's live parameters, buffers and KV scales, 32 bytes.
+    """Digest of a model's live parameters, buffers, KV scales and absorbed weights, 32 bytes.
 
     Rotary tables are left out: they may grow while serving, and the rope digest covers them.
     """
     named: dict[str, torch.Tensor] = {}
     named.update(model.named_parameters())
     named.update((n, b) for n, b in model.named_buffers() if "cos_sin_cache" not in n)
+    named.update(_attributes(model, (*_SCALES, *_ABSORBED)))
+    return digest_tensors(named.items())
+
+
+def digest_scales(model: torch.nn.Module) -> bytes:
+    """Digest of what scales stored K and V on this rank, 32 bytes."""
+    return digest_tensors(_attributes(model, _SCALES))
+
+
+def _attributes(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors and numbers that modules keep beside their parameters."""
     for name, module in model.named_modules():
-        for attribute in _SCALES:
+        for attribute in names:
             value = getattr(module, attribute, None)
             if isinstance(value, (int, float)):
                 value = torch.tensor(float(value), dtype=torch.float64)
             if isinstance(value, torch.Tensor):
-                named[f"{name}.{attribute}"] = value
-    return digest_tensors(named.items())
+                yield f"{name}.{attribute}", value
 
 
 def digest_lora_adapter(adapter: Any) -> bytes:

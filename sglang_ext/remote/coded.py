@@ -8,7 +8,7 @@ from sglang_ext.remote.lookup import Finder
 from sglang_ext.remote.publish import Publisher
 from sglang_ext.remote.streams import RemoteStreams
 from sglang_ext.tiers.records.page_rules import PageRules
-from sglang_ext.tiers.remote.base import Outcome
+from sglang_ext.tiers.remote.base import Outcome, level_name
 from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
@@ -28,6 +28,7 @@ class CodedPages:
         streams: RemoteStreams,
         codec: RemoteCodec,
     ) -> None:
+        self.level = level_name(codec.codec_id, codec.level)
         self._uploads = uploads
         self._finder = finder
         self._streams = streams

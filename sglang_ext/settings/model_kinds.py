@@ -52,9 +52,9 @@ MODEL_KINDS = {
     ),
     "mla": ModelKind(
         "one latent row a token (MLA)",
-        "DeepSeek V2, V3, R1; Kimi K2",
-        "as above",
-        "tests/unit/device/test_copier.py; no CPU backend of SGLang runs such a model",
+        "DeepSeek V2, V3, R1; Kimi K2; MiniCPM 3",
+        "as above; of these only a small MiniCPM 3 was run, on a CPU",
+        "tests/e2e/remote/test_remote_latent_ranks.py; tests/unit/device/test_copier.py",
     ),
     "swa": ModelKind(
         "a second pool for the window's layers, with K and V of the same shape",
@@ -144,7 +144,7 @@ SERVED_MODES = (
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
         "exact; coded without a calibrated profile; `overflow` cuts, and what is kept is computed "
-        "anew; with MLA each rank stores the same KV",
+        "anew; with MLA each rank keeps the same KV, and a remote store has it once",
         "tests/e2e/reuse/test_ranks.py",
     ),
     ServedMode(

@@ -271,6 +271,20 @@ class RemoteStore:
         self.counters.error(f"rejected_{kind}")
         self._note_bad([name for name in self._names([key]) if name])
 
+    def rejected(self, keys: Sequence[RemoteKey]) -> list[bool]:
+        """Which keys have a value that proved to be bad here and was not stored anew from here.
+
+        Asks nobody. The next `put` of such a key takes the value's place.
+        """
+        names = self._names(keys)
+        with self._lock:
+            return [name in self._bad for name in names]
+
+    @property
+    def has_rejected(self) -> bool:
+        """Whether there is any such key."""
+        return bool(self._bad)
+
     @property
     def part_bytes(self) -> int:
         """Records that are longer may be split."""

@@ -10,6 +10,7 @@ is in a page is the plugin's business.
 from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.gate import LivePages
 from sglang_ext.tiers.store.page_store import PageStore, PageStoreConfig
+from sglang_ext.tiers.store.shared.put_share import EVERY_PAGE, PutShare
 from sglang_ext.tiers.store.types import (
     Epoch,
     KeySpace,
@@ -20,6 +21,7 @@ from sglang_ext.tiers.store.types import (
 )
 
 __all__ = [
+    "EVERY_PAGE",
     "Absence",
     "Epoch",
     "KeySpace",
@@ -28,6 +30,7 @@ __all__ = [
     "PageStore",
     "PageStoreConfig",
     "Plan",
+    "PutShare",
     "SaveTicket",
     "TierCounts",
 ]

@@ -34,6 +34,7 @@ from sglang_ext.tiers.store.movers.spiller import Spiller
 from sglang_ext.tiers.store.shared.coding import OpenCoded
 from sglang_ext.tiers.store.shared.leaving_pages import LeavingPages
 from sglang_ext.tiers.store.shared.pages import RemotePages
+from sglang_ext.tiers.store.shared.put_share import EVERY_PAGE, PutShare
 from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from sglang_ext.tiers.store.types import (
     Hashes,
@@ -68,12 +69,14 @@ class PageStoreConfig:
         placement: what the policy that chooses what leaves is to do; None for the least recent
             page, and no look-ahead.
         remote_policy: which pages go to the remote store: `all`, `second_hit` or `on_eviction`.
+        put_share: of these, the ones that this process puts; others are put by who holds the same.
     """
 
     write_policy: str = "write_through"
     event_log: str = ""
     placement: PolicyConfig | None = None
     remote_policy: str = "all"
+    put_share: PutShare = EVERY_PAGE
 
 
 class PageStore:
@@ -169,11 +172,12 @@ class PageStore:
                 decoded,
                 open_coded,
                 rules,
+                config.put_share,
             )
             if config.remote_policy == "on_eviction":
                 self._leaving = LeavingPages(
                     books, remote, self._remote.uploads.send, disk, transcoder, self._spaces.of,
-                    rules,
+                    rules, config.put_share,
                 )  # fmt: skip
         self._spiller: Spiller | None = None
         self._promoter: Promoter | None = None
@@ -343,6 +347,8 @@ class PageStore:
     def begin_load(self, space: KeySpace, ticket: LoadTicket, hashes: Hashes) -> None:
         """Counts pages of `pin_leading` as loaded, by whoever takes their pins over."""
         self._books.loads.begin(space, ticket, hashes)
+        if self._remote is not None:
+            self._remote.uploads.loaded(space, hashes)
 
     def drop_damaged(self, ticket: LoadTicket, damaged: Rows) -> None:
         """Forgets pages of a ticket, by index, that are in DRAM but prove to be no pages.

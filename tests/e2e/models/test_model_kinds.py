@@ -1,8 +1,9 @@
 """Each kind of rotary embedding and attention on the real server, with dummy weights.
 
 The reference for a hit in DRAM is the same server's own device hit: nothing of the plugin acts on
-that path. SGLang's CPU attention backend cannot run MLA (it takes rows of the pool for heads), so
-MLA is tested on tables and pools in tests/unit/.
+that path. SGLang's CPU attention backend cannot run DeepSeek's MLA, whose prefills are not absorbed
+(it takes rows of the pool for heads), so that is tested on tables and pools in tests/unit/; MiniCPM
+3's runs in tests/e2e/remote/test_remote_latent_ranks.py.
 """
 
 from __future__ import annotations

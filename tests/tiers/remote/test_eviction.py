@@ -13,7 +13,9 @@ from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY, Quality
-from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from sglang_ext.tiers.records.record import RAW_CODEC
+from sglang_ext.tiers.remote.base import RemoteKey
+from sglang_ext.tiers.store import EVERY_PAGE, PageStore, PageStoreConfig, PutShare
 from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
@@ -28,14 +30,16 @@ LOW_WATER = SLOTS // 8
 class Host:
     """A page store that uploads on eviction."""
 
-    def __init__(self, redis: RedisServer, disk: Path | None, call_s: float) -> None:
+    def __init__(
+        self, redis: RedisServer, disk: Path | None, call_s: float, share: PutShare
+    ) -> None:
         self.remote = open_store(f"redis://127.0.0.1:{redis.port}", timeout_s=call_s)
         self.arena = HostArena(SLOTS, SLOT)
         tier = None
         if disk is not None:
             config = DiskConfig(disk, 64 << 20, 0, segment_bytes=256 << 10, direct_io="off")
             tier = DiskTier(config)
-        config_of_store = PageStoreConfig(remote_policy="on_eviction")
+        config_of_store = PageStoreConfig(remote_policy="on_eviction", put_share=share)
         self.store = PageStore(
             self.arena, PageIndex(1024), tier, config_of_store, remote=self.remote
         )
@@ -91,8 +95,10 @@ def make(redis: RedisServer) -> Iterator[Make]:
     redis.call("FLUSHALL")
     made: list[Host] = []
 
-    def build(disk: Path | None = None, call_s: float = WAIT_S) -> Host:
-        made.append(Host(redis, disk, call_s))
+    def build(
+        disk: Path | None = None, call_s: float = WAIT_S, share: PutShare = EVERY_PAGE
+    ) -> Host:
+        made.append(Host(redis, disk, call_s, share))
         return made[-1]
 
     yield build
@@ -187,3 +193,38 @@ def test_a_better_page_is_sent_in_its_turn(make: Make) -> None:
     assert host.store.ask_remote(exact)
     assert until(lambda: exact.done)
     assert len(exact.sizes) == 1
+
+
+def test_pages_of_another_share_leave_unsent_and_nothing_is_dropped_of_them(make: Make) -> None:
+    share = PutShare(1, 2)
+    host = make(share=share)
+    hashes = pages("a", 4 * SLOTS)
+    mine = share.has(hashes)
+    for number, row in enumerate(hashes):
+        host.save(row[None])
+        num_due = max(0, number + 1 - (SLOTS - LOW_WATER))
+        due = mine[:num_due]
+        assert until(lambda: host.offered() >= due.sum() and not host.arena._pins.any())  # noqa: B023
+        assert until(lambda: host.count("remote_left_pages") >= (~due).sum())  # noqa: B023
+    assert host.count("evicted_pages") >= 3 * SLOTS
+    assert host.count("remote_upload_dropped_pages") == 0
+    assert host.has(hashes[~mine]) == 0
+    assert host.has(hashes[: 3 * SLOTS][mine[: 3 * SLOTS]]) == mine[: 3 * SLOTS].sum()
+
+
+def test_a_store_that_is_down_costs_each_share_its_own_pages(
+    make: Make, redis: RedisServer
+) -> None:
+    share = PutShare(0, 2)
+    host = make(share=share)
+    redis.kill()
+    try:
+        while host.remote.usable:
+            host.remote.head([RemoteKey(DIGEST, bytes(32), b"", RAW_CODEC)])
+        hashes = pages("a", 3 * SLOTS)
+        host.save(hashes)
+        left = hashes[: 2 * SLOTS]
+        assert host.count("evicted_pages") == len(left)
+        assert host.count("remote_upload_dropped_pages") == share.has(left).sum()
+    finally:
+        redis.start()

@@ -15,7 +15,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY, Quality
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
-from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig, Plan
+from sglang_ext.tiers.store import EVERY_PAGE, KeySpace, PageStore, PageStoreConfig, Plan, PutShare
 from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
@@ -31,10 +31,13 @@ NONE = np.empty((0, 32), np.uint8)
 class Host:
     """A server's page store, DRAM only, with the shared store."""
 
-    def __init__(self, url: str, *, slots: int = 96, digest: bytes = DIGEST, policy: str) -> None:
+    def __init__(
+        self, url: str, *, slots: int = 96, digest: bytes = DIGEST, policy: str,
+        share: PutShare = EVERY_PAGE,
+    ) -> None:  # fmt: skip
         self.arena = HostArena(slots, SLOT)
         self.remote = open_store(url)
-        config = PageStoreConfig(remote_policy=policy)
+        config = PageStoreConfig(remote_policy=policy, put_share=share)
         self.store = PageStore(self.arena, PageIndex(256), None, config, remote=self.remote)
         self.store.open_namespace(digest, {})
         self.space = self.store.space(digest)
@@ -244,6 +247,17 @@ def test_a_second_hit_is_what_uploads(make: Make) -> None:
     assert (
         one.remote.stats()["put_records"] == asked + 1
     )  # what was uploaded is not asked for again
+
+
+def test_what_ranks_promised_is_a_second_hit_when_it_is_loaded(make: Make) -> None:
+    one = make("second_hit")
+    hashes = pages("a", 4)
+    one.save(hashes)
+    ticket = one.store.pin_leading(one.space, hashes)
+    assert one.remote.stats().get("put_records", 0) == 0
+    one.store.begin_load(one.space, ticket, hashes)
+    one.store.release(ticket.slots)
+    assert one.uploaded(4)
 
 
 def test_dram_that_is_too_small_takes_what_it_can(make: Make) -> None:

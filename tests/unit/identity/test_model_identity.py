@@ -265,3 +265,43 @@ def test_ranks_keep_an_adapters_kv_together_or_not_at_all(world: Fixture, peer: 
     assert alone is not None
     assert (space is None) == (not peer)
     assert space is None or space.lora != alone.lora
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("alike", [False, True])
+def test_ranks_that_share_pages_say_when_they_cannot_find_each_others(
+    caplog: pytest.LogCaptureFixture, share: bool, alike: bool
+) -> None:
+    sent: list[bytes] = []
+
+    def exchange(content: bytes) -> list[bytes]:
+        sent.append(content)
+        is_digest = len(sent) == 2
+        return [content, content if alike or not is_digest else b"other"]
+
+    identity = ModelIdentity(
+        torch.nn.Linear(3, 3), {"page_size": 64}, {}, dict, exchange, ranks_share=share
+    )
+    store = PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig())
+    assert identity.open(store) == sent[1]
+    assert ("keep KV in different ways" in caplog.text) == (share and not alike)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_rank_with_a_kv_scale_of_its_own_shares_with_none(share: bool) -> None:
+    """The weights of all ranks are the same parts of all their namespaces; only its own differs."""
+
+    def digest_of(rank: int) -> bytes:
+        model: Any = torch.nn.Linear(3, 3)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        model.k_scale = 1.0 + rank
+
+        def exchange(content: bytes) -> list[bytes]:
+            return [b"of rank 0", b"of rank 1"]
+
+        identity = ModelIdentity(model, {"tp": "all"}, {}, dict, exchange, ranks_share=share)
+        return identity.open(PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig()))
+
+    assert digest_of(0) == digest_of(0)
+    assert (digest_of(0) == digest_of(1)) != share

@@ -95,6 +95,16 @@ class Attention(torch.nn.Module):
         self.k_scale: float | torch.Tensor | None = None
 
 
+@pytest.mark.parametrize("name", ["w_kc", "w_vc", "w_scale"])
+def test_absorbed_weights_of_mla_count_where_the_parameter_is_given_up(name: str) -> None:
+    model: Any = torch.nn.Sequential(Attention(), Attention())
+    before = digest_model(model)
+    setattr(model[0], name, torch.ones(2, 3, 4).transpose(1, 2))
+    absorbed = digest_model(model)
+    getattr(model[0], name)[1, 3, 2] += 1
+    assert len({before, absorbed, digest_model(model)}) == 3
+
+
 def test_a_model_is_its_parameters_buffers_and_kv_scales() -> None:
     model: Any = torch.nn.Sequential(Attention(), Attention())
     before = digest_model(model)

@@ -19,7 +19,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.records.record import parse_header, write_meta
-from sglang_ext.tiers.store import PageStore, PageStoreConfig, Plan
+from sglang_ext.tiers.store import EVERY_PAGE, PageStore, PageStoreConfig, Plan, PutShare
 from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from sglang_ext.tiers.transcoder import PageTranscoder
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
@@ -73,6 +73,7 @@ class Host:
         folder: Path | None = None,
         transcoder: PageTranscoder | None = None,
         timeout_s: float = WAIT_S,
+        share: PutShare = EVERY_PAGE,
     ) -> None:
         self.arena = HostArena(slots, LAYOUT.slot_bytes)
         self.remote = open_store(url, timeout_s=timeout_s)
@@ -81,7 +82,7 @@ class Host:
             self.arena,
             PageIndex(1024),
             DiskTier(DiskConfig(folder, 64 << 20, 0, segment_bytes=1 << 20)) if folder else None,
-            PageStoreConfig(),
+            PageStoreConfig(put_share=share),
             transcoder,
             remote=self.remote,
             open_coded=coded_pages(codec, prefill_s, slo_s),

@@ -13,6 +13,7 @@ import pytest
 from sglang_ext.remote import lookup
 from sglang_ext.tiers.records.quality import ANY, Quality
 from sglang_ext.tiers.records.record import parse_header
+from sglang_ext.tiers.store import PutShare
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
 from testkit.remote.redis_server import RedisServer, redis_binary
@@ -281,6 +282,33 @@ def test_damage_ends_the_prefix_in_front_of_it(make: Make, server: RedisServer, 
     assert rejected
     slots = two.slots(range(30))
     assert [body(slot) for slot in slots] == [expected(one.codec, n) for n in range(30)]
+
+
+def test_ranks_that_hold_the_same_share_coded_pages(make: Make, server: RedisServer) -> None:
+    """Each has learned a profile of its own; the one's share is all pages here."""
+    numbers, damaged = range(8), range(3, 4)
+    shares = PutShare(0, 2), PutShare(1, 2)
+    assert shares[0].has(hashes_of(numbers)).all()
+    one, two = (make(share=share) for share in shares)
+    two.save(numbers)
+    one.save(numbers)
+    assert one.uploaded(8)
+    assert two.count("remote_left_pages") == 8
+    assert two.count("remote_coded_pages") == 0
+    two.store.clear()
+    two.fetch(numbers)
+    assert two.ready(numbers) == 8
+
+    (name,) = keys(server, f"*:{hashes_of(damaged)[0].tobytes().hex()}:*")
+    server.call("SETRANGE", name, 900, bytes(16))
+    two.store.clear()
+    two.fetch(numbers)
+    assert two.ready(numbers) < 8
+    two.save(damaged)  # it knows that the store's is bad; the other one does not
+    assert two.uploaded(1)
+    two.store.clear()
+    two.fetch(numbers)
+    assert two.ready(numbers) == 8
 
 
 def test_what_is_stored_is_not_coded_or_sent_again(make: Make) -> None:

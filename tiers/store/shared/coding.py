@@ -92,7 +92,13 @@ class Lookup(NamedTuple):
 
 
 class CodedRemote(Protocol):
-    """Moves pages between DRAM and a remote store, coded. Thread-safe."""
+    """Moves pages between DRAM and a remote store, coded. Thread-safe.
+
+    Attributes:
+        level: under which coded pages lie there, as names have it.
+    """
+
+    level: str
 
     def upload(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, list[Outcome]]:
         """Codes and stores those pages that are in DRAM; returns which these are, and outcomes."""

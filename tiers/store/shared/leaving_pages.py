@@ -26,6 +26,7 @@ from sglang_ext.tiers.remote.items import PutItem
 from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.coding import PageDecoder
+from sglang_ext.tiers.store.shared.put_share import EVERY_PAGE, PutShare
 from sglang_ext.tiers.store.types import Hashes, KeySpace
 from sglang_ext.tiers.transcoder import PageTranscoder
 
@@ -55,6 +56,8 @@ class LeavingPages:
         disk: where a page may lie that has left DRAM; None without a disk tier.
         transcoder: decodes what lies there coded.
         space_of: finds a key space by its number.
+        rules: what a page must be; None takes any record.
+        share: pages that are not in it are left to others.
     """
 
     def __init__(
@@ -66,10 +69,12 @@ class LeavingPages:
         transcoder: PageTranscoder | None,
         space_of: Callable[[int], KeySpace],
         rules: PageRules | None = None,
+        share: PutShare = EVERY_PAGE,
     ) -> None:
         self._table, self._lookups, self._book = books.table, books.lookups, books.remote
         self._remote = remote
         self._send = send
+        self._share = share
         self._disk = disk
         self._space_of = space_of
         num_slots = self._table.arena.num_slots
@@ -100,6 +105,9 @@ class LeavingPages:
         self, hashes: Hashes, numbers: npt.NDArray[np.uint32], on_disk: npt.NDArray[np.bool_]
     ) -> None:
         """Pages leave DRAM that were not sent. The table's lock is held."""
+        if not self._share.is_all:
+            mine = self._share.has(hashes)
+            hashes, numbers, on_disk = hashes[mine], numbers[mine], on_disk[mine]
         num_lost = int((~on_disk).sum())
         for number in np.unique(numbers[on_disk]).tolist():
             mine = hashes[on_disk & (numbers == number)]

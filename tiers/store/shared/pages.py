@@ -28,6 +28,7 @@ from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.movers.read_meter import ReadMeter
 from sglang_ext.tiers.store.shared.coding import CodedRemote, Lookup, OpenCoded
 from sglang_ext.tiers.store.shared.fetch_queue import FetchQueue
+from sglang_ext.tiers.store.shared.put_share import EVERY_PAGE, PutShare
 from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup, RemoteLookupThread
 from sglang_ext.tiers.store.shared.upload_queue import RemoteUploads, remote_key
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan
@@ -57,6 +58,7 @@ class RemotePages:
         decoded: DecodedPages | None = None,
         open_coded: OpenCoded | None = None,
         rules: PageRules | None = None,
+        share: PutShare = EVERY_PAGE,
     ) -> None:
         """Starts the threads.
 
@@ -69,6 +71,7 @@ class RemotePages:
             decoded: told of pages that come from the store as less than exact.
             open_coded: moves pages coded; None moves them as they are.
             rules: what a page must be; None takes any record.
+            share: which pages are uploaded from here.
 
         Raises:
             TierConfigError: no policy has this name.
@@ -85,7 +88,7 @@ class RemotePages:
         self._coded: CodedRemote | None = None
         if open_coded is not None:
             self._coded = open_coded(books, remote, self._decoded, self._rules)
-        self.uploads = RemoteUploads(books.table, books.loads, remote, policy, self._coded)
+        self.uploads = RemoteUploads(books.table, books.loads, remote, policy, self._coded, share)
         self._lookups: FetchQueue[Lookup] = FetchQueue(_FETCH_QUEUE)
         self._meter = meter or ReadMeter()
         slot_bytes = self._table.arena.slot_bytes

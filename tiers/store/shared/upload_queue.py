@@ -10,6 +10,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_ext.tiers.records.record import RAW_CODEC
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey
@@ -18,6 +19,7 @@ from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.books.loads import Loads
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.shared.coding import CodedRemote
+from sglang_ext.tiers.store.shared.put_share import PutShare
 from sglang_ext.tiers.store.types import Hashes, KeySpace
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class RemoteUploads:
         remote: the shared store.
         policy: `all`, `second_hit` or `on_eviction`.
         coded: stores pages coded; None stores them as they are.
+        share: which pages are put at all; the others are left to who has them in its share.
     """
 
     def __init__(
@@ -51,8 +54,9 @@ class RemoteUploads:
         remote: RemoteStore,
         policy: str,
         coded: CodedRemote | None,
+        share: PutShare,
     ) -> None:
-        self._table, self._loads = table, loads
+        self._table, self._loads, self._share = table, loads, share
         self._remote, self._policy, self._coded = remote, policy, coded
         self._queue: queue.Queue[_Upload | None] = queue.Queue(_UPLOAD_QUEUE)
         # Keys uploaded lately, by namespace number and page hash; the upload thread's own.
@@ -64,16 +68,18 @@ class RemoteUploads:
     def saved(self, space: KeySpace, hashes: Hashes) -> None:
         """Pages were published in DRAM. Does not block."""
         if self._policy == "all":
-            self._offer(_Upload(space, hashes.copy(), is_new=True))
+            self._offer(_Upload(space, self._mine(space, hashes), is_new=True))
 
     def loaded(self, space: KeySpace, hashes: Hashes) -> None:
         """Pages were used by a request. Does not block."""
         if self._policy == "second_hit":
-            self._offer(_Upload(space, hashes.copy(), is_new=False))
+            self._offer(_Upload(space, self._mine(space, hashes), is_new=False))
 
     def send(self, space: KeySpace, hashes: Hashes) -> None:
         """Uploads those of some pages that are in DRAM. Blocks; `on_eviction`'s thread calls it."""
-        self._upload(space, hashes)
+        mine = self._mine(space, hashes)
+        if len(mine):
+            self._upload(space, mine)
 
     @property
     def num_waiting(self) -> int:
@@ -89,6 +95,29 @@ class RemoteUploads:
     def join(self, timeout_s: float) -> None:
         """Waits for the thread's end."""
         self._thread.join(timeout=timeout_s)
+
+    def _mine(self, space: KeySpace, hashes: Hashes) -> Hashes:
+        """A copy of those pages that are this process's to put."""
+        if self._share.is_all:
+            return hashes.copy()
+        # Whose share a damaged value is in may not know of it, and would see it as being there.
+        is_mine = self._share.has(hashes)
+        if self._remote.has_rejected:
+            is_mine |= self._are_rejected(space, hashes)
+        mine = hashes[is_mine]
+        self._table.counters.add("remote_left_pages", len(hashes) - len(mine))
+        return mine
+
+    def _are_rejected(self, space: KeySpace, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        levels = [RAW_CODEC] if self._coded is None else [RAW_CODEC, self._coded.level]
+        keys = [
+            RemoteKey(space.digest, row.tobytes(), space.lora, level)
+            for row in hashes
+            for level in levels
+        ]
+        rejected = np.array(self._remote.rejected(keys), np.bool_).reshape(-1, len(levels))
+        by_page: npt.NDArray[np.bool_] = np.logical_or.reduce(rejected, axis=1)
+        return by_page
 
     def _offer(self, upload: _Upload) -> None:
         if not len(upload.hashes) or self._closing.is_set():
