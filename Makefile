@@ -14,6 +14,8 @@ ARGS ?=
 CASE ?= all
 BENCH_ARGS ?= --quick
 TESTS ?=
+# A name is a folder of tests/, or whatever else pytest takes.
+SELECTED = $(foreach each,$(TESTS),$(if $(wildcard tests/$(each)),tests/$(each),$(each)))
 # Test files that run at a time, in order, the long ones first: a server's start waits as much as it computes.
 WORKERS ?= 3
 
@@ -25,7 +27,7 @@ help:
 	@echo "make check   ruff and mypy"
 	@echo "make contract  which releases of SGLang keep to what the plugin takes for granted"
 	@echo "make dist    wheel and source archive, checked and installed on their own"
-	@echo "make test    all tests; TESTS=tests/unit for some, WORKERS=1 for one at a time"
+	@echo "make test    all tests; TESTS=unit for some, WORKERS=1 for one at a time"
 	@echo "make bench   benchmarks; CASE=serve BENCH_ARGS='--json build/serve.json' for one"
 	@echo "make docs    the documents as a site, in build/site"
 	@echo "make gpu-kit a tar for a machine with a CUDA device: kernels and copies, without SGLang or a network"
@@ -61,7 +63,7 @@ dist: $(STAMP)
 	$(PY) -m testkit.release
 
 test: $(STAMP)
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(TESTS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(SELECTED)
 	@echo "make test: all tests passed"
 
 bench: $(STAMP)

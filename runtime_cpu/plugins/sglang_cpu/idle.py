@@ -1,14 +1,13 @@
-"""``CPU_IDLE_SLEEP_MS``: what has nothing to do pauses between two looks for requests.
+"""``CPU_IDLE_SLEEP_MS``: what has nothing to do waits for requests instead of looking for them.
 
 A scheduler, and the controller of data parallel ones, spin on a core otherwise, and of two cores
-that is a half. Unlike ``--sleep-on-idle``, which looks once a second, a scheduler is soon back
-where something other than a request ends the wait.
+that is a half. A request ends the wait at once. Unlike ``--sleep-on-idle``, which waits for a
+second, a scheduler is soon back where something other than a request is to be waited for.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,21 +16,31 @@ _CONTROLLER_POLL_MS = 20  # it comes back as soon as there is a message
 
 
 def load() -> None:
-    """Hooks the pauses in where SGLang would sleep or spin; does nothing without the variable."""
-    pause_s = float(os.environ.get(ENV_IDLE_SLEEP_MS) or 0) / 1e3
-    if pause_s <= 0:
+    """Hooks the waits in where SGLang would sleep or spin; does nothing without the variable."""
+    pause_ms = int(os.environ.get(ENV_IDLE_SLEEP_MS) or 0)
+    if pause_ms <= 0:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle",
-        lambda *_: time.sleep(pause_s),
+        lambda _, scheduler: wait_for_requests(scheduler, pause_ms),
     )
     HookRegistry.register(
         "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
         wait_for_messages,
         HookType.AROUND,
     )
+
+
+def wait_for_requests(scheduler: Any, pause_ms: int) -> None:
+    """Waits until a request is there, `pause_ms` at most.
+
+    A rank that gets its requests from another one waits there, for that one's.
+    """
+    requests = scheduler.recv_from_tokenizer
+    if requests is not None:
+        requests.poll(pause_ms)
 
 
 def wait_for_messages(event_loop: Callable[..., Any], controller: Any) -> Any:

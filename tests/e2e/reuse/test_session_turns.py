@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 PAGE, NEW_TOKENS = 16, 8
 # Steps of the turn that the others come into; each of those is two requests on the same machine.
-LONG_TURN = 1200
+LONG_TURN = 300
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from bench.faults.inject import Control, environment
 from runtime_cpu import launch
 from runtime_cpu.forked import Nursery, num_children
-from testkit.slow import on_path
+from testkit.slow import ENV_JITTER, ENV_SPEED_FILE, on_path
 
 
 def is_forked(tmp_path: Path, variables: dict[str, str], *args: str) -> bool:
@@ -42,6 +42,7 @@ def test_what_an_import_at_start_would_have_found_needs_a_start(tmp_path: Path, 
 
 def test_what_decides_about_imports_or_was_not_tried_needs_a_start(tmp_path: Path) -> None:
     assert is_forked(tmp_path, {"SGLANG_HIER_KV_TEST": "1"}, "--tp-size", "2")
+    assert is_forked(tmp_path, {ENV_SPEED_FILE: "speed", ENV_JITTER: "50"})
     assert is_forked(tmp_path, {}, "--dp-size", "2")
     assert is_forked(tmp_path, {}, "--tp-size", "2", "--nnodes", "2")
     assert not is_forked(tmp_path, {"TRITON_INTERPRET": "1"})
