@@ -293,6 +293,12 @@ class WaitingRoom:
         if waiting is not None and waiting.held_since_s is None:
             waiting.held_since_s = self._now_s
 
+    def let_go(self, handle: Hashable) -> None:
+        """The scheduler may run a request from now on, whether it was held or not. O(1)."""
+        waiting = self._waiting.get(handle)
+        if waiting is not None and waiting.held_since_s is not None and waiting.let_go_s is None:
+            waiting.let_go_s = self._clock()
+
     def progress(self, handle: Hashable) -> Progress:
         """Which pages a request's plan covers, and how many of them are to come. O(1)."""
         waiting = self._waiting.get(handle)

@@ -118,6 +118,7 @@ class WaitingRequest:
         num_asked: leading pages that the plan was to bring.
         ready: the plan brought what it can, as of this step.
         held_since_s: when it was first held back.
+        let_go_s: when it was first not held back any more; None while it is, or if it never was.
         gave_up: its deadline is over, or DRAM has no room for it.
         asked: without look-ahead: its place among those that the scheduler would have run, by when
             it first would; None: it would not yet.
@@ -145,6 +146,7 @@ class WaitingRequest:
     num_asked: int = 0
     ready: bool = False
     held_since_s: float | None = None
+    let_go_s: float | None = None
     gave_up: bool = False
     asked: int | None = None
     had_turn: bool = False

@@ -10,9 +10,10 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +29,20 @@ logger = logging.getLogger(__name__)
 
 # Batches of loads whose duration is remembered; at most three are in flight.
 _LOADS_REMEMBERED = 8
+
+
+class LoadTimes(NamedTuple):
+    """When a batch of loads was under way.
+
+    Attributes:
+        began_ns: since 1970, when it was queued on the device.
+        ended_ns: since 1970, when the device was done.
+        busy_s: seconds of that in which the device or the link to it worked for it.
+    """
+
+    began_ns: int
+    ended_ns: int
+    busy_s: float
 
 
 class LoadThread:
@@ -57,7 +72,7 @@ class LoadThread:
         self._batches: queue.SimpleQueue[tuple[int, list[LoadJob], Fence] | None] = (
             queue.SimpleQueue()
         )
-        self._seconds: dict[int, float] = {}  # by batch; replaced, never changed
+        self._times: dict[int, LoadTimes] = {}  # by batch; replaced, never changed
         self._thread = threading.Thread(target=self._run, name="hier-kv-load", daemon=True)
         self._thread.start()
 
@@ -67,7 +82,12 @@ class LoadThread:
 
     def seconds(self, index: int) -> float:
         """Seconds that a finished batch took; inf where that is not known (yet)."""
-        return self._seconds.get(index, math.inf)
+        times = self._times.get(index)
+        return math.inf if times is None else times.busy_s
+
+    def times(self, index: int) -> LoadTimes | None:
+        """When a batch was under way; None where that is not known (yet)."""
+        return self._times.get(index)
 
     def close(self) -> None:
         """Ends the thread after the batches that were started."""
@@ -86,6 +106,7 @@ class LoadThread:
 
     def load(self, index: int, jobs: list[LoadJob], fence: Fence) -> None:
         """Queues a batch on the device; one thread at a time."""
+        began_ns = time.time_ns()
         try:
             parts: list[list[tuple[torch.Tensor, Any]]] = [
                 self._loads(part, jobs) for part in range(len(self._copiers))
@@ -103,7 +124,8 @@ class LoadThread:
                 fence,
                 partial(self._counter.complete, index),
             )
-            self._port.when_done(landing.last, partial(self._landed, index, jobs, landing))
+            landed = partial(self._landed, index, jobs, landing, began_ns)
+            self._port.when_done(landing.last, landed)
         except BaseException as error:
             self._store.counters.add("load_failures")
             logger.exception("hier-kv: a load failed; its requests are aborted")
@@ -122,13 +144,14 @@ class LoadThread:
         else:
             self._port.when_done(event, partial(self._release, jobs))
 
-    def _landed(self, index: int, jobs: list[LoadJob], landing: Landing) -> None:
+    def _landed(self, index: int, jobs: list[LoadJob], landing: Landing, began_ns: int) -> None:
         """The device is done with a batch."""
+        ended_ns = time.time_ns()
         self._release(jobs)
         seconds = sum(self._port.seconds_between(first, last) for first, last in landing.busy)
         self._store.counters.time("load", seconds)
-        recent = list(self._seconds.items())[1 - _LOADS_REMEMBERED :]
-        self._seconds = {**dict(recent), index: seconds}
+        recent = list(self._times.items())[1 - _LOADS_REMEMBERED :]
+        self._times = {**dict(recent), index: LoadTimes(began_ns, ended_ns, seconds)}
         if self._on_load is not None:
             self._on_load(sum(len(job.ticket.slots) for job in jobs), seconds)
 

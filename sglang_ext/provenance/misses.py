@@ -34,6 +34,11 @@ class Wanted:
     resumable: int | None = None
 
 
+def told(missed: dict[str, int]) -> dict[str, int]:
+    """What a client is told of the tokens that its request missed, by reason."""
+    return {name: num for name, num in missed.items() if name not in _NOT_TOLD}
+
+
 class MissKeeper:
     """Looks at requests as they are about to run for the first time. Scheduler's thread only.
 
@@ -78,7 +83,7 @@ class MissKeeper:
             counters.add(f"missed_{reason}_tokens", num_tokens)
         if missed:
             counters.add(f"missed_{next(iter(missed))}_requests")
-            state.missed = {name: num for name, num in missed.items() if name not in _NOT_TOLD}
+            state.missed = missed
             if self._store.events.on:
                 self._store.events.note("missed", rid=req.rid, tokens=missed)
 

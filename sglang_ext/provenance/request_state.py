@@ -40,7 +40,8 @@ class RequestState:
         resume_pages: numbers of leading pages behind which a model with window layers went on with
             its prompt, or would have.
         wanted: what it could reuse at most, until it runs; see `misses.py`.
-        missed: tokens that were stored once and computed again, by reason.
+        missed: tokens of whole pages that were computed, by reason, that of the first page first.
+        is_wait_told: what it waited for since it entered the queue is in its trace.
         is_counted: it ran, so that it is in the counts of tokens.
     """
 
@@ -54,6 +55,7 @@ class RequestState:
         self.resume_pages: set[int] = set()
         self.wanted: Any = None
         self.missed: dict[str, int] = {}
+        self.is_wait_told = False
         self.is_counted = False
         self._loaded_quality: list[tuple[int, Qualities]] = []  # (first page, quality)
 
@@ -68,6 +70,7 @@ class RequestState:
         if self.arrived_s is None:  # one that was retracted enters again
             self.arrived_s = time.monotonic()
         self._loaded.clear()
+        self.is_wait_told = False
         self.origin = np.repeat(
             np.array([tier for tier, _ in tiers], np.uint8), [num for _, num in tiers]
         )
@@ -83,6 +86,11 @@ class RequestState:
     def note_loaded(self, start: int, num_tokens: int, tier: HitTier) -> None:
         """Records that tokens [start, start + num_tokens) were loaded from a tier at admission."""
         self._loaded.append((start, num_tokens, tier))
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        """Tokens that were loaded for it since it last entered the queue."""
+        return sum(num for _, num, _ in self._loaded)
 
     # ---- provenance ----
 

@@ -37,6 +37,7 @@ from sglang_ext.seam.device_tree import DeviceTree
 from sglang_ext.seam.kv_events import TierEventRecorder
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.metrics.reporter import MetricsReporter
+from sglang_ext.seam.metrics.spans import RequestSpans
 from sglang_ext.seam.page_hash import hashes_of, request_key, whole_pages_key
 from sglang_ext.seam.radix_tree import RadixTree
 from sglang_ext.seam.session_turns import SessionTurns
@@ -113,6 +114,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.identity = parts.identity
         self.metrics_reporter_hier = parts.metrics
         self.forward_timer = parts.forward_timer
+        self.spans = RequestSpans(linker.loads.times)
         looks_ahead = linker.store.lookahead is not None
         self.device_tree: DeviceTree | None = None
         # SGLang evicts windows and states by orders of their own, which are not ours to spare in.
@@ -451,8 +453,10 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def match_prefix(self, params: Any) -> Any:
         """SGLang's match; a turn of a session may first have to give up its session's KV."""
-        if params.req is not None and params.req.session is not None:
-            self.session_turns.meet(params.req)
+        if params.req is not None:
+            self.spans.matched(params.req, self.waiting_room.find)
+            if params.req.session is not None:
+                self.session_turns.meet(params.req)
         return super().match_prefix(params)
 
     def begin_match(self, key: Any, req: Any, result: Any) -> Any:
@@ -465,7 +469,10 @@ class HierKVRadixCache(UnifiedRadixCache):
     def check_prefetch_progress(self, handle: Any) -> bool:
         """False while a request should wait for pages that are on their way. O(1)."""
         found = all(search.may_admit(handle) for search in self._searches)
-        return found and self.admission.may_admit(handle)
+        may_run = found and self.admission.may_admit(handle)
+        if may_run:
+            self.waiting_room.let_go(handle)
+        return may_run
 
     def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, int | None]:
         """SGLang's own storage attribution is not used; see `RequestState`."""
@@ -480,11 +487,17 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.taint.admit(req)
         return super().prefix_device_indices(req)
 
-    def runs(self, reqs: list[Any]) -> None:
-        """Requests are about to be computed, a part of their prompts at least."""
+    def runs(self, reqs: list[Any], load_index: int) -> None:
+        """Requests are about to be computed, a part of their prompts at least.
+
+        Args:
+            reqs: of a batch.
+            load_index: of the batch of loads beside it; -1 for none.
+        """
         for req in reqs:
             if not state_of(req).is_counted:
                 self.misses.runs(req, self.space_of(req))
+                self.spans.runs(req, load_index)
 
     def maybe_hand_to_session(self, req: Any) -> None:
         """As SGLang's; from now on the turn writes its session's rows."""
@@ -565,6 +578,7 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def before_result(self, reqs: list[Any]) -> None:
         """The result of a batch is about to be used."""
+        self.spans.computed(reqs)
         self._drop_outputs(self.admission.settle_loads(reqs))
 
     def _drop_outputs(self, failed: list[Any]) -> None:

@@ -52,6 +52,7 @@ _PARTS = "srt.managers.scheduler_components"
 _TOKENIZER = "srt.managers.tokenizer_manager"
 _DRAFTS = "srt.speculative.base_spec_worker"
 _OPENAI = "srt.entrypoints.openai"
+_TRACES = "srt.observability"
 
 # Names by use, module and class; a class of "" is the module itself.
 _NAMES: dict[Use, dict[tuple[str, str], str]] = {
@@ -176,6 +177,12 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         (_DRAFTS, "BaseSpecWorker"): "_draft_model_runners",
         ("srt.managers.schedule_batch", "ScheduleBatch"): "init_new prepare_for_extend",
+        (f"{_TRACES}.trace", "TraceReqContext"): (
+            "trace_slice_start trace_slice_end trace_set_thread_attrs"
+        ),
+        (f"{_TRACES}.trace_async", "TraceReqContextAsync"): (
+            "trace_slice_start trace_slice_end trace_set_thread_attrs"
+        ),
         ("srt.model_executor.forward_batch_info", "ForwardBatch"): "init_new",
     },
     Use.NAMED: {
@@ -242,8 +249,11 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.managers.schedule_batch", "Req"): (
             "kv cache_request_handle to_finish full_untruncated_fill_ids prefix_len "
             "origin_input_ids origin_input_ids_unpadded extra_key cache_salt lora_id session "
-            "skip_radix_cache_insert discard_output_reason cached_tokens last_node sampling_params"
+            "skip_radix_cache_insert discard_output_reason cached_tokens last_node sampling_params "
+            "time_stats"
         ),
+        (f"{_TRACES}.req_time_stats", "ReqTimeStatsBase"): "trace_ctx",
+        (f"{_TRACES}.trace", "TraceReqContext"): "tracing_enable",
         ("srt.managers.schedule_batch", "ReqKvInfo"): "holds_kv cache_protected_len req_pool_idx",
         (_SCHEDULER, "Scheduler"): (
             "enable_unified_cache_external_linker enable_lmcache waiting_queue tree_cache "

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_ext.device.rope_discovery import rope_digest
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.tenancy import note_tenant
+from sglang_ext.provenance.misses import told
 from sglang_ext.provenance.request_state import find_state, wants_exact
 from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
@@ -99,7 +100,7 @@ def _part_from_another_turn(scheduler: Any, req: Any, message: Any) -> None:
 def _before_run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     cache = self.tree_cache
     if isinstance(cache, HierKVRadixCache) and batch.forward_mode.is_extend():
-        cache.runs(batch.reqs)
+        cache.runs(batch.reqs, batch.hicache_consumer_index)
 
 
 def _after_run_batch(result: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -123,7 +124,10 @@ def _after_details(result: Any, self: Any, req: Any) -> Any:
     if not isinstance(self.tree_cache, HierKVRadixCache):
         return result
     state, lineage = find_state(req), lineage_of(req)
-    if state is None or (req.cached_tokens <= 0 and lineage is None and not state.missed):
+    if state is None:
+        return result
+    missed = told(state.missed)
+    if req.cached_tokens <= 0 and lineage is None and not missed:
         return result
     details: dict[str, Any] = {**state.by_tier(max(0, int(req.cached_tokens)))}
     if lineage is not None:
@@ -132,8 +136,8 @@ def _after_details(result: Any, self: Any, req: Any) -> Any:
             details["dropped"] = lineage.num_dropped
     if state.reused > Quality.EXACT or wants_exact(req):
         details["quality"] = name_of(state.reused)
-    if state.missed:
-        details["missed"] = state.missed
+    if missed:
+        details["missed"] = missed
     return pack_details(result, details)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
-from sglang_ext.provenance.misses import MissKeeper, Wanted
+from sglang_ext.provenance.misses import MissKeeper, Wanted, told
 from sglang_ext.provenance.request_state import HitTier, state_of
 from sglang_ext.seam.metrics.names import TOKENS, Series, count_of
 from sglang_ext.tiers.records.quality import ANY
@@ -62,7 +62,8 @@ def test_every_whole_page_counts_once(make: Make) -> None:
         "missed_never_stored_tokens": 4 * PAGE,
         "missed_evicted_host_requests": 1,
     }
-    assert state_of(req).missed == {"evicted_host": 2 * PAGE}  # new text is no news
+    assert state_of(req).missed == {"evicted_host": 2 * PAGE, "never_stored": 4 * PAGE}
+    assert told(state_of(req).missed) == {"evicted_host": 2 * PAGE}  # new text is no news
     assert state_of(req).is_counted
     assert state_of(req).wanted is None  # what it waited with is let go
 
@@ -73,7 +74,7 @@ def test_what_may_not_be_reused_is_barred(make: Make) -> None:
     MissKeeper(rig.store, PAGE).runs(req, None)
     found = counts(rig)
     assert found["missed_barred_tokens"] == 2 * PAGE
-    assert state_of(req).missed == {}
+    assert told(state_of(req).missed) == {}
     short = SimpleNamespace(rid="s", cached_tokens=0, origin_input_ids=[0] * PAGE)
     MissKeeper(rig.store, PAGE).runs(short, None)  # its last token is computed always
     assert counts(rig)["missed_barred_tokens"] == 2 * PAGE
