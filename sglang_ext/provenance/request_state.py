@@ -39,6 +39,8 @@ class RequestState:
         reused: worst quality of the pages that were not computed, for the report.
         resume_pages: numbers of leading pages behind which a model with window layers went on with
             its prompt, or would have.
+        offered_states: hashes of pages behind which its states were offered to be saved, where
+            several ranks have to offer the same.
         wanted: what it could reuse at most, until it runs; see `misses.py`.
         missed: tokens that were stored once and computed again, by reason.
         is_counted: it ran, so that it is in the counts of tokens.
@@ -52,6 +54,7 @@ class RequestState:
         self.taint = int(Quality.EXACT)
         self.reused = int(Quality.EXACT)
         self.resume_pages: set[int] = set()
+        self.offered_states: set[str] = set()
         self.wanted: Any = None
         self.missed: dict[str, int] = {}
         self.is_counted = False
