@@ -67,6 +67,17 @@ class Admission(ABC):
         """
 
     @abstractmethod
+    def num_stored(self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes) -> int:
+        """How many pages behind a hybrid's device prefix are stored in any tier.
+
+        Args:
+            handle: of the request.
+            space: the request's, as of now.
+            first_page: index of the first page that is not on the device.
+            hashes: u8 `[N, 32]`, its pages from there on.
+        """
+
+    @abstractmethod
     def taker(self, handle: Hashable, space: KeySpace, first_page: int) -> Take | None:
         """What hands over the pages that were counted; None where the load looks them up."""
 
@@ -171,6 +182,10 @@ class Solo(Admission):
     ) -> int:
         """What is ready in DRAM."""
         return self._store.ready_prefix(space, hashes, max_quality)
+
+    def num_stored(self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes) -> int:
+        """What this process knows of."""
+        return self._store.locate_prefix(space, hashes).total if len(hashes) else 0
 
     def taker(self, handle: Hashable, space: KeySpace, first_page: int) -> Take | None:
         """None: the load pins what is ready when it is queued."""

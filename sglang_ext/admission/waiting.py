@@ -283,7 +283,8 @@ class WaitingRoom:
             return Readiness.WAITING if asks else Readiness.READY
         if not self._is_late(waiting):
             return Readiness.WAITING
-        self._store.counters.add("prefetch_timeouts")
+        if not waiting.late:  # a hybrid may be told of again
+            self._store.counters.add("prefetch_timeouts")
         waiting.late = True
         return Readiness.LATE
 

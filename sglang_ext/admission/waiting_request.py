@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.admission.resume_points import PromptPoints
 from sglang_ext.tiers.policy.cost_model import LoadChoice, LoadDecision
 from sglang_ext.tiers.store import KeySpace, Plan, TierCounts
 from sglang_ext.tiers.store.shared.pages import num_leading
@@ -55,6 +56,8 @@ class ReusablePrefix:
         prompt_tokens: tokens of the whole prompt.
         look_again: what `hashes` would be now, where that is more than whether those are stored;
             None where it is not.
+        points: of a hybrid's prompt, where several ranks have to agree on one of them.
+        resumes_at: that which `hashes` are for, where there are `points`.
     """
 
     space: KeySpace
@@ -64,6 +67,8 @@ class ReusablePrefix:
     device_anchor: Any = None
     prompt_tokens: int = 0
     look_again: Callable[[], Hashes] | None = None
+    points: PromptPoints | None = None
+    resumes_at: int | None = None
 
     @property
     def off_device(self) -> Hashes:

@@ -39,6 +39,8 @@ class RequestState:
         reused: worst quality of the pages that were not computed, for the report.
         resume_pages: numbers of leading pages behind which a model with window layers went on with
             its prompt, or would have.
+        offered_states: hashes of pages behind which its states were offered to be saved, where
+            several ranks have to offer the same.
         wanted: what it could reuse at most, until it runs; see `misses.py`.
         missed: tokens of whole pages that were computed, by reason, that of the first page first.
         is_wait_told: what it waited for since it entered the queue is in its trace.
@@ -53,6 +55,7 @@ class RequestState:
         self.taint = int(Quality.EXACT)
         self.reused = int(Quality.EXACT)
         self.resume_pages: set[int] = set()
+        self.offered_states: set[str] = set()
         self.wanted: Any = None
         self.missed: dict[str, int] = {}
         self.is_wait_told = False

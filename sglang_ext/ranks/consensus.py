@@ -39,7 +39,7 @@ MAX_REQUESTS = 256
 
 _HISTORY, _MINUS_HISTORY, _NUM_SAVES, _LOADS, _SAVES = 0, 1, 2, 3, 4
 _REQUESTS = _SAVES + MAX_SAVES
-_COLUMNS = 4
+_COLUMNS = 5
 _VECTOR_LENGTH = _REQUESTS + _COLUMNS * MAX_REQUESTS
 
 
@@ -55,12 +55,14 @@ class RequestReport(NamedTuple):
         end_page: end of these pages.
         readiness: whether the rank would wait.
         quality: the worst of these pages; 0 is exact.
+        num_stored: leading pages of its prompt that are on the device or stored; of a hybrid.
     """
 
     first_page: int
     end_page: int
     readiness: Readiness
     quality: int
+    num_stored: int = 0
 
 
 class AgreedRequest(NamedTuple):
@@ -71,12 +73,14 @@ class AgreedRequest(NamedTuple):
         end_page: end of these pages; not behind `first_page` where there are none.
         admit: whether it waits no longer: all ranks are ready, or one is late.
         quality: the worst of these pages on any rank.
+        num_stored: leading pages of its prompt that are on the device or stored on every rank.
     """
 
     first_page: int
     end_page: int
     admit: bool
     quality: int
+    num_stored: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,8 @@ class Consensus:
         vector[_SAVES:_REQUESTS] = 1
         vector[_SAVES : _SAVES + len(saves)] = saves
         columns = vector[_REQUESTS:].reshape(_COLUMNS, MAX_REQUESTS)
-        for column, (first_page, end_page, readiness, quality) in enumerate(report.requests):
-            columns[:, column] = -first_page, end_page, readiness, -quality
+        for column, (first_page, end_page, readiness, quality, num) in enumerate(report.requests):
+            columns[:, column] = -first_page, end_page, readiness, -quality, num
         return vector
 
 
@@ -170,8 +174,8 @@ def _decode(vector: Vector, num_requests: int) -> Agreed:
     return Agreed(
         saves=[bool(result) for result in saves],
         requests=[
-            AgreedRequest(-minus_first, end_page, readiness != Readiness.WAITING, -minus_worst)
-            for minus_first, end_page, readiness, minus_worst in columns.T.tolist()
+            AgreedRequest(-minus_first, end_page, readiness != Readiness.WAITING, -minus_worst, num)
+            for minus_first, end_page, readiness, minus_worst, num in columns.T.tolist()
         ],
         loads_landed=bool(vector[_LOADS]),
     )

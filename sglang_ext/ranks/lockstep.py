@@ -21,6 +21,7 @@ from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.ranks.consensus import MAX_SAVES, Agreed, Consensus, MinReduce, Report, Vector
 from sglang_ext.ranks.promises import FindDamaged, PromiseBook
 from sglang_ext.ranks.rank import Exchange
+from sglang_ext.ranks.resume_promises import ResumeBook
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
 from sglang_ext.tiers.store.types import Hashes
 
@@ -80,6 +81,7 @@ class Lockstep(Admission):
         num_on_device: how many pages of a prompt's key are on the device.
         min_reduce: of the tensor parallel group, see `Consensus`.
         gather: of the same group, for rare events: each call is a collective of its own.
+        resumes: of a hybrid, whose prompts go on at some places only; every prefix has `points`.
 
     Attributes:
         promises: of the waiting requests.
@@ -100,6 +102,7 @@ class Lockstep(Admission):
         num_on_device: Callable[[Any], int],
         min_reduce: MinReduce,
         gather: Exchange,
+        resumes: bool = False,
     ) -> None:
         self._store = store
         self._room = room
@@ -108,7 +111,7 @@ class Lockstep(Admission):
         self._num_on_device = num_on_device
         self.gather = gather
         self._consensus = Consensus(min_reduce)
-        self.promises = PromiseBook(
+        self.promises = (ResumeBook if resumes else PromiseBook)(
             store,
             room,
             page_size=page_size,
@@ -162,7 +165,11 @@ class Lockstep(Admission):
         self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes, max_quality: int
     ) -> int:
         """What is promised, on every rank of the group."""
-        return min(self.promises.num_promised(handle, space, first_page), len(hashes))
+        return self.promises.num_usable(handle, space, first_page, len(hashes))
+
+    def num_stored(self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes) -> int:
+        """As of when it was agreed on; none before."""
+        return max(0, min(self.promises.num_stored(handle) - first_page, len(hashes)))
 
     def taker(self, handle: Hashable, space: KeySpace, first_page: int) -> Take | None:
         """See `Admission`."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.admission.waiting import Progress, WaitingRoom
-from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.admission.waiting_request import Readiness, ReusablePrefix
 from sglang_ext.ranks.consensus import MAX_REQUESTS, AgreedRequest, RequestReport
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
 from sglang_ext.tiers.store.types import Hashes, Rows, Slots
@@ -31,7 +31,7 @@ Note = Callable[[str], None]
 
 
 @dataclass
-class _Promise:
+class Promise:
     """One waiting request.
 
     Attributes:
@@ -61,6 +61,8 @@ class _Promise:
 class PromiseBook:
     """Promises of the waiting requests, by the requests' handles.
 
+    It has many methods because a request's way is one, and steps of it differ for hybrids.
+
     Args:
         store: DRAM and disk.
         room: the plans of the waiting requests; entered and left through this book.
@@ -83,8 +85,8 @@ class PromiseBook:
         self._page_size = page_size
         self._find_damaged = find_damaged
         self._note = note
-        self._promises: dict[Hashable, _Promise] = {}
-        self._open: dict[Hashable, _Promise] = {}  # those not agreed on, by time of entering
+        self._promises: dict[Hashable, Promise] = {}
+        self._open: dict[Hashable, Promise] = {}  # those not agreed on, by time of entering
         self._last_pages: dict[Hashable, tuple[bytes, LoadTicket]] = {}
         self._told: list[Hashable] = []  # the requests of the report that is being agreed on
 
@@ -108,7 +110,7 @@ class PromiseBook:
         self.leave(handle)
         self._note(f"+{handle}:{prefix.num_on_device}:{len(prefix.hashes)}")
         found = self._room.enter(handle, prefix)
-        promise = _Promise(prefix, prompt, prefix.num_on_device, _nothing(prefix.space))
+        promise = Promise(prefix, prompt, prefix.num_on_device, no_pages(prefix.space))
         self._promises[handle] = self._open[handle] = promise
         return found
 
@@ -153,20 +155,26 @@ class PromiseBook:
             promise = self._open[handle]
             readiness = self._room.readiness(handle)
             self._extend(handle, promise)
-            worst = int(promise.ticket.quality.max(initial=0))
-            reports.append(RequestReport(promise.first_page, promise.end_page, readiness, worst))
+            reports.append(self._report_of(promise, readiness))
         return reports
 
     def settle(self, requests: list[AgreedRequest]) -> None:
         """Takes what was agreed on the requests of the last report."""
-        for handle, settled in zip(self._told, requests, strict=True):
-            if settled.admit:
-                promise = self._open.pop(handle)
-                promise.settled = settled
-                self._keep(promise, settled.first_page, settled.end_page)
+        for handle, agreed in zip(self._told, requests, strict=True):
+            self._settle_one(handle, self._open[handle], agreed)
         self._told = []
 
-    def _extend(self, handle: Hashable, promise: _Promise) -> None:
+    def _report_of(self, promise: Promise, readiness: Readiness) -> RequestReport:
+        worst = int(promise.ticket.quality.max(initial=0))
+        return RequestReport(promise.first_page, promise.end_page, readiness, worst)
+
+    def _settle_one(self, handle: Hashable, promise: Promise, agreed: AgreedRequest) -> None:
+        if agreed.admit:
+            del self._open[handle]
+            promise.settled = agreed
+            self._keep(promise, agreed.first_page, agreed.end_page)
+
+    def _extend(self, handle: Hashable, promise: Promise) -> None:
         """Pins the pages that the plan brought since the last step."""
         progress = self._room.progress(handle)
         if promise.closed or progress == promise.seen:
@@ -182,22 +190,26 @@ class PromiseBook:
             return
         prefix = promise.prefix
         more = self._store.pin_leading(prefix.space, prefix.hashes[start:end], prefix.max_quality)
-        damaged = self._find_damaged(more.slots, start * self._page_size)
+        damaged = self._damaged_of(promise, more.slots, start)
         if len(damaged):
             promise.closed = True
             self._store.drop_damaged(more, damaged)
             sound = int(damaged.min())
             self._release(more.slots[sound:])
-            more = _part(more, 0, sound)
+            more = part_of(more, 0, sound)
         promise.ticket = _joined(promise.ticket, more)
 
-    def _keep(self, promise: _Promise, first_page: int, end_page: int) -> None:
+    def _damaged_of(self, promise: Promise, slots: Slots, start: int) -> Rows:
+        """Which of some pages cannot be loaded; `start` is the index of the first of them."""
+        return self._find_damaged(slots, start * self._page_size)
+
+    def _keep(self, promise: Promise, first_page: int, end_page: int) -> None:
         """Gives back the pins of all pages but these."""
         before = max(0, min(first_page - promise.first_page, len(promise.ticket.rows)))
         after = max(before, min(end_page - promise.first_page, len(promise.ticket.rows)))
         self._release(promise.ticket.slots[:before])
         self._release(promise.ticket.slots[after:])
-        promise.ticket = _part(promise.ticket, before, after)
+        promise.ticket = part_of(promise.ticket, before, after)
         promise.first_page += before
 
     def _release(self, slots: Slots) -> None:
@@ -238,6 +250,15 @@ class PromiseBook:
             return 0
         return max(0, settled.end_page - device_pages)
 
+    def num_usable(self, handle: Hashable, space: KeySpace, device_pages: int, most: int) -> int:
+        """As `num_promised`, where no more than `most` pages can be used."""
+        return min(self.num_promised(handle, space, device_pages), most)
+
+    def num_stored(self, handle: Hashable) -> int:
+        """Leading pages of a hybrid's prompt that every rank had when it was agreed on."""
+        promise = self._promises.get(handle)
+        return promise.settled.num_stored if promise is not None and promise.settled else 0
+
     def take(
         self, handle: Hashable, space: KeySpace, device_pages: int, hashes: Hashes
     ) -> LoadTicket | None:
@@ -263,8 +284,8 @@ class PromiseBook:
         ):
             return None
         self._keep(promise, device_pages, promise.end_page)
-        taken = _part(promise.ticket, 0, len(hashes))
-        promise.ticket = _part(promise.ticket, len(hashes), len(promise.ticket.rows))
+        taken = part_of(promise.ticket, 0, len(hashes))
+        promise.ticket = part_of(promise.ticket, len(hashes), len(promise.ticket.rows))
         promise.first_page = end_page
         promise.settled = settled._replace(first_page=end_page)
         self._store.begin_load(promise.prefix.space, taken, hashes)
@@ -286,7 +307,7 @@ class PromiseBook:
                 quality = np.full(1, settled.quality, np.uint8)
                 page_hash = promise.prefix.hashes[last_page].tobytes()
                 kept = page_hash, replace(promise.ticket, quality=quality)
-                promise.ticket = _nothing(promise.prefix.space)
+                promise.ticket = no_pages(promise.prefix.space)
         self.leave(handle, admitted=True)
         if kept is not None:
             self._last_pages[handle] = kept
@@ -300,11 +321,13 @@ class PromiseBook:
         return ticket
 
 
-def _nothing(space: KeySpace) -> LoadTicket:
+def no_pages(space: KeySpace) -> LoadTicket:
+    """A ticket of nothing."""
     return LoadTicket(space, np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
 
 
-def _part(ticket: LoadTicket, start: int, end: int) -> LoadTicket:
+def part_of(ticket: LoadTicket, start: int, end: int) -> LoadTicket:
+    """Some of a ticket's pages."""
     part = slice(start, end)
     return replace(
         ticket, rows=ticket.rows[part], slots=ticket.slots[part], quality=ticket.quality[part]

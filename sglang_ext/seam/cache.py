@@ -22,6 +22,7 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 from sglang_ext.admission.forward_timer import ForwardTimer
 from sglang_ext.admission.load_or_compute import LoadOrCompute
 from sglang_ext.admission.port import Admission, Solo
+from sglang_ext.admission.resume_points import PromptPoints
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import Hashes, hashes_to_hex
@@ -181,7 +182,8 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.linker,
             page_size=self.page_size,
             find_damaged=self.hier_linker.find_damaged,
-            num_on_device=tree.num_on_device,
+            num_on_device=tree.num_resumable if self.linker.resumption else tree.num_on_device,
+            resumes=self.linker.resumption is not None,
             min_reduce=partial(min_reduce, group),
             gather=partial(exchange, group),
         )
@@ -400,22 +402,28 @@ class HierKVRadixCache(UnifiedRadixCache):
             return
         num_on_device = min(device_pages, num_pages)
         layers = self.linker.resumption
-        path, resumes_at, look_again = hashes, None, None
+        path, tail, limit, resumable = hashes, hashes[num_on_device:], num_pages, 0
+        resumes_at, look_again, points = None, None, None
         if layers is not None:
+            tail = tail[: layers.most_pages]
             limit = (len(req.full_untruncated_fill_ids) - 1) // self.page_size
-            tail = hashes[num_on_device:][: layers.most_pages]
             wish = partial(layers.wish, space, path, num_on_device, limit)
-            hashes, resumable = wish()
-            resumes_at, look_again = num_on_device + resumable, lambda: wish()[0]
+            if self.admission.decides_alone:
+                hashes, resumable = wish()
+                resumes_at, look_again = num_on_device + resumable, lambda: wish()[0]
+            else:
+                points = PromptPoints(layers, self.store, space, path, limit)
         anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
         prefix = ReusablePrefix(
-            space, hashes, num_on_device, max_quality_of(req), anchor, num_tokens, look_again
-        )
+            space, hashes, num_on_device, max_quality_of(req), anchor, num_tokens, look_again,
+            points,
+        )  # fmt: skip
         self._note_enqueued(req, prefix, device_pages)  # before its plan begins to move its pages
         found = self.admission.enter(handle, prefix, key)
         waiting = self.waiting_room.find(handle)
         if waiting is not None:
+            resumes_at = resumes_at if points is None else waiting.prefix.resumes_at
             state_of(req).wanted = Wanted(path, waiting, resumes_at)
         if self.linker.inquiries is not None:
             self.linker.inquiries.begin(handle, prefix, key, tail, limit, resumable)

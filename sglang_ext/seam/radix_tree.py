@@ -136,6 +136,10 @@ class RadixTree:
         """Pages of a key that are on the device."""
         return self.device_prefix(key)[0]
 
+    def num_resumable(self, key: Any) -> int:
+        """As `num_on_device`, of a hybrid: up to where its windows or its state are there."""
+        return int(self.match(key).device_prefix_len) // self.page_size
+
     def rows(self, node_id: Any) -> torch.Tensor:
         """Rows of the device pool on the path from the root to the end of a node."""
         rows: torch.Tensor = self._core.collect_full_device_indices(

@@ -20,7 +20,7 @@ from sglang_ext.provenance.request_state import find_state, state_of
 from sglang_ext.seam.page_hash import request_key
 from sglang_ext.seam.radix_tree import RadixTree, TreeNode
 from sglang_ext.tiers.store import KeySpace, PageStore
-from sglang_ext.tiers.store.types import READY
+from sglang_ext.tiers.store.types import READY, Rows
 
 
 class WindowSaver(Protocol):
@@ -38,15 +38,24 @@ class WindowPages:
         store: DRAM and disk.
         tree: SGLang's.
         saver: what saves.
+        offers_stored: what is stored is offered to it, too: of several ranks, each has to offer the
+            same, whatever it has.
     """
 
     def __init__(
-        self, layers: WindowLayers, store: PageStore, tree: RadixTree, saver: WindowSaver
+        self,
+        layers: WindowLayers,
+        store: PageStore,
+        tree: RadixTree,
+        saver: WindowSaver,
+        *,
+        offers_stored: bool = False,
     ) -> None:
         self._layers = layers
         self._store = store
         self._tree = tree
         self._saver = saver
+        self._offers_stored = offers_stored
 
     # ---- hits ----
 
@@ -88,6 +97,16 @@ class WindowPages:
             wanted.append(self.parts(hashes[limit : limit + 1]))
         return np.concatenate(wanted), end
 
+    def pages_between(self, first: int, end: int) -> Rows:
+        """Which pages the windows' keys in a wish are of; see `wish`.
+
+        Args:
+            first: pages on the device.
+            end: pages behind which the prompt is resumed.
+        """
+        window = self._layers.window_of(end - first)
+        return np.tile(first + np.arange(window.start, window.stop), self._layers.num_groups)
+
     @property
     def most_pages(self) -> int:
         """Pages that a plan has room for, with their windows; of more the windows would lack."""
@@ -109,19 +128,17 @@ class WindowPages:
 
     # ---- saves ----
 
-    def note_match(self, req: Any, space: KeySpace, result: Any, tail: list[str]) -> None:
+    def note_match(self, req: Any, result: Any, num_stored: int) -> None:
         """A request was matched: where it goes on, or would, others are likely to.
 
         Args:
             req: the request.
-            space: the request's.
             result: SGLang's match on the device.
-            tail: hashes of the pages behind its device prefix.
+            num_stored: pages behind its device prefix that are stored.
         """
         size = self._layers.page_size
         device = result.device_prefix_len // size
-        stored = self._store.locate_prefix(space, hashes_from_hex(tail)).total if tail else 0
-        furthest = max(device + stored, result.full_kv_hit_length // size)
+        furthest = max(device + num_stored, result.full_kv_hit_length // size)
         state_of(req).resume_pages = {device, furthest} - {0}
 
     def save(self, req: Any, space: KeySpace, up_to: int) -> None:
@@ -155,7 +172,8 @@ class WindowPages:
         if any(node.window_rows is None for node in inside):
             return
         entries = self._layers.entries(hashes[window])
-        if (self._store.page_states(space, entries)[0] != 0).all():
+        is_stored = bool((self._store.page_states(space, entries)[0] != 0).all())
+        if is_stored and not self._offers_stored:
             return
         size = self._layers.page_size
         for node in inside:
@@ -165,4 +183,5 @@ class WindowPages:
             place = Place(space, first * size, hashes[:stop])
             if not self._saver.save_window(node.node_id, place, hashes[first:stop], rows):
                 return
-        self._store.counters.add("saved_windows")
+        if not is_stored:
+            self._store.counters.add("saved_windows")

@@ -106,12 +106,17 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         self._tree = tree
         self._pages = pages
         self._saving: _Saving | None = None
+        is_one_of_many = cache_linker.accepts_all
         self.windows: WindowPages | None = None
         if cache_linker.windows is not None:
-            self.windows = WindowPages(cache_linker.windows, cache_linker.store, tree, self)
+            self.windows = WindowPages(
+                cache_linker.windows, cache_linker.store, tree, self, offers_stored=is_one_of_many
+            )
         self.states: StatePages | None = None
         if cache_linker.snapshots is not None:
-            self.states = StatePages(cache_linker.snapshots, cache_linker.store, tree, self)
+            self.states = StatePages(
+                cache_linker.snapshots, cache_linker.store, tree, self, offers_stored=is_one_of_many
+            )
         self.inquiries = inquiries
 
     @property
@@ -152,10 +157,8 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         if space is None or device_len >= len(key):
             return result
         tail_hashes = self._tail_hashes(key, result, device_len)
-        if self.windows is not None:
-            self.windows.note_match(req, space, result, tail_hashes)
-        if self.states is not None:
-            result = self._with_branch(space, result, tail_hashes)
+        if self.resumption is not None:
+            result = self._note_hybrid(req, space, result, tail_hashes)
         num_pages = 0
         if tail_hashes:
             num_pages = self._num_loadable(req, space, device_len, tail_hashes)
@@ -170,11 +173,23 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             **self._window_hit(result, num_pages),
         )
 
-    def _with_branch(self, space: KeySpace, result: Any, tail: list[str]) -> Any:
-        """Lets SGLang keep a state where the stored pages end, as it does where the device's do."""
-        assert self.states is not None
+    def _note_hybrid(self, req: Any, space: KeySpace, result: Any, tail: list[str]) -> Any:
+        """Sees to it that a window or a state is saved where the stored pages end.
+
+        SGLang keeps a state where the device's pages end, and is asked to where those of all tiers
+        do.
+        """
+        hashes = hashes_from_hex(tail) if tail else _NO_HASHES
+        first_page = result.device_prefix_len // self.cache.page_size
+        num_stored = self.cache.admission.num_stored(
+            req.cache_request_handle, space, first_page, hashes
+        )
+        if self.windows is not None:
+            self.windows.note_match(req, result, num_stored)
+        if self.states is None:
+            return result
         grid = self.cache.components[ComponentType.MAMBA].mamba_checkpoint_grid
-        branch = self.states.branch_at(space, result.device_prefix_len, tail, grid)
+        branch = self.states.branch_at(result.device_prefix_len, num_stored, grid)
         if branch <= max(result.device_prefix_len, result.mamba_branching_seqlen or 0):
             return result
         return result._replace(mamba_branching_seqlen=branch)
@@ -192,10 +207,8 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
     def _num_loadable(self, req: Any, space: KeySpace, device_len: int, tail: list[str]) -> int:
         """Pages behind the device prefix that can be loaded."""
         hashes, lineage = hashes_from_hex(tail), self.cache.truncated.lineage_of(req)
-        if self.windows is not None:
-            return self.windows.num_loadable(space, hashes, max_quality_of(req))
-        if self.states is not None:
-            return self.states.num_loadable(space, hashes, max_quality_of(req))
+        if self.resumption is not None and self.cache.admission.decides_alone:
+            return self.resumption.num_loadable(space, hashes, max_quality_of(req))
         if lineage is not None:
             return self.cache.truncated.ready_pages(req, lineage, space, device_len, hashes)
         return self.cache.admission.num_loadable(

@@ -120,9 +120,10 @@ def check_kind(name: str) -> None:
 
 def _check_windows(read: Callable[[str], Any], config: HierKVConfig) -> None:
     """Refuses what was not tried with window layers that have a pool of their own."""
+    several = (read("tp_size") or 1) > 1
     for expected, found in (
-        ("--tp-size 1", read("tp_size") or 1),
-        ("--dp-size 1", read("dp_size") or 1),
+        *_of_hybrid_ranks(read),
+        ("no --hier-kv-remote-url and several ranks", config.remote_url if several else ""),
         ("--hier-kv-codec none", config.codec or "none"),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
@@ -147,8 +148,7 @@ def _check_states(read: Callable[[str], Any], config: HierKVConfig) -> None:
     """Refuses what was not tried with layers that have a state a sequence."""
     for expected, found in (
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
-        ("--tp-size 1", read("tp_size") or 1),
-        ("--dp-size 1", read("dp_size") or 1),
+        *_of_hybrid_ranks(read),
         ("--hier-kv-codec none", config.codec or "none"),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
@@ -162,6 +162,16 @@ def _check_states(read: Callable[[str], Any], config: HierKVConfig) -> None:
             _refuse(
                 f"{expected} with layers that have a state a sequence", f"{found}", _STATE_ADVICE
             )
+
+
+def _of_hybrid_ranks(read: Callable[[str], Any]) -> list[tuple[str, Any]]:
+    """(what is expected, what was found) of ranks other than tensor parallel ones of one node."""
+    return [
+        ("--dp-size 1", read("dp_size") or 1),
+        ("--attn-dp-size 1", read("attn_dp_size") or 1),
+        ("no --enable-dp-attention", "it" if read("enable_dp_attention") else ""),
+        ("--nnodes 1", read("nnodes") or 1),
+    ]
 
 
 def _check_values(

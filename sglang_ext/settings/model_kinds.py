@@ -59,9 +59,11 @@ MODEL_KINDS = {
     "swa": ModelKind(
         "a second pool for the window's layers, with K and V of the same shape",
         "gpt-oss, Mellum, Laguna",
-        "exact, at the saved position, by one rank, without codec, truncation, adapters or "
-        "sessions; run with a small Mellum on a CPU",
-        "tests/e2e/models/test_windows.py; tests/property/hybrids/test_window_interleavings.py",
+        "exact, at the saved position, by one rank or several tensor parallel ones, without codec, "
+        "truncation, adapters or sessions, by several without a remote store; run with a small "
+        "Mellum on a CPU",
+        "tests/e2e/models/test_windows.py; tests/e2e/models/test_hybrid_ranks.py; "
+        "tests/property/hybrids/test_window_interleavings.py",
     ),
     "swa of two shapes": ModelKind(
         "a second pool for the window's layers, of another shape or without full layers",
@@ -84,10 +86,12 @@ MODEL_KINDS = {
     "state": ModelKind(
         "a state a sequence beside K and V of every head (Mamba2, gated delta rule)",
         "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5 without images",
-        "exact, at the positions at which SGLang's tree keeps a state, by one rank, without codec, "
-        "remote store, truncation, adapters or sessions; run on a CPU with a small model of each, "
-        "those of Granite 4, Nemotron-H and Qwen3.5 without experts",
-        "tests/e2e/models/test_states.py; tests/property/hybrids/test_state_interleavings.py",
+        "exact, at the positions at which SGLang's tree keeps a state, by one rank or several "
+        "tensor parallel ones, without codec, remote store, truncation, adapters or sessions; run "
+        "on a CPU with a small model of each, those of Granite 4, Nemotron-H and Qwen3.5 without "
+        "experts, by two ranks Qwen3-Next alone",
+        "tests/e2e/models/test_states.py; tests/e2e/models/test_hybrid_ranks.py; "
+        "tests/property/hybrids/test_state_interleavings.py",
     ),
     "state of another kind": ModelKind(
         "a state a sequence of another kind, or beside latent rows or windows",
@@ -144,7 +148,8 @@ SERVED_MODES = (
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
         "exact; coded without a calibrated profile; `overflow` cuts, and what is kept is computed "
-        "anew; with MLA each rank keeps the same KV, and a remote store has it once",
+        "anew; with MLA each rank keeps the same KV, and a remote store has it once; hybrids on one "
+        "node, without a remote store",
         "tests/e2e/reuse/test_ranks.py",
     ),
     ServedMode(

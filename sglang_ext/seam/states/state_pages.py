@@ -17,10 +17,11 @@ import torch
 
 from sglang_ext.device.states.snapshots import Snapshots, furthest_resume, part_hashes
 from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
+from sglang_ext.provenance.request_state import state_of
 from sglang_ext.seam.page_hash import request_key
 from sglang_ext.seam.radix_tree import RadixTree
 from sglang_ext.tiers.store import KeySpace, PageStore
-from sglang_ext.tiers.store.types import READY
+from sglang_ext.tiers.store.types import READY, Rows
 
 # So many places are looked at where a part of a state is. Behind evictions not all may be there.
 _MOST_PLACES = 8
@@ -41,15 +42,24 @@ class StatePages:
         store: DRAM and disk.
         tree: SGLang's.
         saver: what saves.
+        offers_stored: what is stored is offered to it, too, once a request: of several ranks, each
+            has to offer the same, whatever it has.
     """
 
     def __init__(
-        self, snapshots: Snapshots, store: PageStore, tree: RadixTree, saver: StateSaver
+        self,
+        snapshots: Snapshots,
+        store: PageStore,
+        tree: RadixTree,
+        saver: StateSaver,
+        *,
+        offers_stored: bool = False,
     ) -> None:
         self._snapshots = snapshots
         self._store = store
         self._tree = tree
         self._saver = saver
+        self._offers_stored = offers_stored
 
     # ---- hits ----
 
@@ -90,6 +100,15 @@ class StatePages:
             wanted.append(hashes[limit : limit + 1])
         return np.concatenate(wanted), end
 
+    def pages_between(self, first: int, end: int) -> Rows:
+        """Which page the keys of a wish's state are of; see `wish`.
+
+        Args:
+            first: pages on the device.
+            end: pages behind which the prompt is resumed.
+        """
+        return np.full(self._snapshots.num_parts, end - 1)
+
     @property
     def most_pages(self) -> int:
         """Pages that a plan has room for, with a state."""
@@ -106,19 +125,17 @@ class StatePages:
                 return end
         return 0
 
-    def branch_at(self, space: KeySpace, device_len: int, tail: list[str], grid: int) -> int:
+    def branch_at(self, device_len: int, num_stored: int, grid: int) -> int:
         """Tokens behind which others are likely to go on, as the pages up to there are stored.
 
         SGLang keeps a state where the pages on the device end; this is where those of all tiers do.
 
         Args:
-            space: the request's.
-            device_len: tokens of its device prefix.
-            tail: hashes of the pages behind it.
+            device_len: tokens of a request's device prefix.
+            num_stored: pages behind it that are stored.
             grid: tokens; states are kept at multiples of it.
         """
-        num = self._store.locate_prefix(space, hashes_from_hex(tail)).total if tail else 0
-        return (device_len + num * self._tree.page_size) // grid * grid
+        return (device_len + num_stored * self._tree.page_size) // grid * grid
 
     # ---- saves ----
 
@@ -130,14 +147,22 @@ class StatePages:
             space: the request's.
             up_to: tokens of it that are in the tree at most.
         """
-        size = self._tree.page_size
+        size, offered = self._tree.page_size, state_of(req).offered_states
         for node in self._tree.state_path(request_key(req, up_to, size)):
             last = node.hashes[-1]
             page = hashes_from_hex([last])
-            if (self._store.page_states(space, self._snapshots.entries(page))[0] != 0).all():
+            if self._offers_stored:
+                if last in offered:
+                    continue
+                offered.add(last)
+            elif self._is_stored(space, page):
                 continue
             position, before = self._tree.path_before(node.node_id, len(node.hashes) * size)
             path = np.concatenate([before, hashes_from_hex(list(node.hashes))])
             place = Place(space, position + (len(node.hashes) - 1) * size, path)
             if not self._saver.save_state(node.node_id, place, page, node.slot):
                 return
+
+    def _is_stored(self, space: KeySpace, page: Hashes) -> bool:
+        states = self._store.page_states(space, self._snapshots.entries(page))[0]
+        return bool((states != 0).all())

@@ -76,6 +76,7 @@ class StateWorld(WindowWorld):
         disk_bytes: int = 16 << 20,
         prefetch_policy: str = "timeout",
         lookahead: str = "on",
+        is_one_of_many: bool = False,
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
@@ -158,6 +159,7 @@ class StateWorld(WindowWorld):
                 kv_pool=self.kv_pool,
                 port=HostPort(),
                 forward_stream=None,
+                accepts_all=is_one_of_many,
                 snapshots=snapshots,
                 attention_layers=attention_layers(self.kv_pool),
             )

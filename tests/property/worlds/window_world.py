@@ -160,6 +160,7 @@ class WindowWorld:
         prefetch_policy: str = "timeout",
         lookahead: str = "on",
         remote: RemoteStore | None = None,
+        is_one_of_many: bool = False,
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
@@ -231,6 +232,7 @@ class WindowWorld:
                 kv_pool=self.kv_pool,
                 port=HostPort(),
                 forward_stream=None,
+                accepts_all=is_one_of_many,
                 windows=windows,
             )
             return CacheParts(

@@ -97,6 +97,13 @@ def test_one_late_rank_ends_the_wait_and_one_waiting_rank_holds(
     assert [agreed.requests[0].admit for agreed in found] == [admit] * 2
 
 
+def test_of_a_hybrids_prompt_what_every_rank_has_is_stored() -> None:
+    found = agree_all(
+        [Report(requests=[RequestReport(5, 5, Readiness.READY, 0, num)]) for num in (9, 7)]
+    )
+    assert [agreed.requests for agreed in found] == [[AgreedRequest(5, 5, True, 0, 7)]] * 2
+
+
 def test_loads_landed_when_they_landed_everywhere() -> None:
     assert agree_all([Report(), Report(loads_landed=False)])[0].loads_landed is False
     assert agree_all([Report(), Report()])[0].loads_landed is True

@@ -107,7 +107,9 @@ def test_a_tree_with_windows_is_taken_for_a_model_with_windows_alone() -> None:
 @pytest.mark.parametrize(
     ("values", "config", "words"),
     [
-        ({"tp_size": 2}, HierKVConfig(), "--tp-size 1 with sliding-window layers, got 2"),
+        ({"attn_dp_size": 2}, HierKVConfig(), "--attn-dp-size 1 with sliding-window layers, got 2"),
+        ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with sliding-window layers, got 2"),
+        ({"tp_size": 2}, HierKVConfig(remote_url="file:///d"), "no --hier-kv-remote-url and sev"),
         ({"dp_size": 2}, HierKVConfig(), "--dp-size 1 with sliding-window layers, got 2"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
         ({"enable_streaming_session": True}, HierKVConfig(), "no --enable-streaming-session"),
@@ -124,7 +126,8 @@ def test_what_was_not_tried_with_windows_is_refused_with_them_alone(
     with pytest.raises(HierKVConfigError) as caught:
         check_resolved(resolved("swa", **values), config)
     assert words in str(caught.value)
-    check_resolved(resolved("swa"), HierKVConfig())
+    check_resolved(resolved("swa"), HierKVConfig(remote_url="file:///d"))
+    check_resolved(resolved("swa", tp_size=2), HierKVConfig())
 
 
 def test_a_tree_with_states_is_taken_for_a_model_with_states_alone() -> None:
@@ -143,7 +146,8 @@ def test_a_tree_with_states_is_taken_for_a_model_with_states_alone() -> None:
 @pytest.mark.parametrize(
     ("values", "config", "words"),
     [
-        ({"tp_size": 2}, HierKVConfig(), "--tp-size 1 with layers that have a state"),
+        ({"attn_dp_size": 2}, HierKVConfig(), "--attn-dp-size 1 with layers that have a state"),
+        ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with layers that have a state"),
         ({"dp_size": 2}, HierKVConfig(), "--dp-size 1 with layers that have a state"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
         ({"enable_streaming_session": True}, HierKVConfig(), "no --enable-streaming-session"),
@@ -162,6 +166,7 @@ def test_what_was_not_tried_with_states_is_refused_with_them_alone(
         check_resolved(resolved("state", **kept, **values), config)
     assert words in str(caught.value)
     check_resolved(resolved("state", **kept), HierKVConfig())
+    check_resolved(resolved("state", tp_size=2, **kept), HierKVConfig())
 
 
 @pytest.mark.parametrize("strategy", ["no_buffer", "extra_buffer_lazy"])

@@ -1,0 +1,253 @@
+"""Hybrids on two tensor parallel ranks, their page stores late, each by its own chance.
+
+What is restored is compared with plain SGLang's own device hits on two ranks bit for bit, and where
+one rank has lost what the other has, with what transformers computes for the same tokens. SGLang's
+rank consensus checker is on: it ends the server when ranks decide differently.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from testkit.hybrids.state_model import STATE_MODELS, write_state_model
+from testkit.rank_requests import ENVIRONMENT, JITTER_MS
+from testkit.server import Server
+from testkit.slow import ENV_JITTER
+from testkit.window_model import write_window_model
+from tests.e2e.hier_server import (
+    GIB,
+    ask,
+    by_tier,
+    real_prompts,
+    settled,
+    state,
+    tokens_and_logprobs,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PAGE, HEADER_BYTES = 64, 4096
+LENGTHS = [40, 333, 700, 1000]
+BASE = ["--tp-size", "2", "--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
+BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model.
+
+    Attributes:
+        write: writes it into a new folder.
+        open: the same weights without SGLang.
+        page_bytes: K and V of a page on one of two ranks.
+        tolerance: how far rounding takes a log-probability; another KV takes it to 1 and more.
+        args: of its servers.
+        env: of its servers.
+        lengths: of prompts, besides those of every kind. Behind one of whole pages SGLang has no
+            state for the same prompt again, and keeps one then.
+    """
+
+    write: Callable[[Path], Path]
+    open: Callable[[Path], Any]
+    page_bytes: int
+    tolerance: float
+    args: list[str]
+    env: dict[str, str]
+    lengths: list[int]
+
+
+def _open_windows(folder: Path) -> Any:
+    from transformers import MellumForCausalLM
+
+    return MellumForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+_STATES = STATE_MODELS["qwen3_next"]
+KINDS = {
+    "windows": Kind(write_window_model, _open_windows, 16_384, 0.2, [], {}, [128, 1280]),
+    "states": Kind(
+        lambda folder: write_state_model(folder, "qwen3_next"), _STATES.open,
+        _STATES.page_bytes // 2, 5e-4,
+        ["--dtype", _STATES.dtype_name, "--max-mamba-cache-size", "60"],
+        {"SGLANG_MAMBA_CONV_DTYPE": _STATES.dtype_name}, [130, 1290],
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model on disk, and where its servers keep pages."""
+
+    kind: Kind
+    model: Path
+    folder: Path
+
+    def server(self, *, pool: int = 8192, host_pages: int = 0) -> Server:
+        """A server with DRAM for that many pages a rank, and a disk; a plain one for none."""
+        args = [*BASE, *self.kind.args, "--max-total-tokens", str(pool)]
+        env = {**ENVIRONMENT, **self.kind.env}
+        if host_pages:
+            num_bytes = 2 * (host_pages + 0.5) * (self.kind.page_bytes + HEADER_BYTES)
+            args += ["--enable-hier-kv", "--hier-kv-prefetch-timeout-ms", "20000"]
+            args += ["--hier-kv-host-size", f"{num_bytes / GIB:.9f}"]
+            args += ["--hier-kv-disk-dir", str(self.folder / "disk"), "--hier-kv-disk-size", "0.5"]
+            args += ["--hier-kv-disk-segment-size", "0.01"]
+            env[ENV_JITTER] = str(JITTER_MS)
+        log = self.folder / "server.log"
+        return Server(
+            args, model=self.model, log_path=log, env=env, stop="kill", start_timeout_s=300
+        )
+
+    @property
+    def second_rank(self) -> Path:
+        """The folder of one of the ranks."""
+        return self.folder / "disk" / "dp0-tp1-of-2"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What plain SGLang answered, and a server with much room before and after a flush."""
+
+    setup: Setup
+    prompts: list[list[int]]
+    first: list[Any]
+    repeat: list[Any]
+    computed: list[Any]
+    restored: list[Any]
+    counted: dict[str, Any]
+
+
+def answers(server: Server, prompts: Sequence[Sequence[int]], num: int = 12) -> list[Any]:
+    return [ask(server, prompt, num) for prompt in prompts]
+
+
+def values(found: Sequence[Any]) -> list[Any]:
+    return [tokens_and_logprobs(answer) for answer in found]
+
+
+def cached(found: Sequence[Any]) -> list[int]:
+    return [int(answer["meta_info"]["cached_tokens"]) for answer in found]
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    kind, folder = KINDS[request.param], tmp_path_factory.mktemp(request.param)
+    setup = Setup(kind, kind.write(folder / "model"), folder)
+    prompts = list(real_prompts([*LENGTHS, *kind.lengths], seed=3))
+    with setup.server() as server:
+        first, repeat = answers(server, prompts), answers(server, prompts)
+    with setup.server(host_pages=400) as server:
+        computed = answers(server, prompts)
+        settled(server)
+        server.post("/flush_cache")
+        restored = answers(server, prompts)
+        counted = settled(server)
+    return Served(setup, prompts, first, repeat, computed, restored, counted)
+
+
+@pytest.fixture(scope="module")
+def restarted(served: Served) -> Iterator[Server]:
+    """On the disk that the one before left when it was killed."""
+    with served.setup.server(pool=3072, host_pages=90) as server:
+        yield server
+
+
+def check_hits(found: list[Any], wanted: list[Any], tier: str) -> None:
+    assert cached(found) == cached(wanted)
+    assert sum(cached(found)) > 40 * PAGE
+    from_tier = [by_tier(answer).get(tier, 0) for answer in found]
+    assert sum(from_tier) > 0.9 * sum(cached(found)), (tier, from_tier)
+    assert values(found) == values(wanted)
+
+
+def check_by_transformers(
+    served: Served, prompts: Sequence[Sequence[int]], found: Sequence[Any]
+) -> None:
+    torch.set_num_threads(1)  # several spin at their barriers where others want the cores
+    model = served.setup.kind.open(served.setup.model)
+    for prompt, answer in zip(prompts, found, strict=True):
+        tokens, logprobs = tokens_and_logprobs(answer)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        wanted = rows[torch.arange(len(tokens)), torch.tensor(tokens)]
+        assert float((wanted - torch.tensor(logprobs)).abs().max()) < served.setup.kind.tolerance
+
+
+def test_a_hit_from_dram_is_what_the_device_would_have_given(served: Served) -> None:
+    assert values(served.computed) == values(served.first)
+    check_hits(served.restored, served.repeat, "host")
+    ranks = served.counted["tp_ranks"]
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["host"]["loaded_pages"] > 0
+        assert rank["host"]["host_capacity_pages"] == 400
+    assert len({rank["host"]["saved_pages"] for rank in ranks}) == 1
+
+
+def test_a_hit_from_disk_after_a_restart_is_what_the_device_would_have_given(
+    served: Served, restarted: Server
+) -> None:
+    check_hits(answers(restarted, served.prompts), served.repeat, "disk")
+
+
+def test_with_many_at_once_and_too_little_room_every_answer_is_right(
+    served: Served, restarted: Server
+) -> None:
+    rng = random.Random(9)
+    trunks = list(real_prompts([700] * 4, seed=8))
+    prompts = []
+    for _ in range(16):
+        head = rng.choice(trunks)[: rng.randint(30, 700)]
+        prompts.append([*head, *rng.choice(trunks)[: rng.randint(1, 150)]])
+    prompts += prompts
+
+    def send(prompt: list[int]) -> Any:
+        return ask(restarted, prompt, rng.choice((1, 5, 5, 40)))
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(send, prompts))
+    # How much of it was reused is a matter of who came first; what was left behind is not.
+    settled(restarted)
+    restarted.post("/flush_cache")
+    again = answers(restarted, prompts[:16], 5)
+    check_by_transformers(served, [*prompts, *prompts[:16]], [*found, *again])
+    from_tiers = sum(by_tier(a).get("host", 0) + by_tier(a).get("disk", 0) for a in again)
+    counted = state(restarted)
+    print(f"{from_tiers} tokens from the tiers; {counted['host']}")
+    assert from_tiers > 10 * PAGE, (from_tiers, counted)
+    for rank in counted["tp_ranks"]:
+        assert rank["host"].get("load_failures", 0) == rank["host"].get("save_failures", 0) == 0
+
+
+def test_what_one_rank_alone_has_lost_is_computed(served: Served, restarted: Server) -> None:
+    """Some records of one rank are damaged; then its folder is gone."""
+    settled(restarted)
+    restarted.kill()
+    setup = served.setup
+    for segment in sorted(setup.second_rank.rglob("seg-*.hkv")):
+        content = bytearray(segment.read_bytes())
+        for at in range(len(content) // 8, len(content), 300_000):
+            content[at] ^= 0xFF
+        segment.write_bytes(content)
+    with setup.server(host_pages=400) as server:
+        found = answers(server, served.prompts)
+        damaged = state(server)["tp_ranks"]
+    print(cached(found), [rank["host"] for rank in damaged])
+    assert all(a <= b for a, b in zip(cached(found), cached(served.repeat), strict=True))
+    assert sum(cached(found)) < sum(cached(served.repeat))
+    check_by_transformers(served, served.prompts, found)
+    shutil.rmtree(setup.second_rank)
+    with setup.server(host_pages=400) as server:
+        found = answers(server, served.prompts)
+    assert cached(found) == [0] * len(found)
+    assert values(found) == values(served.first)

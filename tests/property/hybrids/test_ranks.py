@@ -1,0 +1,48 @@
+"""Several ranks of a hybrid decide alike, and go on from one place that all of them have."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.property.worlds.hybrid_ranks import StateRank, WindowRank, run_worlds
+
+LOADS = int(os.environ.get("HIER_KV_HYBRID_RANK_LOADS", "4"))  # in each world
+SEEDS = int(os.environ.get("HIER_KV_HYBRID_RANK_SEEDS", "1"))
+
+WINDOWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "other sizes": ({"window": 6}, [{"host_pages": 48}, {"host_pages": 28}]),
+    "three, no look-ahead": ({"window": 5, "lookahead": "off"}, [{}, {"host_pages": 32}, {}]),
+    "all is waited for": ({"window": 7, "prefetch_policy": "wait_complete"}, [{}, {}]),
+}
+STATES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "few states, other sizes": ({"num_states": 26}, [{"host_pages": 64}, {"host_pages": 40}]),
+    "all is waited for": ({"prefetch_policy": "wait_complete"}, [{}, {}, {}]),
+}
+CASES: list[tuple[Any, ...]] = [(WindowRank, name, *case) for name, case in WINDOWS.items()]
+CASES += [(StateRank, name, *case) for name, case in STATES.items()]
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize(("kind", "name", "options", "own"), CASES)
+def test_ranks_decide_alike(
+    kind: Any,
+    name: str,
+    options: dict[str, Any],
+    own: list[dict[str, Any]],
+    seed: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
+    ranks = run_worlds(kind, tmp_path, monkeypatch, seed=seed, num_loads=LOADS, own=own, **options)
+    for rank in ranks[1:]:
+        pairs = zip(ranks[0].trace, rank.trace, strict=True)
+        assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
+    print(name, seed, ranks[0].counts, [rank.num_lost for rank in ranks])
+    assert all(rank.num_lost for rank in ranks)

@@ -1,0 +1,205 @@
+"""Where ranks with other stores resume a hybrid's prompt, against what each of them has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang_ext.admission.resume_points import PromptPoints  # noqa: E402
+from sglang_ext.admission.waiting import WaitingRoom  # noqa: E402
+from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
+from sglang_ext.device.layout import PageLayout  # noqa: E402
+from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
+from sglang_ext.device.windows.layers import WindowLayers  # noqa: E402
+from sglang_ext.ranks.consensus import Consensus, Report, _decode  # noqa: E402
+from sglang_ext.ranks.resume_promises import MAX_ROUNDS, ResumeBook  # noqa: E402
+from sglang_ext.seam.states.state_pages import StatePages  # noqa: E402
+from sglang_ext.seam.window_pages import WindowPages  # noqa: E402
+from sglang_ext.tiers.host import HostArena  # noqa: E402
+from sglang_ext.tiers.index import PageIndex  # noqa: E402
+from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
+from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
+
+CASES = 150
+PAGE, WINDOW_PAGES = 4, 2
+LAYOUT = PageLayout(PAGE, (64, 64), (64, 64), 2)
+HANDLE = "r"
+
+
+class Rank:
+    """A rank's store, in which any pages can be, and its promises."""
+
+    def __init__(self, number: int) -> None:
+        arena = HostArena(512, LAYOUT.slot_bytes)
+        placement = PolicyConfig()
+        self.store = PageStore(arena, PageIndex(1024), None, PageStoreConfig(placement=placement))
+        self.store.open_namespace(bytes(32), {})
+        self.space: KeySpace = self.store.space(bytes(32))
+        self.rng, self.damage = random.Random(number), 0.0
+        nothing: Any = None
+        pool = StatePool((torch.zeros(3, 6, 4, 7, 9),), (0, 2, 4))
+        self.snapshots = Snapshots(pool, LAYOUT)
+        self.states = StatePages(self.snapshots, self.store, nothing, nothing)
+        copiers: Any = (None, None)
+        self.layers = WindowLayers(WINDOW_PAGES, PAGE, copiers, [])
+        self.windows = WindowPages(self.layers, self.store, nothing, nothing)
+        self.room = WaitingRoom(
+            self.store, prefetch_policy="wait_complete", prefetch_timeout_ms=0.0
+        )
+        self.checked: list[tuple[int, int]] = []
+        self.consensus = Consensus(lambda vector: None)
+        self.book = ResumeBook(
+            self.store, self.room, page_size=PAGE, find_damaged=self.find_damaged,
+            note=self.consensus.note,
+        )  # fmt: skip
+
+    def find_damaged(self, slots: Any, position: int) -> Any:
+        self.checked += [(int(slot), position + at * PAGE) for at, slot in enumerate(slots)]
+        return np.flatnonzero([self.rng.random() < self.damage for _ in slots])
+
+    def parts(self, hashes: Any, page: int, *, of_states: bool) -> Any:
+        """Keys of a page that are not the page's own."""
+        entries = self.snapshots.entries if of_states else self.layers.entries
+        return entries(hashes[page : page + 1])
+
+    def has(self, keys: Any) -> bool:
+        return bool((self.store.page_states(self.space, keys)[0] != 0).all())
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[list[Rank]]:
+    ranks = [Rank(number) for number in range(2)]
+    yield ranks
+    for rank in ranks:
+        rank.store.close()
+
+
+def step(ranks: list[Rank]) -> None:
+    """One step of all of them, with the reduction between."""
+    reports = []
+    for rank in ranks:
+        rank.room.step([HANDLE])
+        reports.append(rank.book.report([HANDLE]))
+    vectors = [
+        rank.consensus._encode(Report(requests=report))
+        for rank, report in zip(ranks, reports, strict=True)
+    ]
+    least = np.min(vectors, axis=0)
+    assert least[0] == -least[1], "other histories"
+    for rank, report in zip(ranks, reports, strict=True):
+        rank.book.settle(_decode(least, len(report)).requests)
+
+
+def stored_at(rank: Rank, hashes: Any, first: int, end: int, *, of_states: bool) -> bool:
+    """Whether a prompt with `first` pages on the device can go on behind `end` pages here."""
+    if not rank.has(hashes[first:end]):
+        return False
+    pages = [end - 1] if of_states else range(max(first, end - WINDOW_PAGES), end)
+    return all(rank.has(rank.parts(hashes, page, of_states=of_states)) for page in pages)
+
+
+@pytest.mark.parametrize("damage", [0.0, 0.05])
+@pytest.mark.parametrize("of_states", [False, True])
+def test_ranks_agree_on_the_furthest_place_that_all_have(
+    ranks: list[Rank], of_states: bool, damage: float
+) -> None:
+    rng = random.Random(7)
+    seen = set()
+    for number in range(CASES):
+        num = rng.randint(2, 9)
+        hashes = np.frombuffer(rng.randbytes(32 * num), np.uint8).reshape(num, 32)
+        first, limit = rng.randint(0, 2), num - rng.randint(0, 1)
+        if first >= limit:
+            continue
+        share = rng.choice((0.7, 0.95))
+        for rank in ranks:
+            rank.damage = damage
+            keys = [hashes[page : page + 1] for page in range(num) if rng.random() < 0.97]
+            keys += [
+                rank.parts(hashes, page, of_states=of_states)
+                for page in range(num)
+                if rng.random() < share
+            ]
+            if keys:
+                ticket = rank.store.begin_save(rank.space, np.concatenate(keys), hashes[:0])
+                rank.store.finish_save(ticket, ok=True)
+        common = [
+            end
+            for end in range(first + 1, limit + 1)
+            if all(stored_at(rank, hashes, first, end, of_states=of_states) for rank in ranks)
+        ]
+        for rank in ranks:
+            layers: Any = rank.states if of_states else rank.windows
+            points = PromptPoints(layers, rank.store, rank.space, hashes, limit)
+            rank.book.enter(HANDLE, ReusablePrefix(rank.space, hashes, first, 255, points=points))
+        for _round in range(MAX_ROUNDS):
+            assert not any(rank.book.may_admit(HANDLE) for rank in ranks)
+            step(ranks)
+            if ranks[0].book.may_admit(HANDLE):
+                break
+        assert all(rank.book.may_admit(HANDLE) for rank in ranks)
+        promised = {rank.book.num_promised(HANDLE, rank.space, first) for rank in ranks}
+        (found,) = promised
+        if not damage:
+            assert found == max(common, default=first) - first
+        seen.add((found, _round))
+        on_device = rng.randint(first, first + found)  # it may have become more meanwhile
+        check_taken(ranks, hashes, on_device, first + found, of_states=of_states)
+        check_last(ranks, hashes, limit, found + first == limit, of_states=of_states)
+        for rank in ranks:
+            assert not rank.store.arena._pins.any()
+            rank.checked.clear()
+            if not number % 8:  # every prompt is another one; DRAM has room for some
+                rank.store.clear()
+                assert rank.store.wait_idle(60)
+    assert len({found for found, _ in seen}) > 4
+    assert len({rounds for _, rounds in seen}) > 2
+
+
+def check_taken(ranks: list[Rank], hashes: Any, first: int, end: int, *, of_states: bool) -> None:
+    """What a load is given is what it asks for, pinned and checked, on each rank."""
+    if first == end:
+        return
+    for rank in ranks:
+        pages = [end - 1] if of_states else list(range(max(first, end - WINDOW_PAGES), end))
+        entries = rank.snapshots.entries if of_states else rank.layers.entries
+        wanted = np.concatenate([hashes[first:end], entries(hashes[pages])])
+        assert rank.book.num_usable(HANDLE, rank.space, first, end - first - 1) == 0
+        ticket = rank.book.take(HANDLE, rank.space, first, wanted)
+        assert ticket is not None
+        keys, _ = rank.store._books.table.index.keys(ticket.rows)
+        assert keys.tobytes() == wanted.tobytes()
+        assert rank.store.arena._pins[ticket.slots].all()
+        positions = list(range(first, end))
+        num = len(wanted) - len(positions)
+        positions += [end - 1] * num if of_states else pages * rank.layers.num_groups
+        where = zip(ticket.slots.tolist(), positions, strict=True)
+        assert {(slot, page * PAGE) for slot, page in where} <= set(rank.checked)
+        assert rank.book.num_promised(HANDLE, rank.space, first) == 0
+        rank.store.release(ticket.slots)
+
+
+def check_last(
+    ranks: list[Rank], hashes: Any, limit: int, reaches: bool, *, of_states: bool
+) -> None:
+    """A prompt's last page is put in place by all ranks or by none."""
+    tickets = []
+    for rank in ranks:
+        rank.book.admit(HANDLE, len(hashes) - 1)
+        last = hashes[-1:]
+        parts = last if of_states else rank.windows.parts(last)
+        tickets.append(rank.book.take_last(HANDLE, parts.tobytes()))
+        if tickets[-1] is not None:
+            rank.store.release(tickets[-1].slots)
+    assert len({ticket is None for ticket in tickets}) == 1
+    assert reaches or tickets[0] is None
+    assert limit < len(hashes) or tickets[0] is None
