@@ -181,6 +181,13 @@ SERVED_MODES = (
         "tests/e2e/models/test_speculation.py",
     ),
     ServedMode(
+        "prefill and decode servers (`--disaggregation-mode`)",
+        "exact; a decode server only saves, and what it wrote is loaded by prefill servers on the "
+        "same remote store; by one rank, for models with K and V of every head, without codec, "
+        "truncation, speculation, adapters or sessions; not run on a GPU",
+        "tests/e2e/remote/test_disaggregation.py",
+    ),
+    ServedMode(
         "fp8 KV (`--kv-cache-dtype fp8_e4m3`)",
         "exact, at the saved position only",
         "tests/unit/device/test_rope_discovery.py",
