@@ -161,3 +161,35 @@ def test_kv_of_other_weights_is_used_and_not_stored(pair: Pair, tmp_path: Path) 
 def update(server: Server, model: Path) -> None:
     body = {"model_path": str(model), "flush_cache": True}
     assert server.post("/update_weights_from_disk", body)["success"]
+
+
+def test_a_request_that_is_aborted_before_it_has_a_place_leaves_nothing(pair: Pair) -> None:
+    """Only the prefill server hears of it, so no decode server ever takes its KV."""
+    (prompt,) = real_prompts([300], seed=5)
+    pair.ask(prompt)
+    settled(pair.prefill)
+    flush_device(pair.prefill)
+    ends: list[Exception] = []
+
+    def wait_in_vain() -> None:
+        try:
+            ask(
+                pair.prefill,
+                prompt,
+                rid="alone",
+                bootstrap_host="127.0.0.1",
+                bootstrap_port=pair._port,
+                bootstrap_room=1_000_000,
+            )
+        except Exception as error:
+            ends.append(error)
+
+    waits = threading.Thread(target=wait_in_vain)
+    waits.start()
+    eventually(lambda: counted(pair.prefill, "waiting_requests") == 1)
+    pair.prefill.post("/abort_request", {"rid": "alone"})
+    waits.join()
+    assert ends
+    eventually(lambda: counted(pair.prefill, "waiting_requests") == 0)
+    prefilled, _ = pair.ask(prompt)
+    assert by_tier(prefilled)["host"] == 300 // PAGE * PAGE
