@@ -96,6 +96,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     truncator: Truncator | None = None
     quotes: QuoteSearch | None = None  # with a truncator
     scheduler: Any = None
+    only_saves = False  # a decode server: its KV came from elsewhere, and is not to be replaced
 
     def __init__(self, params: Any, make_parts: Callable[[Any], CacheParts]) -> None:
         """Builds SGLang's half, the parts that need it, and what stands on both.
@@ -228,6 +229,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             truncator: cuts prompts that are too long for it; None: off.
         """
         self.scheduler, self.truncator = scheduler, truncator
+        self.only_saves = getattr(scheduler, "disagg_decode_prealloc_queue", None) is not None
         alone = self.admission.decides_alone  # searches end at different times on each rank
         if truncator is not None and truncator.allows_match and alone:
             self.quotes = QuoteSearch(
@@ -240,8 +242,15 @@ class HierKVRadixCache(UnifiedRadixCache):
             )
 
     def waiting_queue(self) -> Sequence[Any]:
-        """The waiting requests, in the order in which the scheduler will take them."""
-        return self.scheduler.waiting_queue if self.scheduler is not None else ()
+        """The waiting requests, in the order in which the scheduler will take them.
+
+        On a prefill server those behind them, too, that have no place on a decode server yet.
+        """
+        if self.scheduler is None:
+            return ()
+        behind = getattr(self.scheduler, "disagg_prefill_bootstrap_queue", None)
+        waiting: Sequence[Any] = self.scheduler.waiting_queue
+        return waiting if behind is None else [*waiting, *behind.queue]
 
     def _queued_handles(self) -> list[Any]:
         return [req.cache_request_handle for req in self.waiting_queue()]
@@ -251,7 +260,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Inserts a request's tokens in the tree; new nodes are queued for saving."""
         space = self.space_of(req)
-        if space is not None:
+        if space is not None and not self.only_saves:
             self._restore_last_page(req, space, up_to)
         self.release_plan(req.cache_request_handle)
         with self.linker.saving(req, space):

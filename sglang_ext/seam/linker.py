@@ -111,6 +111,7 @@ class HierKVLinker(UnifiedCacheLinker):
         self._load_path = LoadParts(loads, model_layers)
         self._save_path = SaveParts(saves)
         self._pending_loads: dict[str, LoadJob] = {}
+        self._restoring: Any = None  # an event behind all pages that were put in place of others
         self._closed = False
         self._saves = SaveThread(store, self._save_path, page_size)
         self.loads = LoadThread(
@@ -357,8 +358,19 @@ class HierKVLinker(UnifiedCacheLinker):
         if last is None:
             self.store.release(ticket.slots)
             return
+        self._restoring = last
         self._load_path.before_forwards(last)
         self._port.when_done(last, partial(self._release, ticket, rows))
+
+    def wait_restored(self) -> None:
+        """Waits for what `restore_pages` queued; on a CPU that is done.
+
+        For whoever reads rows past the device's streams, as a transfer to another server does. They
+        are a page of a prompt or none, behind a forward that has ended.
+        """
+        last, self._restoring = self._restoring, None
+        if last is not None:
+            self._port.synchronize(last)
 
     def _release(self, ticket: LoadTicket, rows: list[torch.Tensor]) -> None:
         """The device is done with pages and rows; the caller kept `rows` alive until now."""

@@ -101,15 +101,12 @@ LIMITED: dict[str, Limit] = {
         "KV of a token depends on the tokens after it in its block, which no page hash covers",
         "leave one of the two out",
     ),
-    "disaggregation_mode": _unset(
-        "a server that both prefills and decodes",
-        "a decode server never loads, and a prefill server's requests end in a transfer",
-        "null",
-    ),
     "disaggregation_decode_retraction_backup": _unset(
         "no other hierarchical cache (a host pool of HiCache)", _OTHER_CACHE, "cpu_tensor", "none"
     ),
-    "enable_pd_role_switch": _off("a server that both prefills and decodes", "as the mode itself"),
+    "enable_pd_role_switch": _off(
+        "a server that stays what it is", "a decode server loads nothing and has no use for plans"
+    ),
     "enable_pdmux": _off(
         "prefill and decode on one stream", "loads are ordered behind one forward stream, not two"
     ),
@@ -257,6 +254,13 @@ _FREE = {
         int8_mamba_ckpt_size linear_attn_backend
         linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend
         enable_linear_replayssm linear_replayssm_cache_len enable_linear_replayssm_spec""",
+    "prefill and decode servers (what they must be is in docs/disaggregation.md)": """
+        disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port
+        disaggregation_ib_device disaggregation_decode_enable_radix_cache
+        disaggregation_decode_enable_offload_kvcache disaggregation_decode_extra_slots
+        disaggregation_decode_polling_interval disaggregation_enable_kv_checksum
+        disaggregation_decode_host_receive_threshold disaggregation_decode_allocation_policy
+        optimistic_prefill_attempts""",
     "of features that are refused themselves": """
         hicache_host_memory_mode hicache_ratio hicache_size hicache_write_policy hicache_io_backend
         hicache_mem_layout hicache_storage_prefetch_policy hicache_storage_backend_extra_config
@@ -264,12 +268,7 @@ _FREE = {
         hicache_host_memory_fraction unified_cache_external_linker_backend
         unified_cache_external_linker_config enable_linker_mla_dedup hisparse_config
         lmcache_config_file flexkv_config_file decoupled_spec_bind_endpoint
-        decoupled_spec_connect_endpoints decoupled_spec_rank disaggregation_transfer_backend
-        disaggregation_bootstrap_port disaggregation_ib_device
-        disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache
-        disaggregation_decode_extra_slots disaggregation_decode_polling_interval
-        optimistic_prefill_attempts pdmux_config_path sm_group_num disaggregation_enable_kv_checksum
-        disaggregation_decode_host_receive_threshold disaggregation_decode_allocation_policy
+        decoupled_spec_connect_endpoints decoupled_spec_rank pdmux_config_path sm_group_num
         uno_lora_path speculative_draft_model_path speculative_draft_model_revision
         speculative_draft_load_format speculative_num_steps speculative_eagle_topk
         speculative_num_draft_tokens speculative_dflash_block_size speculative_dspark_block_size

@@ -17,6 +17,11 @@ from typing import Any
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.arguments import flag, outside_limits, unknown_arguments
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.disaggregation import (
+    DECODE,
+    WITHOUT_DISAGGREGATION,
+    outside_disaggregation,
+)
 from sglang_ext.settings.model_kinds import MODEL_KINDS, WITHOUT
 from sglang_ext.settings.speculation import (
     KEYED_BY_PAIRS,
@@ -28,6 +33,7 @@ DEFAULT_PAGE_SIZE = 64
 # By name, as the classes of other devices and pools are subclasses of these.
 _ALLOCATOR = "PagedTokenToKVPoolAllocator"
 _REQUEST_POOL = "ReqToTokenPool"
+_DECODE_REQUEST_POOL = "DecodeReqToTokenPool"
 _WINDOW_ALLOCATOR = "SWATokenToKVPoolAllocator"
 _COMPONENT = "FULL"
 _WINDOW_COMPONENT = "SWA"
@@ -75,6 +81,7 @@ def check_arguments(server_args: Any, config: HierKVConfig) -> None:
             return None
         return getattr(server_args, name, None)
 
+    _check_disaggregation(read, config)
     _check_values(read, read, config)
     config.validate()
 
@@ -88,6 +95,7 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     Raises:
         HierKVConfigError: naming the argument, its value and what to do.
     """
+    _check_disaggregation(resolved.values.get, config, resolved.model_kind)
     _check_values(resolved.values.get, resolved.given.get, config)
     unknown = unknown_arguments(resolved.defaults.items(), resolved.given.get)
     if unknown and not _untested_is_allowed():
@@ -105,6 +113,14 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     for expected, found in outside_speculation(resolved.values.get, config, resolved.model_kind):
         _refuse(expected, found, WITHOUT_SPECULATION)
     return [f"--{flag(name)} was never tested with --enable-hier-kv" for name in unknown]
+
+
+def _check_disaggregation(
+    read: Callable[[str], Any], config: HierKVConfig, kind: str = "mha"
+) -> None:
+    """Refuses prefill and decode servers that were not tried."""
+    for expected, found in outside_disaggregation(read, config, kind):
+        _refuse(expected, found, WITHOUT_DISAGGREGATION)
 
 
 def check_kind(name: str) -> None:
@@ -272,10 +288,14 @@ def check_model(ctx: Any) -> None:
             _refuse(release, "an older one", WITHOUT)
         if not gates:
             _refuse("a tree that keeps windows", "a model that recomputes them", WITHOUT)
+    mode = ctx.server_args.disaggregation_mode
+    if mode not in (None, "null") and gates is None:
+        _refuse(f"SGLang 0.5.23 with --disaggregation-mode {mode}", "an older one", WITHOUT)
+    request_pool = _STATE_REQUEST_POOL if ctx.is_hybrid_ssm else _REQUEST_POOL
     for expected, found in (
         (_WINDOW_ALLOCATOR if ctx.is_hybrid_swa else _ALLOCATOR, type(allocator).__name__),
         (
-            _STATE_REQUEST_POOL if ctx.is_hybrid_ssm else _REQUEST_POOL,
+            _DECODE_REQUEST_POOL if mode == DECODE else request_pool,
             type(params.req_to_token_pool).__name__,
         ),
         (f"pages of {params.page_size} tokens", f"pages of {allocator.page_size} tokens"),

@@ -148,8 +148,8 @@ SERVED_MODES = (
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
         "exact; coded without a calibrated profile; `overflow` cuts, and what is kept is computed "
-        "anew; with MLA each rank keeps the same KV, and a remote store has it once; hybrids on one "
-        "node, without a remote store",
+        "anew; with MLA each rank keeps the same KV, and a remote store has it once; hybrids on "
+        "one node, without a remote store",
         "tests/e2e/reuse/test_ranks.py",
     ),
     ServedMode(
@@ -184,6 +184,13 @@ SERVED_MODES = (
         "tensor parallel ones, for models with K and V of every head, without codec, truncation, "
         "adapters or sessions; EAGLE3 run with random weights only, none of them on a GPU",
         "tests/e2e/models/test_speculation.py",
+    ),
+    ServedMode(
+        "prefill and decode servers (`--disaggregation-mode`)",
+        "exact; a decode server only saves, and what it wrote is loaded by prefill servers on the "
+        "same remote store; by one rank, for models with K and V of every head, without codec, "
+        "truncation, speculation, adapters or sessions; not run on a GPU",
+        "tests/e2e/remote/test_disaggregation.py",
     ),
     ServedMode(
         "fp8 KV (`--kv-cache-dtype fp8_e4m3`)",

@@ -53,6 +53,7 @@ _TOKENIZER = "srt.managers.tokenizer_manager"
 _DRAFTS = "srt.speculative.base_spec_worker"
 _OPENAI = "srt.entrypoints.openai"
 _TRACES = "srt.observability"
+_PD = "srt.disaggregation"
 
 # Names by use, module and class; a class of "" is the module itself.
 _NAMES: dict[Use, dict[tuple[str, str], str]] = {
@@ -79,6 +80,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "release_memory_occupation resume_memory_occupation check_weights"
         ),
         (_DRAFTS, "BaseSpecWorker"): "init_hicache_draft_plan",
+        (f"{_PD}.decode", "SchedulerDisaggregationDecodeMixin"): "process_decode_queue",
         ("srt.session.session_controller", "Session"): "_concat_token_arrays",
         ("srt.managers.schedule_batch", "Req"): "__init__",
     },
@@ -108,6 +110,13 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.managers.tokenizer_control_mixin", "TokenizerControlMixin"): "get_internal_state",
         # When the switches that are set after the scheduler is built have SGLang ask the cache.
         (_SCHEDULER, "Scheduler"): "_prefetch_kvcache is_fully_idle",
+        # When a request's KV leaves for another server, and in which rows its metadata travels.
+        (f"{_PD}.prefill", "SchedulerDisaggregationPrefillMixin"): (
+            "send_kv_chunk process_prefill_chunk process_batch_result_disagg_prefill "
+            "maybe_send_cached_prefix_chunk"
+        ),
+        (f"{_PD}.decode", "DecodeTransferQueue"): "_commit_transfer_to_req",
+        (f"{_PD}.utils", "MetadataBuffers"): "__init__ set_buf get_buf",
         # Which rows of a hybrid's window layers a load fills, and which a tree's node has.
         (_WINDOWS, "SWAComponent"): (
             "build_external_linker_transfer update_external_linker_load "
@@ -207,6 +216,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.mem_cache.events", "KVCacheEventRecorder"): (
             "_queue enabled page_size dynamo_format lora_names"
         ),
+        (f"{_PD}.utils", ""): "FAKE_BOOTSTRAP_HOST",
         ("srt.disaggregation.kv_events", ""): "BlockRemoved BlockStored StorageMedium",
         ("srt.disaggregation.kv_events", "BlockStored"): (
             "block_hashes parent_block_hash token_ids block_size cache_salt lora_name"
@@ -250,15 +260,20 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "kv cache_request_handle to_finish full_untruncated_fill_ids prefix_len "
             "origin_input_ids origin_input_ids_unpadded extra_key cache_salt lora_id session "
             "skip_radix_cache_insert discard_output_reason cached_tokens last_node sampling_params "
-            "time_stats"
+            "time_stats bootstrap_host bootstrap_room metadata_buffer_index"
         ),
         (f"{_TRACES}.req_time_stats", "ReqTimeStatsBase"): "trace_ctx",
         (f"{_TRACES}.trace", "TraceReqContext"): "tracing_enable",
         ("srt.managers.schedule_batch", "ReqKvInfo"): "holds_kv cache_protected_len req_pool_idx",
         (_SCHEDULER, "Scheduler"): (
             "enable_unified_cache_external_linker enable_lmcache waiting_queue tree_cache "
-            "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req dp_attn_adapter"
+            "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req dp_attn_adapter "
+            "disagg_prefill_bootstrap_queue disagg_decode_prealloc_queue disagg_metadata_buffers"
         ),
+        (f"{_PD}.prefill", "PrefillBootstrapQueue"): "queue",
+        (f"{_PD}.decode", "DecodeTransferQueue"): "scheduler metadata_buffers",
+        (f"{_PD}.decode", "DecodeRequest"): "req metadata_buffer_index",
+        (f"{_PD}.utils", "MetadataBuffers"): "output_ids",
         ("srt.sampling.sampling_params", ""): "SamplingParams",
         ("srt.speculative.spec_info", ""): "SpeculativeAlgorithm",
         (_DRAFTS, "BaseSpecWorker"): "target_worker",

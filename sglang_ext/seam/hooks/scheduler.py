@@ -14,6 +14,7 @@ from sglang_ext.provenance.misses import told
 from sglang_ext.provenance.request_state import find_state, wants_exact
 from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
+from sglang_ext.seam.hooks.disaggregation import register_disaggregation_hooks
 from sglang_ext.seam.hooks.drafts import register_draft_hook
 from sglang_ext.seam.hooks.hooking import check_hooks, hook
 from sglang_ext.seam.hooks.new_requests import new_requests
@@ -65,6 +66,7 @@ def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
     )
     hook(f"{_SCHEDULER}.process_batch_result", _before_result, "before")
     register_draft_hook()
+    register_disaggregation_hooks()
     register_weight_hooks()
     register_truncation_hooks()
 

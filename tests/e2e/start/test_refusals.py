@@ -108,8 +108,8 @@ REFUSED_ARGUMENTS = {
     "no kv cache": (["--prefill-only-disable-kv-cache"], ["--prefill-only-disable-kv-cache"]),
     "unified memory": (["--enable-unified-memory"], ["plain KV pool", "--enable-unified-memory"]),
     "disaggregation": (
-        ["--disaggregation-mode", "prefill"],
-        ["both prefills and decodes", "--disaggregation-mode prefill"],
+        ["--disaggregation-mode", "decode"],
+        ["--disaggregation-decode-enable-radix-cache with --disaggregation-mode decode"],
     ),
     "no radix cache": (["--disable-radix-cache"], ["radix cache", "--disable-radix-cache"]),
     "hicache": (

@@ -44,6 +44,7 @@ def context(**facts: Any) -> Any:
     plain: dict[str, Any] = dict.fromkeys(
         ("disable_radix_cache", "is_hybrid_swa", "is_hybrid_ssm", "is_dsa"), False
     )
+    plain["server_args"] = SimpleNamespace(disaggregation_mode=facts.pop("mode", "null"))
     plain["params"] = SimpleNamespace(**{name: facts.pop(name, params[name]) for name in params})
     return SimpleNamespace(**{**plain, **facts})
 
@@ -70,6 +71,8 @@ def test_a_plain_model_is_taken() -> None:
         ({"is_hybrid_ssm": True, "is_hybrid_swa": True}, "a hybrid model with other states"),
         ({"is_hybrid_ssm": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with layers"),
         ({"is_dsa": True}, "sparse attention"),
+        ({"mode": "decode"}, "needs DecodeReqToTokenPool, got ReqToTokenPool"),
+        ({"mode": "prefill", "swa_gates_prefix_match": None}, "SGLang 0.5.23 with --disagg"),
         ({"disable_radix_cache": True}, "SGLang disables it"),
         ({"page_size": 32}, "pages of 32 tokens, got pages of 64 tokens"),
         ({"req_to_token_pool": named("HybridReqToTokenPool")}, "got HybridReqToTokenPool"),

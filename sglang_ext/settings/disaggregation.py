@@ -1,0 +1,82 @@
+"""Which prefill servers and decode servers are served, and what they are refused with.
+
+A prefill server saves and loads as any server does. A decode server only saves: SGLang asks its
+cache for nothing but what is on the device. Allowed is what was run; both ends of a transfer must
+keep a page alike, so both are checked by the same list.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglang_ext.settings.config import HierKVConfig
+
+PREFILL, DECODE = "prefill", "decode"
+WITHOUT_DISAGGREGATION = "change it or leave --disaggregation-mode out"
+_STAGING = "SGLANG_DISAGG_STAGING_BUFFER"  # KV that leaves by way of a copy was never tried
+_TRANSFERS = ("mooncake", "mooncake_tcp")
+
+
+def outside_disaggregation(
+    read: Callable[[str], Any], config: HierKVConfig, kind: str = "mha"
+) -> Iterator[tuple[str, str]]:
+    """What is expected and what came, of everything that was not tried with separate servers.
+
+    Args:
+        read: an argument's value by its name.
+        config: the plugin's settings.
+        kind: of the model, a key of ``MODEL_KINDS``.
+    """
+    mode = read("disaggregation_mode")
+    if mode not in (PREFILL, DECODE):
+        return
+    backend = read("disaggregation_transfer_backend") or _TRANSFERS[0]
+    found = [
+        ("--tp-size 1", read("tp_size") or 1),
+        ("--dp-size 1", read("dp_size") or 1),
+        ("no --attn-dp-size", "it" if (read("attn_dp_size") or 1) > 1 else ""),
+        ("no --enable-dp-attention", _on(read("enable_dp_attention"))),
+        ("--nnodes 1", read("nnodes") or 1),
+        ("a model of K and V of every head", "one of another kind" if kind != "mha" else ""),
+        ("no --speculative-algorithm", read("speculative_algorithm")),
+        ("no --enable-lora", _on(read("enable_lora") or read("lora_paths"))),
+        ("no --enable-streaming-session", _on(read("enable_streaming_session"))),
+        ("no --enable-session-radix-cache", _on(read("enable_session_radix_cache"))),
+        ("--hier-kv-codec none", config.codec or "none"),
+        ("--hier-kv-truncation off", config.truncation),
+        ("--hier-kv-tree-core python", config.tree_core),
+        (
+            "--disaggregation-transfer-backend mooncake",
+            "mooncake" if backend in _TRANSFERS else backend,
+        ),
+        (
+            "--disaggregation-decode-allocation-policy early",
+            read("disaggregation_decode_allocation_policy"),
+        ),
+        ("--optimistic-prefill-attempts 0", read("optimistic_prefill_attempts")),
+        ("no --disaggregation-enable-kv-checksum", _on(read("disaggregation_enable_kv_checksum"))),
+        (f"no {_STAGING}", os.environ.get(_STAGING, "")),
+    ]
+    if mode == DECODE:
+        found += _outside_decoding(read)
+    for expected, value in found:
+        if value and not expected.endswith(f" {value}"):
+            yield f"{expected} with --disaggregation-mode {mode}", f"{value}"
+
+
+def _outside_decoding(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    """The same of what only a decode server has."""
+    if not read("disaggregation_decode_enable_radix_cache"):
+        # What is stored are the nodes of SGLang's tree, which such a server has only if told to.
+        yield "--disaggregation-decode-enable-radix-cache", "none"
+    offloads = read("disaggregation_decode_enable_offload_kvcache")
+    yield "no --disaggregation-decode-enable-offload-kvcache", _on(offloads)
+    threshold = read("disaggregation_decode_host_receive_threshold")
+    if threshold is not None and threshold < 1:
+        yield "--disaggregation-decode-host-receive-threshold 1", f"{threshold}"
+
+
+def _on(value: Any) -> str:
+    return "it" if value else ""

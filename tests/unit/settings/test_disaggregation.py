@@ -1,0 +1,133 @@
+"""Which prefill and decode servers are refused before the weights load, and with which sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.compat import Resolved, check_arguments, check_resolved
+from sglang_ext.settings.config import HierKVConfig
+
+SERVED: dict[str, Any] = {
+    "disaggregation_transfer_backend": "mooncake",
+    "disaggregation_decode_allocation_policy": "early",
+    "disaggregation_decode_enable_radix_cache": True,
+    "disaggregation_decode_host_receive_threshold": 1.0,
+    "optimistic_prefill_attempts": 0,
+    "tp_size": 1,
+    "enable_dp_attention": False,
+}
+MODES = ["prefill", "decode"]
+
+
+def check(mode: str, kind: str = "mha", config: dict[str, Any] | None = None, **more: Any) -> None:
+    values = {"disaggregation_mode": mode, **SERVED, **more}
+    check_resolved(Resolved(values, values, {}, kind), replace(HierKVConfig(), **(config or {})))
+
+
+@pytest.mark.parametrize("mode", [*MODES, "null"])
+def test_what_was_tried_is_served(mode: str) -> None:
+    check(mode)
+
+
+def test_mooncake_by_its_name_for_tcp_is_served() -> None:
+    by_name = {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "mooncake_tcp"}
+    check_arguments(SimpleNamespace(**by_name), HierKVConfig())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("arguments", "expected", "found"),
+    [
+        ({"tp_size": 2}, "--tp-size 1", "2"),
+        ({"dp_size": 2}, "--dp-size 1", "2"),
+        ({"attn_dp_size": 2, "tp_size": 1}, "no --attn-dp-size", "it"),
+        ({"enable_dp_attention": True}, "no --enable-dp-attention", "it"),
+        ({"nnodes": 2}, "--nnodes 1", "2"),
+        ({"speculative_algorithm": "NGRAM"}, "no --speculative-algorithm", "NGRAM"),
+        ({"enable_lora": True}, "no --enable-lora", "it"),
+        ({"lora_paths": ["a"]}, "no --enable-lora", "it"),
+        ({"enable_streaming_session": True}, "no --enable-streaming-session", "it"),
+        ({"enable_session_radix_cache": True}, "no --enable-session-radix-cache", "it"),
+        ({"disaggregation_transfer_backend": "nixl"}, "-backend mooncake", "nixl"),
+        ({"disaggregation_enable_kv_checksum": True}, "no --disaggregation-enable-kv", "it"),
+        ({"optimistic_prefill_attempts": 2}, "--optimistic-prefill-attempts 0", "2"),
+        (
+            {"disaggregation_decode_allocation_policy": "prefill_complete"},
+            "--disaggregation-decode-allocation-policy early",
+            "prefill_complete",
+        ),
+    ],
+)
+def test_arguments_that_were_not_tried_are_refused(
+    mode: str, arguments: dict[str, Any], expected: str, found: str
+) -> None:
+    with pytest.raises(HierKVConfigError) as refusal:
+        check(mode, **arguments)
+    sentence = str(refusal.value)
+    assert expected in sentence
+    assert f"with --disaggregation-mode {mode}, got {found};" in sentence
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"codec": "lossless"}, "--hier-kv-codec none"),
+        ({"truncation": "overflow"}, "--hier-kv-truncation off"),
+        ({"tree_core": "rust"}, "--hier-kv-tree-core python"),
+    ],
+)
+def test_settings_that_were_not_tried_are_refused(
+    mode: str, settings: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(HierKVConfigError, match=f"{expected} with --disaggregation-mode {mode}"):
+        check(mode, config=settings)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["mla", "swa", "state"])
+def test_other_models_are_refused(mode: str, kind: str) -> None:
+    with pytest.raises(HierKVConfigError, match=f"every head with --disaggregation-mode {mode}"):
+        check(mode, kind)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            {"disaggregation_decode_enable_radix_cache": False},
+            "--disaggregation-decode-enable-radix-cache",
+        ),
+        (
+            {"disaggregation_decode_enable_offload_kvcache": True},
+            "no --disaggregation-decode-enable-offload-kvcache",
+        ),
+        (
+            {"disaggregation_decode_host_receive_threshold": 0.5},
+            "--disaggregation-decode-host-receive-threshold 1",
+        ),
+    ],
+)
+def test_a_decode_server_is_refused_what_a_prefill_server_may(
+    arguments: dict[str, Any], expected: str
+) -> None:
+    check("prefill", **arguments)
+    with pytest.raises(HierKVConfigError, match=f"{expected} with --disaggregation-mode decode"):
+        check("decode", **arguments)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sending_by_way_of_a_copy_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
+    with pytest.raises(HierKVConfigError, match=f"no SGLANG_DISAGG_STAGING_BUFFER with .* {mode}"):
+        check(mode)
+
+
+def test_servers_that_change_their_mode_are_refused() -> None:
+    with pytest.raises(HierKVConfigError, match="stays what it is, got --enable-pd-role-switch"):
+        check("prefill", enable_pd_role_switch=True)
