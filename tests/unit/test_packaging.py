@@ -40,6 +40,7 @@ SGLANG_MODULES = {
     "assembly/factory",
     "seam/cache",
     "seam/hash_fallback",
+    "seam/hooks/disaggregation",
     "seam/hooks/hooking",
     "seam/hooks/resolution",
     "seam/hooks/scheduler",
