@@ -71,7 +71,7 @@ bench: $(STAMP)
 
 # The theme's notice of its successor is none of ours, and would be a warning.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 gpu-kit: $(STAMP)
 	$(PY) -m bench.gpu.kit

@@ -19,15 +19,18 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "reporting.md",
     "kernels/rope/README.md": "position-free-k.md",
+    "examples/README.md": "examples/README.md",
 }
 _SOURCES = {site: source for source, site in OUTSIDE.items()}
 _LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages from outside."""
+    """Adds the pages from outside, and the examples."""
     for source, site in OUTSIDE.items():
         files.append(File.generated(config, site, content=(ROOT / source).read_text()))
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        files.append(File.generated(config, f"examples/{path.name}", abs_src_path=str(path)))
     return files
 
 
