@@ -187,11 +187,16 @@ WINDOWS: dict[str, Any] = {
 }
 WINDOW_FLAGS = {
     "in a pool of their own": [],
+    "of two ranks": ["--tp-size", "2"],
     "in one pool": ["--disable-hybrid-swa-memory", "--hier-kv-truncation", "overflow"],
 }
 # What windows in a pool of their own were not tried with.
 NO_WINDOWS = {
-    "ranks": (["--tp-size", "2"], "--tp-size 1"),
+    "whole schedulers": (["--dp-size", "2"], "--dp-size 1"),
+    "a store of several ranks": (
+        ["--tp-size", "2", "--hier-kv-remote-url", "file://@/windows?size=1GB"],
+        "no --hier-kv-remote-url and several ranks",
+    ),
     "a codec": (["--hier-kv-codec", "host=zstd"], "--hier-kv-codec none"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
@@ -220,7 +225,7 @@ STATES: dict[str, dict[str, Any]] = {
 }
 # What states were not tried with.
 NO_STATES = {
-    "ranks": (["--tp-size", "2"], "--tp-size 1"),
+    "whole schedulers": (["--dp-size", "2"], "--dp-size 1"),
     "a codec": (["--hier-kv-codec", "host=zstd"], "--hier-kv-codec none"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
