@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
     """Builds a repository's documents; a warning is an error, as in `make docs`."""
-    command = ["mkdocs", "build", "--strict", "-f", root / "mkdocs.yml", "-d", site]
+    command = ["-m", "mkdocs", "build", "--strict", "-f", str(root / "mkdocs.yml"), "-d", str(site)]
     return subprocess.run(
-        [sys.executable, "-m", *command],
+        [sys.executable, *command],
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,

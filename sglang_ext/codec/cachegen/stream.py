@@ -159,7 +159,6 @@ class CachegenCodec(Codec):
     lossy = True
     num_levels = 3
     default_level = 1
-    level_names: tuple[str, ...]
     magic: bytes
     num_sections: int
 
