@@ -16,6 +16,10 @@ from sglang_ext.settings.config import HierKVConfig
 PREFILL, DECODE = "prefill", "decode"
 WITHOUT_DISAGGREGATION = "change it or leave --disaggregation-mode out"
 _STAGING = "SGLANG_DISAGG_STAGING_BUFFER"  # KV that leaves by way of a copy was never tried
+# Without it rows of a request that was aborted go to the next one while a transfer may write them,
+# and what it wrote would be stored as that one's.
+_DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
+_YES, _NO = ("true", "1", "yes", "y"), ("false", "0", "no", "n")  # as SGLang reads them
 _TRANSFERS = ("mooncake", "mooncake_tcp")
 
 
@@ -57,7 +61,8 @@ def outside_disaggregation(
         ),
         ("--optimistic-prefill-attempts 0", read("optimistic_prefill_attempts")),
         ("no --disaggregation-enable-kv-checksum", _on(read("disaggregation_enable_kv_checksum"))),
-        (f"no {_STAGING}", os.environ.get(_STAGING, "")),
+        (f"no {_STAGING}", _variable(_STAGING, _NO)),
+        (f"{_DEFERRED}=1 or none", _variable(_DEFERRED, _YES)),
     ]
     if mode == DECODE:
         found += _outside_decoding(read)
@@ -76,6 +81,12 @@ def _outside_decoding(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     threshold = read("disaggregation_decode_host_receive_threshold")
     if threshold is not None and threshold < 1:
         yield "--disaggregation-decode-host-receive-threshold 1", f"{threshold}"
+
+
+def _variable(name: str, allowed: tuple[str, ...]) -> str:
+    """An environment variable's value; empty where it is not set, or is an allowed one."""
+    value = os.environ.get(name, "")
+    return "" if value.lower() in allowed else value
 
 
 def _on(value: Any) -> str:

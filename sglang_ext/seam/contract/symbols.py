@@ -271,7 +271,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "disagg_prefill_bootstrap_queue disagg_decode_prealloc_queue disagg_metadata_buffers"
         ),
         (f"{_PD}.prefill", "PrefillBootstrapQueue"): "queue",
-        (f"{_PD}.decode", "DecodeTransferQueue"): "scheduler metadata_buffers",
+        (f"{_PD}.decode", "DecodeTransferQueue"): "scheduler metadata_buffers queue",
         (f"{_PD}.decode", "DecodeRequest"): "req metadata_buffer_index",
         (f"{_PD}.utils", "MetadataBuffers"): "output_ids",
         ("srt.sampling.sampling_params", ""): "SamplingParams",

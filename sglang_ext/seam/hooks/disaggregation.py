@@ -68,21 +68,35 @@ def _after_arrival(result: None, queue: Any, decode_req: Any) -> None:
     row = queue.metadata_buffers.output_ids[decode_req.metadata_buffer_index]
     sent = row[_MARK].tolist()
     row[_MARK] = 0
-    if any(sent) and sent == _own_mark(cache, req).tolist():
+    if req.bootstrap_host == FAKE_BOOTSTRAP_HOST:  # nothing came, whatever lies in the row
+        req.skip_radix_cache_insert = True
+        return
+    is_own = any(sent) and sent == _own_mark(cache, req).tolist()
+    if is_own and not _shares_room(queue, req):
         cache.store.counters.add("received_requests")
         return
     req.skip_radix_cache_insert = True
-    if req.bootstrap_host != FAKE_BOOTSTRAP_HOST:  # SGLang's own, to see whether a server lives
-        cache.store.counters.add("received_foreign_requests")
-        _warn_once()
+    cache.store.counters.add("received_foreign_requests")
+    _warn_once()
+
+
+def _shares_room(queue: Any, req: Any) -> bool:
+    """Whether another request waits for KV under the same number.
+
+    The prefill server knows one place of a room, the last that it was told: what it sent before
+    that went to the other request's rows, and the mark does not say so.
+    """
+    num_waiting: int = sum(each.req.bootstrap_room == req.bootstrap_room for each in queue.queue)
+    return num_waiting > 1
 
 
 @functools.cache
 def _warn_once() -> None:
     logger.warning(
-        "hier-kv: KV came without the mark of this server's namespace, so it is used and not "
-        "stored: its prefill server runs without --enable-hier-kv, or with another model, page "
-        "size or KV dtype (told once; counted as received_foreign_requests)"
+        "hier-kv: KV came without the mark of this server's namespace and of the request's tokens, "
+        "so it is used and not stored: its prefill server runs without --enable-hier-kv, or with "
+        "another model, page size, KV dtype, tokenizer or chat template, or two requests came with "
+        "one bootstrap_room (told once; counted as received_foreign_requests)"
     )
 
 
@@ -92,7 +106,8 @@ def _own_mark(cache: HierKVRadixCache, req: Any) -> Mark:
     is_exact = state is None or state.taint == Quality.EXACT
     if space is None or req.bootstrap_room is None or not is_exact:
         return no_mark()
-    return mark_of(space.digest, int(req.bootstrap_room))
+    # On either server those whose rows are sent: no output is among them before its first forward.
+    return mark_of(space.digest, int(req.bootstrap_room), req.full_untruncated_fill_ids)
 
 
 def _before_step(scheduler: Any) -> None:

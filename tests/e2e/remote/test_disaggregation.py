@@ -70,8 +70,20 @@ class Pair:
         args += ["--disaggregation-bootstrap-port", str(self._port)]
         return Half(args, log_path=folder / "log", stop="kill", start_timeout_s=300.0)
 
-    def ask(self, prompt: Sequence[int], num_tokens: int = ANSWER_TOKENS) -> tuple[Any, Any]:
-        """One greedy request; what the prefill server and the decode server answer."""
+    def ask(
+        self,
+        prompt: Sequence[int],
+        num_tokens: int = ANSWER_TOKENS,
+        *,
+        prefilled: Sequence[int] | None = None,
+    ) -> tuple[Any, Any]:
+        """One greedy request; what the prefill server and the decode server answer.
+
+        Args:
+            prompt: tokens.
+            num_tokens: of the answer.
+            prefilled: what the prefill server is given in place of the prompt.
+        """
         fields = {
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self._port,
@@ -79,7 +91,9 @@ class Pair:
         }
         answers: list[Any] = []
         other = threading.Thread(
-            target=lambda: answers.append(ask(self.prefill, prompt, num_tokens, **fields))
+            target=lambda: answers.append(
+                ask(self.prefill, prompt if prefilled is None else prefilled, num_tokens, **fields)
+            )
         )
         other.start()
         decoded = ask(self.decode, prompt, num_tokens, **fields)
@@ -156,6 +170,18 @@ def test_kv_of_other_weights_is_used_and_not_stored(pair: Pair, tmp_path: Path) 
         update(server, TINYLM)
     pair.ask(third)
     assert settled(pair.decode)["host"]["received_foreign_requests"] == 1
+
+
+def test_kv_of_other_tokens_is_used_and_not_stored(pair: Pair) -> None:
+    """As where each server makes tokens of a text by a chat template of its own."""
+    prompt, other = real_prompts([300, 300], seed=6)
+    before = settled(pair.decode)["host"]
+    pair.ask(prompt, prefilled=other)
+    after = settled(pair.decode)["host"]
+    foreign = after.get("received_foreign_requests", 0)
+    assert foreign == before.get("received_foreign_requests", 0) + 1
+    for name in ("saved_pages", "duplicate_pages"):
+        assert after.get(name, 0) == before.get(name, 0), name
 
 
 def update(server: Server, model: Path) -> None:

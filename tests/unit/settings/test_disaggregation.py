@@ -122,7 +122,21 @@ def test_a_decode_server_is_refused_what_a_prefill_server_may(
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_rows_that_a_transfer_may_still_write_are_not_given_away(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
+    monkeypatch.setenv(name, "True")
+    check(mode)
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(HierKVConfigError, match=f"{name}=1 or none with .* {mode}, got 0"):
+        check(mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_sending_by_way_of_a_copy_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "no")
+    check(mode)
     monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
     with pytest.raises(HierKVConfigError, match=f"no SGLANG_DISAGG_STAGING_BUFFER with .* {mode}"):
         check(mode)
