@@ -69,7 +69,7 @@ class ResumeBook(PromiseBook):
         num_on_device = min(prefix.num_on_device, points.limit)
         self._note(f"+{handle}:{num_on_device}:{points.limit}")
         prefix = replace(prefix, num_on_device=num_on_device)
-        return self._name(handle, prefix, prompt, points.limit + 1, 0)
+        return self._name(handle, prefix, prompt, points.most, 0)
 
     def _name(
         self, handle: Hashable, prefix: ReusablePrefix, prompt: Any, most: int, num_rounds: int
@@ -151,7 +151,7 @@ class ResumeBook(PromiseBook):
             return 0, 0
         assert promise.prefix.points is not None
         settled = promise.settled
-        return settled.first_page, promise.prefix.points.limit + 1 - settled.end_page
+        return settled.first_page, promise.prefix.points.most - settled.end_page
 
     def num_promised(self, handle: Hashable, space: KeySpace, device_pages: int) -> int:
         """Pages of the full layers up to the place, behind a device prefix; see `PromiseBook`."""

@@ -165,6 +165,41 @@ def test_ranks_agree_on_the_furthest_place_that_all_have(
     assert len({rounds for _, rounds in seen}) > 2
 
 
+def store_all(rank: Rank, hashes: Any, *, of_states: bool) -> None:
+    """Pages of a prompt and all that it can be resumed with."""
+    keys = [rank.parts(hashes, page, of_states=of_states) for page in range(len(hashes))]
+    ticket = rank.store.begin_save(rank.space, np.concatenate([hashes, *keys]), hashes[:0])
+    rank.store.finish_save(ticket, ok=True)
+
+
+def enter(rank: Rank, hashes: Any, limit: int, *, of_states: bool) -> None:
+    layers: Any = rank.states if of_states else rank.windows
+    points = PromptPoints(layers, rank.store, rank.space, hashes, limit)
+    rank.book.enter(HANDLE, ReusablePrefix(rank.space, hashes, 0, 255, points=points))
+
+
+@pytest.mark.parametrize("of_states", [False, True])
+@pytest.mark.parametrize("num", [1, 5])
+def test_a_prompt_that_is_promised_all_lacks_nothing(
+    ranks: list[Rank], num: int, of_states: bool
+) -> None:
+    """Else it would be agreed on once more, and its pins be given back meanwhile."""
+    rng = random.Random(num)
+    for limit in (num, num - 1):  # without and with a last page that is whole
+        hashes = np.frombuffer(rng.randbytes(32 * num), np.uint8).reshape(num, 32)
+        for rank in ranks:
+            rank.damage = 0.0
+            store_all(rank, hashes, of_states=of_states)
+            enter(rank, hashes, limit, of_states=of_states)
+        while not ranks[0].book.may_admit(HANDLE):
+            step(ranks)
+        for rank in ranks:
+            assert rank.book.num_promised(HANDLE, rank.space, 0) == limit
+            assert rank.book.gap(HANDLE) == (0, 0)
+            rank.book.leave(HANDLE)
+            assert not rank.store.arena._pins.any()
+
+
 def check_taken(ranks: list[Rank], hashes: Any, first: int, end: int, *, of_states: bool) -> None:
     """What a load is given is what it asks for, pinned and checked, on each rank."""
     if first == end:
