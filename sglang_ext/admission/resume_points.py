@@ -65,12 +65,14 @@ class PromptPoints:
 
     Attributes:
         limit: pages of the prompt that can be loaded at most.
+        most: what `end_page` of a place can be at most.
     """
 
     def __init__(
         self, layers: Resumption, store: PageStore, space: KeySpace, hashes: Hashes, limit: int
     ) -> None:
         self.limit = limit
+        self.most = min(limit + 1, len(hashes))  # a last page that is not whole is stored nowhere
         self._layers = layers
         self._store = store
         self._space = space

@@ -69,7 +69,7 @@ class ResumeBook(PromiseBook):
         num_on_device = min(prefix.num_on_device, points.limit)
         self._note(f"+{handle}:{num_on_device}:{points.limit}")
         prefix = replace(prefix, num_on_device=num_on_device)
-        return self._name(handle, prefix, prompt, points.limit + 1, 0)
+        return self._name(handle, prefix, prompt, points.most, 0)
 
     def _name(
         self, handle: Hashable, prefix: ReusablePrefix, prompt: Any, most: int, num_rounds: int
@@ -80,10 +80,14 @@ class ResumeBook(PromiseBook):
         resumes_at = point.end_page - (point.num_last > 0)
         prefix = replace(prefix, hashes=point.hashes, resumes_at=resumes_at)
         before = self._room.find(handle)
+        estimate = before.estimate if before is not None else None  # gone when it leaves
         found = self._room.enter(handle, prefix)
         waiting = self._room.find(handle)
         if before is not None and waiting is not None:  # it is the same request, no later one
             waiting.held_since_s, waiting.late = before.held_since_s, before.late
+            if estimate is not None and waiting.estimate is not None:
+                waiting.estimate.held_since_s = estimate.held_since_s
+                waiting.estimate.budget_s = estimate.budget_s
         nothing = no_pages(prefix.space)
         # A handle that is known keeps its place among the open ones, whichever ranks come here.
         self._promises[handle] = self._open[handle] = _ResumePromise(
@@ -151,7 +155,7 @@ class ResumeBook(PromiseBook):
             return 0, 0
         assert promise.prefix.points is not None
         settled = promise.settled
-        return settled.first_page, promise.prefix.points.limit + 1 - settled.end_page
+        return settled.first_page, promise.prefix.points.most - settled.end_page
 
     def num_promised(self, handle: Hashable, space: KeySpace, device_pages: int) -> int:
         """Pages of the full layers up to the place, behind a device prefix; see `PromiseBook`."""

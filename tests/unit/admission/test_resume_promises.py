@@ -14,9 +14,10 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
+from sglang_ext.admission.load_or_compute import LoadOrCompute  # noqa: E402
 from sglang_ext.admission.resume_points import PromptPoints  # noqa: E402
 from sglang_ext.admission.waiting import WaitingRoom  # noqa: E402
-from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
+from sglang_ext.admission.waiting_request import Readiness, ReusablePrefix  # noqa: E402
 from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
 from sglang_ext.device.windows.layers import WindowLayers  # noqa: E402
@@ -27,6 +28,7 @@ from sglang_ext.seam.window_pages import WindowPages  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
+from sglang_ext.tiers.policy.cost_model import CostModel  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
 
 CASES = 150
@@ -163,6 +165,77 @@ def test_ranks_agree_on_the_furthest_place_that_all_have(
                 assert rank.store.wait_idle(60)
     assert len({found for found, _ in seen}) > 4
     assert len({rounds for _, rounds in seen}) > 2
+
+
+def store_all(rank: Rank, hashes: Any, *, of_states: bool, ok: bool = True) -> Any:
+    """Pages of a prompt and all that it can be resumed with; begun only where not `ok`."""
+    keys = [rank.parts(hashes, page, of_states=of_states) for page in range(len(hashes))]
+    ticket = rank.store.begin_save(rank.space, np.concatenate([hashes, *keys]), hashes[:0])
+    if ok:
+        rank.store.finish_save(ticket, ok=True)
+    return ticket
+
+
+def enter(rank: Rank, hashes: Any, limit: int, *, of_states: bool) -> None:
+    layers: Any = rank.states if of_states else rank.windows
+    points = PromptPoints(layers, rank.store, rank.space, hashes, limit)
+    rank.book.enter(HANDLE, ReusablePrefix(rank.space, hashes, 0, 255, points=points))
+
+
+@pytest.mark.parametrize("of_states", [False, True])
+@pytest.mark.parametrize("num", [1, 5])
+def test_a_prompt_that_is_promised_all_lacks_nothing(
+    ranks: list[Rank], num: int, of_states: bool
+) -> None:
+    """Else it would be agreed on once more, and its pins be given back meanwhile."""
+    rng = random.Random(num)
+    for limit in (num, num - 1):  # without and with a last page that is whole
+        hashes = np.frombuffer(rng.randbytes(32 * num), np.uint8).reshape(num, 32)
+        for rank in ranks:
+            rank.damage = 0.0
+            store_all(rank, hashes, of_states=of_states)
+            enter(rank, hashes, limit, of_states=of_states)
+        while not ranks[0].book.may_admit(HANDLE):
+            step(ranks)
+        for rank in ranks:
+            assert rank.book.num_promised(HANDLE, rank.space, 0) == limit
+            assert rank.book.gap(HANDLE) == (0, 0)
+            rank.book.leave(HANDLE)
+            assert not rank.store.arena._pins.any()
+
+
+def test_the_wait_for_a_nearer_place_counts_from_the_first_one(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    slow, other = ranks
+    hashes = np.frombuffer(random.Random(55).randbytes(32 * 5), np.uint8).reshape(5, 32)
+    ticket = store_all(slow, hashes, of_states=False, ok=False)  # under way until the end
+    store_all(other, hashes[:3], of_states=False)
+    cost = LoadOrCompute(
+        slow.store, CostModel(1.0), page_tokens=PAGE, kv_bytes_per_page=1, clock=lambda: now_s[0]
+    )
+    room = WaitingRoom(
+        slow.store, prefetch_policy="cost", prefetch_timeout_ms=0.0, cost=cost,
+        clock=lambda: now_s[0],
+    )  # fmt: skip
+    monkeypatch.setattr(slow, "room", room)
+    monkeypatch.setattr(slow.book, "_room", room)
+    for rank in ranks:
+        rank.damage = 0.0
+        enter(rank, hashes, 5, of_states=False)
+    slow.room.step([HANDLE])
+    slow.room.hold(HANDLE)
+    assert slow.room.readiness(HANDLE) is Readiness.WAITING
+    now_s[0] += cost.cost.unmeasured_wait_s
+    first = slow.book._promises[HANDLE]
+    step(ranks)
+    assert slow.book._promises[HANDLE] is not first  # it names a nearer place
+    assert slow.room.readiness(HANDLE) is Readiness.LATE
+    for rank in ranks:
+        rank.book.leave(HANDLE)
+    slow.store.finish_save(ticket, ok=True)
+    assert not slow.store.arena._pins.any()
 
 
 def check_taken(ranks: list[Rank], hashes: Any, first: int, end: int, *, of_states: bool) -> None:
