@@ -135,12 +135,20 @@ class ModelIdentity:
             RuntimeError: another rank failed.
         """
         if self._digest is None:
-            weights = self.on_all_ranks(lambda: digest_model(self._model))
+            scales = b""
+
+            def look() -> bytes:
+                nonlocal scales
+                if self._ranks_share:
+                    scales = digest_scales(self._model)
+                return digest_model(self._model)
+
+            weights = self.on_all_ranks(look)
             weights_of_all = weights[0] if len(weights) == 1 else namespace_digest({"all": weights})
             parts = {**self._fixed, "weights": weights_of_all}
             if self._ranks_share:
                 # KV cache scales may be given rank by rank; bytes mean nothing under another one.
-                parts["scales"] = digest_scales(self._model)
+                parts["scales"] = scales
             digest = namespace_digest(parts)
             label = {**self._label, "weights": weights_of_all.hex()[:16]}
             found = 0

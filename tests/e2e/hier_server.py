@@ -124,5 +124,5 @@ def settled(server: Server, timeout_s: float = 20.0) -> dict[str, Any]:
         if not on_their_way and found == last:
             return found
         last = found
-        time.sleep(0.2 if found.get("remote") else 0.05)
+        time.sleep(0.2)
     raise AssertionError(f"the store did not settle in {timeout_s:.0f} s: {last}")

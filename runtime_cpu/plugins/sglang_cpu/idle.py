@@ -7,6 +7,7 @@ second, a scheduler is soon back where something other than a request is to be w
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ _CONTROLLER_POLL_MS = 20  # it comes back as soon as there is a message
 
 def load() -> None:
     """Hooks the waits in where SGLang would sleep or spin; does nothing without the variable."""
-    pause_ms = int(os.environ.get(ENV_IDLE_SLEEP_MS) or 0)
+    pause_ms = math.ceil(float(os.environ.get(ENV_IDLE_SLEEP_MS) or 0))
     if pause_ms <= 0:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -12,14 +12,19 @@ request costs some looks at an attribute, a step one.
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from sglang_ext.admission.waiting_request import WaitingRequest
 from sglang_ext.device.load_thread import LoadTimes
 from sglang_ext.provenance.request_state import RequestState, state_of
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 
 WAIT, LOAD = "hier_kv.wait", "hier_kv.load"
 # SGLANG_TRACE_LEVEL of the least traces that have these spans; SGLang's own waits have it, too.
@@ -27,19 +32,41 @@ _LEVEL = 1
 _MOST_LOADING = 1024
 
 
+def _never_raises(
+    method: Callable[Concatenate[RequestSpans, P], None],
+) -> Callable[Concatenate[RequestSpans, P], None]:
+    """A trace that cannot be told is told of in the log, once; the request runs."""
+
+    @functools.wraps(method)
+    def guarded(spans: RequestSpans, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(spans, *args, **kwargs)
+        except Exception:
+            if not spans.has_failed:
+                logger.exception("hier-kv: a request's trace lacks what was to be said in it")
+            spans.has_failed = True
+
+    return guarded
+
+
 class RequestSpans:
-    """Adds to the traces of requests. Scheduler's thread only.
+    """Adds to the traces of requests. Scheduler's thread only. Nothing here raises.
 
     Args:
         times_of: when a batch of loads began and ended, by its index; None while it has not.
+
+    Attributes:
+        has_failed: a trace could not be told.
     """
 
     def __init__(self, times_of: Callable[[int], LoadTimes | None]) -> None:
         self._times_of = times_of
+        self.has_failed = False
         # Requests, their batches of loads, and when they were launched. Bounded, should SGLang
         # drop a batch.
         self._loading: deque[tuple[Any, int, int]] = deque(maxlen=_MOST_LOADING)
 
+    @_never_raises
     def matched(self, req: Any, find: Callable[[Any], WaitingRequest | None]) -> None:
         """SGLang looks for a request's prefix: where it no longer waits, it is about to run.
 
@@ -62,6 +89,7 @@ class RequestSpans:
         trace.trace_slice_start(WAIT, _LEVEL, began_ns)
         trace.trace_slice_end(WAIT, _LEVEL, ended_ns, {"hier_kv.wait.gave_up": waiting.late})
 
+    @_never_raises
     def runs(self, req: Any, load_index: int) -> None:
         """A request is about to be computed for the first time, and was counted.
 
@@ -77,6 +105,7 @@ class RequestSpans:
         if load_index >= 0 and state.num_loaded_tokens:
             self._loading.append((req, load_index, time.time_ns()))
 
+    @_never_raises
     def computed(self, reqs: Sequence[Any]) -> None:
         """The results of a batch are about to be used: its loads are through."""
         if not self._loading:

@@ -11,6 +11,7 @@ import pytest
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import hashes_from_hex
 from sglang_ext.tiers.records.quality import ANY
+from sglang_ext.tiers.store.types import READY
 from tests.property.worlds.state_world import StateWorld
 from tests.property.worlds.window_world import PAGE, Request, WindowWorld
 
@@ -38,15 +39,19 @@ def test_a_prompt_is_prefetched_and_pinned_with_what_it_is_resumed_with(
     world = build(kind, host_pages=64, prefetch_policy="best_effort")
     world.run(_prompt(0))
     world.only_on_disk()
-    assert world.run(_prompt(0)).num_loaded == 0, "nobody waits for it"
-    world.only_on_disk()
     space = world.identity.space_of(None, world.store)
     pages = hashes_from_hex(world.keys(_prompt(0), None, None))
     wanted = world.cache.resumable(space, pages)
     assert len(wanted) > len(pages)
+
+    def num_in_dram() -> int:
+        return int(((world.store.page_states(space, wanted)[0] & READY) != 0).sum())
+
+    assert num_in_dram() == 0
     prefix = ReusablePrefix(space, wanted, 0, max_quality=ANY)
     assert world.cache.waiting_room.prefetch(prefix)
     world.drain()
+    assert num_in_dram() == len(wanted)
     lookahead = world.store.lookahead
     assert lookahead is not None
     lookahead.pin(space, wanted, owner=0, seconds=3600.0)
@@ -56,6 +61,7 @@ def test_a_prompt_is_prefetched_and_pinned_with_what_it_is_resumed_with(
         world.run(_prompt(number))
         number += 1
     world.flush()
+    assert num_in_dram() == len(wanted)
     assert world.run(_prompt(0)).num_loaded == PROMPT_PAGES * PAGE
 
 

@@ -305,3 +305,21 @@ def test_a_rank_with_a_kv_scale_of_its_own_shares_with_none(share: bool) -> None
 
     assert digest_of(0) == digest_of(0)
     assert (digest_of(0) == digest_of(1)) != share
+
+
+def test_scales_that_cannot_be_read_fail_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every exchange that other ranks enter is entered here, too: they would wait for ever."""
+    sent: list[bytes] = []
+
+    def breaks(_: Any) -> bytes:
+        raise MemoryError("no room for a digest")
+
+    def exchange(content: bytes) -> list[bytes]:
+        sent.append(content)
+        return [content, b"of rank 1"]
+
+    monkeypatch.setattr("sglang_ext.identity.model_identity.digest_scales", breaks)
+    identity = ModelIdentity(torch.nn.Linear(3, 3), {}, {}, dict, exchange, ranks_share=True)
+    with pytest.raises(MemoryError):
+        identity.open(PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig()))
+    assert sent == [b""]

@@ -26,5 +26,11 @@ def test_a_request_ends_the_wait() -> None:
             assert server.recv(zmq.NOBLOCK) == b"request"  # SGLang's to take
 
 
+def test_it_waits_as_long_as_it_may() -> None:
+    waited: list[int] = []
+    wait_for_requests(SimpleNamespace(recv_from_tokenizer=SimpleNamespace(poll=waited.append)), 5)
+    assert waited == [5]
+
+
 def test_a_rank_that_gets_its_requests_from_another_one_does_not_wait() -> None:
     wait_for_requests(SimpleNamespace(recv_from_tokenizer=None), FOR_EVER_MS)

@@ -148,3 +148,21 @@ def test_nothing_is_kept_or_made_without_tracing(exported: InMemorySpanExporter)
         spans.runs(req, 3)
         spans.computed([req])
     assert not exported.get_finished_spans()
+
+
+def test_a_trace_that_cannot_be_told_raises_nothing_and_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The scheduler calls it between two requests: an error here would end the server."""
+
+    def breaks(*_: Any) -> None:
+        raise RuntimeError("no such span")
+
+    req = request(is_traced=False)
+    req.time_stats.trace_ctx = SimpleNamespace(tracing_enable=True, trace_set_thread_attrs=breaks)
+    spans = RequestSpans(breaks)
+    for _ in range(2):
+        spans.runs(req, -1)
+        spans.matched(req, breaks)
+    assert spans.has_failed
+    assert len(caplog.records) == 1
