@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,19 @@ from testkit.slow import ENV_JITTER
 from testkit.window_model import write_window_model
 from tests.e2e.hier_server import (
     GIB,
-    ask,
     by_tier,
     real_prompts,
     settled,
     state,
     tokens_and_logprobs,
+)
+from tests.e2e.models.hybrid_answers import (
+    answers,
+    answers_at_once,
+    branching_prompts,
+    cached,
+    check_hits,
+    values,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -126,18 +132,6 @@ class Served:
     counted: dict[str, Any]
 
 
-def answers(server: Server, prompts: Sequence[Sequence[int]], num: int = 12) -> list[Any]:
-    return [ask(server, prompt, num) for prompt in prompts]
-
-
-def values(found: Sequence[Any]) -> list[Any]:
-    return [tokens_and_logprobs(answer) for answer in found]
-
-
-def cached(found: Sequence[Any]) -> list[int]:
-    return [int(answer["meta_info"]["cached_tokens"]) for answer in found]
-
-
 @pytest.fixture(scope="module", params=list(KINDS))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp(request.param)
@@ -161,14 +155,6 @@ def restarted(served: Served) -> Iterator[Server]:
         yield server
 
 
-def check_hits(found: list[Any], wanted: list[Any], tier: str) -> None:
-    assert cached(found) == cached(wanted)
-    assert sum(cached(found)) > 40 * PAGE
-    from_tier = [by_tier(answer).get(tier, 0) for answer in found]
-    assert sum(from_tier) > 0.9 * sum(cached(found)), (tier, from_tier)
-    assert values(found) == values(wanted)
-
-
 def check_by_transformers(
     served: Served, prompts: Sequence[Sequence[int]], found: Sequence[Any]
 ) -> None:
@@ -185,7 +171,7 @@ def check_by_transformers(
 
 def test_a_hit_from_dram_is_what_the_device_would_have_given(served: Served) -> None:
     assert values(served.computed) == values(served.first)
-    check_hits(served.restored, served.repeat, "host")
+    check_hits(served.restored, served.repeat, "host", above=40 * PAGE)
     ranks = served.counted["tp_ranks"]
     assert len(ranks) == 2
     for rank in ranks:
@@ -197,25 +183,17 @@ def test_a_hit_from_dram_is_what_the_device_would_have_given(served: Served) -> 
 def test_a_hit_from_disk_after_a_restart_is_what_the_device_would_have_given(
     served: Served, restarted: Server
 ) -> None:
-    check_hits(answers(restarted, served.prompts), served.repeat, "disk")
+    check_hits(answers(restarted, served.prompts), served.repeat, "disk", above=40 * PAGE)
 
 
 def test_with_many_at_once_and_too_little_room_every_answer_is_right(
     served: Served, restarted: Server
 ) -> None:
     rng = random.Random(9)
-    trunks = list(real_prompts([700] * 4, seed=8))
-    prompts = []
-    for _ in range(16):
-        head = rng.choice(trunks)[: rng.randint(30, 700)]
-        prompts.append([*head, *rng.choice(trunks)[: rng.randint(1, 150)]])
+    prompts = branching_prompts(rng, 4, 16)
     prompts += prompts
 
-    def send(prompt: list[int]) -> Any:
-        return ask(restarted, prompt, rng.choice((1, 5, 5, 40)))
-
-    with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(send, prompts))
+    found = answers_at_once(restarted, prompts, rng, 40)
     # How much of it was reused is a matter of who came first; what was left behind is not.
     settled(restarted)
     restarted.post("/flush_cache")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,15 @@ from tests.e2e.hier_server import (
     settled,
     state,
     tokens_and_logprobs,
+)
+from tests.e2e.models.hybrid_answers import (
+    answers,
+    answers_at_once,
+    branching_prompts,
+    cached,
+    check_hits,
+    drop_device,
+    values,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -109,18 +117,6 @@ def server_of(
         start_timeout_s=300,
         env={"SGLANG_MAMBA_CONV_DTYPE": dtype},
     )
-
-
-def answers(server: Server, prompts: Sequence[Sequence[int]], num: int = 12) -> list[Any]:
-    return [ask(server, prompt, num) for prompt in prompts]
-
-
-def values(found: Sequence[Any]) -> list[Any]:
-    return [tokens_and_logprobs(answer) for answer in found]
-
-
-def cached(found: Sequence[Any]) -> list[int]:
-    return [int(answer["meta_info"]["cached_tokens"]) for answer in found]
 
 
 class Transformers:
@@ -226,18 +222,6 @@ def talk(server: Server, chats: list[list[list[int]]], after_turn: Callable[[], 
     return out
 
 
-def drop_device(server: Server) -> None:
-    settled(server)
-    server.post("/flush_cache")
-
-
-def check_hits(found: list[Any], wanted: list[Any], tier: str) -> None:
-    assert cached(found) == cached(wanted)
-    from_tier = [by_tier(answer).get(tier, 0) for answer in found]
-    assert sum(from_tier) > 0.9 * sum(cached(found)), (tier, from_tier)
-    assert values(found) == values(wanted)
-
-
 def test_the_engine_computes_states_as_transformers_does(
     case: Case, prompts: list[list[int]], plain: Plain, by_transformers: Transformers
 ) -> None:
@@ -284,18 +268,10 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
 ) -> None:
     """Branches anywhere, evictions of both pools and all tiers, and what is restored in between."""
     rng = random.Random(9)
-    trunks = list(real_prompts([700] * 6, seed=8))
-    prompts = []
-    for _ in range(18):
-        head = rng.choice(trunks)[: rng.randint(30, 700)]
-        prompts.append([*head, *rng.choice(trunks)[: rng.randint(1, 150)]])
+    prompts = branching_prompts(rng, 6, 18)
     prompts += prompts
 
-    def send(prompt: list[int]) -> Any:
-        return ask(restarted, prompt, rng.choice((1, 5, 5, 70)))
-
-    with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(send, prompts))
+    found = answers_at_once(restarted, prompts, rng, 70)
     counted = state(restarted)["host"]
     by_transformers.check(prompts, found)
     from_tiers = sum(by_tier(a).get("host", 0) + by_tier(a).get("disk", 0) for a in found)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,15 @@ from tests.e2e.hier_server import (
     settled,
     state,
     tokens_and_logprobs,
+)
+from tests.e2e.models.hybrid_answers import (
+    answers,
+    answers_at_once,
+    branching_prompts,
+    cached,
+    check_hits,
+    drop_device,
+    values,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -74,18 +82,6 @@ def server_of(
     return Server(
         args, model=model, log_path=folder / "server.log", stop="kill", start_timeout_s=300
     )
-
-
-def answers(server: Server, prompts: Sequence[Sequence[int]], num: int = 12) -> list[Any]:
-    return [ask(server, prompt, num) for prompt in prompts]
-
-
-def cached(found: Sequence[Any]) -> list[int]:
-    return [int(answer["meta_info"]["cached_tokens"]) for answer in found]
-
-
-def values(found: Sequence[Any]) -> list[Any]:
-    return [tokens_and_logprobs(answer) for answer in found]
 
 
 class Transformers:
@@ -178,18 +174,6 @@ def test_a_hit_is_what_the_device_would_have_given_from_every_tier(
         assert not is_same or tokens_and_logprobs(a) == tokens_and_logprobs(b)
 
 
-def drop_device(server: Server) -> None:
-    settled(server)
-    server.post("/flush_cache")
-
-
-def check_hits(found: list[Any], wanted: list[Any], tier: str) -> None:
-    assert cached(found) == cached(wanted)
-    from_tier = [by_tier(answer).get(tier, 0) for answer in found]
-    assert sum(from_tier) > 0.9 * sum(cached(found)), (tier, from_tier)
-    assert values(found) == values(wanted)
-
-
 def test_what_one_server_computed_another_one_gets_from_their_store(
     model: Path, plain: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -218,18 +202,9 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
 ) -> None:
     """Branches anywhere, evictions of both pools and all tiers, and what is restored in between."""
     rng = random.Random(9)
-    trunks = list(real_prompts([700] * 6, seed=8))
-    prompts = []
-    for _ in range(40):
-        head = rng.choice(trunks)[: rng.randint(30, 700)]
-        prompts.append([*head, *rng.choice(trunks)[: rng.randint(1, 150)]])
+    prompts = branching_prompts(rng, 6, 40)
     with server_of(model, tmp_path, pool=3072, host_pages=150) as server:
-
-        def send(prompt: list[int]) -> Any:
-            return ask(server, prompt, rng.choice((1, 5, 5, 70)))
-
-        with ThreadPoolExecutor(6) as pool:
-            found = list(pool.map(send, prompts))
+        found = answers_at_once(server, prompts, rng, 70)
         counted = state(server)["host"]
     for prompt, answer in zip(prompts, found, strict=True):
         assert by_transformers.furthest(prompt, answer) < TOLERANCE
