@@ -80,14 +80,10 @@ class ResumeBook(PromiseBook):
         resumes_at = point.end_page - (point.num_last > 0)
         prefix = replace(prefix, hashes=point.hashes, resumes_at=resumes_at)
         before = self._room.find(handle)
-        estimate = before.estimate if before is not None else None  # gone when it leaves
         found = self._room.enter(handle, prefix)
         waiting = self._room.find(handle)
         if before is not None and waiting is not None:  # it is the same request, no later one
             waiting.held_since_s, waiting.late = before.held_since_s, before.late
-            if estimate is not None and waiting.estimate is not None:
-                waiting.estimate.held_since_s = estimate.held_since_s
-                waiting.estimate.budget_s = estimate.budget_s
         nothing = no_pages(prefix.space)
         # A handle that is known keeps its place among the open ones, whichever ranks come here.
         self._promises[handle] = self._open[handle] = _ResumePromise(

@@ -14,7 +14,6 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
-from sglang_ext.admission.load_or_compute import LoadOrCompute  # noqa: E402
 from sglang_ext.admission.resume_points import PromptPoints  # noqa: E402
 from sglang_ext.admission.waiting import WaitingRoom  # noqa: E402
 from sglang_ext.admission.waiting_request import Readiness, ReusablePrefix  # noqa: E402
@@ -28,7 +27,6 @@ from sglang_ext.seam.window_pages import WindowPages  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
-from sglang_ext.tiers.policy.cost_model import CostModel  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
 
 CASES = 150
@@ -212,13 +210,9 @@ def test_the_wait_for_a_nearer_place_counts_from_the_first_one(
     hashes = np.frombuffer(random.Random(55).randbytes(32 * 5), np.uint8).reshape(5, 32)
     ticket = store_all(slow, hashes, of_states=False, ok=False)  # under way until the end
     store_all(other, hashes[:3], of_states=False)
-    cost = LoadOrCompute(
-        slow.store, CostModel(1.0), page_tokens=PAGE, kv_bytes_per_page=1, clock=lambda: now_s[0]
-    )
     room = WaitingRoom(
-        slow.store, prefetch_policy="cost", prefetch_timeout_ms=0.0, cost=cost,
-        clock=lambda: now_s[0],
-    )  # fmt: skip
+        slow.store, prefetch_policy="timeout", prefetch_timeout_ms=500.0, clock=lambda: now_s[0]
+    )
     monkeypatch.setattr(slow, "room", room)
     monkeypatch.setattr(slow.book, "_room", room)
     for rank in ranks:
@@ -227,7 +221,7 @@ def test_the_wait_for_a_nearer_place_counts_from_the_first_one(
     slow.room.step([HANDLE])
     slow.room.hold(HANDLE)
     assert slow.room.readiness(HANDLE) is Readiness.WAITING
-    now_s[0] += cost.cost.unmeasured_wait_s
+    now_s[0] += 0.5
     first = slow.book._promises[HANDLE]
     step(ranks)
     assert slow.book._promises[HANDLE] is not first  # it names a nearer place
