@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that are missing: what SGLang needs to compile its page-hash extension
 # at its first use (g++, ninja, OpenSSL's and Python's headers), venv for a Debian Python, and what the
-# tests of the remote stores run (Redis, and RDMA's library, without which Mooncake does not load).
+# tests of the remote stores run (Redis, and RDMA's library, without which Mooncake does not load), and
+# curl, with which docs/quickstart.md asks.
 # Without root it only says which are missing: the plugin then hashes in Python.
 set -euo pipefail
 python=${1:-python3.11}
@@ -12,6 +13,7 @@ command -v ninja >/dev/null || missing+=(ninja-build)
 [ -e /usr/include/openssl/sha.h ] || missing+=(libssl-dev)
 command -v redis-server >/dev/null || command -v valkey-server >/dev/null || missing+=(redis-server)
 command -v openssl >/dev/null || missing+=(openssl)
+command -v curl >/dev/null || missing+=(curl)
 ldconfig -p | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1)
 if ! command -v "$python" >/dev/null; then
     missing+=(python3.11 python3.11-venv python3.11-dev)
