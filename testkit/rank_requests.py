@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from testkit.requests import by_tier
 from testkit.server import Server, ServerError
 from testkit.workload import load_texts, load_tokenizer
 
@@ -104,9 +105,8 @@ def send_all(server: Server, requests: Sequence[RankRequest], name: str) -> list
         finally:
             if timer is not None:
                 timer.join()
-        details = body["meta_info"].get("cached_tokens_details") or {}
         answer = None if timer is not None else answer_of(body)
-        return Served(answer, dict(details.get("hier_kv") or {}))
+        return Served(answer, by_tier(body["meta_info"]))
 
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         return list(pool.map(send, requests))

@@ -24,6 +24,8 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
+from testkit.requests import by_tier
+
 ASSETS = Path(__file__).resolve().parent.parent / "tests" / "assets"
 
 MIN_PROMPT_TOKENS = 300
@@ -347,7 +349,4 @@ class _Run:
 def reply_of(answer: dict[str, Any], seconds: float = 0.0) -> Reply:
     """Reads an answer of SGLang's ``/generate``."""
     meta = answer["meta_info"]
-    details = meta.get("cached_tokens_details") or {}
-    report = details.get("hier_kv") or {}
-    by_tier = {tier: num for tier, num in report.items() if isinstance(num, int)}
-    return Reply(tuple(answer["output_ids"]), int(meta["cached_tokens"]), by_tier, seconds)
+    return Reply(tuple(answer["output_ids"]), int(meta["cached_tokens"]), by_tier(meta), seconds)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.faults.tally import check
+from testkit.requests import by_tier
 from testkit.server import Server
 from testkit.workload import load_texts, load_tokenizer
 
@@ -63,12 +64,11 @@ def ask(server: Server, prompt: list[int], **fields: Any) -> Answer:
         **fields,
     )
     meta = answer["meta_info"]
-    details = meta.get("cached_tokens_details") or {}
     return Answer(
         token_ids=tuple(answer["output_ids"]),
         logprobs=tuple(float(entry[0]) for entry in meta["output_token_logprobs"]),
         cached_tokens=int(meta["cached_tokens"]),
-        by_tier=dict(details.get("hier_kv") or {}),
+        by_tier=by_tier(meta),
     )
 
 
