@@ -51,6 +51,24 @@ def counts(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: (one["dp_rank"], one["tp_rank"]))
 
 
+def fresh_counts(folder: Path, timeout_s: float = 300.0) -> list[dict[str, Any]]:
+    """What the schedulers write from now on: with all that they had done before this call.
+
+    Raises:
+        TimeoutError: one of them takes no more steps.
+    """
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+    deadline_s = time.monotonic() + timeout_s
+    # What is written first may have been counted before this call; what is written next was not.
+    for _ in range(2):
+        while any(path.stat().st_mtime_ns == was for path, was in before.items()):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"a scheduler wrote nothing more to {folder}")
+            time.sleep(0.02)
+        before = {path: path.stat().st_mtime_ns for path in before}
+    return counts(folder)
+
+
 def load() -> None:
     """Entry point: hooks the scheduler's step, in processes that have one."""
     import sys

@@ -98,8 +98,7 @@ def run_way(way: str, folder: Path, *, num_requests: int, seed: int = 0) -> dict
         wall_s = time.monotonic() - started_s
         exact = _ask_exact(server, exact_prompts)
         states = server.get("/server_info")["internal_states"]
-        time.sleep(0.5)  # the probes write every 0.2 s
-        probes = rank_probe.counts(folder / "probe")
+        probes = rank_probe.fresh_counts(folder / "probe")
         log = server.log()
     return {
         "requests": len(requests),

@@ -325,7 +325,7 @@ def test_each_rank_has_a_store_of_its_own_and_tells_of_it(rig: Rig) -> None:
 
 
 def test_ranks_agree_within_their_group_alone(rig: Rig) -> None:
-    probes = rank_probe.counts(rig.folder / "probe")
+    probes = rank_probe.fresh_counts(rig.folder / "probe")
     assert len(probes) == 2 * rig.group_size
     for probe in probes:
         assert probe["steps"] > 200

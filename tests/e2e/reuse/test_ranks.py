@@ -6,7 +6,6 @@ bench ranks` does the same with 300 requests, beside plain SGLang.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,8 +72,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             server.post("/hier_kv/steer", {"input_ids": prompt, **wishes}) for prompt in prompts
         ]
         states = [one["hier_kv"] for one in server.get("/server_info")["internal_states"]]
-        time.sleep(0.5)  # a probe writes every 0.2 s
-        probes = rank_probe.counts(folder / "probe")
+        probes = rank_probe.fresh_counts(folder / "probe")
         metrics = server.get("/metrics")
         yield Run(
             way, folder, served, device, host, steered, states, metrics, probes, len(prompts),
