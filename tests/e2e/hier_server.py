@@ -107,7 +107,7 @@ def real_prompts(lengths: Sequence[int], seed: int = 0) -> Iterator[list[int]]:
         yield text[at : at + length]
 
 
-def settled(server: Server, timeout_s: float = 20.0) -> dict[str, Any]:
+def settled(server: Server, timeout_s: float = 300.0) -> dict[str, Any]:
     """Waits until all is in DRAM and has been offered to the disk; returns the state then."""
     deadline = time.monotonic() + timeout_s
     last: dict[str, Any] = {}

@@ -44,7 +44,7 @@ NGRAM = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadt
 NGRAM += ["--speculative-num-draft-tokens", "4"]
 # Among them prompts of whole pages, and of a token more: with pairs those are whole pages.
 LENGTHS = [400, 705, 512, 577]
-ANSWER = 80
+ANSWER = 48
 # Chats that come back from disk without their draft's KV.
 LOST = (1, 3)
 # In float32, so that only another token can make another value.
@@ -281,7 +281,7 @@ def test_no_token_that_was_not_verified_is_in_a_stored_page(
     short = list(real_prompts([126, 125, 124, 125, 123, 122], seed=9))
     with server_of(tmp_path, [*EXACT, *args_of(algorithm, drafts)]) as server:
         with ThreadPoolExecutor(len(prompts)) as pool:  # batches of several lengths
-            answers = list(pool.map(lambda prompt: ask(server, prompt, ANSWER), prompts))
+            answers = list(pool.map(lambda prompt: ask(server, prompt, 80), prompts))
         # Answers that end within what a verification accepts, where a page is full or nearly so.
         ends = [ask(server, prompt, 2 + at) for at, prompt in enumerate(short)]
         settled(server)

@@ -73,25 +73,31 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def test_levels_follow_the_link(tmp_path: Path, redis: RedisServer) -> None:
-    firsts = list(real_prompts([FIRST_TOKENS] * (NUM_SLOW + MOST_FAST), seed=21))
-    seconds = real_prompts([SECOND_TOKENS] * len(firsts), seed=22)
+    firsts = real_prompts([FIRST_TOKENS] * (NUM_SLOW + MOST_FAST), seed=21)
+    seconds = real_prompts([SECOND_TOKENS] * (NUM_SLOW + MOST_FAST), seed=22)
     model = slower(tmp_path / "model", INTERMEDIATE)
     # SGLang's own CPU attention computes a cached prefix again, which would take all of the time.
     args = ["--hier-kv-level", f"remote={FINEST}", "--attention-backend", "cpu_extend"]
-    with start(tmp_path / "one", redis.port, "hier", *PROFILE, *args, model=model) as one:
-        said = [upload(one, first, ANSWER_TOKENS) for first in firsts]
-    prompts = [[*so_far, *next(seconds)] for so_far, _ in said]
-    whole = said[0][1]
     proxy = Proxy(redis.port, Network(bytes_per_s=SLOW_BYTES_PER_S))
     slo = ["--hier-kv-slo-ms", str(SLO_MS)]
     try:
-        with start(tmp_path / "two", proxy.port, "hier", *args, *slo, model=model) as two:
-            slow = [fetched(two, prompt) for prompt in prompts[:NUM_SLOW]]
+        with (
+            start(tmp_path / "one", redis.port, "hier", *PROFILE, *args, model=model) as one,
+            start(tmp_path / "two", proxy.port, "hier", *args, *slo, model=model) as two,
+        ):
+
+            def follow_up() -> tuple[Fetched, int]:
+                """What the second server fetches of a conversation, of how many pages."""
+                so_far, whole = upload(one, next(firsts), ANSWER_TOKENS)
+                return fetched(two, [*so_far, *next(seconds)]), whole
+
+            slow = [follow_up()[0] for _ in range(NUM_SLOW)]
             proxy.set(bytes_per_s=0.0)
             fast: list[Fetched] = []
-            for prompt in prompts[NUM_SLOW:]:
-                fast.append(fetched(two, prompt))
-                if fast[-1].num_finest >= 0.95 * whole:
+            for _ in range(MOST_FAST):
+                one_fast, whole = follow_up()
+                fast.append(one_fast)
+                if one_fast.num_finest >= 0.95 * whole:
                     break
             found = host(two)
     finally:

@@ -38,7 +38,7 @@ LOSSY = ["hier", "cachegen-paper", "cachegen-released"]
 # The baselines are slow, and this is not about time.
 WAIT = ["--hier-kv-prefetch-policy", "wait_complete"]
 POOL = ["--max-total-tokens", "2048", "--page-size", str(PAGE)]
-PREFIX, FOLLOWING, NUM_WINDOWS, NUM_TOP = 20 * PAGE, 200, 3, 256
+PREFIX, FOLLOWING, NUM_WINDOWS, NUM_TOP = 20 * PAGE, 200, 2, 256
 NUM_CHATS, NUM_TURNS, TURN = 5, 4, 3 * PAGE + 10
 LOSSY_HOST_PAGES = 48
 
@@ -83,7 +83,7 @@ def talk(server: Server, *, has_tiers: bool = True) -> Iterator[dict[str, Any]]:
             history += answer["output_ids"]
             yield answer
             if has_tiers:
-                settled(server, 60)
+                settled(server)
 
 
 def windows() -> list[list[int]]:
@@ -125,7 +125,7 @@ def push_out(server: Server) -> None:
     """
     for prompt in real_prompts([24 * PAGE] * 2, seed=6):
         ask(server, prompt, 1)
-        settled(server, 60)
+        settled(server)
     server.post("/flush_cache")
 
 
@@ -229,7 +229,7 @@ def test_quality_through_the_server_is_the_codecs_own(
         answers = list(talk(server))
         for window in windows():
             ask(server, window[:PREFIX], 1)
-            settled(server, 60)
+            settled(server)
         push_out(server)
         lossy = [top_logprobs(server, window, "disk") for window in windows()]
         found = settled(server)
@@ -251,7 +251,7 @@ def learn(server: Server, codec: str) -> None:
         return
     for prompt in real_prompts([28 * PAGE] * 3, seed=7):
         ask(server, prompt, 1)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     for prompt in real_prompts([8 * PAGE] * 100, seed=8):
         if state(server)["disk"]["codec"].get("pages_coded"):
             return

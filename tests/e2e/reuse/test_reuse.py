@@ -26,7 +26,8 @@ from tests.e2e.hier_server import PAGE, events, hier_args, send_to, settled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-IN_FLIGHT = 10
+NUM_CHATS, NUM_DOCUMENTS = 20, 5
+IN_FLIGHT = 5
 # A line of the log is written after the lock that guards its fact was given back.
 LOG_SLACK_S = 0.5
 
@@ -44,7 +45,7 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    workload = make_workload()
+    workload = make_workload(num_chats=NUM_CHATS, num_documents=NUM_DOCUMENTS)
     folder = tmp_path_factory.mktemp("reuse")
     pool_tokens = workload.working_set_tokens // 8 // PAGE * PAGE
     host_pages = workload.working_set_tokens // 4 // PAGE
@@ -61,8 +62,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_the_workload_is_what_it_claims(run: Run) -> None:
     kinds = Counter(path.kind for path in run.workload.paths)
-    assert kinds == {"chat": 40, "document": 10}
-    assert len(run.samples) == 40 * 4 + 10 * 5
+    assert kinds == {"chat": NUM_CHATS, "document": NUM_DOCUMENTS}
+    assert len(run.samples) == NUM_CHATS * 4 + NUM_DOCUMENTS * 5
     lengths = [len(sample.prompt) for sample in run.samples]
     assert min(lengths) >= MIN_PROMPT_TOKENS
     assert max(lengths) <= MAX_PROMPT_TOKENS
@@ -73,7 +74,7 @@ def test_the_workload_is_what_it_claims(run: Run) -> None:
         for end in range(0, len(sample.prompt) - PAGE + 1, PAGE)
     }
     assert run.pool_tokens <= 1.15 * len(prefixes) * PAGE / 8
-    assert median(sample.num_in_flight for sample in run.samples[IN_FLIGHT:]) >= 8
+    assert median(sample.num_in_flight for sample in run.samples[IN_FLIGHT:]) >= 4
 
 
 def test_reuses_97_percent_of_what_can_be_reused(
@@ -111,7 +112,7 @@ def test_every_reused_token_has_its_tier(run: Run) -> None:
             assert sum(tiers.values()) == sample.reply.cached_tokens, sample
             assert min(tiers.values()) >= 0
         else:
-            assert not tiers, sample
+            assert not any(tiers.values()), sample
 
 
 def test_reports_agree_with_the_stores_log(run: Run) -> None:

@@ -23,11 +23,8 @@ pytestmark = pytest.mark.e2e
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
 PROMPTS = list(real_prompts([70, 130, 333, 200, 512], seed=11))
 COMMON = ["--max-total-tokens", "8192", "--page-size", str(PAGE), "--sleep-on-idle"]
-# One of them by the deprecated names; with the plugin it is the other one (`reuse`).
-WAYS = {
-    "two-ranks": ["--tp-size", "2", "--attn-dp-size", "2"],
-    "two-by-two": ["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"],
-}
+# By the deprecated names; with the plugin it has the present one (`reuse`).
+TWO_BY_TWO = ["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"]
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +35,9 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_answers_are_those_of_one_rank(way: str, one_rank: Server, tmp_path: Path) -> None:
+def test_answers_are_those_of_one_rank(one_rank: Server, tmp_path: Path) -> None:
     wanted = [request(one_rank, prompt)[0] for prompt in PROMPTS]
-    args = [*COMMON, *WAYS[way]]
+    args = [*COMMON, *TWO_BY_TWO]
     model = qwen3(tmp_path / "qwen3")
     log = tmp_path / "server.log"
     with Server(args, model=model, log_path=log, env=CORES, stop="kill") as server:

@@ -57,9 +57,9 @@ def check_shapes() -> None:
         for j, rule in enumerate(RULES):
             heads, dim, first, rotary_dim, interleaved = SHAPES[(i + j) % len(SHAPES)]
             spec = make_spec(rotary_dim, rule, first=first, interleaved=interleaved, table=dtype)
-            positions = np.random.default_rng(1).integers(0, spec.max_pos, 6)
-            rows = naive.rotate(random_rows((6, heads, dim), dtype), positions, spec)
-            check(rows, positions, spec, 3)
+            positions = np.random.default_rng(1).integers(0, spec.max_pos, 4)
+            rows = naive.rotate(random_rows((4, heads, dim), dtype), positions, spec)
+            check(rows, positions, spec, 2)
 
 
 def check_random_bits() -> None:
@@ -86,11 +86,11 @@ def check_moves_and_copies() -> None:
 
 
 def check_corrections_are_rare() -> None:
-    positions = np.arange(32) * 15
+    positions = np.arange(16) * 31
     for ratio in (1.0, 1000.0):
         spec = make_spec(128, "fp32")
-        x = random_rows((32, 2, 128), torch.bfloat16, ratio=ratio)
-        bed = make_bed(naive.rotate(x, positions, spec), 32)
+        x = random_rows((16, 2, 128), torch.bfloat16, ratio=ratio)
+        bed = make_bed(naive.rotate(x, positions, spec), 16)
         fixes = gpu.save_k(bed.pool, bed.slots, positions, spec, bed.view)
         assert len(fixes) / x.numel() < 0.002, (ratio, len(fixes))
 

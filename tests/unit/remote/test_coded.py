@@ -293,7 +293,7 @@ def test_ranks_that_hold_the_same_share_coded_pages(make: Make, server: RedisSer
     two.save(numbers)
     one.save(numbers)
     assert one.uploaded(8)
-    assert two.count("remote_left_pages") == 8
+    assert until(lambda: two.count("remote_left_pages") == 8)
     assert two.count("remote_coded_pages") == 0
     two.store.clear()
     two.fetch(numbers)

@@ -68,12 +68,12 @@ class RemoteUploads:
     def saved(self, space: KeySpace, hashes: Hashes) -> None:
         """Pages were published in DRAM. Does not block."""
         if self._policy == "all":
-            self._offer(_Upload(space, self._mine(space, hashes), is_new=True))
+            self._offer(_Upload(space, hashes.copy(), is_new=True))
 
     def loaded(self, space: KeySpace, hashes: Hashes) -> None:
         """Pages were used by a request. Does not block."""
         if self._policy == "second_hit":
-            self._offer(_Upload(space, self._mine(space, hashes), is_new=False))
+            self._offer(_Upload(space, hashes.copy(), is_new=False))
 
     def send(self, space: KeySpace, hashes: Hashes) -> None:
         """Uploads those of some pages that are in DRAM. Blocks; `on_eviction`'s thread calls it."""
@@ -97,9 +97,9 @@ class RemoteUploads:
         self._thread.join(timeout=timeout_s)
 
     def _mine(self, space: KeySpace, hashes: Hashes) -> Hashes:
-        """A copy of those pages that are this process's to put."""
+        """Those pages that are this process's to put; asks the store's client about each."""
         if self._share.is_all:
-            return hashes.copy()
+            return hashes
         # Whose share a damaged value is in may not know of it, and would see it as being there.
         is_mine = self._share.has(hashes)
         if self._remote.has_rejected:
@@ -133,7 +133,9 @@ class RemoteUploads:
             if upload is None:
                 return
             try:
-                hashes = upload.hashes if upload.is_new else self._unknown(upload)
+                hashes = self._mine(upload.space, upload.hashes)
+                if not upload.is_new:
+                    hashes = self._unknown(upload.space, hashes)
                 for first in range(0, len(hashes), _UPLOAD_PAGES):
                     if not self._closing.is_set():
                         self._upload(upload.space, hashes[first : first + _UPLOAD_PAGES])
@@ -141,11 +143,10 @@ class RemoteUploads:
                 self._table.counters.add("remote_failures")
                 logger.exception("hier-kv: pages could not be uploaded")
 
-    def _unknown(self, upload: _Upload) -> Hashes:
+    def _unknown(self, space: KeySpace, hashes: Hashes) -> Hashes:
         """Pages that were not uploaded lately: the store is not asked again at each use."""
-        number = upload.space.number
-        new = [(number, row.tobytes()) not in self._uploaded for row in upload.hashes]
-        return upload.hashes[np.array(new, np.bool_)]
+        new = [(space.number, row.tobytes()) not in self._uploaded for row in hashes]
+        return hashes[np.array(new, np.bool_)]
 
     def _upload(self, space: KeySpace, hashes: Hashes) -> None:
         if not self._remote.usable:
