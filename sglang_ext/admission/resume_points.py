@@ -1,4 +1,4 @@
-"""Where a prompt of a hybrid can be resumed, for several ranks that have to agree on one place.
+"""Where a prompt of a hybrid can be resumed, also for several ranks that have to agree on a place.
 
 Such a prompt goes on only behind a place where its windows or its state are stored, too.
 """
@@ -51,6 +51,17 @@ class Resumption(Protocol):
             first: pages on the device.
             end: pages behind which the prompt is resumed.
         """
+
+
+def what_resumes(
+    layers: Resumption, space: KeySpace, hashes: Hashes, num_on_device: int, limit: int
+) -> tuple[Hashes, int]:
+    """Keys of what a prompt could reuse, and behind how many of its pages it goes on then.
+
+    See `Resumption.wish`.
+    """
+    wanted, num = layers.wish(space, hashes, num_on_device, limit)
+    return wanted, num_on_device + num
 
 
 class PromptPoints:

@@ -23,10 +23,11 @@ class Turns:
 
     Args:
         plans: the plans of all waiting requests.
-        look: looks for a request's pages again, and sets `WaitingRequest.found`.
+        look: looks for a request's pages again, and sets `WaitingRequest.found`; says whether they
+            are others than before.
     """
 
-    def __init__(self, plans: RequestPlans, look: Callable[[WaitingRequest], None]) -> None:
+    def __init__(self, plans: RequestPlans, look: Callable[[WaitingRequest], bool]) -> None:
         self._plans = plans
         self._look = look
         self._left = _TURNS_AT_ONCE
@@ -53,8 +54,8 @@ class Turns:
         if not self._left or not waiting.may_plan_again(now_s):
             return False
         self._left -= 1
-        self._look(waiting)
-        if (plan is None or waiting.found.total > plan.num_planned) and not self._plan(waiting):
+        anew = self._look(waiting) or plan is None or waiting.found.total > plan.num_planned
+        if anew and not self._plan(waiting):
             return False
         plan = waiting.plan
         waiting.had_turn = True

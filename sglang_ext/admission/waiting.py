@@ -467,7 +467,13 @@ class WaitingRoom:
             waiting = self._by_number.get(numbers[0])
             if waiting is None:
                 continue
-            num_pages += len(waiting.prefix.hashes)
+            path = waiting.prefix.path
+            num_pages += len(waiting.prefix.hashes if path is None else path)
+            if self._look_again(waiting):
+                self._changed = True
+                if waiting.plan is not None:  # it is for another place
+                    self._plans.make(waiting, waiting.plan.priority)
+                continue
             found = waiting.with_remote(self._find(waiting.number, waiting.prefix))
             if found.total != waiting.found.total:
                 self._changed = True
@@ -487,15 +493,15 @@ class WaitingRoom:
             self._ask_for_more(waiting)
             self._store.counters.add("device_lost_pages", prefix.num_on_device - num_on_device)
 
-    def _look_again(self, waiting: WaitingRequest) -> None:
-        """Its turn for a plan has come: what it could reuse may be more, or less, by now."""
+    def _look_again(self, waiting: WaitingRequest) -> bool:
+        """What it could reuse may be more, or less, by now; returns whether it is."""
         prefix = waiting.prefix
         if prefix.look_again is None:
-            return
-        hashes = prefix.look_again()
+            return False
+        hashes, resumes_at = prefix.look_again()
         if len(hashes) == len(prefix.hashes) and (hashes == prefix.hashes).all():
-            return
-        waiting.prefix = replace(prefix, hashes=hashes)
+            return False
+        waiting.prefix = replace(prefix, hashes=hashes, resumes_at=resumes_at)
         waiting.found = self._find(waiting.number, waiting.prefix)
         self._ask_for_more(waiting)
         # What the remote store was asked, and said, is of other pages at other places.
@@ -506,6 +512,7 @@ class WaitingRoom:
         waiting.answered = True
         if not (waiting.remote_failed or waiting.unanswered):
             self._ask(waiting)
+        return True
 
     def _ask_for_more(self, waiting: WaitingRequest) -> None:
         """More became known than its plan was made for: the next look makes it anew."""
@@ -516,13 +523,21 @@ class WaitingRoom:
         if self._store.lookahead is None:
             return self._store.locate_prefix(prefix.space, prefix.off_device, prefix.max_quality)
         return self._store.lookahead.expect(
-            number, prefix.space, prefix.hashes, prefix.num_on_device, prefix.max_quality
+            number,
+            prefix.space,
+            prefix.hashes,
+            prefix.num_on_device,
+            prefix.max_quality,
+            next_page=prefix.next_page,
         )
 
-    def _look(self, waiting: WaitingRequest) -> None:
-        """Looks for a request's pages again, without look-ahead."""
+    def _look(self, waiting: WaitingRequest) -> bool:
+        """Looks for a request's pages again, without look-ahead; whether it is for others."""
         self._follow_device(waiting)
+        if self._look_again(waiting):
+            return True
         waiting.found = waiting.with_remote(self._find(waiting.number, waiting.prefix))
+        return False
 
     def _end_prefetches(self) -> None:
         """Lets go of prefetches that have brought what there is, or are late."""

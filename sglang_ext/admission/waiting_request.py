@@ -54,10 +54,12 @@ class ReusablePrefix:
         max_quality: the worst that it may be given.
         device_anchor: says whether those are still there; for `WaitingRoom`'s `num_held`.
         prompt_tokens: tokens of the whole prompt.
-        look_again: what `hashes` would be now, where that is more than whether those are stored;
-            None where it is not.
+        look_again: what `hashes` and `resumes_at` would be now, where that is more than whether
+            those are stored; None where it is not.
         points: of a hybrid's prompt, where several ranks have to agree on one of them.
-        resumes_at: that which `hashes` are for, where there are `points`.
+        resumes_at: of a hybrid: pages behind which the prompt goes on with `hashes`.
+        path: u8 `[M, 32]`, of a hybrid: the prompt's pages that can be loaded at most, where more
+            of them may become of use while it waits; None: it is not looked for.
     """
 
     space: KeySpace
@@ -66,9 +68,17 @@ class ReusablePrefix:
     max_quality: int
     device_anchor: Any = None
     prompt_tokens: int = 0
-    look_again: Callable[[], Hashes] | None = None
+    look_again: Callable[[], tuple[Hashes, int]] | None = None
     points: PromptPoints | None = None
     resumes_at: int | None = None
+    path: Hashes | None = None
+
+    @property
+    def next_page(self) -> Hashes:
+        """The first page of a hybrid's `path` that it could not reuse; u8 `[n, 32]`, n <= 1."""
+        if self.path is None or self.resumes_at is None:
+            return self.hashes[:0]
+        return self.path[self.resumes_at : self.resumes_at + 1]
 
     @property
     def off_device(self) -> Hashes:

@@ -22,7 +22,7 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 from sglang_ext.admission.forward_timer import ForwardTimer
 from sglang_ext.admission.load_or_compute import LoadOrCompute
 from sglang_ext.admission.port import Admission, Solo
-from sglang_ext.admission.resume_points import PromptPoints
+from sglang_ext.admission.resume_points import PromptPoints, what_resumes
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import Hashes, hashes_to_hex
@@ -412,21 +412,23 @@ class HierKVRadixCache(UnifiedRadixCache):
         num_on_device = min(device_pages, num_pages)
         layers = self.linker.resumption
         path, tail, limit, resumable = hashes, hashes[num_on_device:], num_pages, 0
-        resumes_at, look_again, points = None, None, None
+        resumes_at, look_again, points, reach = None, None, None, None
         if layers is not None:
             tail = tail[: layers.most_pages]
             limit = (len(req.full_untruncated_fill_ids) - 1) // self.page_size
-            wish = partial(layers.wish, space, path, num_on_device, limit)
             if self.admission.decides_alone:
-                hashes, resumable = wish()
-                resumes_at, look_again = num_on_device + resumable, lambda: wish()[0]
+                look_again = partial(what_resumes, layers, space, path, num_on_device, limit)
+                hashes, resumes_at = look_again()
+                resumable = resumes_at - num_on_device
+                if self.linker.inquiries is None:  # else the remote store is asked, once
+                    reach = path[: num_on_device + layers.most_pages][:limit]
             else:
                 points = PromptPoints(layers, self.store, space, path, limit)
         anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
         prefix = ReusablePrefix(
             space, hashes, num_on_device, max_quality_of(req), anchor, num_tokens, look_again,
-            points,
+            points, resumes_at, reach,
         )  # fmt: skip
         self._note_enqueued(req, prefix, device_pages)  # before its plan begins to move its pages
         found = self.admission.enter(handle, prefix, key)

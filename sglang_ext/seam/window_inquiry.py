@@ -176,5 +176,8 @@ class WindowInquiries:
         wanted = [above, asked.tail[:end], entries]
         if end == len(asked.tail):
             wanted += [asked.last, self._layers.entries(asked.last)]
-        prefix = replace(asked.prefix, hashes=np.concatenate(wanted), look_again=None)
+        resumes_at = asked.prefix.num_on_device + end
+        prefix = replace(
+            asked.prefix, hashes=np.concatenate(wanted), look_again=None, resumes_at=resumes_at
+        )
         self._enter(handle, prefix, asked.key)

@@ -160,7 +160,7 @@ class HierKVConfig:
         "that were hit once; write_back pages that are about to leave DRAM, where they are worth "
         "more than what they displace, and a page that comes back to DRAM gives its place on disk "
         "up first; auto writes through until the disk is full and back from then on, or only "
-        "through with --hier-kv-lookahead off and where the disk is over 16 times DRAM.",
+        "through where the disk is over 16 times DRAM.",
         choices=("write_through", "selective", "write_back", "auto"),
     )
     prefetch_policy: str = _knob(
@@ -210,7 +210,7 @@ class HierKVConfig:
         "on",
         "on: the waiting queue decides what is fetched from disk first and what leaves DRAM last. "
         "off: pages are fetched when their request enters the queue, as far as DRAM has room then, "
-        "and when its turn comes; the least recent ones leave.",
+        "and when its turn comes; the least recent ones leave DRAM and disk.",
         choices=("on", "off"),
     )
     base_order: str = _knob(

@@ -209,7 +209,10 @@ class Model:
         assert ready == expected
         located = self.books.lookups.locate_prefix(SPACE, PAGES[pages], limit)
         assert sum(located) >= ready
-        assert self.books.loads.pin_ready(SPACE, PAGES[pages], limit) is None or ready == len(pages)
+        whole = self.books.loads.pin_ready(SPACE, PAGES[pages], limit)
+        if whole is not None:
+            assert ready == len(pages)
+            self.books.loads.release(whole.slots)
         if not ready:
             return False
         ticket = self.books.loads.pin_ready(SPACE, PAGES[pages[:ready]], limit)

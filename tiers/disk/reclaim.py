@@ -24,7 +24,11 @@ from sglang_ext.tiers.disk.context import DiskContext, Owner
 from sglang_ext.tiers.disk.segments.active import ActiveSegment
 from sglang_ext.tiers.disk.segments.catalog import Namespace, Segment
 from sglang_ext.tiers.disk.segments.fileio import aligned_array
-from sglang_ext.tiers.disk.segments.layout import FutureVersionError, LockedFooterError
+from sglang_ext.tiers.disk.segments.layout import (
+    FutureVersionError,
+    LockedFooterError,
+    segment_file_bytes,
+)
 from sglang_ext.tiers.disk.segments.recovery import read_footer
 from sglang_ext.tiers.records.checks import RecordKey
 from sglang_ext.tiers.records.record import ByteArray, RecordError, VerifyResult
@@ -104,6 +108,20 @@ class SegmentReclaimer:
                 return False
             self.reclaim(min(idle, key=lambda segment: segment.last_used))
         return True
+
+    def slots_that_fit(self, namespace: Namespace) -> int:
+        """Slots of a segment that would take what is left under the size bound; 0 for none.
+
+        Where segments are packed, footers grow as they are filled again, and need what is left.
+        """
+        config, slot_bytes = self._context.config, namespace.slot_bytes
+        if namespace.packed:
+            return 0
+        left = config.max_bytes - self._context.catalog.used_bytes
+        num_slots = min(max(0, left // slot_bytes), namespace.num_slots)
+        while num_slots and self._shortfall(segment_file_bytes(num_slots, slot_bytes)) > 0:
+            num_slots -= 1
+        return num_slots
 
     def reclaim_oldest(self) -> bool:
         """Drops the oldest sealed segment, one of this call last; returns whether there was one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from sglang_ext.tiers.policy.order import base_order
 
@@ -51,3 +52,7 @@ class PolicyConfig:
             raise ValueError(
                 f"capacity_pages is a number of pages or 0 for all rows, got {self.capacity_pages}"
             )
+
+
+LEAST_RECENT: Final = PolicyConfig(lookahead=False, return_times=False)
+"""The least recent page leaves: a policy that no request is known to."""

@@ -64,10 +64,10 @@ class PageStoreConfig:
 
     Attributes:
         write_policy: `write_through`, `selective`, `write_back`, or `auto`: through until the disk
-            is full, then back (where a policy looks ahead).
+            is full, then back.
         event_log: file for the event log; empty for none.
-        placement: what the policy that chooses what leaves is to do; None for the least recent
-            page, and no look-ahead.
+        placement: what the policy that chooses what leaves is to do, by the queue; None for the
+            least recent page, and no look-ahead.
         remote_policy: which pages go to the remote store: `all`, `second_hit` or `on_eviction`.
         put_share: of these, the ones that this process puts; others are put by who holds the same.
     """
@@ -91,7 +91,7 @@ class PageStore:
         counters: counts since start.
         events: the store's own log.
         gate: what every load and every save of a device's pages passes.
-        lookahead: tells the placement policy what waits; None without one.
+        lookahead: tells the placement policy what waits; None where it is not to know.
     """
 
     def __init__(
@@ -549,5 +549,4 @@ class PageStore:
 
         disk.is_hot, disk.on_moved, disk.on_drop = is_hot, on_moved, on_drop
         disk.num_needed = pages_on_disk.num_needed
-        if self._books.table.disk_order is not None:
-            disk.keeper = pages_on_disk
+        disk.keeper = pages_on_disk

@@ -82,6 +82,31 @@ def test_of_a_prompt_of_whole_pages_both_windows_are_meant(build: Build) -> None
         assert {page.tobytes() for page in wanted} <= set(meant), limit
 
 
+@pytest.mark.parametrize("lookahead", ["on", "off"])
+@pytest.mark.parametrize("kind", [WindowWorld, StateWorld])
+def test_what_is_stored_while_a_request_waits_is_reused(
+    build: Build, kind: type[WindowWorld], lookahead: str
+) -> None:
+    """Another one computes the same prompt meanwhile, and its pages leave device and DRAM."""
+    world = build(kind, host_pages=64, prefetch_policy="wait_complete", lookahead=lookahead)
+    waiting, other = (Request(name, _prompt(0), 0) for name in ("waiting", "other"))
+    world.enqueue(waiting)
+    world.enqueue(other)
+    world.wait_for(partial(world.admit, other))
+    while other in world.running:
+        world.go_on(other)
+    assert world.cache.hier_linker.quiesce()
+    world.cache.check_hicache_events()
+    world.wait_for(lambda: not world.store.stats()["spill_queue_pages"])
+    world.check_nothing_is_held()  # evicts all of the device
+    books = world.store._books
+    with books.table.lock:
+        books.room.evict(world.arena.num_slots)
+    world.wait_for(partial(world.admit, waiting))
+    assert waiting.num_loaded == PROMPT_PAGES * PAGE
+    world.drain()
+
+
 def _pages_hit(make: Build) -> int:
     world = make(host_pages=1024, disk_bytes=0)
     slots = _slots_of_a_prompt(world)

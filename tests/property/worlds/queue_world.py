@@ -19,7 +19,14 @@ import pytest
 
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.policy import PolicyConfig
-from sglang_ext.tiers.store.types import Rows
+from sglang_ext.tiers.store.types import (
+    FILLING,
+    ON_DISK,
+    QUEUED,
+    SPILLING,
+    WRITE_DROPPED,
+    Rows,
+)
 from tests.property.worlds.taint_world import PAGE, Request, World
 
 MAX_WAITING, MAX_RUNNING = 14, 3
@@ -188,7 +195,7 @@ class QueueWorld(World):
         """
         victims: Rows = self._victims(count, tenant)
         books = self.store._books
-        could_go = books.room.evictable(books.table.arena.num_slots)
+        could_go = self._could_go()
         places = {key: place for place, key in enumerate(self._names(victims))}
         rows = dict(zip(places, victims.tolist(), strict=True))
         for child, row in zip(self._names(could_go), could_go.tolist(), strict=True):
@@ -201,6 +208,15 @@ class QueueWorld(World):
                 self.unreachable.append(f"{child[:8]} stays, {parent[:8]}, which leads to it, goes")
         self.num_evictions += len(victims)
         return victims
+
+    def _could_go(self) -> Rows:
+        """Pages that nothing keeps in DRAM."""
+        table, writing = self.store._books.table, self.store._books.writing
+        rows = table.index.lru_tail(table.arena.num_slots, FILLING | SPILLING | QUEUED)
+        may = ~self.arena.pinned(table.index.host_slot[rows])
+        if writing.before_leaving:
+            may &= (table.index.flags[rows] & (ON_DISK | WRITE_DROPPED)) != 0
+        return rows[may]
 
     def _names(self, rows: Rows) -> list[str]:
         return [row.tobytes().hex() for row in self.store._books.table.index.keys(rows)[0]]

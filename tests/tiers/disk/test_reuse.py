@@ -10,7 +10,9 @@ import pytest
 
 from sglang_ext.tiers.base import Location
 from sglang_ext.tiers.disk import DiskTier
+from sglang_ext.tiers.disk.config import MIN_SLOTS
 from sglang_ext.tiers.disk.reuse import ReusedSegment
+from sglang_ext.tiers.disk.segments.layout import segment_file_bytes
 from sglang_ext.tiers.records.record import VerifyResult
 from tests.tiers.conftest import OpenTier
 from tests.tiers.page_books import PageBooks
@@ -104,6 +106,36 @@ def test_a_restart_finds_what_was_written_in_place(
         again.numbers = world.numbers
         for place, (page_hash, num_blocks) in pages.items():
             assert again.books.pages[place] == (page_hash, num_blocks)
+        again.check()
+        assert again.tier.stats().errors == {}
+        again.tier.close()
+
+
+def test_what_is_left_under_the_bound_becomes_a_shorter_segment(
+    open_tier: OpenTier, tmp_path: Path
+) -> None:
+    """It is written, killed, filled again and found like any other."""
+    settings = {"segment_bytes": 480 << 10}  # eight of 14 slots, and 13 slots are left
+    world = World(open_tier, packed=False, **settings)
+    world.write(range(112))
+    world.write(range(112, 118))
+    assert len(world.books.pages) == 118
+    assert world.tier.stats().segments_reused == 0
+    shutil.copytree(tmp_path / "disk", tmp_path / "killed")
+    killed = dict(world.books.pages)
+    for number in range(118, 718, 6):
+        assert None not in world.write(range(number, number + 6))
+    world.check()
+    stats = world.tier.stats()
+    assert MAX_BYTES - stats.used_bytes < segment_file_bytes(MIN_SLOTS, PACKED_SLOT_BYTES)
+    assert (stats.segments_dropped, stats.errors) == (0, {})
+    assert stats.segments_reused > 10
+    pages = dict(world.books.pages)
+    world.tier.close()
+    for folder, expected in (("disk", pages), ("killed", killed)):
+        again = World(open_tier, packed=False, path=tmp_path / folder, **settings)
+        again.numbers = world.numbers
+        assert {place: again.books.pages[place] for place in expected} == expected
         again.check()
         assert again.tier.stats().errors == {}
         again.tier.close()

@@ -38,7 +38,7 @@ def test_an_answer_for_other_pages_is_dropped(answered: bool, num_now: int) -> N
     store = RemoteStore(found=TierCounts(0, 4, 0))
     room, clock = make_room(store)
     now = _pages(num_now)
-    request = replace(prefix(), hashes=_pages(NUM_FULL + NUM_LAST), look_again=lambda: now)
+    request = replace(prefix(), hashes=_pages(NUM_FULL + NUM_LAST), look_again=lambda: (now, 0))
     room.enter("a", request)
     (first,) = store.asked
     assert (first.first_page, len(first.hashes)) == (NUM_FULL, NUM_LAST)
@@ -70,7 +70,7 @@ def test_what_lacks_of_other_pages_is_asked_for() -> None:
     store = RemoteStore()
     room, clock = make_room(store)
     now = [_pages(NUM_FULL + NUM_LAST)]
-    room.enter("a", replace(prefix(), hashes=_pages(NUM_FULL), look_again=lambda: now[0]))
+    room.enter("a", replace(prefix(), hashes=_pages(NUM_FULL), look_again=lambda: (now[0], 0)))
     assert not store.asked, "all of it is here"
     step(room, clock, "a")
     (lookup,) = store.asked

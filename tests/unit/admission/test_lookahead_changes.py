@@ -68,7 +68,28 @@ def test_whoever_left_is_not_named(make: Make) -> None:
     lookahead(rig).leave(1)
     assert changed(rig) == []
     assert not lookahead(rig)._missing
-    assert not lookahead(rig)._missing_of
+    assert not lookahead(rig)._behind
+
+
+def test_what_is_saved_behind_a_page_that_is_looked_out_for_wakes(make: Make) -> None:
+    """As the windows or the state of a hybrid are, which come behind its pages."""
+    rig = make(slots=16, lookahead=True)
+    path, other = pages("document", 4), pages("other", 2)
+    for request, first in enumerate((0, 2, 4)):
+        lookahead(rig).expect(request, rig.space, path[:0], 0, next_page=path[first : first + 1])
+    rig.save(path[:2])
+    assert changed(rig) == [0]
+    rig.save(other)
+    assert changed(rig) == []
+    rig.save(pages("state", 1), path[:2])
+    assert changed(rig) == [0]
+    rig.save(path[2:], path[:2])
+    assert changed(rig) == [0, 1]
+    for request in range(3):
+        lookahead(rig).leave(request)
+    rig.save(pages("another state", 1), path)
+    assert changed(rig) == []
+    assert not lookahead(rig)._behind
 
 
 def test_lost_pages_are_waited_for_again(make: Make) -> None:

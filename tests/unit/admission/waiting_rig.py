@@ -45,7 +45,7 @@ class Store:
     def lookahead(self) -> Store | None:
         return self if self.looks_ahead else None
 
-    def expect(self, request: Any, *_: object) -> TierCounts:
+    def expect(self, request: Any, *_: object, **__: object) -> TierCounts:
         if request not in self.requests:
             self.requests.append(request)
         return self.found

@@ -49,5 +49,6 @@ def test_a_wrong_state_and_a_wrong_step_are_found(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         rig.books.check()
     table.index.flags[rows[0]] = READY | ON_DISK
+    table.order.changed(rows[:1])
     rig.books.check()
     rig.store.close()

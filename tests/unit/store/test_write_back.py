@@ -184,9 +184,9 @@ def test_no_more_is_queued_behind_a_slow_disk_than_is_to_be_able_to_leave(make: 
 
 
 def test_capacity_adds_up_and_writes_stay_bounded() -> None:
-    """DRAM is a quarter of the disk, so what lies twice is worth as much."""
+    """DRAM is two fifths of the disk, so what lies twice is worth as much."""
     paths = [line.hash_ids for line in read_trace(BUNDLED, limit=250)]
-    sizes = StoreSizes(1 << 20, host_pages=240, disk_pages=720)
+    sizes = StoreSizes(1 << 20, host_pages=240, disk_pages=600)
     hits, per_hit = {}, {}
     for policy in ("write_through", "auto"):
         with virtual_store(sizes, PolicyConfig(), policy) as server:

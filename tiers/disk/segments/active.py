@@ -95,14 +95,22 @@ class ActiveSegment:
         self._table = SegmentTable(self.slot_blocks, segment.packed)
 
     @classmethod
-    def create(cls, context: DiskContext, namespace: Namespace, segment_id: int) -> ActiveSegment:
+    def create(
+        cls, context: DiskContext, namespace: Namespace, segment_id: int, num_slots: int
+    ) -> ActiveSegment:
         """Preallocates a segment under a temp name, then publishes it and adds it to the catalog.
+
+        Args:
+            context: the tier's.
+            namespace: whose segment it is.
+            segment_id: its number.
+            num_slots: slots that it has room for.
 
         Raises:
             OSError: the disk failed or is full; nothing is left behind.
         """
         io = context.io
-        file_bytes = segment_file_bytes(namespace.num_slots, namespace.slot_bytes)
+        file_bytes = segment_file_bytes(num_slots, namespace.slot_bytes)
         path = segment_path(namespace.folder, segment_id)
         temp = path.with_name(path.name + ".tmp")
         fd = io.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL | context.direct_flag)
@@ -113,7 +121,7 @@ class ActiveSegment:
                 encode_header(
                     SegmentHeader(
                         segment_id,
-                        namespace.num_slots,
+                        num_slots,
                         namespace.slot_bytes,
                         file_bytes,
                         namespace.digest,
@@ -144,7 +152,7 @@ class ActiveSegment:
             packed=namespace.packed,
         )
         context.catalog.add(segment)
-        return cls(context, segment, fd, namespace.num_slots)
+        return cls(context, segment, fd, num_slots)
 
     @property
     def free_blocks(self) -> int:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from sglang_ext.tiers.base import BLOCK_BYTES, Location
+from sglang_ext.tiers.disk.config import MIN_SLOTS
 from sglang_ext.tiers.disk.context import DiskContext, Owner, usable_slot
 from sglang_ext.tiers.disk.folder import SegmentIds
 from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE, SegmentReclaimer
@@ -154,27 +155,33 @@ class Writer:
                 return active
             self.seal(namespace.digest)
         needed = segment_file_bytes(namespace.num_slots, namespace.slot_bytes)
-        reused = self._reuse(namespace, blocks, needed)
-        if reused is not None:
-            self.actives[namespace.digest] = reused
-            return reused
-        if not self.reclaimer.make_room(needed, namespace.digest):
-            return None
-        active = self._create(namespace)
+        active = self._into_what_is_left(namespace, blocks, needed)
+        if active is None:
+            if not self.reclaimer.make_room(needed, namespace.digest):
+                return None
+            active = self._create(namespace, namespace.num_slots)
         if active is not None:
             self.actives[namespace.digest] = active
         return active
 
-    def _reuse(
+    def _into_what_is_left(
         self, namespace: Namespace, blocks: Sequence[int], needed: int
     ) -> ActiveSegment | None:
-        """Opens a segment with free places where there is no room for a new one."""
+        """Finds places under the size bound where there is no room for a new segment.
+
+        The rest of the room gets a smaller segment, then segments with free places are opened.
+        """
         keeper = self._owner.keeper
         if keeper is None or self.reclaimer.has_room(needed, namespace):
             return None
+        num_slots = self.reclaimer.slots_that_fit(namespace)
+        if num_slots >= MIN_SLOTS:
+            active = self._create(namespace, num_slots)
+            if active is not None:
+                return active
         return self._reuser.open(namespace, keeper, blocks, self.reclaimer.fresh)
 
-    def _create(self, namespace: Namespace) -> ActiveSegment | None:
+    def _create(self, namespace: Namespace, num_slots: int) -> ActiveSegment | None:
         """Makes a segment; on a full disk drops an old one and tries once more.
 
         A disk that stays full all the same is not our doing: no more is dropped for it until a
@@ -182,7 +189,7 @@ class Writer:
         """
         for is_last in (self._is_full_for_good, True):
             try:
-                active = ActiveSegment.create(self._context, namespace, self._ids.take())
+                active = ActiveSegment.create(self._context, namespace, self._ids.take(), num_slots)
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 if not full:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.policy import PlacementPolicy
+from sglang_ext.tiers.policy import LEAST_RECENT, PlacementPolicy
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store.books.disk_pages import DiskPages
 from sglang_ext.tiers.store.books.dram_room import DramRoom
@@ -69,30 +69,28 @@ class Books:
             write_policy: see `PageStoreConfig`.
             counters: where things are counted.
             events: the store's log.
-            policy: what leaves DRAM and the disk; None for the least recent page, and segments.
+            policy: what leaves DRAM and the disk, by the queue; None for the least recent page,
+                and no look-ahead.
             clock: time in seconds, monotonic.
             space_of: finds a key space by its number.
             disk_floor: the best that the disk tier keeps.
         """
-        order: DramOrder | None = None
-        disk_order: DiskOrder | None = None
-        if policy is not None:
-            disk_first = has_disk and write_policy in ("write_through", "auto")
-            order = DramOrder(arena, index, policy, disk_first=disk_first)
-            if has_disk:
-                disk_order = DiskOrder(index, policy)
+        looks_ahead = policy is not None
+        if policy is None:
+            policy = PlacementPolicy(index.capacity, LEAST_RECENT)
+        disk_first = has_disk and write_policy in ("write_through", "auto")
+        order = DramOrder(arena, index, policy, disk_first=disk_first)
+        disk_order = DiskOrder(index, policy) if has_disk else None
         self.table = table = PageTable(
             arena, index, policy, order=order, disk_order=disk_order, counters=counters,
             events=events, clock=clock,
         )  # fmt: skip
         self.lookups = Lookups(table)
-        self.writing = WritePolicy(
-            write_policy, has_disk=has_disk, order=order, page_by_page=disk_order is not None
-        )
+        self.writing = WritePolicy(write_policy, has_disk=has_disk, order=order)
         self.disk = DiskPages(table, self.writing)
         self.spills = SpillQueue(table, self.writing, self.disk, space_of or _no_space)
         self.room = DramRoom(table, self.spills, self.writing)
-        self.pins = PlanPins(table)
+        self.pins = PlanPins(table, yields_to_saves=not looks_ahead)
         self.plans = Plans(table, self.lookups, self.room, self.pins, self.disk)
         self.saves = Saves(table, self.room, self.pins, self.spills, self.writing, int(disk_floor))
         self.loads = Loads(table, self.lookups, self.spills)

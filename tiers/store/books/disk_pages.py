@@ -75,7 +75,7 @@ class DiskPages:
         """Forgets the disk copies needed least until `num_blocks` blocks are free or none is left.
 
         Returns:
-            The blocks given up; 0 where there is nothing left, or segments go as a whole.
+            The blocks given up; 0 where there is nothing left.
         """
         table, order = self._table, self._table.disk_order
         if order is None:
@@ -100,7 +100,7 @@ class DiskPages:
     ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]] | None:
         """First blocks, ascending, and lengths of those records of a segment that are pages.
 
-        None where that is not known page by page.
+        None without a disk.
         """
         order = self._table.disk_order
         if order is None:
@@ -109,7 +109,7 @@ class DiskPages:
             return order.live(segment)
 
     def num_live_blocks(self, segment: int) -> int:
-        """Blocks of these records; 0 where that is not known."""
+        """Blocks of these records."""
         order = self._table.disk_order
         if order is None:
             return 0
@@ -138,14 +138,11 @@ class DiskPages:
             known = np.flatnonzero(rows >= 0)
             rows = rows[known]
             heat[known] = self._index.stamp[rows] > max(clock, 0)
-            if self._table.policy is not None:
-                heat[known[self._table.policy.wanted(rows)]] = 2
+            heat[known[self._table.policy.wanted(rows)]] = 2
             return heat
 
     def num_needed(self, segment: int) -> int:
         """Pages in a disk segment that waiting requests need and DRAM does not have (linear)."""
-        if self._table.policy is None:
-            return 0
         with self._table.lock:
             rows = self._rows_of(segment)
             rows = rows[(self._index.flags[rows] & READY) == 0]
@@ -205,18 +202,16 @@ class DiskPages:
         return given_up
 
     def _rows_of(self, segment: int) -> Rows:
-        if self._table.disk_order is None:
-            return self._index.rows_of_segment(segment)
-        return self._table.disk_order.rows_of(segment)
+        order = self._table.disk_order
+        return np.empty(0, np.int64) if order is None else order.rows_of(segment)
 
     def _lose(self, rows: Rows) -> None:
         """Forgets disk copies; what DRAM does not have either is gone."""
         table = self._table
         in_dram = (self._index.flags[rows] & (READY | FILLING)) != 0
-        if table.policy is not None:
-            wanted = table.policy.wanted(rows)
-            table.counters.add("disk_evicted_wanted_pages", int(wanted.sum()))
-            table.counters.add("lost_wanted_pages", int(wanted[~in_dram].sum()))
+        wanted = table.policy.wanted(rows)
+        table.counters.add("disk_evicted_wanted_pages", int(wanted.sum()))
+        table.counters.add("lost_wanted_pages", int(wanted[~in_dram].sum()))
         table.take_off_disk(rows)
         # They are not written again (that could repeat for ever), so DRAM may evict them.
         table.take(LOSE_COPY, rows[in_dram])

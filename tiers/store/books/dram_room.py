@@ -2,8 +2,7 @@
 
 A page in DRAM may be evicted only if it is ready, unpinned and not being written to disk. It must
 also be on disk already or not meant for it; under write-back, eviction queues an unwritten page
-that it meets. With a policy `DramOrder` chooses the page. Without one the LRU list does: a child is
-touched before its parent, so that in DRAM no page outlives the pages before it on its path.
+that it meets. `DramOrder` chooses the page.
 """
 
 from __future__ import annotations
@@ -19,24 +18,17 @@ from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.spill_queue import SpillQueue
 from sglang_ext.tiers.store.books.write_policy import WritePolicy
 from sglang_ext.tiers.store.types import (
-    FILLING,
     ON_DISK,
-    QUEUED,
     SENT,
-    SPILLING,
     WRITE_DROPPED,
     Hashes,
     Rows,
     Slots,
 )
 
-# Rows of the LRU tail that one look at it is about, so that it stays short when none can leave.
-_MIN_EVICTION_SCAN, _MAX_EVICTION_SCAN = 64, 4096
-# Candidates for each page to evict by age alone, where some cannot leave.
-_SCAN_BY_AGE = 4
 # How often room is asked for again because pages were met that stay.
 _MAX_TAKES = 16
-# Share of DRAM that saves leave free for promotions, where a policy looks ahead.
+# Share of DRAM that saves leave free for promotions.
 _RESERVE_SHARE = 1 / 32
 _BURST_FADES = 0.99  # what the largest save counts for, at each save after it
 # Pages that write-back keeps free or written ahead of saves, unless one save was larger.
@@ -102,9 +94,9 @@ class DramRoom:
                 self.on_unsent(*self._index.keys(rows[unsent]), on_disk[unsent])
         self._arena.free(self._index.host_slot[rows])
         table.leave_dram(rows[on_disk])
-        if table.policy is not None:  # asked before it forgets them
-            num_lost_wanted = int(table.policy.wanted(rows[~on_disk]).sum())
-            table.counters.add("lost_wanted_pages", num_lost_wanted)
+        # Asked before the policy forgets them.
+        num_lost_wanted = int(table.policy.wanted(rows[~on_disk]).sum())
+        table.counters.add("lost_wanted_pages", num_lost_wanted)
         table.remove(rows[~on_disk], Absence.EVICTED_HOST)
         table.num_moved += len(rows)
         table.counters.add("evicted_pages", len(rows))
@@ -116,43 +108,14 @@ class DramRoom:
     def victims(self, count: int, tenant: int | None = None) -> Rows:
         """Up to `count` pages to evict, in the order in which they leave."""
         table = self._table
-        if table.policy is None or table.order is None:
-            return table.lineage.children_first(self.evictable(count), count)
         victims = self._take_clean(table.order, count, tenant)
         num_wanted = int(table.policy.wanted(victims).sum())
         self.num_wanted_evicted += num_wanted
         table.counters.add("evicted_wanted_pages", num_wanted)
         return victims
 
-    def evictable(self, count: int) -> Rows:
-        """Those of the least recent pages that may leave DRAM now, coldest first.
-
-        Looks at some more than `count`. Pinned pages that are met are in use, so they and what
-        leads to them are made recent, and it looks again; unwritten ones are queued where pages
-        are written back.
-        """
-        lineage = self._table.lineage
-        scan = min(max(_SCAN_BY_AGE * count, _MIN_EVICTION_SCAN), _MAX_EVICTION_SCAN)
-        for _ in range(_MAX_TAKES):
-            rows = self._index.lru_tail(scan, FILLING | SPILLING | QUEUED)
-            pinned = self._arena.pinned(self._index.host_slot[rows])
-            stay = pinned.copy()
-            if self._writing.before_leaving:
-                unwritten = self._unwritten(rows) & ~pinned
-                if self._writing.back:
-                    self._spills.queue_from_root(rows[unwritten][:count])
-                stay |= unwritten
-            if not pinned.any():
-                break
-            self._index.lru_touch(rows[pinned])
-            for row in lineage.tops(rows[pinned]).tolist():
-                self._index.lru_touch(lineage.above(row))
-        return rows[~stay]
-
     def next_to_leave(self, count: int) -> Rows:
         """Up to `count` pages of DRAM that would leave next."""
-        if self._table.order is None:
-            return self._index.lru_tail(count, FILLING)
         return self._table.order.next_to_leave(count, self._table.now_s())
 
     @property
@@ -179,7 +142,7 @@ class DramRoom:
             self._look_at = table.num_moved + max(1, num_pages // _LOOKS)
             self._look_s = now_s + _LOOK_S
             # What is on its way to disk stands in no order of leaving, but will be able to leave.
-            num_queued = self._spills.num_queued if table.order is not None else 0
+            num_queued = self._spills.num_queued
             rows = self.next_to_leave(max(0, num_pages - self._arena.num_free - num_queued))
             self._spills.queue_from_root(rows[self._unwritten(rows)])
 

@@ -55,9 +55,9 @@ class PageTable:
         lock: guards everything in the store's books.
         arena: the slots.
         index: the rows; its flags change here only.
-        policy: what the queue needs; None without look-ahead and learned order.
-        order: what leaves DRAM next; None for the least recent page.
-        disk_order: what leaves the disk, page by page; None where whole segments do.
+        policy: what the queue needs, if any of it is known, and what was used when.
+        order: what leaves DRAM next.
+        disk_order: what leaves the disk next; None without one.
         lineage: which page follows which.
         lost: which pages left the last tier that had them.
         waits: the plans that wait for rows.
@@ -74,9 +74,9 @@ class PageTable:
         self,
         arena: HostArena,
         index: PageIndex,
-        policy: PlacementPolicy | None,
+        policy: PlacementPolicy,
         *,
-        order: DramOrder | None,
+        order: DramOrder,
         disk_order: DiskOrder | None,
         counters: StoreCounters,
         events: EventLog,
@@ -118,10 +118,9 @@ class PageTable:
             alone = on_disk & ~in_dram
             assert (quality[alone] == disk_quality[alone]).all(), "quality is not the copy's"
             assert self.has_inexact or not quality.any()
-            if self.order is not None:
-                ready = (flags & READY) != 0
-                assert (self.order.has(rows) == ready).all(), "DRAM and its order disagree"
-                self.order.check()
+            ready = (flags & READY) != 0
+            assert (self.order.has(rows) == ready).all(), "DRAM and its order disagree"
+            self.order.check()
             if self.disk_order is not None:
                 self.disk_order.check(rows[on_disk])
 
@@ -129,7 +128,7 @@ class PageTable:
         """Takes a step with some pages."""
         flags = self.index.flags
         flags[rows] = (flags[rows] & step.keeps) | step.sets
-        if step.tells and self.order is not None:
+        if step.tells:
             self.order.changed(rows)
         if step.tells and self.disk_order is not None:
             self.disk_order.changed(rows)
@@ -139,14 +138,12 @@ class PageTable:
     def pin(self, slots: Slots) -> None:
         """Keeps what lies in these slots there."""
         self.arena.pin(slots)
-        if self.order is not None:
-            self.order.changed_slots(slots)
+        self.order.changed_slots(slots)
 
     def unpin(self, slots: Slots) -> None:
         """Gives pins back."""
         self.arena.unpin(slots)
-        if self.order is not None:
-            self.order.changed_slots(slots)
+        self.order.changed_slots(slots)
 
     def fill(self, rows: Rows, slots: Slots) -> None:
         """Somebody begins to write pages into slots, and pins these."""
@@ -165,8 +162,7 @@ class PageTable:
         self.take(step, rows)
         self.num_moved += len(rows)
         self.index.lru_add(rows[::-1])
-        if self.order is not None:
-            self.order.enter(rows)
+        self.order.enter(rows)
 
     def settle(self, rows: Rows, slots: Slots, *, failed: bool) -> None:
         """Ends the waits of plans for pages that were to be read into these slots.
@@ -232,8 +228,7 @@ class PageTable:
             self.lost.note(*self.index.keys(live), why)
         self.take_off_disk(live)
         self.lineage.forget(live)
-        if self.policy is not None:
-            self.policy.forget(live)
+        self.policy.forget(live)
         self.waits.end(live, failed=True)  # the next page of these rows is another's
         return self.index.remove(rows)
 
@@ -247,19 +242,16 @@ class PageTable:
         self.index.lru_touch(rows[::-1])
         if len(rows) and rows[0] >= 0:
             self.index.lru_touch(self.lineage.above(int(rows[0])))
-        if self.policy is not None:
-            self.policy.touched(rows, self.now_s())
+        self.policy.touched(rows, self.now_s())
 
     def link(self, path: Rows) -> None:
         """Notes which page follows which."""
         self.lineage.link(path)
-        if self.policy is not None:
-            self.policy.link(path, self.now_s())
+        self.policy.link(path, self.now_s())
 
     def assign(self, rows: Rows, tenant: int) -> None:
         """Notes whose share pages count towards."""
-        if self.policy is not None:
-            self.policy.assign(rows, tenant)
+        self.policy.assign(rows, tenant)
 
     def moved(self, rows: Rows) -> Hashes | None:
         """Tells `on_moved` of pages that come to a tier or leave one; their hashes, for the log."""

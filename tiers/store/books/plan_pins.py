@@ -25,12 +25,17 @@ class PlanPins:
     All plans together pin at most `max_planned_pages`, so that saves and loads can go on, and a
     single one up to `max_lone_plan_pages`; a page that several plans share counts once.
 
+    Args:
+        table: the pages.
+        yields_to_saves: whether a save that lacks room may take that of plans: without look-ahead.
+
     Attributes:
         num_pages: slots that plans pin or will pin, as what they fetch arrives.
     """
 
-    def __init__(self, table: PageTable) -> None:
+    def __init__(self, table: PageTable, *, yields_to_saves: bool) -> None:
         self._table = table
+        self._yields_to_saves = yields_to_saves
         num_slots = table.arena.num_slots
         self.max_planned_pages = max(1, int(num_slots * _PLAN_SHARE))
         self.max_lone_plan_pages = max(1, int(num_slots * _LONE_PLAN_SHARE))
@@ -91,7 +96,7 @@ class PlanPins:
         Returns:
             Whether there was one.
         """
-        if self._table.policy is not None or len(self._plans) < 2:
+        if not self._yields_to_saves or len(self._plans) < 2:
             return False
         first, *others = sorted(self._plans, key=lambda plan: plan.priority)
         stays = np.zeros(self._table.arena.num_slots, np.bool_)

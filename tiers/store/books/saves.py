@@ -35,7 +35,8 @@ class Saves:
 
     Attributes:
         on_published: told of pages that became known, or known better: number of their key space,
-            hashes. Called with the lock held.
+            hashes, rows of the path that leads to them, -1 for unknown pages, and theirs. Called
+            with the lock held.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Saves:
         self._table, self._index = table, table.index
         self._room, self._pins, self._spills = room, pins, spills
         self._writing, self._disk_floor = writing, disk_floor
-        self.on_published: Callable[[int, Hashes], None] | None = None
+        self.on_published: Callable[[int, Hashes, Rows], None] | None = None
 
     def begin(
         self,
@@ -116,7 +117,7 @@ class Saves:
             if ok:
                 table.publish(rows)
                 if self.on_published is not None:
-                    self.on_published(ticket.space.number, ticket.hashes)
+                    self.on_published(ticket.space.number, ticket.hashes, ticket.path)
                 rows = np.concatenate([rows, replaced])
                 table.touch(ticket.path)
                 if self._writing.through:

@@ -11,8 +11,7 @@ class WritePolicy:
     Args:
         name: `write_through`, `selective`, `write_back` or `auto`.
         has_disk: whether there is a disk.
-        order: of DRAM; None for the least recent page.
-        page_by_page: whether the disk gives up pages, and no whole segments.
+        order: of DRAM.
 
     Attributes:
         name: as given.
@@ -20,20 +19,17 @@ class WritePolicy:
         closing: what is only in DRAM is about to be gone, so no copy on disk is spare.
     """
 
-    def __init__(
-        self, name: str, *, has_disk: bool, order: DramOrder | None, page_by_page: bool
-    ) -> None:
+    def __init__(self, name: str, *, has_disk: bool, order: DramOrder) -> None:
         self.name = name
         self._has_disk = has_disk
         self._order = order
-        self._page_by_page = page_by_page
         self.disk_is_full = self.closing = False
 
     @property
     def through(self) -> bool:
         """Whether pages are written as they are saved, to have them on disk beside DRAM."""
         if self.name == "auto":
-            return self._has_disk and not (self._page_by_page and self.disk_is_full)
+            return self._has_disk and not self.disk_is_full
         return self._has_disk and self.name == "write_through"
 
     @property
@@ -56,7 +52,7 @@ class WritePolicy:
     def note_full(self) -> None:
         """The disk had to give up pages."""
         self.disk_is_full = True
-        if self._order is not None and self.back:
+        if self.back:
             # From now on an unwritten page is held in DRAM only while it is queued for the disk.
             self._order.disk_first = False
 

@@ -22,12 +22,48 @@ from sglang_ext.tiers.store.types import (
     WRITE_DROPPED,
     Hashes,
     KeySpace,
+    Rows,
     TierCounts,
 )
 
 Key = tuple[int, bytes]  # number of the key space, hash of the page
 
 _MIX, _U64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+class _Wishes:
+    """Waiting requests by a page that each looks out for. The table's lock guards it."""
+
+    def __init__(self) -> None:
+        self._requests: dict[Key, dict[Hashable, None]] = {}
+        self._pages: dict[Hashable, Key] = {}  # by request
+
+    def __bool__(self) -> bool:
+        return bool(self._pages)
+
+    def set(self, request: Hashable, space: KeySpace, hashes: Hashes) -> None:
+        """A request looks out for the first of some pages, or for none, and no more for another."""
+        self.drop(request)
+        if len(hashes):
+            key = self._pages[request] = space.number, hashes[0].tobytes()
+            self._requests.setdefault(key, {})[request] = None
+
+    def drop(self, request: Hashable) -> None:
+        """A request looks out for nothing more; unknown ones are ignored."""
+        key = self._pages.pop(request, None)
+        if key is None:
+            return
+        requests = self._requests[key]
+        del requests[request]
+        if not requests:
+            del self._requests[key]
+
+    def of(self, number: int, hashes: Hashes) -> dict[Hashable, None]:
+        """Who looks out for any of these pages of a key space, in order."""
+        found: dict[Hashable, None] = {}
+        for row in hashes:
+            found.update(self._requests.get((number, row.tobytes()), {}))
+        return found
 
 
 class LookAhead:
@@ -44,10 +80,10 @@ class LookAhead:
         self._policy = policy  # guarded by the table's lock
         self.num_waiting = 0  # requests; of the last call of `window`
         self.num_in_window = 0
-        # Waiting requests by the first page that they miss, and that page by request. In _changed
-        # are, in order, requests to be looked up again. All guarded by the table's lock.
-        self._missing: dict[Key, dict[Hashable, None]] = {}
-        self._missing_of: dict[Hashable, Key] = {}
+        # What requests wait for by the first page that they miss, and hybrids by the first one
+        # that they could not reuse, stored or not. In _changed are, in order, requests to be looked
+        # up again. All guarded by the table's lock.
+        self._missing, self._behind = _Wishes(), _Wishes()
         self._changed: dict[Hashable, None] = {}
         books.saves.on_published = self._published
 
@@ -58,6 +94,8 @@ class LookAhead:
         hashes: Hashes,
         num_above: int,
         max_quality: int = ANY,
+        *,
+        next_page: Hashes | None = None,
     ) -> TierCounts:
         """A request waits, or what it waits for has become known better.
 
@@ -67,6 +105,9 @@ class LookAhead:
             hashes: u8 `[N, 32]`, its pages from the root on.
             num_above: leading pages that lie on the device.
             max_quality: the worst that it may be given.
+            next_page: u8 `[n, 32]`, n <= 1: whenever something is saved on a path through this page
+                of its prompt, the request should be looked for again. A window or a state that is
+                saved may let a hybrid go on there.
 
         Returns:
             Where those of its other pages lie that are stored.
@@ -80,7 +121,8 @@ class LookAhead:
             # With nothing stored behind the device prefix, copies of the prefix are not needed.
             self._policy.enqueue(request, path if len(below) else below, table.now_s())
             self._spills.wanted(space, below)
-            self._miss(request, space, hashes[num_above + len(below) :])
+            self._missing.set(request, space, hashes[num_above + len(below) :])
+            self._behind.set(request, space, hashes[:0] if next_page is None else next_page)
             return self._lookups.count_tiers(below)
 
     def take_changed(self, most: int) -> list[Hashable]:
@@ -124,14 +166,15 @@ class LookAhead:
                 return
             table.lineage.depart(rows[:first], rows[end:])
             table.counters.add("left_behind_pages", len(left))
-            if table.order is not None and table.order.left_never_return:
+            if table.order.left_never_return:
                 table.index.lru_sink(left[::-1])
 
     def leave(self, request: Hashable) -> None:
         """A request does not wait any more; unknown ones are ignored."""
         with self._table.lock:
             self._policy.leave(request)
-            self._stop_missing(request)
+            self._missing.drop(request)
+            self._behind.drop(request)
             self._changed.pop(request, None)
 
     def rested(self, space: KeySpace, hashes: Hashes) -> None:
@@ -234,7 +277,7 @@ class LookAhead:
         with table.lock:
             rows = table.index.prefix_rows(hashes, space.number)
             rows = rows[(table.index.flags[rows] & READY) != 0]
-            if table.order is not None and table.disk_order is not None:
+            if table.disk_order is not None:
                 num = table.order.demote(rows)
                 unwritten = (table.index.flags[rows] & (ON_DISK | WRITE_DROPPED)) == 0
                 self._spills.queue_from_root(rows[unwritten][::-1])
@@ -280,26 +323,10 @@ class LookAhead:
 
     # ---- private; the caller holds the lock ----
 
-    def _miss(self, request: Hashable, space: KeySpace, missing: Hashes) -> None:
-        """Notes the first page that is not stored of those that a request could use."""
-        self._stop_missing(request)
-        if len(missing):
-            key = space.number, missing[0].tobytes()
-            self._missing_of[request] = key
-            self._missing.setdefault(key, {})[request] = None
-
-    def _stop_missing(self, request: Hashable) -> None:
-        key = self._missing_of.pop(request, None)
-        if key is None:
-            return
-        requests = self._missing[key]
-        del requests[request]
-        if not requests:
-            del self._missing[key]
-
-    def _published(self, number: int, hashes: Hashes) -> None:
+    def _published(self, number: int, hashes: Hashes, path: Rows) -> None:
         """Pages of a key space became known, or known better."""
-        if not self._missing:
-            return
-        for row in hashes:
-            self._changed.update(self._missing.get((number, row.tobytes()), {}))
+        if self._missing:
+            self._changed.update(self._missing.of(number, hashes))
+        if self._behind:
+            index = self._table.index
+            self._changed.update(self._behind.of(number, index.keys(path[index.is_live(path)])[0]))

@@ -1,4 +1,4 @@
-"""Which page follows which on a path, so that no page leaves before one that it leads to.
+"""Which page follows which on a path, so that a flush writes no page before one that leads to it.
 
 Loops run in numba without the GIL.
 """
@@ -20,7 +20,7 @@ class PageParents:
     Rows are reused, so a link may point to a row that now holds another page. It is followed only
     if the depths fit: it then ends, or leads to a page of the same depth, and never in a circle.
 
-    Memory: 12 bytes a row, committed as rows come into use.
+    Memory: 8 bytes a row, committed as rows come into use.
 
     Args:
         num_rows: rows are 0 to `num_rows` - 1.
@@ -33,7 +33,6 @@ class PageParents:
     def _reserve(self, num_rows: int) -> None:
         self._parents = np.zeros(num_rows, np.int32)  # row + 1; 0 for none
         self._depths = np.zeros(num_rows, np.int32)
-        self._children = np.zeros(num_rows, np.int32)  # of `children_first`; 0 between calls
 
     def link(self, path: Rows) -> None:
         """Notes a path, root first. Only the part behind its last unknown (negative) row counts."""
@@ -58,25 +57,6 @@ class PageParents:
         rows = np.empty(self._depths[row], np.int64)
         num: int = _above(self._parents, self._depths, row, rows)
         return rows[:num]
-
-    def tops(self, rows: Rows) -> Rows:
-        """Those of some pages before which there is one that is not among them."""
-        parents = self._parents[rows].astype(np.int64) - 1
-        result: Rows = rows[(parents >= 0) & ~np.isin(parents, rows)]
-        return result
-
-    def children_first(self, leaving: Rows, count: int) -> Rows:
-        """Returns up to `count` of these pages, each child before its parent.
-
-        Args:
-            leaving: i64 `[N]`, distinct, in the order in which they should leave.
-            count: how many to return at most.
-        """
-        chosen = np.empty(min(count, len(leaving)), np.int64)
-        num: int = _children_first(
-            self._parents, self._depths, self._children, np.ascontiguousarray(leaving), chosen
-        )
-        return chosen[:num]
 
 
 @compiled
@@ -104,35 +84,6 @@ def _above(parents: Any, depths: Any, row: int, rows: Any) -> int:
     return num
 
 
-@compiled
-def _children_first(parents: Any, depths: Any, children: Any, leaving: Any, chosen: Any) -> int:
-    for row in leaving:
-        above = parents[row] - 1
-        if above >= 0 and depths[above] == depths[row] - 1:
-            children[above] += 1
-    num, before = 0, -1
-    while num < chosen.size and num > before:
-        before = num
-        for i in range(leaving.size):
-            row = leaving[i]
-            if num == chosen.size:
-                break
-            if children[row] != 0:
-                continue
-            chosen[num] = row
-            num += 1
-            children[row] = -1  # taken
-            above = parents[row] - 1
-            if above >= 0 and depths[above] == depths[row] - 1:
-                children[above] -= 1
-    for row in leaving:
-        children[row] = 0
-        above = parents[row] - 1
-        if above >= 0:
-            children[above] = 0
-    return num
-
-
 @functools.cache
 def _compile_loops() -> None:
     """Calls every loop once, so that nothing compiles while serving."""
@@ -140,4 +91,3 @@ def _compile_loops() -> None:
     lineage._reserve(4)
     lineage.link(np.arange(3))
     lineage.above(2)
-    lineage.children_first(np.arange(3), 2)
