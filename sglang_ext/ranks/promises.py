@@ -21,7 +21,12 @@ import numpy as np
 
 from sglang_ext.admission.waiting import Progress, WaitingRoom
 from sglang_ext.admission.waiting_request import Readiness, ReusablePrefix
-from sglang_ext.ranks.consensus import MAX_REQUESTS, AgreedRequest, RequestReport
+from sglang_ext.ranks.consensus import (
+    MAX_REQUESTS,
+    AgreedRequest,
+    RankDivergenceError,
+    RequestReport,
+)
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
 from sglang_ext.tiers.store.types import Hashes, Rows, Slots
 
@@ -279,6 +284,9 @@ class PromiseBook:
         Returns:
             The pages, with the quality that was agreed; to end with `PageStore.release`. None when
             they are not what was promised, on all ranks alike.
+
+        Raises:
+            RankDivergenceError: they were promised and are not pinned here; a bug.
         """
         end_page = device_pages + len(hashes)
         if self.num_promised(handle, space, device_pages) < len(hashes):
@@ -290,6 +298,10 @@ class PromiseBook:
         ):
             return None
         self._keep(promise, device_pages, promise.end_page)
+        if promise.first_page != device_pages or promise.end_page < end_page:
+            raise RankDivergenceError(
+                "hier-kv promised pages that it does not hold; restart the server and report this"
+            )
         taken = part_of(promise.ticket, 0, len(hashes))
         promise.ticket = part_of(promise.ticket, len(hashes), len(promise.ticket.rows))
         promise.first_page = end_page

@@ -260,27 +260,19 @@ def test_stages_that_take_a_round_a_step_sooner_wait_for_each_other(
 def test_stages_keep_what_they_told_of_until_it_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where pins are given back in between, a promise is of pages that are gone."""
+    """Where pins are given back in between, a promise is of pages that are gone: it ends there."""
     caplog.set_level(logging.CRITICAL)
 
     def forgets(self: StagedLockstep) -> Any:
-        for handle, promise in self.promises._open.items():
-            if self.promises._room.progress(handle).end_page < promise.end_page:
-                self.promises._keep(promise, promise.first_page, promise.first_page)
+        for promise in self.promises._open.values():
+            self.promises._keep(promise, promise.first_page, promise.first_page)
         return steps(self)
 
     steps = StagedLockstep.step
     monkeypatch.setattr(StagedLockstep, "step", forgets)
     monkeypatch.setattr(ranks_world, "WAIT_S", 20.0)
 
-    def run_worlds() -> None:
-        for seed in range(1, 20):
-            folder = tmp_path / str(seed)
-            folder.mkdir()
-            ranks, _ = run_ranks(
-                folder, num_ranks=2, num_steps=NUM_STEPS, seed=seed, policy="timeout", num_stages=2
-            )
-            check_alike(ranks)
-
-    with pytest.raises((RankDivergenceError, AssertionError, IndexError, ValueError)):
-        run_worlds()
+    with pytest.raises(RankDivergenceError, match="does not hold"):
+        run_ranks(
+            tmp_path, num_ranks=2, num_steps=NUM_STEPS, seed=1, policy="timeout", num_stages=2
+        )
