@@ -25,7 +25,12 @@ from runtime_cpu.zygote import Job
 _READ_LATE = (
     *("SGLANG_HIER_KV_", "BENCH_FAULTS_", "BENCH_RANK_PROBE", "PYTEST_CURRENT_TEST"),
     *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER"),
-    *("SGLANG_MAMBA_CONV_DTYPE", "HIER_KV_TEST_", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"),
+    *(
+        "SGLANG_PP_LAYER_PARTITION",
+        "SGLANG_MAMBA_CONV_DTYPE",
+        "HIER_KV_TEST_",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+    ),
 )
 _PATH = "PYTHONPATH"
 _IMPORTED_AT_START = ("sitecustomize", "usercustomize")
@@ -34,8 +39,7 @@ _RANK_OPTIONS = ("--tp-size", "--tensor-parallel-size", "--tp")
 _DATA_OPTIONS = ("--dp-size", "--data-parallel-size", "--dp")
 _ATTENTION_DATA_OPTIONS = ("--attn-dp-size", "--attention-data-parallel-size")
 _ATTENTION_DATA_SWITCH = "--enable-dp-attention"
-# With these nobody has tried it.
-_UNTRIED = ("--pp-size", "--pipeline-parallel-size")
+_STAGE_OPTIONS = ("--pp-size", "--pipeline-parallel-size")
 
 
 class ForkedServer:
@@ -113,7 +117,7 @@ class Nursery:
             for name in {*env, *self._base} - {_PATH}
             if env.get(name) != self._base.get(name) and not name.startswith(_READ_LATE)
         }
-        if changed or any(arg.startswith(_UNTRIED) for arg in args):
+        if changed:
             return False
         base, path = (each.get(_PATH, "").split(os.pathsep) for each in (self._base, env))
         return set(base) <= set(path) and all(map(_comes_late, set(path) - set(base)))
@@ -173,7 +177,8 @@ def num_children(args: Sequence[str]) -> list[int]:
     the detokenizer comes behind them. Nodes have as many schedulers each; those behind the first
     have no detokenizer, and the copy that waits to be one ends with its node.
     """
-    num_ranks = _value(args, _RANK_OPTIONS) // _value(args, _NODE_OPTIONS)
+    num_ranks = _value(args, _RANK_OPTIONS) * _value(args, _STAGE_OPTIONS)
+    num_ranks //= _value(args, _NODE_OPTIONS)
     num_data, num_attention_data = (
         _value(args, options) for options in (_DATA_OPTIONS, _ATTENTION_DATA_OPTIONS)
     )

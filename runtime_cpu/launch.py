@@ -21,6 +21,9 @@ DEFAULT_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    # A server of which a process ends would wait 65 s for dumps of a GPU's state before it ends.
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
 }
 
 DEFAULT_OPTIONS = {

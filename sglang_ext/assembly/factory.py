@@ -108,7 +108,7 @@ def build_cache(ctx: Any) -> Any:
     place = rank_place(ctx)
     config = HierKVConfig.from_dict(ctx.server_args._hier_kv)
     if place.num_nodes > 1:
-        _agree_with_nodes(ctx, config)
+        _agree_with_nodes(ctx, config, place)
     if config.disk_dir and place.num_ranks > 1:
         _share_folder(Path(config.disk_dir), ctx.server_args._hier_kv_server)
     config = place.config_of(config)
@@ -154,7 +154,8 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     if is_hybrid:
         config = with_windows(config)
     is_bound = bool(drafts) or is_hybrid
-    ropes = bound_ropes(pool) if is_bound else discover_ropes(runner.model, pool)
+    first_layer = int(kv_pool.start_layer) if place.pp_size > 1 else 0
+    ropes = bound_ropes(pool) if is_bound else discover_ropes(runner.model, pool, first_layer)
     page_codec = build_page_codec(config, pool, layout, kv_pool.dtype, runner)
     remote_codec = build_remote_codec(config, pool, layout, kv_pool.dtype, runner)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
@@ -270,6 +271,7 @@ def _metrics(
             "model_name": ctx.server_args.served_model_name or ctx.server_args.model_path,
             "tp_rank": str(place.tp_rank),
             "dp_rank": str(place.dp_rank),
+            **({"pp_rank": str(place.pp_rank)} if place.pp_size > 1 else {}),
         },
     )
     metrics.set_info(
@@ -282,6 +284,7 @@ def _metrics(
         kernels="triton" if _uses_triton(config, linker.copier.pool) else "numba",
         tp_rank=place.tp_rank,
         dp_rank=place.dp_rank,
+        **({"pp_rank": place.pp_rank} if place.pp_size > 1 else {}),
     )
     return metrics
 
@@ -293,7 +296,6 @@ def rank_place(ctx: Any) -> RankPlace:
     parallel = get_parallel()
     check_ranks(
         {
-            "pipeline parallelism": parallel.pp_size,
             "attention context parallelism": parallel.attn_cp_size,
             "decode context parallelism": parallel.attn_dcp_size,
         }
@@ -307,14 +309,18 @@ def rank_place(ctx: Any) -> RankPlace:
         parallel.dp_rank or 0,
         parallel.dp_size,
         num_nodes=parallel.nnodes,
+        pp_rank=parallel.pp_rank,
+        pp_size=parallel.pp_size,
     )
 
 
-def _agree_with_nodes(ctx: Any, config: HierKVConfig) -> None:
+def _agree_with_nodes(ctx: Any, config: HierKVConfig, place: RankPlace) -> None:
     """Refuses nodes that were not started alike; all take the first one's secret."""
+    from sglang.srt.distributed.parallel_state import get_world_group
     from sglang.srt.runtime_context import get_parallel
 
-    server_args, group = ctx.server_args, ctx.tp_group.cpu_group
+    ranks = ctx.tp_group if place.pp_size == 1 else get_world_group()
+    server_args, group = ctx.server_args, ranks.cpu_group
     alike = {
         "release of sglang-hier-kv": __version__,
         "release of SGLang": version("sglang"),
@@ -501,6 +507,7 @@ def _identity(
     alike: bool,
 ) -> ModelIdentity:
     pool = pools.full
+    kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     server_args = ctx.server_args
     runner = ctx.tp_worker.model_runner
     drafts = draft_runners(runner)
@@ -520,6 +527,9 @@ def _identity(
         # Experts and MLPs lie in shares on all of these, whose weights all enter the namespace.
         fixed["ranks_of_mlp"] = place.num_ranks
         group = ctx.tp_group.cpu_group
+    if place.pp_size > 1:
+        # A page holds the layers of a stage; what these compute with comes from all of them.
+        fixed["stage"] = [place.pp_rank, place.pp_size, int(kv_pool.start_layer)]
     if pools.groups is not None:
         fixed["parts"] = [list(layers) for layers in pools.groups.model_layers]
     if drafts:
@@ -546,4 +556,5 @@ def _identity(
         partial(exchange, group),
         serves_alike=not place.shares_steps,
         ranks_share=alike,
+        is_final=place.pp_size > 1,
     )

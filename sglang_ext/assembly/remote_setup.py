@@ -80,7 +80,7 @@ def are_alike(pool: DevicePool, place: RankPlace, *, is_alone: bool) -> bool:
         place: this rank's.
         is_alone: nothing but this pool is in a page: no draft model's KV, no windows, no states.
     """
-    return pool.kind == "mla" and is_alone and place.tp_size > 1
+    return pool.kind == "mla" and is_alone and place.tp_size > 1 and place.pp_size == 1
 
 
 def put_share(place: RankPlace) -> PutShare:

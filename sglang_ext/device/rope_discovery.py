@@ -53,14 +53,17 @@ class LayerRope:
     reason: str = ""
 
 
-def discover_ropes(model: torch.nn.Module, pool: DevicePool) -> list[LayerRope]:
+def discover_ropes(
+    model: torch.nn.Module, pool: DevicePool, first_layer: int = 0
+) -> list[LayerRope]:
     """Returns one ``LayerRope`` a layer.
 
     Args:
         model: SGLang's loaded model.
         pool: its device pool.
+        first_layer: the model's number of the pool's first layer; of a pipeline stage.
     """
-    attention = _attention_parents(model, pool.num_layers)
+    attention = _attention_parents(model, range(first_layer, first_layer + pool.num_layers))
     cache: dict[int, LayerRope] = {}
     ropes = []
     for layer in range(pool.num_layers):
@@ -131,15 +134,16 @@ def rope_digest(ropes: list[LayerRope], mode: str) -> bytes:
     return digest.digest()
 
 
-def _attention_parents(model: torch.nn.Module, num_layers: int) -> dict[int, torch.nn.Module]:
+def _attention_parents(model: torch.nn.Module, layers: range) -> dict[int, torch.nn.Module]:
+    """Attention modules by their place among some layers."""
     modules = dict(model.named_modules())
     parents: dict[int, torch.nn.Module] = {}
     for name, module in modules.items():
         if type(module).__name__ != "RadixAttention" or module.is_cross_attention:
             continue
         layer = int(module.layer_id)
-        if layer < num_layers:
-            parents[layer] = modules[name.rpartition(".")[0]]
+        if layer in layers:
+            parents[layer - layers.start] = modules[name.rpartition(".")[0]]
     return parents
 
 

@@ -35,11 +35,13 @@ class ModelIdentity:
         fixed: parts of the namespace that do not change while the server runs.
         label: what the namespace is, for people.
         lora_adapters: returns SGLang's adapters by id; empty without LoRA.
-        exchange: sends bytes to all ranks of the tensor parallel group and returns what each sent.
+        exchange: sends bytes to all ranks that serve the same requests and returns what each sent.
             What a rank computes depends on the weights of all of them, so all enter the namespace.
         serves_alike: whether these ranks serve the same requests. If not, a request must not begin
             an exchange, and a namespace is opened as soon as the weights have changed.
         ranks_share: whether these ranks put the same KV into a remote store once.
+        is_final: whether the namespace can be opened once only, as the server starts. Pipeline
+            stages are in different steps later, where none may wait for the digests of the others.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ModelIdentity:
         *,
         serves_alike: bool = True,
         ranks_share: bool = False,
+        is_final: bool = False,
     ) -> None:
         self._model = model
         self._fixed = fixed
@@ -60,6 +63,7 @@ class ModelIdentity:
         self._exchange = exchange
         self._serves_alike = serves_alike
         self._ranks_share = ranks_share
+        self._is_final = is_final
         # The adapter that each digest was taken of, and the digest; empty: could not be taken.
         self._lora_digests: dict[str, tuple[Any, bytes]] = {}
         # Digests under which the device may still hold KV; an adapter reloaded with other
@@ -189,7 +193,7 @@ class ModelIdentity:
         if failure is not None:
             raise failure
         if not all(results):
-            raise RuntimeError(f"tensor parallel rank {results.index(b'')} failed; see its log")
+            raise RuntimeError(f"rank {results.index(b'')} failed; see its log")
         return results
 
     def add_rope(self, digest: bytes) -> None:
@@ -242,8 +246,13 @@ class ModelIdentity:
         """
         self._updating -= 1
         self._incomplete = incomplete
-        self._unusable = False
+        self._unusable = self._is_final
         self._digest = None
+        if self._is_final:
+            logger.warning(
+                "hier-kv: weights may have changed, and with several pipeline stages they are only "
+                "looked at when the server starts; nothing is saved or loaded until it is restarted"
+            )
         if device_is_empty:
             self._device_digest = None
 

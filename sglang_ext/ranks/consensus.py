@@ -1,4 +1,4 @@
-"""What the ranks of one tensor parallel group agree on, once a scheduler step, in one reduction.
+"""What the ranks of one group agree on, once a scheduler step, in one reduction.
 
 Every rank runs the same scheduler on the same requests, and the collectives inside its forwards
 must be entered by all ranks alike. So whatever depends on what one rank's DRAM holds, on its disk,
@@ -141,15 +141,31 @@ class Consensus:
         Raises:
             RankDivergenceError: the ranks' histories differ.
         """
-        vector = self._encode(report)
+        vector = self.begin(report)
         self._min_reduce(vector)
+        return self.end(vector, len(report.requests))
+
+    def begin(self, report: Report) -> Vector:
+        """The vector of a round that is reduced by the caller; `end` takes what came of it."""
+        return self._encode(report)
+
+    def end(self, vector: Vector, num_requests: int) -> Agreed:
+        """What was agreed in a round.
+
+        Args:
+            vector: of `begin`, reduced.
+            num_requests: how many were told of.
+
+        Raises:
+            RankDivergenceError: the ranks' histories differed when the round began.
+        """
         self.num_rounds += 1
         if vector[_HISTORY] != -vector[_MINUS_HISTORY]:
             raise RankDivergenceError(
-                "the tensor parallel ranks of hier-kv do not hold the same waiting requests any "
-                f"more (round {self.num_rounds}); restart the server and report this"
+                "the ranks of hier-kv do not hold the same waiting requests any more (round "
+                f"{self.num_rounds}); restart the server and report this"
             )
-        return _decode(vector, len(report.requests))
+        return _decode(vector, num_requests)
 
     def _encode(self, report: Report) -> Vector:
         vector = np.zeros(_VECTOR_LENGTH, np.int32)

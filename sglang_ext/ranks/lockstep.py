@@ -1,5 +1,7 @@
 """Keeps the ranks of a tensor parallel group in step: connects the consensus with SGLang's cache.
 
+Ranks of several pipeline stages are kept in step by `ranks.stages`.
+
 Once a scheduler step, in SGLang's own step hook, each rank tells what it knows and all take what
 was agreed. Between two such points nothing is decided on what one rank alone knows. The hook runs
 behind the requests that came in and before any of them is admitted, so a request that arrives in a
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +55,9 @@ class AgreedPrompt:
 
 class Transfers(Protocol):
     """This rank's saves and loads, as SGLang's linker wrapper keeps them."""
+
+    def num_pending_saves(self) -> int:
+        """Saves whose results were not taken yet."""
 
     def ended_saves(self, most: int) -> list[bool]:
         """Results of the oldest saves that ended here and were not taken yet."""
@@ -270,11 +276,28 @@ class Lockstep(Admission):
 
 
 def group_of(cache: Any) -> Any | None:
-    """The gloo group of the ranks that must decide alike; None when this one is alone."""
+    """The gloo group of the ranks that must decide alike; None when this one is alone.
+
+    Of several pipeline stages all ranks come here first at the same point.
+    """
+    return group_of_all_stages() if cache.pp_size > 1 else group_of_stage(cache)
+
+
+def group_of_stage(cache: Any) -> Any | None:
+    """The gloo group of the ranks of this pipeline stage; None when this one is alone in it."""
     for group in (cache.attn_tp_group, cache.tp_group):
         if group is not None and distributed.get_world_size(group=group) > 1:
             return group
     return None
+
+
+@lru_cache(maxsize=1)
+def group_of_all_stages() -> Any:
+    """A gloo group of all ranks of all pipeline stages, of our own; made by all of them at once.
+
+    SGLang's own carry messages between two stages while these are in different steps.
+    """
+    return distributed.new_group(backend="gloo")
 
 
 def min_reduce(group: Any, vector: Vector) -> None:

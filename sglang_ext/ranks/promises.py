@@ -21,7 +21,12 @@ import numpy as np
 
 from sglang_ext.admission.waiting import Progress, WaitingRoom
 from sglang_ext.admission.waiting_request import Readiness, ReusablePrefix
-from sglang_ext.ranks.consensus import MAX_REQUESTS, AgreedRequest, RequestReport
+from sglang_ext.ranks.consensus import (
+    MAX_REQUESTS,
+    AgreedRequest,
+    RankDivergenceError,
+    RequestReport,
+)
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
 from sglang_ext.tiers.store.types import Hashes, Rows, Slots
 
@@ -88,7 +93,8 @@ class PromiseBook:
         self._promises: dict[Hashable, Promise] = {}
         self._open: dict[Hashable, Promise] = {}  # those not agreed on, by time of entering
         self._last_pages: dict[Hashable, tuple[bytes, LoadTicket]] = {}
-        self._told: list[Hashable] = []  # the requests of the report that is being agreed on
+        # The requests of the report that is being agreed on.
+        self._told: list[tuple[Hashable, Promise]] = []
 
     def __len__(self) -> int:
         """Number of waiting requests."""
@@ -149,19 +155,24 @@ class PromiseBook:
             self._told = []
             return []
         named = dict.fromkeys(handle for handle in order if handle in self._open)
-        self._told = [*named, *(h for h in self._open if h not in named)][:MAX_REQUESTS]
+        handles = [*named, *(h for h in self._open if h not in named)][:MAX_REQUESTS]
+        self._told = [(handle, self._open[handle]) for handle in handles]
         reports = []
-        for handle in self._told:
-            promise = self._open[handle]
+        for handle, promise in self._told:
             readiness = self._room.readiness(handle)
             self._extend(handle, promise)
             reports.append(self._report_of(promise, readiness))
         return reports
 
     def settle(self, requests: list[AgreedRequest]) -> None:
-        """Takes what was agreed on the requests of the last report."""
-        for handle, agreed in zip(self._told, requests, strict=True):
-            self._settle_one(handle, self._open[handle], agreed)
+        """Takes what was agreed on the requests of the last report.
+
+        What was told of one is pinned until then; one that has left or entered anew since, on all
+        ranks alike, is passed over.
+        """
+        for (handle, promise), agreed in zip(self._told, requests, strict=True):
+            if self._open.get(handle) is promise:
+                self._settle_one(handle, promise, agreed)
         self._told = []
 
     def _report_of(self, promise: Promise, readiness: Readiness) -> RequestReport:
@@ -273,6 +284,9 @@ class PromiseBook:
         Returns:
             The pages, with the quality that was agreed; to end with `PageStore.release`. None when
             they are not what was promised, on all ranks alike.
+
+        Raises:
+            RankDivergenceError: they were promised and are not pinned here; a bug.
         """
         end_page = device_pages + len(hashes)
         if self.num_promised(handle, space, device_pages) < len(hashes):
@@ -284,6 +298,10 @@ class PromiseBook:
         ):
             return None
         self._keep(promise, device_pages, promise.end_page)
+        if promise.first_page != device_pages or promise.end_page < end_page:
+            raise RankDivergenceError(
+                "hier-kv promised pages that it does not hold; restart the server and report this"
+            )
         taken = part_of(promise.ticket, 0, len(hashes))
         promise.ticket = part_of(promise.ticket, len(hashes), len(promise.ticket.rows))
         promise.first_page = end_page

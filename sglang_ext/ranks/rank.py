@@ -3,6 +3,9 @@
 A rank of a tensor parallel group holds its share of the KV heads, and a data parallel rank serves
 requests of its own. Each has a DRAM and a folder on disk to itself.
 
+A pipeline stage has some of the model's layers and serves the same requests as the others; each of
+its ranks holds KV of these layers.
+
 With data parallel attention SGLang's tensor parallel group is both: the ranks of it that share a
 request's attention are a tensor parallel group here, and each such group is a data parallel rank.
 """
@@ -15,7 +18,7 @@ from pathlib import Path
 
 from sglang_ext.settings.config import HierKVConfig
 
-# Sends bytes to all ranks of the tensor parallel group and returns what each of them sent, in the
+# Sends bytes to all ranks of a group and returns what each of them sent, in the
 # order of ranks; entered by all of them, and blocking.
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -32,6 +35,8 @@ class RankPlace:
         shares_steps: attention is data parallel: these groups run each forward together, as each
             has a share of the experts or MLPs.
         num_nodes: machines that the ranks are spread over, as many on each.
+        pp_rank: number of its pipeline stage.
+        pp_size: how many stages there are.
     """
 
     tp_rank: int = 0
@@ -40,16 +45,19 @@ class RankPlace:
     dp_size: int = 1
     shares_steps: bool = False
     num_nodes: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the server that have a DRAM of their own."""
-        return self.tp_size * self.dp_size
+        return self.tp_size * self.dp_size * self.pp_size
 
     @property
     def name(self) -> str:
         """Name of the rank's files and folder."""
-        return f"dp{self.dp_rank}-tp{self.tp_rank}-of-{self.tp_size}"
+        stage = f"-pp{self.pp_rank}-of-{self.pp_size}" if self.pp_size > 1 else ""
+        return f"dp{self.dp_rank}-tp{self.tp_rank}-of-{self.tp_size}{stage}"
 
     def config_of(self, config: HierKVConfig) -> HierKVConfig:
         """A rank's own settings: its share of the sizes, its folder, its event log.

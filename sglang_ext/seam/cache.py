@@ -33,7 +33,8 @@ from sglang_ext.identity.tenancy import Tenant, depends_on_tokens_alone, tenant_
 from sglang_ext.provenance.misses import MissKeeper, Wanted
 from sglang_ext.provenance.request_state import HitTier, find_state, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
-from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, min_reduce
+from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, group_of_stage, min_reduce
+from sglang_ext.ranks.stages import StagedLockstep, begin_min_reduce
 from sglang_ext.seam.device_tree import DeviceTree
 from sglang_ext.seam.kv_events import TierEventRecorder
 from sglang_ext.seam.linker import HierKVLinker
@@ -176,18 +177,21 @@ class HierKVRadixCache(UnifiedRadixCache):
                 take_saves=super().check_hicache_events,
                 finish_loads=super().finish_external_linker_loads,
             )
-        return Lockstep(
-            self.store,
-            self.waiting_room,
-            self._queued_handles,
-            self.linker,
-            page_size=self.page_size,
-            find_damaged=self.hier_linker.find_damaged,
-            num_on_device=tree.num_resumable if self.linker.resumption else tree.num_on_device,
-            resumes=self.linker.resumption is not None,
-            min_reduce=partial(min_reduce, group),
-            gather=partial(exchange, group),
-        )
+        parts = (self.store, self.waiting_room, self._queued_handles, self.linker)
+        resumption = self.linker.resumption
+        common: dict[str, Any] = {
+            "page_size": self.page_size,
+            "find_damaged": self.hier_linker.find_damaged,
+            "num_on_device": tree.num_resumable if resumption else tree.num_on_device,
+            "resumes": resumption is not None,
+            "gather": partial(exchange, group_of_stage(self)),
+        }
+        if self.pp_size > 1:
+            begin_reduce = partial(begin_min_reduce, group)
+            return StagedLockstep(
+                *parts, num_stages=self.pp_size, begin_reduce=begin_reduce, **common
+            )
+        return Lockstep(*parts, min_reduce=partial(min_reduce, group), **common)
 
     def _enter(self, handle: Any, prefix: ReusablePrefix, key: Any) -> Any:
         return self.admission.enter(handle, prefix, key)

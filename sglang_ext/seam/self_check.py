@@ -151,7 +151,8 @@ def _prefill_identical(
     # Ranks that run in step tell each other how many tokens they bring.
     batch = scheduler.dp_attn_adapter.maybe_prepare_mlp_sync_batch(batch)
     runner = scheduler.tp_worker.model_runner
-    runner.forward(ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False))
+    forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+    _forward(scheduler, runner, forward_batch)
     if runner.device != "cpu":
         torch.get_device_module(runner.device).synchronize()
     req = batch.reqs[0]
@@ -159,6 +160,23 @@ def _prefill_identical(
     rows = runner.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
     slots: np.ndarray[Any, np.dtype[np.int64]] = rows.to(torch.int64).cpu().numpy()
     return slots
+
+
+def _forward(scheduler: Any, runner: Any, forward_batch: Any) -> None:
+    """The forward, through all pipeline stages where there are several."""
+    from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+
+    stages = scheduler.pp_group
+    if stages.world_size == 1:
+        runner.forward(forward_batch)
+        return
+    heads = scheduler.attn_tp_group
+    before = None
+    if not stages.is_first_rank:
+        before = PPProxyTensors(stages.recv_tensor_dict(all_gather_group=heads))
+    result = runner.forward(forward_batch, pp_proxy_tensors=before).logits_output
+    if not stages.is_last_rank:
+        stages.send_tensor_dict(result.tensors, all_gather_group=heads)
 
 
 def _batch_of_identical(scheduler: Any) -> Any:

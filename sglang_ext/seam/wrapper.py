@@ -267,6 +267,10 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             self.private_load_indices.pop(rid, None)
         return rids, landed
 
+    def num_pending_saves(self) -> int:
+        """Saves whose results were not taken yet."""
+        return len(self.pending_offloads)
+
     def ended_saves(self, most: int) -> list[bool]:
         """Results of the oldest saves that ended on this rank and were not taken yet."""
         most = min(most, len(self.pending_offloads))

@@ -65,7 +65,6 @@ _PLAIN = "the pool is laid out in another way"
 
 LIMITED: dict[str, Limit] = {
     # Ranks.
-    "pp_size": _one("pp_size", _STAGE),
     "attn_cp_size": _one("attn_cp_size", _STAGE),
     "dcp_size": _one("dcp_size", _STAGE),
     "enable_dp_attention_local_control_broadcast": _off(
@@ -293,8 +292,8 @@ _FREE = {
         kt_max_deferred_experts_per_token paged_experts_num_resident
         elastic_ep_scale_timeout""",
     "ranks, and what they exchange": """
-        nnodes nccl_port dist_timeout dist_init_addr gated_launch_port node_rank tp_size dp_size
-        attn_dp_size enable_dp_attention moe_dp_size enable_dp_lm_head
+        nnodes nccl_port dist_timeout dist_init_addr gated_launch_port node_rank tp_size pp_size
+        dp_size attn_dp_size enable_dp_attention moe_dp_size enable_dp_lm_head
         enable_tp_lm_head_all_to_all enable_attn_tp_input_scattered
         enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp
         enable_layernorm_sp enable_megamoe_for_layernorm_sp disable_attn_tp_gather

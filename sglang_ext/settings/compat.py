@@ -28,6 +28,7 @@ from sglang_ext.settings.speculation import (
     WITHOUT_SPECULATION,
     outside_speculation,
 )
+from sglang_ext.settings.stages import WITHOUT_STAGES, outside_stages
 
 DEFAULT_PAGE_SIZE = 64
 # By name, as the classes of other devices and pools are subclasses of these.
@@ -183,6 +184,7 @@ def _check_states(read: Callable[[str], Any], config: HierKVConfig) -> None:
 def _of_hybrid_ranks(read: Callable[[str], Any]) -> list[tuple[str, Any]]:
     """(what is expected, what was found) of ranks other than tensor parallel ones of one node."""
     return [
+        ("--pp-size 1", read("pp_size") or 1),
         ("--dp-size 1", read("dp_size") or 1),
         ("--attn-dp-size 1", read("attn_dp_size") or 1),
         ("no --enable-dp-attention", "it" if read("enable_dp_attention") else ""),
@@ -209,6 +211,8 @@ def _check_values(
         )
     if (read("tp_size") or 1) > 1:
         _check_tensor_parallel(config)
+    for expected, found in outside_stages(read, config):
+        _refuse(expected, found, WITHOUT_STAGES)
     if (read("attn_dp_size") or 1) > 1 or read("enable_dp_attention"):
         _check_attention_dp(read)
         if (read("nnodes") or 1) > 1:

@@ -153,6 +153,13 @@ SERVED_MODES = (
         "tests/e2e/reuse/test_ranks.py",
     ),
     ServedMode(
+        "pipeline stages (`--pp-size`), of one or several tensor parallel ranks, on one node or "
+        "several",
+        "exact; without codec, truncation, remote store, speculation, adapters or sessions; no "
+        "hybrids; where weights change, nothing until a restart; run on a CPU",
+        "tests/e2e/ranks/test_stages.py",
+    ),
+    ServedMode(
         "several whole schedulers (`--dp-size`)",
         "exact, moved, coded; each its own, shared through the remote store only",
         "tests/e2e/reuse/test_ranks.py",

@@ -1,4 +1,4 @@
-"""A server of two tensor parallel ranks on two nodes, both on loopback."""
+"""A server whose ranks lie on two nodes, both on loopback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from testkit.server import Server, free_port
+from testkit.server import TINYLM, Server, free_port
 
 
 class TwoNodes:
@@ -18,6 +18,8 @@ class TwoNodes:
         env: of both.
         late: variables of the second node alone.
         other_args: of the second node alone.
+        ranks: arguments that say what ranks there are.
+        model: path of the model.
     """
 
     def __init__(
@@ -28,8 +30,10 @@ class TwoNodes:
         env: Mapping[str, str] | None = None,
         late: Mapping[str, str] | None = None,
         other_args: Sequence[str] = (),
+        ranks: Sequence[str] = ("--tp-size", "2"),
+        model: Path = TINYLM,
     ) -> None:
-        shared = [*args, "--tp-size", "2", "--nnodes", "2"]
+        shared = [*args, *ranks, "--nnodes", "2"]
         shared += ["--dist-init-addr", f"127.0.0.1:{free_port()}"]
         self.folder = folder
         self.nodes = [
@@ -40,6 +44,7 @@ class TwoNodes:
                     *("--hier-kv-disk-dir", str(self.disk(node))),
                     *(other_args if node else ()),
                 ],
+                model=model,
                 log_path=folder / f"node{node}.log",
                 env={**(env or {}), **((late or {}) if node else {})},
                 stop="kill",

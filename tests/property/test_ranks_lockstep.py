@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from sglang_ext.ranks.consensus import RankDivergenceError
 from sglang_ext.ranks.promises import PromiseBook
+from sglang_ext.ranks.stages import StagedLockstep
 from sglang_ext.tiers.store import LivePages, gate
 from sglang_ext.tiers.store.gate import Gate
 from tests.property.worlds import ranks_world
@@ -194,3 +196,83 @@ def test_two_requests_do_not_wait_for_each_others_room(
     )
     assert ranks[0].trace == ranks[1].trace
     assert sum(rank.store.stats().get("plans_short", 0) for rank in ranks) > 0
+
+
+STAGE_CASES = [
+    (2, 2, "timeout", True), (3, 3, "wait_complete", True), (4, 2, "timeout", False),
+    (5, 5, "best_effort", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_ranks", "num_stages", "policy", "changes"), STAGE_CASES)
+def test_stages_decide_alike_in_steps_that_lie_apart(
+    num_ranks: int,
+    num_stages: int,
+    policy: str,
+    changes: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """None waits for a later one in the same step, and pages are what the weights of now make."""
+    caplog.set_level(logging.CRITICAL)
+    shown = ("admitted", "held", "loaded", "last page", "saved", "cleared")
+    seen: Counter[str] = Counter()
+    seeds = itertools.count(1)
+
+    def one_world() -> None:
+        seed = next(seeds)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        ranks, stages = run_ranks(
+            folder, num_ranks=num_ranks, num_steps=NUM_STEPS, seed=seed, policy=policy,
+            changes=changes, num_stages=num_stages,
+        )  # fmt: skip
+        check_alike(ranks)
+        assert len(set(stages.rounds)) == 1
+        seen.update(ranks[0].counts)
+
+    run_until_all_seen(one_world, lambda: missing(seen, shown), num_rounds=1)
+    print(seen)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_that_take_a_round_a_step_sooner_wait_for_each_other(
+    num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins = StagedLockstep.step
+
+    def sooner(self: StagedLockstep) -> Any:
+        self._steps_a_round = num_stages - 2
+        if self._steps_a_round:
+            return begins(self)
+        self._take(self._begin())
+        return []
+
+    monkeypatch.setattr(StagedLockstep, "step", sooner)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 3.0)
+    with pytest.raises(threading.BrokenBarrierError, match="wait for each other"):
+        run_ranks(
+            tmp_path, num_ranks=num_stages, num_steps=20, seed=1, policy="timeout",
+            num_stages=num_stages,
+        )  # fmt: skip
+
+
+def test_stages_keep_what_they_told_of_until_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where pins are given back in between, a promise is of pages that are gone: it ends there."""
+    caplog.set_level(logging.CRITICAL)
+
+    def forgets(self: StagedLockstep) -> Any:
+        for promise in self.promises._open.values():
+            self.promises._keep(promise, promise.first_page, promise.first_page)
+        return steps(self)
+
+    steps = StagedLockstep.step
+    monkeypatch.setattr(StagedLockstep, "step", forgets)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 20.0)
+
+    with pytest.raises(RankDivergenceError, match="does not hold"):
+        run_ranks(
+            tmp_path, num_ranks=2, num_steps=NUM_STEPS, seed=1, policy="timeout", num_stages=2
+        )

@@ -48,6 +48,7 @@ _WINDOWS = "srt.mem_cache.unified_cache.components.swa"
 _STATES = "srt.mem_cache.unified_cache.components.mamba"
 _POOLS = "srt.mem_cache.memory_pool"
 _SCHEDULER = "srt.managers.scheduler"
+_STAGES = "srt.managers.scheduler_pp_mixin"
 _PARTS = "srt.managers.scheduler_components"
 _TOKENIZER = "srt.managers.tokenizer_manager"
 _DRAFTS = "srt.speculative.base_spec_worker"
@@ -110,6 +111,12 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.managers.tokenizer_control_mixin", "TokenizerControlMixin"): "get_internal_state",
         # When the switches that are set after the scheduler is built have SGLang ask the cache.
         (_SCHEDULER, "Scheduler"): "_prefetch_kvcache is_fully_idle",
+        # Which stage waits for which, in which of its steps; see `ranks/stages.py`.
+        (_STAGES, "SchedulerPPMixin"): (
+            "event_loop_pp init_pp_loop_state _pp_launch_batch "
+            "_pp_commit_send_output_work_and_preprocess_output_tensors "
+            "_pp_send_recv_and_preprocess_output_tensors _pp_send_output_to_next_stage"
+        ),
         # When a request's KV leaves for another server, and in which rows its metadata travels.
         (f"{_PD}.prefill", "SchedulerDisaggregationPrefillMixin"): (
             "send_kv_chunk process_prefill_chunk process_batch_result_disagg_prefill "
@@ -193,6 +200,11 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "trace_slice_start trace_slice_end trace_set_thread_attrs"
         ),
         ("srt.model_executor.forward_batch_info", "ForwardBatch"): "init_new",
+        ("srt.model_executor.forward_batch_info", "PPProxyTensors"): "__init__",
+        ("srt.distributed.parallel_state", ""): "get_world_group",
+        ("srt.distributed.parallel_state", "GroupCoordinator"): (
+            "send_tensor_dict recv_tensor_dict is_first_rank is_last_rank"
+        ),
     },
     Use.NAMED: {
         ("srt.plugins.hook_registry", ""): "HookType",
@@ -246,7 +258,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.mem_cache.base_prefix_cache", "EvictParams"): "mamba_num",
         ("srt.mem_cache.swa_memory_pool", "SWAKVPool"): "full_kv_pool swa_kv_pool layers_mapping",
         (_UNIFIED, "UnifiedRadixCache"): (
-            "session tree_core linker req_to_token_pool token_to_kv_pool_allocator page_size"
+            "session tree_core linker req_to_token_pool token_to_kv_pool_allocator page_size "
+            "pp_size"
         ),
         ("srt.session.session_controller", "Session"): "_inflight session_id streaming",
         ("srt.session.streaming_session", "StreamingSession"): "slots",
@@ -268,7 +281,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (_SCHEDULER, "Scheduler"): (
             "enable_unified_cache_external_linker enable_lmcache waiting_queue tree_cache "
             "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req dp_attn_adapter "
-            "disagg_prefill_bootstrap_queue disagg_decode_prealloc_queue disagg_metadata_buffers"
+            "disagg_prefill_bootstrap_queue disagg_decode_prealloc_queue disagg_metadata_buffers "
+            "pp_group attn_tp_group"
         ),
         (f"{_PD}.prefill", "PrefillBootstrapQueue"): "queue",
         (f"{_PD}.decode", "DecodeTransferQueue"): "scheduler metadata_buffers queue",

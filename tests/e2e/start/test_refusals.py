@@ -88,7 +88,14 @@ REFUSED_ARGUMENTS = {
         ],
         ["no --hier-kv-profile", "some.hkp", "each rank learns"],
     ),
-    "pp": (["--pp-size", "2"], ["--pp-size 1", "got --pp-size 2"]),
+    "outputs of stages that come later": (
+        ["--pp-size", "2", "--pp-async-batch-depth", "1"],
+        ["--pp-async-batch-depth 0 with several pipeline stages", "got 1"],
+    ),
+    "stages of several servers": (
+        ["--pp-size", "2", "--dp-size", "2"],
+        ["--dp-size 1 with several pipeline stages", "got 2", "leave --pp-size out"],
+    ),
     "nodes": (
         [
             *("--tp-size", "2", "--attn-dp-size", "2"),

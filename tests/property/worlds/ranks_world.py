@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -37,6 +38,7 @@ from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
 from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
 from sglang_ext.ranks.consensus import Vector  # noqa: E402
 from sglang_ext.ranks.lockstep import Lockstep  # noqa: E402
+from sglang_ext.ranks.stages import StagedLockstep  # noqa: E402
 from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
 from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
 from sglang_ext.tiers.disk.segments.fileio import FileIO  # noqa: E402
@@ -81,6 +83,89 @@ class Wire:
     def _reduce(self) -> None:
         assert len({len(vector) for vector in self._vectors}) == 1
         self._least = np.min(self._vectors, axis=0)
+
+
+class Stages:
+    """What pipeline stages wait for in SGLang's loop, where every step of each has a batch.
+
+    A stage has a step's requests and proxies from the one before it, and a batch's output, which
+    the last stage sends and the others hand on, from the one before it in *its* next step. Even
+    stages send first. A reduction is begun in one call and waited for in another.
+    """
+
+    def __init__(self, num_ranks: int, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self.rounds = [0] * num_ranks
+        self._num_ranks, self._num_of_stage = num_ranks, num_ranks // num_stages
+        names = ("entered", "sent", "ended")
+        self._steps: dict[str, list[float]] = {name: [-1.0] * num_ranks for name in names}
+        self._vectors: dict[int, dict[int, Vector]] = {}
+        self._is_over = False
+        self._changed = threading.Condition()
+
+    def begin_reduce(self, rank: int, vector: Vector) -> Callable[[], None]:
+        number = self.rounds[rank]
+        self.rounds[rank] += 1
+        with self._changed:
+            told = self._vectors.setdefault(number, {})
+            told[rank] = vector.copy()
+            self._changed.notify_all()
+
+        def wait() -> None:
+            with self._changed:
+                self._await(lambda: len(told) == self._num_ranks)
+                vector[:] = np.min(list(told.values()), axis=0)
+
+        return wait
+
+    def enter(self, rank: int, step: int) -> None:
+        """The requests of a step are there."""
+        self._await_before(rank, "entered", step)
+        self._mark(rank, "entered", step)
+
+    def exchange(self, rank: int, step: int) -> None:
+        """The batch of a step runs, and what became of an earlier one is known."""
+        self._await_before(rank, "ended", step)
+        stage = rank // self._num_of_stage
+        if stage % 2 == 0:
+            self._mark(rank, "sent", step)
+        if stage:
+            self._await_before(rank, "sent", step + 1)
+        else:
+            last = rank - self._num_of_stage  # of the last stage
+            self._await_rank(last, "sent", step - self.num_stages + 1)
+        self._mark(rank, "sent", step)
+        self._mark(rank, "ended", step)
+
+    def leave(self, rank: int) -> None:
+        """A rank has no further step."""
+        for name in self._steps:
+            self._mark(rank, name, math.inf)
+
+    def abort(self) -> None:
+        """A rank failed: the others must not wait for it."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _await_before(self, rank: int, name: str, step: int) -> None:
+        if rank >= self._num_of_stage:
+            self._await_rank(rank - self._num_of_stage, name, step)
+
+    def _await_rank(self, rank: int, name: str, step: int) -> None:
+        with self._changed:
+            self._await(lambda: self._steps[name][rank] >= step)
+
+    def _mark(self, rank: int, name: str, step: float) -> None:
+        with self._changed:
+            self._steps[name][rank] = step
+            self._changed.notify_all()
+
+    def _await(self, is_so: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(lambda: is_so() or self._is_over, WAIT_S):
+            raise threading.BrokenBarrierError("stages wait for each other")
+        if not is_so():
+            raise threading.BrokenBarrierError
 
 
 class BadDisk(FileIO):
@@ -153,7 +238,7 @@ class Rank:
         self,
         folder: Path,
         number: int,
-        wire: Wire,
+        wire: Wire | Stages,
         *,
         seed: int,
         policy: str,
@@ -203,17 +288,8 @@ class Rank:
         self.hier_linker = self
         self.hit_markers: dict[str, Any] = {}
         self._searches: list[Any] = []
-        self.admission = Lockstep(
-            self.store,
-            self.waiting_room,
-            lambda: [request.handle for request in self.queue],
-            self,
-            page_size=PAGE,
-            find_damaged=self.find_damaged,
-            num_on_device=self._num_on_device,
-            min_reduce=lambda vector: wire.min_reduce(number, vector),
-            gather=lambda content: [content],
-        )
+        self.stages = wire if isinstance(wire, Stages) else None
+        self.admission = self._admission_of(wire)
 
         self.queue: list[Request] = []
         self.running: list[Running] = []
@@ -224,10 +300,32 @@ class Rank:
         self.work = threading.Condition()
         self.trace: list[Any] = []
         self.counts: dict[str, int] = {}
-        self.next_id = self.num_steps = 0
+        self.next_id = self.num_steps = self.num_stage_steps = 0
         self._seen: dict[int, str] = {}  # slot to digest, while it is loaded
         self.saver = threading.Thread(target=self._run_saves, daemon=True)
         self.saver.start()
+
+    def _admission_of(self, wire: Wire | Stages) -> Lockstep:
+        parts = (self.store, self.waiting_room, self._handles, self)
+        common: dict[str, Any] = {
+            "page_size": PAGE,
+            "find_damaged": self.find_damaged,
+            "num_on_device": self._num_on_device,
+            "gather": lambda content: [content],
+        }
+        if isinstance(wire, Wire):
+            return Lockstep(
+                *parts, min_reduce=lambda vector: wire.min_reduce(self.number, vector), **common
+            )
+        return StagedLockstep(
+            *parts,
+            num_stages=wire.num_stages,
+            begin_reduce=lambda vector: wire.begin_reduce(self.number, vector),
+            **common,
+        )
+
+    def _handles(self) -> list[Handle]:
+        return [request.handle for request in self.queue]
 
     def _open_disk(self, folder: Path) -> DiskTier:
         io = BadDisk(random.Random(self.own.random()), self.failure)
@@ -248,6 +346,9 @@ class Rank:
         assert position % PAGE == 0
         damaged = [at for at in range(len(slots)) if self.own.random() < self.failure]
         return np.array(damaged, np.int64)
+
+    def num_pending_saves(self) -> int:
+        return len(self.pending)
 
     def ended_saves(self, most: int) -> list[bool]:
         return [self.ended[at] for at in range(min(most, len(self.ended), len(self.pending)))]
@@ -288,6 +389,7 @@ class Rank:
 
     def step(self) -> None:
         """One step of the scheduler, in SGLang's order."""
+        self._enter_step()
         for _ in range(self.script.randrange(3)):
             self._arrive()
         if self.queue and self.script.random() < 0.1:
@@ -307,8 +409,18 @@ class Rank:
             if len(self.running) >= 3:
                 break
             self._try(request)
+        self._exchange()
         while self.running and (len(self.running) >= 3 or self.script.random() < 0.5):
             self._finish()
+
+    def _enter_step(self) -> None:
+        if self.stages is not None:
+            self.stages.enter(self.number, self.num_stage_steps)
+
+    def _exchange(self) -> None:
+        if self.stages is not None:
+            self.stages.exchange(self.number, self.num_stage_steps)
+            self.num_stage_steps += 1
 
     def press(self) -> None:
         """Other pages come into this rank's DRAM and push some out."""
@@ -322,10 +434,12 @@ class Rank:
         """Runs until every request was served; fails when they wait for each other."""
         end_s = time.monotonic() + WAIT_S
         while self.queue or self.running or self.pending:
+            self._enter_step()
             self.press()
             self.admission.step()
             for request in list(self.queue):
                 self._try(request)
+            self._exchange()
             while self.running:
                 self._finish()
             self.note("left", len(self.queue))
@@ -403,7 +517,8 @@ class Rank:
             self._check_content(pages, request, on_device)
             self.note("loaded", handle, on_device, promised, ticket.quality.tolist())
             self.note("loaded under", *self._maker(request))
-            self.admission.loads_ended([handle], landed=self.own.random() >= self.failure)
+            if self.stages is None:  # of several stages the server ends where one does not land
+                self.admission.loads_ended([handle], landed=self.own.random() >= self.failure)
             if self.script.random() < 0.3:  # its result is used at once
                 for failed in self.admission.settle_loads([handle]):
                     self.note("failed", failed)
@@ -581,13 +696,14 @@ def run_ranks(
     lookahead: bool = True,
     remote: bool = False,
     changes: bool = False,
-) -> tuple[list[Rank], Wire]:
+    num_stages: int = 1,
+) -> tuple[list[Rank], Wire | Stages]:
     """Runs all ranks through the script, lets every request end, and checks the accounts.
 
     With `remote` each rank has a remote store behind its DRAM, and no disk; with `changes` the
     weights and an adapter change.
     """
-    wire = Wire(num_ranks)
+    wire = Wire(num_ranks) if num_stages == 1 else Stages(num_ranks, num_stages)
     ranks = [
         Rank(
             folder, number, wire, seed=seed, policy=policy, failure=failure, lookahead=lookahead,
@@ -602,6 +718,8 @@ def run_ranks(
             for _ in range(num_steps):
                 rank.step()
             rank.drain()
+            if rank.stages is not None:
+                rank.stages.leave(rank.number)
         except BaseException as error:
             errors.append(error)
             wire.abort()

@@ -39,6 +39,17 @@ def test_ranks_share_sizes_and_have_folders_of_their_own() -> None:
     assert without.disk_dir == without.event_log == ""
 
 
+def test_stages_share_sizes_and_have_folders_of_their_own() -> None:
+    places = [RankPlace(tp, 2, pp_rank=pp, pp_size=2) for pp in range(2) for tp in range(2)]
+    configs = [place.config_of(CONFIG) for place in places]
+    assert {(config.host_size, config.disk_size) for config in configs} == {(2.0, 10.0)}
+    names = [place.name for place in places]
+    assert names[0] == "dp0-tp0-of-2-pp0-of-2"
+    assert len(set(names)) == 4
+    # A server with as many ranks and one stage is none with two.
+    assert not {RankPlace(tp, 4).name for tp in range(4)} & set(names)
+
+
 def test_sizes_are_those_of_a_node() -> None:
     configs = [RankPlace(tp, 4, num_nodes=2).config_of(CONFIG) for tp in range(4)]
     assert {(config.host_size, config.disk_size) for config in configs} == {(4.0, 20.0)}
@@ -176,3 +187,30 @@ def test_no_rank_opens_a_namespace_that_another_cannot() -> None:
     with pytest.raises(RuntimeError, match="rank 1 failed"):
         half.open(store())
     assert half.space_of(requests, store()) is None
+
+
+def test_a_namespace_that_is_final_is_not_opened_for_other_weights() -> None:
+    """Not even when they come back: nobody looks at those of the other stages again."""
+    model = torch.nn.Linear(2, 2)
+    store = PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig())
+    request: Any = SimpleNamespace(lora_id=None)
+    exchanges: list[bytes] = []
+
+    def exchange(content: bytes) -> list[bytes]:
+        exchanges.append(content)
+        return [content, b"another stage"]
+
+    identity = ModelIdentity(model, {}, {}, dict, exchange, is_final=True)
+    try:
+        identity.open(store)
+        assert identity.space_of(request, store) is not None
+        num_exchanges = len(exchanges)
+        for _ in range(2):
+            identity.begin_update(device_is_empty=True)
+            identity.end_update(device_is_empty=True)
+            identity.device_was_reset()
+            assert identity.space_of(request, store) is None
+            assert identity.space_now(store) is None
+        assert len(exchanges) == num_exchanges
+    finally:
+        store.close()

@@ -47,7 +47,7 @@ def test_what_decides_about_imports_or_was_not_tried_needs_a_start(tmp_path: Pat
     assert is_forked(tmp_path, {}, "--tp-size", "2", "--nnodes", "2")
     assert not is_forked(tmp_path, {"TRITON_INTERPRET": "1"})
     assert not is_forked(tmp_path, {"PYTHONPATH": str(tmp_path)})  # lacks the stand-ins
-    assert not is_forked(tmp_path, {}, "--pp-size", "2")
+    assert is_forked(tmp_path, {"SGLANG_PP_LAYER_PARTITION": "5,3"}, "--pp-size", "2")
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,8 @@ def test_what_decides_about_imports_or_was_not_tried_needs_a_start(tmp_path: Pat
         ([], [0, 0]),
         (["--tp-size", "2"], [0, 0, 0]),
         (["--tp-size", "4", "--nnodes", "2"], [0, 0, 0]),
+        (["--pp-size", "2"], [0, 0, 0]),
+        (["--pp-size", "2", "--tp-size", "2"], [0, 0, 0, 0, 0]),
         (["--dp-size", "2"], [2, 0]),
         (["--tp-size", "2", "--dp-size", "2"], [4, 0]),
         (["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"], [4, 0]),

@@ -57,7 +57,7 @@ def resolved(kind: str = "mha", given: Any = None, **values: Any) -> Resolved:
 def test_a_plain_model_is_taken() -> None:
     check_model(context())
     check_tree(["FULL"])
-    check_ranks({"pipeline parallelism": 1})
+    check_ranks({"context parallelism": 1})
     assert check_resolved(resolved(), HierKVConfig()) == []
 
 
@@ -186,7 +186,7 @@ def test_an_encoder_is_refused() -> None:
 
 def test_ranks_that_agree_on_nothing_are_refused() -> None:
     with pytest.raises(HierKVConfigError, match="one rank of context parallelism, got 2"):
-        check_ranks({"pipeline parallelism": 1, "context parallelism": 2})
+        check_ranks({"decode context parallelism": 1, "context parallelism": 2})
 
 
 @pytest.mark.parametrize("way", [{"attn_dp_size": 2}, {"dp_size": 2, "enable_dp_attention": True}])
@@ -269,8 +269,8 @@ def test_every_argument_of_sglang_is_classified_once() -> None:
 
 
 def test_a_switch_does_not_pass_for_a_number() -> None:
-    assert LIMITED["pp_size"].allows(1)
-    assert not LIMITED["pp_size"].allows(True)
+    assert LIMITED["dcp_size"].allows(1)
+    assert not LIMITED["dcp_size"].allows(True)
     assert LIMITED["enable_hisparse"].allows(False)
     assert not LIMITED["enable_hisparse"].allows(0)
 

@@ -1,0 +1,80 @@
+"""What of pipeline stages is refused before the weights load, and with which sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.compat import Resolved, check_resolved
+from sglang_ext.settings.config import HierKVConfig
+
+STAGES: dict[str, Any] = {"pp_size": 2, "pp_async_batch_depth": 0, "disaggregation_mode": "null"}
+
+
+def check(kind: str = "mha", config: dict[str, Any] | None = None, **values: Any) -> None:
+    settings = replace(HierKVConfig(), **(config or {}))
+    check_resolved(Resolved(values, values, dict.fromkeys(values), kind), settings)
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_stages_are_served_with_tensor_parallel_ranks_and_without(kind: str) -> None:
+    check(kind, **STAGES)
+    check(kind, tp_size=2, **STAGES)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"dp_size": 2}, "--dp-size 1 with several pipeline stages, got 2"),
+        ({"tp_size": 2, "attn_dp_size": 2}, "--attn-dp-size 1 with several"),
+        ({"pp_async_batch_depth": 2}, "--pp-async-batch-depth 0 with several"),
+        ({"enable_dynamic_chunking": True}, "no --enable-dynamic-chunking with several"),
+        ({"enable_mixed_chunk": True}, "no --enable-mixed-chunk with several"),
+        ({"enable_prefill_delayer": True}, "no --enable-prefill-delayer with several"),
+        ({"speculative_algorithm": "NGRAM"}, "no --speculative-algorithm with several"),
+        ({"enable_lora": True}, "no --enable-lora with several pipeline stages, got it"),
+        ({"lora_paths": ["a"]}, "no --enable-lora with several"),
+        ({"enable_streaming_session": True}, "no --enable-streaming-session with several"),
+        ({"enable_session_radix_cache": True}, "no --enable-session-radix-cache with several"),
+    ],
+)
+def test_what_was_not_tried_with_stages_is_refused_with_them_alone(
+    values: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(HierKVConfigError) as caught:
+        check(**{**STAGES, **values})
+    assert words in str(caught.value)
+    assert str(caught.value).endswith("change it or leave --pp-size out.")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"codec": "zstd"}, "--hier-kv-codec none with several pipeline stages, got zstd"),
+        ({"truncation": "overflow"}, "--hier-kv-truncation off with several"),
+        ({"tree_core": "rust"}, "--hier-kv-tree-core python with several"),
+        ({"remote_url": "redis://h"}, "no --hier-kv-remote-url with several"),
+    ],
+)
+def test_settings_that_were_not_tried_with_stages_are_refused_with_them_alone(
+    config: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(HierKVConfigError) as caught:
+        check(config=config, **STAGES)
+    assert words in str(caught.value)
+    check(config=config)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_prefill_and_decode_servers_have_one_stage(mode: str) -> None:
+    with pytest.raises(HierKVConfigError, match=r"pipeline stages|--disaggregation"):
+        check(**{**STAGES, "disaggregation_mode": mode})
+
+
+@pytest.mark.parametrize("kind", ["swa", "state"])
+def test_hybrids_have_one_stage(kind: str) -> None:
+    with pytest.raises(HierKVConfigError, match=r"--pp-size 1 with .*, got 2"):
+        check(kind, mamba_radix_cache_strategy="extra_buffer", **STAGES)
