@@ -132,7 +132,8 @@ def test_a_tenant_meets_only_what_is_its_own(server: Server, prompts: Iterator[l
     prompt = next(prompts)
     expected = stored(server, prompt, extra_key="a")
     flush_device(server)
-    for other in ({}, {"extra_key": "b"}, {"extra_key": "a", "cache_salt": "b"}):
+    others: list[dict[str, Any]] = [{}, {"extra_key": "b"}, {"extra_key": "a", "cache_salt": "b"}]
+    for other in others:
         assert tiers(ask(server, prompt, **other)) == {}
     flush_device(server)
     answer = ask(server, prompt, extra_key="a")
