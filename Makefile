@@ -19,7 +19,7 @@ SELECTED = $(foreach each,$(TESTS),$(if $(wildcard tests/$(each)),tests/$(each),
 # Test files that run at a time, in order, the long ones first: a server's start waits as much as it computes.
 WORKERS ?= 3
 
-.PHONY: help dev demo check contract dist test bench docs gpu-kit serve clean
+.PHONY: help dev demo check contract dist test pythons bench docs gpu-kit serve clean
 
 help:
 	@echo "make dev     install everything into $(VENV)"
@@ -28,6 +28,7 @@ help:
 	@echo "make contract  which releases of SGLang keep to what the plugin takes for granted"
 	@echo "make dist    wheel and source archive, checked and installed on their own"
 	@echo "make test    all tests; TESTS=unit for some, WORKERS=1 for one at a time"
+	@echo "make pythons unit and tier tests under the other Pythons that are supported and here"
 	@echo "make bench   benchmarks; CASE=serve BENCH_ARGS='--json build/serve.json' for one"
 	@echo "make docs    the documents as a site, in build/site"
 	@echo "make gpu-kit a tar for a machine with a CUDA device: kernels and copies, without SGLang or a network"
@@ -65,6 +66,9 @@ dist: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(SELECTED)
 	@echo "make test: all tests passed"
+
+pythons: $(STAMP)
+	$(PY) -m testkit.pythons
 
 bench: $(STAMP)
 	$(PY) -m bench $(CASE) $(BENCH_ARGS)

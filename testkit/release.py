@@ -1,7 +1,8 @@
 """Builds the wheel and the source archive, and installs each where nothing else is.
 
 ``python -m testkit.release`` (`make dist`); both are left in ``dist/``. The wheel is built from the
-source archive, so that nothing but what the archive holds can be in it.
+source archive, so that nothing but what the archive holds can be in it. It is tried with every
+Python that `pyproject.toml` names and this machine has, the archive with the one that runs this.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_ext import __version__
+from testkit.pythons import interpreters
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
@@ -24,8 +25,14 @@ _LOADS_PLUGIN = (
     "from importlib.metadata import entry_points; "
     "[plugin] = entry_points(group='sglang.srt.plugins'); print(plugin.load().__module__)"
 )
+# A newer Python may warn of what an older one took, also in modules that need torch or SGLang.
+_COMPILES = (
+    "import compileall, sglang_ext; [folder] = sglang_ext.__path__; "
+    "print(bool(compileall.compile_dir(folder, quiet=1, force=True)) or exit(1))"
+)
 # What there is without SGLang and torch; each prints something.
 TRIED = {
+    "compiled without a warning": ("python", "-W", "error", "-c", _COMPILES),
     "help": ("hier-kv", "--help"),
     "version": ("python", "-c", "import sglang_ext; print(sglang_ext.__version__)"),
     "plugin": ("python", "-c", _LOADS_PLUGIN),
@@ -57,26 +64,39 @@ def check_changelog(text: str, version: str) -> None:
 
 
 def release(scratch: Path) -> None:
-    """Builds both, and installs each into an environment of its own."""
-    tools = environment(scratch / "tools", TOOLS)
+    """Builds both, and installs each into environments of its own."""
+    here = Path(sys.executable)
+    tools = environment(here, scratch / "tools", TOOLS)
     shutil.rmtree(DIST, ignore_errors=True)
     call([tools / "python", "-m", "build", "--outdir", DIST, ROOT])
     built = sorted(DIST.iterdir())
     if sorted(path.suffix for path in built) != [".gz", ".whl"]:
         raise ReleaseError(f"a wheel and a source archive should be built, there are {built}")
     call([tools / "python", "-m", "twine", "check", "--strict", *built])
+    archive, wheel = sorted(built, key=lambda path: path.suffix)
     for path in built:
         print(f"{path.name}: {path.stat().st_size:,} bytes", flush=True)
-        bin_folder = environment(scratch / path.suffix, [str(path)])
-        for what, (program, *args) in TRIED.items():
-            first, *_ = call([bin_folder / program, *args]).splitlines()
-            print(f"  {what}: {first}", flush=True)
+    print("source archive", flush=True)
+    try_out(here, scratch / "archive", archive)
+    for version in interpreters.supported():
+        python = interpreters.find(version)
+        print(f"wheel, Python {version}{'' if python else ': not on this machine'}", flush=True)
+        if python is not None:
+            try_out(python, scratch / version, wheel)
     print("release: both can be installed and used")
 
 
-def environment(folder: Path, requirements: Sequence[str]) -> Path:
-    """A virtual environment with these; returns the folder of its programs."""
-    venv.create(folder, with_pip=True)
+def try_out(python: Path, folder: Path, built: Path) -> None:
+    """Installs one into an environment of its own, and tries what there is without SGLang."""
+    bin_folder = environment(python, folder, [str(built)])
+    for what, (program, *args) in TRIED.items():
+        first, *_ = call([bin_folder / program, *args]).splitlines()
+        print(f"  {what}: {first}", flush=True)
+
+
+def environment(python: Path, folder: Path, requirements: Sequence[str]) -> Path:
+    """A virtual environment of an interpreter with these; returns the folder of its programs."""
+    call([python, "-m", "venv", folder])
     bin_folder = folder / "bin"
     call([bin_folder / "python", "-m", "pip", "install", "--quiet", "--no-input", *requirements])
     return bin_folder

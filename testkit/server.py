@@ -105,6 +105,7 @@ class Server:
         port: TCP port on 127.0.0.1; a free one when None.
         log_path: file for stdout and stderr, appended to; ``build/logs/`` when None.
         env: variables added to the environment.
+        release: a folder with another SGLang than the installed one (`testkit.releases.wheels`).
         start_timeout_s: how long a start may take.
         stop: how leaving the ``with`` block ends it. SGLang looks for SIGTERM every 5 s only, so
             tests of anything but the shutdown are faster with "kill".
@@ -119,6 +120,7 @@ class Server:
         port: int | None = None,
         log_path: Path | None = None,
         env: Mapping[str, str] | None = None,
+        release: Path | None = None,
         start_timeout_s: float = 180.0,
         stop: Literal["terminate", "kill"] = "terminate",
         progress: Callable[[str], None] | None = None,
@@ -131,7 +133,8 @@ class Server:
         self._args = [*_QUIET_OPTIONS, "--port", str(self.port), *map(str, args)]
         if model is not None:
             self._args = ["--model-path", str(model), *self._args]
-        self._env = on_path({**launch.environment(), **_QUIET_ENVIRONMENT, **(env or {})})
+        self._release = release
+        self._env = on_path({**_environment(release), **(env or {})})
         self._start_timeout_s = start_timeout_s
         self._stop = stop
         self._progress = progress
@@ -173,8 +176,10 @@ class Server:
         return self
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes] | ForkedServer:
-        if os.environ.get(FORK_SERVERS) and _nursery().can_start(self._args, self._env):
-            return _nursery().start(launch.arguments(self._args), self._env, log)
+        if os.environ.get(FORK_SERVERS):
+            nursery = _nursery(self._release)
+            if nursery.can_start(self._args, self._env):
+                return nursery.start(launch.arguments(self._args), self._env, log)
         return subprocess.Popen(
             launch.command(self._args),
             stdin=subprocess.DEVNULL,
@@ -423,9 +428,18 @@ class Server:
 
 
 @functools.cache
-def _nursery() -> Nursery:
-    log_path = ROOT / "build" / "logs" / f"zygote-{os.getpid()}.log"
-    return Nursery(on_path({**launch.environment(), **_QUIET_ENVIRONMENT}), log_path)
+def _nursery(release: Path | None) -> Nursery:
+    name = f"zygote-{os.getpid()}{f'-{release.name}' if release else ''}.log"
+    return Nursery(on_path(_environment(release)), ROOT / "build" / "logs" / name)
+
+
+def _environment(release: Path | None) -> dict[str, str]:
+    """What every server of a release has; another one is found before the installed one."""
+    base = dict(os.environ)
+    if release is not None:
+        paths = [str(release), base.get("PYTHONPATH", "")]
+        base["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return {**launch.environment(base), **_QUIET_ENVIRONMENT}
 
 
 def free_port() -> int:

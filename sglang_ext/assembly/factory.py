@@ -75,6 +75,8 @@ from sglang_ext.settings.compat import (
     check_tree,
 )
 from sglang_ext.settings.config import GIB, HierKVConfig
+from sglang_ext.settings.disaggregation import is_disaggregated
+from sglang_ext.settings.quotas import parse_quotas
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.folder import SharedFolderLock
@@ -163,7 +165,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     # Of window layers' parts and of states no quality is kept on the device; no draft's page is
     # ever coded.
     # What a decode server is sent says nothing of its quality, page by page.
-    exact_only = is_bound or ctx.server_args.disaggregation_mode not in (None, "null")
+    exact_only = is_bound or is_disaggregated(ctx.server_args.disaggregation_mode)
     rules = LocalPages(layout, ropes, config.rope, exact_only=exact_only)
     alike = are_alike(pool, place, is_alone=not is_bound)
     share = put_share(place) if alike else EVERY_PAGE
@@ -267,6 +269,7 @@ def _metrics(
         cost,
         num_saves=linker.num_queued_offloads,
         enabled=bool(ctx.params.enable_metrics),
+        num_tenants=len(parse_quotas(config.quotas).shares),
         labels={
             "model_name": ctx.server_args.served_model_name or ctx.server_args.model_path,
             "tp_rank": str(place.tp_rank),

@@ -39,6 +39,11 @@ def told(missed: dict[str, int]) -> dict[str, int]:
     return {name: num for name, num in missed.items() if name not in _NOT_TOLD}
 
 
+def counts_of_tenant(number: int) -> str:
+    """What the names of a tenant's own counts begin with; 0 is all who have no share."""
+    return f"tenant_{number or 'others'}_"
+
+
 class MissKeeper:
     """Looks at requests as they are about to run for the first time. Scheduler's thread only.
 
@@ -69,11 +74,16 @@ class MissKeeper:
             self._store.counters.add("miss_report_failures")
             logger.exception("hier-kv: what a request reused, and what not, could not be counted")
 
+    def leave_out(self, req: Any) -> None:
+        """A request that nobody sent is about to be computed: it counts nowhere."""
+        state = state_of(req)
+        state.is_counted, state.wanted = True, None
+
     def _count(self, req: Any, space: KeySpace | None) -> None:
         state = state_of(req)
         wanted, state.wanted = state.wanted, None
         num_cached, counters = max(0, int(req.cached_tokens)), self._store.counters
-        tenant = f"tenant_{space.tenant or 'others'}_" if self._by_tenant and space else None
+        tenant = counts_of_tenant(space.tenant) if self._by_tenant and space else None
         for whose in ("",) if tenant is None else ("", tenant):
             counters.add(f"{whose}requested_tokens", len(req.origin_input_ids))
             for tier, num_tokens in state.by_tier(num_cached).items():

@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any
 
 import numpy as np
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.session.streaming_session import is_virtual_node
@@ -518,9 +519,13 @@ class HierKVRadixCache(UnifiedRadixCache):
             load_index: of the batch of loads beside it; -1 for none.
         """
         for req in reqs:
-            if not state_of(req).is_counted:
+            if state_of(req).is_counted:
+                continue
+            if str(req.rid).startswith(HEALTH_CHECK_RID_PREFIX):
+                self.misses.leave_out(req)
+            else:
                 self.misses.runs(req, self.space_of(req))
-                self.spans.runs(req, load_index)
+            self.spans.runs(req, load_index)
 
     def maybe_hand_to_session(self, req: Any) -> None:
         """As SGLang's; from now on the turn writes its session's rows."""

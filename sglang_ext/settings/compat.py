@@ -20,6 +20,7 @@ from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.disaggregation import (
     DECODE,
     WITHOUT_DISAGGREGATION,
+    is_disaggregated,
     outside_disaggregation,
 )
 from sglang_ext.settings.model_kinds import MODEL_KINDS, WITHOUT
@@ -293,7 +294,7 @@ def check_model(ctx: Any) -> None:
         if not gates:
             _refuse("a tree that keeps windows", "a model that recomputes them", WITHOUT)
     mode = ctx.server_args.disaggregation_mode
-    if mode not in (None, "null") and gates is None:
+    if is_disaggregated(mode) and gates is None:
         _refuse(f"SGLang 0.5.23 with --disaggregation-mode {mode}", "an older one", WITHOUT)
     request_pool = _STATE_REQUEST_POOL if ctx.is_hybrid_ssm else _REQUEST_POOL
     for expected, found in (

@@ -23,6 +23,11 @@ _YES, _NO = ("true", "1", "yes", "y"), ("false", "0", "no", "n")  # as SGLang re
 _TRANSFERS = ("mooncake", "mooncake_tcp")
 
 
+def is_disaggregated(mode: str | None) -> bool:
+    """Whether a value of --disaggregation-mode makes a server do prefills or answers alone."""
+    return mode not in (None, "null")
+
+
 def outside_disaggregation(
     read: Callable[[str], Any], config: HierKVConfig, kind: str = "mha"
 ) -> Iterator[tuple[str, str]]:

@@ -208,6 +208,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
     },
     Use.NAMED: {
         ("srt.plugins.hook_registry", ""): "HookType",
+        ("srt.constants", ""): "HEALTH_CHECK_RID_PREFIX",
         ("srt.server_args", ""): "ServerArgs",
         ("srt.entrypoints.engine", "Engine"): "server_args_class",
         ("srt.configs.model_config", ""): "AttentionArch ModelConfig ModelImpl",

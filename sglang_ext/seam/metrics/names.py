@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sglang_ext.admission.misses import REASONS
+from sglang_ext.provenance.misses import counts_of_tenant
 
 PREFIX = "sglang:hier_kv"
 EVENT, OF = "event", "of"  # labels of counts, and of what is now
@@ -81,6 +82,11 @@ _NOW = {
     "disk_coded_host_records": PARTS,
     "remote_breaker_state": STATE,
 }
+# Of all requests, and with quotas of each tenant's.
+_REUSE = (
+    "requested_tokens", "reused_device_tokens", "reused_host_tokens", "reused_disk_tokens",
+    "reused_remote_tokens",
+)  # fmt: skip
 # Counts that are published as 0 before they are first counted: `rate` misses the step from no
 # series to the first value, and an alert or a plot without a series looks like one that is broken.
 FROM_START = (
@@ -89,10 +95,24 @@ FROM_START = (
     "disk_evicted_wanted_pages", "save_dropped_pages", "save_failures", "load_failures",
     "spill_failures", "promotion_failures", "admitted_ready_requests", "admitted_late_requests",
     "prefetch_timeouts", "cost_load", "cost_partial", "cost_recompute",
-    "requested_tokens", "reused_device_tokens", "reused_host_tokens", "reused_disk_tokens",
-    "reused_remote_tokens",
+    *_REUSE,
     *(f"missed_{reason}_{what}" for reason in REASONS for what in ("tokens", "requests")),
 )  # fmt: skip
+
+
+def from_start(num_tenants: int) -> tuple[str, ...]:
+    """The names of counts that are published as 0 before they are first counted.
+
+    Args:
+        num_tenants: that have a share; all others are one more, unless there is none.
+    """
+    tenants = range(num_tenants + 1) if num_tenants else ()
+    return (
+        *FROM_START,
+        *(counts_of_tenant(number) + name for number in tenants for name in _REUSE),
+    )
+
+
 _UNITS = {
     "pages": PAGES,
     "tokens": TOKENS,

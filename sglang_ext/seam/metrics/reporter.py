@@ -29,6 +29,7 @@ class MetricsReporter:
         cost: what is known of speeds, or None.
         num_saves: how many nodes are on their way to DRAM.
         enabled: whether SGLang runs with `--enable-metrics`.
+        num_tenants: how many have a share of their own.
         labels: label values common to all series.
     """
 
@@ -41,6 +42,7 @@ class MetricsReporter:
         *,
         num_saves: Callable[[], int] = lambda: 0,
         enabled: bool,
+        num_tenants: int = 0,
         labels: dict[str, str],
     ) -> None:
         self._store = store
@@ -54,7 +56,7 @@ class MetricsReporter:
         self._num_saves = num_saves
         self._metrics: dict[names.Metric, Any] = {}  # none where SGLang publishes none
         if enabled:
-            self._make_metrics()
+            self._make_metrics(num_tenants)
 
     def set_info(self, **info: Any) -> None:
         """Adds facts about the set-up to the state dump."""
@@ -97,7 +99,7 @@ class MetricsReporter:
         labels = {**self._labels, series.metric.label: series.value}
         return self._metrics[series.metric].labels(**labels)
 
-    def _make_metrics(self) -> None:
+    def _make_metrics(self, num_tenants: int) -> None:
         # Imported late: prometheus_client reads its multi-process folder when it is imported.
         from prometheus_client import Counter, Gauge, Histogram
 
@@ -114,7 +116,7 @@ class MetricsReporter:
         self._metrics[of] = Histogram(
             of.name, of.help, [*self._labels, of.label], buckets=names.BUCKETS_S
         )
-        for name in names.FROM_START:
+        for name in names.from_start(num_tenants):
             self._child(names.count_of(name))
         self._store.counters.keep_durations()
 

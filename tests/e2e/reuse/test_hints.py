@@ -128,6 +128,8 @@ def test_a_tenant_keeps_its_share_while_many_others_come(server: Server) -> None
     assert counts["tenant_1_requested_tokens"] == 2 * len(mine)
     assert counts["tenant_1_reused_host_tokens"] == CHAT_PAGES * PAGE
     assert counts["requested_tokens"] == 2 * len(mine) + counts["tenant_others_requested_tokens"]
+    server.get("/health_generate")  # SGLang's own request is nobody's
+    assert settled(server)["host"]["requested_tokens"] == counts["requested_tokens"]
 
 
 def _steer(server: Server, prompt: Sequence[int], **wishes: Any) -> dict[str, Any]:

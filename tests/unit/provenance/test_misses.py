@@ -14,7 +14,7 @@ from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.provenance.misses import MissKeeper, Wanted, told
 from sglang_ext.provenance.request_state import HitTier, state_of
-from sglang_ext.seam.metrics.names import TOKENS, Series, count_of
+from sglang_ext.seam.metrics.names import TOKENS, Series, count_of, from_start
 from sglang_ext.tiers.records.quality import ANY
 from tests.unit.store.store_rig import Make, Rig, pages, rigs
 
@@ -105,3 +105,15 @@ def test_tenants_with_a_share_are_counted_apart(make: Make) -> None:
         assert found[f"{whose}reused_host_tokens"] == 3 * PAGE
     assert count_of("tenant_2_requested_tokens") == Series(TOKENS, "tenant_2_requested_tokens")
     assert found["requested_tokens"] == 2 * (4 * PAGE + 1)
+    counted = {name for name in found if name.startswith("tenant_")}
+    assert counted <= set(from_start(2)), "they are published before they are first counted"
+    assert not counted & set(from_start(0))
+
+
+def test_a_request_that_nobody_sent_counts_nowhere(make: Make) -> None:
+    rig = make()
+    req = waits(rig, pages("check", 2), 0)
+    MissKeeper(rig.store, PAGE).leave_out(req)
+    assert counts(rig) == {}
+    assert state_of(req).is_counted
+    assert state_of(req).wanted is None

@@ -1,0 +1,1 @@
+"""Releases of SGLang besides the installed one, for servers of a test."""
