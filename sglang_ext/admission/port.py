@@ -141,6 +141,14 @@ class Admission(ABC):
     def drain_saves(self) -> None:
         """Takes the results of all saves; this process has waited for its own before."""
 
+    @abstractmethod
+    def agree_on_worst(self, quality: int) -> int:
+        """The worst of what all ranks found of one thing, which all of them look at now.
+
+        Args:
+            quality: what this one found, from 0 to 255.
+        """
+
 
 class Solo(Admission):
     """A process that decides on what it knows.
@@ -234,3 +242,7 @@ class Solo(Admission):
     def drain_saves(self) -> None:
         """See `Admission`."""
         self._take_saves()
+
+    def agree_on_worst(self, quality: int) -> int:
+        """Its own."""
+        return quality

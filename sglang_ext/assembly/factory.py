@@ -164,7 +164,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     feeds = CostFeeds(cost, layout.kv_bytes, StoreCounters())
     # Of window layers' parts and of states no quality is kept on the device; no draft's page is
     # ever coded.
-    # What a decode server is sent says nothing of its quality, page by page.
+    # With prefill and decode servers no codec was tried.
     exact_only = is_bound or is_disaggregated(ctx.server_args.disaggregation_mode)
     rules = LocalPages(layout, ropes, config.rope, exact_only=exact_only)
     alike = are_alike(pool, place, is_alone=not is_bound)

@@ -1,38 +1,60 @@
-"""What a prefill server says, with a request's KV, of whose KV that is.
+"""What a prefill server says, with a request's KV, of whose KV that is and what it is worth.
 
 A decode server stores what it was sent under its own namespace, as KV of the tokens that it has.
-That is right only where the other server has the same weights, keeps pages alike, computed the
-request on exact KV, and was given the same tokens: each makes its own of a text, and nobody else
-compares them. So both make a mark of the namespace, the request's room and its tokens: the one
-sends it, the other compares. No mark, or another, means KV that must not be stored.
+That is right only where the other server has the same weights, keeps pages alike, and was given the
+same tokens: each makes its own of a text, and nobody else compares them. Nor does a row say whether
+it was computed on exact KV. So both make a mark of the namespace, the request's room, its tokens
+and the KV's quality: the one sends it, the other looks for the quality of which it is the mark. No
+mark, or another, means KV that must not be stored.
+
+Of several ranks each sends and compares its own: the namespace has what differs between them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.tiers.records.quality import Quality
+
 Mark = npt.NDArray[np.int32]
 NUM_WORDS = 8
+FOREIGN = 255
+"""Worse than any quality: KV that must not be stored."""
 
 
-def mark_of(digest: bytes, room: int, tokens: array[int]) -> Mark:
-    """The mark of a request's KV, i32 `[NUM_WORDS]`.
+class Handover:
+    """One request's KV, as one of the two servers knows it.
 
-    The room is in it so that what a former request left in a buffer is no mark of this one.
+    The room is in the mark so that what a former request left in a buffer is no mark of this one.
 
     Args:
         digest: of the namespace.
         room: the number under which both servers know the request.
         tokens: whose KV is sent, i64.
     """
-    content = b"hier-kv handover 1" + digest + room.to_bytes(16, "little", signed=True)
-    mark = hashlib.sha256(content)
-    mark.update(tokens)
-    return np.frombuffer(mark.digest(), np.int32).copy()
+
+    def __init__(self, digest: bytes, room: int, tokens: array[int]) -> None:
+        self._content = hashlib.sha256(b"hier-kv handover 2" + digest)
+        self._content.update(room.to_bytes(16, "little", signed=True))
+        self._content.update(tokens)
+
+    def mark(self, quality: int) -> Mark:
+        """What is sent with KV of a quality, i32 `[NUM_WORDS]`; of a later release's the worst."""
+        marked = self._content.copy()
+        marked.update(bytes([min(quality, max(Quality))]))
+        return np.frombuffer(marked.digest(), np.int32).copy()
+
+    def quality_of(self, sent: Sequence[int]) -> int:
+        """The quality of what came with a mark; `FOREIGN` where it is no mark of this request."""
+        for quality in Quality:
+            if self.mark(quality).tolist() == list(sent):
+                return int(quality)
+        return FOREIGN
 
 
 def no_mark() -> Mark:

@@ -37,6 +37,7 @@ class RequestState:
         taint: worst quality of the KV that its tokens attended to since it was admitted. It only
             grows: overwriting that KV with better one does not better what was computed on it.
         reused: worst quality of the pages that were not computed, for the report.
+        received: quality of the KV that a prefill server sent for it; None where none did.
         resume_pages: numbers of leading pages behind which a model with window layers went on with
             its prompt, or would have.
         offered_states: hashes of pages behind which its states were offered to be saved, where
@@ -54,6 +55,7 @@ class RequestState:
         self._loaded: list[tuple[int, int, HitTier]] = []
         self.taint = int(Quality.EXACT)
         self.reused = int(Quality.EXACT)
+        self.received: int | None = None
         self.resume_pages: set[int] = set()
         self.offered_states: set[str] = set()
         self.wanted: Any = None
@@ -98,9 +100,18 @@ class RequestState:
     # ---- provenance ----
 
     def begin_admission(self) -> None:
-        """It holds no KV: what it attended to before does not count for what comes."""
-        self.taint = int(Quality.EXACT)
+        """It holds no KV: what it attended to before does not count for what comes.
+
+        But for what it was sent, which a retraction keeps elsewhere and puts back.
+        """
+        self.taint = int(Quality.EXACT) if self.received is None else self.received
         self._loaded_quality.clear()
+
+    def note_received(self, quality: int) -> None:
+        """KV of this quality was sent for it; as it may be sent twice, the worse one counts."""
+        self.received = max(quality, self.received or int(Quality.EXACT))
+        self.reused = max(self.reused, self.received)
+        self.taint = max(self.taint, self.received)
 
     def note_loaded_quality(self, first_page: int, quality: Qualities) -> None:
         """Records what pages are worth that are loaded into rows of its own."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import distributed
 
@@ -116,6 +117,7 @@ class Lockstep(Admission):
         self._transfers = transfers
         self._num_on_device = num_on_device
         self.gather = gather
+        self._min_reduce = min_reduce
         self._consensus = Consensus(min_reduce)
         self.promises = (ResumeBook if resumes else PromiseBook)(
             store,
@@ -230,6 +232,12 @@ class Lockstep(Admission):
         """Takes the results of all saves; each rank has waited for its own before."""
         while len(self._agree().saves) == MAX_SAVES:
             pass
+
+    def agree_on_worst(self, quality: int) -> int:
+        """See `Admission`; a reduction of its own, of 4 bytes."""
+        least = np.array([-quality], np.int32)
+        self._min_reduce(least)
+        return -int(least[0])
 
     def end_loads(self, reqs: list[Any]) -> list[Any]:
         """Waits for this rank's loads; what landed on all of them is known at the next step."""

@@ -99,6 +99,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     quotes: QuoteSearch | None = None  # with a truncator
     scheduler: Any = None
     only_saves = False  # a decode server: its KV came from elsewhere, and is not to be replaced
+    rows_in_doubt = False  # a transfer that nobody waits for any more may still write rows
 
     def __init__(self, params: Any, make_parts: Callable[[Any], CacheParts]) -> None:
         """Builds SGLang's half, the parts that need it, and what stands on both.
@@ -216,7 +217,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Key space of a request; None while nothing may be reused or saved for it."""
         # Asked for every request: it also notes which weights and adapters the device holds KV of.
         space = self.identity.space_of(req, self.store)
-        if space is None or not depends_on_tokens_alone(req):
+        if space is None or self.rows_in_doubt or not depends_on_tokens_alone(req):
             return None
         return self.of_tenant(space, tenant_of(req))
 
@@ -285,8 +286,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         Once a request: how soon its pages are used again is what the placement policy learns.
         """
         lookahead, state = self.store.lookahead, find_state(req)
-        if lookahead is None or state is None:
-            return
+        if lookahead is None or state is None or state.received is not None:
+            return  # what a decode server was sent is never looked for here
         key = request_key(req, up_to, self.page_size, of_pairs=self._keys_are_pairs)
         if len(key):
             hashes = hashes_of(key, self.page_size)
@@ -481,7 +482,11 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.spans.matched(params.req, self.waiting_room.find)
             if params.req.session is not None:
                 self.session_turns.meet(params.req)
-        return super().match_prefix(params)
+        result = super().match_prefix(params)
+        if self.only_saves and params.req is not None:
+            # Of a decode server SGLang does not ask the linker, whose match does this elsewhere.
+            return self.taint.begin_match(params.key, params.req, result)
+        return result
 
     def begin_match(self, key: Any, req: Any, result: Any) -> Any:
         """The device match of a request, before what the tiers have is added to it."""
@@ -664,6 +669,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.release_all_plans()
         super().reset()
         if is_built:
+            self.rows_in_doubt = False
             self.identity.device_was_reset()
             self.taint.clear()
 

@@ -34,6 +34,16 @@ def pack_details(details: dict[str, Any] | None, report: dict[str, Any]) -> dict
     return packed
 
 
+def pack_quality(details: dict[str, Any] | None, quality: str) -> dict[str, Any]:
+    """The same of a decode server, which knows what its KV is worth, and not where it lay.
+
+    Args:
+        details: SGLang's, with what the prefill server sent; or None where it has none.
+        quality: `exact` or `lossy`: the worst of what was sent and of what was here.
+    """
+    return {**(details or {}), DETAILS_KEY: json.dumps({"quality": quality})}
+
+
 def unpack_details(self: Any, recv_obj: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE hook of ``TokenizerManager._handle_batch_output``: JSON text -> dict, in place."""
     for details in getattr(recv_obj, "cached_tokens_details", None) or ():

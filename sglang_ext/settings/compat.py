@@ -58,12 +58,14 @@ class Resolved:
         given: what the operator gave, or the default.
         defaults: by name.
         model_kind: a key of `MODEL_KINDS`.
+        release: of SGLang; empty where it is not known.
     """
 
     values: Mapping[str, Any]
     given: Mapping[str, Any]
     defaults: Mapping[str, Any]
     model_kind: str
+    release: str = ""
 
 
 def check_arguments(server_args: Any, config: HierKVConfig) -> None:
@@ -97,7 +99,7 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     Raises:
         HierKVConfigError: naming the argument, its value and what to do.
     """
-    _check_disaggregation(resolved.values.get, config, resolved.model_kind)
+    _check_disaggregation(resolved.values.get, config, resolved.model_kind, resolved.release)
     _check_values(resolved.values.get, resolved.given.get, config)
     unknown = unknown_arguments(resolved.defaults.items(), resolved.given.get)
     if unknown and not _untested_is_allowed():
@@ -118,10 +120,10 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
 
 
 def _check_disaggregation(
-    read: Callable[[str], Any], config: HierKVConfig, kind: str = "mha"
+    read: Callable[[str], Any], config: HierKVConfig, kind: str = "mha", release: str = ""
 ) -> None:
     """Refuses prefill and decode servers that were not tried."""
-    for expected, found in outside_disaggregation(read, config, kind):
+    for expected, found in outside_disaggregation(read, config, kind, release):
         _refuse(expected, found, WITHOUT_DISAGGREGATION)
 
 

@@ -21,6 +21,8 @@ _STAGING = "SGLANG_DISAGG_STAGING_BUFFER"  # KV that leaves by way of a copy was
 _DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 _YES, _NO = ("true", "1", "yes", "y"), ("false", "0", "no", "n")  # as SGLang reads them
 _TRANSFERS = ("mooncake", "mooncake_tcp")
+_KINDS = ("mha", "mla")
+_RELEASE, _OLDER = "SGLang 0.5.23", "0.5.22"
 
 
 def is_disaggregated(mode: str | None) -> bool:
@@ -29,7 +31,7 @@ def is_disaggregated(mode: str | None) -> bool:
 
 
 def outside_disaggregation(
-    read: Callable[[str], Any], config: HierKVConfig, kind: str = "mha"
+    read: Callable[[str], Any], config: HierKVConfig, kind: str = "mha", release: str = ""
 ) -> Iterator[tuple[str, str]]:
     """What is expected and what came, of everything that was not tried with separate servers.
 
@@ -37,18 +39,22 @@ def outside_disaggregation(
         read: an argument's value by its name.
         config: the plugin's settings.
         kind: of the model, a key of ``MODEL_KINDS``.
+        release: of SGLang; empty where it is not known yet.
     """
     mode = read("disaggregation_mode")
     if mode not in (PREFILL, DECODE):
         return
     backend = read("disaggregation_transfer_backend") or _TRANSFERS[0]
     found = [
-        ("--tp-size 1", read("tp_size") or 1),
+        (_RELEASE, release if release.startswith(_OLDER) else ""),
         ("--dp-size 1", read("dp_size") or 1),
         ("no --attn-dp-size", "it" if (read("attn_dp_size") or 1) > 1 else ""),
         ("no --enable-dp-attention", _on(read("enable_dp_attention"))),
         ("--nnodes 1", read("nnodes") or 1),
-        ("a model of K and V of every head", "one of another kind" if kind != "mha" else ""),
+        (
+            "a model of K and V of every head, or of one latent row a token",
+            "one of another kind" if kind not in _KINDS else "",
+        ),
         ("no --speculative-algorithm", read("speculative_algorithm")),
         ("no --enable-lora", _on(read("enable_lora") or read("lora_paths"))),
         ("no --enable-streaming-session", _on(read("enable_streaming_session"))),

@@ -1,11 +1,13 @@
-"""A slow disk and late stores inside a server, without a line of the product knowing of them.
+"""A slow disk, late stores and lost marks inside a server, unknown to every line of the product.
 
 SGLang loads every plugin of its entry point group; `Server` puts `load` below on the import path of
-all its servers. In a scheduler process it does what two variables say, and else nothing:
+all its servers. In a scheduler process it does what three variables say, and else nothing:
 
 - `ENV_SPEED_FILE` names a file: reads of the disk tier are held to the speed that it states;
 - `ENV_JITTER` is a number of milliseconds: every operation of the page store is late by 0 to so
-  many, in each process by delays of its own.
+  many, in each process by delays of its own;
+- `ENV_LOST_MARKS` is the number of a tensor parallel rank of a decode server: the marks of requests
+  with a room from `FIRST_LOST_ROOM` on are lost on their way to it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 
 ENV_SPEED_FILE = "HIER_KV_TEST_DISK_SPEED_FILE"
 ENV_JITTER = "HIER_KV_TEST_JITTER_MS"
+ENV_LOST_MARKS = "HIER_KV_TEST_LOST_MARKS"
+FIRST_LOST_ROOM = 1_000_000_000
 
 _FOLDER = Path(__file__).resolve().parent
 _DELAYED = (
@@ -41,6 +45,8 @@ def load() -> None:
         slow_down_disks(Path(os.environ[ENV_SPEED_FILE]))
     if os.environ.get(ENV_JITTER):
         make_stores_late(float(os.environ[ENV_JITTER]) / 1e3)
+    if os.environ.get(ENV_LOST_MARKS):
+        lose_marks(int(os.environ[ENV_LOST_MARKS]))
 
 
 def slow_down_disks(speed_file: Path) -> None:
@@ -68,3 +74,17 @@ def make_stores_late(max_s: float) -> None:
         add_jitter(self._books, _DELAYED, max_s)
 
     PageStore.__init__ = late  # type: ignore[method-assign]
+
+
+def lose_marks(rank: int) -> None:
+    """What a prefill server says of a request's KV does not come to one rank."""
+    from sglang.srt.disaggregation.decode import DecodeTransferQueue
+
+    original = DecodeTransferQueue._commit_transfer_to_req
+
+    def without_mark(self: Any, decode_req: Any) -> Any:
+        if self.tp_rank == rank and decode_req.req.bootstrap_room >= FIRST_LOST_ROOM:
+            self.metadata_buffers.output_ids[decode_req.metadata_buffer_index][1:] = 0
+        return original(self, decode_req)
+
+    DecodeTransferQueue._commit_transfer_to_req = without_mark

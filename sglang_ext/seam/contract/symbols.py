@@ -82,6 +82,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         (_DRAFTS, "BaseSpecWorker"): "init_hicache_draft_plan",
         (f"{_PD}.decode", "SchedulerDisaggregationDecodeMixin"): "process_decode_queue",
+        (f"{_PD}.decode", "DecodeTransferQueue"): "_do_release",
         ("srt.session.session_controller", "Session"): "_concat_token_arrays",
         ("srt.managers.schedule_batch", "Req"): "__init__",
     },
@@ -122,7 +123,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "send_kv_chunk process_prefill_chunk process_batch_result_disagg_prefill "
             "maybe_send_cached_prefix_chunk"
         ),
-        (f"{_PD}.decode", "DecodeTransferQueue"): "_commit_transfer_to_req",
+        # That all ranks take what has arrived in the same order.
+        (f"{_PD}.decode", "DecodeTransferQueue"): (
+            "_commit_transfer_to_req pop_transferred resolve_deferred_releases _defer_release"
+        ),
         (f"{_PD}.utils", "MetadataBuffers"): "__init__ set_buf get_buf",
         # Which rows of a hybrid's window layers a load fills, and which a tree's node has.
         (_WINDOWS, "SWAComponent"): (

@@ -5,7 +5,8 @@ forward's loads: SGLang aborts a request whose load failed instead (`discard_out
 a forward it sends what the tree or an earlier chunk left, in batches that load nothing. The
 metadata travels with the KV, in rows that are padded; the padding takes the mark of
 `identity/handover.py`. A decode server keeps what it was sent out of its tree, and so out of the
-tiers, where the mark is not its own.
+tiers, where the mark is not its own, on all ranks where it is not so on one; what the mark says of
+the KV's quality it keeps with the request.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_ext.identity.handover import NUM_WORDS, Mark, mark_of, no_mark
-from sglang_ext.provenance.request_state import find_state
+from sglang_ext.identity.handover import FOREIGN, NUM_WORDS, Handover, Mark, no_mark
+from sglang_ext.provenance.request_state import find_state, state_of, wants_exact
 from sglang_ext.seam.cache import HierKVRadixCache
 from sglang_ext.seam.hooks.hooking import hook
 from sglang_ext.tiers.records.quality import Quality
@@ -36,6 +39,7 @@ def register_disaggregation_hooks() -> None:
     """Registers the hooks; in a scheduler process, before the scheduler is built."""
     hook(f"{_PREFILL}.send_kv_chunk", _around_sending, "around")
     hook(f"{_DECODE}.DecodeTransferQueue._commit_transfer_to_req", _after_arrival)
+    hook(f"{_DECODE}.DecodeTransferQueue._do_release", _before_release, "before")
     hook(
         f"{_DECODE}.SchedulerDisaggregationDecodeMixin.process_decode_queue", _before_step, "before"
     )
@@ -56,7 +60,7 @@ def _around_sending(
         cache.hier_linker.wait_restored()
         if last_chunk:
             row = scheduler.disagg_metadata_buffers.output_ids[req.metadata_buffer_index]
-            row[_MARK] = torch.from_numpy(_own_mark(cache, req))
+            row[_MARK] = torch.from_numpy(_mark_of(cache, req))
     send(scheduler, req, last_chunk, *args, **kwargs)
 
 
@@ -71,13 +75,38 @@ def _after_arrival(result: None, queue: Any, decode_req: Any) -> None:
     if req.bootstrap_host == FAKE_BOOTSTRAP_HOST:  # nothing came, whatever lies in the row
         req.skip_radix_cache_insert = True
         return
-    is_own = any(sent) and sent == _own_mark(cache, req).tolist()
-    if is_own and not _shares_room(queue, req):
-        cache.store.counters.add("received_requests")
+    # All ranks take the same requests in the same order: SGLang has agreed on what has arrived.
+    quality = cache.admission.agree_on_worst(_quality_here(cache, queue, req, sent))
+    if quality == FOREIGN:
+        req.skip_radix_cache_insert = True
+        cache.store.counters.add("received_foreign_requests")
+        _warn_once()
         return
-    req.skip_radix_cache_insert = True
-    cache.store.counters.add("received_foreign_requests")
-    _warn_once()
+    cache.store.counters.add("received_requests")
+    state_of(req).note_received(quality)
+    if req.last_node is not None:  # of its rows this server's own are never asked for again
+        cache.taint.admit(req)
+    if quality > Quality.EXACT:
+        cache.store.counters.add("received_inexact_requests")
+        if wants_exact(req):
+            _refuse_inexact(req)
+
+
+def _quality_here(cache: HierKVRadixCache, queue: Any, req: Any, sent: list[int]) -> int:
+    """The quality of the KV that came to this rank; `FOREIGN` where it may not be stored."""
+    own = _handover_of(cache, req)
+    if own is None or not any(sent) or _shares_room(queue, req):
+        return FOREIGN
+    return own.quality_of(sent)
+
+
+def _refuse_inexact(req: Any) -> None:
+    """The prefill server was not told what this one was: that exact KV is asked for."""
+    req.to_finish = FINISH_ABORT(
+        "hier_kv_exact was asked of the decode server, and KV that is not exact came from the "
+        "prefill server; send both the same custom_params",
+        HTTPStatus.BAD_REQUEST,
+    )
 
 
 def _shares_room(queue: Any, req: Any) -> bool:
@@ -100,14 +129,45 @@ def _warn_once() -> None:
     )
 
 
-def _own_mark(cache: HierKVRadixCache, req: Any) -> Mark:
-    """The mark of a request's KV as this server has it; none where it may not be stored."""
-    space, state = cache.space_of(req), find_state(req)
-    is_exact = state is None or state.taint == Quality.EXACT
-    if space is None or req.bootstrap_room is None or not is_exact:
+def _mark_of(cache: HierKVRadixCache, req: Any) -> Mark:
+    """What is sent with a request's KV: its mark here; none where it may not be stored."""
+    own, state = _handover_of(cache, req), find_state(req)
+    if own is None:
         return no_mark()
+    return own.mark(int(Quality.EXACT) if state is None else state.taint)
+
+
+def _handover_of(cache: HierKVRadixCache, req: Any) -> Handover | None:
+    """A request's KV as this server has it; None where it may not be stored."""
+    space = cache.space_of(req)
+    if space is None or req.bootstrap_room is None:
+        return None
     # On either server those whose rows are sent: no output is among them before its first forward.
-    return mark_of(space.digest, int(req.bootstrap_room), req.full_untruncated_fill_ids)
+    return Handover(space.digest, int(req.bootstrap_room), req.full_untruncated_fill_ids)
+
+
+def _before_release(queue: Any, decode_req: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang gives away the rows of an aborted request, after a time whatever became of its KV.
+
+    Whose rows a transfer still writes then nobody knows, so nothing is stored until a flush.
+    """
+    cache = queue.scheduler.tree_cache
+    if not isinstance(cache, HierKVRadixCache):
+        return
+    receiver = decode_req.kv_receiver
+    num_senders = len(receiver.bootstrap_infos) if receiver.abort_notified else 0
+    room = decode_req.req.bootstrap_room
+    is_over = receiver.kv_mgr.is_abort_release_safe(room, num_senders)
+    # All ranks release the same requests in the same order; a transfer is of each by itself.
+    if cache.admission.agree_on_worst(int(not is_over)):
+        cache.rows_in_doubt = True
+        cache.store.counters.add("unended_transfers")
+        logger.warning(
+            "hier-kv: the prefill server of room %d did not say in time that its transfer has "
+            "ended, so its rows are given away while it may write them: nothing is stored until "
+            "/flush_cache (counted as unended_transfers)",
+            room,
+        )
 
 
 def _before_step(scheduler: Any) -> None:

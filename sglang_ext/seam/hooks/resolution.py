@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
@@ -63,6 +64,7 @@ def resolved(server_args: Any) -> Resolved:
         given={field.name: given.get(field.name) for field in fields},
         defaults={field.name: _default(field) for field in fields},
         model_kind=model_kind(model_config_of(server_args)) if has_model else "mha",
+        release=version("sglang"),
     )
 
 

@@ -22,7 +22,7 @@ from sglang_ext.seam.hooks.steering import steer
 from sglang_ext.seam.hooks.steering_endpoint import CARRIER
 from sglang_ext.seam.hooks.truncation import build_truncator, register_truncation_hooks
 from sglang_ext.seam.hooks.weights import register_weight_hooks
-from sglang_ext.seam.report import DETAILS_KEY, pack_details
+from sglang_ext.seam.report import DETAILS_KEY, pack_details, pack_quality
 from sglang_ext.seam.self_check import run_self_check
 from sglang_ext.seam.session_turns import part_from_another_turn
 from sglang_ext.tiers.errors import TierConfigError
@@ -128,6 +128,9 @@ def _after_details(result: Any, self: Any, req: Any) -> Any:
     state, lineage = find_state(req), lineage_of(req)
     if state is None:
         return result
+    if state.received is not None:  # where its tokens came from is told by the other server
+        is_told = state.reused > Quality.EXACT or wants_exact(req)
+        return pack_quality(result, name_of(state.reused)) if is_told else result
     missed = told(state.missed)
     if req.cached_tokens <= 0 and lineage is None and not missed:
         return result

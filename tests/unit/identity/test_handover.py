@@ -4,23 +4,43 @@ from __future__ import annotations
 
 from array import array
 
-from sglang_ext.identity.handover import NUM_WORDS, mark_of, no_mark
+import pytest
+
+from sglang_ext.identity.handover import FOREIGN, NUM_WORDS, Handover, no_mark
+from sglang_ext.tiers.records.quality import Quality
 
 TOKENS = array("q", range(100))
+DIGEST = b"a" * 32
 
 
-def test_a_mark_is_of_one_namespace_one_room_and_some_tokens() -> None:
+def test_a_mark_is_of_one_namespace_one_room_some_tokens_and_a_quality() -> None:
     marks = {
-        mark_of(digest, room, tokens).tobytes()
-        for digest in (b"a" * 32, b"b" * 32)
+        Handover(digest, room, tokens).mark(quality).tobytes()
+        for digest in (DIGEST, b"b" * 32)
         for room in (0, 1, -1, 1 << 63, (1 << 64) - 1)
         for tokens in (array("q"), TOKENS, TOKENS[:-1], TOKENS[:-1] + array("q", [5]))
+        for quality in Quality
     }
-    assert len(marks) == 40
-    assert mark_of(b"a" * 32, 7, TOKENS).tolist() == mark_of(b"a" * 32, 7, TOKENS[:]).tolist()
+    assert len(marks) == 40 * len(Quality)
+
+
+@pytest.mark.parametrize("quality", list(Quality))
+def test_the_other_server_finds_the_quality_of_which_it_is_the_mark(quality: Quality) -> None:
+    sent = Handover(DIGEST, 7, TOKENS).mark(quality).tolist()
+    assert Handover(DIGEST, 7, TOKENS[:]).quality_of(sent) == quality
+    assert Handover(DIGEST, 8, TOKENS).quality_of(sent) == FOREIGN > max(Quality)
+    assert Handover(b"b" * 32, 7, TOKENS).quality_of(sent) == FOREIGN
+    assert Handover(DIGEST, 7, TOKENS[:-1]).quality_of(sent) == FOREIGN
+
+
+def test_a_quality_that_is_not_known_is_the_worst_known() -> None:
+    handover = Handover(DIGEST, 7, TOKENS)
+    assert handover.quality_of(handover.mark(200).tolist()) == max(Quality)
 
 
 def test_no_mark_is_none_of_them() -> None:
-    assert len(no_mark()) == len(mark_of(b"a" * 32, 7, TOKENS)) == NUM_WORDS
+    handover = Handover(DIGEST, 7, TOKENS)
+    assert len(no_mark()) == len(handover.mark(0)) == NUM_WORDS
     assert not no_mark().any()
-    assert mark_of(b"a" * 32, 7, TOKENS).any()
+    assert handover.mark(0).any()
+    assert handover.quality_of(no_mark().tolist()) == FOREIGN

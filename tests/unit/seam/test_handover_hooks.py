@@ -15,12 +15,15 @@ inprocess.prepare()
 
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST  # noqa: E402
 
+from sglang_ext.identity.handover import FOREIGN  # noqa: E402
 from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
+from sglang_ext.provenance.request_state import find_state, state_of  # noqa: E402
 from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
 from sglang_ext.seam.hooks import disaggregation  # noqa: E402
 from sglang_ext.settings.quotas import parse_quotas  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
+from sglang_ext.tiers.records.quality import Quality  # noqa: E402
 from sglang_ext.tiers.store import PageStore, PageStoreConfig  # noqa: E402
 
 TOKENS = array("q", range(100))
@@ -35,6 +38,12 @@ class Cache(HierKVRadixCache):
         self.linker: Any = SimpleNamespace(cache_linker=transport)
         self.identity = ModelIdentity(torch.nn.Linear(3, 3), {}, {}, dict)
         self._quotas = parse_quotas("")
+        # What this server has of a request, and what another rank found of what came.
+        self.on_device, self.elsewhere = int(Quality.EXACT), int(Quality.EXACT)
+        agree: Any = SimpleNamespace(agree_on_worst=lambda worst: max(worst, self.elsewhere))
+        self.admission = agree
+        taint: Any = SimpleNamespace(admit=lambda req: state_of(req).note_reused(self.on_device))
+        self.taint = taint
 
 
 def request(room: int, tokens: array[int] = TOKENS, **more: Any) -> Any:
@@ -45,6 +54,9 @@ def request(room: int, tokens: array[int] = TOKENS, **more: Any) -> Any:
         "metadata_buffer_index": 0,
         "discard_output_reason": None,
         "skip_radix_cache_insert": False,
+        "last_node": object(),
+        "to_finish": None,
+        "sampling_params": SimpleNamespace(custom_params=None),
         **more,
     }
     return SimpleNamespace(**fields)
@@ -73,9 +85,18 @@ class Servers:
         disaggregation._after_arrival(None, queue, arrived)
         return not req.skip_radix_cache_insert
 
+    def release(self, receiver: Any) -> None:
+        """The decode server gives away the rows of an aborted request."""
+        queue = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=self.cache))
+        aborted = SimpleNamespace(req=request(7), kv_receiver=receiver)
+        disaggregation._before_release(queue, aborted, 0)
+
+    def counted(self, name: str) -> int:
+        return int(self.cache.store.counters.snapshot().get(name, 0))
+
     @property
     def num_foreign(self) -> int:
-        return int(self.cache.store.counters.snapshot().get("received_foreign_requests", 0))
+        return self.counted("received_foreign_requests")
 
 
 def test_kv_of_the_same_tokens_is_stored_once() -> None:
@@ -109,3 +130,72 @@ def test_a_request_to_which_nothing_is_sent_is_not_stored_by_what_another_left()
     servers.send(request(7))  # and its transfer fails: nobody reads the row
     assert not servers.receive(request(7, bootstrap_host=FAKE_BOOTSTRAP_HOST))
     assert servers.num_foreign == 0
+
+
+def test_what_is_foreign_to_another_rank_is_not_stored_by_this_one() -> None:
+    servers = Servers()
+    servers.cache.elsewhere = FOREIGN
+    servers.send(request(7))
+    assert not servers.receive(request(7))
+    assert servers.num_foreign == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "elsewhere", "on_device"), [(1, 0, 0), (0, 1, 0), (0, 0, 1), (2, 1, 0), (0, 0, 0)]
+)
+def test_the_worst_of_what_was_sent_and_of_what_was_here_is_known(
+    sent: int, elsewhere: int, on_device: int
+) -> None:
+    servers = Servers()
+    servers.cache.elsewhere, servers.cache.on_device = elsewhere, on_device
+    prefilled, decoded = request(7), request(7)
+    state_of(prefilled).taint = sent
+    servers.send(prefilled)
+    assert servers.receive(decoded)
+    state = find_state(decoded)
+    assert state is not None
+    assert state.taint == state.reused == max(sent, elsewhere, on_device)
+    assert servers.counted("received_inexact_requests") == (max(sent, elsewhere) > 0)
+    assert servers.counted("received_requests") == 1
+
+
+def test_what_was_sent_stays_known_when_its_rows_are_given_back() -> None:
+    """A request that is retracted keeps its KV elsewhere, and is matched as if it had none."""
+    servers = Servers()
+    prefilled, decoded = request(7), request(7)
+    state_of(prefilled).taint = int(Quality.LOSSY)
+    servers.send(prefilled)
+    servers.receive(decoded)
+    state_of(decoded).begin_admission()
+    assert state_of(decoded).taint == Quality.LOSSY
+    assert state_of(decoded).page_quality(3).tolist() == [Quality.LOSSY] * 3
+
+
+@pytest.mark.parametrize(("quality", "is_refused"), [(0, False), (1, True)])
+def test_a_request_for_exact_kv_is_not_answered_from_other_kv(
+    quality: int, is_refused: bool
+) -> None:
+    servers = Servers()
+    exact = SimpleNamespace(custom_params={"hier_kv_exact": True})
+    prefilled, decoded = request(7), request(7, sampling_params=exact)
+    state_of(prefilled).taint = quality
+    servers.send(prefilled)
+    servers.receive(decoded)
+    assert (decoded.to_finish is not None) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("num_acks", "is_notified", "is_over"), [(1, True, False), (2, True, True), (0, False, True)]
+)
+def test_nothing_is_stored_once_rows_are_given_away_that_may_still_be_written(
+    num_acks: int, is_notified: bool, is_over: bool
+) -> None:
+    servers = Servers()
+    manager = SimpleNamespace(is_abort_release_safe=lambda room, required: num_acks >= required)
+    infos: list[Any] | None = [{}, {}] if is_notified else None
+    servers.release(
+        SimpleNamespace(kv_mgr=manager, abort_notified=is_notified, bootstrap_infos=infos)
+    )
+    assert servers.counted("unended_transfers") == (not is_over)
+    servers.send(request(8))
+    assert servers.receive(request(8)) == is_over

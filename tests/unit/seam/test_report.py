@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.seam.report import merge_reports, pack_details
+from sglang_ext.seam.report import merge_reports, pack_details, pack_quality
 
 TIERS = {"device": 64, "host": 128, "disk": 192, "remote": 256}
 
@@ -18,6 +18,13 @@ def test_sglangs_three_tiers_add_up_to_what_was_reused(own: dict[str, Any] | Non
     found = {name: packed[name] for name in ("device", "host", "storage", "storage_backend")}
     assert found == {"device": 64, "host": 128, "storage": 448, "storage_backend": "hier_kv"}
     assert json.loads(packed["hier_kv"]) == TIERS
+
+
+@pytest.mark.parametrize("sent", [None, {"device": 640, "host": 0, "storage": 64}])
+def test_a_decode_server_tells_quality_beside_what_it_was_sent(sent: dict[str, int] | None) -> None:
+    packed = pack_quality(sent, "lossy")
+    assert json.loads(packed.pop("hier_kv")) == {"quality": "lossy"}
+    assert packed == (sent or {})
 
 
 def test_reports_of_several_prompts_are_sums_with_the_worst_quality() -> None:

@@ -19,6 +19,7 @@ from runtime_cpu import inprocess
 inprocess.prepare()
 
 from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
+from sglang.srt.mem_cache import unified_radix_cache  # noqa: E402
 from sglang.srt.session.streaming_session import is_virtual_node  # noqa: E402
 
 from sglang_ext.device.transfers import hashes_from_hex  # noqa: E402
@@ -176,6 +177,24 @@ def test_an_exact_request_uses_the_exact_leading_part(make: Make) -> None:
     world.allocator.clear()
     world.match(exact)
     assert (exact.prefix_len, exact.host_hit_length) == (0, 2 * PAGE)
+
+
+def test_a_decode_server_gives_who_asks_for_exact_kv_none_of_its_other_pages(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There SGLang does not ask the linker for what a request may use."""
+    world = make()
+    lossy_on_disk(world)
+    world.run(PROMPT)
+    decode = SimpleNamespace(disaggregation_mode="decode")
+    monkeypatch.setattr(unified_radix_cache, "get_disagg", lambda: decode)
+    world.cache.only_saves = True
+    prefixes = {}
+    for exact in (False, True):
+        req = Request(f"decoded-{exact}", PROMPT, 1, exact)
+        world.match(req)
+        prefixes[exact] = req.prefix_len
+    assert prefixes == {False: (PAGES + 2) * PAGE, True: 0}
 
 
 def test_what_was_begun_on_lossy_kv_stays_lossy(make: Make) -> None:

@@ -43,7 +43,6 @@ def test_mooncake_by_its_name_for_tcp_is_served() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected", "found"),
     [
-        ({"tp_size": 2}, "--tp-size 1", "2"),
         ({"dp_size": 2}, "--dp-size 1", "2"),
         ({"attn_dp_size": 2, "tp_size": 1}, "no --attn-dp-size", "it"),
         ({"enable_dp_attention": True}, "no --enable-dp-attention", "it"),
@@ -78,6 +77,7 @@ def test_arguments_that_were_not_tried_are_refused(
     ("settings", "expected"),
     [
         ({"codec": "lossless"}, "--hier-kv-codec none"),
+        ({"codec": "remote=hier", "remote_url": "file:///mnt/kv"}, "--hier-kv-codec none"),
         ({"truncation": "overflow"}, "--hier-kv-truncation off"),
         ({"tree_core": "rust"}, "--hier-kv-tree-core python"),
     ],
@@ -90,10 +90,36 @@ def test_settings_that_were_not_tried_are_refused(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["mla", "swa", "state"])
+@pytest.mark.parametrize("kind", ["swa", "state"])
 def test_other_models_are_refused(mode: str, kind: str) -> None:
-    with pytest.raises(HierKVConfigError, match=f"every head with --disaggregation-mode {mode}"):
+    with pytest.raises(HierKVConfigError, match=f"a token with --disaggregation-mode {mode}"):
         check(mode, kind)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_both_kinds_of_models_are_served_by_several_ranks(
+    mode: str, kind: str, num_ranks: int
+) -> None:
+    check(mode, kind, tp_size=num_ranks)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("release", "is_served"), [("0.5.22", False), ("0.5.22.post1", False), ("0.5.23", True)]
+)
+def test_an_older_sglang_is_refused_before_the_weights_load(
+    mode: str, release: str, is_served: bool
+) -> None:
+    values = {"disaggregation_mode": mode, **SERVED}
+    resolved = Resolved(values, values, {}, "mha", release)
+    if is_served:
+        check_resolved(resolved, HierKVConfig())
+        return
+    sentence = f"SGLang 0.5.23 with --disaggregation-mode {mode}, got {release};"
+    with pytest.raises(HierKVConfigError, match=sentence):
+        check_resolved(resolved, HierKVConfig())
 
 
 @pytest.mark.parametrize(
