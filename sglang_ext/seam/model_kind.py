@@ -13,6 +13,18 @@ _STATE_ARCHITECTURES = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+
+# Those of which SGLang keeps states with pages of one token only.
+_WITHOUT_SNAPSHOTS = (
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "Lfm2VlForConditionalGeneration",
+    "JetNemotronForCausalLM",
+    "JetVLMForConditionalGeneration",
+    "ZayaForCausalLM",
 )
 
 
@@ -25,7 +37,6 @@ def model_kind(model_config: Any) -> str:
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import (
         AttentionArch,
-        ModelImpl,
         is_deepseek_dsa,
         is_deepseek_v4,
         is_minimax_sparse,
@@ -33,19 +44,15 @@ def model_kind(model_config: Any) -> str:
 
     hf_config = model_config.hf_config
     if mambaish_config(model_config) is not None:
-        return _state_kind(model_config)
+        return "no tree" if _has_no_tree(model_config) else _state_kind(model_config)
     if is_deepseek_v4(hf_config) or is_deepseek_dsa(hf_config) or is_minimax_sparse(hf_config):
         return "sparse"
     if model_config.is_hybrid_swa:
         return _window_kind(model_config)
     if model_config.is_encoder_decoder:
         return "encoder-decoder"
-    if model_config.is_multimodal:
-        # Imports every model that SGLang has, for seconds.
-        from sglang.srt.model_loader.utils import get_resolved_model_impl
-
-        if get_resolved_model_impl(model_config) == ModelImpl.TRANSFORMERS:
-            return "no tree"
+    if _has_no_tree(model_config):
+        return "no tree"
     return "mla" if model_config.attention_arch == AttentionArch.MLA else "mha"
 
 
@@ -64,12 +71,27 @@ def kind_of_folder(model_path: str) -> str:
     return model_kind(ModelConfig(model_path, trust_remote_code=False))
 
 
+def _has_no_tree(model_config: Any) -> bool:
+    """Whether SGLang disables its radix cache for a model."""
+    if not model_config.is_multimodal:
+        return False
+    from sglang.srt.configs.model_config import ModelImpl
+
+    # Imports every model that SGLang has, for seconds.
+    from sglang.srt.model_loader.utils import get_resolved_model_impl
+
+    return bool(get_resolved_model_impl(model_config) == ModelImpl.TRANSFORMERS)
+
+
 def _state_kind(model_config: Any) -> str:
     """The kind of a model of which some layers have a state a sequence."""
     from sglang.srt.configs.model_config import AttentionArch
 
+    architecture = model_config.hf_config.architectures[0]
+    if architecture in _WITHOUT_SNAPSHOTS:
+        return "state without pages"
     is_plain = (
-        model_config.hf_config.architectures[0] in _STATE_ARCHITECTURES
+        architecture in _STATE_ARCHITECTURES
         and model_config.attention_arch == AttentionArch.MHA
         and not model_config.is_hybrid_swa
     )
@@ -78,7 +100,9 @@ def _state_kind(model_config: Any) -> str:
 
 def _window_kind(model_config: Any) -> str:
     """The kind of a model whose window layers have a pool of their own."""
-    if model_config.attention_chunk_size is not None:
+    chunk = model_config.attention_chunk_size
+    # SGLang takes a window that the configuration names for what its tree has to keep.
+    if chunk is not None and (model_config.sliding_window_size or chunk) < chunk:
         return "chunks"
     full = model_config.get_num_kv_heads(1), model_config.head_dim, model_config.v_head_dim
     window = (

@@ -295,6 +295,7 @@ def check_model(ctx: Any) -> None:
             _refuse(release, "an older one", WITHOUT)
         if not gates:
             _refuse("a tree that keeps windows", "a model that recomputes them", WITHOUT)
+        _check_chunks(ctx.model_config.attention_chunk_size, params.sliding_window_size)
     mode = ctx.server_args.disaggregation_mode
     if is_disaggregated(mode) and gates is None:
         _refuse(f"SGLang 0.5.23 with --disaggregation-mode {mode}", "an older one", WITHOUT)
@@ -309,6 +310,12 @@ def check_model(ctx: Any) -> None:
     ):
         if found != expected:
             _refuse(expected, found, WITHOUT)
+
+
+def _check_chunks(chunk: int | None, window: int) -> None:
+    """Refuses a tree that keeps less of a prefix than the chunk that a token may see."""
+    if chunk is not None and window < chunk:
+        _refuse(f"a tree that keeps chunks of {chunk} tokens", f"one of {window}", WITHOUT)
 
 
 def check_tree(

@@ -39,7 +39,6 @@ class ModelKind:
         return not self.expected
 
 
-_FULL = "full attention in every layer"
 _ONE_POOL = "add --disable-hybrid-swa-memory, which keeps all layers' KV in one pool, or " + WITHOUT
 
 MODEL_KINDS = {
@@ -57,12 +56,13 @@ MODEL_KINDS = {
         "tests/e2e/remote/test_remote_latent_ranks.py; tests/unit/device/test_copier.py",
     ),
     "swa": ModelKind(
-        "a second pool for the window's layers, with K and V of the same shape",
-        "gpt-oss, Mellum, Laguna",
+        "a second pool for layers that see a window or a chunk, with K and V of the same shape",
+        "gpt-oss, Mellum, Laguna, Llama 4",
         "exact, at the saved position, by one rank or several tensor parallel ones, without codec, "
         "truncation, adapters or sessions, by several without a remote store; run with a small "
-        "Mellum on a CPU",
-        "tests/e2e/models/test_windows.py; tests/e2e/models/test_hybrid_ranks.py; "
+        "Mellum on a CPU, and by one rank with a small Llama 4 without experts",
+        "tests/e2e/models/test_windows.py; tests/e2e/models/test_restored_kinds.py; "
+        "tests/e2e/models/test_hybrid_ranks.py; "
         "tests/property/hybrids/test_window_interleavings.py",
     ),
     "swa of two shapes": ModelKind(
@@ -75,27 +75,38 @@ MODEL_KINDS = {
         _ONE_POOL,
     ),
     "chunks": ModelKind(
-        "a second pool for layers that see a chunk",
-        "Llama 4",
-        "where a chunk begins was never tried",
+        "a second pool for layers that see a chunk, of which SGLang keeps a shorter window",
+        "none that is published",
+        "SGLang's tree does not have the chunk behind every prefix that it goes on from",
         "",
-        _FULL,
-        "a model with layers of chunked attention in a pool of their own",
+        "layers with chunked attention of which SGLang keeps whole chunks",
+        "a model whose configuration names a window that is shorter than its chunk",
         _ONE_POOL,
     ),
     "state": ModelKind(
         "a state a sequence beside K and V of every head (Mamba2, gated delta rule)",
-        "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5 without images",
+        "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5 (prompts with images are neither "
+        "stored nor loaded)",
         "exact, at the positions at which SGLang's tree keeps a state, by one rank or several "
         "tensor parallel ones, without codec, remote store, truncation, adapters or sessions; run "
-        "on a CPU with a small model of each, those of Granite 4, Nemotron-H and Qwen3.5 without "
-        "experts, by two ranks Qwen3-Next alone",
-        "tests/e2e/models/test_states.py; tests/e2e/models/test_hybrid_ranks.py; "
+        "on a CPU with a small model of each, those of Granite 4 and Nemotron-H without experts, "
+        "by two ranks Qwen3-Next alone",
+        "tests/e2e/models/test_states.py; tests/e2e/models/test_restored_kinds.py; "
+        "tests/e2e/models/test_hybrid_ranks.py; "
         "tests/property/hybrids/test_state_interleavings.py",
+    ),
+    "state without pages": ModelKind(
+        "a state a sequence, behind single tokens and not behind pages",
+        "LFM2, Zaya, Jet Nemotron",
+        "SGLang's tree keeps these states with `--page-size 1` only, and pages of one token are "
+        "not stored",
+        "",
+        "states that SGLang's tree keeps behind pages of tokens",
+        "a model whose states it keeps with --page-size 1 only",
     ),
     "state of another kind": ModelKind(
         "a state a sequence of another kind, or beside latent rows or windows",
-        "LFM2, Kimi Linear, Bailing, Zaya, Inkling, GLM-5 Next, Mamba without attention",
+        "Kimi Linear, Bailing, Inkling, GLM-5 Next, Mamba without attention",
         "these were never tried",
         "",
         "attention in every layer, or Mamba2 or a gated delta rule beside full attention",

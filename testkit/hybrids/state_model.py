@@ -15,7 +15,7 @@ from testkit.server import TINYLM
 CHUNK = 64
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 # What all of them have; random weights so large that answers depend on every token.
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 128,
     "num_attention_heads": 4,
@@ -86,7 +86,7 @@ def _granite() -> Any:
 
     pattern = "MM*MM*M"
     return GraniteMoeHybridConfig(
-        **_COMMON,
+        **COMMON,
         intermediate_size=256,
         shared_intermediate_size=256,
         num_local_experts=0,
@@ -113,7 +113,7 @@ def _qwen3_next() -> Any:
     from transformers import Qwen3NextConfig
 
     return Qwen3NextConfig(
-        **_COMMON,
+        **COMMON,
         intermediate_size=256,
         num_hidden_layers=8,
         layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 2,
@@ -136,7 +136,7 @@ def _qwen3_5() -> Any:
     from transformers import Qwen3_5TextConfig
 
     return Qwen3_5TextConfig(
-        **_COMMON,
+        **COMMON,
         intermediate_size=256,
         num_hidden_layers=4,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
@@ -163,7 +163,7 @@ def _nemotron_h() -> Any:
     from transformers import NemotronHConfig
 
     return NemotronHConfig(
-        **_COMMON,
+        **COMMON,
         hybrid_override_pattern="M-M*-MM-*M",
         intermediate_size=256,
         num_key_value_heads=2,
@@ -183,7 +183,7 @@ def _falcon_h1() -> Any:
     from transformers import FalconH1Config
 
     return FalconH1Config(
-        **_COMMON,
+        **COMMON,
         intermediate_size=256,
         num_hidden_layers=4,
         num_key_value_heads=1,
@@ -237,9 +237,13 @@ def write_state_model(folder: Path, name: str = "granite", *, seed: int = 0) -> 
         name: of `STATE_MODELS`.
         seed: of the weights.
     """
+    return write_model(folder, STATE_MODELS[name], seed=seed)
+
+
+def write_model(folder: Path, kind: StateModel, *, seed: int = 0) -> Path:
+    """As `write_state_model`, of a kind that need not be among `STATE_MODELS`."""
     import torch
 
-    kind = STATE_MODELS[name]
     config = kind.make_config()
     config.dtype = getattr(torch, kind.dtype_name)
     # torch's generator is everybody's; the weights should not depend on what ran before.

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from .experts import bind_shared_expert
+from .rotation import rotate_in_place
 from .states import allow_snapshots, bind_kernels
 
 NAME = "cpu_extend"
@@ -40,4 +41,5 @@ def _create(runner: Any) -> Any:
         prepare_speculation()
     bind_kernels()
     bind_shared_expert()
+    rotate_in_place(runner.model)
     return CpuExtendAttnBackend(runner)

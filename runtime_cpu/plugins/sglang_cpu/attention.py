@@ -1,4 +1,4 @@
-"""Causal attention of a sequence's last tokens, in full or within a sliding window."""
+"""Causal attention of a sequence's last tokens, in full, in a sliding window or in chunks."""
 
 from __future__ import annotations
 
@@ -49,6 +49,34 @@ def attend(
     if whole_end < num_new:
         rest = num_new - whole_end
         _attend_windows(query, keys, values, output, whole_end, 1, rest, window, scale)
+
+
+def attend_in_chunks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    chunk: int,
+    scale: float | None,
+) -> None:
+    """As `attend`, of tokens that see nothing before their chunk of the sequence.
+
+    Args:
+        query: `[N, Hq, D]`, of the last N tokens.
+        keys: `[T, H, D]`, T >= N; the first one begins a chunk.
+        values: `[T, H, Dv]`.
+        output: `[N, Hq, Dv]`, written.
+        chunk: tokens of a chunk.
+        scale: factor of the products; `D ** -0.5` when None.
+    """
+    row, before = 0, len(keys) - len(query)
+    while row < len(query):
+        begin = (before + row) // chunk * chunk
+        rows = slice(row, min(begin + chunk - before, len(query)))
+        seen = slice(begin, before + rows.stop)
+        attend(query[rows], keys[seen], values[seen], output[rows], window=None, scale=scale)
+        row = rows.stop
 
 
 def attend_tree(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from .attention import attend, attend_tree
+from .attention import attend, attend_in_chunks, attend_tree
 from .drafts import masks_of, verified_batch
 from .windows import WINDOW_VARIABLE, parse_windows
 
@@ -22,6 +22,9 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
     they see. Results are equal but for rounding; decoding is ``torch_native``'s own. The benches
     that time cache hits use it; the tests that compare bits stay on ``torch_native``.
 
+    Layers that see a chunk of the sequence (Llama 4), for which ``torch_native`` computes full
+    attention, see that chunk here.
+
     K and V are read with the pool's ``get_key_buffer`` and ``get_value_buffer``, once a layer.
     Where window layers have a pool of their own, ``torch_native`` writes to it and reads at rows of
     the other one; here the rows are translated for reading, too.
@@ -31,6 +34,8 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
         super().__init__(model_runner)
         self._window, self._every = parse_windows(os.environ.get(WINDOW_VARIABLE, ""))
         self._reads_window_pool = False  # of the layer that is computed
+        self._chunk: int | None = None  # of that layer: tokens of a chunk, if it sees no more
+        self._chunk_of_layers: int | None = model_runner.attention_chunk_size
         self._tree_masks: torch.Tensor | None = None  # of the drafts that are verified
 
     def forward_extend(
@@ -52,6 +57,7 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
     def _begin_layer(self, layer: Any) -> None:
         if self._window and (layer.layer_id + 1) % self._every:
             layer.sliding_window_size = self._window
+        self._chunk = self._chunk_of_layers if layer.use_irope else None
         pool = self.token_to_kv_pool
         self._reads_window_pool = (
             self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
@@ -84,7 +90,7 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
                 "cpu_extend does not compute; start with --attention-backend torch_native"
             )
         window = options.get("sliding_window_size")
-        if self._tree_masks is not None and window is not None:
+        if self._tree_masks is not None and (window or self._chunk) is not None:
             raise NotImplementedError("expected drafts that are chains, got trees in a window")
         start = 0
         for at, (request, prefix, num_new) in enumerate(
@@ -96,11 +102,15 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
             )
         ):
             first = 0 if window is None else max(0, prefix - window)
+            if self._chunk is not None:
+                first = prefix // self._chunk * self._chunk
             slots = _run_or_list(self._rows(req_to_token[request, first : prefix + num_new]))
             rows = slice(start, start + num_new)
             seen = query[rows], k_cache[slots], v_cache[slots], output[rows]
             scale = options.get("scaling")
-            if self._tree_masks is None:
+            if self._chunk is not None:
+                attend_in_chunks(*seen, chunk=self._chunk, scale=scale)
+            elif self._tree_masks is None:
                 attend(*seen, window=window, scale=scale)
             else:
                 attend_tree(*seen, self._tree_masks[at], scale=scale)
@@ -119,6 +129,16 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
         *args: Any,
         **options: Any,
     ) -> torch.Tensor:
+        if self._chunk is not None:
+            for at, (request, num) in enumerate(
+                zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
+            ):
+                first = max(0, num - 1) // self._chunk * self._chunk
+                slots = self._rows(req_to_token[request, first:num])
+                row = slice(at, at + 1)
+                seen = query[row], k_cache[slots], v_cache[slots], output[row]
+                attend(*seen, window=None, scale=options.get("scaling"))
+            return output
         if self._reads_window_pool:
             longest = int(seq_lens.max()) if len(seq_lens) else 0
             req_to_token = self._rows(req_to_token[req_pool_indices, :longest])

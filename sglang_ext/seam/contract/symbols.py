@@ -219,7 +219,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.configs.model_config", "ModelConfig"): (
             "hf_config is_hybrid_swa is_encoder_decoder is_multimodal attention_arch "
             "attention_chunk_size is_hybrid_swa_compress head_dim v_head_dim swa_head_dim "
-            "swa_v_head_dim full_attention_layer_ids swa_attention_layer_ids"
+            "swa_v_head_dim full_attention_layer_ids swa_attention_layer_ids sliding_window_size"
         ),
         ("srt.entrypoints.http_server", ""): "app",
         ("srt.utils.auth", "AuthLevel"): "ADMIN_OPTIONAL",

@@ -43,7 +43,7 @@ def check_hits(found: list[Any], wanted: list[Any], tier: str, *, above: int = 0
         tier: `host`, `disk` or `remote`.
         above: more tokens than these were reused, of all answers together.
     """
-    assert cached(found) == cached(wanted)
+    assert cached(found) == cached(wanted), (cached(found), cached(wanted))
     assert sum(cached(found)) > above
     from_tier = [by_tier(answer).get(tier, 0) for answer in found]
     assert sum(from_tier) > 0.9 * sum(cached(found)), (tier, from_tier)

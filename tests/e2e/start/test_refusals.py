@@ -253,7 +253,7 @@ REFUSED_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
             "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2",
             "layer_types": ["conv", "full_attention"] * 4,
         },
-        ["attention in every layer, or Mamba2", "a hybrid model with other states"],
+        ["states that SGLang's tree keeps behind pages", "keeps with --page-size 1 only"],
     ),
     "sparse attention": (
         {

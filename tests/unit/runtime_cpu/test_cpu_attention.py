@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime_cpu.plugins.sglang_cpu.attention import attend
+from runtime_cpu.plugins.sglang_cpu.attention import attend, attend_in_chunks
 from runtime_cpu.plugins.sglang_cpu.windows import parse_windows
 
 
@@ -47,6 +47,31 @@ def test_equals_the_sum_written_out(
     attend(query, keys, values, output, window=window, scale=0.2)
     wanted = reference(query, keys, values, window, 0.2)
     torch.testing.assert_close(output.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_new=st.integers(1, 300),
+    prefix=st.integers(0, 300),
+    chunk=st.integers(1, 320),
+    seed=st.integers(0, 99),
+)
+def test_of_a_chunk_nothing_before_it_is_seen(
+    num_new: int, prefix: int, chunk: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(num_new, 4, 16, generator=generator)
+    keys, values = (torch.randn(prefix + num_new, 2, 16, generator=generator) for _ in range(2))
+    # Token by token, the sum written out over what is left of its chunk.
+    wanted = []
+    for row in range(num_new):
+        at = prefix + row
+        seen = slice(at // chunk * chunk, at + 1)
+        wanted.append(reference(query[row : row + 1], keys[seen], values[seen], None, 0.2))
+    output = torch.full_like(query, torch.nan)
+    first = prefix // chunk * chunk
+    attend_in_chunks(query, keys[first:], values[first:], output, chunk=chunk, scale=0.2)
+    torch.testing.assert_close(output.double(), torch.cat(wanted), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 63])

@@ -40,10 +40,12 @@ def context(**facts: Any) -> Any:
         "req_to_token_pool": named("ReqToTokenPool"),
         "page_size": 64,
         "swa_gates_prefix_match": True,
+        "sliding_window_size": 128,
     }
     plain: dict[str, Any] = dict.fromkeys(
         ("disable_radix_cache", "is_hybrid_swa", "is_hybrid_ssm", "is_dsa"), False
     )
+    plain["model_config"] = SimpleNamespace(attention_chunk_size=facts.pop("chunk", None))
     plain["server_args"] = SimpleNamespace(disaggregation_mode=facts.pop("mode", "null"))
     plain["params"] = SimpleNamespace(**{name: facts.pop(name, params[name]) for name in params})
     return SimpleNamespace(**{**plain, **facts})
@@ -67,6 +69,8 @@ def test_a_plain_model_is_taken() -> None:
         ({"is_hybrid_swa": True}, "needs SWATokenToKVPoolAllocator"),
         ({"is_hybrid_swa": True, "swa_gates_prefix_match": False}, "a tree that keeps windows"),
         ({"is_hybrid_swa": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with sliding"),
+        ({"is_hybrid_swa": True, "chunk": 128}, "needs SWATokenToKVPoolAllocator"),
+        ({"is_hybrid_swa": True, "chunk": 129}, "keeps chunks of 129 tokens, got one of 128"),
         ({"is_hybrid_ssm": True}, "needs HybridReqToTokenPool, got ReqToTokenPool"),
         ({"is_hybrid_ssm": True, "is_hybrid_swa": True}, "a hybrid model with other states"),
         ({"is_hybrid_ssm": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with layers"),

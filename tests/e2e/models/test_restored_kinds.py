@@ -1,0 +1,147 @@
+"""Models that are more than the ones of the neighbouring tests, on the real server.
+
+Each has one server with the plugin, which is also the reference: nothing of the plugin acts on a
+device hit. Another one is started on the disk that the first left when it was killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from testkit.hybrids.chunk_model import (
+    CHUNK,
+    NUM_FULL_LAYERS,
+    open_chunk_model,
+    write_chunk_model,
+)
+from testkit.hybrids.image_model import IMAGE_MODEL, write_image_model
+from testkit.server import Server
+from tests.e2e.hier_server import GIB, ask, real_prompts, settled, tokens_and_logprobs
+from tests.e2e.models.hybrid_answers import answers, cached, check_hits, drop_device
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PAGE, HEADER_BYTES = 64, 4096
+LENGTHS = [40, 130, 320, 333, 700, 1000]
+TURNS = 3
+BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
+BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
+BASE += ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]
+BASE += ["--hier-kv-prefetch-timeout-ms", "20000", "--hier-kv-disk-size", "0.5"]
+BASE += ["--hier-kv-disk-segment-size", "0.01"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model.
+
+    Attributes:
+        write: writes it into a new folder.
+        open: the same weights without SGLang.
+        page_bytes: K and V of a page.
+        tolerance: how far rounding takes a log-probability; another KV takes it to 1 and more.
+        log: what SGLang says of it; without, the test is of something else.
+        args: of its servers.
+        env: of its servers.
+    """
+
+    write: Callable[[Path], Path]
+    open: Callable[[Path], Any]
+    page_bytes: int
+    tolerance: float
+    log: str
+    args: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+
+
+KINDS = {
+    "chunks": Kind(
+        write_chunk_model, open_chunk_model, NUM_FULL_LAYERS * 2 * PAGE * 2 * 32 * 2, 0.25,
+        f"Setting sliding_window_size to be attention_chunk_size: {CHUNK}",
+    ),
+    "states-with-images": Kind(
+        write_image_model, IMAGE_MODEL.open, IMAGE_MODEL.page_bytes, 5e-4,
+        "type=Qwen3_5MoeForConditionalGeneration",
+        ["--dtype", IMAGE_MODEL.dtype_name, "--max-mamba-cache-size", "100"],
+        {"SGLANG_MAMBA_CONV_DTYPE": IMAGE_MODEL.dtype_name},
+    ),
+}  # fmt: skip
+
+
+def server_of(kind: Kind, model: Path, folder: Path, *, host_pages: int) -> Server:
+    """A server with DRAM for that many pages, and a disk."""
+    host_gib = (host_pages + 0.5) * (kind.page_bytes + HEADER_BYTES) / GIB
+    args = [*BASE, *kind.args, "--max-total-tokens", "8192"]
+    args += ["--hier-kv-host-size", f"{host_gib:.9f}", "--hier-kv-disk-dir", str(folder / "disk")]
+    log = folder / "server.log"
+    return Server(args, model=model, log_path=log, env=kind.env, stop="kill", start_timeout_s=300)
+
+
+def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[Any]:
+    """A turn of each of two chats at a time, which begin alike; nobody else reuses them.
+
+    Args:
+        server: who answers.
+        salt: of the prompts.
+        after_turn: called behind each turn.
+    """
+    (shared,) = real_prompts([3 * PAGE + 20], seed=5)
+    texts = list(real_prompts([150] * 2 * TURNS, seed=6))
+    told = [list(shared), list(shared)]
+    out = []
+    for turn in range(TURNS):
+        for chat, prompt in enumerate(told):
+            prompt += texts[chat * TURNS + turn]
+            answer = ask(server, prompt, 30, cache_salt=salt)
+            prompt += answer["output_ids"]
+            out.append(answer)
+        after_turn()
+    return out
+
+
+def check_by_transformers(
+    kind: Kind, model: Path, prompts: Sequence[Sequence[int]], found: Sequence[Any]
+) -> None:
+    torch.set_num_threads(1)  # several spin at their barriers where others want the cores
+    opened = kind.open(model)
+    for prompt, answer in zip(prompts, found, strict=True):
+        tokens, logprobs = tokens_and_logprobs(answer)
+        with torch.no_grad():
+            logits = opened(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
+        rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        wanted = rows[torch.arange(len(tokens)), torch.tensor(tokens)]
+        assert float((wanted - torch.tensor(logprobs)).abs().max()) < kind.tolerance
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_hit_from_every_tier_is_what_the_device_would_have_given(
+    name: str, tmp_path: Path
+) -> None:
+    kind = KINDS[name]
+    model = kind.write(tmp_path / "model")
+    prompts = list(real_prompts(LENGTHS, seed=3))
+    with server_of(kind, model, tmp_path, host_pages=600) as server:
+        assert kind.log in server.log()
+        first, repeat = answers(server, prompts), answers(server, prompts)
+        assert cached(first) == [0] * len(LENGTHS)
+        drop_device(server)
+        check_hits(answers(server, prompts), repeat, "host", above=30 * PAGE)
+        on_device = talk(server, "device", lambda: None)
+        restored = talk(server, "tiers", lambda: drop_device(server))
+        settled(server)
+    ours, theirs = sum(cached(restored)), sum(cached(on_device))
+    assert ours >= 0.95 * theirs, (cached(restored), cached(on_device))
+    for a, b in zip(restored, on_device, strict=True):
+        assert a["output_ids"] == b["output_ids"]
+        assert cached([a]) != cached([b]) or tokens_and_logprobs(a) == tokens_and_logprobs(b)
+    # After a kill -9, with little room.
+    with server_of(kind, model, tmp_path, host_pages=120) as server:
+        check_hits(answers(server, prompts), repeat, "disk", above=30 * PAGE)
+    check_by_transformers(kind, model, prompts, first)
+    check_by_transformers(kind, model, prompts, repeat)
