@@ -99,7 +99,8 @@ def test_pages_whose_segment_was_reclaimed_can_leave_dram(tmp_path: Path) -> Non
             time.sleep(0.001)
     space = store.space(NAMESPACE)
     in_dram = [number for number in range(400) if store.ready_prefix(space, row_of(number))]
-    assert in_dram == list(range(400 - 64, 400)), "DRAM holds other pages than the youngest"
+    youngest = list(range(400 - 64 + 64 // 32, 400))  # saves leave a part free for promotions
+    assert in_dram == youngest, "DRAM holds other pages than the youngest"
     store.check()
     store.close()
     events = [json.loads(line) for line in log.read_text().splitlines()]
