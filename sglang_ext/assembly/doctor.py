@@ -117,7 +117,7 @@ def _check_model(model_path: str, config: HierKVConfig) -> Check:
     except HierKVConfigError as error:
         return Check("model", "refused", str(error))
     kind = MODEL_KINDS[name]
-    return Check("model", "ok", f"SGLang keeps {kind.name} of it. Reused is: {kind.reused}.")
+    return Check("model", "ok", f"Of it SGLang keeps {kind.name}. Reused is: {kind.reused}.")
 
 
 def _check_memory_lock(config: HierKVConfig) -> Check:

@@ -138,7 +138,7 @@ def test_a_model_is_told_by_what_sglang_keeps_of_it(
     assert "K and V of every head" in checks["model"]["text"]
     status, checks = run(capsys, *SMALL, "--model-path", str(window))
     assert (status, checks["model"]["state"]) == (0, "ok")
-    assert "a second pool for the window's layers" in checks["model"]["text"]
+    assert "a second pool for layers that see a window" in checks["model"]["text"]
     coded = ["--hier-kv-codec", "host=zstd", "--model-path", str(window)]
     status, checks = run(capsys, *SMALL, *coded)
     assert (status, checks["model"]["state"]) == (1, "refused")
