@@ -4,6 +4,10 @@ numba asks whether the file of a function changed, not whether those that it cal
 reads what it kept before it asks. So what was kept of other sources is removed before anything of
 it is looked at: an upgrade compiles anew, some seconds, and never runs or stumbles over old code.
 
+Nor does numba keep processes apart that compile at the same time, as the ranks of a server do at
+its first start: two that choose the same file leave one's code under the other's types, for good.
+So one process at a time keeps something in a folder.
+
 Where neither the package's folder nor the user's cache can be written, as in a read-only container,
 every process compiles for itself.
 """
@@ -11,6 +15,7 @@ every process compiles for itself.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -24,6 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PACKAGE = Path(__file__).parent
 _STAMP = "sglang-hier-kv.sources"  # beside what numba keeps: the sources that it was made of
+_LOCK = "sglang-hier-kv.lock"  # held while something is kept or read there
 _NS_PER_S = 1_000_000_000
 _unkept: set[str] = set()  # folders whose loops could be kept nowhere
 
@@ -44,6 +50,7 @@ def jit(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]:
             dispatcher = numba.njit(**options)(function)
         else:
             _remove_outdated(dispatcher.stats.cache_path)
+            _keep_apart(dispatcher)
         for signature in signatures:
             dispatcher.compile(signature)
         if signatures:
@@ -96,14 +103,65 @@ def _remove_outdated(folder: str) -> None:
     """Removes what was compiled of other sources than those of now; once a process and folder."""
     stamp = Path(folder, _STAMP)
     with contextlib.suppress(OSError):
-        if stamp.is_file() and stamp.read_text() == _sources():
+        if _is_of_now(stamp):
             return
         stamp.parent.mkdir(parents=True, exist_ok=True)
-        for index in stamp.parent.glob("*.nbi"):
-            index.unlink(missing_ok=True)
-        temp = stamp.with_suffix(f".{os.getpid()}")
-        temp.write_text(_sources())
-        temp.replace(stamp)
+        with _locked(folder, fcntl.LOCK_EX):
+            if _is_of_now(stamp):  # another process was first
+                return
+            for kept in (*stamp.parent.glob("*.nbi"), *stamp.parent.glob("*.nbc")):
+                kept.unlink(missing_ok=True)
+            temp = stamp.with_suffix(f".{os.getpid()}")
+            temp.write_text(_sources())
+            temp.replace(stamp)
+
+
+def _keep_apart(dispatcher: Any) -> None:
+    """Has a loop be kept and read under its folder's lock, and only among loops of these sources.
+
+    numba reads a loop's index, takes a file that it does not name, writes the index and then the
+    file. In between the file may be another signature's, or left from other sources.
+    """
+    folder = str(dispatcher.stats.cache_path)
+    file = dispatcher._cache._cache_file
+    save, load = file.save, file.load
+
+    def save_alone(key: Any, data: Any) -> None:
+        # A folder without locks, or one that a newer release has made its own: not kept.
+        with contextlib.suppress(OSError), _locked(folder, fcntl.LOCK_EX):
+            if _is_of_now(Path(folder, _STAMP)):
+                save(key, data)
+
+    def load_alone(key: Any) -> Any:
+        if not os.access(
+            folder, os.W_OK
+        ):  # nobody writes there: it needs no lock, and can have none
+            return load(key) if _is_of_now(Path(folder, _STAMP)) else None
+        with contextlib.suppress(OSError), _locked(folder, fcntl.LOCK_SH):
+            return load(key) if _is_of_now(Path(folder, _STAMP)) else None
+        return None
+
+    file.save, file.load = save_alone, load_alone
+
+
+def _is_of_now(stamp: Path) -> bool:
+    """Whether what is kept beside a stamp was made of the sources of now."""
+    return stamp.is_file() and stamp.read_text() == _sources()
+
+
+@contextlib.contextmanager
+def _locked(folder: str, how: int) -> Iterator[None]:
+    """Holds a folder's lock, which ends with the process that holds it.
+
+    Raises:
+        OSError: it has none.
+    """
+    handle = os.open(Path(folder, _LOCK), os.O_RDONLY | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, how)
+        yield
+    finally:
+        os.close(handle)
 
 
 @functools.cache

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numba
 import pytest
 
 from sglang_ext import compiling
+
+ROOT = Path(__file__).parents[2]
 
 MODULE = """
 from sglang_ext.compiling import jit
@@ -65,6 +68,61 @@ def test_what_was_compiled_of_other_sources_is_compiled_anew(folder: Path) -> No
     assert use(folder) == COMPILED
     assert use(folder) == KEPT
     assert [path.name for path in (folder / "__pycache__").glob("*.sources*")] == [stamp.name]
+
+
+# Compiles for one type, and stops on the way: before it names a file, or before it writes it.
+STOPS = """
+import sys, time
+from pathlib import Path
+import numpy, theirs
+from numba.core.caching import IndexDataCacheFile
+
+kind, step, others = sys.argv[1:]
+original = getattr(IndexDataCacheFile, step)
+
+def waits_for_a_lock():
+    numbers = [f":{lock.stat().st_ino} " for lock in Path("__pycache__").glob("*.lock")]
+    waiting = [line for line in open("/proc/locks") if "->" in line]
+    return any(number in line for number in numbers for line in waiting)
+
+def stopped(self, *args):
+    Path(f"{kind}-{step}").touch()
+    while not Path(others).exists() and not (step == "_save_index" and waits_for_a_lock()):
+        time.sleep(0.01)
+    original(self, *args)
+
+setattr(IndexDataCacheFile, step, stopped)
+theirs.twice(getattr(numpy, kind)(4))
+Path(f"{kind}-done").touch()
+"""
+READS = """
+import numpy, theirs
+print(theirs.twice(numpy.int8(4)), theirs.twice(numpy.float32(4)))
+print(*sorted(str(one) for one in theirs.twice.signatures))
+"""
+
+
+def test_processes_that_compile_at_once_keep_their_own_loops(tmp_path: Path) -> None:
+    """The one names its file between the other's naming of the same file and its writing of it."""
+    (tmp_path / "theirs.py").write_text(MODULE)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", *arguments]
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        )
+
+    one = start(STOPS, "int8", "_save_index", "float32-_save_data")
+    while not (tmp_path / "int8-_save_index").exists():
+        assert one.poll() is None
+        time.sleep(0.01)
+    other = start(STOPS, "float32", "_save_data", "int8-done")
+    for each in (one, other):
+        each.communicate()
+        assert not each.returncode
+    read = start(READS)
+    assert read.communicate()[0] == "8 8.0\n(float32,) (int8,)\n"
 
 
 def test_where_nothing_can_be_kept_each_process_compiles(
