@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sglang_ext import __version__
@@ -76,22 +77,24 @@ def release(scratch: Path) -> None:
     archive, wheel = sorted(built, key=lambda path: path.suffix)
     for path in built:
         print(f"{path.name}: {path.stat().st_size:,} bytes", flush=True)
-    print("source archive", flush=True)
-    try_out(here, scratch / "archive", archive)
+    tried = {"source archive": (here, scratch / "archive", archive)}
     for version in interpreters.supported():
-        python = interpreters.find(version)
-        print(f"wheel, Python {version}{'' if python else ': not on this machine'}", flush=True)
-        if python is not None:
-            try_out(python, scratch / version, wheel)
+        if python := interpreters.find(version):
+            tried[f"wheel, Python {version}"] = (python, scratch / version, wheel)
+        else:
+            print(f"wheel, Python {version}: not on this machine", flush=True)
+    with ThreadPoolExecutor() as pool:  # they wait for what they install
+        found = [(what, pool.submit(try_out, *each)) for what, each in tried.items()]
+    for what, lines in found:
+        print("\n".join([what, *lines.result()]), flush=True)
     print("release: both can be installed and used")
 
 
-def try_out(python: Path, folder: Path, built: Path) -> None:
+def try_out(python: Path, folder: Path, built: Path) -> list[str]:
     """Installs one into an environment of its own, and tries what there is without SGLang."""
     bin_folder = environment(python, folder, [str(built)])
-    for what, (program, *args) in TRIED.items():
-        first, *_ = call([bin_folder / program, *args]).splitlines()
-        print(f"  {what}: {first}", flush=True)
+    tried = {what: call([bin_folder / program, *args]) for what, (program, *args) in TRIED.items()}
+    return [f"  {what}: {printed.splitlines()[0]}" for what, printed in tried.items()]
 
 
 def environment(python: Path, folder: Path, requirements: Sequence[str]) -> Path:
