@@ -113,15 +113,29 @@ class SegmentReclaimer:
         """Slots of a segment that would take what is left under the size bound; 0 for none.
 
         Where segments are packed, footers grow as they are filled again, and need what is left.
+        Where the file system's free space is what a whole segment lacks there is no rest: that
+        changes all the time, and would become many small segments.
         """
-        config, slot_bytes = self._context.config, namespace.slot_bytes
-        if namespace.packed:
-            return 0
-        left = config.max_bytes - self._context.catalog.used_bytes
+        slot_bytes = namespace.slot_bytes
+        left = self._context.config.max_bytes - self._context.catalog.used_bytes
         num_slots = min(max(0, left // slot_bytes), namespace.num_slots)
-        while num_slots and self._shortfall(segment_file_bytes(num_slots, slot_bytes)) > 0:
+        while num_slots and segment_file_bytes(num_slots, slot_bytes) > left:
             num_slots -= 1
-        return num_slots
+        if namespace.packed or num_slots == namespace.num_slots:
+            return 0
+        return num_slots if self._shortfall(segment_file_bytes(num_slots, slot_bytes)) <= 0 else 0
+
+    def shrink(self) -> None:
+        """Drops segments while there are more than fit under the size bound.
+
+        A folder that was written under a larger bound has them. Places in them are no room.
+        """
+        catalog, max_bytes = self._context.catalog, self._context.config.max_bytes
+        if catalog.used_bytes <= max_bytes:
+            return
+        for victim in self._victims():
+            if catalog.used_bytes <= max_bytes or not self.reclaim(victim):
+                return
 
     def reclaim_oldest(self) -> bool:
         """Drops the oldest sealed segment, one of this call last; returns whether there was one."""

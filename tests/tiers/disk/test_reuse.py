@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from sglang_ext.tiers.base import Location
 from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.disk.config import MIN_SLOTS
 from sglang_ext.tiers.disk.reuse import ReusedSegment
+from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.disk.segments.layout import segment_file_bytes
 from sglang_ext.tiers.records.record import VerifyResult
 from tests.tiers.conftest import OpenTier
@@ -36,7 +38,8 @@ class World:
     def __init__(self, open_tier: OpenTier, packed: bool, **settings: object) -> None:
         self.packed = packed
         self.books = PageBooks(1)
-        self.tier: DiskTier = open_tier(max_bytes=MAX_BYTES, direct_io="off", **settings)
+        settings = {"max_bytes": MAX_BYTES, "direct_io": "off"} | settings
+        self.tier: DiskTier = open_tier(**settings)
         self.books.connect(self.tier)
         self.books.add_recovered(
             self.tier.open_namespace(NAMESPACE, PACKED_SLOT_BYTES, {}, packed=packed)
@@ -139,6 +142,72 @@ def test_what_is_left_under_the_bound_becomes_a_shorter_segment(
         again.check()
         assert again.tier.stats().errors == {}
         again.tier.close()
+
+
+class _FullDisk(FileIO):
+    """A file system with so many bytes free, that can refuse to allocate."""
+
+    free, refuses, num_asked = 1 << 40, False, 0
+
+    def allocate(self, fd: int, num_bytes: int) -> None:
+        if self.refuses:
+            raise OSError(errno.ENOSPC, "injected")
+        super().allocate(fd, num_bytes)
+
+    def free_bytes(self, path: Path) -> int:
+        self.num_asked += 1
+        return self.free
+
+
+def test_what_another_leaves_on_the_disk_is_not_cut_into_small_segments(
+    open_tier: OpenTier,
+) -> None:
+    """At the floor places are written again; it is asked a few times, not once for each slot."""
+    io = _FullDisk()
+    world = World(open_tier, packed=False, io=io, segment_bytes=480 << 10)  # 14 slots
+    world.write(range(14))
+    for number in range(14, 314, 6):
+        io.free = segment_file_bytes(MIN_SLOTS + number % 3, PACKED_SLOT_BYTES)
+        io.num_asked = 0
+        world.write(range(number, number + 6))
+        assert io.num_asked < 20
+    assert len(world.tier._context.catalog.segments()) == 1
+    assert world.tier.stats().segments_reused > 0
+    world.check()
+
+
+def test_nothing_is_dropped_for_a_shorter_segment(open_tier: OpenTier) -> None:
+    """A quota is met that nobody could see: places of single pages do, as without the rest."""
+    io = _FullDisk()
+    world = World(open_tier, packed=False, io=io, segment_bytes=480 << 10)
+    world.write(range(112))
+    io.refuses = True
+    assert None not in world.write(range(112, 118))
+    stats = world.tier.stats()
+    assert stats.segments_dropped == 0
+    assert stats.segments_reused > 0
+    world.check()
+
+
+@LAYOUTS
+def test_under_a_smaller_bound_segments_go_until_the_rest_fits(
+    open_tier: OpenTier, packed: bool
+) -> None:
+    """What is left is written in place again, as before."""
+    world = World(open_tier, packed)
+    for number in range(0, 300, 6):
+        world.write(range(number, number + 6))
+    world.tier.close()
+    smaller = World(open_tier, packed, max_bytes=MAX_BYTES * 3 // 4)
+    smaller.numbers = world.numbers
+    assert smaller.tier.stats().used_bytes > MAX_BYTES * 3 // 4
+    for number in range(300, 600, 6):
+        assert None not in smaller.write(range(number, number + 6))
+    stats = smaller.tier.stats()
+    assert MAX_BYTES // 2 < stats.used_bytes <= MAX_BYTES * 3 // 4
+    assert 0 < stats.segments_dropped < 8
+    assert (stats.segments_reused > 0, stats.errors) == (True, {})
+    smaller.check()
 
 
 @LAYOUTS

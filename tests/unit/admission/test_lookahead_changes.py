@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.tiers.store.movers.lookahead import LookAhead
+from sglang_ext.tiers.store.types import Rows
 from tests.unit.store.store_rig import NONE, Make, Rig, pages, rigs
 
 MANY = 100
@@ -90,6 +91,28 @@ def test_what_is_saved_behind_a_page_that_is_looked_out_for_wakes(make: Make) ->
     rig.save(pages("another state", 1), path)
     assert changed(rig) == []
     assert not lookahead(rig)._behind
+
+
+def test_a_save_goes_through_what_is_looked_out_for_and_not_through_its_path(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece of a long prompt is saved with all the pages before it, under the store's lock."""
+    rig = make(slots=64, lookahead=True)
+    path = pages("document", 48)
+    lookahead(rig).expect(0, rig.space, path[:0], 0, next_page=path[:1])
+    index, num_keys = lookahead(rig)._table.index, 0
+    keys = index.keys
+
+    def counted(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal num_keys
+        num_keys += len(rows)
+        return keys(rows)
+
+    monkeypatch.setattr(index, "keys", counted)
+    for end in range(1, 49):
+        rig.save(path[end - 1 : end], path[: end - 1])
+        assert changed(rig) == [0]
+    assert num_keys <= 2 * len(path), "of what is saved alone"
 
 
 def test_lost_pages_are_waited_for_again(make: Make) -> None:

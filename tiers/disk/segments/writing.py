@@ -174,27 +174,31 @@ class Writer:
         keeper = self._owner.keeper
         if keeper is None or self.reclaimer.has_room(needed, namespace):
             return None
+        self.reclaimer.shrink()
         num_slots = self.reclaimer.slots_that_fit(namespace)
         if num_slots >= MIN_SLOTS:
-            active = self._create(namespace, num_slots)
+            active = self._create(namespace, num_slots, may_drop=False)
             if active is not None:
                 return active
         return self._reuser.open(namespace, keeper, blocks, self.reclaimer.fresh)
 
-    def _create(self, namespace: Namespace, num_slots: int) -> ActiveSegment | None:
-        """Makes a segment; on a full disk drops an old one and tries once more.
+    def _create(
+        self, namespace: Namespace, num_slots: int, *, may_drop: bool = True
+    ) -> ActiveSegment | None:
+        """Makes a segment; on a full disk drops an old one, if it may, and tries once more.
 
         A disk that stays full all the same is not our doing: no more is dropped for it until a
         segment could be made again.
         """
-        for is_last in (self._is_full_for_good, True):
+        for is_last in (self._is_full_for_good or not may_drop, True):
             try:
                 active = ActiveSegment.create(self._context, namespace, self._ids.take(), num_slots)
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 if not full:
                     self._context.counters.error("io_write")
-                self._is_full_for_good = full and is_last
+                if may_drop:
+                    self._is_full_for_good = full and is_last
                 if is_last or not full or not self.reclaimer.reclaim_oldest():
                     return None
             else:

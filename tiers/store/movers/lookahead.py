@@ -13,6 +13,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.store.books.books import Books
@@ -63,6 +64,27 @@ class _Wishes:
         found: dict[Hashable, None] = {}
         for row in hashes:
             found.update(self._requests.get((number, row.tobytes()), {}))
+        return found
+
+    def on_path(self, number: int, path: Rows, index: PageIndex) -> dict[Hashable, None]:
+        """Who looks out for any of a path's pages, first come first.
+
+        A path may be long, and is saved piece by piece: only the pages that somebody looks out for
+        are gone through in Python.
+
+        Args:
+            number: of the path's key space.
+            path: rows, -1 for unknown pages.
+            index: whose rows these are.
+        """
+        keys = [key for key in self._requests if key[0] == number]
+        if not keys:
+            return {}
+        hashes = np.frombuffer(b"".join(page for _, page in keys), np.uint8).reshape(-1, 32)
+        rows = index.lookup(hashes, number)
+        found: dict[Hashable, None] = {}
+        for place in np.flatnonzero((rows >= 0) & np.isin(rows, path)).tolist():
+            found.update(self._requests[keys[place]])
         return found
 
 
@@ -328,5 +350,4 @@ class LookAhead:
         if self._missing:
             self._changed.update(self._missing.of(number, hashes))
         if self._behind:
-            index = self._table.index
-            self._changed.update(self._behind.of(number, index.keys(path[index.is_live(path)])[0]))
+            self._changed.update(self._behind.on_path(number, path, self._table.index))
