@@ -185,15 +185,20 @@ def test_ranks_that_promise_what_they_have_themselves_are_found_out(
         run_ranks(tmp_path, num_ranks=2, num_steps=NUM_STEPS, seed=1, policy="timeout")
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
 def test_two_requests_do_not_wait_for_each_others_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    num_stages: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Where plans may pin little, requests wait for room, here for this one's, there for that's."""
     caplog.set_level(logging.CRITICAL)
     monkeypatch.setattr(ranks_world, "NUM_SLOTS", 10)
     ranks, _ = run_ranks(
-        tmp_path, num_ranks=2, num_steps=NUM_STEPS, seed=6, policy="wait_complete", failure=0.02
-    )
+        tmp_path, num_ranks=2, num_steps=NUM_STEPS, seed=6, policy="wait_complete", failure=0.02,
+        num_stages=num_stages,
+    )  # fmt: skip
     assert ranks[0].trace == ranks[1].trace
     assert sum(rank.store.stats().get("plans_short", 0) for rank in ranks) > 0
 

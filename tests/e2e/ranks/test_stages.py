@@ -41,12 +41,12 @@ from tests.e2e.two_nodes import TwoNodes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-NUM_REQUESTS, HOST_PAGES = 50, 60
-LENGTHS = (128, 200, 300, 384)
+NUM_REQUESTS, HOST_PAGES = {"pp": 40, "tp-pp": 25}, 60
+LENGTHS = (128, 200, 384)
 PATIENCE_S = 300.0
 RANKS = {"pp": ["--pp-size", "2"], "tp-pp": ["--tp-size", "2", "--pp-size", "2"]}
 # A chunk of a prompt is on its way through the stages when the next one is begun.
-BASE = ["--page-size", str(PAGE), "--max-total-tokens", "2048", "--chunked-prefill-size", "128"]
+BASE = ["--page-size", str(PAGE), "--max-total-tokens", "1280", "--chunked-prefill-size", "128"]
 ENV = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", "SGLANG_PP_LAYER_PARTITION": "5,3"}
 
 
@@ -134,11 +134,11 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         on_device = [ask(server, prompt) for prompt in prompts]
     with setup.hier() as nodes:
         server = nodes[0]
-        mixed = send_all(server, make_requests(NUM_REQUESTS, seed=1), "mixed")
-        server.post("/flush_cache")
+        mixed = send_all(server, make_requests(NUM_REQUESTS[setup.way], seed=1), "mixed")
+        _flush(server)
         for prompt in prompts:
             ask(server, prompt)
-        server.post("/flush_cache")  # waits for the saves of each rank
+        _flush(server)  # waits for the saves of each rank
         from_host = [ask(server, prompt) for prompt in prompts]
         while_stopped = _while_a_rank_stands_still(nodes, prompts[-1])
         _await(lambda: _are_equal(setup.pages("loaded")), "ranks load other pages")
@@ -165,9 +165,9 @@ def test_every_request_is_answered_and_prefixes_are_reused(run: Run) -> None:
         for tier, tokens in one.by_tier.items():
             reused[tier] = reused.get(tier, 0) + tokens
     print(reused, run.capacities)
-    assert sum(one.answer is not None for one in run.mixed) > 0.7 * NUM_REQUESTS
-    assert sum(reused.values()) > 1000, reused
-    assert reused["host"] + reused["disk"] > 500, reused
+    assert sum(one.answer is not None for one in run.mixed) > 0.7 * len(run.mixed)
+    assert sum(reused.values()) > 20 * len(run.mixed), reused
+    assert reused["host"] + reused["disk"] > 10 * len(run.mixed), reused
     num_ranks = len(run.loaded)
     assert num_ranks == {"pp": 2, "tp-pp": 4}[run.setup.way]
     assert run.log.count("Rank consensus checker is enabled") == 2 * num_ranks  # a plain one, too
@@ -223,9 +223,17 @@ def test_what_one_rank_alone_has_lost_is_computed(
     assert "Found rank divergence" not in run.setup.log()
 
 
+def _flush(server: Server) -> None:
+    """Flushes the device, once the batch of the last answer has left all stages.
+
+    SGLang refuses it before that, and an answer is sent a step or two earlier.
+    """
+    server.post(f"/flush_cache?timeout={PATIENCE_S}")
+
+
 def _while_a_rank_stands_still(nodes: list[Server], prompt: list[int]) -> dict[str, Any]:
     """The answer to a request that came while a rank of the second stage was stopped."""
-    nodes[0].post("/flush_cache")
+    _flush(nodes[0])
     rank, answers = _second_stage(nodes)[-1], []
     rank.send_signal(signal.SIGSTOP)
     asking = threading.Thread(target=lambda: answers.append(ask(nodes[0], prompt)))
