@@ -123,7 +123,7 @@ def push_out(server: Server) -> None:
 
     What lies on disk is then all that is left of the windows.
     """
-    for prompt in real_prompts([24 * PAGE] * 2, seed=6):
+    for prompt in real_prompts([24 * PAGE] * 3, seed=6):
         ask(server, prompt, 1)
         settled(server)
     server.post("/flush_cache")
