@@ -133,11 +133,10 @@ def _keep_apart(dispatcher: Any) -> None:
                 save(key, data)
 
     def load_alone(key: Any) -> Any:
-        if not os.access(
-            folder, os.W_OK
-        ):  # nobody writes there: it needs no lock, and can have none
-            return load(key) if _is_of_now(Path(folder, _STAMP)) else None
-        with contextlib.suppress(OSError), _locked(folder, fcntl.LOCK_SH):
+        # In a folder that was never locked and cannot be, nobody keeps anything.
+        is_locked = os.access(folder, os.W_OK) or Path(folder, _LOCK).exists()
+        lock = _locked(folder, fcntl.LOCK_SH) if is_locked else contextlib.nullcontext()
+        with contextlib.suppress(OSError), lock:
             return load(key) if _is_of_now(Path(folder, _STAMP)) else None
         return None
 
