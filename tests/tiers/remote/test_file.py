@@ -21,6 +21,7 @@ from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteStore
 from sglang_ext.tiers.remote.engines.file_engine import FileEngine
 from sglang_ext.tiers.remote.engines.file_reclaim import LOCK_NAME
+from sglang_ext.tiers.remote.engines.value_folders import ValueFolders
 from tests.tiers import tier_pages
 from tests.tiers.remote.remote_cases import (
     FULL,
@@ -153,6 +154,45 @@ def test_the_oldest_go_when_the_folder_is_too_full(open_: Open, tmp_path: Path) 
     assert not any(left[1:4])
     assert all(left[-20:])
     assert store.usage() == (PAGE_BYTES * len(_values(tmp_path)), 40 * PAGE_BYTES)
+
+
+def test_folders_without_a_file_go(open_: Open, tmp_path: Path) -> None:
+    store = open_()
+    items = make_items(range(4))
+    assert store.put(items) == [OK] * 4
+    *gone, _, kept = _values(tmp_path)
+    for path in gone:
+        path.unlink()
+    young = gone.pop().parent
+    old = time.time() - 3600
+    for folder in (folder for path in (*gone, kept) for folder in path.parents):
+        if folder.is_relative_to(tmp_path) and folder != tmp_path:
+            os.utime(folder, (old, old))
+    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert not any(path.parent.exists() for path in gone)
+    assert young.is_dir()  # a writer may have just made it
+    assert kept.is_file()
+    assert sum(outcome is OK for outcome in read(store, items)) == 2
+
+
+def test_a_folder_that_is_removed_under_a_put_is_made_again(
+    open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, removed = open_(), list[str]()
+    make_file = ValueFolders.make_file
+
+    def remove_first(self: ValueFolders, folder: int, name: str) -> int:
+        if len(removed) < 2:
+            path = os.readlink(f"/proc/self/fd/{folder}")
+            os.rmdir(path)
+            removed.append(path)
+        return make_file(self, folder, name)
+
+    monkeypatch.setattr(ValueFolders, "make_file", remove_first)
+    item = make_item(0)
+    assert store.put([item]) == [OK]
+    assert len(removed) == 2
+    assert read(store, [item]) == [OK]
 
 
 def test_a_lock_from_the_future_holds_nobody_off(open_: Open, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ _MAX_THREADS = 16
 # A file that is read is made young again if it is older, for the order in which they are removed.
 _RENEW_AFTER_S = 600.0
 _FREE_CHECK_S = 1.0
+_MAX_REMOVALS = 3  # of a folder under a put
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors of things in a value's place that are no value: a symbolic link, a file that this user may
 # not read, a socket. They count as a missing value and not as a failure of the folder.
@@ -327,6 +328,12 @@ class FileEngine(RemoteEngine):
 
     def _write(self, value: Value, errand: CancellableTask[tuple[int, bool]]) -> bool:
         """Writes a value under a name of its own and publishes it; whether it was published."""
+        for _ in range(_MAX_REMOVALS):
+            with contextlib.suppress(FileNotFoundError):  # another server removed the empty folder
+                return self._write_once(value, errand)
+        return self._write_once(value, errand)
+
+    def _write_once(self, value: Value, errand: CancellableTask[tuple[int, bool]]) -> bool:
         with self._folders.folder_of(value.name, make=True) as (folder, file):
             status = None if value.replaces else _status(folder, file)
             if status is not None and not self._is_expired(status):

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 LOCK_NAME = "reclaim.lock"
 _TEMP_AGE_S = 3600.0
 _LOCK_AGE_S = 900.0
+_EMPTY_AGE_S = 60.0  # an empty folder may be one that a writer has just made
 _SCAN_EVERY_S = 3600.0
 _SCAN_AFTER_SHARE = 1 / 64  # of the size, in bytes that this server wrote
 _KEEP_SHARE = 0.9
@@ -135,9 +136,10 @@ class FolderReclaimer:
         try:
             now_s = time.time()
             ages, total = self._count(now_s)
-            if total <= self._max_bytes:
-                return total
-            return total - self._remove_oldest(ages, total - int(self._max_bytes * _KEEP_SHARE))
+            if total > self._max_bytes:
+                total -= self._remove_oldest(ages, total - int(self._max_bytes * _KEEP_SHARE))
+            self._folders.remove_empty(now_s - _EMPTY_AGE_S, lambda: self._closed)
+            return total
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(LOCK_NAME, dir_fd=top)

@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,6 +146,14 @@ class ValueFolders:
         with contextlib.suppress(*NOTHING_THERE), self.top() as top:
             yield from _files(top, ())
 
+    def remove_empty(self, before_s: float, is_over: Callable[[], bool]) -> None:
+        """Removes folders without a file that nothing happened in since a time; until it is over.
+
+        A writer that has opened one finds that it is gone, and makes it once more.
+        """
+        with contextlib.suppress(*NOTHING_THERE), self.top() as top:
+            _remove_empty(top, 0, before_s, is_over)
+
     def name_of(self, found: Found) -> str:
         """The name of the value in a file; "" where it is none, or not where that value lies."""
         value, _, part = found.name.removesuffix(_SUFFIX).partition("+")
@@ -201,6 +209,27 @@ class ValueFolders:
             os.close(below)
             raise
         return below
+
+
+def _remove_empty(folder: int, depth: int, before_s: float, is_over: Callable[[], bool]) -> None:
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if _STEPS[depth].fullmatch(entry.name)]
+    for name in names:
+        if is_over():
+            return
+        try:
+            below = os.open(name, _FOLDER_FLAGS, dir_fd=folder)
+        except OSError:  # removed meanwhile, or no folder
+            continue
+        try:
+            if depth + 1 < len(_STEPS):
+                _remove_empty(below, depth + 1, before_s, is_over)
+            is_old = os.fstat(below).st_mtime < before_s
+        finally:
+            os.close(below)
+        if is_old:
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(name, dir_fd=folder)
 
 
 def read_at(fd: int, out: ByteArray, offset: int) -> int:
