@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.untried import adapters_and_sessions, on, outside
 
 PREFILL, DECODE = "prefill", "decode"
 WITHOUT_DISAGGREGATION = "change it or leave --disaggregation-mode out"
@@ -49,16 +50,14 @@ def outside_disaggregation(
         (_RELEASE, release if release.startswith(_OLDER) else ""),
         ("--dp-size 1", read("dp_size") or 1),
         ("no --attn-dp-size", "it" if (read("attn_dp_size") or 1) > 1 else ""),
-        ("no --enable-dp-attention", _on(read("enable_dp_attention"))),
+        ("no --enable-dp-attention", on(read("enable_dp_attention"))),
         ("--nnodes 1", read("nnodes") or 1),
         (
             "a model of K and V of every head, or of one latent row a token",
             "one of another kind" if kind not in _KINDS else "",
         ),
         ("no --speculative-algorithm", read("speculative_algorithm")),
-        ("no --enable-lora", _on(read("enable_lora") or read("lora_paths"))),
-        ("no --enable-streaming-session", _on(read("enable_streaming_session"))),
-        ("no --enable-session-radix-cache", _on(read("enable_session_radix_cache"))),
+        *adapters_and_sessions(read),
         ("--hier-kv-codec none", config.codec or "none"),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
@@ -71,15 +70,13 @@ def outside_disaggregation(
             read("disaggregation_decode_allocation_policy"),
         ),
         ("--optimistic-prefill-attempts 0", read("optimistic_prefill_attempts")),
-        ("no --disaggregation-enable-kv-checksum", _on(read("disaggregation_enable_kv_checksum"))),
+        ("no --disaggregation-enable-kv-checksum", on(read("disaggregation_enable_kv_checksum"))),
         (f"no {_STAGING}", _variable(_STAGING, _NO)),
         (f"{_DEFERRED}=1 or none", _variable(_DEFERRED, _YES)),
     ]
     if mode == DECODE:
         found += _outside_decoding(read)
-    for expected, value in found:
-        if value and not expected.endswith(f" {value}"):
-            yield f"{expected} with --disaggregation-mode {mode}", f"{value}"
+    yield from outside(found, f"with --disaggregation-mode {mode}")
 
 
 def _outside_decoding(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
@@ -88,7 +85,7 @@ def _outside_decoding(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
         # What is stored are the nodes of SGLang's tree, which such a server has only if told to.
         yield "--disaggregation-decode-enable-radix-cache", "none"
     offloads = read("disaggregation_decode_enable_offload_kvcache")
-    yield "no --disaggregation-decode-enable-offload-kvcache", _on(offloads)
+    yield "no --disaggregation-decode-enable-offload-kvcache", on(offloads)
     threshold = read("disaggregation_decode_host_receive_threshold")
     if threshold is not None and threshold < 1:
         yield "--disaggregation-decode-host-receive-threshold 1", f"{threshold}"
@@ -98,7 +95,3 @@ def _variable(name: str, allowed: tuple[str, ...]) -> str:
     """An environment variable's value; empty where it is not set, or is an allowed one."""
     value = os.environ.get(name, "")
     return "" if value.lower() in allowed else value
-
-
-def _on(value: Any) -> str:
-    return "it" if value else ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.untried import adapters_and_sessions, on, outside
 
 NGRAM = "NGRAM"
 # Those whose draft's KV of a token depends on the next one.
@@ -31,9 +32,7 @@ def outside_speculation(
     if algorithm is None:
         return
     found = [
-        ("no --enable-lora", _on(read("enable_lora") or read("lora_paths"))),
-        ("no --enable-streaming-session", _on(read("enable_streaming_session"))),
-        ("no --enable-session-radix-cache", _on(read("enable_session_radix_cache"))),
+        *adapters_and_sessions(read),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
         # With branches SGLang moves the KV of accepted tokens behind the tree's root.
@@ -41,12 +40,12 @@ def outside_speculation(
             "--speculative-eagle-topk 1" + _BRANCHES[algorithm == NGRAM],
             read("speculative_eagle_topk"),
         ),
-        ("no --speculative-adaptive", _on(read("speculative_adaptive"))),
+        ("no --speculative-adaptive", on(read("speculative_adaptive"))),
     ]
     if algorithm != NGRAM:
         found += [
             ("a model of K and V of every head", "one of another kind" if kind != "mha" else ""),
-            ("no --enable-multi-layer-eagle", _on(read("enable_multi_layer_eagle"))),
+            ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
             ("--hier-kv-codec none", config.codec or "none"),
@@ -55,10 +54,7 @@ def outside_speculation(
         if kind not in ("mha", "mla"):
             found.append(("full attention in every layer", "a model with other layers"))
         found += _outside_masks(read, kind)
-    for expected, value in found:
-        wanted = expected.partition(" (")[0]
-        if value and not wanted.endswith(f" {value}"):
-            yield f"{expected} with --speculative-algorithm {algorithm}", f"{value}"
+    yield from outside(found, f"with --speculative-algorithm {algorithm}")
 
 
 _BRANCHES = {False: "", True: " (--speculative-ngram-max-bfs-breadth 1)"}
@@ -76,7 +72,3 @@ def _outside_masks(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str,
         if backend not in masking:
             yield "--attention-backend triton (it masks branches)", f"{backend}"
             return
-
-
-def _on(value: Any) -> str:
-    return "it" if value else ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.untried import adapters_and_sessions, on, outside
 
 WITHOUT_STAGES = "change it or leave --pp-size out"
 
@@ -23,27 +24,20 @@ def outside_stages(read: Callable[[str], Any], config: HierKVConfig) -> Iterator
     """
     if (read("pp_size") or 1) == 1:
         return
-    for expected, value in (
+    rows = (
         ("--dp-size 1", read("dp_size") or 1),
         ("--attn-dp-size 1", read("attn_dp_size") or 1),
-        ("no --enable-dp-attention", _on(read("enable_dp_attention"))),
+        ("no --enable-dp-attention", on(read("enable_dp_attention"))),
         ("--pp-async-batch-depth 0", read("pp_async_batch_depth") or 0),
-        ("no --enable-dynamic-chunking", _on(read("enable_dynamic_chunking"))),
-        ("no --enable-mixed-chunk", _on(read("enable_mixed_chunk"))),
-        ("no --enable-prefill-delayer", _on(read("enable_prefill_delayer"))),
+        ("no --enable-dynamic-chunking", on(read("enable_dynamic_chunking"))),
+        ("no --enable-mixed-chunk", on(read("enable_mixed_chunk"))),
+        ("no --enable-prefill-delayer", on(read("enable_prefill_delayer"))),
         ("--disaggregation-mode null", read("disaggregation_mode") or "null"),
         ("no --speculative-algorithm", read("speculative_algorithm") or ""),
-        ("no --enable-lora", _on(read("enable_lora") or read("lora_paths"))),
-        ("no --enable-streaming-session", _on(read("enable_streaming_session"))),
-        ("no --enable-session-radix-cache", _on(read("enable_session_radix_cache"))),
+        *adapters_and_sessions(read),
         ("--hier-kv-codec none", config.codec or "none"),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
-        ("no --hier-kv-remote-url", _on(config.remote_url)),
-    ):
-        if value and not expected.endswith(f" {value}"):
-            yield f"{expected} with several pipeline stages", f"{value}"
-
-
-def _on(value: Any) -> str:
-    return "it" if value else ""
+        ("no --hier-kv-remote-url", on(config.remote_url)),
+    )
+    yield from outside(rows, "with several pipeline stages")

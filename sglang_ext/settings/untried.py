@@ -1,0 +1,36 @@
+"""What the modes that were not tried with everything say of what they were not tried with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+
+def on(value: Any) -> str:
+    """What came where a switch should be off: "" where it is off."""
+    return "it" if value else ""
+
+
+def adapters_and_sessions(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    """What is expected and what came, where a request's KV may follow from its tokens alone.
+
+    Args:
+        read: an argument's value by its name.
+    """
+    yield "no --enable-lora", on(read("enable_lora") or read("lora_paths"))
+    yield "no --enable-streaming-session", on(read("enable_streaming_session"))
+    yield "no --enable-session-radix-cache", on(read("enable_session_radix_cache"))
+
+
+def outside(rows: Iterable[tuple[str, Any]], mode: str) -> Iterator[tuple[str, str]]:
+    """Those rows of which something else came than is expected.
+
+    Args:
+        rows: what is expected, as a flag and its value, with more behind it in brackets where it
+            takes more; and what came, nothing where all is well.
+        mode: with which it is, and how that is called.
+    """
+    for expected, value in rows:
+        wanted = expected.partition(" (")[0]
+        if value and not wanted.endswith(f" {value}"):
+            yield f"{expected} {mode}", f"{value}"
