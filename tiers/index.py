@@ -201,16 +201,9 @@ class PageIndex:
         top = int(self._state[kernels.TOP])
         return np.flatnonzero(self._prev[:top] != kernels.FREE)
 
-    def rows_of_segment(self, segment: int) -> Rows:
-        """Live rows whose record lies in a disk segment, ascending (a linear scan)."""
-        return self._rows_where(self.segment, segment)
-
     def rows_of_namespace(self, namespace: int) -> Rows:
         """Live rows of one namespace, ascending (a linear scan)."""
-        return self._rows_where(self._namespaces, namespace)
-
-    def _rows_where(self, column: npt.NDArray[np.uint32], value: int) -> Rows:
-        found: Rows = kernels.rows_where(column, _u32(value), self._state, self._prev)
+        found: Rows = kernels.rows_where(self._namespaces, _u32(namespace), self._state, self._prev)
         return found
 
     def note_hits(self, rows: npt.ArrayLike, clock: int) -> None:

@@ -145,7 +145,8 @@ class IndexMachine(RuleBasedStateMachine):
                 row for row in self.rows.values()
                 if self.segments.get(row, NO_SEGMENT) == segment
             ]  # fmt: skip
-            assert self.index.rows_of_segment(segment).tolist() == sorted(expected)
+            rows = self.index.rows()
+            assert rows[self.index.segment[rows] == segment].tolist() == sorted(expected)
 
 
 IndexMachine.TestCase.settings = settings(

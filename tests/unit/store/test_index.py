@@ -29,6 +29,12 @@ def filled(num: int, capacity: int | None = None, seed: int = 0) -> PageIndex:
     return index
 
 
+def rows_of_segment(index: PageIndex, segment: int) -> npt.NDArray[np.int64]:
+    rows = index.rows()
+    found: npt.NDArray[np.int64] = rows[index.segment[rows] == segment]
+    return found
+
+
 def test_inserted_pages_are_found_and_others_are_not() -> None:
     hashes = random_hashes(500)
     index = PageIndex(300)
@@ -237,14 +243,14 @@ def test_rows_by_segment_and_namespace() -> None:
     others = index.insert(random_hashes(5), 2).rows
     index.segment[rows[2:6]] = 33
     index.remove(rows[3:4])
-    assert index.rows_of_segment(33).tolist() == sorted(rows[[2, 4, 5]].tolist())
-    assert index.rows_of_segment(34).tolist() == []
+    assert rows_of_segment(index, 33).tolist() == sorted(rows[[2, 4, 5]].tolist())
+    assert rows_of_segment(index, 34).tolist() == []
     assert index.rows_of_namespace(2).tolist() == sorted(others.tolist())
     # A freed row keeps its old namespace number in memory, and must not be found by it.
     assert rows[3] not in index.rows_of_namespace(1)
     assert len(index.rows()) == 14
     # Every segment-less live row, and no freed one.
-    assert len(index.rows_of_segment(NO_SEGMENT)) == 11
+    assert len(rows_of_segment(index, NO_SEGMENT)) == 11
 
 
 def test_hits_saturate_and_stamp_is_set() -> None:
