@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from testkit import requests
 from testkit.requests import num_on_their_way
 from testkit.server import Server
 from testkit.workload import Reply, load_texts, load_tokenizer, reply_of
@@ -55,7 +56,7 @@ def state(server: Server) -> dict[str, Any]:
 
 def by_tier(answer: dict[str, Any]) -> dict[str, int]:
     """Reused prompt tokens by tier, as the answer reports them."""
-    return reply_of(answer).by_tier
+    return requests.by_tier(answer["meta_info"])
 
 
 def missed(answer: dict[str, Any]) -> dict[str, int]:

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +52,46 @@ def test_ranks_decide_alike(
     if policy == "timeout":
         shown.append("prefetch_timeouts")
     seen: Counter[str] = Counter()
-    seeds = itertools.count(1)
 
-    def one_world() -> None:
-        seed = next(seeds)
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        ranks, wire = run_ranks(
-            folder, num_ranks=num_ranks, num_steps=NUM_STEPS, seed=seed, policy=policy,
-            lookahead=lookahead, remote=remote,
-        )  # fmt: skip
-        check_alike(ranks)
-        assert len(set(wire.rounds)) == 1
-        seen.update(ranks[0].counts)
+    def note(ranks: list[ranks_world.Rank]) -> None:
         for number, rank in enumerate(ranks):
             stats = rank.store.stats()
             seen["prefetch_timeouts"] += stats.get("prefetch_timeouts", 0)
             seen.update({f"rank {number}: {name}": value for name, value in stats.items()})
+
+    run_worlds(
+        tmp_path, seen, shown, note, num_ranks=num_ranks, policy=policy, lookahead=lookahead,
+        remote=remote,
+    )  # fmt: skip
+
+
+def run_worlds(
+    folder: Path,
+    seen: Counter[str],
+    shown: Sequence[str],
+    note: Callable[[list[ranks_world.Rank]], None] = lambda ranks: None,
+    **settings: Any,
+) -> None:
+    """Runs worlds of ranks, which have to decide alike, until all that is to be shown was seen.
+
+    Args:
+        folder: for the worlds' own.
+        seen: gets the first rank's counts of each world.
+        shown: names among them.
+        note: looks at the ranks of each world.
+        settings: of `run_ranks`.
+    """
+    seeds = itertools.count(1)
+
+    def one_world() -> None:
+        seed = next(seeds)
+        own = folder / str(seed)
+        own.mkdir()
+        ranks, wire = run_ranks(own, num_steps=NUM_STEPS, seed=seed, **settings)
+        check_alike(ranks)
+        assert len(set(wire.rounds)) == 1
+        seen.update(ranks[0].counts)
+        note(ranks)
 
     run_until_all_seen(one_world, lambda: missing(seen, tuple(shown)), num_rounds=1)
     print(seen)
@@ -221,23 +245,10 @@ def test_stages_decide_alike_in_steps_that_lie_apart(
     """None waits for a later one in the same step, and pages are what the weights of now make."""
     caplog.set_level(logging.CRITICAL)
     shown = ("admitted", "held", "loaded", "last page", "saved", "cleared")
-    seen: Counter[str] = Counter()
-    seeds = itertools.count(1)
-
-    def one_world() -> None:
-        seed = next(seeds)
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        ranks, stages = run_ranks(
-            folder, num_ranks=num_ranks, num_steps=NUM_STEPS, seed=seed, policy=policy,
-            changes=changes, num_stages=num_stages,
-        )  # fmt: skip
-        check_alike(ranks)
-        assert len(set(stages.rounds)) == 1
-        seen.update(ranks[0].counts)
-
-    run_until_all_seen(one_world, lambda: missing(seen, shown), num_rounds=1)
-    print(seen)
+    run_worlds(
+        tmp_path, Counter(), shown, num_ranks=num_ranks, policy=policy, changes=changes,
+        num_stages=num_stages,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
