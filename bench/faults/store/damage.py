@@ -89,11 +89,17 @@ def _damage(spots: dict[str, Spot], rng: random.Random, *, cut: bool) -> dict[st
         spots[page].store(DAMAGES[kind](good[page], other, rng))
         damaged[page] = kind
     if cut:
-        at = spots[rng.choice(sorted(set(spots) - set(pages)))]
-        at.cut()
-        behind = {p for p, s in spots.items() if s.path == at.path and s.offset >= at.offset}
-        damaged.update(dict.fromkeys(behind, "truncated_file"))
+        whole = sorted(set(spots) - set(pages), key=lambda page: (-len(_behind(spots, page)), page))
+        at = rng.choice(whole[:8])
+        spots[at].cut()
+        damaged.update(dict.fromkeys(_behind(spots, at), "truncated_file"))
     return damaged
+
+
+def _behind(spots: dict[str, Spot], page: str) -> list[str]:
+    """The pages from one on to the end of its file; the store's threads decide how many."""
+    at = spots[page]
+    return [p for p, s in spots.items() if s.path == at.path and s.offset >= at.offset]
 
 
 def _ask_for_all(
