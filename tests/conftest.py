@@ -18,7 +18,7 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # Three test files run at a time, and an idle scheduler would spin on a core that others need.
-os.environ.setdefault("CPU_IDLE_SLEEP_MS", "5")
+os.environ.setdefault("CPU_IDLE_SLEEP_MS", "50")
 
 # A server that is forked from a process which has imported SGLang starts in a third of the time.
 os.environ.setdefault("HIER_KV_FORK_SERVERS", "1")

@@ -2,7 +2,8 @@
 
 A scheduler, and the controller of data parallel ones, spin on a core otherwise, and of two cores
 that is a half. A request ends the wait at once. Unlike ``--sleep-on-idle``, which waits for a
-second, a scheduler is soon back where something other than a request is to be waited for.
+second, a scheduler is soon back where something other than a request is to be waited for; and it
+waits, for much less, where requests are held and nothing runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 ENV_IDLE_SLEEP_MS = "CPU_IDLE_SLEEP_MS"
+_HELD_PAUSE_MS = 2  # what a held request waits for comes by itself
 _CONTROLLER_POLL_MS = 20  # it comes back as soon as there is a message
 
 
@@ -24,7 +26,7 @@ def load() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle",
+        "sglang.srt.managers.scheduler.Scheduler.on_idle",
         lambda _, scheduler: wait_for_requests(scheduler, pause_ms),
     )
     HookRegistry.register(
@@ -35,13 +37,13 @@ def load() -> None:
 
 
 def wait_for_requests(scheduler: Any, pause_ms: int) -> None:
-    """Waits until a request is there, `pause_ms` at most.
+    """Waits until a request is there, `pause_ms` at most; 2 ms where some are there but held.
 
     A rank that gets its requests from another one waits there, for that one's.
     """
     requests = scheduler.recv_from_tokenizer
     if requests is not None:
-        requests.poll(pause_ms)
+        requests.poll(pause_ms if scheduler.is_fully_idle() else min(pause_ms, _HELD_PAUSE_MS))
 
 
 def wait_for_messages(event_loop: Callable[..., Any], controller: Any) -> Any:
