@@ -10,7 +10,6 @@ import numpy as np
 from . import naive
 from .spec import (
     I16,
-    LANES,
     WORDS,
     Quantised,
     RawRows,
@@ -155,11 +154,6 @@ def check_raw(raw: RawRows, dtype: str, arrays: TransformArrays, num_tokens: int
         int(index[-1]) >= arrays.num_blocks * num_tokens or not (index[1:] > index[:-1]).all()
     ):
         raise ValueError("raw rows must be ascending and lie in the chunk")
-
-
-def empty_tiles(arrays: TransformArrays, level: int, num_tokens: int) -> I16:
-    """Tiles `[N, T, 32]` of a level, all zero."""
-    return np.zeros((arrays.layout(level).num_tiles, num_tokens, LANES), np.int16)
 
 
 def _engine(engine: str) -> Any:

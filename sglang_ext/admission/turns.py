@@ -23,8 +23,8 @@ class Turns:
 
     Args:
         plans: the plans of all waiting requests.
-        look: looks for a request's pages again, and sets `WaitingRequest.found`; says whether they
-            are others than before.
+        look: looks for a request's pages again, and sets `WaitingRequest.found`; True if the
+            request's list of pages changed.
     """
 
     def __init__(self, plans: RequestPlans, look: Callable[[WaitingRequest], bool]) -> None:

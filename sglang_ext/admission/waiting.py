@@ -187,7 +187,7 @@ class WaitingRoom:
     def step(self, order: Sequence[Hashable]) -> None:
         """Follows the queue: gives plans to its head, takes them from those further behind.
 
-        Costs a comparison when nothing changed; else what the changed requests' pages cost.
+        One comparison of the queue if nothing changed; else O(pages of the requests that changed).
 
         Args:
             order: handles of the waiting requests as the scheduler will take them.
@@ -532,7 +532,7 @@ class WaitingRoom:
         )
 
     def _look(self, waiting: WaitingRequest) -> bool:
-        """Looks for a request's pages again, without look-ahead; whether it is for others."""
+        """Looks for a request's pages again, without look-ahead; True if its pages changed."""
         self._follow_device(waiting)
         if self._look_again(waiting):
             return True

@@ -165,7 +165,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def _stats(chosen: argparse.Namespace) -> int:
-    from sglang_ext.assembly.server_stats import describe, fetch
+    from sglang_ext.cli.server_stats import describe, fetch
 
     states = fetch(chosen.url, chosen.api_key)
     if chosen.json:
@@ -177,7 +177,7 @@ def _stats(chosen: argparse.Namespace) -> int:
 
 
 def _top(chosen: argparse.Namespace) -> int:
-    from sglang_ext.assembly.server_stats import State, describe, fetch
+    from sglang_ext.cli.server_stats import State, describe, fetch
 
     if chosen.every <= 0 or (chosen.count is not None and chosen.count < 1):
         raise ValueError("--every and --count must be above 0")

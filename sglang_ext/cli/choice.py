@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from sglang_ext.assembly.server_stats import amount
+from sglang_ext.cli.server_stats import amount
 from sglang_ext.cli.verdict import MOST_LINES
 from sglang_ext.tiers.remote.url_options import life_s
 

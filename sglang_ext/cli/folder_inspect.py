@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.assembly.server_stats import amount
 from sglang_ext.cli.progress import Progress
+from sglang_ext.cli.server_stats import amount
 from sglang_ext.tiers.disk.offline.contents import BEING_WRITTEN, Contents, count_contents
 from sglang_ext.tiers.disk.offline.survey import find_segments, holders, tier_folders
 from sglang_ext.tiers.disk.segments.fileio import FileIO

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from sglang_ext.assembly.server_stats import amount
+from sglang_ext.cli.server_stats import amount
 
 _WIDTH = 30
 _LINES = 10  # at most, where it is no terminal

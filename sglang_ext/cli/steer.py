@@ -54,7 +54,7 @@ def add_command(
 
 
 def _steer(chosen: argparse.Namespace) -> int:
-    from sglang_ext.assembly.server_stats import ServerStatsError, address_of, ask, reason_of
+    from sglang_ext.cli.server_stats import ServerStatsError, address_of, ask, reason_of
 
     address = address_of(chosen.url, "/hier_kv/steer")
     try:

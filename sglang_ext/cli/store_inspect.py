@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sglang_ext.assembly.server_stats import amount
+from sglang_ext.cli.server_stats import amount
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteUrl, open_listing, parse_remote_url
 from sglang_ext.tiers.remote.base import RemoteError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from sglang_ext.assembly.server_stats import amount
 from sglang_ext.cli.choice import Choice, Removed
+from sglang_ext.cli.server_stats import amount
 from sglang_ext.cli.store_inspect import opened_store
 from sglang_ext.tiers.errors import TierConfigError, TierError
 from sglang_ext.tiers.records.seals import RecordSeals

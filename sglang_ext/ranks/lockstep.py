@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from sglang_ext.admission.port import Admission, Queue, Take
+from sglang_ext.admission.admission import Admission, Queue, Take
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.ranks.consensus import MAX_SAVES, Agreed, Consensus, MinReduce, Report, Vector

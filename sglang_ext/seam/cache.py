@@ -20,10 +20,11 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.session.streaming_session import is_virtual_node
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
+from sglang_ext.admission.admission import Admission
 from sglang_ext.admission.forward_timer import ForwardTimer
 from sglang_ext.admission.load_or_compute import LoadOrCompute
-from sglang_ext.admission.port import Admission, Solo
 from sglang_ext.admission.resume_points import PromptPoints, what_resumes
+from sglang_ext.admission.solo import Solo
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import Hashes, hashes_to_hex

@@ -1,4 +1,4 @@
-"""Tree-side flow: what a match promises, where a transfer's pages lie, who a request belongs to."""
+"""SGLang's linker wrapper: matches go on with stored pages, loads are queued, nodes are saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     _PendingOffload,
 )
 
-from sglang_ext.admission.port import Admission
+from sglang_ext.admission.admission import Admission
 from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex, hashes_to_hex
 from sglang_ext.provenance.request_state import HitTier, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance

@@ -26,7 +26,6 @@ _MIN_HOST_BYTES = 64 << 10
 _MIN_SEGMENT_BYTES = 4096
 CODED_TIERS = ("host", "disk", "remote")
 GIB = 1 << 30
-MIB = 1 << 20
 
 
 def _knob(default: Any, help_text: str, *, choices: tuple[str, ...] = (), metavar: str = "") -> Any:

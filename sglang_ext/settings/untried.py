@@ -23,12 +23,12 @@ def adapters_and_sessions(read: Callable[[str], Any]) -> Iterator[tuple[str, str
 
 
 def outside(rows: Iterable[tuple[str, Any]], mode: str) -> Iterator[tuple[str, str]]:
-    """Those rows of which something else came than is expected.
+    """The rows whose argument has another value than the mode allows.
 
     Args:
-        rows: what is expected, as a flag and its value, with more behind it in brackets where it
-            takes more; and what came, nothing where all is well.
-        mode: with which it is, and how that is called.
+        rows: the flag with the value that is allowed, and the value that came ("" if it is fine).
+            Text in brackets behind the flag is for the message only.
+        mode: what the message says the mode is, for example "with several pipeline stages".
     """
     for expected, value in rows:
         wanted = expected.partition(" (")[0]

@@ -39,8 +39,8 @@ There the run is still in the core's cache when its checksums are taken (docs/fo
 """
 
 
-class Owner(Protocol):
-    """The callbacks that a tier's owner sets; called by the writing thread, write lock held."""
+class OwnerCallbacks(Protocol):
+    """Callbacks that whoever owns the tier sets on it; called by the writing thread, lock held."""
 
     on_drop: Callable[[bytes, int], None]
     on_moved: Callable[[bytes, int, RecoveredPages], None]

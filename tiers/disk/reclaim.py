@@ -1,11 +1,12 @@
-"""Keeping the tier under its size bound: whole old segments go, their hot pages move.
+"""Where giving up single pages made no room, or nobody gives up any: whole old segments go.
 
-The victim is a sealed segment of any namespace. First come those with the fewest live blocks, where
-the owner knows these, then those whose last read or write is longest ago; of the first few goes the
-one with the fewest pages that the owner will read soon. Pages that the owner calls hot move to
-their namespace's active segment first: at most a quarter of the victim, by size, and no more than
-that segment still has room for. Everything here runs on the
-writing thread under the write lock; readers are never waited for.
+The usual way is `disk/reuse.py`: the owner gives up pages (`PageKeeper`), and their places are
+written again. A victim here is a sealed segment of any namespace. First come those with the fewest
+live blocks, where the owner knows these, then those whose last read or write is longest ago; of the
+first few goes the one with the fewest pages that the owner will read soon. Pages that the owner
+calls hot move to their namespace's active segment first: at most a quarter of the victim, by size,
+and no more than that segment still has room for. Everything here runs on the writing thread under
+the write lock; readers are never waited for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages
-from sglang_ext.tiers.disk.context import DiskContext, Owner
+from sglang_ext.tiers.disk.context import DiskContext, OwnerCallbacks
 from sglang_ext.tiers.disk.segments.active import ActiveSegment
 from sglang_ext.tiers.disk.segments.catalog import Namespace, Segment
 from sglang_ext.tiers.disk.segments.fileio import aligned_array
@@ -52,7 +53,7 @@ class SegmentReclaimer:
     """
 
     def __init__(
-        self, context: DiskContext, owner: Owner, actives: dict[bytes, ActiveSegment]
+        self, context: DiskContext, owner: OwnerCallbacks, actives: dict[bytes, ActiveSegment]
     ) -> None:
         self._context = context
         self._owner = owner

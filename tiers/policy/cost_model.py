@@ -262,20 +262,6 @@ class CostModel:
             choice, wanted, probe, float(done[wanted]), float(done[first]), float(arrival[wanted])
         )
 
-    def expected_done_s(
-        self,
-        prefix: Prefix,
-        queue: TransferBacklog,
-        turn_in_s: float = 0.0,
-        remote: TransferBacklog = _IDLE,
-    ) -> Array | None:
-        """For each number of leading pages that are used, seconds until the prefill is done.
-
-        Returns:
-            f64 `[K + 1]`; None while prefill or disk were never measured.
-        """
-        return self._times(prefix, queue, turn_in_s, remote)[0]
-
     def is_worth_waiting(
         self,
         *,

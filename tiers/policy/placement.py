@@ -150,7 +150,7 @@ class PlacementPolicy:
 
         They keep their age since `touched`. What was said of them before is over.
         """
-        self._replace(page_kernels.rest(self.pages, _as_rows(rows)))
+        self._reclassified(page_kernels.rest(self.pages, _as_rows(rows)))
 
     def used(
         self,
@@ -243,7 +243,7 @@ class PlacementPolicy:
         moved: Rows = hint_kernels.give(
             self.hints, self.pages, self._names, _as_rows(path), span_s, owner, now_s
         )
-        self._replace(moved)
+        self._reclassified(moved)
         return moved
 
     def assign(self, rows: Rows, tenant: int) -> None:
@@ -254,7 +254,7 @@ class PlacementPolicy:
             tenant: see `PolicyConfig.shares`.
         """
         if self.config.shares:
-            self._replace(page_kernels.assign(self.pages, _as_rows(rows), tenant))
+            self._reclassified(page_kernels.assign(self.pages, _as_rows(rows), tenant))
 
     def limit_life(self, path: Rows, now_s: float, *, owner: int, ttl_s: float) -> int:
         """Somebody says for how long a conversation's pages may live from now on.
@@ -294,13 +294,13 @@ class PlacementPolicy:
             return 0, 0
         most = int(self.config.pin_share * self._capacity)
         new, refused = self.pins.pin(self.pages, _as_rows(path), seconds, owner, most, now_s)
-        self._replace(new)
+        self._reclassified(new)
         return len(new), refused
 
     def unpin(self, rows: Rows) -> int:
         """Takes the pins of pages away; returns how many had one."""
         had = self.pins.unpin(self.pages, _as_rows(rows))
-        self._replace(had)
+        self._reclassified(had)
         return len(had)
 
     def has_due(self, now_s: float) -> bool:
@@ -313,7 +313,7 @@ class PlacementPolicy:
         Returns:
             The pages of such conversations whose place changed.
         """
-        self._replace(self.pins.take_due(self.pages, now_s))
+        self._reclassified(self.pins.take_due(self.pages, now_s))
         moved = [self.hint(rows, now_s, owner=owner) for owner, rows in self._lives.take_due(now_s)]
         return np.concatenate(moved) if moved else np.zeros(0, np.int64)
 
@@ -350,11 +350,11 @@ class PlacementPolicy:
             for tier in self.tiers:
                 tier.settle(rows)
 
-    def _replace(self, rows: Rows) -> None:
+    def _reclassified(self, rows: Rows) -> None:
         """Pages are of other classes now."""
         if len(rows):
             for tier in self.tiers:
-                tier.replaced(rows)
+                tier.reclassified(rows)
 
     def _estimators(self) -> list[ReturnTimes]:
         return [tier.return_times for tier in self.tiers]

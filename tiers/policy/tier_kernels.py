@@ -325,10 +325,10 @@ def evict_unwanted(
     Each tenant gives up as many as `may_give`, i64[T], has for it, which is counted down.
 
     With `left_first` those that were left behind come before all others, and so do those of
-    conversations that are said to be over. Of the coldest page with a hint and the coldest without
-    one the one leaves that is expected to return less for the room it takes, by what was learned
-    of both, whatever order those without a hint leave in. Pinned ones come behind all of these
-    while there are no more than `most_pinned`; else they are worth what the others are.
+    conversations that are said to be over. Then the worst page with a hint is compared with the
+    worst without one, and that one leaves which is less likely to be used again for the room it
+    takes, even where pages without a hint otherwise leave by their last use. Pinned pages leave
+    last while there are at most `most_pinned` of them; of more, they count as any other page.
 
     A class whose old end is full of pages that may not leave is passed over until they are parked,
     which takes several calls, unless no other class has a page.

@@ -246,7 +246,7 @@ class TierLists:
         if self.return_times.left_never_return:  # else they leave by the classes they had
             kernels.move(self._lists, self._shared.pages, rows)
 
-    def replaced(self, rows: Rows) -> None:
+    def reclassified(self, rows: Rows) -> None:
         """Notes that pages are of other classes now, by a hint or a pin."""
         kernels.move(self._lists, self._shared.pages, rows)
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import RecoveredPages, Tier
-from sglang_ext.tiers.disk.context import Owner
+from sglang_ext.tiers.disk.context import OwnerCallbacks
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
@@ -276,7 +276,7 @@ class PageStore:
         return self._books.lookups.locate_prefix(space, hashes, max_quality)
 
     def survey(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> PrefixSurvey:
-        """The same page by page."""
+        """For each leading page: ready in DRAM, on its way there, or on disk."""
         return self._books.lookups.survey(space, hashes, max_quality)
 
     def disk_queue(self) -> TransferBacklog:
@@ -522,7 +522,7 @@ class PageStore:
         """Whether what lies below the slots is coded DRAM, and no disk."""
         return self._disk is not None and not self._disk.persistent
 
-    def connect(self, disk: Owner) -> None:
+    def connect(self, disk: OwnerCallbacks) -> None:
         """Lets the disk tier tell the store what reclaiming a segment does to its pages."""
         pages_on_disk, loads = self._books.disk, self._books.loads
         # Pages used since the last reclaim are worth carrying over to a younger segment.

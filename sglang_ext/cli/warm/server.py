@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sglang_ext.assembly.server_stats import (
+from sglang_ext.cli.server_stats import (
     ServerStatsError,
     address_of,
     ask,

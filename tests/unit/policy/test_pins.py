@@ -147,7 +147,7 @@ def test_worth_says_the_same_as_the_order() -> None:
     assert np.isinf(scores).tolist() == [False, True, False]
     policy = _pinning(3, share=0.05)
     policy.pins.pin(policy.pages, _chat(0), 60.0, 0, 1000, 5.0)
-    policy.tiers[0].replaced(_chat(0))
+    policy.tiers[0].reclassified(_chat(0))
     assert not np.isinf(policy.tiers[0].worth(_chat(0), 6.0)[1]).any()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from sglang_ext.tiers.base import BLOCK_BYTES, Location
 from sglang_ext.tiers.disk.config import MIN_SLOTS
-from sglang_ext.tiers.disk.context import DiskContext, Owner, usable_slot
+from sglang_ext.tiers.disk.context import DiskContext, OwnerCallbacks, usable_slot
 from sglang_ext.tiers.disk.folder import SegmentIds
 from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE, SegmentReclaimer
 from sglang_ext.tiers.disk.reuse import Reuser
@@ -57,7 +57,7 @@ class _Batch:
 class Writer:
     """Stores records. `lock` (the write lock) guards all its state and every method needs it."""
 
-    def __init__(self, context: DiskContext, owner: Owner, ids: SegmentIds) -> None:
+    def __init__(self, context: DiskContext, owner: OwnerCallbacks, ids: SegmentIds) -> None:
         self.lock = threading.RLock()
         self.actives: dict[bytes, ActiveSegment] = {}
         self.reclaimer = SegmentReclaimer(context, owner, self.actives)

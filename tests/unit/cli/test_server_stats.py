@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.assembly.server_stats import ServerStatsError, describe, fetch, trouble
+from sglang_ext.cli.server_stats import ServerStatsError, describe, fetch, trouble
 
 Serve = Callable[[bytes], str]
 
