@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-NUM_CASES = 10_000
+NUM_CASES = 3_000
 
 
 @pytest.mark.slow
