@@ -8,6 +8,10 @@ Nor does numba keep processes apart that compile at the same time, as the ranks 
 its first start: two that choose the same file leave one's code under the other's types, for good.
 So one process at a time keeps something in a folder.
 
+And it names a file before it writes it: who is killed in between leaves another one's code under
+its name. So what is kept here is written before it is named, and what a crash of the machine left
+half written is compiled anew.
+
 Where neither the package's folder nor the user's cache can be written, as in a read-only container,
 every process compiles for itself.
 """
@@ -18,6 +22,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,7 +73,7 @@ def check_kept() -> str:
         The folder where loops of this package's own folder are kept.
 
     Raises:
-        OSError: numba has no folder for some of it; one sentence.
+        OSError: there is no folder for some of it, or nothing can be kept there; one sentence.
     """
     dispatcher: Any = jit()(_nothing)
     if _unkept:
@@ -77,7 +82,13 @@ def check_kept() -> str:
             "__pycache__ nor numba's cache folder in HOME can be written; set NUMBA_CACHE_DIR to "
             "a folder that this user may write to"
         )
-    return str(dispatcher.stats.cache_path)
+    folder = str(dispatcher.stats.cache_path)
+    if not _is_of_now(Path(folder, _STAMP)):
+        raise OSError(
+            f"compiled loops are to be kept in {folder}, but a file there could not be locked or "
+            "written; set NUMBA_CACHE_DIR to a folder on a disk of this machine with room"
+        )
+    return folder
 
 
 def round_source_times() -> None:
@@ -124,28 +135,54 @@ def _keep_apart(dispatcher: Any) -> None:
     """
     folder = str(dispatcher.stats.cache_path)
     file = dispatcher._cache._cache_file
-    save, load = file.save, file.load
+    load = file.load
 
     def save_alone(key: Any, data: Any) -> None:
         # A folder without locks, or one that a newer release has made its own: not kept.
         with contextlib.suppress(OSError), _locked(folder, fcntl.LOCK_EX):
             if _is_of_now(Path(folder, _STAMP)):
-                save(key, data)
+                _save(file, key, data)
 
     def load_alone(key: Any) -> Any:
         # In a folder that was never locked and cannot be, nobody keeps anything.
         is_locked = os.access(folder, os.W_OK) or Path(folder, _LOCK).exists()
         lock = _locked(folder, fcntl.LOCK_SH) if is_locked else contextlib.nullcontext()
-        with contextlib.suppress(OSError), lock:
-            return load(key) if _is_of_now(Path(folder, _STAMP)) else None
-        return None
+        try:
+            with lock:
+                return load(key) if _is_of_now(Path(folder, _STAMP)) else None
+        except Exception:  # it cannot be read, or is half a file: unpickling that raises anything
+            return None
 
     file.save, file.load = save_alone, load_alone
 
 
+def _save(file: Any, key: Any, data: Any) -> None:
+    """As numba's, but that a file is there before the index names it.
+
+    Args:
+        file: numba's `IndexDataCacheFile`.
+        key: names a signature and a machine.
+        data: its code.
+    """
+    try:
+        names = file._load_index()
+    except OSError:
+        raise
+    except Exception:  # half an index names nothing
+        names = {}
+    name = names.get(key)
+    if name is None:
+        numbered = (file._data_name(number) for number in itertools.count(1))
+        taken = set(names.values())
+        name = next(each for each in numbered if each not in taken)
+    file._save_data(name, data)
+    if key not in names:
+        file._save_index({**names, key: name})
+
+
 def _is_of_now(stamp: Path) -> bool:
     """Whether what is kept beside a stamp was made of the sources of now."""
-    return stamp.is_file() and stamp.read_text() == _sources()
+    return stamp.is_file() and stamp.read_bytes() == _sources().encode()
 
 
 @contextlib.contextmanager
@@ -155,10 +192,17 @@ def _locked(folder: str, how: int) -> Iterator[None]:
     Raises:
         OSError: it has none.
     """
-    handle = os.open(Path(folder, _LOCK), os.O_RDONLY | os.O_CREAT, 0o644)
+    path = Path(folder, _LOCK)
+    try:  # on NFS who holds it alone has to be able to write it
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:
+        handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, how)
-        yield
+        try:
+            yield
+        finally:  # a process that was forked meanwhile has the handle, too, and may live for long
+            fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
         os.close(handle)
 

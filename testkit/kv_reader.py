@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.kv_events import (
 )
 
 _POLL_MS = 50
-_WAIT_S = 120.0
+_WAIT_S = 300.0
 
 Place = tuple[int | None, str, tuple[int, ...]]
 

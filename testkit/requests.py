@@ -14,7 +14,7 @@ from testkit.errors import UnexpectedAnswerError
 from testkit.server import Server, ServerError
 
 TIERS = ("device", "host", "disk", "remote")
-_FIRST_ID, _POLL_S, _SETTLE_TIMEOUT_S = 16, 0.02, 60.0
+_FIRST_ID, _POLL_S, _SETTLE_TIMEOUT_S = 16, 0.02, 300.0
 
 
 @dataclass(frozen=True)

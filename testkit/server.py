@@ -121,7 +121,7 @@ class Server:
         log_path: Path | None = None,
         env: Mapping[str, str] | None = None,
         release: Path | None = None,
-        start_timeout_s: float = 180.0,
+        start_timeout_s: float = 300.0,
         stop: Literal["terminate", "kill"] = "terminate",
         progress: Callable[[str], None] | None = None,
     ) -> None:

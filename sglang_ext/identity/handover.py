@@ -3,17 +3,23 @@
 A decode server stores what it was sent under its own namespace, as KV of the tokens that it has.
 That is right only where the other server has the same weights, keeps pages alike, and was given the
 same tokens: each makes its own of a text, and nobody else compares them. Nor does a row say whether
-it was computed on exact KV. So both make a mark of the namespace, the request's room, its tokens
-and the KV's quality: the one sends it, the other looks for the quality of which it is the mark. No
-mark, or another, means KV that must not be stored.
+it was computed on exact KV. So both make a mark of the namespace, the request's room, its tokens,
+who receives them and the KV's quality: the one sends it, the other looks for the quality of which
+it is the mark. No mark, or another, means KV that must not be stored.
 
 Of several ranks each sends and compares its own: the namespace has what differs between them.
+
+A mark says what was sent, and not that all of it came to the same rows. A prefill server knows a
+request by its room alone: where one is given up and another one comes with its room, parts that
+still wait to be sent go to the rows of the second, with the mark of the first. So who receives is
+in the mark, and a decode server remembers the rooms of what it gave up (`GivenUpRooms`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,11 +42,13 @@ class Handover:
         digest: of the namespace.
         room: the number under which both servers know the request.
         tokens: whose KV is sent, i64.
+        receiver: name of the rank that it is sent to.
     """
 
-    def __init__(self, digest: bytes, room: int, tokens: array[int]) -> None:
-        self._content = hashlib.sha256(b"hier-kv handover 2" + digest)
+    def __init__(self, digest: bytes, room: int, tokens: array[int], receiver: str) -> None:
+        self._content = hashlib.sha256(b"hier-kv handover 3" + digest)
         self._content.update(room.to_bytes(16, "little", signed=True))
+        self._content.update(hashlib.sha256(receiver.encode()).digest())
         self._content.update(tokens)
 
     def mark(self, quality: int) -> Mark:
@@ -60,3 +68,25 @@ class Handover:
 def no_mark() -> Mark:
     """The mark of KV that must not be stored."""
     return np.zeros(NUM_WORDS, np.int32)
+
+
+class GivenUpRooms:
+    """Rooms of requests that a decode server gave up while their KV was on its way.
+
+    Args:
+        most: rooms that are remembered, the last ones.
+    """
+
+    def __init__(self, most: int = 1 << 16) -> None:
+        self._most = most
+        self._rooms: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, room: int) -> None:
+        """A request with this room was given up."""
+        self._rooms[room] = None
+        self._rooms.move_to_end(room)
+        if len(self._rooms) > self._most:
+            self._rooms.popitem(last=False)
+
+    def __contains__(self, room: int) -> bool:
+        return room in self._rooms

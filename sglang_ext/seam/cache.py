@@ -30,6 +30,7 @@ from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import Hashes, hashes_to_hex
 from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import hints_of, owner_slot
+from sglang_ext.identity.handover import GivenUpRooms
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.identity.tenancy import Tenant, depends_on_tokens_alone, tenant_of
 from sglang_ext.provenance.misses import MissKeeper, Wanted
@@ -153,6 +154,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.taint = TaintKeeper(pages, tree, self.linker, self.req_to_token_pool)
         self.misses = MissKeeper(linker.store, self.page_size, by_tenant=bool(self._quotas.shares))
         self.session_turns = SessionTurns(self.session, linker.store.counters)
+        self.given_up_rooms = GivenUpRooms()  # of a decode server
         self.admission: Admission = self._admission_of(group, tree)
 
     def _follow_tiers(self, config: HierKVConfig, store: PageStore, num_pages: int) -> None:

@@ -15,7 +15,7 @@ from sglang_ext.tiers.remote.engines.resp import Connection, Login, Reply, Reply
 from testkit.remote.processes import EndedWithBlock, Process
 from testkit.server import free_port
 
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 300.0
 _ANY_REPLY = ReplyBounds(depth=8, num_items=1 << 20, num_bytes=64 << 20)
 
 

@@ -141,7 +141,7 @@ class Store:
         self.engine = DictEngine()
         given = protected_store(self.engine, mode, key)
         self.remote = RemoteStore(config=RemoteStoreConfig(part_bytes=1 << 20), **given)
-        assert self.remote.wait_usable(30.0)
+        assert self.remote.wait_usable(300.0)
 
     def hold(self, key: RemoteKey, value: bytes) -> None:
         """Has the store hold one value more; what was known of others is forgotten."""

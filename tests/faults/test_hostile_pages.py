@@ -206,7 +206,7 @@ class World:
         if plan is not None:
             assert until(lambda: plan.done)
             self.store.cancel_plan(plan)
-        assert self.store.wait_idle(20)
+        assert self.store.wait_idle(300)
         return self.store.ready_prefix(self.space, hashes)
 
     def shown(self, number: int) -> bytes | None:

@@ -59,9 +59,9 @@ def test_10_gb_of_segments_are_not_read_at_the_start(tmp_path: Path) -> None:
     found = measure_open(tmp_path / "open", 10.0, 5)
     assert found["gb"] >= 10.0
     assert found["pages"] > 40_000
-    # It is 0.6 s alone on the machine; to read the pages themselves would take minutes.
-    assert found["added_s"] < 20.0
-    assert found["added_after_kill_s"] < 20.0, "one segment is read as a whole"
+    file_bytes = found["gb"] * (1 << 30)
+    assert found["read_bytes"] < file_bytes / 100
+    assert found["read_bytes_after_kill"] < file_bytes / 20, "one segment is read as a whole"
 
 
 def page_hash(number: int) -> bytes:
@@ -93,7 +93,7 @@ def test_pages_whose_segment_was_reclaimed_can_leave_dram(tmp_path: Path) -> Non
     store.open_namespace(NAMESPACE, {})
     for number in range(400):
         assert save(store, number) == 1, f"no room for {number}"
-        deadline = time.monotonic() + 120.0
+        deadline = time.monotonic() + 300.0
         while store.stats().get("written_pages", 0) <= number:
             assert time.monotonic() < deadline, f"page {number} was not written"
             time.sleep(0.001)

@@ -67,12 +67,31 @@ class Holder:
             self._lock.release()
 
 
+class Awaited:
+    """A lock that says when somebody waits for it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.on_wait: Callable[[], None] = lambda: None
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """As of the lock."""
+        if blocking:
+            self.on_wait()
+        return bool(self._lock.acquire(blocking, timeout))
+
+    def release(self) -> None:
+        """As of the lock."""
+        self._lock.release()
+
+
 @pytest.mark.parametrize("kind", [MeteredLock, MeteredRLock])
 def test_a_lock_held_over_io_is_a_stall(kind: type[MeteredLock]) -> None:
     meter = StallMeter(threading.get_ident())
-    lock = kind(meter, threading.RLock() if kind is MeteredRLock else threading.Lock(), "here")
+    inner = Awaited(threading.RLock() if kind is MeteredRLock else threading.Lock())
+    lock = kind(meter, inner, "here")
     holder = Holder(meter, lock)
-    holder.may_leave.set()
+    inner.on_wait = holder.may_leave.set
     with lock:
         pass
     holder.thread.join()

@@ -76,7 +76,7 @@ def run_child(
             time.sleep(random.Random(index).uniform(0.0, 0.4))
             child.kill()
         try:
-            _, errors = child.communicate(timeout=30)
+            _, errors = child.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             child.kill()
             raise

@@ -42,7 +42,7 @@ def opened(folder: Path, mode: str, *keys: bytes) -> Iterator[RemoteStore]:
     url = f"file://{folder}?size=1GB&free=1"
     store = open_store(url, protect=(mode, *keys), breaker=patient)
     try:
-        assert store.wait_usable(30)
+        assert store.wait_usable(300)
         yield store
     finally:
         store.close()

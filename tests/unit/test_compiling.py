@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -35,9 +36,9 @@ for loop in (theirs.twice, theirs.thrice):
 COMPILED, KEPT = "8 15\n0 1\n0 1\n", "8 15\n1 0\n1 0\n"
 
 
-def use(folder: Path, **environment: str) -> str:
+def use(folder: Path, before: str = "", **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", USE],
+        [sys.executable, "-c", before + USE],
         env={**os.environ, "PYTHONPATH": str(folder), **environment},
         capture_output=True,
         text=True,
@@ -70,28 +71,108 @@ def test_what_was_compiled_of_other_sources_is_compiled_anew(folder: Path) -> No
     assert [path.name for path in (folder / "__pycache__").glob("*.sources*")] == [stamp.name]
 
 
-# Compiles for one type, and stops on the way: before it names a file, or before it writes it.
+@pytest.mark.parametrize("pattern", ["twice*.nbi", "twice*.nbc", ".sources"])
+def test_what_a_crash_left_half_written_is_compiled_anew(folder: Path, pattern: str) -> None:
+    (broken,) = (folder / "__pycache__").glob(f"*{pattern}")
+    broken.write_bytes(b"\xff" + broken.read_bytes()[:20])
+    assert use(folder).splitlines()[:2] == COMPILED.splitlines()[:2]
+    assert use(folder) == KEPT
+
+
+# As on NFS, where who holds a lock alone has to be able to write the file.
+NFS = """
+import errno, fcntl, os
+flock = fcntl.flock
+def as_on_nfs(handle, how):
+    can_write = fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    if how & fcntl.LOCK_EX and not can_write:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+    flock(handle, how)
+fcntl.flock = as_on_nfs
+"""
+WITHOUT_LOCKS = """
+import errno, fcntl
+def refuse(handle, how):
+    raise OSError(errno.ENOLCK, "No locks available")
+fcntl.flock = refuse
+"""
+ASKS = """
+from sglang_ext import compiling
+compiling._remove_outdated.cache_clear()
+print(compiling.check_kept())
+"""
+
+
+def test_what_was_compiled_is_kept_on_nfs(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(MODULE)
+    assert use(tmp_path, NFS) == COMPILED
+    assert use(tmp_path, NFS) == KEPT
+
+
+def test_a_folder_in_which_nothing_can_be_kept_is_told(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
+    for before, is_kept in ((WITHOUT_LOCKS, False), ("", True), (WITHOUT_LOCKS, True)):
+        done = subprocess.run(
+            [sys.executable, "-c", before + ASKS],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (not done.returncode) == is_kept, done.stderr
+        assert is_kept or "set NUMBA_CACHE_DIR to a folder on a disk" in done.stderr
+
+
+def test_a_copy_of_a_process_does_not_go_on_holding_its_lock(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    with compiling._locked(str(tmp_path), fcntl.LOCK_EX):
+        copy = os.fork()
+        if not copy:
+            os.read(ours, 1)
+            os._exit(0)
+    try:
+        handle = os.open(next(tmp_path.iterdir()), os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(handle)
+    finally:
+        os.write(theirs, b"!")
+        os.waitpid(copy, 0)
+        os.close(ours)
+        os.close(theirs)
+
+
+# Compiles for one type, and stops on the way: before one of the two files is written, until there
+# is another one or somebody waits for a lock. Or ends there.
 STOPS = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import numpy, theirs
 from numba.core.caching import IndexDataCacheFile
 
-kind, step, others = sys.argv[1:]
-original = getattr(IndexDataCacheFile, step)
+kind, step, others, ends = sys.argv[1:]
 
 def waits_for_a_lock():
     numbers = [f":{lock.stat().st_ino} " for lock in Path("__pycache__").glob("*.lock")]
     waiting = [line for line in open("/proc/locks") if "->" in line]
     return any(number in line for number in numbers for line in waiting)
 
-def stopped(self, *args):
-    Path(f"{kind}-{step}").touch()
-    while not Path(others).exists() and not (step == "_save_index" and waits_for_a_lock()):
-        time.sleep(0.01)
-    original(self, *args)
+def stop_before(step, others=None):
+    original = getattr(IndexDataCacheFile, step)
 
-setattr(IndexDataCacheFile, step, stopped)
+    def stopped(self, *args):
+        Path(f"{kind}-{step}").touch()
+        if others is None:
+            os._exit(9)
+        while not Path(others).exists() and not waits_for_a_lock():
+            time.sleep(0.01)
+        original(self, *args)
+
+    setattr(IndexDataCacheFile, step, stopped)
+
+if step:
+    stop_before(step, others)
+if ends:
+    stop_before(ends)
 theirs.twice(getattr(numpy, kind)(4))
 Path(f"{kind}-done").touch()
 """
@@ -100,29 +181,40 @@ import numpy, theirs
 print(theirs.twice(numpy.int8(4)), theirs.twice(numpy.float32(4)))
 print(*sorted(str(one) for one in theirs.twice.signatures))
 """
+BOTH = "8 8.0\n(float32,) (int8,)\n"
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", *arguments]
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def test_processes_that_compile_at_once_keep_their_own_loops(tmp_path: Path) -> None:
-    """The one names its file between the other's naming of the same file and its writing of it."""
+    """The one names its file between the other's choice of the same file and its end."""
     (tmp_path / "theirs.py").write_text(MODULE)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", *arguments]
-        return subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
-        )
-
-    one = start(STOPS, "int8", "_save_index", "float32-_save_data")
+    one = start(tmp_path, STOPS, "int8", "_save_index", "float32-_save_data", "")
     while not (tmp_path / "int8-_save_index").exists():
         assert one.poll() is None
         time.sleep(0.01)
-    other = start(STOPS, "float32", "_save_data", "int8-done")
-    for each in (one, other):
-        each.communicate()
-        assert not each.returncode
-    read = start(READS)
-    assert read.communicate()[0] == "8 8.0\n(float32,) (int8,)\n"
+    other = start(tmp_path, STOPS, "float32", "_save_data", "int8-done", "_save_index")
+    one.communicate()
+    other.communicate()
+    assert (one.returncode, other.returncode) == (0, 9)
+    assert start(tmp_path, READS).communicate()[0] == BOTH
+
+
+def test_who_is_killed_leaves_no_code_under_the_name_of_another(tmp_path: Path) -> None:
+    """Of a file that is left from before the sources were touched, which nothing names any more."""
+    (tmp_path / "theirs.py").write_text(MODULE)
+    for number, (kind, ends) in enumerate(
+        [("int8", ""), ("float32", "_save_index"), ("float32", "_save_data")]
+    ):
+        os.utime(tmp_path / "theirs.py", (number, number))
+        process = start(tmp_path, STOPS, kind, "", "", ends)
+        process.communicate()
+        assert process.returncode == (9 if ends else 0)
+        assert start(tmp_path, READS).communicate()[0] == BOTH
 
 
 def test_where_nothing_can_be_kept_each_process_compiles(

@@ -48,13 +48,31 @@ class SparseDisk(FileIO):
         return super().pwritev(fd, buffers, offset)
 
 
+class CountingDisk(FileIO):
+    """Counts the bytes that are read. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._read_bytes: list[int] = []
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read so far."""
+        return sum(self._read_bytes)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        num_bytes = super().preadv(fd, buffers, offset)
+        self._read_bytes.append(num_bytes)
+        return num_bytes
+
+
 def measure_open(folder: Path, num_gb: float, repeats: int) -> dict[str, Any]:
     """Fills a folder through the tier's own code and opens it again and again.
 
     The last segment is real and was never sealed, as after kill -9: it is read as a whole.
 
     Returns:
-        Seconds from nothing to a store that can serve, with and without the segments.
+        Seconds from nothing to a store that can serve, with and without the segments, and bytes
+        that are read for it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
@@ -62,9 +80,11 @@ def measure_open(folder: Path, num_gb: float, repeats: int) -> dict[str, Any]:
     full, empty = folder / "full", folder / "empty"
     try:
         num_pages = _fill(full, int(num_gb * (1 << 30)))
-        kill_s = _open_s(full, num_pages)  # the one open that finds the unsealed segment
-        with_s = [_open_s(full, num_pages) for _ in range(repeats)]
-        without_s = [_open_s(empty, 0) for _ in range(repeats)]
+        after_kill, disk = CountingDisk(), CountingDisk()
+        # The one open that finds the unsealed segment.
+        kill_s = _open_s(full, num_pages, after_kill)
+        with_s = [_open_s(full, num_pages, disk) for _ in range(repeats)]
+        without_s = [_open_s(empty, 0, CountingDisk()) for _ in range(repeats)]
         file_bytes = sum(path.stat().st_size for path in full.rglob("*.hkv"))
     finally:
         shutil.rmtree(folder)
@@ -73,6 +93,8 @@ def measure_open(folder: Path, num_gb: float, repeats: int) -> dict[str, Any]:
         "pages": num_pages,
         "added_s": sorted(with_s)[repeats // 2] - sorted(without_s)[repeats // 2],
         "added_after_kill_s": kill_s - sorted(without_s)[repeats // 2],
+        "read_bytes": disk.read_bytes // repeats,
+        "read_bytes_after_kill": after_kill.read_bytes,
         "samples": {"open_full_s": with_s, "open_empty_s": without_s},
     }
 
@@ -126,12 +148,12 @@ def _abandon(tier: DiskTier, folder: Path) -> None:
     youngest.write_bytes(content)
 
 
-def _open_s(folder: Path, num_pages: int) -> float:
+def _open_s(folder: Path, num_pages: int, io: FileIO) -> float:
     for path in folder.rglob("*.hkv"):
         _leave_page_cache(path)
     arena = HostArena(16, _SLOT_BYTES)
     started = time.monotonic()
-    disk = DiskTier(_config(folder))
+    disk = DiskTier(_config(folder), io=io)
     store = PageStore(arena, PageIndex(65536), disk, PageStoreConfig())
     store.connect(disk)
     found = store.open_namespace(_NAMESPACE, {})

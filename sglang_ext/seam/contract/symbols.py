@@ -278,7 +278,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "kv cache_request_handle to_finish full_untruncated_fill_ids prefix_len "
             "origin_input_ids origin_input_ids_unpadded extra_key cache_salt lora_id session "
             "skip_radix_cache_insert discard_output_reason cached_tokens last_node sampling_params "
-            "time_stats bootstrap_host bootstrap_room metadata_buffer_index"
+            "time_stats bootstrap_host bootstrap_room metadata_buffer_index disagg_kv_sender"
         ),
         (f"{_TRACES}.req_time_stats", "ReqTimeStatsBase"): "trace_ctx",
         (f"{_TRACES}.trace", "TraceReqContext"): "tracing_enable",
@@ -292,6 +292,12 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (f"{_PD}.prefill", "PrefillBootstrapQueue"): "queue",
         (f"{_PD}.decode", "DecodeTransferQueue"): "scheduler metadata_buffers queue",
         (f"{_PD}.decode", "DecodeRequest"): "req metadata_buffer_index",
+        # Which rank a request's KV is sent to.
+        (f"{_PD}.decode", "DecodePreallocQueue"): "kv_manager",
+        (f"{_PD}.common.conn", "CommonKVManager"): "transfer_infos",
+        (f"{_PD}.common.conn", "CommonKVSender"): "kv_mgr",
+        (f"{_PD}.mooncake.conn", "MooncakeKVManager"): "get_session_id",
+        (f"{_PD}.mooncake.conn", "TransferInfo"): "mooncake_session_id is_dummy",
         (f"{_PD}.utils", "MetadataBuffers"): "output_ids",
         ("srt.sampling.sampling_params", ""): "SamplingParams",
         ("srt.speculative.spec_info", ""): "SpeculativeAlgorithm",

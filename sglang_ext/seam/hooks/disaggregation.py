@@ -39,6 +39,7 @@ def register_disaggregation_hooks() -> None:
     """Registers the hooks; in a scheduler process, before the scheduler is built."""
     hook(f"{_PREFILL}.send_kv_chunk", _around_sending, "around")
     hook(f"{_DECODE}.DecodeTransferQueue._commit_transfer_to_req", _after_arrival)
+    hook(f"{_DECODE}.DecodeTransferQueue._defer_release", _after_giving_up)
     hook(f"{_DECODE}.DecodeTransferQueue._do_release", _before_release, "before")
     hook(
         f"{_DECODE}.SchedulerDisaggregationDecodeMixin.process_decode_queue", _before_step, "before"
@@ -94,8 +95,11 @@ def _after_arrival(result: None, queue: Any, decode_req: Any) -> None:
 
 def _quality_here(cache: HierKVRadixCache, queue: Any, req: Any, sent: list[int]) -> int:
     """The quality of the KV that came to this rank; `FOREIGN` where it may not be stored."""
-    own = _handover_of(cache, req)
+    kv_manager = queue.scheduler.disagg_decode_prealloc_queue.kv_manager
+    own = _handover_of(cache, req, kv_manager.get_session_id())
     if own is None or not any(sent) or _shares_room(queue, req):
+        return FOREIGN
+    if req.bootstrap_room in cache.given_up_rooms:
         return FOREIGN
     return own.quality_of(sent)
 
@@ -125,25 +129,44 @@ def _warn_once() -> None:
         "hier-kv: KV came without the mark of this server's namespace and of the request's tokens, "
         "so it is used and not stored: its prefill server runs without --enable-hier-kv, or with "
         "another model, page size, KV dtype, tokenizer or chat template, or two requests came with "
-        "one bootstrap_room (told once; counted as received_foreign_requests)"
+        "one bootstrap_room, the first of them aborted or not (told once; counted as "
+        "received_foreign_requests)"
     )
 
 
 def _mark_of(cache: HierKVRadixCache, req: Any) -> Mark:
     """What is sent with a request's KV: its mark here; none where it may not be stored."""
-    own, state = _handover_of(cache, req), find_state(req)
+    own, state = _handover_of(cache, req, _receiver_of(req)), find_state(req)
     if own is None:
         return no_mark()
     return own.mark(int(Quality.EXACT) if state is None else state.taint)
 
 
-def _handover_of(cache: HierKVRadixCache, req: Any) -> Handover | None:
+def _receiver_of(req: Any) -> str | None:
+    """The one rank that a request's KV is sent to; None where it is sent to none, or to more."""
+    if req.bootstrap_host == FAKE_BOOTSTRAP_HOST:
+        return None
+    known = req.disagg_kv_sender.kv_mgr.transfer_infos.get(req.bootstrap_room, {})
+    # A thread of SGLang's adds to it.
+    names = [each.mooncake_session_id for each in list(known.values()) if not each.is_dummy]
+    return names[0] if len(names) == 1 else None
+
+
+def _handover_of(cache: HierKVRadixCache, req: Any, receiver: str | None) -> Handover | None:
     """A request's KV as this server has it; None where it may not be stored."""
     space = cache.space_of(req)
-    if space is None or req.bootstrap_room is None:
+    if space is None or req.bootstrap_room is None or receiver is None:
         return None
     # On either server those whose rows are sent: no output is among them before its first forward.
-    return Handover(space.digest, int(req.bootstrap_room), req.full_untruncated_fill_ids)
+    tokens = req.full_untruncated_fill_ids
+    return Handover(space.digest, int(req.bootstrap_room), tokens, receiver)
+
+
+def _after_giving_up(result: None, queue: Any, decode_req: Any) -> None:
+    """A request is given up while its KV is on its way, and another one may come with its room."""
+    cache = queue.scheduler.tree_cache
+    if isinstance(cache, HierKVRadixCache):
+        cache.given_up_rooms.add(decode_req.req.bootstrap_room)
 
 
 def _before_release(queue: Any, decode_req: Any, *args: Any, **kwargs: Any) -> None:

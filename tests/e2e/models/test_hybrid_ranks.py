@@ -103,7 +103,7 @@ class Setup:
         env = {**ENVIRONMENT, **self.kind.env}
         if host_pages:
             num_bytes = 2 * (host_pages + 0.5) * (self.kind.page_bytes + HEADER_BYTES)
-            args += ["--enable-hier-kv", "--hier-kv-prefetch-timeout-ms", "20000"]
+            args += ["--enable-hier-kv", "--hier-kv-prefetch-timeout-ms", "60000"]
             args += ["--hier-kv-host-size", f"{num_bytes / GIB:.9f}"]
             args += ["--hier-kv-disk-dir", str(self.folder / "disk"), "--hier-kv-disk-size", "0.5"]
             args += ["--hier-kv-disk-segment-size", "0.01"]

@@ -33,7 +33,7 @@ TURNS = 3
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
 BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
 BASE += ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]
-BASE += ["--hier-kv-prefetch-timeout-ms", "20000", "--hier-kv-disk-size", "0.5"]
+BASE += ["--hier-kv-prefetch-timeout-ms", "60000", "--hier-kv-disk-size", "0.5"]
 BASE += ["--hier-kv-disk-segment-size", "0.01"]
 
 

@@ -76,7 +76,7 @@ def server_of(folder: Path, args: Sequence[str], **options: Any) -> Server:
     tiers = ["--enable-hier-kv", "--hier-kv-host-size", f"{(160 << 20) / GIB}"]
     tiers += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.5"]
     tiers += ["--hier-kv-disk-segment-size", "0.03", "--hier-kv-prefetch-policy", "timeout"]
-    tiers += ["--hier-kv-prefetch-timeout-ms", "20000", "--hier-kv-write-policy", "write_through"]
+    tiers += ["--hier-kv-prefetch-timeout-ms", "60000", "--hier-kv-write-policy", "write_through"]
     log = folder / "server.log"
     return Server([*BASE, *tiers, *args], log_path=log, stop="kill", start_timeout_s=400, **options)
 

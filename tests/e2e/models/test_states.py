@@ -108,7 +108,7 @@ def server_of(
         args += ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]
         args += ["--hier-kv-host-size", f"{(host_pages + 0.5) * case.slot_bytes / GIB:.9f}"]
         args += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.5"]
-        args += ["--hier-kv-disk-segment-size", "0.01", "--hier-kv-prefetch-timeout-ms", "20000"]
+        args += ["--hier-kv-disk-segment-size", "0.01", "--hier-kv-prefetch-timeout-ms", "60000"]
     return Server(
         args,
         model=case.folder,

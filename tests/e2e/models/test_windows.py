@@ -78,7 +78,7 @@ def server_of(
         else:
             args += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.5"]
             args += ["--hier-kv-disk-segment-size", "0.01"]
-        args += ["--hier-kv-prefetch-timeout-ms", "20000"]
+        args += ["--hier-kv-prefetch-timeout-ms", "60000"]
     return Server(
         args, model=model, log_path=folder / "server.log", stop="kill", start_timeout_s=300
     )
@@ -183,7 +183,7 @@ def test_what_one_server_computed_another_one_gets_from_their_store(
     with server_of(model, tmp_path, pool=8192, host_pages=400, store=store) as server:
         assert values(answers(server, prompts)) == values(plain["first"])
         saved = settled(server)["host"]["saved_pages"]
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 300
         while state(server)["host"].get("remote_written_pages", 0) < saved:
             assert time.monotonic() < deadline_s
             time.sleep(0.1)

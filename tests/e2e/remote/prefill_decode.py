@@ -104,6 +104,14 @@ class Pair:
             for server in self.servers:
                 server.kill()
 
+    def fields(self, room: int) -> dict[str, Any]:
+        """What both servers are told of a request beside its prompt, as by a router."""
+        return {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self.port,
+            "bootstrap_room": room,
+        }
+
     def ask(
         self,
         prompt: Sequence[int],
@@ -120,12 +128,7 @@ class Pair:
             prefilled: what the prefill server is given in place of the prompt.
             room: of the request; the next one if 0.
         """
-        fields: dict[str, Any] = {
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self.port,
-            "bootstrap_room": room or next(self._rooms),
-        }
-
+        fields = self.fields(room or next(self._rooms))
         answers: list[Any] = []
         other = threading.Thread(
             target=lambda: answers.append(

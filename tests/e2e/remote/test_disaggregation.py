@@ -6,13 +6,14 @@ The prefill server finds in the store what the decode server wrote: the answers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from testkit.requests import flush_device
-from testkit.server import TINYLM, Server
+from testkit.server import TINYLM, Server, ServerError
 from tests.e2e.hier_server import PAGE, ask, by_tier, real_prompts, state
 from tests.e2e.remote.prefill_decode import (
     ANSWER_TOKENS,
@@ -91,36 +92,65 @@ def update(server: Server, model: Path) -> None:
     assert server.post("/update_weights_from_disk", body)["success"]
 
 
+def test_what_comes_for_the_room_of_an_aborted_request_is_used_and_not_stored(pair: Pair) -> None:
+    """Parts that were to go to the first one's rows may come to those of the second."""
+    (prompt,) = real_prompts([300], seed=7)
+    room = 2_000_000
+    before, foreign = stored(pair), counted(pair.decode, "received_foreign_requests")[0]
+    with lone_request(pair, pair.decode, prompt, room) as abort:
+        eventually(lambda: num_awaiting_kv(pair) == 1, PATIENCE_S)
+        abort()
+    flush_device(pair.decode)  # which it refuses until the prefill server has heard of the end
+    with pytest.raises(ServerError):  # as SGLang does to the next one that it sees there
+        ask(pair.prefill, prompt, **pair.fields(room))
+    pair.ask(prompt, room=room)
+    assert counted(pair.decode, "received_foreign_requests") == [foreign + 1]
+    assert stored(pair) == before
+    pair.ask(prompt)
+    assert counted(pair.decode, "received_foreign_requests") == [foreign + 1]
+    assert stored(pair) != before
+
+
+def num_awaiting_kv(pair: Pair) -> int:
+    """Requests of the decode server that have rows, and wait for a prefill server to fill them."""
+    (load,) = pair.decode.get("/v1/loads")["loads"]
+    return int(load["disaggregation"]["decode_transfer_queue_reqs"])
+
+
 def test_a_request_that_is_aborted_before_it_has_a_place_leaves_nothing(pair: Pair) -> None:
     """Only the prefill server hears of it, so no decode server ever takes its KV."""
     (prompt,) = real_prompts([300], seed=5)
     pair.ask(prompt)
     counted(pair.prefill, "saved_pages")
     flush_device(pair.prefill)
+    with lone_request(pair, pair.prefill, prompt, 1_000_000) as abort:
+        eventually(lambda: num_waiting(pair) == 1, PATIENCE_S)
+        abort()
+    eventually(lambda: num_waiting(pair) == 0, PATIENCE_S)
+    prefilled, _ = pair.ask(prompt)
+    assert by_tier(prefilled)["host"] == 300 // PAGE * PAGE
+
+
+@contextmanager
+def lone_request(
+    pair: Pair, server: Server, prompt: Sequence[int], room: int
+) -> Iterator[Callable[[], None]]:
+    """A request that only one of the two servers hears of; it has to be aborted inside."""
     ends: list[Exception] = []
 
     def wait_in_vain() -> None:
         try:
-            ask(
-                pair.prefill,
-                prompt,
-                rid="alone",
-                bootstrap_host="127.0.0.1",
-                bootstrap_port=pair.port,
-                bootstrap_room=1_000_000,
-            )
+            ask(server, prompt, rid="alone", **pair.fields(room))
         except Exception as error:
             ends.append(error)
 
     waits = threading.Thread(target=wait_in_vain)
     waits.start()
-    eventually(lambda: num_waiting(pair) == 1, PATIENCE_S)
-    pair.prefill.post("/abort_request", {"rid": "alone"})
-    waits.join()
+    try:
+        yield lambda: server.post("/abort_request", {"rid": "alone"})
+    finally:
+        waits.join(PATIENCE_S)
     assert ends
-    eventually(lambda: num_waiting(pair) == 0, PATIENCE_S)
-    prefilled, _ = pair.ask(prompt)
-    assert by_tier(prefilled)["host"] == 300 // PAGE * PAGE
 
 
 def num_waiting(pair: Pair) -> int:

@@ -96,7 +96,7 @@ def make_server(store: Store, folder: Path, name: str, args: Any = (), **how: An
     (folder / name).mkdir()
     own = [*hier_args(folder / name, disk_gb=0), "--hier-kv-remote-url", store.url]
     # What is stored is waited for, whatever it costs: two or three servers share the cores here.
-    own += ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-ms", "30000"]
+    own += ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-ms", "60000"]
     return Server(
         [*own, *args], log_path=folder / name / "log", stop="kill", start_timeout_s=300.0, **how
     )
@@ -110,7 +110,7 @@ def start(servers: list[Server]) -> None:
         eventually(partial(is_connected, server))
 
 
-def eventually(is_so: Any, timeout_s: float = 60.0) -> None:
+def eventually(is_so: Any, timeout_s: float = 300.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline_s

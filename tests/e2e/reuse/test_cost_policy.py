@@ -30,7 +30,7 @@ pytestmark = pytest.mark.e2e
 
 LENGTH = 1500
 NUM_CRAWLING, NUM_LIFTED = 3, 6
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 
 class Run(NamedTuple):

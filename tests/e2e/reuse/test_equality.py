@@ -179,7 +179,7 @@ def _token_differences(ours: list[Answer], theirs: list[Answer]) -> int:
     return sum(a[0] != b[0] for a, b in zip(ours, theirs, strict=True))
 
 
-def wait_for_saves(server: Server, num_pages: int, timeout_s: float = 240.0) -> None:
+def wait_for_saves(server: Server, num_pages: int, timeout_s: float = 300.0) -> None:
     """Waits for slow saves: SGLang's flush refuses while one is pending for too long."""
     deadline = time.monotonic() + timeout_s
     while state(server)["host"].get("saved_pages", 0) < num_pages:

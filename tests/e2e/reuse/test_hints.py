@@ -106,7 +106,7 @@ def test_whose_time_is_over_is_as_one_that_ended(server: Server) -> None:
         ended = settled(server)["host"].get("ttl_ended_pages", 0)
         return bool(ended == before + CHAT_PAGES)
 
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 300
     while not is_over():
         assert time.monotonic() < deadline_s
 
@@ -155,7 +155,7 @@ def test_a_prompt_is_demoted_and_brought_back_before_its_request_comes(server: S
     server.post("/flush_cache")
     done = _steer(server, prompt, prefetch=True, pin_s=600, cache_salt="steered")
     assert done == {"pages": CHAT_PAGES, "host": 0, "disk": CHAT_PAGES, "prefetching": True}
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 300
     while _steer(server, prompt, unpin=True, cache_salt="steered")["host"] < CHAT_PAGES:
         assert time.monotonic() < deadline_s
     answer = server.generate(input_ids=prompt, cache_salt="steered", **ask)

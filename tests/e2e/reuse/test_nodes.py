@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 HOST_PAGES = 20
 LENGTHS = (128, 200, 300, 384)
 NUM_FILLERS = 12
-END_S = 180.0
+END_S = 300.0
 
 
 ARGS = [

@@ -27,7 +27,7 @@ with Server(["--max-total-tokens", "2048"], stop="kill") as server:
 
 
 def _wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120.0
+    deadline = time.monotonic() + 300.0
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -44,7 +44,7 @@ def test_help_names_every_flag() -> None:
         capture_output=True,
         text=True,
         env=launch.environment(),
-        timeout=180,
+        timeout=600,
         check=True,
     )
     assert "--enable-hier-kv" in done.stdout
@@ -98,7 +98,7 @@ def first_server(folder: Path, life: Life) -> None:
     config.write_text(
         f"model-path: {TINYLM}\nenable-hier-kv: true\nhier-kv-host-size: {host_gb(200)}\n"
         f"hier-kv-disk-dir: {folder / 'disk'}\nhier-kv-disk-size: 1.0\n"
-        "hier-kv-prefetch-policy: timeout\n"
+        "hier-kv-prefetch-policy: timeout\nhier-kv-prefetch-timeout-ms: 60000\n"
         f"hier-kv-disk-segment-size: 0.03\nhier-kv-event-log: {folder / 'events.jsonl'}\n"
         "max-total-tokens: 16384\nenable-metrics: true\nenable-cache-report: true\n"
     )
@@ -336,7 +336,7 @@ def test_engine_reuses_what_its_pool_evicted(tmp_path: Path) -> None:
         text=True,
         cwd=ROOT,
         env=launch.environment({**os.environ, "PYTHONUNBUFFERED": "1"}),
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

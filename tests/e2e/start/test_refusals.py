@@ -341,7 +341,7 @@ def parsed(folder: Path) -> Parsed:
         text=True,
         cwd=ROOT,
         env=launch.environment(),
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -459,7 +459,7 @@ def test_the_switch_changes_three_arguments_and_no_switch_changes_none(parsed: P
 
 def start_fails(args: list[str], log: Path, model: Path | None = TINYLM) -> tuple[str, int, float]:
     """Starts a server that must not start: its log, exit code, and seconds to its end."""
-    server = Server(args, model=model, log_path=log, start_timeout_s=150)
+    server = Server(args, model=model, log_path=log, start_timeout_s=300)
     with pytest.raises(ServerError, match="ended with") as caught, server:
         pass
     code = int(str(caught.value).partition("ended with ")[2].split()[0])

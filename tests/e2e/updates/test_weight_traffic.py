@@ -81,7 +81,7 @@ class Traffic:
         finally:
             stop.set()
             for client in clients:
-                client.join(60)
+                client.join(300)
         assert not self.errors, self.errors
 
     def wait_for(self, num: int) -> None:

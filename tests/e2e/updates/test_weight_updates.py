@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ def hier_args(folder: Path, *more: str) -> list[str]:
     return [
         "--enable-hier-kv", "--hier-kv-host-size", "0.05", "--hier-kv-disk-dir", str(folder),
         "--hier-kv-disk-size", "0.5", "--hier-kv-event-log", str(folder) + ".events",
-        "--hier-kv-prefetch-policy", "timeout", *more,
+        "--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-ms", "60000", *more,
     ]  # fmt: skip
 
 
@@ -207,6 +207,7 @@ def test_an_update_in_a_pause_answers_as_plain_sglang_does(
     prompts = [[(n * 131 + 7 * i) % 4000 + 90 for i in range(500)] for n in range(4)]
     outcome: dict[str, list[tuple[bool, int]]] = {}
     for name, server in (("hier", hier), ("plain", plain)):
+        before = num_prefills(server)
         with ThreadPoolExecutor(4) as pool:
             running = [
                 pool.submit(
@@ -216,11 +217,12 @@ def test_an_update_in_a_pause_answers_as_plain_sglang_does(
                 )
                 for prompt in prompts
             ]
-            time.sleep(0.6)
+            wait_until(lambda: num_prefills(server) > before)  # noqa: B023
+            time.sleep(0.6)  # for the others, which were sent together with the first
             outcome[name] = [call(server, "/pause_generation", {"mode": mode})]
             outcome[name] += from_disk(server, model, True)
             outcome[name].append(call(server, "/continue_generation"))
-            replies = [request.result(120) for request in running]
+            replies = [request.result(300) for request in running]
         if mode == "abort":
             assert any(r["meta_info"]["finish_reason"]["type"] == "abort" for r in replies)
         else:
@@ -292,9 +294,22 @@ def test_one_value_of_one_tensor_is_another_namespace(
 # ---- one disk folder, one server after another ---------------------------------------------------
 
 
+def num_prefills(server: Server) -> int:
+    """Batches of prompts that were begun so far, by SGLang's log."""
+    return server.log().count("Prefill batch")
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Waits for a state of a server."""
+    deadline_s = time.monotonic() + 300
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
 def wait_written(server: Server, pages: int) -> None:
     """Waits until at least this many pages are on disk."""
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 300
     while time.monotonic() < deadline_s:
         state = server.get("/server_info")["internal_states"][0]["hier_kv"]
         if state["host"].get("written_pages", 0) >= pages and not state["host"].get(

@@ -24,7 +24,7 @@ PROMPTS = list(real_prompts([LENGTH] * 3, seed=21))
 LONG = next(iter(real_prompts([1700], seed=22)))
 # Prompts that push those out of DRAM.
 FILLERS = list(real_prompts([LENGTH] * 6, seed=23))
-WAIT_S = 120.0
+WAIT_S = 300.0
 MODES = ("in_place", "retract", "abort")
 _fresh_tokens = itertools.count(100)
 

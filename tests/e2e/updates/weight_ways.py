@@ -83,7 +83,7 @@ def from_distributed(server: Server, model: Path, flush: bool) -> list[tuple[boo
             "world_size": world_size, "group_name": name, "backend": "gloo",
         }  # fmt: skip
         answers = [call(server, "/init_weights_update_group", body)]
-        group = joined.result(30)
+        group = joined.result(300)
         answers.append(call(server, "/begin_weight_update"))
         body = {
             "names": list(weights),
@@ -96,12 +96,12 @@ def from_distributed(server: Server, model: Path, flush: bool) -> list[tuple[boo
             lambda: [torch.distributed.broadcast(t, src=0, group=group) for t in weights.values()]
         )
         answers.append(call(server, "/update_weights_from_distributed", body))
-        sent.result(30)
+        sent.result(300)
     answers.append(call(server, "/end_weight_update"))
     leaving = threading.Thread(target=torch.distributed.destroy_process_group, args=(group,))
     leaving.start()
     answers.append(call(server, "/destroy_weights_update_group", {"group_name": name}))
-    leaving.join(30)
+    leaving.join(300)
     return answers
 
 
@@ -146,7 +146,7 @@ def from_ipc(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]
                 "flush_cache": flush,
             }
             answers = [call(server, "/update_weights_from_ipc", body)]
-            sent.result(60)
+            sent.result(300)
     return answers
 
 

@@ -44,7 +44,7 @@ _NUMBERS = ("0", "1", "2", "4", "64")
 # These read files, bind ports or end the process, which says nothing of KV.
 _LEFT_OUT = {"help", "version", "config", "model_path", "enable_hier_kv", "device"}
 _MOST_ARGUMENTS = 4
-_TIMEOUT_S = 60
+_TIMEOUT_S = 300
 
 
 Judge = Callable[[list[str]], tuple[str, str]]

@@ -72,7 +72,7 @@ def test_a_store_that_servers_share_gives_no_other_part_of_a_page(
     engine = HostileEngine(random.Random(seed + 3), **behaviour)
     config = RemoteStoreConfig(breaker=BreakerConfig(first_wait_s=0.01, max_wait_s=0.05))
     remote = RemoteStore(config=config, **protected_store(engine, mode))
-    assert remote.wait_usable(60.0)
+    assert remote.wait_usable(300.0)
     world = make(seed, window=6, host_pages=24, disk_bytes=0, remote=remote)
 
     def unseen() -> list[str]:

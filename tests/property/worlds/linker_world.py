@@ -550,8 +550,8 @@ class World:
             self.cancel_plan()
         while self.expected and self.store.lookahead is not None:
             self.store.lookahead.leave(self.expected.pop())
-        assert self.store.wait_idle(120.0)
-        deadline_s = time.monotonic() + 120.0
+        assert self.store.wait_idle(300.0)
+        deadline_s = time.monotonic() + 300.0
         while (self.store.stats()["spill_queue_pages"] or self.arena._pins.any()) and (
             time.monotonic() < deadline_s
         ):
@@ -576,7 +576,7 @@ class World:
             assert not wanted.any(), "a page is wanted and nobody waits"
         assert not books.table.waits, "a plan still waits for pages that nobody brings"
         # With write_back the spill thread may begin to clean at any time; what leaked stays.
-        deadline_s = time.monotonic() + 120.0
+        deadline_s = time.monotonic() + 300.0
         while self.arena._pins.any():
             assert time.monotonic() < deadline_s, "a pin leaked"
             time.sleep(0.001)

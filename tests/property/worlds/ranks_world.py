@@ -55,7 +55,7 @@ from tests.tiers.tier_pages import PAYLOAD_BYTES, SLOT_BYTES, key, make_slot, pa
 PAGE = 4
 NUM_SLOTS = 20
 NUM_DOCUMENTS, PAGES_PER_DOCUMENT, SHARED_PAGES = 8, 7, 2
-WAIT_S = 120.0
+WAIT_S = 300.0
 NUM_WEIGHTS, NUM_ADAPTERS = 3, 2  # few, so that old ones come back and their pages are of use
 ADAPTER_ID = "tone"
 JITTER_S, DISK_DELAY_S, REMOTE_DELAY_S, TIMEOUT_MS = 0.001, 0.01, 0.004, 8.0

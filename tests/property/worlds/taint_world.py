@@ -565,7 +565,7 @@ class World:
 
     def drain(self) -> None:
         """Every request ends and everything in flight lands."""
-        deadline_s = time.monotonic() + 240
+        deadline_s = time.monotonic() + 300
         while self.running or self.waiting:
             assert time.monotonic() < deadline_s, "requests do not end"
             for req in list(self.running):
@@ -580,7 +580,7 @@ class World:
         """Saves, reads and writes in flight land."""
         assert self.cache.hier_linker.quiesce()
         self.cache.check_hicache_events()
-        assert self.store.wait_idle(120)
+        assert self.store.wait_idle(300)
         self.wait_for(
             lambda: not self.store.stats()["spill_queue_pages"] and not self.arena._pins.any()
         )
@@ -590,7 +590,7 @@ class World:
 
     def wait_for(self, state: Callable[[], bool]) -> None:
         """Waits until the store's threads have brought about what `state` asks."""
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 300
         while not state():
             assert time.monotonic() < deadline_s, self.store.stats()
             time.sleep(0.002)
@@ -598,7 +598,7 @@ class World:
     def run(self, tokens: list[int], *, exact: bool = False) -> Request:
         """One request from its arrival to its end; saves land."""
         req = self.arrive(list(tokens), exact=exact, num_new=0)
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 300
         while not self.admit(req):
             assert time.monotonic() < deadline_s
         while req in self.running:

@@ -685,7 +685,7 @@ class WindowWorld:
 
     def drain(self) -> None:
         """Every request ends, everything in flight lands, and all that was taken is given back."""
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 300
         while self.running or self.waiting or self.cache.waiting_room.num_prefetches:
             assert time.monotonic() < deadline_s, f"requests do not end: {self.store.stats()}"
             for req in list(self.running):
@@ -707,7 +707,7 @@ class WindowWorld:
         """Saves, reads and writes in flight land."""
         assert self.cache.hier_linker.quiesce()
         self.cache.check_hicache_events()
-        assert self.store.wait_idle(120)
+        assert self.store.wait_idle(300)
         self.wait_for(
             lambda: not self.store.stats()["spill_queue_pages"] and not self.arena._pins.any()
         )
@@ -727,7 +727,7 @@ class WindowWorld:
 
     def wait_for(self, state: Callable[[], bool]) -> None:
         """Waits until the store's threads have brought about what `state` asks."""
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 300
         while not state():
             assert time.monotonic() < deadline_s, self.store.stats()
             time.sleep(0.002)

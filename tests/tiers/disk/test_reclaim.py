@@ -227,7 +227,7 @@ def test_a_read_in_flight_keeps_its_file(open_tier: OpenTier) -> None:
         def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             if self.armed:
                 self.reading.set()
-                assert self.go_on.wait(10)
+                assert self.go_on.wait(300)
             return super().preadv(fd, buffers, offset)
 
     io = SlowRead()
@@ -238,7 +238,7 @@ def test_a_read_in_flight_keeps_its_file(open_tier: OpenTier) -> None:
     io.armed = True
     reader = threading.Thread(target=lambda: results.append(read_page(tier, location, 1)))
     reader.start()
-    assert io.reading.wait(10)
+    assert io.reading.wait(300)
     io.armed = False
     tier.clear(NAMESPACE)  # does not wait for the reader
     before = len(os.listdir("/proc/self/fd"))
@@ -291,7 +291,7 @@ def test_readers_and_reclaim_run_together(tier: DiskTier) -> None:
                     owner.pages[NAMESPACE, key(n)] = at
     stop.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(300)
         assert not thread.is_alive()
     total = {kind: sum(seen[kind] for seen in counts) for kind in VerifyResult}
     assert total[VerifyResult.OK] > 0

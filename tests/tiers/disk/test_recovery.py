@@ -316,6 +316,6 @@ def test_a_pipe_in_a_files_place_holds_nobody_up(
 
     thread = threading.Thread(target=open_again, daemon=True)
     thread.start()
-    thread.join(120)
+    thread.join(300)
     assert outcomes, "it waits"
     assert outcomes != [VerifyResult.OK] or name != "segment"

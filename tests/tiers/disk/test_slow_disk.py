@@ -53,7 +53,7 @@ def test_a_read_that_crawls_ends_when_the_limit_is_lifted(tmp_path: Path) -> Non
     reader.join(0.05)
     assert reader.is_alive()  # over an hour at that speed
     speed.unlink()
-    reader.join(60)
+    reader.join(300)
     assert not reader.is_alive()
     io.close(fd)
 

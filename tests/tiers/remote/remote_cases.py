@@ -37,7 +37,7 @@ ADAPTER = hashlib.sha256(b"adapter").digest()
 PAGE_BYTES = 20_000
 LONG_BYTES = 700_000  # several parts of PART_BYTES
 PART_BYTES = 128 << 10
-WAIT_S = 30.0
+WAIT_S = 75.0
 
 OK, MISSING, REJECTED = Outcome.OK, Outcome.MISSING, Outcome.REJECTED
 KEPT, FULL, MALFORMED = Outcome.KEPT, Outcome.FULL, Outcome.MALFORMED

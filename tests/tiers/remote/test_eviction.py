@@ -141,7 +141,7 @@ def test_the_least_recent_pages_are_sent_before_they_leave(make: Make) -> None:
 
 
 def test_what_left_unsent_is_sent_from_disk(make: Make, redis: RedisServer, tmp_path: Path) -> None:
-    host = make(tmp_path / "disk", call_s=20.0)
+    host = make(tmp_path / "disk", call_s=300.0)
     hashes = pages("a", 3 * SLOTS)
     redis.process.freeze()
     try:

@@ -131,7 +131,7 @@ def make(server: RedisServer) -> Iterator[Make]:
     yield build
     for host in made:
         host.store.close(5)
-        assert host.store.wait_idle(5)
+        assert host.store.wait_idle(300)
         host.store.check()
         assert not host.arena._pins.any()
 

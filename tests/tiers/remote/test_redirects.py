@@ -92,7 +92,7 @@ def test_nobody_is_told_the_password_that_the_url_and_the_cluster_do_not_name(
     try:
         assert store.wait_usable(WAIT_S)
         items = make_items(range(2))
-        assert OK not in read(store, items, timeout_s=5.0)
+        assert OK not in read(store, items, timeout_s=WAIT_S)
         assert pointer.num_asked > 0
         assert elsewhere.heard == []
     finally:
@@ -108,7 +108,7 @@ def test_a_node_of_the_cluster_is_followed(
     store = open_store(f"redis://{hosts}?cluster=yes")
     try:
         assert store.wait_usable(WAIT_S)
-        assert set(read(store, make_items(range(2)), timeout_s=5.0)) <= {MISSING, UNAVAILABLE}
+        assert set(read(store, make_items(range(2)), timeout_s=WAIT_S)) <= {MISSING, UNAVAILABLE}
         assert b"ASKING" in elsewhere.heard
     finally:
         store.close()
@@ -126,7 +126,7 @@ def test_a_server_that_repeats_the_login_puts_it_in_no_error(
         store = open_store(f"redis://127.0.0.1:{rude.port}?password-file={secret}")
         try:
             assert until(lambda: "127.0.0.1" in caplog.text)
-            assert read(store, make_items(range(1)), timeout_s=1.0) == [UNAVAILABLE]
+            assert read(store, make_items(range(1)), timeout_s=WAIT_S) == [UNAVAILABLE]
         finally:
             store.close()
             rude.shutdown()

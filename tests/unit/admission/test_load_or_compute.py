@@ -28,7 +28,7 @@ KV = SLOT - 4096
 P = 64
 DIGEST = hashlib.sha256(b"namespace").digest()
 NONE = np.empty((0, 32), np.uint8)
-DEADLINE_S = 30.0
+DEADLINE_S = 300.0
 
 
 def pages(name: str, count: int) -> Hashes:

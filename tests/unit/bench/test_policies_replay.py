@@ -150,7 +150,7 @@ class _Idle(VirtualExecutor):
     def run_due(self) -> None:
         store = self.store
         assert store is not None
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 300
         while not store.wait_idle(1) or store.stats()["spill_queue_pages"]:
             assert time.monotonic() < deadline_s, store.stats()
             time.sleep(0.001)

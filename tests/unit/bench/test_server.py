@@ -20,19 +20,19 @@ import sys, time
 from testkit.server import Server
 server = Server().start()
 print(server.pid, flush=True)
-time.sleep(100)
+time.sleep(1000)
 """
 _WATCHES = """
 import sys, time
 from testkit.watchdog import Watchdog
 watchdog = Watchdog(int(sys.argv[1]))
 print("watches", flush=True)
-time.sleep(100)
+time.sleep(1000)
 """
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60.0
+    deadline_s = time.monotonic() + 300.0
     while not is_so():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)

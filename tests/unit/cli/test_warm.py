@@ -84,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
             peer.now += 1
             peer.most = max(peer.most, peer.now)
         with contextlib.suppress(threading.BrokenBarrierError):
-            peer.at_once.wait(60)
+            peer.at_once.wait(300)
         with peer.changed:
             peer.now -= 1
         self._say(*_answer(body))

@@ -35,7 +35,7 @@ def test_waits_for_its_layer_only() -> None:
     waiting.join(0.05)
     assert waiting.is_alive()
     counter.complete(index)
-    waiting.join(5)
+    waiting.join(300)
     assert not waiting.is_alive()
     counter.complete(index)
     landed, overlap_s, _ = counter.finish(index)
@@ -74,7 +74,7 @@ def test_the_next_forward_waits_without_being_told_which_batch_it_reads() -> Non
     waiting.join(0.05)
     assert waiting.is_alive()
     counter.complete(index)
-    waiting.join(5)
+    waiting.join(300)
     assert not waiting.is_alive()
     assert counter.finish(index)[0]
     counter.wait_until(0)  # later forwards do not
@@ -108,7 +108,7 @@ def test_a_failure_frees_the_waiters_and_is_reported_at_the_end() -> None:
     waiting = in_thread(lambda: counter.wait_until(2))
     counter.complete(index)
     counter.fail(index, RuntimeError("disk"))
-    waiting.join(5)
+    waiting.join(300)
     assert not waiting.is_alive()
     assert counter.finish(index)[0] is False
 
@@ -122,7 +122,7 @@ def test_finish_waits_for_the_last_layer() -> None:
     finishing.join(0.05)
     assert finishing.is_alive()
     counter.complete(index)
-    finishing.join(5)
+    finishing.join(300)
     assert done == [(True, 0.0, None)]
     counter.complete(index)  # after the end: ignored
     counter.fail(index, RuntimeError())

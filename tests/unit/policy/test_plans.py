@@ -40,7 +40,7 @@ class Reads:
             return chosen
 
         def held(digest: bytes, requests: Sequence[ReadRequest]) -> list[VerifyResult]:
-            self.gate.wait(20)
+            self.gate.wait(300)
             return read(digest, requests)
 
         promoter._next = noted  # type: ignore[method-assign]

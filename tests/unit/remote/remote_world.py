@@ -142,7 +142,7 @@ class Host:
     def close(self) -> None:
         """Ends it, and checks that nothing is left pinned."""
         self.store.close(5)
-        assert self.store.wait_idle(5)
+        assert self.store.wait_idle(300)
         self.store.check()
         assert not self.arena._pins.any()
 

@@ -36,10 +36,10 @@ if __name__ == "__main__":
     started = context.Process(target=middle, args=(numbers, theirs))
     started.start()
     theirs.close()
-    print(sorted(numbers.get(timeout=60) for _ in range(6)))
+    print(sorted(numbers.get(timeout=300) for _ in range(6)))
     ours.send("end")
     started.join()  # by its pid
-    ready, _, _ = select.select([started.sentinel], [], [], 30)  # by its end of a pipe
+    ready, _, _ = select.select([started.sentinel], [], [], 300)  # by its end of a pipe
     print(started.exitcode, bool(ready))
     os.close(os.open(os.environ["HOLD"], os.O_WRONLY))
     os._exit(0)
@@ -55,7 +55,7 @@ def test_copies_of_a_copy_start_and_hold_nothing_of_it(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "HOLD": str(tmp_path / "hold")},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     assert done.stdout.splitlines() == ["[0, 1, 2, 3, 4, 5]", "3 True"]

@@ -385,7 +385,7 @@ def test_real_sessions(make: Make) -> None:
     tokens = [*DOCUMENT, 7]
     plan = world.store.plan(world.space, hashes_from_hex(world.keys(DOCUMENT)))
     assert plan is not None
-    assert world.store.wait_idle(10)
+    assert world.store.wait_idle(300)
     said, reused = [], []
     for exact in (False, False, True, False):
         tokens += [len(tokens) + at for at in range(PAGE + 1)]

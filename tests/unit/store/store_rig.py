@@ -37,13 +37,13 @@ class Gate(FileIO):
         self.fail_reads = self.fail_writes = False
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.open_gate.wait(20)
+        self.open_gate.wait(300)
         if self.fail_writes:
             raise OSError(errno.EIO, "injected")
         return super().pwritev(fd, buffers, offset)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.open_gate.wait(20)
+        self.open_gate.wait(300)
         if self.fail_reads:
             raise OSError(errno.EIO, "injected")
         return super().preadv(fd, buffers, offset)
@@ -102,7 +102,7 @@ class Rig:
         return self.store.counters.snapshot().get(name, 0)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 300
         while not condition():
             assert time.monotonic() < deadline_s, self.store.stats()
             time.sleep(0.002)
@@ -111,7 +111,7 @@ class Rig:
         self.until(lambda: plan.done)
 
     def settle(self) -> None:
-        assert self.store.wait_idle(120)
+        assert self.store.wait_idle(300)
         self.until(self._is_settled)
         self.store.check()
 

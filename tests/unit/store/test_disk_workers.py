@@ -13,6 +13,7 @@ import pytest
 from sglang_ext.tiers.disk.workers import IoRun, Workers
 
 NUM_MOVING = 3
+PATIENCE_S = 300.0
 
 
 @contextmanager
@@ -25,25 +26,34 @@ def workers(num_threads: int, num_moving: int = NUM_MOVING) -> Iterator[Workers]
 
 
 class Log:
-    """What was done, in order, and how many runs moved at a time."""
+    """What was done, in order, and how many runs moved at a time.
 
-    def __init__(self) -> None:
+    Args:
+        num_together: moves wait until so many were under way at a time, once.
+    """
+
+    def __init__(self, num_together: int = 0) -> None:
         self.steps: list[tuple[str, int]] = []  # appended by any thread
         self.most_moving = 0
+        self._num_together = num_together
         self._moving = 0
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def run(self, index: int, *, pause_s: float = 0.0, whole: bool = False) -> IoRun:
         def step(name: str) -> Callable[[], None]:
             return lambda: self.steps.append((name, index))
 
         def move() -> None:
-            with self._lock:
+            with self._changed:
                 self._moving += 1
                 self.most_moving = max(self.most_moving, self._moving)
+                self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: self.most_moving >= self._num_together, timeout=PATIENCE_S
+                )
             time.sleep(pause_s)
             self.steps.append(("move", index))
-            with self._lock:
+            with self._changed:
                 self._moving -= 1
 
         run = IoRun(move, step("prepare"), step("finish"))
@@ -64,7 +74,7 @@ def test_every_run_takes_its_steps_in_order(num_threads: int, whole: bool) -> No
 
 
 def test_no_more_runs_move_at_a_time_than_said_of_all_calls_together() -> None:
-    log = Log()
+    log = Log(num_together=NUM_MOVING)
     with workers(6) as made:
         runs = [log.run(index, pause_s=1e-3) for index in range(60)]
         calls = [
@@ -74,7 +84,7 @@ def test_no_more_runs_move_at_a_time_than_said_of_all_calls_together() -> None:
         for call in calls:
             call.start()
         for call in calls:
-            call.join(20)
+            call.join(PATIENCE_S)
     assert log.most_moving == NUM_MOVING
     assert len(log.steps) == 180
 
@@ -90,7 +100,7 @@ def test_what_others_read_is_finished_while_the_disk_works() -> None:
     has_finished = threading.Event()
 
     def second() -> None:  # the only mover; whoever is free must finish the first run meanwhile
-        assert has_finished.wait(10)
+        assert has_finished.wait(PATIENCE_S)
 
     with workers(1, num_moving=1) as made:
         made.run([IoRun(lambda: None, None, has_finished.set), IoRun(second, None, lambda: None)])
@@ -126,24 +136,24 @@ def test_a_caller_does_not_wait_for_the_moves_of_another_call() -> None:
     def until(end: threading.Event) -> IoRun:
         def move() -> None:
             begun.release()
-            assert end.wait(20)
+            assert end.wait(PATIENCE_S)
 
         return IoRun(move)
 
     with workers(1) as made:
         quick = threading.Thread(target=made.run, args=([until(end) for end in ends[:2]],))
         quick.start()  # its caller moves one, the helper the other
-        assert all(begun.acquire(timeout=10) for _ in range(2))
+        assert all(begun.acquire(timeout=PATIENCE_S) for _ in range(2))
         slow = threading.Thread(target=made.run, args=([until(ends[2])] * 2,))
         slow.start()
-        assert begun.acquire(timeout=10)
+        assert begun.acquire(timeout=PATIENCE_S)
         ends[0].set()
         time.sleep(0.1)  # the call that is through with its own now could move one of the other's
         ends[1].set()
-        quick.join(10)
+        quick.join(PATIENCE_S)
         is_kept = quick.is_alive()
         ends[2].set()
-        slow.join(10)
+        slow.join(PATIENCE_S)
         assert not is_kept
 
 
@@ -155,7 +165,7 @@ def test_threads_stop_when_a_call_under_way_has_ended() -> None:
     call.start()
     time.sleep(0.01)
     made.stop()
-    call.join(20)
+    call.join(PATIENCE_S)
     assert not call.is_alive()
     assert len(log.steps) == 90
 
@@ -177,7 +187,7 @@ def test_nobody_is_left_waiting_whoever_leaves_first() -> None:
             for caller in callers:
                 caller.start()
             for caller in callers:
-                caller.join(60)
+                caller.join(PATIENCE_S)
             assert not any(caller.is_alive() for caller in callers)
 
 

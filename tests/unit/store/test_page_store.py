@@ -443,7 +443,7 @@ def test_what_was_cleared_is_deleted_before_the_end(make: Make) -> None:
         closing = threading.Thread(target=rig.store.close, kwargs={"timeout_s": 0.0})
         closing.start()
         rig.until(lambda: rig.store._spiller is not None and rig.store._spiller._stop)
-    closing.join(15)
+    closing.join(300)
     assert not closing.is_alive()
     assert make().found == 0
 
@@ -550,9 +550,30 @@ def test_shutdown_does_not_wait_for_reads_that_have_not_begun(make: Make) -> Non
     closing.start()
     rig.until(lambda: promoter._closing)
     rig.io.open_gate.set()
-    closing.join(15)
+    closing.join(300)
     assert not closing.is_alive()
     assert [plan is not None and plan.failed for plan in plans] == [False, False, True]
+
+
+def test_reads_of_pages_that_were_cleared_are_not_begun(make: Make) -> None:
+    rig = make(slots=16)
+    on_disk_only(rig, pages("a", 6))
+    rig.io.open_gate.clear()
+    plans = [rig.store.plan(rig.space, pages("a", 6)[[page]]) for page in range(6)]
+    promoter = rig.store._promoter
+    assert promoter is not None
+    rig.until(lambda: len(promoter._reads) == 4)  # the two threads hold one each
+    rig.store.clear()
+    rig.save(pages("b", 1))  # in the row of one of them
+    rig.io.open_gate.set()
+    for plan in plans:
+        assert plan is not None
+        rig.wait(plan)
+        rig.store.cancel_plan(plan)
+    rig.settle()
+    assert rig.count("promotion_failures") == rig.count("promoted_pages") == 0
+    assert not [name for name in rig.store.stats() if name.startswith("rejected_")]
+    check_content(rig, pages("b", 1))
 
 
 def test_stale_entries_of_one_key_space_do_not_end_a_flush(make: Make) -> None:

@@ -19,6 +19,7 @@ from sglang_ext.tiers.store.types import (
     KeySpace,
     PrefixSurvey,
     Rows,
+    Slots,
     TierCounts,
 )
 
@@ -109,6 +110,16 @@ class Lookups:
         """Page hashes of rows that are being promoted, and where their records lie."""
         with self._table.lock:
             return self._index.keys(rows)[0], self._copies(rows)
+
+    def to_read(self, rows: Rows, slots: Slots) -> tuple[npt.NDArray[np.bool_], Hashes, DiskCopies]:
+        """Which rows are still the pages that are to be read into these slots.
+
+        Returns:
+            Bool `[N]`; of those, the page hashes, and where their records lie.
+        """
+        with self._table.lock:
+            there = self._table.still_filling(rows, slots)
+            return there, self._index.keys(rows[there])[0], self._copies(rows[there])
 
     def on_disk(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, DiskCopies]:
         """Those of some pages that lie on disk, and where."""

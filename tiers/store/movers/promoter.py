@@ -116,7 +116,7 @@ class Promoter(Work):
             for start, end in zip(starts, ends, strict=True)
         ]
         for read in reads:
-            read.num_bytes = self._record_bytes(read.rows)
+            read.num_bytes = self._record_bytes(read)
             self._meter.queued(read.num_bytes)
         with self._lock:
             self._reads[plan] = deque(reads)
@@ -152,8 +152,8 @@ class Promoter(Work):
             self._meter.queued(-read.num_bytes)
             self._finish(read, *_nothing(read))
 
-    def _record_bytes(self, rows: Rows) -> int:
-        num_blocks = self._lookups.locations(rows)[1].num_blocks
+    def _record_bytes(self, read: _Read) -> int:
+        num_blocks = self._lookups.to_read(read.rows, read.slots)[2].num_blocks
         slot_blocks = self._table.arena.slot_bytes // BLOCK_BYTES
         return int(np.where(num_blocks > 0, num_blocks, slot_blocks).sum()) * BLOCK_BYTES
 
@@ -203,8 +203,14 @@ class Promoter(Work):
         return read
 
     def _read(self, read: _Read) -> tuple[Mask, Qualities]:
-        """Reads and decodes; returns which pages are there, and how good they are."""
-        hashes, copies = self._lookups.locations(read.rows)
+        """Reads and decodes; returns which pages are there, and how good they are.
+
+        Pages that were cleared since are not read: their rows may be other pages' now.
+        """
+        ok, qualities = _nothing(read)
+        wanted, hashes, copies = self._lookups.to_read(read.rows, read.slots)
+        if not wanted.any():
+            return ok, qualities
         slots = self._table.arena.slots
         requests = [
             ReadRequest(Location(segment, block), row.tobytes(), read.space.lora, slots[slot], num)
@@ -213,15 +219,17 @@ class Promoter(Work):
                 copies.block.tolist(),
                 copies.num_blocks.tolist(),
                 hashes,
-                read.slots,
+                read.slots[wanted],
                 strict=True,
             )
         ]
         started_s = self._table.now_s()
         results = self._disk.read(read.space.digest, requests)
         read.read_s = self._table.now_s() - started_s
-        ok, qualities = _nothing(read)
-        for index, (result, request) in enumerate(zip(results, requests, strict=True)):
+        places = np.flatnonzero(wanted).tolist()
+        for number, (index, result, request) in enumerate(
+            zip(places, results, requests, strict=True)
+        ):
             kind = result.value
             if result is VerifyResult.OK:
                 started_s = self._table.now_s()
@@ -234,7 +242,7 @@ class Promoter(Work):
                     continue
                 kind = "codec"
             self._table.counters.add(f"rejected_{kind}")
-            self._table.events.pages("rejected", hashes[index : index + 1], kind=kind)
+            self._table.events.pages("rejected", hashes[number : number + 1], kind=kind)
         return ok, qualities
 
     def _finish(self, read: _Read, ok: Mask, quality: Qualities) -> None:

@@ -139,13 +139,13 @@ class Rig:
         return len(ticket.pages)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + 300
         while not condition():
             assert time.monotonic() < deadline_s, self.store.stats()
             time.sleep(0.002)
 
     def settle(self) -> None:
-        assert self.store.wait_idle(15)
+        assert self.store.wait_idle(300)
         spills = self.store._books.spills.entries
         self.until(lambda: not spills and not self.arena._pins.any())
         self.store.check()
@@ -169,7 +169,7 @@ class Rig:
         if plan is not None:
             self.until(lambda: plan.done)
             self.store.cancel_plan(plan)
-        assert self.store.wait_idle(15)
+        assert self.store.wait_idle(300)
         self.store.check()
         return self.store.ready_prefix(self.space, hashes)
 
