@@ -28,6 +28,9 @@ _WITHOUT_SNAPSHOTS = (
 )
 
 
+# Window layers with other query heads than full ones, of which no configuration could be tried.
+_UNTRIED_WINDOWS = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
+
 # Those with K and V of other shapes in window layers than in full ones.
 _ARCHITECTURES_OF_TWO_SHAPES = (
     "Gemma4ForCausalLM",
@@ -123,11 +126,13 @@ def _window_kind(model_config: Any) -> str:
         model_config.swa_v_head_dim,
     )
     layers = model_config.full_attention_layer_ids, model_config.swa_attention_layer_ids
-    if not all(layers) or model_config.attention_arch != AttentionArch.MHA:
+    architecture = model_config.hf_config.architectures[0]
+    is_plain = model_config.attention_arch == AttentionArch.MHA
+    if not all(layers) or not is_plain or architecture in _UNTRIED_WINDOWS:
         return "windows of another kind"
     if full == window and not model_config.is_hybrid_swa_compress:
         return "swa"
     # SGLang builds a window pool of its own shape for these, and the others that it does for have
     # rows beside K and V, or KV that depends on later tokens.
-    is_known = model_config.hf_config.architectures[0] in _ARCHITECTURES_OF_TWO_SHAPES
+    is_known = architecture in _ARCHITECTURES_OF_TWO_SHAPES
     return "swa of two shapes" if is_known else "windows of another kind"

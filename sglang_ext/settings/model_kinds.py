@@ -57,7 +57,7 @@ MODEL_KINDS = {
     ),
     "swa": ModelKind(
         "a second pool for layers that see a window or a chunk, with K and V of the same shape",
-        "gpt-oss, Mellum, Laguna, Step 3.5, Llama 4",
+        "gpt-oss, Mellum, Laguna, Llama 4",
         "exact, at the saved position, by one rank or several tensor parallel ones, without codec, "
         "truncation, adapters or sessions, by several without a remote store; run with a small "
         "Mellum on a CPU, and by one rank with a small Llama 4 without experts",
@@ -76,8 +76,8 @@ MODEL_KINDS = {
     "windows of another kind": ModelKind(
         "a second pool for the window's layers, without full layers, of latent rows, or of models "
         "that were never tried",
-        "Unlimited-OCR, Dots3 Note, EmbeddingGemma 2",
-        "their prefixes, rows or masks are of another kind",
+        "Step 3.5, Unlimited-OCR, Dots3 Note, EmbeddingGemma 2",
+        "their prefixes, rows or masks are of another kind, or nobody tried them",
         "",
         "window layers with K and V of every head beside full layers",
         "a model with others",
