@@ -38,6 +38,7 @@ from sglang_ext.assembly.state_setup import (
 )
 from sglang_ext.assembly.window_setup import (
     bound_ropes,
+    read_layers,
     window_inquiries,
     window_layers,
     with_windows,
@@ -51,6 +52,7 @@ from sglang_ext.device.pools import DevicePool, HybridPools, describe_pools
 from sglang_ext.device.ports import open_port
 from sglang_ext.device.rope_discovery import LayerRope, discover_ropes, type_of_attention
 from sglang_ext.device.states.snapshots import Snapshots
+from sglang_ext.device.windows.blocks import BlockGroups
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.identity.namespace import namespace_digest
@@ -146,11 +148,11 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         heads = runner.model_config.num_attention_heads // place.tp_size
         found = {getattr(module, "tp_q_head_num", heads) for module in runner.model.modules()}
         check_heads(found, heads)
-    pools = describe_pools(kv_pool)
+    pools = describe_pools(kv_pool, read_layers(runner) if ctx.is_hybrid_swa else None)
     if drafts:
         pools = replace(pools, full=with_drafts(pools.full, drafts))
     pool = pools.full
-    layout = pool.layout(ctx.params.page_size)
+    layout = pools.layout(ctx.params.page_size)
     snapshots = snapshots_of(ctx, layout)
     is_hybrid = pools.window is not None or snapshots is not None
     if is_hybrid:
@@ -183,17 +185,15 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         ropes,
         store.arena.slots,
         mode=config.rope,
-        kernels=_kernels(config, pool, ropes, layout.page_size),
+        kernels=_kernels(config, pools, ropes, layout.page_size),
         parallel_loads=not _uses_triton(config, pool),
     )
-    windows = None
-    if pools.window is not None and pools.groups is not None:
-        windows = window_layers(cache, pools.window, pools.groups, copier)
+    windows = window_layers(cache, pools, copier)
     group = group_of(cache)
     linker = HierKVLinker(
         store,
         copier,
-        num_layers=_num_layers(kv_pool, pool, drafts, snapshots),
+        num_layers=_num_layers(kv_pool, pools, drafts, snapshots),
         page_size=ctx.params.page_size,
         kv_pool=kv_pool,
         port=open_port(pool.device, pinned=pinned_bytes == store.arena.nbytes),
@@ -244,12 +244,14 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
 
 
 def _num_layers(
-    kv_pool: Any, pool: DevicePool, drafts: Sequence[Any], snapshots: Snapshots | None
+    kv_pool: Any, pools: HybridPools, drafts: Sequence[Any], snapshots: Snapshots | None
 ) -> int:
     """Layers that a load tells the forward of."""
     if snapshots is not None:
         return num_model_layers(snapshots, kv_pool)
-    return pool.num_layers if drafts else int(kv_pool.layer_num)
+    if pools.groups is not None:
+        return 1 + max(*pools.groups.full, *pools.groups.window)
+    return pools.full.num_layers if drafts else int(kv_pool.layer_num)
 
 
 def _metrics(
@@ -453,8 +455,9 @@ def _uses_triton(config: HierKVConfig, pool: DevicePool) -> bool:
 
 
 def _kernels(
-    config: HierKVConfig, pool: DevicePool, ropes: list[LayerRope], page_size: int
+    config: HierKVConfig, pools: HybridPools, ropes: list[LayerRope], page_size: int
 ) -> ModuleType | Any:
+    pool = pools.full
     if config.kernels == "numba" and pool.device.type == "cuda":
         raise HierKVConfigError(
             "--hier-kv-kernels numba needs a KV pool on the CPU, got one on "
@@ -464,20 +467,23 @@ def _kernels(
         from sglang_ext.kernels.rope import gpu
 
         if pool.device.type == "cuda":
-            _compile(gpu, pool, ropes, page_size)
+            _compile(gpu, pools, ropes, page_size)
         return gpu
     spec = next((rope.spec for rope in ropes if rope.spec is not None), None)
     rope_kernels.warm_up(pool.dtype, spec)
     return rope_kernels
 
 
-def _compile(kernels: ModuleType, pool: DevicePool, ropes: list[LayerRope], page_size: int) -> None:
+def _compile(
+    kernels: ModuleType, pools: HybridPools, ropes: list[LayerRope], page_size: int
+) -> None:
     """Compiles the kernels of all layers now: the first load should not wait for a compiler."""
     start_s = time.monotonic()
     done = set()
     layers = [
-        *zip(pool.k, (rope.spec for rope in ropes), strict=True),
-        *((v, None) for v in pool.v),
+        *zip(pools.full.k, (rope.spec for rope in ropes), strict=True),
+        *((v, None) for v in pools.full.v),
+        *((tensor, None) for part in pools.window_parts() for tensor in (*part.k, *part.v)),
     ]
     for tensor, spec in layers:
         kind = (tensor.shape[1:], tensor.stride(), id(spec))
@@ -534,7 +540,10 @@ def _identity(
         # A page holds the layers of a stage; what these compute with comes from all of them.
         fixed["stage"] = [place.pp_rank, place.pp_size, int(kv_pool.start_layer)]
     if pools.groups is not None:
-        fixed["parts"] = [list(layers) for layers in pools.groups.model_layers]
+        fixed["parts"] = pools.groups.describe()
+    if isinstance(pools.groups, BlockGroups):
+        parts = pools.window_parts()
+        fixed["blocks"] = [[list(block.shape[1:]) for block in part.k] for part in parts]
     if drafts:
         algorithm = algorithm_of(runner)
         fixed["drafts"] = draft_facts(algorithm, drafts, keys_are_pairs=ctx.params.is_eagle)

@@ -9,9 +9,11 @@ from typing import Any
 
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import LayerGroups
-from sglang_ext.device.pools import DevicePool, pool_of
-from sglang_ext.device.rope_discovery import LayerRope
+from sglang_ext.device.pools import DevicePool, HybridPools
+from sglang_ext.device.rope_discovery import LayerRope, type_of_attention
+from sglang_ext.device.windows.blocks import BlockGroups
 from sglang_ext.device.windows.layers import WindowLayers
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.window_inquiry import Enter, WindowInquiries
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.store import PageStore
@@ -40,25 +42,54 @@ def bound_ropes(pool: DevicePool) -> list[LayerRope]:
     return [LayerRope(None, movable=False, reason=_REASON) for _ in range(pool.num_layers)]
 
 
-def window_layers(
-    cache: Any, pool: DevicePool, groups: LayerGroups, full: PageCopier
-) -> WindowLayers:
-    """The window layers' groups, each with a copier into the same slots.
+def read_layers(runner: Any) -> set[int] | None:
+    """The layers whose KV some layer reads, where the last ones read that of others (Gemma 4).
+
+    SGLang has rows for all of them. None: of a model without such layers, all.
+
+    Args:
+        runner: SGLang's model runner, with the model.
+
+    Raises:
+        HierKVConfigError: which layers are read is not what the model's configuration says.
+    """
+    config = runner.model_config.hf_text_config
+    num_sharing = getattr(config, "num_kv_shared_layers", None) or 0
+    if not num_sharing:
+        return None
+    expected = set(range(config.num_hidden_layers - num_sharing))
+    found = {each.layer_id for each in runner.model.modules() if type_of_attention(each)}
+    if found != expected:
+        raise HierKVConfigError(
+            f"--enable-hier-kv needs a model whose last {num_sharing} layers read the KV of "
+            f"others, as its configuration says, got one that reads layers {sorted(found)}; leave "
+            "the flag out for this model."
+        )
+    return expected
+
+
+def window_layers(cache: Any, pools: HybridPools, full: PageCopier) -> WindowLayers | None:
+    """The window layers' groups, each with a copier into the same slots; None without any.
 
     Args:
         cache: SGLang's, which knows how far a window reaches.
-        pool: of the window layers.
-        groups: which layers they are.
+        pools: the full layers' and the window layers'.
         full: the copier of the full layers.
     """
+    if pools.groups is None:
+        return None
     (component,) = [each for each in cache.components.values() if each.component_type.name == "SWA"]
-    copiers = [
-        full.for_pool(pool_of(pool, layers), bound_ropes(pool_of(pool, layers)))
-        for layers in groups.groups
-    ]
+    copiers = [_copier_of(part, pools.groups, full) for part in pools.window_parts()]
     return WindowLayers(
-        component.full_window_pages, cache.page_size, tuple(copiers), groups.model_layers
+        component.full_window_pages, cache.page_size, tuple(copiers), pools.groups.model_layers
     )
+
+
+def _copier_of(part: DevicePool, groups: LayerGroups | BlockGroups, full: PageCopier) -> PageCopier:
+    layout = None
+    if isinstance(groups, BlockGroups):
+        layout = part.layout(full.page_size, full.layout, is_bound=True)
+    return full.for_pool(part, bound_ropes(part), layout)
 
 
 def window_inquiries(

@@ -72,6 +72,10 @@ class PageCopier:
             `close`.
 
     It has many methods because what a save writes, a load has to read: both ways are kept together.
+
+    Raises:
+        ValueError: K of a layer is not bound to its position, and the layout has no room to list
+            what that takes.
     """
 
     def __init__(
@@ -92,16 +96,27 @@ class PageCopier:
         self.slots = slots
         self.kernels = kernels
         self.rules = LocalPages(layout, ropes, mode)
+        if layout.is_bound and self.rules.saved_state != ROPE_BOUND:
+            raise ValueError("pages without room for corrections hold K as the engine has it")
         # A load of K is bound by arithmetic, one of V by memory; on a CPU pool they share no limit.
         self._v_thread: ThreadPoolExecutor | None = None
         if parallel_loads and pool.v:
             self._v_thread = ThreadPoolExecutor(1, "hier-kv-load-v")
 
-    def for_pool(self, pool: DevicePool, ropes: list[LayerRope]) -> PageCopier:
-        """A copier of other layers of the same shapes into the same slots."""
+    def for_pool(
+        self, pool: DevicePool, ropes: list[LayerRope], layout: PageLayout | None = None
+    ) -> PageCopier:
+        """A copier of other layers into the same slots.
+
+        Args:
+            pool: the layers.
+            ropes: one a layer.
+            layout: of their pages, in the frame of this one's; None where their shapes are those
+                of the layers here.
+        """
         return PageCopier(
             pool,
-            self.layout,
+            layout or self.layout,
             ropes,
             self.slots,
             mode=self._mode,
@@ -173,6 +188,8 @@ class PageCopier:
                 self.kernels.copy_rows_to_pages(
                     self.pool.v[layer], token_slots, self._v_view(page_slots, layer)
                 )
+        for gap in self.layout.gaps:  # else bytes of whatever page had the slot before
+            self.slots[page_slots, gap] = 0
         return self._write_tails(token_slots, position, page_slots, found, state)
 
     def _save_k(
@@ -200,9 +217,10 @@ class PageCopier:
         saved_state: int,
     ) -> list[SavedPage]:
         num_pages, size = len(page_slots), self.layout.page_size
-        counts = np.zeros((num_pages, self.layout.num_layers), np.uint32)
+        counts = np.zeros((num_pages, self.layout.num_listed_layers), np.uint32)
         for layer, corrections in enumerate(found):
-            counts[:, layer] = np.bincount(corrections.page, minlength=num_pages)
+            if len(corrections.page):
+                counts[:, layer] = np.bincount(corrections.page, minlength=num_pages)
         totals = counts.sum(axis=1)
         entries = _entries_by_page(found, totals)
         saved = []

@@ -10,11 +10,15 @@ disk, never renumber)::
     u32[L] corrections of each layer | { u32 element, u32 bits }[number of corrections]
 
 ``element`` counts values inside the layer's K block. Corrections are sorted by layer.
+
+Where K is always bound to its position, nothing is ever listed, and a slot has no room for it. A
+page of other blocks may lie in the frame of such a page: it has that one's slot, payload and tail,
+whatever its blocks are. What they leave free is zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,38 +56,72 @@ class PageLayout:
         k_row_bytes: bytes of one token's K in each layer, ``[L]``.
         v_row_bytes: bytes of one token's V in each layer, ``[L]``; 0 for MLA.
         item_bytes: bytes of one value.
+        frame: layout of the pages whose slot, payload and tail these have; None: their own.
+        is_bound: whether K is always as the engine has it, so that there is nothing to list.
+
+    Raises:
+        ValueError: the blocks do not fit into the frame, or one of the two is not bound.
     """
 
     page_size: int
     k_row_bytes: tuple[int, ...]
     v_row_bytes: tuple[int, ...]
     item_bytes: int
+    frame: PageLayout | None = None
+    is_bound: bool = False
     # Derived from the fields above.
     k_offsets: tuple[int, ...] = field(init=False)
     v_offsets: tuple[int, ...] = field(init=False)
     tail_offset: int = field(init=False)
     slot_bytes: int = field(init=False)
     max_corrections: int = field(init=False)
+    gaps: tuple[slice, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        end = self._place_blocks()
+        tail_offset = end if self.frame is None else self.frame.tail_offset
+        if end > tail_offset:
+            raise ValueError(f"blocks up to byte {end} in pages whose tail is at {tail_offset}")
+        if self.frame is not None and not (self.is_bound and self.frame.is_bound):
+            raise ValueError("pages in the frame of others have nothing to list, and neither these")
+        object.__setattr__(self, "tail_offset", tail_offset)
+        object.__setattr__(self, "gaps", tuple(self._find_gaps()))
+        num_values = sum(self.k_row_bytes) * self.page_size // self.item_bytes
+        cap = 0 if self.is_bound else max(16, num_values // _CORRECTION_ROOM)
+        end = tail_offset + self.tail_bytes(cap)
+        slot_bytes = _align(end, SLOT_ALIGN_BYTES) if self.frame is None else self.frame.slot_bytes
+        object.__setattr__(self, "slot_bytes", slot_bytes)
+        # What alignment leaves over is room for corrections too.
+        spare = 0 if self.is_bound else (slot_bytes - end) // _CORRECTION_BYTES
+        object.__setattr__(self, "max_corrections", cap + spare)
+
+    def _place_blocks(self) -> int:
+        """Where each block begins; returns where the last one ends."""
         offset = HEADER_BYTES
         k_offsets: list[int] = []
         v_offsets: list[int] = []
         for k_bytes, v_bytes in zip(self.k_row_bytes, self.v_row_bytes, strict=True):
             k_offsets.append(offset)
-            offset = _align(offset + k_bytes * self.page_size, BLOCK_ALIGN_BYTES)
+            offset += block_bytes(k_bytes, self.page_size)
             v_offsets.append(offset)
-            offset = _align(offset + v_bytes * self.page_size, BLOCK_ALIGN_BYTES)
+            offset += block_bytes(v_bytes, self.page_size)
         object.__setattr__(self, "k_offsets", tuple(k_offsets))
         object.__setattr__(self, "v_offsets", tuple(v_offsets))
-        object.__setattr__(self, "tail_offset", offset)
-        num_values = sum(self.k_row_bytes) * self.page_size // self.item_bytes
-        cap = max(16, num_values // _CORRECTION_ROOM)
-        end = offset + self.tail_bytes(cap)
-        object.__setattr__(self, "slot_bytes", _align(end, SLOT_ALIGN_BYTES))
-        # What alignment leaves over is room for corrections too.
-        spare = (self.slot_bytes - end) // _CORRECTION_BYTES
-        object.__setattr__(self, "max_corrections", cap + spare)
+        return offset
+
+    def _find_gaps(self) -> Iterator[slice]:
+        """Bytes of the payload, in front of the tail, that are no block's."""
+        rows = sorted(
+            [
+                *zip(self.k_offsets, self.k_row_bytes, strict=True),
+                *zip(self.v_offsets, self.v_row_bytes, strict=True),
+            ]
+        )
+        end = HEADER_BYTES
+        for offset, row_bytes in (*rows, (self.tail_offset, 0)):
+            if offset > end:
+                yield slice(end, offset)
+            end = max(end, offset + row_bytes * self.page_size)
 
     @property
     def num_layers(self) -> int:
@@ -91,10 +129,9 @@ class PageLayout:
         return len(self.k_row_bytes)
 
     @property
-    def has_gaps(self) -> bool:
-        """Whether there are bytes between blocks that belong to none."""
-        blocks = (*self.k_row_bytes, *self.v_row_bytes)
-        return any(row * self.page_size % BLOCK_ALIGN_BYTES for row in blocks)
+    def num_listed_layers(self) -> int:
+        """Layers whose corrections the tail counts."""
+        return self.num_layers if self.frame is None else self.frame.num_layers
 
     @property
     def kv_bytes(self) -> int:
@@ -103,7 +140,7 @@ class PageLayout:
 
     def tail_bytes(self, num_corrections: int) -> int:
         """Bytes of the tail of a page with this many corrections."""
-        return _TAIL_FIXED_BYTES + 4 * self.num_layers + _CORRECTION_BYTES * num_corrections
+        return _TAIL_FIXED_BYTES + 4 * self.num_listed_layers + _CORRECTION_BYTES * num_corrections
 
     def payload_bytes(self, num_corrections: int) -> int:
         """Bytes from the end of the header to the end of the tail."""
@@ -137,6 +174,10 @@ class LayerGroups:
     def model_layers(self) -> list[tuple[int, ...]]:
         """The model's layers of each part: of the full one, then of the groups."""
         return [self.full, *(tuple(self.window[i] for i in group) for group in self.groups)]
+
+    def describe(self) -> list[list[int]]:
+        """What each part holds, in order; for the namespace."""
+        return [list(layers) for layers in self.model_layers]
 
 
 @dataclass(frozen=True)
@@ -196,7 +237,7 @@ def write_tail(
     tail = slot[layout.tail_offset : layout.tail_offset + layout.tail_bytes(num)].view(np.uint32)
     tail[: _TAIL_FIXED_BYTES // 4] = tail_head(rope_state, position).view(np.uint32)
     tail[NUM_WORD] = num
-    first_entry = _TAIL_FIXED_BYTES // 4 + layout.num_layers
+    first_entry = _TAIL_FIXED_BYTES // 4 + layout.num_listed_layers
     tail[_TAIL_FIXED_BYTES // 4 : first_entry] = 0 if counts is None else counts
     if entries is not None:
         tail[first_entry:] = entries.reshape(-1)
@@ -214,25 +255,30 @@ def read_tails(slots: U8, page_slots: I64, layout: PageLayout) -> PageTails | No
         layout: the pages' layout.
     """
     words = slots.reshape(-1).view(np.uint32)
-    num_fixed = _TAIL_FIXED_BYTES // 4
+    num_fixed, num_layers = _TAIL_FIXED_BYTES // 4, layout.num_listed_layers
     first = page_slots * (layout.slot_bytes // 4) + layout.tail_offset // 4
-    head = words[first[:, None] + np.arange(num_fixed + layout.num_layers)]
+    head = words[first[:, None] + np.arange(num_fixed + num_layers)]
     state, num, counts = head[:, 1], head[:, 4], head[:, num_fixed:]
     fits = (head[:, 0] == LAYOUT_VERSION) & (head[:, 5] == 0) & (state <= max(ROPE_NAMES))
     fits &= (num <= layout.max_corrections) & (counts.sum(axis=1, dtype=np.uint64) == num)
     if not fits.all():
         return None
     page = np.repeat(np.arange(len(page_slots), dtype=np.int32), num)
-    layer = np.repeat(np.tile(np.arange(layout.num_layers), len(page_slots)), counts.reshape(-1))
+    layer = np.repeat(np.tile(np.arange(num_layers), len(page_slots)), counts.reshape(-1))
     # The i-th correction of a page lies 2 * i words behind the page's first.
     place = np.arange(len(page)) - np.repeat((np.cumsum(num) - num).astype(np.int64), num)
-    at = (first + num_fixed + layout.num_layers)[page] + 2 * place
+    at = (first + num_fixed + num_layers)[page] + 2 * place
     element, bits = words[at], words[at + 1]
     limits = np.asarray(layout.k_row_bytes)[layer] * layout.page_size // layout.item_bytes
     if bool((element >= limits).any()):
         return None
     position = head[:, 2].astype(np.int64) | head[:, 3].astype(np.int64) << 32
     return PageTails(state, position, page, layer, element, bits)
+
+
+def block_bytes(row_bytes: int, page_size: int) -> int:
+    """Bytes that a block takes in a page, up to where the next one begins."""
+    return _align(row_bytes * page_size, BLOCK_ALIGN_BYTES)
 
 
 def _align(value: int, to: int) -> int:

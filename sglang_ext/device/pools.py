@@ -5,13 +5,14 @@ Imports no SGLang: the pool's kind is told by its class name and attributes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from sglang_ext.device.layout import LayerGroups, PageLayout
+from sglang_ext.device.layout import HEADER_BYTES, LayerGroups, PageLayout, block_bytes
+from sglang_ext.device.windows.blocks import Block, BlockGroups, group_blocks
 from sglang_ext.errors import HierKVConfigError
 
 # Values of these dtypes lie on a free grid that un-rotation can round to.
@@ -28,7 +29,7 @@ class DevicePool:
         kind: ``mha`` (K and V of every head) or ``mla`` (one compressed row a token).
         dtype: dtype of the values; fp8 pools are seen as uint8 bytes.
         k: K of each layer, ``[S, H, D]``; row strides may exceed H*D.
-        v: V of each layer, ``[S, H, Dv]``; empty for MLA.
+        v: V of each layer, ``[S, H, Dv]``; empty for MLA, and where K and V are blocks alike.
         latent_dim: columns of an MLA row that carry no rotary part; 0 for MHA.
         num_slots: S, token slots including the padding page.
     """
@@ -55,16 +56,18 @@ class DevicePool:
         """Whether K can be stored before rotary embedding at all."""
         return self.dtype in ROTATABLE_DTYPES
 
-    def layout(self, page_size: int) -> PageLayout:
-        """The layout of this pool's pages in a slot."""
+    def layout(
+        self, page_size: int, frame: PageLayout | None = None, *, is_bound: bool = False
+    ) -> PageLayout:
+        """The layout of this pool's pages in a slot; see `PageLayout`."""
         item = self.k[0].element_size()
         return PageLayout(
             page_size=page_size,
-            k_row_bytes=tuple(t.shape[1] * t.shape[2] * item for t in self.k),
-            v_row_bytes=(
-                tuple(t.shape[1] * t.shape[2] * item for t in self.v) or (0,) * self.num_layers
-            ),
+            k_row_bytes=tuple(map(_row_bytes, self.k)),
+            v_row_bytes=tuple(map(_row_bytes, self.v)) or (0,) * self.num_layers,
             item_bytes=item,
+            frame=frame,
+            is_bound=is_bound,
         )
 
 
@@ -123,28 +126,76 @@ class HybridPools:
 
     full: DevicePool
     window: DevicePool | None = None
-    groups: LayerGroups | None = None
+    groups: LayerGroups | BlockGroups | None = None
+
+    def layout(self, page_size: int) -> PageLayout:
+        """The layout of the full layers' pages; those of groups of blocks lie in its frame."""
+        return self.full.layout(page_size, is_bound=isinstance(self.groups, BlockGroups))
+
+    def window_parts(self) -> list[DevicePool]:
+        """The window layers' pool in parts, one a group."""
+        if self.window is None or self.groups is None:
+            return []
+        if isinstance(self.groups, LayerGroups):
+            return [pool_of(self.window, layers) for layers in self.groups.groups]
+        return [_of_blocks(self.window, group) for group in self.groups.groups]
 
 
-def describe_pools(kv_pool: Any) -> HybridPools:
-    """As `describe_pool`, of a pool that may be one of two, or of a hybrid with states."""
+def describe_pools(kv_pool: Any, read_layers: Collection[int] | None = None) -> HybridPools:
+    """As `describe_pool`, of a pool that may be one of two, or of a hybrid with states.
+
+    Args:
+        kv_pool: as `describe_pool` says.
+        read_layers: of a model with window layers in a pool of their own, the layers whose KV some
+            layer reads, by number; None: all. The others' rows, which nobody writes, are left out.
+    """
     if type(kv_pool).__name__ == "HybridLinearKVPool":
         return HybridPools(describe_pool(kv_pool.full_kv_pool))
     if type(kv_pool).__name__ != "SWAKVPool":
         return HybridPools(describe_pool(kv_pool))
     full, window = describe_pool(kv_pool.full_kv_pool), describe_pool(kv_pool.swa_kv_pool)
-    shapes = {t.shape[1:] for pool in (full, window) for t in pool.k}
-    values = {t.shape[1:] for pool in (full, window) for t in pool.v}
-    if (full.kind, window.kind) != ("mha", "mha") or len(shapes) > 1 or len(values) > 1:
+    if (full.kind, window.kind, window.dtype) != ("mha", "mha", full.dtype):
         raise HierKVConfigError(
-            "--enable-hier-kv needs window layers with K and V of the shape that full layers have, "
-            "got others; add --disable-hybrid-swa-memory or leave the flag out for this model."
+            "--enable-hier-kv needs window layers with K and V of every head in the dtype that "
+            f"full layers have, got pools of {full.kind} in {full.dtype} and {window.kind} in "
+            f"{window.dtype}; leave the flag out for this model."
         )
     layers: dict[bool, dict[int, int]] = {False: {}, True: {}}
     for layer, (index, is_window) in kv_pool.layers_mapping.items():
-        layers[bool(is_window)][index] = layer
-    ids = [tuple(by_index[i] for i in range(len(by_index))) for by_index in layers.values()]
-    return HybridPools(full, window, LayerGroups(full=ids[0], window=ids[1]))
+        if read_layers is None or layer in read_layers:
+            layers[bool(is_window)][index] = layer
+    full = pool_of(full, sorted(layers[False]))
+    window = pool_of(window, sorted(layers[True]))
+    ids = [tuple(by_index[i] for i in sorted(by_index)) for by_index in layers.values()]
+    return HybridPools(full, window, _groups_of(full, window, ids, int(kv_pool.page_size)))
+
+
+def _groups_of(
+    full: DevicePool, window: DevicePool, ids: list[tuple[int, ...]], page_size: int
+) -> LayerGroups | BlockGroups:
+    """How window layers are put into pages: by layers of one shape, or by blocks of several."""
+    if not all(ids):
+        raise HierKVConfigError(
+            "--enable-hier-kv needs window layers and full layers with KV of their own, got a "
+            "model without one of the two; leave the flag out for this model."
+        )
+    pairs = zip((*full.k, *window.k), (*full.v, *window.v), strict=True)
+    if len({(k.shape[1:], v.shape[1:]) for k, v in pairs}) == 1:
+        return LayerGroups(full=ids[0], window=ids[1])
+    layout = full.layout(page_size)
+    blocks = [
+        (Block(index, is_v), block_bytes(_row_bytes(tensors[index]), page_size))
+        for index in range(window.num_layers)
+        for is_v, tensors in ((False, window.k), (True, window.v))
+    ]
+    try:
+        groups = group_blocks(blocks, layout.tail_offset - HEADER_BYTES)
+    except ValueError as error:
+        raise HierKVConfigError(
+            "--enable-hier-kv needs full layers whose page is as large as K or V of one window "
+            f"layer, got {error}; leave the flag out for this model."
+        ) from error
+    return BlockGroups(full=ids[0], window=ids[1], groups=groups)
 
 
 def with_layers_of(pool: DevicePool, other: DevicePool) -> DevicePool:
@@ -172,6 +223,16 @@ def with_layers_of(pool: DevicePool, other: DevicePool) -> DevicePool:
 def pool_of(pool: DevicePool, layers: Sequence[int]) -> DevicePool:
     """The same rows, of some layers."""
     return replace(pool, k=tuple(pool.k[i] for i in layers), v=tuple(pool.v[i] for i in layers))
+
+
+def _of_blocks(pool: DevicePool, blocks: Sequence[Block]) -> DevicePool:
+    """The same rows, of some layers' K or V, each of which is copied as K is."""
+    tensors = tuple((pool.v if block.is_v else pool.k)[block.index] for block in blocks)
+    return replace(pool, k=tensors, v=())
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.shape[1] * tensor.shape[2] * tensor.element_size())
 
 
 def _three_axes(tensor: torch.Tensor) -> torch.Tensor:

@@ -262,7 +262,7 @@ class SavePath:
             port.wait(gathers, self._tails_sent)
         tails = self._tails[: num * self._tail_bytes].reshape(num, self._tail_bytes)
         capacity = layout.max_corrections
-        listing = Listing(tails, layout.num_layers, capacity, self._wrong, self._misses)
+        listing = Listing(tails, layout.num_listed_layers, capacity, self._wrong, self._misses)
         with port.on(gathers):
             copier.kernels.begin_tails(tails, part.heads)
         for layers in ring.groups(copier.layer_bytes, num):
@@ -271,7 +271,7 @@ class SavePath:
                 port.wait(gathers, buffer.free)
             pages = buffer.memory[: num * (span.stop - span.start)].reshape(num, -1)
             with port.on(gathers):
-                if layout.has_gaps:
+                if layout.gaps:
                     copier.kernels.clear(pages)
                 for layer in layers:
                     view = self._view(pages, ring.index[:num], span.start)

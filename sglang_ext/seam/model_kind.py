@@ -28,6 +28,19 @@ _WITHOUT_SNAPSHOTS = (
 )
 
 
+# Window layers with other query heads than full ones, of which no configuration could be tried.
+_UNTRIED_WINDOWS = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
+
+# Those with K and V of other shapes in window layers than in full ones.
+_ARCHITECTURES_OF_TWO_SHAPES = (
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+    "MiMoV2ForCausalLM",
+    "MiMoV2FlashForCausalLM",
+)
+
+
 def model_kind(model_config: Any) -> str:
     """The kind of a model, a key of ``settings.model_kinds.MODEL_KINDS``.
 
@@ -100,6 +113,8 @@ def _state_kind(model_config: Any) -> str:
 
 def _window_kind(model_config: Any) -> str:
     """The kind of a model whose window layers have a pool of their own."""
+    from sglang.srt.configs.model_config import AttentionArch
+
     chunk = model_config.attention_chunk_size
     # SGLang takes a window that the configuration names for what its tree has to keep.
     if chunk is not None and (model_config.sliding_window_size or chunk) < chunk:
@@ -111,5 +126,13 @@ def _window_kind(model_config: Any) -> str:
         model_config.swa_v_head_dim,
     )
     layers = model_config.full_attention_layer_ids, model_config.swa_attention_layer_ids
-    alike = full == window and all(layers) and not model_config.is_hybrid_swa_compress
-    return "swa" if alike else "swa of two shapes"
+    architecture = model_config.hf_config.architectures[0]
+    is_plain = model_config.attention_arch == AttentionArch.MHA
+    if not all(layers) or not is_plain or architecture in _UNTRIED_WINDOWS:
+        return "windows of another kind"
+    if full == window and not model_config.is_hybrid_swa_compress:
+        return "swa"
+    # SGLang builds a window pool of its own shape for these, and the others that it does for have
+    # rows beside K and V, or KV that depends on later tokens.
+    is_known = architecture in _ARCHITECTURES_OF_TWO_SHAPES
+    return "swa of two shapes" if is_known else "windows of another kind"

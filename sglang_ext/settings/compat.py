@@ -45,6 +45,7 @@ _KEPT_STATES = "extra_buffer"  # the strategy under which SGLang's tree keeps st
 _WINDOW_ADVICE = (
     "change it, or add --disable-hybrid-swa-memory, which keeps all layers' KV in one pool"
 )
+_WINDOW_KINDS = ("swa", "swa of two shapes")
 _STATE_ADVICE = f"change it, or {WITHOUT}"
 _ENCODER = "encoder_only"
 
@@ -110,8 +111,8 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
             "leave it out or set SGLANG_HIER_KV_ALLOW_UNTESTED=1",
         )
     check_kind(resolved.model_kind)
-    if resolved.model_kind == "swa":
-        _check_windows(resolved.values.get, config)
+    if resolved.model_kind in _WINDOW_KINDS:
+        _check_windows(resolved.values.get, config, resolved.model_kind)
     if resolved.model_kind == "state":
         _check_states(resolved.values.get, config)
     for expected, found in outside_speculation(resolved.values.get, config, resolved.model_kind):
@@ -138,10 +139,14 @@ def check_kind(name: str) -> None:
         _refuse(kind.expected, kind.found, kind.advice)
 
 
-def _check_windows(read: Callable[[str], Any], config: HierKVConfig) -> None:
+def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) -> None:
     """Refuses what was not tried with window layers that have a pool of their own."""
-    several = (read("tp_size") or 1) > 1
+    num_ranks = read("tp_size") or 1
+    several = num_ranks > 1
+    # In one pool SGLang would have no room for layers of two shapes.
+    advice = _WINDOW_ADVICE if kind == _WINDOW_KINDS[0] else _STATE_ADVICE
     for expected, found in (
+        ("--tp-size 1", num_ranks if kind != _WINDOW_KINDS[0] else 1),
         *_of_hybrid_ranks(read),
         ("no --hier-kv-remote-url and several ranks", config.remote_url if several else ""),
         ("--hier-kv-codec none", config.codec or "none"),
@@ -161,7 +166,7 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig) -> None:
         ),
     ):
         if found and not expected.endswith(f" {found}"):
-            _refuse(f"{expected} with sliding-window layers", f"{found}", _WINDOW_ADVICE)
+            _refuse(f"{expected} with sliding-window layers", f"{found}", advice)
 
 
 def _check_states(read: Callable[[str], Any], config: HierKVConfig) -> None:

@@ -66,13 +66,21 @@ MODEL_KINDS = {
         "tests/property/hybrids/test_window_interleavings.py",
     ),
     "swa of two shapes": ModelKind(
-        "a second pool for the window's layers, of another shape or without full layers",
-        "Gemma 4, MiMo V2, Step 3.5",
-        "pages of one size are shared by all layers",
+        "a second pool for the window's layers, with K and V of another shape",
+        "Gemma 4 (prompts with images or sound are neither stored nor loaded), MiMo V2",
+        "exact, at the saved position, by one rank, with what is refused for those of one shape; "
+        "run on a CPU with a small model of each, without experts",
+        "tests/e2e/models/test_restored_kinds.py; tests/unit/device/test_blocks.py; "
+        "tests/property/hybrids/test_window_interleavings.py",
+    ),
+    "windows of another kind": ModelKind(
+        "a second pool for the window's layers, without full layers, of latent rows, or of models "
+        "that were never tried",
+        "Step 3.5, Unlimited-OCR, Dots3 Note, EmbeddingGemma 2",
+        "their prefixes, rows or masks are of another kind, or nobody tried them",
         "",
-        "window layers with K and V of the shape that full layers have",
+        "window layers with K and V of every head beside full layers",
         "a model with others",
-        _ONE_POOL,
     ),
     "chunks": ModelKind(
         "a second pool for layers that see a chunk, of which SGLang keeps a shorter window",

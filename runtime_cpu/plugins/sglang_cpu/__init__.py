@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .experts import bind_shared_expert
-from .rotation import rotate_in_place
+from .models.admission import admit
+from .models.experts import bind_shared_expert
+from .models.rotation import rotate_in_place
 from .states import allow_snapshots, bind_kernels
 
 NAME = "cpu_extend"
@@ -24,6 +25,7 @@ def load() -> None:
 
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])
+    admit(NAME)
     allow_snapshots()
     # Importing the attention layers costs seconds, and only a scheduler process has them anyway.
     if "sglang.srt.managers.scheduler" in sys.modules:

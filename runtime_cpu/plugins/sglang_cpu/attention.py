@@ -1,9 +1,9 @@
-"""Causal attention of a sequence's last tokens, in full, in a sliding window or in chunks."""
+"""Causal attention of a sequence's last tokens: in full, in windows, in chunks, with sinks."""
 
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 # Query rows computed at a time, which bounds masks and the keys that a window reads in vain.
 _BLOCK_ROWS = 128
@@ -101,6 +101,45 @@ def attend_tree(
     before = torch.ones(len(query), len(keys) - len(query), dtype=torch.bool)
     q, k, v = (x.movedim(0, 1).unsqueeze(0) for x in (query, keys, values))
     found = _sdpa(q, k, v, torch.cat([before, mask], 1), scale)
+    output.copy_(found.squeeze(0).movedim(0, 1))
+
+
+def attend_with_sinks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    sinks: torch.Tensor,
+    *,
+    window: int | None,
+    scale: float | None,
+) -> None:
+    """As `attend`, of heads with a sink: a key that every token sees, of no value.
+
+    Args:
+        query: `[N, Hq, D]`, of the last N tokens.
+        keys: `[T, H, D]`, of the last T >= N tokens; Hq is a multiple of H.
+        values: `[T, H, Dv]`.
+        output: `[N, Hq, Dv]`, written.
+        sinks: `[Hq]`, what a head's products with its sink are.
+        window: how many tokens before itself a token sees; None for all of them.
+        scale: factor of the products; `D ** -0.5` when None.
+    """
+    num, total = len(query), len(keys)
+    distance = torch.arange(total - num, total).unsqueeze(1) - torch.arange(total)
+    unseen = (distance < 0) | (distance > (total if window is None else window))
+    mask = torch.zeros(len(sinks), num, total + 1, dtype=query.dtype)
+    mask[..., :total].masked_fill_(unseen, -torch.inf)
+    mask[..., total] = sinks.to(query.dtype)[:, None]
+    q, k, v = (x.to(query.dtype).movedim(0, 1).unsqueeze(0) for x in (query, keys, values))
+    found = scaled_dot_product_attention(
+        q,
+        pad(k, (0, 0, 0, 1)),
+        pad(v, (0, 0, 0, 1)),
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     output.copy_(found.squeeze(0).movedim(0, 1))
 
 

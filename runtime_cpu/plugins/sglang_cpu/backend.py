@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from .attention import attend, attend_in_chunks, attend_tree
+from .attention import attend, attend_in_chunks, attend_tree, attend_with_sinks
 from .drafts import masks_of, verified_batch
 from .windows import WINDOW_VARIABLE, parse_windows
 
@@ -23,7 +23,7 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
     that time cache hits use it; the tests that compare bits stay on ``torch_native``.
 
     Layers that see a chunk of the sequence (Llama 4), for which ``torch_native`` computes full
-    attention, see that chunk here.
+    attention, see that chunk here, and heads with a sink (MiMo V2) have one.
 
     K and V are read with the pool's ``get_key_buffer`` and ``get_value_buffer``, once a layer.
     Where window layers have a pool of their own, ``torch_native`` writes to it and reads at rows of
@@ -37,12 +37,13 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
         self._chunk: int | None = None  # of that layer: tokens of a chunk, if it sees no more
         self._chunk_of_layers: int | None = model_runner.attention_chunk_size
         self._tree_masks: torch.Tensor | None = None  # of the drafts that are verified
+        self._sinks: torch.Tensor | None = None  # of the layer that is computed, one a head
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """SGLang's interface."""
-        self._begin_layer(layer)
+        self._begin_layer(layer, kwargs)
         self._tree_masks = None
         if forward_batch.forward_mode.is_target_verify():
             self._tree_masks = masks_of(forward_batch)
@@ -51,10 +52,12 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
 
     def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang's interface."""
-        self._begin_layer(layer)
+        self._begin_layer(layer, kwargs)
         return super().forward_decode(q, k, v, layer, *args, **kwargs)
 
-    def _begin_layer(self, layer: Any) -> None:
+    def _begin_layer(self, layer: Any, options: dict[str, Any]) -> None:
+        """Takes what ``torch_native`` does not know out of SGLang's options."""
+        self._sinks = options.pop("sinks", None)
         if self._window and (layer.layer_id + 1) % self._every:
             layer.sliding_window_size = self._window
         self._chunk = self._chunk_of_layers if layer.use_irope else None
@@ -90,7 +93,9 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
                 "cpu_extend does not compute; start with --attention-backend torch_native"
             )
         window = options.get("sliding_window_size")
-        if self._tree_masks is not None and (window or self._chunk) is not None:
+        if self._tree_masks is not None and any(
+            each is not None for each in (window, self._chunk, self._sinks)
+        ):
             raise NotImplementedError("expected drafts that are chains, got trees in a window")
         start = 0
         for at, (request, prefix, num_new) in enumerate(
@@ -110,6 +115,8 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
             scale = options.get("scaling")
             if self._chunk is not None:
                 attend_in_chunks(*seen, chunk=self._chunk, scale=scale)
+            elif self._sinks is not None:
+                attend_with_sinks(*seen, self._sinks, window=window, scale=scale)
             elif self._tree_masks is None:
                 attend(*seen, window=window, scale=scale)
             else:
@@ -129,15 +136,21 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
         *args: Any,
         **options: Any,
     ) -> torch.Tensor:
-        if self._chunk is not None:
+        if self._chunk is not None or self._sinks is not None:
+            scale, window = options.get("scaling"), options.get("sliding_window_size")
             for at, (request, num) in enumerate(
                 zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
             ):
-                first = max(0, num - 1) // self._chunk * self._chunk
+                first = 0 if window is None else max(0, num - 1 - window)
+                if self._chunk is not None:
+                    first = max(0, num - 1) // self._chunk * self._chunk
                 slots = self._rows(req_to_token[request, first:num])
                 row = slice(at, at + 1)
                 seen = query[row], k_cache[slots], v_cache[slots], output[row]
-                attend(*seen, window=None, scale=options.get("scaling"))
+                if self._sinks is None:
+                    attend(*seen, window=None, scale=scale)
+                else:
+                    attend_with_sinks(*seen, self._sinks, window=window, scale=scale)
             return output
         if self._reads_window_pool:
             longest = int(seq_lens.max()) if len(seq_lens) else 0

@@ -219,7 +219,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.configs.model_config", "ModelConfig"): (
             "hf_config is_hybrid_swa is_encoder_decoder is_multimodal attention_arch "
             "attention_chunk_size is_hybrid_swa_compress head_dim v_head_dim swa_head_dim "
-            "swa_v_head_dim full_attention_layer_ids swa_attention_layer_ids sliding_window_size"
+            "swa_v_head_dim full_attention_layer_ids swa_attention_layer_ids sliding_window_size "
+            "hf_text_config"
         ),
         ("srt.entrypoints.http_server", ""): "app",
         ("srt.utils.auth", "AuthLevel"): "ADMIN_OPTIONAL",
@@ -261,7 +262,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (_POOLS, "HybridReqToTokenPool"): "mamba_pool mamba_map mamba_ckpt_pool",
         (_POOLS, "MambaPool"): "mamba_cache replayssm_write_pos _slot_siblings",
         ("srt.mem_cache.base_prefix_cache", "EvictParams"): "mamba_num",
-        ("srt.mem_cache.swa_memory_pool", "SWAKVPool"): "full_kv_pool swa_kv_pool layers_mapping",
+        ("srt.mem_cache.swa_memory_pool", "SWAKVPool"): (
+            "full_kv_pool swa_kv_pool layers_mapping page_size"
+        ),
+        ("srt.layers.radix_attention", "RadixAttention"): "layer_id attn_type",
         (_UNIFIED, "UnifiedRadixCache"): (
             "session tree_core linker req_to_token_pool token_to_kv_pool_allocator page_size "
             "pp_size"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from testkit.hybrids.chunk_model import (
     write_chunk_model,
 )
 from testkit.hybrids.image_model import IMAGE_MODEL, write_image_model
+from testkit.hybrids.shaped_models import SHAPED_MODELS, write_shaped_model
 from testkit.server import Server
 from tests.e2e.hier_server import GIB, ask, real_prompts, settled, tokens_and_logprobs
 from tests.e2e.models.hybrid_answers import answers, cached, check_hits, drop_device
@@ -60,6 +62,15 @@ class Kind:
     env: dict[str, str] = field(default_factory=dict)
 
 
+def _of_two_shapes(name: str, tolerance: float, *args: str) -> Kind:
+    """Window layers with K and V of another shape than the full layers', in float32."""
+    model = SHAPED_MODELS[name]
+    return Kind(
+        partial(write_shaped_model, name=name), model.open, model.full_values * PAGE * 4, tolerance,
+        f"architectures=['{model.class_name}']", ["--dtype", "float32", *args],
+    )  # fmt: skip
+
+
 KINDS = {
     "chunks": Kind(
         write_chunk_model, open_chunk_model, NUM_FULL_LAYERS * 2 * PAGE * 2 * 32 * 2, 0.25,
@@ -71,6 +82,8 @@ KINDS = {
         ["--dtype", IMAGE_MODEL.dtype_name, "--max-mamba-cache-size", "100"],
         {"SGLANG_MAMBA_CONV_DTYPE": IMAGE_MODEL.dtype_name},
     ),
+    "two-shapes-gemma": _of_two_shapes("gemma", 5e-3),
+    "two-shapes-mimo": _of_two_shapes("mimo", 5e-4, "--trust-remote-code"),
 }  # fmt: skip
 
 

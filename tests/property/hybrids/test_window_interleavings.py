@@ -34,6 +34,8 @@ WORLDS: dict[str, dict[str, Any]] = {
     "shorter than a page": {"window": 3, "window_pages": 24},
     "a full disk": {"window": 9, "host_pages": 20, "disk_bytes": 512 << 10},
     "no disk": {"window": 5, "disk_bytes": 0},
+    "two shapes": {"window": 6, "two_shapes": True},
+    "two shapes, written late": {"window": 9, "two_shapes": True, "policy": "write_back"},
     "one token": {"window": 1, "window_pages": 20, "prefetch_policy": "wait_complete"},
 }
 

@@ -9,6 +9,7 @@ window. Rows that are free are poison.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import time
 import zlib
@@ -46,10 +47,12 @@ from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
 from sglang_ext.assembly.policy_setup import placement_of  # noqa: E402
 from sglang_ext.assembly.window_setup import bound_ropes, window_inquiries, window_layers  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
+from sglang_ext.device.layout import LayerGroups, PageLayout  # noqa: E402
 from sglang_ext.device.page_rules import LocalPages  # noqa: E402
-from sglang_ext.device.pools import describe_pools  # noqa: E402
+from sglang_ext.device.pools import DevicePool, describe_pools  # noqa: E402
 from sglang_ext.device.ports.host import HostPort  # noqa: E402
 from sglang_ext.device.transfers import hashes_from_hex  # noqa: E402
+from sglang_ext.device.windows.blocks import BlockGroups  # noqa: E402
 from sglang_ext.device.windows.layers import group_hashes  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.seam.cache import CacheParts, HierKVRadixCache  # noqa: E402
@@ -67,10 +70,40 @@ from sglang_ext.tiers.store.types import READY  # noqa: E402
 
 PAGE, HEADS, DIM = 4, 2, 16
 FULL, WINDOWED = (2, 5), (0, 1, 3, 4, 6)  # the model's layers
+SHARING = (7,), (8,)  # those of both kinds that read the KV of others, where there are such
+# Of two shapes: K and V differ in each layer, and one of a window needs less than a full one.
+TWO_SHAPES = {"v_head_dim": 12, "swa_head_num": 2, "swa_head_dim": 20, "swa_v_head_dim": 14}
 MAX_TOKENS = 80
 POISON = np.int16(-0x4080)  # -1 in bfloat16
 # 256 numbers that bfloat16 holds, for each byte of what a row says.
 _NUM_PRINTS = 8
+
+
+# (model's layer, K or V, 0 or 1, heads and their size, offset in a slot) of a block.
+PlacedBlock = tuple[int, int, Sequence[int], int]
+
+
+def _blocks_of(layers: Sequence[int], pool: DevicePool, layout: PageLayout) -> list[PlacedBlock]:
+    """Where K and V of some layers lie."""
+    blocks: list[PlacedBlock] = []
+    for index, layer in enumerate(layers):
+        blocks.append((layer, 0, pool.k[index].shape[1:], layout.k_offsets[index]))
+        blocks.append((layer, 1, pool.v[index].shape[1:], layout.v_offsets[index]))
+    return blocks
+
+
+def _part_of(
+    groups: LayerGroups | BlockGroups, number: int, pool: DevicePool, frame: PageLayout
+) -> list[PlacedBlock]:
+    """Where the blocks of a group of window layers lie."""
+    if isinstance(groups, LayerGroups):
+        return _blocks_of([groups.window[i] for i in groups.groups[number]], pool, frame)
+    blocks: list[PlacedBlock] = []
+    offset = 512
+    for block, rows in zip(groups.groups[number], pool.k, strict=True):
+        blocks.append((groups.window[block.index], int(block.is_v), rows.shape[1:], offset))
+        offset += -(-PAGE * math.prod(rows.shape[1:]) * 2 // 64) * 64
+    return blocks
 
 
 class Identity:
@@ -161,6 +194,7 @@ class WindowWorld:
         lookahead: str = "on",
         remote: RemoteStore | None = None,
         is_one_of_many: bool = False,
+        two_shapes: bool = False,
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
@@ -169,9 +203,11 @@ class WindowWorld:
         self.rng = random.Random(seed)
         self.window = window
         sizes = device_pages * PAGE, window_pages * PAGE
+        full, windowed = SHARING if two_shapes else ((), ())
         self.kv_pool = SWAKVPool(
-            *sizes, PAGE, torch.bfloat16, HEADS, DIM, list(WINDOWED), list(FULL), "cpu"
-        )
+            *sizes, PAGE, torch.bfloat16, HEADS, DIM, [*WINDOWED, *windowed], [*FULL, *full], "cpu",
+            **(TWO_SHAPES if two_shapes else {}),
+        )  # fmt: skip
         self.allocator = SWATokenToKVPoolAllocator(
             *sizes, PAGE, torch.bfloat16, "cpu", self.kv_pool, False
         )
@@ -185,12 +221,15 @@ class WindowWorld:
             tree_core_backend="python",
             sliding_window_size=window,
         )
-        pools = describe_pools(self.kv_pool)
-        assert pools.window is not None
+        pools = describe_pools(self.kv_pool, {*FULL, *WINDOWED} if two_shapes else None)
         assert pools.groups is not None
+        assert isinstance(pools.groups, BlockGroups) == two_shapes
         ropes = bound_ropes(pools.full)
-        self.layout = pools.full.layout(PAGE)
-        self.model_layers = pools.groups.model_layers
+        self.layout = pools.layout(PAGE)
+        self.num_groups = len(pools.groups.groups)
+        self.parts = [_blocks_of(pools.groups.full, pools.full, self.layout)]
+        for number, part in enumerate(pools.window_parts()):
+            self.parts.append(_part_of(pools.groups, number, part, self.layout))
         self.arena = HostArena(host_pages, self.layout.slot_bytes)
         self.disk: DiskTier | None = None
         if disk_bytes:
@@ -220,14 +259,14 @@ class WindowWorld:
         self.identity = Identity()
         identity: Any = self.identity
         metrics = MetricsReporter(self.store, self.disk, enabled=False, labels={})
-        window_pool, groups = pools.window, pools.groups
 
         def make_parts(cache: Any) -> CacheParts:
-            windows = window_layers(cache, window_pool, groups, copier)
+            windows = window_layers(cache, pools, copier)
+            assert windows is not None
             linker = HierKVLinker(
                 self.store,
                 copier,
-                num_layers=self.kv_pool.layer_num,
+                num_layers=len(FULL) + len(WINDOWED),
                 page_size=PAGE,
                 kv_pool=self.kv_pool,
                 port=HostPort(),
@@ -279,7 +318,8 @@ class WindowWorld:
     def layer_rows(self) -> list[tuple[int, bool, torch.Tensor, int]]:
         """(model's layer, whether it has a window, K or V, 0 or 1) of every buffer."""
         out = []
-        for layer, (index, is_window) in self.kv_pool.layers_mapping.items():
+        for layer in (*FULL, *WINDOWED):
+            index, is_window = self.kv_pool.layers_mapping[layer]
             pool = self.kv_pool.swa_kv_pool if is_window else self.kv_pool.full_kv_pool
             out.append((layer, is_window, pool.k_buffer[index], 0))
             out.append((layer, is_window, pool.v_buffer[index], 1))
@@ -302,11 +342,13 @@ class WindowWorld:
             at = self.window_rows(rows) if is_window else rows
             if is_window and bool((at < PAGE).any()):
                 raise WrongKVError(f"{req.rid} writes to the padding page")
-            buffer[at] = self.row(expected, layer, kind)
+            buffer[at] = self.row(expected, layer, kind, buffer.shape[1:])
 
-    def row(self, prints: torch.Tensor, layer: int, kind: int) -> torch.Tensor:
-        """Rows of a layer, bfloat16 `[N, H, D]`."""
-        out = torch.zeros(len(prints), HEADS, DIM, dtype=torch.bfloat16)
+    def row(
+        self, prints: torch.Tensor, layer: int, kind: int, shape: Sequence[int] = (HEADS, DIM)
+    ) -> torch.Tensor:
+        """Rows of a layer, bfloat16 `[N, *shape]`."""
+        out = torch.zeros(len(prints), *shape, dtype=torch.bfloat16)
         out[..., :_NUM_PRINTS] = prints[:, None]
         out[..., _NUM_PRINTS] = 2 * layer + kind + 1
         return out
@@ -321,7 +363,7 @@ class WindowWorld:
         for layer, is_window, buffer, kind in self.layer_rows():
             first = max(0, end - self.window) if is_window else 0
             at = self.window_rows(rows[first:]) if is_window else rows
-            wanted = self.row(expected[first:], layer, kind)
+            wanted = self.row(expected[first:], layer, kind, buffer.shape[1:])
             if not torch.equal(buffer[at], wanted):
                 bad = (buffer[at] != wanted).any(-1).any(-1).nonzero().view(-1) + first
                 raise WrongKVError(f"{req.rid}, layer {layer}: tokens {bad.tolist()} of {end}")
@@ -336,7 +378,7 @@ class WindowWorld:
         if not keys:
             return
         hashes = np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, 32)
-        for group in range(len(self.model_layers) - 1):
+        for group in range(self.num_groups):
             for page, key in enumerate(group_hashes(hashes, group)):
                 tokens = req.tokens[: (page + 1) * PAGE]
                 self.made[key.tobytes()] = (group + 1, tenant, tokens)
@@ -361,13 +403,15 @@ class WindowWorld:
             expected = self.prints(tokens, tenant, weights)[first:]
             meta, _ = parse_header(slot)
             assert (meta.page_hash, meta.position) == (key, first), meta
-            for index, layer in enumerate(self.model_layers[part]):
-                for kind, offsets in enumerate((self.layout.k_offsets, self.layout.v_offsets)):
-                    block = slot[offsets[index] :][: PAGE * HEADS * DIM * 2].view(np.int16)
-                    values = torch.from_numpy(block.copy()).view(torch.bfloat16)
-                    values = values.view(PAGE, HEADS, DIM)
-                    if not torch.equal(values, self.row(expected, layer, kind)):
-                        raise WrongKVError(f"page {first // PAGE}, part {part}, layer {layer}")
+            rest = slot[512 : self.layout.tail_offset].copy()
+            for layer, kind, shape, offset in self.parts[part]:
+                num_bytes = PAGE * math.prod(shape) * 2
+                values = torch.from_numpy(slot[offset : offset + num_bytes].copy())
+                values = values.view(torch.bfloat16).view(PAGE, *shape)
+                if not torch.equal(values, self.row(expected, layer, kind, shape)):
+                    raise WrongKVError(f"page {first // PAGE}, part {part}, layer {layer}")
+                rest[offset - 512 : offset - 512 + num_bytes] = 0
+            assert not rest.any(), "bytes of another page"
 
     def poison(self) -> None:
         """Overwrites the rows that became free, and the padding page."""

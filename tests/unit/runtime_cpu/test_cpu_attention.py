@@ -7,7 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime_cpu.plugins.sglang_cpu.attention import attend, attend_in_chunks
+from runtime_cpu.plugins.sglang_cpu.attention import (
+    attend,
+    attend_in_chunks,
+    attend_with_sinks,
+)
 from runtime_cpu.plugins.sglang_cpu.windows import parse_windows
 
 
@@ -72,6 +76,21 @@ def test_of_a_chunk_nothing_before_it_is_seen(
     first = prefix // chunk * chunk
     attend_in_chunks(query, keys[first:], values[first:], output, chunk=chunk, scale=0.2)
     torch.testing.assert_close(output.double(), torch.cat(wanted), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 63])
+def test_a_sink_takes_its_share_of_every_tokens_attention(window: int | None) -> None:
+    query, keys, values = torch.randn(40, 4, 24), torch.randn(90, 2, 24), torch.randn(90, 2, 16)
+    sinks, output = torch.randn(4), torch.empty(40, 4, 16)
+    attend_with_sinks(query, keys, values, output, sinks, window=window, scale=0.2)
+    for row in range(40):
+        at = 50 + row
+        first = 0 if window is None else max(0, at - window)
+        k, v = (x[first : at + 1].repeat_interleave(2, 1) for x in (keys, values))
+        scores = torch.einsum("hd,thd->ht", query[row], k) * 0.2
+        shares = torch.cat([scores, sinks[:, None]], 1).softmax(-1)[:, :-1]
+        wanted = torch.einsum("ht,thd->hd", shares, v)
+        torch.testing.assert_close(output[row], wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 63])

@@ -137,6 +137,24 @@ def test_what_was_not_tried_with_windows_is_refused_with_them_alone(
     check_resolved(resolved("swa", tp_size=2), HierKVConfig())
 
 
+def test_window_layers_of_another_shape_are_refused_with_what_those_of_one_are_and_with_ranks() -> (
+    None
+):
+    kind = "swa of two shapes"
+    check_resolved(resolved(kind), HierKVConfig(remote_url="file:///d"))
+    for values, config, words in (
+        ({"tp_size": 2}, HierKVConfig(), "--tp-size 1 with sliding-window layers, got 2"),
+        ({"enable_lora": True}, HierKVConfig(), "no --enable-lora with sliding-window"),
+        ({}, HierKVConfig(codec="lossless", disk_dir="/d"), "--hier-kv-codec none"),
+        ({"speculative_algorithm": "NGRAM"}, HierKVConfig(), "full attention in every layer"),
+    ):
+        with pytest.raises(HierKVConfigError) as caught:
+            check_resolved(resolved(kind, **values), config)
+        assert words in str(caught.value)
+        # In one pool SGLang has no room for layers of two shapes.
+        assert "--disable-hybrid-swa-memory" not in str(caught.value)
+
+
 def test_a_tree_with_states_is_taken_for_a_model_with_states_alone() -> None:
     check_tree(["FULL", "MAMBA"], has_states=True)
     for components, has_windows, has_states in (

@@ -1,0 +1,1 @@
+"""What single models need of this runtime, beside attention and states."""
