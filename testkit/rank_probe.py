@@ -29,18 +29,23 @@ _WRITE_EVERY_S = 0.2
 
 def environment(folder: Path) -> dict[str, str]:
     """Variables for a server whose schedulers count; the counts come to `folder`."""
-    info = folder / "bench_rank_probe-1.dist-info"
+    return {**loading(folder, "testkit.rank_probe:load"), FOLDER_VARIABLE: str(folder)}
+
+
+def loading(folder: Path, function: str) -> dict[str, str]:
+    """Variables for a server whose processes call a function as they load their plugins.
+
+    Args:
+        folder: where the entry point is written.
+        function: as entry points name it.
+    """
+    info = folder / "bench_probe-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-rank-probe\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nbench_rank_probe = testkit.rank_probe:load\n"
-    )
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-probe\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nbench_probe = {function}\n")
     path = [str(folder), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     base = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    return {
-        "PYTHONPATH": launch.environment(base)["PYTHONPATH"],
-        FOLDER_VARIABLE: str(folder),
-    }
+    return {"PYTHONPATH": launch.environment(base)["PYTHONPATH"]}
 
 
 def counts(folder: Path) -> list[dict[str, Any]]:

@@ -38,3 +38,11 @@ def summary(values: Sequence[float], digits: int = 4) -> dict[str, Any]:
         "ci95": [round(low, digits), round(high, digits)],
         "n": len(values),
     }
+
+
+def verdict(value: float, interval: tuple[float, float], target: float, *, at_most: bool) -> str:
+    """What a median and its interval say; an interval around the target decides nothing."""
+    low, high = interval
+    if low <= target <= high:
+        return "inconclusive"
+    return "ok" if (value <= target) == at_most else "missed"

@@ -8,6 +8,7 @@ from typing import Any
 from bench.core.case import Options, Report, disk_folder
 from bench.core.output import Table, format_number
 from bench.core.plots import plot_distributions
+from bench.core.stats import verdict
 from bench.serve import overhead as serve_overhead
 from bench.serve import ttft as serve_ttft
 from bench.serve.exact import measure_exact
@@ -132,7 +133,7 @@ def _load_table(prefixes: dict[str, Any]) -> Table:
             load = p[f"visible_load_{tier}"]
             low, high = p[f"visible_load_{tier}_ci95"]
             most = _VISIBLE_TARGET + extra / limit
-            verdict = _verdict(load, (low, high), most, at_most=True)
+            says = verdict(load, (low, high), most, at_most=True)
             allowed = f"<= {_VISIBLE_TARGET}" + (f" + {extra:g} ms" if extra else "")
             table.rows.append(
                 (
@@ -142,18 +143,10 @@ def _load_table(prefixes: dict[str, Any]) -> Table:
                     load * limit,
                     load,
                     f"{low:.2f} to {high:.2f}",
-                    f"{allowed} {verdict}",
+                    f"{allowed} {says}",
                 )
             )
     return table
-
-
-def _verdict(value: float, interval: tuple[float, float], target: float, *, at_most: bool) -> str:
-    """What a median and its interval say; an interval around the target decides nothing."""
-    low, high = interval
-    if low <= target <= high:
-        return "inconclusive"
-    return "ok" if (value <= target) == at_most else "missed"
 
 
 def _cost_table(results: dict[str, Any]) -> Table:
@@ -169,7 +162,7 @@ def _cost_table(results: dict[str, Any]) -> Table:
     for name, values, key, target, sign in rows:
         low, high = results[f"{key}_ci95"]
         ratio = results[key]
-        verdict = _verdict(ratio, (low, high), target, at_most=sign == "<=")
+        says = verdict(ratio, (low, high), target, at_most=sign == "<=")
         table.rows.append(
             (
                 name,
@@ -177,7 +170,7 @@ def _cost_table(results: dict[str, Any]) -> Table:
                 values["without"],
                 f"{ratio:.3f}",
                 f"{low:.3f} to {high:.3f}",
-                f"{sign} {target} {verdict}",
+                f"{sign} {target} {says}",
             )
         )
     return table

@@ -2,10 +2,10 @@
 
 Two servers are up, both with the plugin and DRAM only; one of them also has a Redis on loopback. No
 prompt comes twice, so that one asks the store for every prompt and uploads every page, and gains
-nothing. They take the same requests in turns, and the scheduler of the other one is stopped
-meanwhile. Both are started anew several times: where a server's memory comes to lie makes it some
-percent faster or slower for as long as it runs. Reported are the CPU time of the scheduler's own
-thread and the throughput, as ratios of each pair of blocks.
+nothing. They take the same requests in turns (`bench.serve.pairs`). Both are started anew several
+times: where a server's memory comes to lie makes it some percent faster or slower for as long as it
+runs. Reported are the CPU time of the scheduler's own thread and the throughput, as ratios of each
+pair of blocks.
 """
 
 from __future__ import annotations
@@ -14,38 +14,23 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import psutil
+from typing import Any
 
 from bench.core.case import CaseFailedError, Report, disk_folder
 from bench.core.output import Progress, Table
 from bench.core.reporting import run_alone
-from bench.core.stats import median, median_interval
-from bench.serve.overhead import MODEL, Request, draw_requests, serve_request
+from bench.serve.overhead import MODEL
+from bench.serve.pairs import Pairs, figures
 from testkit import dummy_model
 from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.requests import tier_state
 from testkit.server import Server
 
 CPU_TARGET, THROUGHPUT_TARGET = 1.03, 0.97
-SIDES = ("off", "on")
 _CONCURRENCY = 6
-_PAIRS_A_START = 3
-_WARMUP_REQUESTS = 4
 _SETTLE_TIMEOUT_S = 60.0
-
-
-class Block(NamedTuple):
-    """What a block of requests cost, for each token in and out."""
-
-    thread_s: float
-    process_s: float
-    wall_s: float
 
 
 def measure_remote(folder: Path, pairs: int, block: int, progress: Progress) -> dict[str, Any]:
@@ -71,11 +56,11 @@ def measure_remote(folder: Path, pairs: int, block: int, progress: Progress) -> 
         *("--page-size", 64, "--max-total-tokens", 24_576, "--mem-fraction-static", 0.5),
         *("--enable-hier-kv", "--hier-kv-host-size", 0.5),
     ]
-    run = _Run(pairs, block, progress)
+    run = Pairs(pairs, block, _CONCURRENCY, 6, progress, _wait_uploaded)
     # What lies there is never read, so it may go.
     with RedisServer(folder / "redis", max_memory="1gb", policy="allkeys-lru") as redis:
         remote = ["--hier-kv-remote-url", f"redis://127.0.0.1:{redis.port}"]
-        while run.num_done < pairs:
+        while run.goes_on():
             with ExitStack() as stack:
                 servers = {
                     "off": Server(args, model=model, stop="kill"),
@@ -90,76 +75,7 @@ def measure_remote(folder: Path, pairs: int, block: int, progress: Progress) -> 
                 num_requests = run.measure(servers)
                 state = tier_state(servers["on"])
             _check(state, num_requests)
-    return {**_figures(run.blocks), "counters": {**state["host"], **_named(state["remote"])}}
-
-
-class _Run:
-    """Pairs of blocks, over several starts of the servers.
-
-    Attributes:
-        blocks: of each side, one a pair.
-    """
-
-    def __init__(self, pairs: int, block: int, progress: Progress) -> None:
-        self.blocks: dict[str, list[Block]] = {side: [] for side in SIDES}
-        self._pairs = pairs
-        self._block = block
-        self._progress = progress
-        self._rng = np.random.default_rng(6)
-
-    @property
-    def num_done(self) -> int:
-        """Pairs measured so far."""
-        return len(self.blocks["on"])
-
-    def order(self) -> tuple[str, ...]:
-        """The sides in the order of this pair: they take turns at going first."""
-        return SIDES[::-1] if self.num_done % 2 else SIDES
-
-    def measure(self, servers: dict[str, Server]) -> int:
-        """Measures the pairs of one start; returns how many requests each server took."""
-        schedulers = {side: psutil.Process(s.scheduler_pid) for side, s in servers.items()}
-        for process in schedulers.values():
-            process.suspend()  # an idle scheduler spins on a whole core
-        num = min(_PAIRS_A_START, self._pairs - self.num_done)
-        for at in range(num + 1):
-            warms_up = at == 0
-            size = _WARMUP_REQUESTS if warms_up else self._block
-            requests = draw_requests(self._rng, size)
-            found: dict[str, Block] = {}
-            for side in self.order():
-                self._progress.update(f"remote {side}, {self.num_done} of {self._pairs} pairs done")
-                schedulers[side].resume()
-                found[side] = _run_block(servers[side], schedulers[side].pid, requests)
-                _wait_uploaded(servers[side])
-                schedulers[side].suspend()
-            if not warms_up:
-                for side in SIDES:
-                    self.blocks[side].append(found[side])
-        for process in schedulers.values():
-            process.resume()
-        return _WARMUP_REQUESTS + num * self._block
-
-
-def _run_block(server: Server, scheduler: int, requests: Sequence[Request]) -> Block:
-    """Serves the requests; the server is busy from the first to the last answer."""
-    tokens = sum(len(request.ids) + request.num_new for request in requests)
-    process = psutil.Process(scheduler)
-    cpu, thread_s, start_s = process.cpu_times(), _thread_cpu_s(scheduler), time.perf_counter()
-    with ThreadPoolExecutor(_CONCURRENCY) as pool:
-        reused = sum(pool.map(lambda request: serve_request(server, request), requests))
-    wall_s = time.perf_counter() - start_s
-    spent, own_s = process.cpu_times(), _thread_cpu_s(scheduler) - thread_s
-    if reused:
-        raise CaseFailedError(f"{reused} tokens were reused in the run without reuse")
-    process_s = spent.user + spent.system - cpu.user - cpu.system
-    return Block(own_s / tokens, process_s / tokens, wall_s / tokens)
-
-
-def _thread_cpu_s(pid: int) -> float:
-    """CPU seconds so far of a process's first thread: the scheduler's event loop."""
-    text = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text()
-    return 1e-9 * int(text.split()[0])
+    return {**figures(run.blocks), "counters": {**state["host"], **_named(state["remote"])}}
 
 
 def _wait_usable(server: Server) -> None:
@@ -201,31 +117,14 @@ def _named(remote: dict[str, int]) -> dict[str, int]:
     return {f"remote_{name}": value for name, value in remote.items()}
 
 
-def _figures(blocks: dict[str, list[Block]]) -> dict[str, Any]:
-    pairs = list(zip(blocks["off"], blocks["on"], strict=True))
-    samples = {
-        "cpu_ratio": [on.thread_s / off.thread_s for off, on in pairs],
-        "process_cpu_ratio": [on.process_s / off.process_s for off, on in pairs],
-        "throughput_ratio": [off.wall_s / on.wall_s for off, on in pairs],
-    }
-    figures: dict[str, Any] = {"pairs": len(pairs), "samples": samples}
-    for name, values in samples.items():
-        figures[name] = median(values)
-        figures[f"{name}_ci95"] = list(median_interval(values))
-    for side, found in blocks.items():
-        figures[f"tokens_per_s_{side}"] = median([1 / one.wall_s for one in found])
-        figures[f"thread_ms_per_token_{side}"] = median([1e3 * one.thread_s for one in found])
-    return figures
-
-
-def table(figures: dict[str, Any]) -> Table:
+def table(found: dict[str, Any]) -> Table:
     """What a person reads."""
     targets = {"cpu_ratio": f"<= {CPU_TARGET}", "throughput_ratio": f">= {THROUGHPUT_TARGET}"}
     rows: list[Sequence[Any]] = []
     for name in ("cpu_ratio", "process_cpu_ratio", "throughput_ratio"):
-        low, high = figures[f"{name}_ci95"]
-        rows.append([name, f"{figures[name]:.3f}", f"{low:.3f} to {high:.3f}", targets.get(name)])
-    title = f"remote store on / off, nothing reused, {figures['pairs']} pairs of blocks"
+        low, high = found[f"{name}_ci95"]
+        rows.append([name, f"{found[name]:.3f}", f"{low:.3f} to {high:.3f}", targets.get(name)])
+    title = f"remote store on / off, nothing reused, {found['pairs']} pairs of blocks"
     return Table(title, ["", "median", "95 % interval", "target"], rows)
 
 

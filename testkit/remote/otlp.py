@@ -58,25 +58,35 @@ class TraceCollector:
         url = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
         return ["--enable-trace", "--otlp-traces-endpoint", url]
 
-    def environment(self) -> dict[str, str]:
-        """Its environment."""
-        return {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    def environment(self, *, by_another_process: bool = False) -> dict[str, str]:
+        """Its environment.
 
-    def trace_of(self, rid: str) -> list[Span]:
+        Args:
+            by_another_process: whether spans are made and sent by a process of their own, for each
+                process that has something to tell.
+        """
+        found = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+        return {**found, "SGLANG_TRACE_ASYNC": "1"} if by_another_process else found
+
+    def trace_of(self, rid: str, num_schedulers: int = 1) -> list[Span]:
         """All spans of a request that is answered, its root first.
 
         Waits until each span's parent has come, and every process that had a part in it has told of
-        that: SGLang's front process, which ends last, and its scheduler.
+        that: SGLang's front process, which ends last, and its schedulers.
+
+        Args:
+            rid: the request's name.
+            num_schedulers: how many ranks computed it.
         """
         deadline_s = time.monotonic() + _WAIT_S
         while time.monotonic() < deadline_s:
-            found = self._whole_trace(rid)
+            found = self._whole_trace(rid, num_schedulers)
             if found:
                 return found
             time.sleep(_POLL_S)
         raise AssertionError(f"no whole trace of {rid} came in {_WAIT_S:.0f} s: {self._spans}")
 
-    def _whole_trace(self, rid: str) -> list[Span]:
+    def _whole_trace(self, rid: str, num_schedulers: int) -> list[Span]:
         with self._lock:
             spans = list(self._spans)
         roots = [span for span in spans if span.attributes.get("rid") == rid]
@@ -86,10 +96,10 @@ class TraceCollector:
         found = [span for span in spans if span.trace_id == root.trace_id]
         known = {span.span_id for span in found}
         is_whole = all(span is root or span.parent_id in known for span in found)
-        has_ended = any("scheduler" in span.name.lower() for span in found)
-        return (
-            [root, *(span for span in found if span is not root)] if is_whole and has_ended else []
-        )
+        num_ended = sum("scheduler" in span.name.lower() for span in found)
+        if not is_whole or num_ended < num_schedulers:
+            return []
+        return [root, *(span for span in found if span is not root)]
 
     def _take(self, body: bytes) -> None:
         request = ExportTraceServiceRequest.FromString(body)

@@ -1,8 +1,8 @@
 """The release of SGLang before the installed one, served end to end from its wheel.
 
 One server with much at once: two tensor parallel ranks, pages coded on disk and in a remote store,
-tenants. Answers are compared bit for bit with those of a device hit. `make contract` brings the
-wheel.
+tenants, traces. Answers are compared bit for bit with those of a device hit. `make contract` brings
+the wheel.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 
 from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.releases.wheels import unpacked, wheel_of
+from testkit.remote.otlp import TraceCollector
 from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.requests import flush_device
 from testkit.server import Server
@@ -44,7 +45,13 @@ PATIENCE_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def collector() -> Iterator[TraceCollector]:
+    with TraceCollector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, collector: TraceCollector) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("previous")
     with RedisServer(folder / "redis") as redis:
         # Every wait is for a state, so that codecs may take their time.
@@ -53,10 +60,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         args += ["--hier-kv-codec", "disk=lossless,remote=lossless"]
         args += ["--hier-kv-remote-url", f"redis://127.0.0.1:{redis.port}"]
         with Server(
-            args,
+            [*args, *collector.args()],
             release=unpacked(RELEASE),
             log_path=folder / "log",
-            env=ENVIRONMENT,
+            env={**ENVIRONMENT, **collector.environment()},
             stop="kill",
             start_timeout_s=PATIENCE_S,
         ) as made:
@@ -126,6 +133,21 @@ def test_ranks_reuse_from_each_tier_what_codecs_kept(
     server.post("/hicache/storage-backend/clear")
     assert_reused(server, prompt, "remote", expected)
     assert server.log().count("Rank consensus checker is enabled") == 2
+
+
+def test_a_trace_says_where_a_prefix_lay(
+    server: Server, prompts: Iterator[list[int]], collector: TraceCollector
+) -> None:
+    prompt = next(prompts)
+    stored(server, prompt)
+    flush_device(server)
+    assert tiers(ask(server, prompt, rid="traced")) == {"host": REUSABLE}
+    trace = collector.trace_of("traced", num_schedulers=2)
+    loads = [span for span in trace if span.name == "hier_kv.load"]
+    ranks = [span for span in trace if "hier_kv.reused.host_tokens" in span.attributes]
+    assert len({span.attributes["pid"] for span in ranks}) == len(loads) == 2
+    assert {span.attributes["hier_kv.reused.host_tokens"] for span in ranks} == {REUSABLE}
+    assert {span.attributes["hier_kv.load.tokens"] for span in loads} == {REUSABLE}
 
 
 def test_a_tenant_meets_only_what_is_its_own(server: Server, prompts: Iterator[list[int]]) -> None:

@@ -23,6 +23,7 @@ from testkit.rank_requests import (
     make_requests,
     send_all,
 )
+from testkit.remote.otlp import Span, TraceCollector
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import PAGE, by_tier, hier_args, real_prompts
@@ -48,6 +49,7 @@ class Run(NamedTuple):
     probes: list[dict[str, Any]]
     num_flushes: int
     log: str
+    traces: list[list[Span]]
 
 
 @pytest.fixture(scope="module", params=sorted(WAYS))
@@ -56,17 +58,20 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     args = [*hier_args(folder, host_pages=HOST_PAGES), *WAYS[way], "--page-size", str(PAGE)]
     args += ["--max-total-tokens", "3072", "--enable-metrics"]
     env = {**ENVIRONMENT, **rank_probe.environment(folder / "probe"), ENV_JITTER: str(JITTER_MS)}
-    log = folder / "server.log"
-    with Server(args, log_path=log, env=env, stop="kill", start_timeout_s=300.0) as server:
+    log, collector = folder / "server.log", TraceCollector()
+    args += collector.args()
+    env |= collector.environment(by_another_process=way == "dp")
+    server = Server(args, log_path=log, env=env, stop="kill", start_timeout_s=300.0)
+    with collector, server:
         served = send_all(server, make_requests(NUM_REQUESTS, seed=1), "mixed")
         device, host = [], []
         prompts = list(real_prompts(LENGTHS, seed=3))
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             ask(server, prompt)
             ask(server, prompt)  # of two data parallel ranks the other one has it now, too
             device.append(ask(server, prompt))
             server.post("/flush_cache")
-            host.append(ask(server, prompt))
+            host.append(ask(server, prompt, rid=f"host-{number}"))
         wishes = {"prefetch": True, "pin_s": 600}
         steered = [
             server.post("/hier_kv/steer", {"input_ids": prompt, **wishes}) for prompt in prompts
@@ -74,9 +79,11 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         states = [one["hier_kv"] for one in server.get("/server_info")["internal_states"]]
         probes = rank_probe.fresh_counts(folder / "probe")
         metrics = server.get("/metrics")
+        num_ranks = 2 if way == "tp" else 1
+        traces = [collector.trace_of(f"host-{at}", num_ranks) for at in range(len(prompts))]
         yield Run(
             way, folder, served, device, host, steered, states, metrics, probes, len(prompts),
-            server.log(),
+            server.log(), traces,
         )  # fmt: skip
 
 
@@ -97,6 +104,23 @@ def test_what_ranks_loaded_answers_as_what_they_computed(run: Run) -> None:
     for on_device, from_host in zip(run.device, run.host, strict=True):
         assert by_tier(on_device)["device"] == by_tier(from_host)["host"] > 0
         assert answer_of(on_device) == answer_of(from_host)
+
+
+def test_each_rank_that_computes_a_request_has_its_part_in_the_trace(run: Run) -> None:
+    """Also where spans are made and sent by a process beside each of SGLang's."""
+    assert ("Async trace exporter started" in run.log) == (run.way == "dp")
+    for answer, trace in zip(run.host, run.traces, strict=True):
+        ranks = [span for span in trace if "hier_kv.reused.host_tokens" in span.attributes]
+        assert len({span.attributes["pid"] for span in ranks}) == (2 if run.way == "tp" else 1)
+        for rank in ranks:
+            assert rank.attributes["hier_kv.reused.host_tokens"] == by_tier(answer)["host"]
+        forwards = {span.span_id: span for span in trace if span.name == "prefill_forward"}
+        loads = [span for span in trace if span.name == "hier_kv.load"]
+        below = [forwards[span.parent_id].parent_id for span in loads]
+        assert sorted(below) == sorted(span.span_id for span in ranks)
+        assert {span.attributes["hier_kv.load.tokens"] for span in loads} == {
+            by_tier(answer)["host"]
+        }
 
 
 def test_what_is_wanted_of_a_prompts_pages_reaches_every_rank(run: Run) -> None:

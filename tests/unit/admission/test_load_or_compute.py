@@ -157,8 +157,8 @@ def test_what_is_in_dram_is_used_though_the_rest_is_recomputed(rig: Rig) -> None
 
 
 def test_follows_a_disk_that_becomes_fast_within_five_requests(rig: Rig) -> None:
-    rig.teach_prefill(1e-4)  # 0.1 s for the prefix; the disk takes 10 s, then next to nothing
-    rig.teach_disk(0.1)
+    rig.teach_prefill(1e-2)  # 10 s for the prefix; the disk takes 1,000 s, then next to nothing
+    rig.teach_disk(0.001)
     choices = []
     for name in "abcdefg":
         request = rig.request(name, 16)
