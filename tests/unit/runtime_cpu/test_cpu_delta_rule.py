@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize, rms_norm, silu, softplus
 
-from runtime_cpu.plugins.sglang_cpu import experts
+from runtime_cpu.plugins.sglang_cpu.models import experts
 from tests.unit.runtime_cpu.stub_modules import load_stub
 
 delta_rule, gated_attention = load_stub("delta_rule"), load_stub("gated_attention")
