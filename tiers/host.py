@@ -1,5 +1,8 @@
 """The host tier's memory: one mapping cut into slots of a fixed size.
 
+The mapping is this process's alone, or one that several have (`shared_memory.py`): then one of them
+gives the slots out, and the others read those that it names to them.
+
 A slot's image is a record, byte for byte as it lies in a segment file, so moving between DRAM and
 disk copies bytes only. The mapping is page aligned (fit for `O_DIRECT` and `cudaHostRegister`).
 
@@ -55,6 +58,8 @@ class HostArena:
         *,
         hugepages: bool = True,
         memory_limit_bytes: int | None = None,
+        memory: mmap.mmap | None = None,
+        is_borrowed: bool = False,
     ) -> None:
         """Map the memory; nothing is committed before `prefault` or the first write.
 
@@ -64,6 +69,8 @@ class HostArena:
             hugepages: Ask for transparent huge pages (best effort).
             memory_limit_bytes: Most that may be asked for; what the machine and its cgroup have
                 available when None.
+            memory: Use this mapping, of exactly the slots' size; closed with the arena.
+            is_borrowed: The slots are another process's: all count as used, and none is given out.
 
         Raises:
             TierConfigError: A size is out of range, or more than there is.
@@ -75,6 +82,8 @@ class HostArena:
         self.nbytes = num_slots * slot_bytes
         self._lock = threading.Lock()
         self._slots: npt.NDArray[np.uint8] | None
+        self._is_borrowed = is_borrowed
+        self._memory = memory
         self._mapping, self._slots = self._map(hugepages=hugepages)
         self._address = int(self._slots.ctypes.data)
         self.generation: npt.NDArray[np.uint32] = np.zeros(num_slots, np.uint32)
@@ -85,12 +94,20 @@ class HostArena:
         self._stack: Slots = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._num_free = num_slots
         self._num_deferred = 0
+        if is_borrowed:
+            self._num_free, self._state[:] = 0, _USED
 
     # ---- memory ----------------------------------------------------------------------------
 
     def _map(self, *, hugepages: bool) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
-        """Maps the memory; returns it and u8[num_slots, slot_bytes] over it."""
-        mapping = map_anonymous(self.nbytes, hugepages=hugepages)
+        """Maps the memory, if it is not; returns it and u8[num_slots, slot_bytes] over it."""
+        mapping = self._memory
+        if mapping is None:
+            mapping = map_anonymous(self.nbytes, hugepages=hugepages)
+        if len(mapping) != self.nbytes:
+            raise TierConfigError(
+                f"The host tier's slots take {self.nbytes:,} bytes and {len(mapping):,} are mapped."
+            )
         flat = np.frombuffer(mapping, dtype=np.uint8)
         return mapping, flat.reshape(self.num_slots, self.slot_bytes)
 
@@ -126,9 +143,13 @@ class HostArena:
             stop: Ends it after the present piece (16 MiB).
             pause_s: Sleep between pieces, in seconds, to leave the memory bus to others.
 
+        Borrowed memory is left to its owner.
+
         Returns:
             Bytes gone through; `nbytes` when it came to the end.
         """
+        if self._is_borrowed:
+            return 0
         # The view keeps the memory mapped should close() come in between.
         view = self._slots
         pieces = range(0, self.nbytes, _PREFAULT_PIECE_BYTES)

@@ -27,6 +27,7 @@ from sglang_ext.assembly.draft_setup import (
     with_drafts,
 )
 from sglang_ext.assembly.key_setup import Trust, build_trust
+from sglang_ext.assembly.one_copy import OneCopy, agree_on_one_copy, may_keep_one_copy, reader_store
 from sglang_ext.assembly.policy_setup import placement_of
 from sglang_ext.assembly.remote_setup import are_alike, open_remote, put_share
 from sglang_ext.assembly.state_setup import (
@@ -158,6 +159,12 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     if is_hybrid:
         config = with_windows(config)
     is_bound = bool(drafts) or is_hybrid
+    group = group_of(cache)
+    alike = are_alike(pool, place, is_alone=not is_bound)
+    one_copy = None
+    if alike and may_keep_one_copy(place, ctx.server_args.disaggregation_mode):
+        one_copy = agree_on_one_copy(config, layout, place, partial(exchange, group))
+    config = config if one_copy is None else one_copy.config
     first_layer = int(kv_pool.start_layer) if place.pp_size > 1 else 0
     ropes = bound_ropes(pool) if is_bound else discover_ropes(runner.model, pool, first_layer)
     page_codec = build_page_codec(config, pool, layout, kv_pool.dtype, runner)
@@ -169,11 +176,15 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     # With prefill and decode servers no codec was tried.
     exact_only = is_bound or is_disaggregated(ctx.server_args.disaggregation_mode)
     rules = LocalPages(layout, ropes, config.rope, exact_only=exact_only)
-    alike = are_alike(pool, place, is_alone=not is_bound)
-    share = put_share(place) if alike else EVERY_PAGE
-    store, disk = _build_store(
-        config, layout, page_codec, feeds, remote_codec, rules, share, is_hybrid=is_hybrid
-    )
+    share = put_share(place) if alike and one_copy is None else EVERY_PAGE
+    disk: RecordTier | None = None
+    if one_copy is not None and not one_copy.keeps:
+        store: PageStore = reader_store(one_copy, layout, feeds.counters)
+    else:
+        store, disk = _build_store(
+            config, layout, page_codec, feeds, remote_codec, rules, share, one_copy,
+            is_hybrid=is_hybrid,
+        )  # fmt: skip
     if snapshots is not None:
         check_room(snapshots, store.arena.num_slots)
     pinned_bytes = 0
@@ -189,7 +200,6 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         parallel_loads=not _uses_triton(config, pool),
     )
     windows = window_layers(cache, pools, copier)
-    group = group_of(cache)
     linker = HierKVLinker(
         store,
         copier,
@@ -221,14 +231,18 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         store.arena.num_slots,
         ctx.params.page_size,
         store.arena.nbytes / GIB,
-        _describe_records(config),
+        _describe_records(config) if store.keeps_pages else "all kept by tensor parallel rank 0",
         "before rotary embedding" if config.rope == "pre" else "as the engine has it",
     )
     return CacheParts(
         linker,
-        _identity(ctx, config, pools, place, group, snapshots, alike=alike),
+        _identity(
+            ctx, config, pools, place, group, snapshots, alike=alike, is_one=one_copy is not None
+        ),
         config,
-        _metrics(ctx, config, place, store, disk, page_codec, cost, linker),
+        _metrics(
+            ctx, config, place, store, disk, page_codec, cost, linker, is_one=one_copy is not None
+        ),
         timer,
         LoadOrCompute(
             store,
@@ -240,6 +254,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         if decides_by_cost
         else None,
         window_inquiries(windows, store, config),
+        shares_pages=one_copy is not None,
     )
 
 
@@ -263,6 +278,8 @@ def _metrics(
     page_codec: PageCodec | None,
     cost: CostModel,
     linker: HierKVLinker,
+    *,
+    is_one: bool,
 ) -> MetricsReporter:
     metrics = MetricsReporter(
         store,
@@ -290,6 +307,7 @@ def _metrics(
         tp_rank=place.tp_rank,
         dp_rank=place.dp_rank,
         **({"pp_rank": place.pp_rank} if place.pp_size > 1 else {}),
+        **({"pages_kept_by_tp_rank": 0} if is_one else {}),
     )
     return metrics
 
@@ -353,6 +371,7 @@ def _build_store(
     remote_codec: RemotePageCodec | None,
     rules: LocalPages,
     share: PutShare,
+    one_copy: OneCopy | None,
     *,
     is_hybrid: bool,
 ) -> tuple[PageStore, RecordTier | None]:
@@ -364,7 +383,8 @@ def _build_store(
         )
     trust = build_trust(config)
     try:
-        arena = HostArena(num_slots, layout.slot_bytes)
+        memory = None if one_copy is None else one_copy.memory
+        arena = HostArena(num_slots, layout.slot_bytes, memory=memory)
         disk = _record_tier(config, trust)
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error
@@ -514,6 +534,7 @@ def _identity(
     snapshots: Snapshots | None,
     *,
     alike: bool,
+    is_one: bool,
 ) -> ModelIdentity:
     pool = pools.full
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
@@ -568,5 +589,6 @@ def _identity(
         partial(exchange, group),
         serves_alike=not place.shares_steps,
         ranks_share=alike,
+        needs_one_name=is_one,
         is_final=place.pp_size > 1,
     )

@@ -157,7 +157,7 @@ class LoadThread:
 
     def _release(self, jobs: list[LoadJob]) -> None:
         for job in jobs:
-            self._store.release(job.ticket.slots)
+            self._store.end_load(job.ticket)
 
     def _loads(self, part: int, jobs: list[LoadJob]) -> list[tuple[torch.Tensor, Prepare]]:
         if part == 0:

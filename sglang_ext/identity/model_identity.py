@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.namespace import (
     digest_lora_adapter,
     digest_model,
@@ -40,6 +41,8 @@ class ModelIdentity:
         serves_alike: whether these ranks serve the same requests. If not, a request must not begin
             an exchange, and a namespace is opened as soon as the weights have changed.
         ranks_share: whether these ranks put the same KV into a remote store once.
+        needs_one_name: whether these ranks keep one copy of a page for all of them, so that their
+            namespaces have to be one.
         is_final: whether the namespace can be opened once only, as the server starts. Pipeline
             stages are in different steps later, where none may wait for the digests of the others.
     """
@@ -54,6 +57,7 @@ class ModelIdentity:
         *,
         serves_alike: bool = True,
         ranks_share: bool = False,
+        needs_one_name: bool = False,
         is_final: bool = False,
     ) -> None:
         self._model = model
@@ -63,6 +67,7 @@ class ModelIdentity:
         self._exchange = exchange
         self._serves_alike = serves_alike
         self._ranks_share = ranks_share
+        self._needs_one_name = needs_one_name
         self._is_final = is_final
         # The adapter that each digest was taken of, and the digest; empty: could not be taken.
         self._lora_digests: dict[str, tuple[Any, bytes]] = {}
@@ -137,6 +142,7 @@ class ModelIdentity:
 
         Raises:
             RuntimeError: another rank failed.
+            HierKVConfigError: on every rank, if they keep KV in different ways and must not.
         """
         if self._digest is None:
             scales = b""
@@ -163,7 +169,14 @@ class ModelIdentity:
                 return digest
 
             opened = self.on_all_ranks(open_own)
-            if self._ranks_share and any(other != digest for other in opened):
+            differ = self._ranks_share and len(set(opened)) > 1
+            if differ and self._needs_one_name:
+                raise HierKVConfigError(
+                    "with MLA one rank keeps the pages of all, which needs ranks that keep KV in "
+                    "one way, and start-up proofs or KV cache scales of these differ; start them "
+                    "on devices of one kind, with one KV cache scale for all ranks."
+                )
+            if differ:
                 logger.warning(
                     "hier-kv: the ranks of this server keep KV in different ways, so none of them "
                     "finds what another one puts into the remote store; start them on machines of "

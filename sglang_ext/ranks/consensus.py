@@ -7,7 +7,8 @@ its threads or its clock, is told to all before anything is decided on it:
 - which saves have ended, and whether they succeeded;
 - of each waiting request: which of its pages are pinned in DRAM, what they are worth, and whether
   the rank would still wait for more;
-- whether the loads of the last batch landed.
+- whether the loads of the last batch landed;
+- where one rank keeps the pages of all: how many of the oldest loads are over.
 
 All of it is one vector of a fixed length that is reduced by MIN: a count becomes what every rank
 has, a flag becomes true where it is true everywhere. What is not told is the same on all ranks by
@@ -37,7 +38,7 @@ MinReduce = Callable[[Vector], None]
 MAX_SAVES = 64
 MAX_REQUESTS = 256
 
-_HISTORY, _MINUS_HISTORY, _NUM_SAVES, _LOADS, _SAVES = 0, 1, 2, 3, 4
+_HISTORY, _MINUS_HISTORY, _NUM_SAVES, _LOADS, _READINGS, _SAVES = 0, 1, 2, 3, 4, 5
 _REQUESTS = _SAVES + MAX_SAVES
 _COLUMNS = 5
 _VECTOR_LENGTH = _REQUESTS + _COLUMNS * MAX_REQUESTS
@@ -91,11 +92,13 @@ class Report:
         saves: results of the saves that ended, oldest first; from `MAX_SAVES` on they wait.
         requests: at most `MAX_REQUESTS`, the same ones in the same order on every rank.
         loads_landed: whether the loads of the last batch landed; true when there were none.
+        num_ended_readings: how many of the oldest `shared_readings` are over.
     """
 
     saves: Sequence[bool] = ()
     requests: Sequence[RequestReport] = ()
     loads_landed: bool = True
+    num_ended_readings: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,13 @@ class Agreed:
         saves: of those that ended on every rank, whether they succeeded on every rank.
         requests: one for each that was told.
         loads_landed: whether the loads of the last batch landed on every rank.
+        num_ended_readings: how many of the oldest `shared_readings` are over on every rank.
     """
 
     saves: list[bool] = field(default_factory=list)
     requests: list[AgreedRequest] = field(default_factory=list)
     loads_landed: bool = True
+    num_ended_readings: int = 0
 
 
 class Consensus:
@@ -175,6 +180,7 @@ class Consensus:
         saves = report.saves[:MAX_SAVES]
         vector[_NUM_SAVES] = len(saves)
         vector[_LOADS] = report.loads_landed
+        vector[_READINGS] = report.num_ended_readings
         # Places of saves that have not ended here hold 1, which MIN ignores; the least count wins.
         vector[_SAVES:_REQUESTS] = 1
         vector[_SAVES : _SAVES + len(saves)] = saves
@@ -194,4 +200,5 @@ def _decode(vector: Vector, num_requests: int) -> Agreed:
             for minus_first, end_page, readiness, minus_worst, num in columns.T.tolist()
         ],
         loads_landed=bool(vector[_LOADS]),
+        num_ended_readings=int(vector[_READINGS]),
     )

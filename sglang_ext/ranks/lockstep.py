@@ -26,6 +26,7 @@ from sglang_ext.ranks.consensus import MAX_SAVES, Agreed, Consensus, MinReduce, 
 from sglang_ext.ranks.promises import FindDamaged, PromiseBook
 from sglang_ext.ranks.rank import Exchange
 from sglang_ext.ranks.resume_promises import ResumeBook
+from sglang_ext.ranks.shared_promises import SharedBook
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
 from sglang_ext.tiers.store.types import Hashes
 
@@ -89,6 +90,7 @@ class Lockstep(Admission):
         min_reduce: of the tensor parallel group, see `Consensus`.
         gather: of the same group, for rare events: each call is a collective of its own.
         resumes: of a hybrid, whose prompts go on at some places only; every prefix has `points`.
+        shares_pages: one of these ranks keeps the pages of all; it is the one whose store does.
 
     Attributes:
         promises: of the waiting requests.
@@ -110,6 +112,7 @@ class Lockstep(Admission):
         min_reduce: MinReduce,
         gather: Exchange,
         resumes: bool = False,
+        shares_pages: bool = False,
     ) -> None:
         self._store = store
         self._room = room
@@ -119,7 +122,8 @@ class Lockstep(Admission):
         self.gather = gather
         self._min_reduce = min_reduce
         self._consensus = Consensus(min_reduce)
-        self.promises = (ResumeBook if resumes else PromiseBook)(
+        kind = SharedBook if shares_pages else ResumeBook if resumes else PromiseBook
+        self.promises = kind(
             store,
             room,
             page_size=page_size,
@@ -197,7 +201,7 @@ class Lockstep(Admission):
         ticket = self.promises.take_last(handle, page_hash.tobytes())
         if ticket is None or int(ticket.quality.max()) <= max_quality:
             return ticket
-        self._store.release(ticket.slots)
+        self._store.end_load(ticket)
         return None
 
     def release(self, handle: Hashable) -> None:
@@ -264,15 +268,20 @@ class Lockstep(Admission):
     def _agree(self) -> Agreed:
         transfers = self._transfers
         loads_landed = self._loads is None or self._loads[1]
+        shared = self.promises if isinstance(self.promises, SharedBook) else None
         report = Report(
             transfers.ended_saves(MAX_SAVES),
             self.promises.report(self._queue()),
             loads_landed,
+            0 if shared is None else shared.readings.num_ended,
         )
         agreed = self._consensus.agree(report)
         transfers.take_completed_offloads(len(agreed.saves))
         transfers.commit_completed_offloads(agreed.saves)
         self.promises.settle(agreed.requests)
+        if shared is not None:
+            shared.readings.settle(agreed.num_ended_readings)
+            shared.tell_slots(self._min_reduce)
         if self._loads is not None:
             self._loads = (self._loads[0], agreed.loads_landed)
         return agreed

@@ -77,6 +77,7 @@ class CacheParts:
         cost: decides between loading and computing; None where everything is loaded.
         inquiries: makes what asks a remote store for windows, given how a request enters; None
             where there is nothing to ask for.
+        shares_pages: one rank of this one's group keeps the pages of all.
     """
 
     linker: HierKVLinker
@@ -86,6 +87,7 @@ class CacheParts:
     forward_timer: ForwardTimer | None = None
     cost: LoadOrCompute | None = None
     inquiries: Callable[[Enter], WindowInquiries] | None = None
+    shares_pages: bool = False
 
 
 class HierKVRadixCache(UnifiedRadixCache):
@@ -155,7 +157,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.misses = MissKeeper(linker.store, self.page_size, by_tenant=bool(self._quotas.shares))
         self.session_turns = SessionTurns(self.session, linker.store.counters)
         self.given_up_rooms = GivenUpRooms()  # of a decode server
-        self.admission: Admission = self._admission_of(group, tree)
+        self.admission: Admission = self._admission_of(group, tree, shares_pages=parts.shares_pages)
 
     def _follow_tiers(self, config: HierKVConfig, store: PageStore, num_pages: int) -> None:
         """SGLang's KV events tell of the tiers, too, where it publishes any."""
@@ -172,7 +174,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             max_seen_pages=2 * num_pages,
         )
 
-    def _admission_of(self, group: Any | None, tree: RadixTree) -> Admission:
+    def _admission_of(self, group: Any | None, tree: RadixTree, *, shares_pages: bool) -> Admission:
         """Who decides on waiting requests: this process, or with others the ranks of a group."""
         if group is None:
             return Solo(
@@ -196,7 +198,8 @@ class HierKVRadixCache(UnifiedRadixCache):
             return StagedLockstep(
                 *parts, num_stages=self.pp_size, begin_reduce=begin_reduce, **common
             )
-        return Lockstep(*parts, min_reduce=partial(min_reduce, group), **common)
+        reduce = partial(min_reduce, group)
+        return Lockstep(*parts, min_reduce=reduce, shares_pages=shares_pages, **common)
 
     def _enter(self, handle: Any, prefix: ReusablePrefix, key: Any) -> Any:
         return self.admission.enter(handle, prefix, key)

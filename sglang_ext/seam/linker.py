@@ -211,7 +211,7 @@ class HierKVLinker(UnifiedCacheLinker):
         if not len(damaged):
             return ticket
         self.store.drop_damaged(ticket, damaged)
-        self.store.release(ticket.slots)
+        self.store.end_load(ticket)
         return None
 
     def find_damaged(
@@ -279,7 +279,7 @@ class HierKVLinker(UnifiedCacheLinker):
         """Fails a batch of which a load was overtaken by a change of weights or adapters."""
         logger.warning("hier-kv: loads were queued before the weights changed; they are given up")
         for job in jobs:
-            self.store.release(job.ticket.slots)
+            self.store.end_load(job.ticket)
         self.layer_done_counter.fail(index, RuntimeError("the weights changed before the load"))
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -356,7 +356,7 @@ class HierKVLinker(UnifiedCacheLinker):
     def _end_restore(self, ticket: LoadTicket, rows: list[torch.Tensor], last: Any) -> None:
         """Lets what follows wait for an event; only then pins and `rows` are given up."""
         if last is None:
-            self.store.release(ticket.slots)
+            self.store.end_load(ticket)
             return
         self._restoring = last
         self._load_path.before_forwards(last)
@@ -374,7 +374,7 @@ class HierKVLinker(UnifiedCacheLinker):
 
     def _release(self, ticket: LoadTicket, rows: list[torch.Tensor]) -> None:
         """The device is done with pages and rows; the caller kept `rows` alive until now."""
-        self.store.release(ticket.slots)
+        self.store.end_load(ticket)
 
     def overwrite_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies rows of the device pool over others, between the forwards.
@@ -396,7 +396,7 @@ class HierKVLinker(UnifiedCacheLinker):
         job = self._pending_loads.pop(rid, None)
         if job is None:
             return False
-        self.store.release(job.ticket.slots)
+        self.store.end_load(job.ticket)
         return True
 
     # ---- save ----

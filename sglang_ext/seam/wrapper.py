@@ -307,6 +307,8 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         Returns:
             What to save, and how many pages are before that.
         """
+        if not self.cache_linker.store.keeps_pages:
+            return transfers, len(ancestors)  # what is stored is known to another rank
         num_kept = len(self.cache_linker.store.survey(space, ancestors).ready)
         if num_kept == len(ancestors) or self._tree.is_being_saved(node_id, num_kept):
             return transfers, len(ancestors)

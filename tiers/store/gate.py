@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from sglang_ext.tiers.store.types import Epoch, KeySpace, LoadTicket, Slots, StoreCounters
+from sglang_ext.tiers.store.types import Epoch, KeySpace, LoadTicket, StoreCounters
 
 _KEY: Final = object()
 
 
 class LivePages:
-    """Pinned pages that may be copied to the device; ends with `PageStore.release`.
+    """Pinned pages that may be copied to the device; ends with `PageStore.end_load`.
 
     Only `Gate.load` makes one.
 
@@ -41,12 +41,12 @@ class Gate:
 
     Args:
         counters: of the store.
-        release: gives pins back.
+        end_load: gives the pins of a ticket back.
     """
 
-    def __init__(self, counters: StoreCounters, release: Callable[[Slots], None]) -> None:
+    def __init__(self, counters: StoreCounters, end_load: Callable[[LoadTicket], None]) -> None:
         self._counters = counters
-        self._release = release
+        self._end_load = end_load
         self._epoch = Epoch()
 
     @property
@@ -71,7 +71,7 @@ class Gate:
         """
         if ticket.space == space and self.is_open(space):
             return LivePages(ticket, _KEY)
-        self._release(ticket.slots)
+        self._end_load(ticket)
         self._counters.add("stale_load_pages", len(ticket.slots))
         return None
 

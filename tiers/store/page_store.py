@@ -92,7 +92,10 @@ class PageStore:
         events: the store's own log.
         gate: what every load and every save of a device's pages passes.
         lookahead: tells the placement policy what waits; None where it is not to know.
+        keeps_pages: False where another process keeps this one's pages (`ReaderStore`).
     """
+
+    keeps_pages = True
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class PageStore:
             space_of=self._spaces.of,
             disk_floor=transcoder.quality if transcoder is not None and self._packed else 0,
         )
-        self.gate = Gate(self.counters, books.loads.release)
+        self.gate = Gate(self.counters, self.end_load)
         self.lookahead = LookAhead(books, policy) if policy is not None else None
         self._fetch_meter = ReadMeter(on_fetch)
         decoded = DecodedPages()
@@ -362,8 +365,18 @@ class PageStore:
                 self._remote.blame(self._spaces.of(number), row.tobytes())
 
     def release(self, slots: Slots) -> None:
-        """Gives the pins of a load back."""
+        """Gives pins back."""
         self._books.loads.release(slots)
+
+    def end_load(self, ticket: LoadTicket) -> None:
+        """A load is over, or will not be: its pins are given back. Any thread.
+
+        Those of pages that other ranks load, too, last until all have told that they are done.
+        """
+        if ticket.reading is not None:
+            ticket.reading.end()
+        else:
+            self.release(ticket.slots)
 
     def plan(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -120,21 +120,30 @@ class SaveTicket:
     hashes: Hashes
 
 
+class Reading(Protocol):
+    """What somebody reads from slots that others read, too, and that are pinned for all of them."""
+
+    def end(self) -> None:
+        """This process is done with it; once, from any thread."""
+
+
 @dataclass(frozen=True)
 class LoadTicket:
-    """Pages pinned for a load; ends with `PageStore.release`.
+    """Pages pinned for a load; ends with `PageStore.end_load`.
 
     Attributes:
         space: where the pages belong.
         rows: i64 `[n]`.
         slots: i32 `[n]`, pinned.
         quality: u8 `[n]`.
+        reading: of pages that several ranks load; it ends in the place of the pins.
     """
 
     space: KeySpace
     rows: Rows
     slots: Slots
     quality: Qualities
+    reading: Reading | None = None
 
 
 class Plan:

@@ -1,12 +1,13 @@
-"""Servers of two tensor parallel ranks of a model with MLA: each page is stored once, for both."""
+"""Servers of two tensor parallel ranks of a model with MLA: one keeps each page, for both."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,11 +17,11 @@ from sglang_ext.tiers.disk.offline.survey import examine, find_segments
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.records.record import HEADER_BYTES, RecordMeta, parse_header
 from sglang_ext.tiers.records.seals import CHECKSUMS
-from sglang_ext.tiers.store import PutShare
-from testkit.rank_requests import ENVIRONMENT, WAYS
+from testkit.rank_requests import ENVIRONMENT, JITTER_MS, WAYS, make_requests, send_all
 from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.requests import flush_device
 from testkit.server import Server
+from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import PAGE, ask, by_tier, real_prompts, state, tokens_and_logprobs
 from tests.e2e.remote.latent_model import write_latent_model
 from tests.e2e.remote.test_remote import SECRET, Store, eventually, make_server
@@ -34,10 +35,10 @@ pytestmark = [
 # The second turn fills no page: both servers compute as many tokens of it.
 FIRST_TOKENS, ANSWER_TOKENS, SECOND_TOKENS = 700, 20, 40
 REUSABLE = (FIRST_TOKENS + ANSWER_TOKENS - 1) // PAGE
-SHARES = (PutShare(0, 2), PutShare(1, 2))
-# Where a value's name has the digit that says whose share its page is in: the low half of the first
-# of the page hash's last 8 bytes, behind `hkv:1:NAMESPACE:`.
-DIGIT = len("hkv:1:") + 64 + len(":") + 2 * 24 + 1
+# DRAM of some 50 pages, and a device of 32, of the server whose store is late.
+SMALL = ("--hier-kv-host-size", "0.0033", "--max-total-tokens", "2048")
+LATE = {ENV_JITTER: str(JITTER_MS)}
+NUM_REQUESTS, MIXED_TOKENS = 50, 320
 
 
 class Stored(NamedTuple):
@@ -57,12 +58,13 @@ class World:
         secret.write_text(f"{SECRET}\n")
         self.store = Store("redis", f"redis://127.0.0.1:{redis.port}?password-file={secret}")
 
-    def server(self, name: str) -> Server:
-        disk = ["--hier-kv-disk-dir", str(self.folder / name / "disk"), "--hier-kv-disk-size", "1"]
+    def server(self, name: str, *args: str, env: dict[str, str] | None = None) -> Server:
+        """A server on the folder of the one before it."""
+        disk = ["--hier-kv-disk-dir", str(self.folder / "disk"), "--hier-kv-disk-size", "1"]
         disk += ["--hier-kv-disk-segment-size", "0.03"]
-        return make_server(
-            self.store, self.folder, name, [*WAYS["tp"], *disk], env=ENVIRONMENT, model=self.model
-        )
+        every = [*WAYS["tp"], *disk, *args]
+        env = {**ENVIRONMENT, **(env or {})}
+        return make_server(self.store, self.folder, name, every, env=env, model=self.model)
 
     def stored(self) -> dict[bytes, Stored]:
         """The store's pages, by their hashes."""
@@ -70,14 +72,16 @@ class World:
         assert isinstance(names, list)
         return dict(page_of(self.redis.call("GET", name)) for name in names)  # type: ignore[arg-type]
 
-    def on_disk(self, name: str, rank: int) -> dict[bytes, Stored]:
-        """The pages that a rank of a server left on disk, by their hashes."""
+    def on_disk(self) -> dict[bytes, Stored]:
+        """The pages that the ranks left on disk, by their hashes; each is there once."""
         io, found = FileIO(), {}
-        for segment in find_segments(io, self.folder / name / "disk" / f"dp0-tp{rank}-of-2")[1]:
+        for segment in find_segments(io, self.folder / "disk" / "dp0-tp0-of-2")[1]:
             content = segment.path.read_bytes()
             for block in examine(io, segment, CHECKSUMS).pages.block.tolist():
                 page_hash, page = page_of(content[block * BLOCK_BYTES :])
+                assert page_hash not in found
                 found[page_hash] = page
+        assert not list((self.folder / "disk").glob("dp0-tp1-of-2*"))
         return found
 
 
@@ -111,62 +115,68 @@ def counts(server: Server, name: str) -> list[int]:
 
 
 def is_connected(server: Server) -> bool:
-    """Whether both ranks have found the store."""
-    return all(rank["remote"]["breaker_state"] == 0 for rank in state(server)["tp_ranks"])
+    """Whether the rank that keeps the pages has found the store; the other one has none."""
+    first, second = state(server)["tp_ranks"]
+    assert second["remote"] is None
+    return bool(first["remote"]["breaker_state"] == 0)
 
 
-def is_put(server: Server, num_pages: int) -> bool:
-    """Whether both ranks have so many pages in DRAM and on disk, and each page was put once."""
-    saved, on_disk = counts(server, "saved_pages"), counts(server, "written_pages")
-    put = sum(counts(server, "remote_written_pages"))
-    return saved == on_disk == [num_pages] * 2 and put == num_pages
+def is_stored_once(server: Server, num_pages: int) -> bool:
+    """Whether rank 0 has so many pages in DRAM, on disk and in the store, and rank 1 has none."""
+    names = ("saved_pages", "host_pages", "written_pages", "remote_written_pages")
+    return all(counts(server, name) == [num_pages, 0] for name in names)
 
 
-def test_each_page_is_stored_once_and_found_by_all_ranks(world: World) -> None:
+def test_one_rank_keeps_each_page_and_all_load_it(world: World) -> None:
     first, second = real_prompts([FIRST_TOKENS, SECOND_TOKENS], seed=7)
     with world.server("one") as server:
         eventually(partial(is_connected, server))
         prompt = [*first, *ask(server, first, ANSWER_TOKENS)["output_ids"], *second]
-        eventually(partial(is_put, server, REUSABLE))
+        eventually(partial(is_stored_once, server, REUSABLE))
         in_store = world.stored()
-        hashes = page_hashes(prompt)
-        assert {row.tobytes() for row in hashes} == set(in_store)
-        shares = [int(share.has(hashes).sum()) for share in SHARES]
-        # As many values and bytes as one rank has pages.
-        assert world.redis.call("DBSIZE") == len(in_store) == sum(shares) == REUSABLE
-        assert counts(server, "remote_written_pages") == shares
-        assert counts(server, "remote_left_pages") == shares[::-1]
-        assert 0 < shares[0] < REUSABLE
-        assert len({page.meta.namespace for page in in_store.values()}) == 1
+        assert {row.tobytes() for row in page_hashes(prompt)} == set(in_store)
+        assert world.redis.call("DBSIZE") == len(in_store) == REUSABLE
         expected = tokens_and_logprobs(ask(server, prompt))  # a device hit
-    # What both ranks computed and what one of them put are the same bits.
-    assert world.on_disk("one", 0) == world.on_disk("one", 1) == in_store
+        _check_restored(server, prompt, "host", expected)
+        assert counts(server, "loaded_pages") == [REUSABLE] * 2
+        capacity = counts(server, "host_capacity_pages")
+        assert capacity[0] > 0 == capacity[1]
+    assert world.on_disk() == in_store
 
-    with world.server("two") as server:
+    with world.server("two", *SMALL, env=LATE) as server:
         eventually(partial(is_connected, server))
-        moved = ask(server, prompt)
-        assert by_tier(moved)["remote"] == REUSABLE * PAGE, (by_tier(moved), state(server))
-        assert tokens_and_logprobs(moved) == expected
-        assert counts(server, "remote_promoted_pages") == [REUSABLE] * 2
+        _check_restored(server, prompt, "disk", expected)
+        server.post("/hicache/storage-backend/clear")
+        _check_restored(server, prompt, "remote", expected)
+        # Both were fetched once.
+        assert counts(server, "promoted_pages") == [REUSABLE, 0]
+        assert counts(server, "remote_promoted_pages") == [REUSABLE, 0]
+        _check_mixed(server)
         assert server.log().count("Rank consensus checker is enabled") == 2
-        assert "keep KV in different ways" not in server.log()
-        _check_that_one_ranks_puts_may_fail(world, server)
+        assert "Found rank divergence" not in server.log()
 
 
-def _check_that_one_ranks_puts_may_fail(world: World, server: Server) -> None:
-    """Redis takes no more values of rank 1's share: misses on both ranks, and the same answer."""
-    pattern = "?" * DIGIT + "[02468ace]*"
-    world.redis.call("ACL", "SETUSER", "default", "resetkeys", "%R~*", f"%W~{pattern}")
-    prompts = real_prompts([FIRST_TOKENS] * 50, seed=11)
-    prompt = next(each for each in prompts if SHARES[1].has(page_hashes(each)[:1]))
-    put = counts(server, "remote_written_pages")
-    cold = ask(server, prompt)
-    hashes = page_hashes([*prompt, *cold["output_ids"]][:-1])
-    num_pages = [int(share.has(hashes).sum()) for share in SHARES]
-    eventually(lambda: counts(server, "remote_written_pages") == [put[0] + num_pages[0], put[1]])
-    eventually(lambda: counts(server, "remote_upload_dropped_pages") == [0, num_pages[1]])
+def _check_restored(server: Server, prompt: list[int], tier: str, expected: Any) -> None:
+    """What all ranks load from a tier of one of them answers as a device hit did."""
     flush_device(server)
-    server.post("/hicache/storage-backend/clear")
-    again = ask(server, prompt)
-    assert sum(by_tier(again).values()) == 0
-    assert tokens_and_logprobs(again) == tokens_and_logprobs(cold)
+    moved = ask(server, prompt)
+    assert by_tier(moved)[tier] == REUSABLE * PAGE, (by_tier(moved), state(server))
+    assert tokens_and_logprobs(moved) == expected
+
+
+def _check_mixed(server: Server) -> None:
+    """Requests and aborts at once, in DRAM of few pages; then answers are still a device hit's."""
+    reused: Counter[str] = Counter()
+    for served in send_all(server, make_requests(NUM_REQUESTS, seed=1), "mixed"):
+        reused.update(served.by_tier)
+    assert reused["host"] + reused["disk"] + reused["remote"] > 0, reused
+    assert counts(server, "evicted_pages")[0] > 0
+    loaded = counts(server, "loaded_pages")
+    assert loaded[0] == loaded[1]
+    for prompt in real_prompts([MIXED_TOKENS] * 3, seed=5):
+        ask(server, prompt)
+        on_device = ask(server, prompt)
+        flush_device(server)
+        again = ask(server, prompt)
+        assert by_tier(on_device)["device"] == by_tier(again)["host"] > 0
+        assert tokens_and_logprobs(again) == tokens_and_logprobs(on_device)

@@ -9,6 +9,9 @@ without, in one call or in a session. What a page holds follows from the weights
 that computed it, whatever name it is stored under, so a page that reaches the device under others
 shows.
 
+Where one rank keeps the pages of all, the others have a store that knows of none and read the first
+one's memory; each ends a reading at steps of its own choice.
+
 Each decision goes into the rank's trace; the traces must be equal.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import math
+import mmap
 import random
 import threading
 import time
@@ -38,6 +42,7 @@ from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
 from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
 from sglang_ext.ranks.consensus import Vector  # noqa: E402
 from sglang_ext.ranks.lockstep import Lockstep  # noqa: E402
+from sglang_ext.ranks.shared_promises import SharedBook  # noqa: E402
 from sglang_ext.ranks.stages import StagedLockstep  # noqa: E402
 from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
 from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
@@ -48,6 +53,7 @@ from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from sglang_ext.tiers.records.record import HEADER_BYTES  # noqa: E402
 from sglang_ext.tiers.remote import RemoteStore  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, LivePages, PageStore, PageStoreConfig  # noqa: E402
+from sglang_ext.tiers.store.reader_store import ReaderStore  # noqa: E402
 from testkit.slow.store import add_jitter  # noqa: E402
 from tests.tiers.remote.remote_cases import open_store  # noqa: E402
 from tests.tiers.tier_pages import PAYLOAD_BYTES, SLOT_BYTES, key, make_slot, payload  # noqa: E402
@@ -59,6 +65,7 @@ WAIT_S = 300.0
 NUM_WEIGHTS, NUM_ADAPTERS = 3, 2  # few, so that old ones come back and their pages are of use
 ADAPTER_ID = "tone"
 JITTER_S, DISK_DELAY_S, REMOTE_DELAY_S, TIMEOUT_MS = 0.001, 0.01, 0.004, 8.0
+MAX_LATE_STEPS = 12  # of a reading of shared pages, behind what SGLang waits for
 
 
 class Wire:
@@ -246,19 +253,23 @@ class Rank:
         lookahead: bool,
         remote: bool,
         changes: bool,
+        memory: mmap.mmap | None = None,
     ) -> None:
         self.number = number
+        self.shares = memory is not None
         self.changes = changes
         self.script = random.Random(seed)  # the same on all ranks
         self.own = random.Random(1000 * seed + number)
         self.failure = failure
-        self.arena = HostArena(NUM_SLOTS, SLOT_BYTES)
-        self.disk = None if remote else self._open_disk(folder / f"{number}")
-        self.remote = self._open_remote(folder / f"remote-{number}") if remote else None
+        reads = memory is not None and number > 0
+        self.arena = HostArena(NUM_SLOTS, SLOT_BYTES, memory=memory, is_borrowed=reads)
+        has_disk, has_remote = not remote and not reads, remote and not reads
+        self.disk = self._open_disk(folder / f"{number}") if has_disk else None
+        self.remote = self._open_remote(folder / f"remote-{number}") if has_remote else None
         placement = PolicyConfig() if lookahead else None
-        self.store = PageStore(
+        self.store = (ReaderStore if reads else PageStore)(
             self.arena,
-            PageIndex(256),
+            PageIndex(16 if reads else 256),
             self.disk,
             PageStoreConfig(placement=placement),
             remote=self.remote,
@@ -302,6 +313,7 @@ class Rank:
         self.counts: dict[str, int] = {}
         self.next_id = self.num_steps = self.num_stage_steps = 0
         self._seen: dict[int, str] = {}  # slot to digest, while it is loaded
+        self.late: list[tuple[int, LivePages, Request]] = []  # readings, by the step of their ends
         self.saver = threading.Thread(target=self._run_saves, daemon=True)
         self.saver.start()
 
@@ -315,7 +327,10 @@ class Rank:
         }
         if isinstance(wire, Wire):
             return Lockstep(
-                *parts, min_reduce=lambda vector: wire.min_reduce(self.number, vector), **common
+                *parts,
+                min_reduce=lambda vector: wire.min_reduce(self.number, vector),
+                shares_pages=self.shares,
+                **common,
             )
         return StagedLockstep(
             *parts,
@@ -403,6 +418,7 @@ class Rank:
         if self.num_steps % 70 == 0:
             self._clear()
         self.press()
+        self._end_late()
         for failed in self.admission.step():
             self.note("failed", failed)
         for request in list(self.queue):
@@ -433,9 +449,11 @@ class Rank:
     def drain(self) -> None:
         """Runs until every request was served; fails when they wait for each other."""
         end_s = time.monotonic() + WAIT_S
-        while self.queue or self.running or self.pending:
+        while self.queue or self.running or self.pending or self.num_readings:
             self._enter_step()
             self.press()
+            self.num_steps += 1
+            self._end_late()
             self.admission.step()
             for request in list(self.queue):
                 self._try(request)
@@ -461,8 +479,11 @@ class Rank:
             assert time.monotonic() < end_s, np.flatnonzero(self.arena._pins)
             time.sleep(0.002)
         assert self.store._books.pins.num_pages == 0
-        assert len(self.admission.promises) == 0
-        self.store.check()
+        assert len(self.admission.promises) == self.num_readings == len(self.late) == 0
+        if self.store.keeps_pages:  # the slots of the others are borrowed
+            self.store.check()
+        else:
+            self.arena.check()
 
     def note(self, kind: str, *values: Any) -> None:
         self.trace.append((kind, *values))
@@ -542,10 +563,10 @@ class Rank:
         if last is not None and space is not None:
             pages = self.store.gate.load(last, space)
         elif last is not None:
-            self.store.release(last.slots)
+            self.store.end_load(last)
         if pages is not None:
             self._check_content(pages, request, num_pages - 1)
-            self.store.release(pages.ticket.slots)
+            self._end_reading(pages, request)
         promises.leave(handle)
         start = len(self.device[document])
         if num_pages > start:
@@ -555,8 +576,29 @@ class Rank:
 
     def _end_load(self, running: Running) -> None:
         if running.pages is not None:
-            self._check_content(running.pages, running.request, None)
-            self.store.release(running.pages.ticket.slots)
+            self._end_reading(running.pages, running.request)
+
+    def _end_reading(self, pages: LivePages, request: Request) -> None:
+        """A device may read on when the scheduler has done with a request."""
+        if self.shares:
+            steps = self.own.randrange(MAX_LATE_STEPS)
+            self.late.append((self.num_steps + steps, pages, request))
+            return
+        self._check_content(pages, request, None)
+        self.store.end_load(pages.ticket)
+
+    def _end_late(self) -> None:
+        due = [each for each in self.late if each[0] <= self.num_steps]
+        self.late = [each for each in self.late if each[0] > self.num_steps]
+        for _, pages, request in due:
+            self._check_content(pages, request, None)
+            self.store.end_load(pages.ticket)
+
+    @property
+    def num_readings(self) -> int:
+        """Loads of shared pages that are not over on all ranks."""
+        promises = self.admission.promises
+        return len(promises.readings) if isinstance(promises, SharedBook) else 0
 
     def _retract(self, request: Request) -> None:
         """It gives up its KV and goes back to the queue."""
@@ -697,17 +739,19 @@ def run_ranks(
     remote: bool = False,
     changes: bool = False,
     num_stages: int = 1,
+    shared: bool = False,
 ) -> tuple[list[Rank], Wire | Stages]:
     """Runs all ranks through the script, lets every request end, and checks the accounts.
 
     With `remote` each rank has a remote store behind its DRAM, and no disk; with `changes` the
-    weights and an adapter change.
+    weights and an adapter change; with `shared` the first rank keeps the pages of all.
     """
+    memory = mmap.mmap(-1, NUM_SLOTS * SLOT_BYTES) if shared else None
     wire = Wire(num_ranks) if num_stages == 1 else Stages(num_ranks, num_stages)
     ranks = [
         Rank(
             folder, number, wire, seed=seed, policy=policy, failure=failure, lookahead=lookahead,
-            remote=remote, changes=changes,
+            remote=remote, changes=changes, memory=memory,
         )
         for number in range(num_ranks)
     ]  # fmt: skip

@@ -1,0 +1,154 @@
+"""One rank keeps the pages of all: ranks decide alike, and no slot changes before all have read it.
+
+Each rank ends its readings some steps later than its scheduler has done with them, by its own
+chance, while DRAM is too small and pages come and go in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_ext.ranks.consensus import RankDivergenceError
+from sglang_ext.ranks.shared_promises import SharedBook
+from sglang_ext.ranks.shared_readings import SharedReading, SharedReadings
+from tests.property.test_ranks_lockstep import NUM_STEPS, run_worlds
+from tests.property.worlds import ranks_world
+from tests.property.worlds.ranks_world import run_ranks
+
+CASES = [
+    (2, "timeout", True, False, False), (3, "wait_complete", True, False, False),
+    (2, "best_effort", True, False, True), (2, "wait_complete", False, True, False),
+    (3, "timeout", True, True, True),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)  # many injected failures
+
+
+@pytest.mark.parametrize(("num_ranks", "policy", "lookahead", "remote", "changes"), CASES)
+def test_ranks_load_what_one_of_them_keeps(
+    num_ranks: int, policy: str, lookahead: bool, remote: bool, changes: bool, tmp_path: Path
+) -> None:
+    """Disks fail, pages are damaged, weights change; readers are late, each by its own chance."""
+    brought = "remote_promoted_pages" if remote else "promoted_pages"
+    shown = ["admitted", "held", "loaded", "last page", "saved", "cleared", "failed"]
+    shown += [f"rank 0: {name}" for name in (brought, "evicted_pages", "damaged_pages")]
+    shown += [f"rank {rank}: loaded_pages" for rank in range(num_ranks)]
+    seen: Counter[str] = Counter()
+
+    def note(ranks: list[ranks_world.Rank]) -> None:
+        kept, *others = (rank.store.stats() for rank in ranks)
+        seen.update({f"rank 0: {name}": value for name, value in kept.items()})
+        for number, stats in enumerate(others, 1):
+            seen[f"rank {number}: loaded_pages"] += stats.get("loaded_pages", 0)
+            assert stats["host_pages"] == stats["host_capacity_pages"] == 0
+            assert not {"saved_pages", "promoted_pages", "evicted_pages"} & set(stats)
+        # What one loads all load, in as many pages.
+        assert len({rank.store.stats().get("loaded_pages", 0) for rank in ranks}) == 1
+
+    run_worlds(
+        tmp_path, seen, shown, note, num_ranks=num_ranks, policy=policy, lookahead=lookahead,
+        remote=remote, changes=changes, shared=True,
+    )  # fmt: skip
+
+
+def worlds(folder: Path, num_ranks: int = 2, **settings: Any) -> Iterator[None]:
+    """Worlds one after the other, of seeds 1 and on."""
+    for seed in itertools.count(1):
+        own = folder / str(seed)
+        own.mkdir()
+        run_ranks(
+            own, num_ranks=num_ranks, num_steps=NUM_STEPS, seed=seed, policy="wait_complete",
+            shared=True, **settings,
+        )  # fmt: skip
+        yield
+
+
+def assert_found_out(folder: Path, error: type[Exception], match: str, num_worlds: int) -> None:
+    with pytest.raises(error, match=match):
+        for _ in itertools.islice(worlds(folder), num_worlds):
+            pass
+
+
+def test_pins_that_end_with_the_keepers_own_reading_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slower rank would read another page than the one that it was promised."""
+    ends = SharedReading.end
+
+    def end_alone(self: SharedReading) -> None:
+        ends(self)
+        released = getattr(self, "release", None)
+        if released is not None:
+            released(self.slots)
+
+    begins = SharedReadings.begin
+
+    def begin(self: SharedReadings, slots: Any) -> SharedReading:
+        reading = begins(self, slots)
+        reading.release = self._release  # type: ignore[attr-defined]
+        return reading
+
+    def settle(self: SharedReadings, num_ended: int) -> None:
+        for _ in range(num_ended):
+            self._open.popleft()
+
+    monkeypatch.setattr(SharedReading, "end", end_alone)
+    monkeypatch.setattr(SharedReadings, "begin", begin)
+    monkeypatch.setattr(SharedReadings, "settle", settle)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 20.0)
+    assert_found_out(tmp_path, AssertionError, "a page changed while it was loaded", 40)
+
+
+def test_ranks_that_count_only_their_own_readings_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the reduction of that count each takes its own for that of all."""
+
+    def own_count(self: Any, rank: int, vector: np.ndarray) -> None:
+        kept = vector[4] if len(vector) > 1000 else None
+        reduce(self, rank, vector)
+        if kept is not None:
+            vector[4] = kept
+
+    reduce = ranks_world.Wire.min_reduce
+    monkeypatch.setattr(ranks_world.Wire, "min_reduce", own_count)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 20.0)
+    with pytest.raises((RankDivergenceError, AssertionError)):
+        for _ in itertools.islice(worlds(tmp_path), 40):
+            pass
+
+
+def test_a_reader_that_is_not_told_where_pages_lie_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tells = SharedBook.tell_slots
+
+    def tell(self: SharedBook, min_reduce: Any) -> None:
+        tells(self, lambda vector: min_reduce(vector if self._keeps else vector.copy()))
+
+    monkeypatch.setattr(SharedBook, "tell_slots", tell)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 5.0)
+    assert_found_out(tmp_path, RankDivergenceError, "do not know where shared pages lie", 1)
+
+
+def test_ranks_that_load_differently_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readings are counted by their order: one more on one rank must not go unnoticed."""
+    takes_last = SharedBook.take_last
+
+    def take_last(self: SharedBook, handle: Any, page_hash: bytes) -> Any:
+        return takes_last(self, handle, page_hash) if self._keeps else None
+
+    monkeypatch.setattr(SharedBook, "take_last", take_last)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 5.0)
+    assert_found_out(tmp_path, RankDivergenceError, "do not hold the same waiting requests", 1)
