@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.device.composition import Bools, Composition
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
 from sglang_ext.tiers.store.types import Hashes
 
@@ -75,6 +76,21 @@ class Admission(ABC):
             space: the request's, as of now.
             first_page: index of the first page that is not on the device.
             hashes: u8 `[N, 32]`, its pages from there on.
+        """
+
+    @abstractmethod
+    def composition(self, handle: Hashable, first_page: int, num_pages: int) -> Composition | None:
+        """How so many of the counted pages of a cut prompt are made of stored ones, on all ranks.
+
+        None where they are stored as they are, and in a process that decides alone.
+        """
+
+    @abstractmethod
+    def everywhere(self, flags: Bools) -> Bools:
+        """Which of some things are so on all ranks, which all of them ask for now.
+
+        Args:
+            flags: bool `[N]`, what this one knows of them.
         """
 
     @abstractmethod
@@ -194,6 +210,14 @@ class Solo(Admission):
     def num_stored(self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes) -> int:
         """What this process knows of."""
         return self._store.locate_prefix(space, hashes).total if len(hashes) else 0
+
+    def composition(self, handle: Hashable, first_page: int, num_pages: int) -> Composition | None:
+        """None: what is ready is looked up at each match."""
+        return None
+
+    def everywhere(self, flags: Bools) -> Bools:
+        """What it knows."""
+        return flags
 
     def taker(self, handle: Hashable, space: KeySpace, first_page: int) -> Take | None:
         """None: the load pins what is ready when it is queued."""
