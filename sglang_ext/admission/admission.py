@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.device.composition import Bools, Composition
 from sglang_ext.tiers.store import KeySpace, LoadTicket, TierCounts
 from sglang_ext.tiers.store.types import Hashes
 
@@ -74,6 +75,21 @@ class Admission(ABC):
             space: the request's, as of now.
             first_page: index of the first page that is not on the device.
             hashes: u8 `[N, 32]`, its pages from there on.
+        """
+
+    @abstractmethod
+    def composition(self, handle: Hashable, first_page: int, num_pages: int) -> Composition | None:
+        """How so many of the counted pages of a cut prompt are made of stored ones, on all ranks.
+
+        None where they are stored as they are, and in a process that decides alone.
+        """
+
+    @abstractmethod
+    def everywhere(self, flags: Bools) -> Bools:
+        """Which of some things are so on all ranks, which all of them ask for now.
+
+        Args:
+            flags: bool `[N]`, what this one knows of them.
         """
 
     @abstractmethod

@@ -8,6 +8,7 @@ from typing import Any
 from sglang_ext.admission.admission import Admission, Queue, Take
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.device.composition import Bools, Composition
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
 from sglang_ext.tiers.store.types import Hashes
 
@@ -56,6 +57,14 @@ class Solo(Admission):
     def num_stored(self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes) -> int:
         """What this process knows of."""
         return self._store.locate_prefix(space, hashes).total if len(hashes) else 0
+
+    def composition(self, handle: Hashable, first_page: int, num_pages: int) -> Composition | None:
+        """None: what is ready is looked up at each match."""
+        return None
+
+    def everywhere(self, flags: Bools) -> Bools:
+        """What it knows."""
+        return flags
 
     def taker(self, handle: Hashable, space: KeySpace, first_page: int) -> Take | None:
         """None: the load pins what is ready when it is queued."""

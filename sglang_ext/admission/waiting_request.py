@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.admission.resume_points import PromptPoints
+from sglang_ext.device.composition import Composition
 from sglang_ext.tiers.policy.cost_model import LoadChoice, LoadDecision
 from sglang_ext.tiers.store import KeySpace, Plan, TierCounts
 from sglang_ext.tiers.store.shared.pages import num_leading
@@ -44,6 +45,21 @@ class Shortfall(enum.IntEnum):
 
 
 @dataclass(frozen=True)
+class CutPrompt:
+    """What several ranks agreed on of a prompt that was cut, when it entered the queue.
+
+    Attributes:
+        composition: how pages of it are made of `ReusablePrefix.hashes`; None: these are its own.
+        num_pages: whole pages of the prompt.
+        again: what it could reuse behind so many pages on the device, as of now; asks all ranks.
+    """
+
+    composition: Composition | None
+    num_pages: int
+    again: Callable[[int], ReusablePrefix]
+
+
+@dataclass(frozen=True)
 class ReusablePrefix:
     """What a waiting request could reuse.
 
@@ -60,6 +76,7 @@ class ReusablePrefix:
         resumes_at: of a hybrid: pages behind which the prompt goes on with `hashes`.
         path: u8 `[M, 32]`, of a hybrid: the prompt's pages that can be loaded at most, where more
             of them may become of use while it waits; None: it is not looked for.
+        cut: of a prompt that was cut, where several ranks have to agree on it.
     """
 
     space: KeySpace
@@ -72,6 +89,7 @@ class ReusablePrefix:
     points: PromptPoints | None = None
     resumes_at: int | None = None
     path: Hashes | None = None
+    cut: CutPrompt | None = None
 
     @property
     def next_page(self) -> Hashes:

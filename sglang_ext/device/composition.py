@@ -5,7 +5,8 @@ Pure: numpy only. `truncation/extents.py` works them out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -87,19 +88,59 @@ class Composition:
             num: number of pages.
         """
         begin = first * self.page_size - self.start
-        end = begin + num * self.page_size
-        used: list[I64] = []
+        used = [run.pages for run in self._runs_of(begin, begin + num * self.page_size)]
+        return self.hashes[np.unique(np.concatenate(used))] if used else self.hashes[:0]
+
+    def num_covered(self, num: int) -> int:
+        """Leading pages of the prompt that are made of the first `num` of `hashes` alone."""
         position = 0
         for run in self.runs:
-            low, high = (
-                max(begin, position) - position,
-                min(end, position + run.num_tokens) - position,
-            )
-            if low < high:
-                rows = slice(
-                    (run.first_row + low) // self.page_size,
-                    -(-(run.first_row + high) // self.page_size),
-                )
-                used.append(run.pages[rows])
+            missing = np.flatnonzero(run.pages >= num)
+            if missing.size:
+                num_tokens = max(0, int(missing[0]) * self.page_size - run.first_row)
+                return (position + num_tokens) // self.page_size
             position += run.num_tokens
-        return self.hashes[np.unique(np.concatenate(used))] if used else self.hashes[:0]
+        return self.num_pages
+
+    def part(self, first: int, num: int) -> Composition:
+        """How pages [first, first + num) of these are made; `num` is at least 1.
+
+        Args:
+            first: counted from the first page of this composition.
+            num: number of pages.
+        """
+        begin = first * self.page_size
+        runs = self._runs_of(begin, begin + num * self.page_size)
+        used = np.concatenate([run.pages for run in runs])
+        _, first_uses = np.unique(used, return_index=True)
+        order = used[np.sort(first_uses)]
+        place = np.empty(len(self.hashes), np.int64)
+        place[order] = np.arange(len(order))
+        return Composition(
+            self.start + begin,
+            self.page_size,
+            self.hashes[order],
+            tuple(replace(run, pages=place[run.pages]) for run in runs),
+            self.stored[first : first + num],
+        )
+
+    def digest(self) -> int:
+        """32 bits that differ, but by chance, where compositions do."""
+        digest = zlib.crc32(self.hashes.tobytes(), zlib.crc32(repr(self.start).encode()))
+        for run in self.runs:
+            numbers = [*run.pages.tolist(), run.first_row, run.num_tokens, run.shift]
+            digest = zlib.crc32(repr(numbers).encode(), digest)
+        return zlib.crc32(self.stored.tobytes(), digest)
+
+    def _runs_of(self, begin: int, end: int) -> list[TokenSpan]:
+        """The runs of tokens [begin, end), counted from `start`."""
+        runs, position, size = [], 0, self.page_size
+        for run in self.runs:
+            low = max(begin, position) - position
+            high = min(end, position + run.num_tokens) - position
+            position += run.num_tokens
+            if low < high:
+                rows = run.first_row + low, run.first_row + high
+                pages = run.pages[rows[0] // size : -(-rows[1] // size)]
+                runs.append(TokenSpan(pages, rows[0] % size, high - low, run.shift))
+        return runs

@@ -10,6 +10,9 @@ its threads or its clock, is told to all before anything is decided on it:
 - whether the loads of the last batch landed;
 - where one rank keeps the pages of all: how many of the oldest loads are over.
 
+When a prompt that was cut enters the queue, the ranks ask each other in a reduction of its own
+which of the pages that it could be made of all of them have (`everywhere`).
+
 All of it is one vector of a fixed length that is reduced by MIN: a count becomes what every rank
 has, a flag becomes true where it is true everywhere. What is not told is the same on all ranks by
 construction, and a digest of it rides along, so that ranks that drifted apart stop with an error
@@ -31,6 +34,7 @@ import numpy.typing as npt
 from sglang_ext.admission.waiting_request import Readiness
 
 Vector = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
 MinReduce = Callable[[Vector], None]
 
 # Bounds of one step; the rest is reported in the next one. They suffice: few saves end in one step,
@@ -42,6 +46,8 @@ _HISTORY, _MINUS_HISTORY, _NUM_SAVES, _LOADS, _READINGS, _SAVES = 0, 1, 2, 3, 4,
 _REQUESTS = _SAVES + MAX_SAVES
 _COLUMNS = 5
 _VECTOR_LENGTH = _REQUESTS + _COLUMNS * MAX_REQUESTS
+_FLAGS = _NUM_SAVES  # in a vector that asks for something else than a step's
+MAX_FLAGS = _VECTOR_LENGTH - _FLAGS
 
 
 class RankDivergenceError(RuntimeError):
@@ -165,18 +171,48 @@ class Consensus:
             RankDivergenceError: the ranks' histories differed when the round began.
         """
         self.num_rounds += 1
+        self._compare(vector)
+        return _decode(vector, num_requests)
+
+    def everywhere(self, flags: Flags) -> Flags:
+        """Which of some things are so on every rank; all ranks ask for the same things now.
+
+        One reduction for each `MAX_FLAGS`, one at least.
+
+        Args:
+            flags: bool `[N]`, what this rank knows of them.
+
+        Raises:
+            RankDivergenceError: the ranks' histories differ, or the numbers of things.
+        """
+        self.note(f"?{len(flags)}")
+        found = [np.empty(0, np.bool_)]
+        for start in range(0, max(1, len(flags)), MAX_FLAGS):
+            part = flags[start : start + MAX_FLAGS]
+            vector = self._begin_vector()
+            vector[_FLAGS : _FLAGS + len(part)] = part
+            self._min_reduce(vector)
+            self._compare(vector)
+            found.append(vector[_FLAGS : _FLAGS + len(part)].astype(np.bool_))
+        return np.concatenate(found)
+
+    def _begin_vector(self) -> Vector:
+        """All vectors have one length, so that histories are compared whatever ranks came to."""
+        vector = np.zeros(_VECTOR_LENGTH, np.int32)
+        history = self._history & 0x7FFF_FFFF
+        vector[_HISTORY], vector[_MINUS_HISTORY] = history, -history
+        return vector
+
+    def _compare(self, vector: Vector) -> None:
         if vector[_HISTORY] != -vector[_MINUS_HISTORY]:
             raise RankDivergenceError(
                 "the ranks of hier-kv do not hold the same waiting requests any more (round "
                 f"{self.num_rounds}); restart the server and report this"
             )
-        return _decode(vector, num_requests)
 
     def _encode(self, report: Report) -> Vector:
-        vector = np.zeros(_VECTOR_LENGTH, np.int32)
         self.note(str(len(report.requests)))
-        history = self._history & 0x7FFF_FFFF
-        vector[_HISTORY], vector[_MINUS_HISTORY] = history, -history
+        vector = self._begin_vector()
         saves = report.saves[:MAX_SAVES]
         vector[_NUM_SAVES] = len(saves)
         vector[_LOADS] = report.loads_landed

@@ -22,6 +22,8 @@ from torch import distributed
 from sglang_ext.admission.admission import Admission, Queue, Take
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.device.composition import Bools, Composition
+from sglang_ext.ranks.composed_promises import CompositionBook
 from sglang_ext.ranks.consensus import MAX_SAVES, Agreed, Consensus, MinReduce, Report, Vector
 from sglang_ext.ranks.promises import FindDamaged, PromiseBook
 from sglang_ext.ranks.rank import Exchange
@@ -122,8 +124,8 @@ class Lockstep(Admission):
         self.gather = gather
         self._min_reduce = min_reduce
         self._consensus = Consensus(min_reduce)
-        kind = SharedBook if shares_pages else ResumeBook if resumes else PromiseBook
-        self.promises = kind(
+        kind = SharedBook if shares_pages else ResumeBook if resumes else CompositionBook
+        self.promises: PromiseBook = kind(
             store,
             room,
             page_size=page_size,
@@ -182,6 +184,14 @@ class Lockstep(Admission):
     def num_stored(self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes) -> int:
         """As of when it was agreed on; none before."""
         return max(0, min(self.promises.num_stored(handle) - first_page, len(hashes)))
+
+    def composition(self, handle: Hashable, first_page: int, num_pages: int) -> Composition | None:
+        """See `Admission`."""
+        return self.promises.composition(handle, first_page, num_pages)
+
+    def everywhere(self, flags: Bools) -> Bools:
+        """See `Admission`; a reduction of its own, or several for many things."""
+        return self._consensus.everywhere(flags)
 
     def taker(self, handle: Hashable, space: KeySpace, first_page: int) -> Take | None:
         """See `Admission`."""

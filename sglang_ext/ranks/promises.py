@@ -21,6 +21,7 @@ import numpy as np
 
 from sglang_ext.admission.waiting import Progress, WaitingRoom
 from sglang_ext.admission.waiting_request import Readiness, ReusablePrefix
+from sglang_ext.device.composition import Composition
 from sglang_ext.ranks.consensus import (
     MAX_REQUESTS,
     AgreedRequest,
@@ -30,8 +31,8 @@ from sglang_ext.ranks.consensus import (
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore, TierCounts
 from sglang_ext.tiers.store.types import Hashes, Rows, Slots
 
-# Finds pages that cannot be loaded at a position, as indices.
-FindDamaged = Callable[[Slots, int], Rows]
+# Finds pages that cannot be loaded at a position, or at any (None), as indices.
+FindDamaged = Callable[[Slots, int | None], Rows]
 Note = Callable[[str], None]
 
 
@@ -261,6 +262,12 @@ class PromiseBook:
             return 0
         return max(0, settled.end_page - device_pages)
 
+    def composition(
+        self, handle: Hashable, device_pages: int, num_pages: int
+    ) -> Composition | None:
+        """How promised pages behind a device prefix are made of others; None: they are stored."""
+        return None
+
     def num_usable(self, handle: Hashable, space: KeySpace, device_pages: int, most: int) -> int:
         """As `num_promised`, where no more than `most` pages can be used."""
         return min(self.num_promised(handle, space, device_pages), most)
@@ -319,16 +326,22 @@ class PromiseBook:
         promise = self._promises.get(handle)
         kept: tuple[bytes, LoadTicket] | None = None
         if promise is not None and promise.settled is not None and last_page is not None:
-            settled = promise.settled
-            if settled.first_page <= last_page < settled.end_page:
-                self._keep(promise, last_page, last_page + 1)
-                quality = np.full(1, settled.quality, np.uint8)
-                page_hash = promise.prefix.hashes[last_page].tobytes()
+            at = self._index_of_last(promise, promise.settled, last_page)
+            if at is not None:
+                self._keep(promise, at, at + 1)
+                quality = np.full(1, promise.settled.quality, np.uint8)
+                page_hash = promise.prefix.hashes[at].tobytes()
                 kept = page_hash, replace(promise.ticket, quality=quality)
                 promise.ticket = no_pages(promise.prefix.space)
         self.leave(handle, admitted=True)
         if kept is not None:
             self._last_pages[handle] = kept
+
+    def _index_of_last(
+        self, promise: Promise, settled: AgreedRequest, last_page: int
+    ) -> int | None:
+        """Which of the prefix's pages is the prompt's last, where all ranks have it pinned."""
+        return last_page if settled.first_page <= last_page < settled.end_page else None
 
     def take_last(self, handle: Hashable, page_hash: bytes) -> LoadTicket | None:
         """Hands over the pin of an admitted request's last page, if it is this one."""

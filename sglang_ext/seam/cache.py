@@ -54,6 +54,7 @@ from sglang_ext.settings.quotas import parse_quotas
 from sglang_ext.tiers.policy import NUM_OWNERS
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store import KeySpace, PageStore
+from sglang_ext.truncation.lineage import lineage_of
 from sglang_ext.truncation.quote_search import QuoteSearch
 from sglang_ext.truncation.reuse import TruncatedReuse
 from sglang_ext.truncation.truncator import Truncator
@@ -141,13 +142,6 @@ class HierKVRadixCache(UnifiedRadixCache):
         tree = RadixTree(self, config.tree_core)
         num_pages = int(self.token_to_kv_pool_allocator.size) // self.page_size
         pages = DeviceProvenance(2 * num_pages + _SPARE_MARKS, tree.live_hashes)
-        self.truncated = TruncatedReuse(
-            linker.store,
-            self.waiting_room,
-            page_size=self.page_size,
-            is_movable=lambda: linker.copier.movable,
-            composes=group is None,
-        )
         inquiries: WindowInquiries | None = None
         if parts.inquiries is not None:
             inquiries = parts.inquiries(self._enter)
@@ -158,6 +152,12 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.session_turns = SessionTurns(self.session, linker.store.counters)
         self.given_up_rooms = GivenUpRooms()  # of a decode server
         self.admission: Admission = self._admission_of(group, tree, shares_pages=parts.shares_pages)
+        self.truncated = TruncatedReuse(
+            linker.store,
+            self.admission,
+            page_size=self.page_size,
+            is_movable=lambda: linker.copier.movable,
+        )
 
     def _follow_tiers(self, config: HierKVConfig, store: PageStore, num_pages: int) -> None:
         """SGLang's KV events tell of the tiers, too, where it publishes any."""
@@ -417,9 +417,9 @@ class HierKVRadixCache(UnifiedRadixCache):
         device_len = marker.device_hit_len if marker else len(matched_prefix_tokens)
         device_pages = device_len // self.page_size
         hashes = hashes_of(key, self.page_size)
-        lineage = self.truncated.lineage_of(req)
+        lineage = lineage_of(req)
         if lineage is not None:
-            self.truncated.enqueue(req, lineage, space, device_pages, hashes[device_pages:])
+            self.truncated.enqueue(req, lineage, space, device_pages, hashes, key)
             return
         num_on_device = min(device_pages, num_pages)
         layers = self.linker.resumption

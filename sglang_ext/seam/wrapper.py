@@ -206,7 +206,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
 
     def _num_loadable(self, req: Any, space: KeySpace, device_len: int, tail: list[str]) -> int:
         """Pages behind the device prefix that can be loaded."""
-        hashes, lineage = hashes_from_hex(tail), self.cache.truncated.lineage_of(req)
+        hashes, lineage = hashes_from_hex(tail), lineage_of(req)
         if self.resumption is not None and self.cache.admission.decides_alone:
             return self.resumption.num_loadable(space, hashes, max_quality_of(req))
         if lineage is not None:

@@ -49,6 +49,19 @@ class Source:
             self._usable = self.usable_of(self.hashes)
         return self._usable
 
+    def agree(self, start: int, stop: int, page_size: int, agreed: Bools) -> None:
+        """Takes what all ranks have of the pages of `asked`, instead of asking here."""
+        self._usable = np.zeros(len(self.hashes), np.bool_)
+        self._usable[self.asked(start, stop, page_size)] = agreed
+
+    def asked(self, start: int, stop: int, page_size: int) -> slice:
+        """Pages that may hold tokens at positions [start, stop) of the prompt."""
+        begin, end = max(start, self.begin), min(stop, self.end)
+        if begin >= end:
+            return slice(0, 0)
+        pages = (begin + self.shift) // page_size, -(-(end + self.shift) // page_size)
+        return slice(min(pages[0], len(self.hashes)), min(pages[1], len(self.hashes)))
+
     def stop_from(self, position: int, page_size: int) -> int:
         """End of the tokens that it gives from a position on without a gap."""
         if not self.begin <= position < self.end:
@@ -106,6 +119,33 @@ def compose(
     if num_pages == 0:
         return None
     return _gather(start, num_pages, page_size, own, pieces)
+
+
+def agree_on(
+    sources: Sequence[Source],
+    start: int,
+    stop: int,
+    page_size: int,
+    everywhere: Callable[[Bools], Bools],
+) -> None:
+    """Sees to it that a prompt is made of the same stored pages on all ranks.
+
+    Args:
+        sources: the same on all ranks, but for which pages can be had.
+        start: first position that is wanted.
+        stop: end of these.
+        page_size: P.
+        everywhere: which of some things are so on all ranks.
+    """
+    parts = [source.asked(start, stop, page_size) for source in sources]
+    own = [
+        source.usable_of(source.hashes[part]) for source, part in zip(sources, parts, strict=True)
+    ]
+    agreed = everywhere(np.concatenate(own))
+    for source, part in zip(sources, parts, strict=True):
+        num = part.stop - part.start
+        source.agree(start, stop, page_size, agreed[:num])
+        agreed = agreed[num:]
 
 
 def _gather(

@@ -12,52 +12,48 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.admission.waiting import WaitingRoom
-from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.admission.admission import Admission
+from sglang_ext.admission.waiting_request import CutPrompt, ReusablePrefix
 from sglang_ext.device.composition import Composition
 from sglang_ext.device.transfers import Hashes, Place
 from sglang_ext.provenance.request_state import HitTier, max_quality_of, state_of
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store import KeySpace, PageStore
 from sglang_ext.tiers.store.types import ON_DISK, READY
-from sglang_ext.truncation.extents import Source, compose
+from sglang_ext.truncation.extents import Source, agree_on, compose
 from sglang_ext.truncation.lineage import CutLineage, Lineage, lineage_of
 
 Bools = npt.NDArray[np.bool_]
+_KNOWN = 0xFF  # in DRAM, on disk, or on its way
 
 
 class TruncatedReuse:
     """Compositions of truncated requests, for one cache.
 
+    Of several ranks each has other pages ready. So they agree on what a prompt is made of when it
+    enters the queue, on pages that all of them have, and on how much of that all have brought.
+
     Args:
         store: DRAM and disk.
-        room: the waiting requests.
+        admission: of the waiting requests.
         page_size: P.
         is_movable: whether K can be moved to other positions now.
-        composes: False where several ranks must decide alike: what is ready differs between them,
-            and they agree on prefixes of a request's own chain only.
     """
 
     def __init__(
         self,
         store: PageStore,
-        room: WaitingRoom,
+        admission: Admission,
         *,
         page_size: int,
         is_movable: Callable[[], bool],
-        composes: bool,
     ) -> None:
         self._store = store
-        self._room = room
+        self._admission = admission
         self._page_size = page_size
         self.is_movable = is_movable
-        self._composes = composes
 
     # ---- matches ----
-
-    def lineage_of(self, req: Any) -> Lineage | None:
-        """The lineage of a request whose pages may be made of others; None for all others."""
-        return lineage_of(req) if self._composes else None
 
     def ready_pages(
         self, req: Any, lineage: Lineage, space: KeySpace, device_len: int, tail: Hashes
@@ -71,11 +67,23 @@ class TruncatedReuse:
             device_len: tokens of it on the device, a multiple of the page size.
             tail: u8 `[N, 32]`, hashes of its pages from there on.
         """
-        lineage.composition = self._compose(req, lineage, space, device_len, tail, READY)
-        return lineage.composition.num_pages if lineage.composition is not None else 0
+        admission = self._admission
+        if admission.decides_alone:
+            lineage.composition = self._compose(req, lineage, space, device_len, tail, READY)
+            return lineage.composition.num_pages if lineage.composition is not None else 0
+        handle, first_page = req.cache_request_handle, device_len // self._page_size
+        num = admission.num_loadable(handle, space, first_page, tail, max_quality_of(req))
+        lineage.composition = admission.composition(handle, first_page, num)
+        return num
 
     def enqueue(
-        self, req: Any, lineage: Lineage, space: KeySpace, device_pages: int, tail: Hashes
+        self,
+        req: Any,
+        lineage: Lineage,
+        space: KeySpace,
+        device_pages: int,
+        hashes: Hashes,
+        key: Any = None,
     ) -> None:
         """A truncated request enters the queue: notes where its pages lie, waits for them.
 
@@ -84,23 +92,68 @@ class TruncatedReuse:
             lineage: its own.
             space: of its pages.
             device_pages: pages of it on the device.
-            tail: u8 `[N, 32]`, hashes of its pages from there on.
+            hashes: u8 `[N, 32]`, of its pages from the root on.
+            key: SGLang's key of these pages; needed where several ranks decide.
         """
-        size = self._page_size
-        found = self._compose(req, lineage, space, device_pages * size, tail, 0xFF)
+        handle, size = req.cache_request_handle, self._page_size
+        tail = hashes[device_pages:]
+        found = self._compose(req, lineage, space, device_pages * size, tail, _KNOWN)
+        self._note_tiers(req, space, device_pages, found)
+        if found is not None:
+            self._leave_behind(req, lineage, space)
+        if not self._admission.decides_alone:
+            prefix = self._agreed_prefix(req, lineage, space, device_pages, hashes, found)
+            self._admission.enter(handle, prefix, key)
+        elif found is None:
+            self._admission.leave(handle)
+        else:
+            prefix = ReusablePrefix(space, found.hashes, 0, max_quality_of(req))
+            self._admission.enter(handle, prefix, key)
+
+    def _agreed_prefix(
+        self,
+        req: Any,
+        lineage: Lineage,
+        space: KeySpace,
+        device_pages: int,
+        hashes: Hashes,
+        found: Composition | None,
+    ) -> ReusablePrefix:
+        """What all ranks would load; of its own pages alone they agree as of any prompt's.
+
+        Args:
+            req: SGLang's request.
+            lineage: its own.
+            space: of its pages.
+            device_pages: pages of it on the device.
+            hashes: u8 `[N, 32]`, of its pages from the root on.
+            found: what all ranks have for it.
+        """
+        size, limit = self._page_size, max_quality_of(req)
+
+        def again(num_on_device: int) -> ReusablePrefix:
+            tail = hashes[num_on_device:]
+            now = self._compose(req, lineage, space, num_on_device * size, tail, _KNOWN)
+            return self._agreed_prefix(req, lineage, space, num_on_device, hashes, now)
+
+        if found is None or found.stored.all():
+            cut = CutPrompt(None, len(hashes), again)
+            return ReusablePrefix(space, hashes, min(device_pages, len(hashes)), limit, cut=cut)
+        return ReusablePrefix(
+            space, found.hashes, 0, limit, cut=CutPrompt(found, len(hashes), again)
+        )
+
+    def _note_tiers(
+        self, req: Any, space: KeySpace, device_pages: int, found: Composition | None
+    ) -> None:
+        """Records where a request's pages lie as it enters the queue, for its report."""
         tiers = [(HitTier.DEVICE, device_pages)]
         if found is not None:
             flags, _ = self._store.page_states(space, found.hashes)
             on_disk_only = ((flags & READY) == 0) & ((flags & ON_DISK) != 0)
             from_disk = found.worst_of(on_disk_only.astype(np.uint8))
             tiers += [(HitTier.DISK if disk else HitTier.HOST, 1) for disk in from_disk]
-        state_of(req).note_enqueued(size, tiers)
-        room, handle = self._room, req.cache_request_handle
-        if found is None:
-            room.leave(handle)
-        else:
-            self._leave_behind(req, lineage, space)
-            room.enter(handle, ReusablePrefix(space, found.hashes, 0, max_quality_of(req)))
+        state_of(req).note_enqueued(self._page_size, tiers)
 
     def _leave_behind(self, req: Any, lineage: Lineage, space: KeySpace) -> None:
         """Tells the placement policy which stored pages the conversation goes on without."""
@@ -118,9 +171,7 @@ class TruncatedReuse:
 
         Whoever wants exact KV gets none, nor does a model whose K cannot move.
         """
-        if max_quality_of(req) < Quality.APPROXIMATED:
-            return False
-        return self.is_movable()
+        return _may_take_others(req) and self.is_movable()
 
     def _compose(
         self,
@@ -131,7 +182,10 @@ class TruncatedReuse:
         tail: Hashes,
         need: int,
     ) -> Composition | None:
-        """The pages behind the device's, composed of stored pages with any of the flags `need`."""
+        """The pages behind the device's, composed of stored pages with any of the flags `need`.
+
+        With several ranks all of them come here alike, and it is of pages that all have.
+        """
         size, limit = self._page_size, max_quality_of(req)
 
         def usable_of(hashes: Hashes) -> Bools:
@@ -139,10 +193,15 @@ class TruncatedReuse:
             usable: Bools = ((flags & np.uint8(need)) != 0) & (quality <= limit)
             return usable
 
+        def if_movable(hashes: Hashes) -> Bools:
+            return usable_of(hashes) if self.is_movable() else _none_usable(hashes)
+
         before = np.zeros((device_len // size, 32), np.uint8)
         end = device_len + len(tail) * size
         own = Source(0, 0, end, np.concatenate([before, tail]), usable_of)
-        others = lineage.sources(end, usable_of) if self._takes_others(req) else []
+        others = lineage.sources(end, if_movable) if _may_take_others(req) else []
+        if not self._admission.decides_alone:
+            agree_on([own, *others], device_len, end, size, self._admission.everywhere)
         return compose(device_len, end, size, own, others)
 
     # ---- saves ----
@@ -187,6 +246,10 @@ class TruncatedReuse:
             ancestors=np.concatenate([sources, place.ancestors]),
             aliased=aliased if aliased.any() else None,
         )
+
+
+def _may_take_others(req: Any) -> bool:
+    return max_quality_of(req) >= Quality.APPROXIMATED
 
 
 def _none_usable(hashes: Hashes) -> Bools:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.property.worlds.hybrid_ranks import StateRank, WindowRank, run_worlds
+from tests.property.worlds.hybrid_ranks import StateRank, WindowRank
+from tests.property.worlds.rank_of_many import run_worlds
 
 LOADS = int(os.environ.get("HIER_KV_HYBRID_RANK_LOADS", "4"))  # in each world
 SEEDS = int(os.environ.get("HIER_KV_HYBRID_RANK_SEEDS", "1"))

@@ -187,6 +187,8 @@ class World:
         placement: PolicyConfig | None = None,
         prefetch_policy: str = "timeout",
         of_pairs: bool = False,
+        ropes: list[LayerRope] | None = None,
+        is_one_of_many: bool = False,
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
@@ -215,7 +217,7 @@ class World:
         if disk is not None:
             self.store.connect(disk)
         self.store.open_namespace(DIGEST, {})
-        ropes = [LayerRope(None, movable=True) for _ in range(LAYERS)]
+        ropes = ropes or [LayerRope(None, movable=True) for _ in range(LAYERS)]
         copier = PageCopier(
             pool, self.layout, ropes, self.arena.slots, mode="pre", kernels=rope_kernels
         )
@@ -227,6 +229,7 @@ class World:
             kv_pool=self.kv_pool,
             port=HostPort(),
             forward_stream=None,
+            accepts_all=is_one_of_many,
         )
         params = CacheInitParams(
             disable=False,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
 from sglang_ext.admission.waiting_request import Readiness
 from sglang_ext.ranks.consensus import (
+    MAX_FLAGS,
     MAX_REQUESTS,
     MAX_SAVES,
     Agreed,
     AgreedRequest,
     Consensus,
+    Flags,
     RankDivergenceError,
     Report,
     RequestReport,
@@ -121,3 +123,40 @@ def test_the_vector_has_one_length_however_much_is_told() -> None:
     full = Report([True] * MAX_SAVES, [RequestReport(0, 1, Readiness.READY, 0)] * MAX_REQUESTS)
     consensus = Consensus(lambda vector: None)
     assert len(consensus._encode(full)) == len(consensus._encode(Report()))
+
+
+def everywhere_of(ranks: Sequence[Flags]) -> list[Flags]:
+    """What each of some ranks hears of things that all of them ask for."""
+    told: list[list[Vector]] = []
+    for flags in ranks:
+        told.append([])
+
+        def keep(vector: Vector) -> None:
+            told[-1].append(vector.copy())
+
+        Consensus(keep).everywhere(flags)
+    found = []
+    for flags in ranks:
+        rounds = iter(zip(*told, strict=False))
+
+        def least(vector: Vector, rounds: Iterator[tuple[Vector, ...]] = rounds) -> None:
+            vector[:] = np.min(next(rounds), axis=0)
+
+        found.append(Consensus(least).everywhere(flags))
+    return found
+
+
+@pytest.mark.parametrize("num", [0, 1, MAX_FLAGS, MAX_FLAGS + 1, 3 * MAX_FLAGS])
+def test_what_is_so_everywhere_is_so_on_every_rank(num: int) -> None:
+    rng = np.random.default_rng(num)
+    ranks = [rng.random(num) < 0.7 for _ in range(3)]
+    for found in everywhere_of(ranks):
+        assert (found == np.logical_and.reduce(ranks)).all()
+
+
+@pytest.mark.parametrize("lengths", [(3, 4), (0, 1), (MAX_FLAGS, MAX_FLAGS + 1)])
+def test_ranks_that_ask_for_other_numbers_of_things_have_drifted_apart(
+    lengths: tuple[int, int],
+) -> None:
+    with pytest.raises(RankDivergenceError, match="do not hold the same"):
+        everywhere_of([np.ones(num, np.bool_) for num in lengths])

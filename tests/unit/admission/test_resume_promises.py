@@ -62,7 +62,8 @@ class Rank:
             note=self.consensus.note,
         )  # fmt: skip
 
-    def find_damaged(self, slots: Any, position: int) -> Any:
+    def find_damaged(self, slots: Any, position: int | None) -> Any:
+        assert position is not None
         self.checked += [(int(slot), position + at * PAGE) for at, slot in enumerate(slots)]
         return np.flatnonzero([self.rng.random() < self.damage for _ in slots])
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.device.composition import Bools, Composition, Hashes
-from sglang_ext.truncation.extents import Source, compose
+from sglang_ext.truncation.extents import Source, agree_on, compose
 
 PAGE = 4
 
@@ -32,6 +32,17 @@ class Chain:
         assert hashes is self.hashes
         self.asked += 1
         return np.array(self.usable, np.bool_)
+
+    def source_on(self, lost: set[bytes]) -> Source:
+        """The same chain on a rank that has lost some pages."""
+
+        def usable_of(hashes: Hashes) -> Bools:
+            has = dict(zip((row.tobytes() for row in self.hashes), self.usable, strict=True))
+            keys = [row.tobytes() for row in hashes]
+            return np.array([has[each] and each not in lost for each in keys], np.bool_)
+
+        one = self.source
+        return Source(one.shift, one.begin, one.end, one.hashes, usable_of)
 
     def gives(self, position: int) -> tuple[bytes, int] | None:
         """(page, row) of a token, if it can be had."""
@@ -82,6 +93,7 @@ def test_it_finds_what_a_search_token_by_token_finds(seed: int) -> None:
         assert tokens_of(found) == wanted
         assert len(np.unique(found.hashes, axis=0)) == len(found.hashes)
         check_pages(found, wanted, own)
+        check_parts(found, wanted, rng)
 
 
 def check_pages(found: Composition, wanted: list[tuple[bytes, int]], own: Chain) -> None:
@@ -100,3 +112,50 @@ def check_pages(found: Composition, wanted: list[tuple[bytes, int]], own: Chain)
         assert sources == {digest for digest, _ in wanted[span]}
         alone = {digest for digest, _ in wanted[span]} == {own.hashes[first + page].tobytes()}
         assert found.stored[page] == alone
+
+
+def check_parts(found: Composition, wanted: list[tuple[bytes, int]], rng: random.Random) -> None:
+    """Some of the pages are made as they were among all of them."""
+    first = rng.randrange(found.num_pages)
+    num = rng.randint(1, found.num_pages - first)
+    part, span = found.part(first, num), slice(first * PAGE, (first + num) * PAGE)
+    assert tokens_of(part) == wanted[span]
+    assert part.start == found.start + first * PAGE
+    assert (part.stored == found.stored[first : first + num]).all()
+    first_uses = list(dict.fromkeys(digest for digest, _ in wanted[span]))
+    assert [row.tobytes() for row in part.hashes] == first_uses
+    order = [row.tobytes() for row in found.hashes]
+    for num_hashes in range(len(order) + 1):
+        known = set(order[:num_hashes])
+        lead = next((at for at, (page, _) in enumerate(wanted) if page not in known), len(wanted))
+        assert found.num_covered(num_hashes) == lead // PAGE
+    assert (part.digest() == found.digest()) == (num == found.num_pages)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_agreed_make_a_prompt_of_pages_that_all_have(seed: int) -> None:
+    rng = random.Random(seed)
+    start, end = PAGE * rng.randrange(3), PAGE * rng.randint(4, 14)
+    own = Chain("own", [rng.random() < 0.4 for _ in range(end // PAGE)], 0, 0, end)
+    near = Chain("near", [True] * 24, rng.randint(0, 21), 6, end)
+    far = Chain("far", [True] * 30, rng.randint(22, 40), 6, end)
+    chains = [own, near, far, Chain("head", [True] * 2, 0, 0, 6)]
+    keys = [row.tobytes() for chain in chains for row in chain.hashes]
+    losses: list[set[bytes]] = [set(rng.sample(keys, 6)) for _ in range(3)]
+    ranks = [[chain.source_on(lost) for chain in chains] for lost in losses]
+    told: list[Bools] = []
+
+    def tell(flags: Bools) -> Bools:
+        told.append(flags)
+        return flags
+
+    for sources in ranks:
+        agree_on(sources, start, end, PAGE, tell)
+    everywhere = np.logical_and.reduce(told)
+    for sources in ranks:
+        agree_on(sources, start, end, PAGE, lambda flags: everywhere)
+    made = [compose(start, end, PAGE, sources[0], sources[1:]) for sources in ranks]
+    least = [chain.source_on(set.union(*losses)) for chain in chains]
+    wanted = compose(start, end, PAGE, least[0], least[1:])
+    digests = {None if each is None else each.digest() for each in [*made, wanted]}
+    assert len(digests) == 1

@@ -1,0 +1,90 @@
+"""Ranks whose conversations are cut decide alike, and move the same KV to the same places."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_ext.device.copier import PageCopier
+from sglang_ext.ranks.consensus import Consensus, RankDivergenceError
+from tests.property.worlds import rank_of_many, ranks_world
+from tests.property.worlds.rank_of_many import run_worlds
+from tests.property.worlds.taint_world import Wrong
+from tests.property.worlds.truncation_ranks import TruncationRank
+
+LOADS = int(os.environ.get("HIER_KV_TRUNCATION_RANK_LOADS", "6"))  # with moved tokens
+SEEDS = int(os.environ.get("HIER_KV_TRUNCATION_RANK_SEEDS", "1"))
+
+SMALL = {"device_pages": 100}
+CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "other sizes": ({"lossy": False}, [{"host_pages": 300}, {"host_pages": 90}]),
+    "three, lossy": ({"lossy": True}, [{}, {"host_pages": 120}, {}]),
+    "all is waited for": ({"prefetch_policy": "wait_complete", "lossy": False}, [{}, {}]),
+}
+
+
+def run(
+    folder: Path, patch: pytest.MonkeyPatch, name: str, seed: int, num_loads: int = LOADS
+) -> list[TruncationRank]:
+    options, own = CASES[name]
+    options = {"host_pages": 200, "device_pages": 100, **options}
+    own = [{**options, **each} for each in own]
+    return run_worlds(TruncationRank, folder, patch, seed=seed, num_loads=num_loads, own=own)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("name", list(CASES))
+def test_ranks_cut_alike_and_move_the_same(
+    name: str,
+    seed: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
+    ranks = run(tmp_path, monkeypatch, name, seed)
+    for rank in ranks[1:]:
+        pairs = zip(ranks[0].trace, rank.trace, strict=True)
+        assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
+    moved = {rank.store.stats()["moved_tokens"] for rank in ranks}
+    print(name, seed, ranks[0].counts, moved, [rank.num_lost for rank in ranks])
+    assert len(moved) == 1
+    assert moved.pop() > 0
+    assert all(rank.num_lost for rank in ranks)
+
+
+def test_ranks_that_compose_of_what_they_have_themselves_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the reduction ranks make a prompt of other pages; none loads what others do not."""
+    caplog.set_level(logging.CRITICAL)
+
+    def alone(self: Consensus, flags: np.ndarray) -> np.ndarray:
+        return flags
+
+    monkeypatch.setattr(Consensus, "everywhere", alone)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 10.0)
+    monkeypatch.setattr(rank_of_many, "WAIT_S", 10.0)
+    with pytest.raises(RankDivergenceError, match="do not hold the same"):
+        run(tmp_path, monkeypatch, "other sizes", 1, num_loads=1000)
+
+
+def test_k_that_was_moved_to_another_place_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    prepares = PageCopier.prepare_runs
+
+    def elsewhere(self: PageCopier, runs: Any, rows: Any, position: int) -> Any:
+        return prepares(self, runs, rows, position + 1)
+
+    monkeypatch.setattr(PageCopier, "prepare_runs", elsewhere)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 10.0)
+    monkeypatch.setattr(rank_of_many, "WAIT_S", 10.0)
+    with pytest.raises(Wrong, match="is not that of its positions"):
+        run(tmp_path, monkeypatch, "other sizes", 1, num_loads=1000)

@@ -1,0 +1,147 @@
+"""Ranks of one server without the server: a world for each, over the real cache and SGLang's tree.
+
+Each world is a thread that does the same random things, with a page store of its own: of another
+size, late by its own chance, and losing pages at random. What has to be alike goes into a trace.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang_ext.seam import cache as cache_module  # noqa: E402
+from sglang_ext.tiers.store import PageStore  # noqa: E402
+from sglang_ext.tiers.store.types import READY  # noqa: E402
+from testkit.slow.store import add_jitter  # noqa: E402
+from tests.property.worlds.ranks_world import WAIT_S, Wire  # noqa: E402
+
+JITTER_S, LOSS = 0.001, 0.02
+MAX_ROUNDS = 20
+_SLOW = ("saves.begin", "saves.finish", "plans.begin", "plans.finish_promotion")
+
+
+class RankOfMany:
+    """What a world does otherwise as one of several; `counts["loaded"]` is of what is to be seen.
+
+    Attributes:
+        own: random numbers of this rank alone.
+        trace: what has to be alike.
+        num_lost: pages that this rank alone lost.
+    """
+
+    store: PageStore
+    counts: dict[str, int]
+    own: random.Random
+    trace: list[Any]
+    num_lost = 0
+
+    def begin(self, number: int, seed: int) -> None:
+        """It is the rank of this number."""
+        self.own, self.trace = random.Random(1000 * seed + number), []
+        self.counts["loaded"] = 0
+        add_jitter(self.store._books, _SLOW, JITTER_S, seed=self.own.randrange(1 << 30))
+
+    def may_lose(self) -> None:
+        """Once a step."""
+        if self.own.random() < LOSS:
+            self.lose()
+
+    def lose(self) -> None:
+        """Pages, windows or parts of states of this rank alone prove damaged, or leave DRAM."""
+        table = self.store._books.table
+        if self.own.random() < 0.5:
+            with table.lock:
+                self.store._books.room.evict(self.own.randint(1, 12))
+            return
+        with table.lock:
+            rows = table.index.rows()
+            rows = rows[(table.index.flags[rows] & READY) != 0]
+            keys, numbers = table.index.keys(rows)
+        for at in self.own.sample(range(len(rows)), min(3, len(rows))):
+            space = self.store._spaces.of(int(numbers[at]))
+            ticket = self.store.pin_ready(space, keys[at : at + 1])
+            if ticket is not None:
+                self.store.drop_damaged(ticket, np.zeros(1, np.int64))
+                self.store.release(ticket.slots)
+                self.num_lost += 1
+
+    def one_round(self) -> None:
+        """Random things, and all that they began to its end."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the world's threads."""
+        raise NotImplementedError
+
+
+Rank = TypeVar("Rank", bound=RankOfMany)
+
+
+def run_worlds(
+    kind: Callable[..., Rank],
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    *,
+    seed: int,
+    num_loads: int,
+    own: list[dict[str, Any]],
+    **options: Any,
+) -> list[Rank]:
+    """Rounds of all ranks, each to the end of all that it began, until there were some loads.
+
+    Args:
+        kind: of the worlds.
+        folder: for their disks.
+        patch: undone with the test.
+        seed: of what they do.
+        num_loads: so many, at least.
+        own: options of each rank's world alone.
+        options: of all worlds.
+    """
+    wire = Wire(len(own))
+    worlds: list[Rank] = []
+    patch.setattr(cache_module, "min_reduce", wire.min_reduce)
+    for number, more in enumerate(own):
+        patch.setattr(cache_module, "group_of", lambda cache, number=number: number)
+        world = kind(folder / str(number), patch, seed, is_one_of_many=True, **options, **more)
+        world.begin(number, seed)
+        worlds.append(world)
+    errors: list[BaseException] = []
+
+    def run(world: Rank) -> None:
+        try:
+            for _ in range(MAX_ROUNDS):
+                world.one_round()
+                if world.counts["loaded"] >= num_loads:
+                    return
+            raise AssertionError(f"few prompts are resumed: {world.counts}")
+        except BaseException as error:
+            errors.append(error)
+            wire.abort()
+
+    threads = [threading.Thread(target=run, args=(world,), daemon=True) for world in worlds]
+    for thread in threads:
+        thread.start()
+    end_s = time.monotonic() + 4 * WAIT_S
+    for thread in threads:
+        thread.join(max(0.0, end_s - time.monotonic()))
+    try:
+        real = [each for each in errors if not isinstance(each, threading.BrokenBarrierError)]
+        if errors:
+            raise (real or errors)[0]
+        assert len(set(wire.rounds)) == 1, wire.rounds
+    finally:
+        for world in worlds:
+            world.close()
+    return worlds
