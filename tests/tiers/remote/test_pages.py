@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -368,3 +369,25 @@ def test_a_page_that_left_the_store_ends_the_plan(make: Make, server: RedisServe
 def test_an_unknown_policy_is_refused(make: Make) -> None:
     with pytest.raises(TierConfigError, match="second_hit"):
         make("sometimes")
+
+
+def test_what_is_being_put_counts_as_queued(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else who waits for an empty queue goes on before the last pages are there."""
+    host, begun, may_go = make(), threading.Event(), threading.Event()
+    put = host.remote.put
+
+    def num_queued() -> int:
+        return (host.store.remote_stats() or {})["upload_queue"]
+
+    def late(items: Any) -> Any:
+        begun.set()
+        assert may_go.wait(WAIT_S)
+        return put(items)
+
+    monkeypatch.setattr(host.remote, "put", late)
+    host.save(pages("late", 3))
+    assert begun.wait(WAIT_S)
+    assert num_queued() == 1
+    may_go.set()
+    assert until(lambda: num_queued() == 0)
+    assert host.count("remote_written_pages") == 3

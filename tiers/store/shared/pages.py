@@ -184,7 +184,7 @@ class RemotePages:
     def stats(self) -> dict[str, int]:
         """What the remote store counts, and how much waits."""
         stats = self._remote.stats()
-        stats["upload_queue"] = self.uploads.num_waiting
+        stats["upload_queue"] = self.uploads.num_open
         stats["lookup_queue"] = self._lookup_thread.num_waiting
         stats["fetch_queue"] = len(self._lookups)
         return stats

@@ -82,9 +82,9 @@ class RemoteUploads:
             self._upload(space, mine)
 
     @property
-    def num_waiting(self) -> int:
-        """Runs of pages that wait for the thread."""
-        return self._queue.qsize()
+    def num_open(self) -> int:
+        """Runs of pages that wait for the thread, or are in its hands."""
+        return self._queue.unfinished_tasks
 
     def stop(self) -> None:
         """Has the thread end after the batch in its hands. Does not block."""
@@ -142,6 +142,8 @@ class RemoteUploads:
             except Exception:
                 self._table.counters.add("remote_failures")
                 logger.exception("hier-kv: pages could not be uploaded")
+            finally:
+                self._queue.task_done()
 
     def _unknown(self, space: KeySpace, hashes: Hashes) -> Hashes:
         """Pages that were not uploaded lately: the store is not asked again at each use."""
