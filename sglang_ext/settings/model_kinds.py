@@ -167,8 +167,8 @@ SERVED_MODES = (
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
         "exact; coded without a calibrated profile; moved by `overflow` (with MLA computed anew); "
-        "with MLA one rank of a node keeps each page for all; hybrids on one node, without a remote "
-        "store",
+        "with MLA one rank of a node keeps each page for all; hybrids on one node, without a "
+        "remote store",
         "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_truncated_ranks.py",
     ),
     ServedMode(
