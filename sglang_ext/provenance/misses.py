@@ -61,12 +61,16 @@ class MissKeeper:
     def runs(self, req: Any, space: KeySpace | None) -> None:
         """A request is about to be computed; what it reuses is on the device, or on its way.
 
-        Once a request. An error here is counted, and the request runs.
+        Once a request. An error here is counted, and the request runs. Where another rank keeps
+        the pages, that one alone counts it: here nothing is known of where they lie.
 
         Args:
             req: SGLang's request.
             space: where its pages belong, as of now; None where nothing may be reused for it.
         """
+        if not self._store.keeps_pages:
+            self.leave_out(req)
+            return
         state_of(req).is_counted = True
         try:
             self._count(req, space)
@@ -75,7 +79,7 @@ class MissKeeper:
             logger.exception("hier-kv: what a request reused, and what not, could not be counted")
 
     def leave_out(self, req: Any) -> None:
-        """A request that nobody sent is about to be computed: it counts nowhere."""
+        """A request that nobody sent, or another rank counts, is about to be computed."""
         state = state_of(req)
         state.is_counted, state.wanted = True, None
 

@@ -45,19 +45,21 @@ class HierKVConfig:
     host_size: float = _knob(
         4.0,
         "DRAM for KV pages, in GB (2^30 bytes; decimals allowed). It is allocated once, at start. "
-        "Of each node: the tensor and data parallel ranks on it get equal shares.",
+        "Of each node: the ranks on it get equal shares; with MLA the first of a tensor parallel "
+        "group gets those of all, for all (docs/parallel.md).",
         metavar="GB",
     )
     disk_dir: str = _knob(
         "",
         "Folder on a local SSD for pages that leave DRAM. Empty: no disk tier. One server at a "
-        "time; pages of several models may lie in it side by side. Each of several ranks has a "
-        "folder of its own in it.",
+        "time; pages of several models may lie in it side by side. Each of several ranks that "
+        "keep pages has a folder of its own in it.",
         metavar="DIR",
     )
     disk_size: float = _knob(
         64.0,
-        "Upper bound for all files in a node's disk folder, in GB; its ranks get equal shares.",
+        "Upper bound for all files in a node's disk folder, in GB; its ranks get shares as of "
+        "--hier-kv-host-size.",
         metavar="GB",
     )
     disk_free_floor: float = _knob(

@@ -20,8 +20,9 @@ from sglang_ext.ranks.consensus import RankDivergenceError
 from sglang_ext.ranks.shared_promises import SharedBook
 from sglang_ext.ranks.shared_readings import SharedReading, SharedReadings
 from tests.property.test_ranks_lockstep import NUM_STEPS, run_worlds
-from tests.property.worlds import ranks_world
+from tests.property.worlds import rank_of_many, ranks_world
 from tests.property.worlds.ranks_world import run_ranks
+from tests.property.worlds.truncation_ranks import OneCopyRank
 
 CASES = [
     (2, "timeout", True, False, False), (3, "wait_complete", True, False, False),
@@ -152,3 +153,39 @@ def test_ranks_that_load_differently_stop(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(SharedBook, "take_last", take_last)
     monkeypatch.setattr(ranks_world, "WAIT_S", 5.0)
     assert_found_out(tmp_path, RankDivergenceError, "do not hold the same waiting requests", 1)
+
+
+def run_cut(
+    folder: Path, patch: pytest.MonkeyPatch, seed: int = 1, num_loads: int = 6
+) -> list[OneCopyRank]:
+    """Two ranks over SGLang's own tree, whose conversations overflow."""
+    options = {"host_pages": 60, "device_pages": 100, "shared": {}}
+    own = [{**options, "keeps": keeps} for keeps in (True, False)]
+    return rank_of_many.run_worlds(
+        OneCopyRank, folder, patch, seed=seed, num_loads=num_loads, own=own
+    )
+
+
+def test_prompts_that_are_cut_load_their_own_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is moved, as a reader knows of no page; what is stored as their own is loaded."""
+    ranks = run_cut(tmp_path, monkeypatch)
+    pairs = zip(ranks[0].trace, ranks[1].trace, strict=True)
+    assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
+    keeper, reader = (rank.store.stats() for rank in ranks)
+    assert reader["loaded_pages"] == keeper["loaded_pages"] - ranks[0].num_lost > 0
+    assert "moved_tokens" not in keeper | reader
+    assert keeper["evicted_pages"] > 0 < ranks[0].counts["cleared"]
+    assert all(rank.num_late for rank in ranks)
+
+
+def test_pins_of_cut_prompts_that_end_too_early_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank tells of readings as ended when it has only begun them."""
+    monkeypatch.setattr(SharedReadings, "num_ended", property(len))
+    monkeypatch.setattr(ranks_world, "WAIT_S", 10.0)
+    monkeypatch.setattr(rank_of_many, "WAIT_S", 10.0)
+    with pytest.raises(AssertionError, match="a page changed while it was read"):
+        run_cut(tmp_path, monkeypatch, num_loads=1000)

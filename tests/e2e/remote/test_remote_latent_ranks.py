@@ -139,6 +139,8 @@ def test_one_rank_keeps_each_page_and_all_load_it(world: World) -> None:
         expected = tokens_and_logprobs(ask(server, prompt))  # a device hit
         _check_restored(server, prompt, "host", expected)
         assert counts(server, "loaded_pages") == [REUSABLE] * 2
+        for name in ("requested_tokens", "reused_host_tokens", "missed_never_stored_tokens"):
+            assert counts(server, name)[0] > 0 == counts(server, name)[1]
         capacity = counts(server, "host_capacity_pages")
         assert capacity[0] > 0 == capacity[1]
     assert world.on_disk() == in_store

@@ -7,6 +7,7 @@ plugin says of a page can be compared with what is in the page.
 
 from __future__ import annotations
 
+import mmap
 import random
 import time
 import zlib
@@ -58,6 +59,7 @@ from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from sglang_ext.tiers.records.quality import Quality  # noqa: E402
 from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, parse_header, write_meta  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
+from sglang_ext.tiers.store.reader_store import ReaderStore  # noqa: E402
 from sglang_ext.tiers.store.types import READY  # noqa: E402
 from sglang_ext.tiers.transcoder import PageTranscoder, coded_record, raw_header  # noqa: E402
 
@@ -189,7 +191,14 @@ class World:
         of_pairs: bool = False,
         ropes: list[LayerRope] | None = None,
         is_one_of_many: bool = False,
+        shared: dict[str, mmap.mmap] | None = None,
+        keeps: bool = True,
     ) -> None:
+        """Builds it.
+
+        `shared` is of ranks of which the one that `keeps` has the pages of all: the first of them
+        leaves the memory there.
+        """
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
         )
@@ -204,16 +213,25 @@ class World:
         self.req_pool = ReqToTokenPool(16, MAX_TOKENS, "cpu", False)
         pool = describe_pool(self.kv_pool)
         self.layout = pool.layout(PAGE)
-        self.arena = HostArena(host_pages, self.layout.slot_bytes)
+        memory: mmap.mmap | None = None
+        if shared is not None:
+            num_bytes = host_pages * self.layout.slot_bytes
+            memory = shared.setdefault("memory", mmap.mmap(-1, num_bytes))
+        self.arena = HostArena(
+            host_pages, self.layout.slot_bytes, memory=memory, is_borrowed=not keeps
+        )
         disk: DiskTier | None = None
-        if with_disk:
+        if with_disk and keeps:
             disk_config = DiskConfig(
                 folder / "disk", disk_bytes, 0, min(256 << 10, disk_bytes // 4), direct_io="off"
             )
             disk = DiskTier(disk_config, io=io)
-        codec = LossyCodec(self.layout, raw_share, random.Random(seed + 1)) if lossy else None
+        codec: LossyCodec | None = None
+        if lossy and keeps:
+            codec = LossyCodec(self.layout, raw_share, random.Random(seed + 1))
         store_config = PageStoreConfig(policy, placement=placement)
-        self.store = PageStore(self.arena, PageIndex(4096), disk, store_config, codec)
+        kind = PageStore if keeps else ReaderStore
+        self.store: PageStore = kind(self.arena, PageIndex(4096), disk, store_config, codec)
         if disk is not None:
             self.store.connect(disk)
         self.store.open_namespace(DIGEST, {})
@@ -243,7 +261,7 @@ class World:
         metrics = MetricsReporter(self.store, disk, enabled=False, labels={})
         identity: Any = Identity()
         config = HierKVConfig(tree_core=core, prefetch_policy=prefetch_policy)
-        parts = CacheParts(linker, identity, config, metrics)
+        parts = CacheParts(linker, identity, config, metrics, shares_pages=shared is not None)
         self.cache = HierKVRadixCache(params, lambda cache: parts)
         self.kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
         self.running: list[Request] = []

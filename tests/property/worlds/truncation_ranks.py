@@ -3,10 +3,16 @@
 Half of each K row is what its fingerprint says, rotated to the row's position. So a row that was
 moved has to be what the model would have written at its new place, to rounding, and a row that was
 left where it was, or moved elsewhere, fails at once.
+
+Where one rank keeps the pages of all, a rank's copies end at once here, but its readings do so some
+steps later, by its own chance, as on a device that is behind: until then no slot of theirs may
+change.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,10 @@ import torch
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.kernels.rope import RopeSpec, naive
 from sglang_ext.provenance.request_state import state_of
+from sglang_ext.ranks.lockstep import Lockstep
+from sglang_ext.ranks.shared_promises import SharedBook
+from sglang_ext.tiers.records.record import HEADER_BYTES
+from sglang_ext.tiers.store import LoadTicket
 from sglang_ext.truncation.lineage import lineage_of
 from tests.property.worlds.rank_of_many import RankOfMany
 from tests.property.worlds.taint_world import HEADS, LAYERS, Request, Wrong
@@ -25,6 +35,7 @@ from tests.property.worlds.truncation_world import CONTEXT, TruncationWorld
 _FIRST, _ROTATED = 8, 16  # elements of a head that are rotated
 _TOLERANCE = 0.05  # of values up to 2, rounded to bfloat16 three times
 STEPS = 250
+MOST_LATE_STEPS = 30  # of a reading, behind the copy
 
 
 def rope() -> LayerRope:
@@ -132,3 +143,84 @@ class TruncationRank(TruncationWorld, RankOfMany):
         """As the world's, with what all ranks have saved."""
         self.cache.quiesce()
         super().settle()
+
+
+class OneCopyRank(TruncationRank):
+    """One of several ranks of which one keeps the pages of all.
+
+    Attributes:
+        num_late: readings that ended behind the copy.
+    """
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
+        super().__init__(folder, patch, seed, **options)
+        self.num_late = self._now = 0
+        self._late: deque[tuple[int, LoadTicket, str]] = deque()
+        self._end_load = self.store.end_load
+        patch.setattr(self.store, "end_load", self._end_later)
+
+    @property
+    def num_readings(self) -> int:
+        """Readings that are not over on all ranks; the same number on each."""
+        admission = self.cache.admission
+        assert isinstance(admission, Lockstep)
+        assert isinstance(admission.promises, SharedBook)
+        return len(admission.promises.readings)
+
+    def _end_later(self, ticket: LoadTicket) -> None:
+        """From the load's thread, or the scheduler's."""
+        if ticket.reading is None:
+            self._end_load(ticket)
+            return
+        steps = self.own.randrange(MOST_LATE_STEPS)
+        self._late.append((self._now + steps, ticket, self._content(ticket)))
+
+    def _content(self, ticket: LoadTicket) -> str:
+        """Without the headers, in which the keeper may put a checksum."""
+        return hashlib.sha256(self.arena.slots[ticket.slots, HEADER_BYTES:].tobytes()).hexdigest()
+
+    def _end_late(self, *, all_of_them: bool = False) -> None:
+        self._now += 1
+        for _ in range(len(self._late)):
+            due, ticket, content = self._late.popleft()
+            if not all_of_them and due > self._now:
+                self._late.append((due, ticket, content))
+                continue
+            assert self._content(ticket) == content, "a page changed while it was read"
+            self._end_load(ticket)
+            self.num_late += 1
+
+    def step(self) -> None:
+        """As the world's; now and then the tiers are cleared."""
+        self._end_late()
+        if self.rng.random() < 0.003:
+            self.cache.clear_storage_backend()
+            self.counts["cleared"] = self.counts.get("cleared", 0) + 1
+        super().step()
+
+    def admit(self, req: Request, chunk: int | None = None) -> bool:
+        """Counts the cut prompts that loaded."""
+        admitted = super().admit(req, chunk)
+        if admitted and lineage_of(req) is not None:
+            self.counts["loaded"] += bool(state_of(req).num_loaded_tokens)
+        return admitted
+
+    def lose(self) -> None:
+        """What is lost is lost to all."""
+        if self.store.keeps_pages:
+            super().lose()
+
+    def settle(self) -> None:
+        """As the world's, when all have read."""
+        self.cache.quiesce()
+        while self.num_readings:
+            self._end_late(all_of_them=True)
+            self.cache.check_hicache_events()
+        if self.store.keeps_pages:
+            super().settle()
+            return
+        self.cache.quiesce()
+        self.cache.check_hicache_events()
+        self.check_tree()
+        self.arena.check()
+        assert not np.any(self.arena._pins)

@@ -117,3 +117,16 @@ def test_a_request_that_nobody_sent_counts_nowhere(make: Make) -> None:
     assert counts(rig) == {}
     assert state_of(req).is_counted
     assert state_of(req).wanted is None
+
+
+def test_a_request_counts_on_the_rank_that_keeps_the_pages(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one would call each miss new text, and what came from disk DRAM's."""
+    rig = make()
+    monkeypatch.setattr(rig.store, "keeps_pages", False)
+    req = waits(rig, pages("kept elsewhere", 2), PAGE)
+    MissKeeper(rig.store, PAGE).runs(req, rig.space)
+    assert counts(rig) == {}
+    assert state_of(req).is_counted
+    assert state_of(req).wanted is None
