@@ -45,7 +45,8 @@ class HierKVConfig:
     host_size: float = _knob(
         4.0,
         "DRAM for KV pages, in GB (2^30 bytes; decimals allowed). It is allocated once, at start. "
-        "Of each node: the tensor and data parallel ranks on it get equal shares.",
+        "Of each node: the tensor and data parallel ranks on it get equal shares, and with MLA the "
+        "first of a group that of all (docs/parallel.md).",
         metavar="GB",
     )
     disk_dir: str = _knob(
@@ -57,7 +58,8 @@ class HierKVConfig:
     )
     disk_size: float = _knob(
         64.0,
-        "Upper bound for all files in a node's disk folder, in GB; its ranks get equal shares.",
+        "Upper bound for all files in a node's disk folder, in GB; its ranks get equal shares, and "
+        "with MLA the first of a group that of all.",
         metavar="GB",
     )
     disk_free_floor: float = _knob(
