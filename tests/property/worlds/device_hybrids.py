@@ -269,6 +269,7 @@ class WindowWorld(DeviceWorld):
 
     def _in_group(self, group: int, layers: list[tuple[torch.Tensor, ...]]) -> list[Any]:
         """What of K and V of all window layers a group holds, as its copier has it."""
+        assert isinstance(self.GROUPS, LayerGroups)
         return [layers[layer] for layer in self.GROUPS.groups[group]]
 
     def _content_of(self, number: int, group: int) -> int:
