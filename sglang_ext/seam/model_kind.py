@@ -66,6 +66,10 @@ def model_kind(model_config: Any) -> str:
         return "encoder-decoder"
     if _has_no_tree(model_config):
         return "no tree"
+    # SGLang's word for models whose window layers have heads or sizes of their own; with
+    # --disable-hybrid-swa-memory these layers write rows that its pool is not made for.
+    if model_config.is_hybrid_swa_compress:
+        return "two shapes in one pool"
     return "mla" if model_config.attention_arch == AttentionArch.MLA else "mha"
 
 

@@ -73,6 +73,15 @@ MODEL_KINDS = {
         "tests/e2e/models/test_restored_kinds.py; tests/unit/device/test_blocks.py; "
         "tests/property/hybrids/test_window_interleavings.py",
     ),
+    "two shapes in one pool": ModelKind(
+        "one pool for all layers, of which those with a window have K and V of another shape",
+        "Gemma 4, MiMo V2 with `--disable-hybrid-swa-memory`",
+        "SGLang's pool has rows of one shape, and its first forward fails",
+        "",
+        "a pool of its own for window layers with K and V of another shape",
+        "--disable-hybrid-swa-memory with such a model",
+        "leave --disable-hybrid-swa-memory out, or " + WITHOUT,
+    ),
     "windows of another kind": ModelKind(
         "a second pool for the window's layers, without full layers, of latent rows, or of models "
         "that were never tried",

@@ -44,7 +44,7 @@ def read_model(path: Path, kv_dtype: str = "", num_ranks: int = 1) -> ModelKv:
     Args:
         path: the file, or the folder that it is in.
         kv_dtype: of the KV cache, a name of `DTYPE_BYTES`; empty for the model's own.
-        num_ranks: of tensor parallelism; heads that are fewer are stored once a rank.
+        num_ranks: of tensor parallelism, on one node; heads that are fewer are stored once a rank.
 
     Raises:
         ValueError: it cannot be read, or does not say how large its KV is.
@@ -94,8 +94,10 @@ def read_model(path: Path, kv_dtype: str = "", num_ranks: int = 1) -> ModelKv:
 
 def _values_per_layer(config: dict[str, Any], num_ranks: int) -> int:
     """Numbers that one layer stores of a token, over all ranks."""
-    if _is_count(config.get("kv_lora_rank")):  # latent attention: every rank stores all of it
-        return num_ranks * int(config["kv_lora_rank"] + (config.get("qk_rope_head_dim") or 0))
+    if _is_count(
+        config.get("kv_lora_rank")
+    ):  # latent attention: one rank of a node keeps it for all
+        return int(config["kv_lora_rank"] + (config.get("qk_rope_head_dim") or 0))
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or config["hidden_size"] // heads

@@ -25,9 +25,10 @@ from sglang_ext.device.states.state_path import StateLoadPath, StateSavePath  # 
 from sglang_ext.device.transfers import LoadJob  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
 from testkit.simulated_device import ConflictError  # noqa: E402
-from testkit.simulated_kernels import SimulatedSnapshots  # noqa: E402
+from testkit.simulated_kernels import SimulatedKernels, SimulatedSnapshots  # noqa: E402
 from tests.property.device.mistakes import Mutation, say_layers_early  # noqa: E402
 from tests.property.worlds.device_hybrids import (  # noqa: E402
+    BlockWorld,
     DraftWorld,
     StateWorld,
     WindowWorld,
@@ -46,6 +47,7 @@ from tests.property.worlds.device_world import (  # noqa: E402
         (DraftWorld, ()),
         (StateWorld, ("track", "save_unplaced_pages")),
         (WindowWorld, ("slide", "offer_window", "save_unplaced_pages")),
+        (BlockWorld, ("slide", "offer_window", "save_unplaced_pages")),
     ],
 )
 def test_nothing_is_read_or_written_out_of_order(
@@ -191,6 +193,11 @@ def parts_not_behind_one_another(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoadPath, "queue", queue)
 
 
+def gaps_left_as_they_were(patch: pytest.MonkeyPatch) -> None:
+    """What a page had in its slot, or another save in its buffer, goes on in this one's."""
+    patch.setattr(SimulatedKernels, "clear", lambda self, pages: None)
+
+
 def rows_looked_at_before_they_are_known(patch: pytest.MonkeyPatch) -> None:
     def has_rows_below(self: Any, end: int, token_slots: Any) -> bool:
         with self._port.on(self._port.new_stream(())):
@@ -262,6 +269,8 @@ def scheduler_uploads_indices(patch: pytest.MonkeyPatch) -> None:
         (WindowWorld, pins_given_back_with_the_first_part),
         (WindowWorld, rows_looked_at_before_they_are_known),
         (WindowWorld, tensors_given_up_when_the_load_is_queued),
+        (BlockWorld, parts_not_behind_one_another),
+        (BlockWorld, gaps_left_as_they_were),
         (DraftWorld, draft_waits_for_its_own_layer),
     ],
 )

@@ -57,11 +57,13 @@ def test_no_request_attends_to_rows_that_are_not_its_own(make: Make, name: str, 
     print(name, seed, world.counts, world.store.stats())
 
 
-REMOTE: dict[str, tuple[str, dict[str, Any]]] = {
-    "honest": ("plain", {}),
-    "swaps parts": ("plain", {"lies": 0.2, "dies": 0.05}),
-    "says that pages are not exact": ("plain", {"lies": 0.2, "coarse": True}),
-    "forges headers": ("tag", {"lies": 0.2, "forges": True}),
+# How records are protected, what the store does, and the world.
+REMOTE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "honest": ("plain", {}, {}),
+    "swaps parts": ("plain", {"lies": 0.2, "dies": 0.05}, {}),
+    "swaps parts of two shapes": ("plain", {"lies": 0.2, "dies": 0.05}, {"two_shapes": True}),
+    "says that pages are not exact": ("plain", {"lies": 0.2, "coarse": True}, {}),
+    "forges headers": ("tag", {"lies": 0.2, "forges": True}, {}),
 }
 
 
@@ -70,12 +72,12 @@ REMOTE: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_store_that_servers_share_gives_no_other_part_of_a_page(
     make: Make, name: str, seed: int
 ) -> None:
-    mode, behaviour = REMOTE[name]
+    mode, behaviour, shape = REMOTE[name]
     engine = HostileEngine(random.Random(seed + 3), **behaviour)
     config = RemoteStoreConfig(breaker=BreakerConfig(first_wait_s=0.01, max_wait_s=0.05))
     remote = RemoteStore(config=config, **protected_store(engine, mode))
     assert remote.wait_usable(300.0)
-    world = make(seed, window=6, host_pages=24, disk_bytes=0, remote=remote)
+    world = make(seed, window=6, host_pages=24, disk_bytes=0, remote=remote, **shape)
 
     def unseen() -> list[str]:
         stats = {**world.store.stats(), "lies": engine.num_lies}

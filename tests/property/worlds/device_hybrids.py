@@ -19,10 +19,17 @@ inprocess.prepare()
 from sglang_ext.assembly.draft_setup import _WholeLoads  # noqa: E402
 from sglang_ext.assembly.window_setup import bound_ropes  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
-from sglang_ext.device.layout import ROPE_BOUND, LayerGroups, read_tails, write_tail  # noqa: E402
-from sglang_ext.device.pools import pool_of  # noqa: E402
+from sglang_ext.device.layout import (  # noqa: E402
+    ROPE_BOUND,
+    LayerGroups,
+    PageLayout,
+    read_tails,
+    write_tail,
+)
+from sglang_ext.device.pools import DevicePool, HybridPools  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
 from sglang_ext.device.transfers import LoadJob, StateSlot, WindowRows  # noqa: E402
+from sglang_ext.device.windows.blocks import Block, BlockGroups  # noqa: E402
 from sglang_ext.device.windows.layers import WindowLayers  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from testkit.simulated_device import ConflictError  # noqa: E402
@@ -30,7 +37,6 @@ from testkit.simulated_kernels import SimulatedSnapshots  # noqa: E402
 from tests.property.worlds.device_parts import (  # noqa: E402
     CONTENTS,
     DIM,
-    HEADS,
     LAYERS,
     PAGE,
     Load,
@@ -209,7 +215,8 @@ class StateWorld(DeviceWorld):
 class WindowWorld(DeviceWorld):
     """Window layers in two groups, of which the second holds two of the first's layers again."""
 
-    GROUPS = LayerGroups((0, 3, 5), (1, 2, 4, 6))
+    GROUPS: ClassVar[LayerGroups | BlockGroups] = LayerGroups((0, 3, 5), (1, 2, 4, 6))
+    SIZES: ClassVar[tuple[int, int]] = DIM, DIM  # of a head of K and of V in a window layer
     WINDOW_PAGES, WINDOW = 24, 2  # of the pool; that a window reaches into
 
     num_layers: ClassVar[int] = 7
@@ -221,31 +228,20 @@ class WindowWorld(DeviceWorld):
     def _parts(self, copier: PageCopier) -> dict[str, Any]:
         num = len(self.GROUPS.window)
         self.windows, self.window_shadow, origin = (
-            make_pool(num, self.WINDOW_PAGES) for _ in range(3)
+            make_pool(num, self.WINDOW_PAGES, self.SIZES) for _ in range(3)
         )
         self.free_windows = list(range(1, self.WINDOW_PAGES))
         self.copiers = [
-            copier.for_pool(pool_of(self.windows, group), bound()) for group in self.GROUPS.groups
+            copier.for_pool(part, bound_ropes(part), self._layout_of(part))
+            for part in self._parts_of(self.windows)
         ]
-        self.plain_groups = [
-            PageCopier(
-                pool_of(self.window_shadow, group), self.layout, bound(), self.arena,
-                mode="pre", kernels=rope_kernels,
-            )
-            for group in self.GROUPS.groups
-        ]  # fmt: skip
-        savers = [
-            PageCopier(
-                pool_of(origin, group), self.layout, bound(), self.arena,
-                mode="pre", kernels=rope_kernels,
-            )
-            for group in self.GROUPS.groups
-        ]  # fmt: skip
+        self.plain_groups = self._plain_copiers(self.window_shadow)
+        savers = self._plain_copiers(origin)
         generator, rows = torch.Generator().manual_seed(self.seed), np.arange(PAGE)
         self.values: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of each page, by layer
         for number in range(CONTENTS):
             for tensor in (*origin.k, *origin.v):
-                values = torch.randn(PAGE, HEADS, DIM, generator=generator)
+                values = torch.randn(PAGE, *tensor.shape[1:], generator=generator)
                 tensor[rows] = values.to(tensor.dtype)
             pairs = zip(origin.k, origin.v, strict=True)
             self.values.append([(k[rows].clone(), v[rows].clone()) for k, v in pairs])
@@ -254,6 +250,27 @@ class WindowWorld(DeviceWorld):
                 self.contents.append(self.arena[0].copy())
         layers = WindowLayers(self.WINDOW, PAGE, tuple(self.copiers), self.GROUPS.model_layers)
         return {"windows": layers}
+
+    def _parts_of(self, windows: DevicePool) -> list[DevicePool]:
+        return HybridPools(self.pool, windows, self.GROUPS).window_parts()
+
+    def _layout_of(self, part: DevicePool) -> PageLayout:
+        return self.layout
+
+    def _plain_copiers(self, windows: DevicePool) -> list[PageCopier]:
+        """What copies each group on a CPU."""
+        return [
+            PageCopier(
+                part, self._layout_of(part), bound_ropes(part), self.arena,
+                mode="pre", kernels=rope_kernels,
+            )
+            for part in self._parts_of(windows)
+        ]  # fmt: skip
+
+    def _in_group(self, group: int, layers: list[tuple[torch.Tensor, ...]]) -> list[Any]:
+        """What of K and V of all window layers a group holds, as its copier has it."""
+        assert isinstance(self.GROUPS, LayerGroups)
+        return [layers[layer] for layer in self.GROUPS.groups[group]]
 
     def _content_of(self, number: int, group: int) -> int:
         return CONTENTS + 2 * number + group
@@ -344,10 +361,7 @@ class WindowWorld(DeviceWorld):
             group, at = divmod(page, num)
             rows = more.rows[at * PAGE : (at + 1) * PAGE]
             part = slice(at * PAGE, (at + 1) * PAGE)
-            expected = [
-                (more.expected[layer][0][part], more.expected[layer][1][part])
-                for layer in self.GROUPS.groups[group]
-            ]
+            expected = self._in_group(group, [(k[part], v[part]) for k, v in more.expected])
             copier = self.plain_groups[group]
             position = (more.first + at) * PAGE
             self._check_pages(copier, copier.pool, slot[None], rows, position, expected)
@@ -356,3 +370,49 @@ class WindowWorld(DeviceWorld):
         """See `DeviceWorld.settle`."""
         super().settle()
         assert sorted(self.free_windows) == list(range(1, self.WINDOW_PAGES))
+
+
+class BlockWorld(WindowWorld):
+    """Window layers whose V is of another size: K of one is in a group, its V in the next."""
+
+    SIZES = DIM, DIM + 2
+    GROUPS = BlockGroups(
+        (0, 3, 5),
+        (1, 2, 4, 6),
+        tuple(
+            tuple(Block(index, is_v) for index, is_v in group)
+            for group in (
+                [(0, False), (0, True), (1, False), (1, True), (2, False)],
+                [(2, True), (3, False), (3, True)],
+            )
+        ),
+    )
+
+    def _layout(self) -> PageLayout:
+        return self.pool.layout(PAGE, is_bound=True)
+
+    def _layout_of(self, part: DevicePool) -> PageLayout:
+        layout = part.layout(PAGE, self.layout, is_bound=True)
+        assert layout.gaps
+        return layout
+
+    def _check_saved(self, offer: Offer, slots: np.ndarray) -> None:
+        super()._check_saved(offer, slots)
+        if not offer.job.is_of_windows:
+            return
+        assert offer.load.more.rows is not None
+        num = len(offer.load.more.rows) // PAGE
+        for page, slot in zip(offer.pages.tolist(), slots.tolist(), strict=True):
+            for gap in self.copiers[page // num].layout.gaps:
+                if self.arena[slot, gap].any():
+                    self.counts["foreign bytes"] = self.counts.get("foreign bytes", 0) + 1
+
+    def settle(self) -> None:
+        """See `DeviceWorld.settle`."""
+        super().settle()
+        if "foreign bytes" in self.counts:
+            raise ConflictError("a page was published with bytes of another one")
+
+    def _in_group(self, group: int, layers: list[tuple[torch.Tensor, ...]]) -> list[Any]:
+        assert isinstance(self.GROUPS, BlockGroups)
+        return [(layers[block.index][block.is_v],) for block in self.GROUPS.groups[group]]

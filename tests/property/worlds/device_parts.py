@@ -37,6 +37,10 @@ class Pages:
         """Somebody else may have the slots; the store's lock orders this before that."""
         self._world.unpinned.append((slots.tolist(), self._world.device.hand_over()))
 
+    def end_load(self, ticket: Any) -> None:
+        """See `PageStore.end_load`; no other rank reads these pages."""
+        self.release(ticket.slots)
+
     def begin_save(self, space: Any, hashes: Any, ancestors: Any, quality: Any) -> Any:
         """Slots for the pages, which the scheduler had set aside."""
         offer = self._world.saving
@@ -110,10 +114,17 @@ class Batch:
     forwarded: bool = False
 
 
-def make_pool(num_layers: int = LAYERS, num_pages: int = PAGES) -> DevicePool:
-    shape = (num_pages * PAGE, HEADS, DIM)
-    k = tuple(torch.full(shape, -77.0, dtype=torch.bfloat16) for _ in range(num_layers))
-    v = tuple(torch.full(shape, -77.0, dtype=torch.bfloat16) for _ in range(num_layers))
+def make_pool(
+    num_layers: int = LAYERS, num_pages: int = PAGES, sizes: tuple[int, int] = (DIM, DIM)
+) -> DevicePool:
+    """A pool in which nothing is; `sizes` are those of a head of K and of V."""
+    k, v = (
+        tuple(
+            torch.full((num_pages * PAGE, HEADS, size), -77.0, dtype=torch.bfloat16)
+            for _ in range(num_layers)
+        )
+        for size in sizes
+    )
     return DevicePool("mha", torch.bfloat16, k, v, 0, num_pages * PAGE)
 
 

@@ -24,6 +24,7 @@ from runtime_cpu import inprocess
 inprocess.prepare()
 
 from sglang_ext.device.copier import CopyError, PageCopier  # noqa: E402
+from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.transfers import LoadJob, Place, SaveJob  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
@@ -86,8 +87,7 @@ class DeviceWorld:
         self.device = SimulatedDevice(self.seed + 1)
         self.kernels = SimulatedKernels(self.device, rope_kernels)
         self.pool, self.shadow, origin = (make_pool() for _ in range(3))
-        self.layout = self.pool.layout(PAGE)
-        object.__setattr__(self.layout, "max_corrections", 20)
+        self.layout = self._layout()
         self.arena = np.zeros((self.num_slots, self.layout.slot_bytes), np.uint8)
         self.device.add_memory(self.arena, "slot", self.layout.slot_bytes)
         ropes = self.make_ropes()
@@ -130,6 +130,12 @@ class DeviceWorld:
         self.offered: list[Offer] = []
         self.saving: Offer | None = None
         self.next_rid = 0
+
+    def _layout(self) -> PageLayout:
+        """Of the pages, with room for few corrections."""
+        layout = self.pool.layout(PAGE)
+        object.__setattr__(layout, "max_corrections", 20)
+        return layout
 
     def _parts(self, copier: PageCopier) -> dict[str, Any]:
         """What a hybrid's linker is given besides; its contents are added to the others."""
@@ -475,10 +481,11 @@ class DeviceWorld:
             job = copier.prepare_load(slots, rows.numpy(), position)
         except CopyError as error:
             raise ConflictError(f"published before it was whole: {error}") from error
-        for layer, (want_k, want_v) in enumerate(expected):
+        for layer, wanted in enumerate(expected):
             copier.load_layer(job, layer)
-            assert torch.equal(bits_of(pool.k[layer][rows]), bits_of(want_k))
-            assert torch.equal(bits_of(pool.v[layer][rows]), bits_of(want_v))
+            tensors = (pool.k[layer], *pool.v[layer : layer + 1])  # blocks have no V
+            for tensor, want in zip(tensors, wanted, strict=True):
+                assert torch.equal(bits_of(tensor[rows]), bits_of(want))
 
     # ---- everything else ----
 

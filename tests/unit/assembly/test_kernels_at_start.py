@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,10 @@ def test_on_cuda_the_kernels_of_every_kind_of_layer_are_compiled_at_start(
     pool = SimpleNamespace(k=k, v=v, device=torch.device("cuda"))
     one, other = spec(16), spec(8)
     ropes = [LayerRope(one, True), LayerRope(other, True), LayerRope(one, True)]
-    config = SimpleNamespace(kernels="auto")
-    assert factory._kernels(config, pool, ropes, 64) is gpu  # type: ignore[arg-type]
-    assert asked == [(shape, one, 64), (shape, other, 64), (shape, None, 64)]
-    assert "kernels of 3 kinds of layers compiled in" in caplog.text
+    window = SimpleNamespace(k=[torch.zeros(8, 1, 12), torch.zeros(shape)], v=[])
+    pools: Any = SimpleNamespace(full=pool, window_parts=lambda: [window])
+    config: Any = SimpleNamespace(kernels="auto")
+    assert factory._kernels(config, pools, ropes, 64) is gpu
+    kinds = [(shape, one), (shape, other), (shape, None), ((8, 1, 12), None)]
+    assert asked == [(*kind, 64) for kind in kinds]
+    assert "kernels of 4 kinds of layers compiled in" in caplog.text

@@ -52,7 +52,7 @@ def trace(path: Path, prompts: list[list[int]]) -> str:
         ({"dtype": "bfloat16"}, 1, 10 * 8 * 2 * 64 * 2),
         ({"torch_dtype": "float32", "num_key_value_heads": 2}, 1, 10 * 2 * 2 * 64 * 4),
         ({"num_key_value_heads": 2, "head_dim": 128}, 4, 10 * 4 * 2 * 128 * 2),  # once a rank
-        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 2, 2 * 10 * 576 * 2),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 2, 10 * 576 * 2),
         ({"text_config": {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}}, 1,
          2 * 8 * 2),
     ],

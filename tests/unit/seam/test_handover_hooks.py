@@ -15,7 +15,7 @@ inprocess.prepare()
 
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST  # noqa: E402
 
-from sglang_ext.identity.handover import FOREIGN  # noqa: E402
+from sglang_ext.identity.handover import FOREIGN, GivenUpRooms  # noqa: E402
 from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
 from sglang_ext.provenance.request_state import find_state, state_of  # noqa: E402
 from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
@@ -27,6 +27,7 @@ from sglang_ext.tiers.records.quality import Quality  # noqa: E402
 from sglang_ext.tiers.store import PageStore, PageStoreConfig  # noqa: E402
 
 TOKENS = array("q", range(100))
+RECEIVER, DUMMY = "10.0.0.2:1234", "dummy"  # names of ranks
 
 
 class Cache(HierKVRadixCache):
@@ -44,6 +45,15 @@ class Cache(HierKVRadixCache):
         self.admission = agree
         taint: Any = SimpleNamespace(admit=lambda req: state_of(req).note_reused(self.on_device))
         self.taint = taint
+        self.given_up_rooms = GivenUpRooms()
+
+
+def sender_to(room: int, *names: str) -> Any:
+    """What sends a request's KV to ranks that asked for it under its room."""
+    infos = {
+        name: SimpleNamespace(mooncake_session_id=name, is_dummy=name == DUMMY) for name in names
+    }
+    return SimpleNamespace(kv_mgr=SimpleNamespace(transfer_infos={room: infos}))
 
 
 def request(room: int, tokens: array[int] = TOKENS, **more: Any) -> Any:
@@ -57,6 +67,7 @@ def request(room: int, tokens: array[int] = TOKENS, **more: Any) -> Any:
         "last_node": object(),
         "to_finish": None,
         "sampling_params": SimpleNamespace(custom_params=None),
+        "disagg_kv_sender": sender_to(room, DUMMY, RECEIVER),
         **more,
     }
     return SimpleNamespace(**fields)
@@ -77,13 +88,20 @@ class Servers:
     def receive(self, req: Any) -> bool:
         """Whether the decode server may store a request whose KV has arrived."""
         arrived = SimpleNamespace(req=req, metadata_buffer_index=0)
+        kv_manager = SimpleNamespace(get_session_id=lambda: RECEIVER)
+        waiting = SimpleNamespace(kv_manager=kv_manager)
         queue = SimpleNamespace(
-            scheduler=SimpleNamespace(tree_cache=self.cache),
+            scheduler=SimpleNamespace(tree_cache=self.cache, disagg_decode_prealloc_queue=waiting),
             metadata_buffers=self.buffers,
             queue=[*(SimpleNamespace(req=each) for each in self.waiting), arrived],
         )
         disaggregation._after_arrival(None, queue, arrived)
         return not req.skip_radix_cache_insert
+
+    def give_up(self, req: Any) -> None:
+        """The decode server aborts a request whose KV is on its way."""
+        queue = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=self.cache))
+        disaggregation._after_giving_up(None, queue, SimpleNamespace(req=req))
 
     def release(self, receiver: Any) -> None:
         """The decode server gives away the rows of an aborted request."""
@@ -122,6 +140,24 @@ def test_kv_that_went_to_two_requests_of_one_room_is_not_stored() -> None:
     assert not servers.receive(request(7))
     servers.send(request(9))
     assert servers.receive(request(9))
+    assert servers.num_foreign == 1
+
+
+def test_kv_that_comes_for_the_room_of_a_request_that_was_given_up_is_not_stored() -> None:
+    servers = Servers()
+    servers.give_up(request(7))
+    servers.send(request(7))
+    assert not servers.receive(request(7))
+    servers.send(request(8))
+    assert servers.receive(request(8))
+    assert servers.num_foreign == 1
+
+
+@pytest.mark.parametrize("names", [("another",), ("another", RECEIVER), (DUMMY,), ()])
+def test_kv_that_was_not_sent_to_this_rank_alone_is_not_stored(names: tuple[str, ...]) -> None:
+    servers = Servers()
+    servers.send(request(7, disagg_kv_sender=sender_to(7, *names)))
+    assert not servers.receive(request(7))
     assert servers.num_foreign == 1
 
 

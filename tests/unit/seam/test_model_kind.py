@@ -1,0 +1,54 @@
+"""Kinds of models that are told by more than the pools that SGLang says it will build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+
+from sglang_ext.errors import HierKVConfigError  # noqa: E402
+from sglang_ext.seam.model_kind import model_kind  # noqa: E402
+from sglang_ext.settings.compat import check_kind  # noqa: E402
+from testkit.hybrids.shaped_models import SHAPED_MODELS  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a small Gemma 4."""
+    folder = tmp_path_factory.mktemp("gemma")
+    config = SHAPED_MODELS["gemma"].make_config()
+    config.architectures = [SHAPED_MODELS["gemma"].class_name]
+    config.save_pretrained(folder)
+    return folder
+
+
+def config_of(folder: Path, **options: Any) -> ModelConfig:
+    return ModelConfig(str(folder), trust_remote_code=False, **options)
+
+
+def test_window_layers_of_another_shape_need_a_pool_of_their_own(folder: Path) -> None:
+    assert model_kind(config_of(folder)) == "swa of two shapes"
+    kind = model_kind(config_of(folder, disable_hybrid_swa_memory=True))
+    with pytest.raises(HierKVConfigError, match="leave --disable-hybrid-swa-memory out"):
+        check_kind(kind)
+
+
+@pytest.mark.parametrize("name", ["Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"])
+def test_step_is_refused_whatever_its_layers_are(folder: Path, name: str) -> None:
+    config = config_of(folder)
+    # As of a model that is served: full layers, and window layers with K and V of one shape.
+    config.is_hybrid_swa_compress = False
+    config.swa_head_dim = config.swa_v_head_dim = config.head_dim
+    config.get_swa_num_kv_heads = config.get_num_kv_heads
+    config.hf_config.architectures = ["GptOssForCausalLM"]
+    assert model_kind(config) == "swa"
+    config.hf_config.architectures = [name]
+    with pytest.raises(HierKVConfigError, match="got a model with others"):
+        check_kind(model_kind(config))
