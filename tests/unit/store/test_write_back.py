@@ -47,11 +47,17 @@ def _stored(rig: Rig, chats: list[np.ndarray]) -> int:
 
 
 def _bring(rig: Rig, chat: np.ndarray) -> None:
-    plan = rig.store.plan(rig.space, chat)
-    assert plan is not None
-    rig.wait(plan)
-    rig.store.cancel_plan(plan)
-    rig.settle()
+    """Reads pages, again while what would leave for them is still to be written."""
+
+    def is_there() -> bool:
+        plan = rig.store.plan(rig.space, chat)
+        if plan is not None:
+            rig.wait(plan)
+            rig.store.cancel_plan(plan)
+        rig.settle()
+        return rig.ready(chat) == len(chat)
+
+    rig.until(is_there)
 
 
 def _save(rig: Rig, hashes: np.ndarray) -> None:
