@@ -85,9 +85,14 @@ class Process:
             self._child = None
 
     def freeze(self) -> None:
-        """Stops it without ending it: connections stay, answers do not come."""
+        """Stops it without ending it: connections stay, answers do not come.
+
+        Returns when all of its threads stand still: until then one may answer.
+        """
         assert self._child is not None
         self._child.send_signal(signal.SIGSTOP)
+        while not _stands_still(self._child.pid):
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """Lets it go on."""
@@ -98,3 +103,12 @@ class Process:
     def is_running(self) -> bool:
         """Whether it runs."""
         return self._child is not None and self._child.poll() is None
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether each thread of a process is stopped, or has ended."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if stat.read_text().rpartition(")")[2].split()[0] not in "TZX":
+                return False
+    return True
