@@ -10,9 +10,9 @@ tokens as long as it sees the tokens before: its guesses fall where its own KV i
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
+from testkit.published_model import copy_tokenizer
 from testkit.server import TINYLM
 
 # Chains of three guesses; the algorithm and the draft's path are still to be named.
@@ -20,7 +20,6 @@ DRAFTS = (
     *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
     *("--speculative-num-draft-tokens", "4"),
 )
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def write_eagle_draft(folder: Path, *, noise: float = 0.0) -> Path:
@@ -66,8 +65,7 @@ def write_eagle_draft(folder: Path, *, noise: float = 0.0) -> Path:
         tie_word_embeddings=False,  # the target hands over both of its own
     )
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    for name in _TOKENIZER_FILES:
-        shutil.copy(TINYLM / name, folder / name)
+    copy_tokenizer(folder)
     return folder
 
 
@@ -83,8 +81,7 @@ def write_eagle3_config(folder: Path) -> Path:
         tie_word_embeddings=False,
     )
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    for name in _TOKENIZER_FILES:
-        shutil.copy(TINYLM / name, folder / name)
+    copy_tokenizer(folder)
     return folder
 
 

@@ -7,17 +7,15 @@ the first three in a pool of their own, as that of windows.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-from testkit.server import TINYLM
+from testkit.published_model import copy_tokenizer
 
 # No multiple of a page: chunks begin within pages.
 CHUNK = 160
 NUM_LAYERS = 8
 NUM_FULL_LAYERS = NUM_LAYERS // 4
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def write_chunk_model(folder: Path, *, seed: int = 0) -> Path:
@@ -49,8 +47,7 @@ def write_chunk_model(folder: Path, *, seed: int = 0) -> Path:
     for parameter in model.parameters():  # not the images' rotations, which are complex
         parameter.data = parameter.data.to(torch.bfloat16)
     model.save_pretrained(folder)
-    for name in _TOKENIZER_FILES:
-        shutil.copy(TINYLM / name, folder / name)
+    copy_tokenizer(folder)
     return folder
 
 

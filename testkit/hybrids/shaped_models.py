@@ -8,17 +8,14 @@ of earlier ones. MiMo V2 with K wider than V and sinks in its window layers.
 from __future__ import annotations
 
 import json
-import shutil
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testkit.server import TINYLM
+from testkit.published_model import PublishedModel, copy_tokenizer
 
 WINDOW = 128
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _NAMES = {"s": "sliding_attention", "f": "full_attention"}
 _COMMON: dict[str, Any] = {
     "vocab_size": 4096,
@@ -35,37 +32,18 @@ _COMMON: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class ShapedModel:
+class ShapedModel(PublishedModel):
     """An architecture, and what SGLang keeps of it.
 
     Attributes:
-        make_config: its small configuration.
-        class_name: transformers' class with a head.
         full_values: K and V of a token in all full layers that have KV of their own.
         window_values: the same of the window layers.
         publish: completes a folder that transformers wrote to what is published.
     """
 
-    make_config: Callable[[], Any]
-    class_name: str
     full_values: int
     window_values: int
     publish: Callable[[Path], None]
-
-    def open(self, folder: Path) -> Any:
-        """The model that `write_shaped_model` wrote, by transformers, in float32."""
-        import torch
-
-        return self.model_class().from_pretrained(folder, dtype=torch.float32)
-
-    def model_class(self) -> Any:
-        """Transformers' class."""
-        # See `StateModel.model_class`: what an import ends half-way for, a crash ends later.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            import transformers
-
-            return getattr(transformers, self.class_name)
 
 
 def _gemma() -> Any:
@@ -230,7 +208,6 @@ def write_shaped_model(folder: Path, name: str, *, seed: int = 0) -> Path:
         torch.manual_seed(seed)
         model = kind.model_class()(config)
     model.to(torch.bfloat16).save_pretrained(folder)
-    for each in _TOKENIZER_FILES:
-        shutil.copy(TINYLM / each, folder / each)
+    copy_tokenizer(folder)
     kind.publish(folder)
     return folder

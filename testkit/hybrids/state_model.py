@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testkit.server import TINYLM
+from testkit.published_model import PublishedModel, copy_tokenizer
 
 CHUNK = 64
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 # What all of them have; random weights so large that answers depend on every token.
 COMMON: dict[str, Any] = {
     "vocab_size": 4096,
@@ -28,12 +24,10 @@ COMMON: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class StateModel:
+class StateModel(PublishedModel):
     """An architecture, and what SGLang keeps of it.
 
     Attributes:
-        make_config: its small configuration.
-        class_name: transformers' class with a head.
         page_values: of K and V of a page of 64 tokens.
         conv_values: of a state, the inputs of convolutions.
         matrix_values: of a state, a matrix a head; in float32.
@@ -41,8 +35,6 @@ class StateModel:
         dtype_name: of all but matrices.
     """
 
-    make_config: Callable[[], Any]
-    class_name: str
     page_values: int
     conv_values: int
     matrix_values: int
@@ -62,22 +54,6 @@ class StateModel:
     @property
     def _value_bytes(self) -> int:
         return 4 if self.dtype_name == "float32" else 2
-
-    def open(self, folder: Path) -> Any:
-        """The model that `write_state_model` wrote, by transformers, in float32."""
-        import torch
-
-        return self.model_class().from_pretrained(folder, dtype=torch.float32)
-
-    def model_class(self) -> Any:
-        """Transformers' class."""
-        # With Qwen3.5's, sentencepiece is imported, whose compiled types warn. Where warnings are
-        # errors the import ends half-way, unnoticed, and the process with a crash.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            import transformers
-
-            return getattr(transformers, self.class_name)
 
 
 def _granite() -> Any:
@@ -258,8 +234,7 @@ def write_model(folder: Path, kind: StateModel, *, seed: int = 0) -> Path:
                     values.uniform_(-7.0, -1.0)
     model.to(config.dtype).save_pretrained(folder)
     _name_layers_as_published(folder / "config.json")
-    for each in _TOKENIZER_FILES:
-        shutil.copy(TINYLM / each, folder / each)
+    copy_tokenizer(folder)
     return folder
 
 

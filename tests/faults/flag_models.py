@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from testkit.published_model import TOKENIZER_FILES
 from testkit.server import TINYLM
 
 _LATENT = {
@@ -68,7 +69,7 @@ SERVED = ("llama", "qwen3", "qwen3-moe", "gemma3", "deepseek-v3")
 def model_folder(folder: Path, name: str) -> Path:
     """Makes a folder with the configuration of a model and a tokenizer, and no weights."""
     folder.mkdir()
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for file in TOKENIZER_FILES:
         (folder / file).symlink_to(TINYLM / file)
     config = json.loads((TINYLM / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **MODELS[name]}))

@@ -169,7 +169,8 @@ class Model:
             return False
         self.plans.append(plan)
         if len(rows):
-            hashes, places = self.books.lookups.locations(rows)
+            there, hashes, places = self.books.lookups.to_read(rows, slots)
+            assert there.all()
             found = []
             for at, row in enumerate(hashes):
                 copy = self.disk[int(places.segment[at]), int(places.block[at])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_ext.tiers.records.quality import Qualities, Quality
+from sglang_ext.tiers.records.quality import Qualities
 from sglang_ext.tiers.store.page_store import PageStore
 from sglang_ext.tiers.store.types import Hashes, KeySpace, LoadTicket, SaveTicket, Slots
 
@@ -28,10 +28,7 @@ class ReaderStore(PageStore):
 
     def begin_load(self, space: KeySpace, ticket: LoadTicket, hashes: Hashes) -> None:
         """Counts pages that are about to be loaded here; their use is noted by the keeper."""
-        self.counters.add("loaded_pages", len(hashes))
-        lossy = int((ticket.quality > Quality.EXACT).sum())
-        self.counters.add("loaded_lossy_pages", lossy)
-        self.events.pages("loaded", hashes)
+        self._books.loads.count(ticket, hashes)
 
     def release(self, slots: Slots) -> None:
         """Nothing is pinned here."""

@@ -99,9 +99,7 @@ def attend_tree(
         scale: factor of the products; `D ** -0.5` when None.
     """
     before = torch.ones(len(query), len(keys) - len(query), dtype=torch.bool)
-    q, k, v = (x.movedim(0, 1).unsqueeze(0) for x in (query, keys, values))
-    found = _sdpa(q, k, v, torch.cat([before, mask], 1), scale)
-    output.copy_(found.squeeze(0).movedim(0, 1))
+    output.copy_(_attend_seen(query, keys, values, torch.cat([before, mask], 1), scale))
 
 
 def attend_with_sinks(
@@ -131,16 +129,8 @@ def attend_with_sinks(
     mask = torch.zeros(len(sinks), num, total + 1, dtype=query.dtype)
     mask[..., :total].masked_fill_(unseen, -torch.inf)
     mask[..., total] = sinks.to(query.dtype)[:, None]
-    q, k, v = (x.to(query.dtype).movedim(0, 1).unsqueeze(0) for x in (query, keys, values))
-    found = scaled_dot_product_attention(
-        q,
-        pad(k, (0, 0, 0, 1)),
-        pad(v, (0, 0, 0, 1)),
-        attn_mask=mask,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    output.copy_(found.squeeze(0).movedim(0, 1))
+    keys, values = (pad(x, (0, 0, 0, 0, 0, 1)) for x in (keys, values))  # a row for the sink
+    output.copy_(_attend_seen(query, keys, values, mask, scale))
 
 
 def _attend_block(
@@ -158,8 +148,19 @@ def _attend_block(
     mask = None
     if before + start:
         mask = torch.arange(seen) <= torch.arange(before + start, seen).unsqueeze(1)
-    q, k, v = (x.movedim(0, 1).unsqueeze(0) for x in (query[start:end], keys[:seen], values[:seen]))
-    output[start:end] = _sdpa(q, k, v, mask, scale).squeeze(0).movedim(0, 1)
+    output[start:end] = _attend_seen(query[start:end], keys[:seen], values[:seen], mask, scale)
+
+
+def _attend_seen(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Rows `[N, Hq, Dv]` of tokens that see what a mask of SDPA says; None: all up to each."""
+    q, k, v = (x.movedim(0, 1).unsqueeze(0) for x in (query, keys, values))
+    return _sdpa(q, k, v, mask, scale).squeeze(0).movedim(0, 1)
 
 
 def _attend_windows(

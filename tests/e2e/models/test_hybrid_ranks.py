@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from testkit.hybrids.state_model import STATE_MODELS, write_state_model
+from testkit.hybrids.window_model import write_window_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
-from testkit.window_model import write_window_model
 from tests.e2e.hier_server import (
     GIB,
     by_tier,

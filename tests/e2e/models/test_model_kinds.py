@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from testkit.server import TINYLM, Server
+from testkit.published_model import copy_tokenizer
+from testkit.server import Server
 
 pytestmark = pytest.mark.e2e
 
@@ -141,8 +141,7 @@ def model_folder(folder: Path, config: dict[str, Any]) -> Path:
     """A folder with a configuration and a tokenizer, and no weights."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**COMMON, **config}))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TINYLM / name, folder)
+    copy_tokenizer(folder)
     return folder
 
 

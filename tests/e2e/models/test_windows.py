@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from testkit.hybrids.window_model import PATTERN, WINDOW, write_window_model
 from testkit.server import Server
-from testkit.window_model import PATTERN, WINDOW, write_window_model
 from tests.e2e.hier_server import (
     GIB,
     ask,

@@ -8,14 +8,13 @@ which has the same fields and which transformers knows.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from testkit.server import TINYLM
+from testkit.published_model import copy_tokenizer
 
 LAYERS, LATENT, ROTARY = 3, 128, 32
 _HIDDEN, _HEADS, _INNER, _QUERY, _PLAIN, _VOCAB = 256, 4, 512, 96, 32, 4096
@@ -42,7 +41,6 @@ _MLP = {
     "up_proj": (_INNER, _HIDDEN),
     "down_proj": (_HIDDEN, _INNER),
 }
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def write_latent_model(folder: Path) -> Path:
@@ -60,8 +58,7 @@ def write_latent_model(folder: Path) -> Path:
         {f"{name}.weight": value.bfloat16() for name, value in weights.items()},
         folder / "model.safetensors",
     )
-    for name in _TOKENIZER_FILES:
-        shutil.copy(TINYLM / name, folder / name)
+    copy_tokenizer(folder)
     return folder
 
 

@@ -16,6 +16,7 @@ import pytest
 from runtime_cpu import launch
 from sglang_ext.seam.contract.symbols import SYMBOLS
 from testkit.drafts.eagle import DRAFTS
+from testkit.published_model import TOKENIZER_FILES
 from testkit.server import ROOT, TINYLM, Server, ServerError
 from testkit.sglang_copy import SglangCopy
 from tests.e2e.hier_server import (
@@ -288,7 +289,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_model(folder: Path, **changes: Any) -> Path:
     """A model folder with tinylm's tokenizer and another config; weights come from a dummy load."""
     folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in TOKENIZER_FILES:
         (folder / name).symlink_to(TINYLM / name)
     config = json.loads((TINYLM / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))

@@ -14,9 +14,9 @@ from runtime_cpu import inprocess
 from sglang_ext.assembly import doctor, machine_speed
 from sglang_ext.cli import main
 from sglang_ext.seam.contract.symbols import SYMBOLS
+from testkit.hybrids.window_model import write_window_model
 from testkit.server import TINYLM
 from testkit.sglang_copy import SglangCopy
-from testkit.window_model import write_window_model
 
 SMALL = ["--hier-kv-host-size", "0.01"]
 

@@ -35,7 +35,7 @@ class Loads:
                 return None
             ticket = self._pin(space, rows)
             self._use(space, rows)
-        self._count(ticket, hashes)
+        self.count(ticket, hashes)
         return ticket
 
     def pin_leading(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> LoadTicket:
@@ -59,7 +59,7 @@ class Loads:
             same = self._index.is_live(ticket.rows)
             same &= self._index.host_slot[ticket.rows] == ticket.slots
             self._use(space, ticket.rows[same])
-        self._count(ticket, hashes)
+        self.count(ticket, hashes)
 
     def pin_present(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, Slots]:
         """Pins those of some pages that are ready in DRAM; for who sends them away.
@@ -111,7 +111,8 @@ class Loads:
         self._index.note_hits(rows, self.clock)
         self._spills.used(space, rows)
 
-    def _count(self, ticket: LoadTicket, hashes: Hashes) -> None:
+    def count(self, ticket: LoadTicket, hashes: Hashes) -> None:
+        """Counts pages as loaded, and tells of them; nothing is noted of their use."""
         self._table.counters.add("loaded_pages", len(ticket.rows))
         lossy = int((ticket.quality > Quality.EXACT).sum())
         self._table.counters.add("loaded_lossy_pages", lossy)

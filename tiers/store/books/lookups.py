@@ -106,11 +106,6 @@ class Lookups:
                     break
         return why
 
-    def locations(self, rows: Rows) -> tuple[Hashes, DiskCopies]:
-        """Page hashes of rows that are being promoted, and where their records lie."""
-        with self._table.lock:
-            return self._index.keys(rows)[0], self._copies(rows)
-
     def to_read(self, rows: Rows, slots: Slots) -> tuple[npt.NDArray[np.bool_], Hashes, DiskCopies]:
         """Which rows are still the pages that are to be read into these slots.
 

@@ -7,16 +7,14 @@ no sinks, which SGLang's attention on a CPU lacks.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from testkit.server import TINYLM
+from testkit.published_model import copy_tokenizer
 
 WINDOW = 128
 VOCAB = 4096
 # 1: a window layer, 0: a full one.
 PATTERN = (1, 1, 0, 1, 1, 0, 1)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def write_window_model(folder: Path, *, window: int = WINDOW, seed: int = 0) -> Path:
@@ -51,6 +49,5 @@ def write_window_model(folder: Path, *, window: int = WINDOW, seed: int = 0) -> 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         MellumForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    for name in _TOKENIZER_FILES:
-        shutil.copy(TINYLM / name, folder / name)
+    copy_tokenizer(folder)
     return folder
