@@ -82,8 +82,8 @@ def tier_state(server: Server) -> dict[str, Any]:
 
 
 def num_on_their_way(host: Mapping[str, int]) -> int:
-    """Saves and writes to disk that are queued or under way, by the store's counters."""
-    return host["save_queue"] + host["spill_queue_pages"]
+    """Saves, writes to disk and deletions there that are queued or under way, by the counters."""
+    return host["save_queue"] + host["spill_queue_pages"] + host["clears_pending"]
 
 
 def settle(server: Server) -> dict[str, Any]:

@@ -132,8 +132,9 @@ def second_server(folder: Path, life: Life) -> None:
         life.restarted_metrics = str(server.get("/metrics"))
         life.restarted_state = state(server)
         life.clear_answer = server.post("/hicache/storage-backend/clear")
-        life.pages_after_clear = state(server)["host"]["host_pages"]
         server.post("/flush_cache")
+        after = settled(server)  # the disk deletes what was cleared when it gets to it
+        life.pages_after_clear = after["host"]["host_pages"]
         life.segments_after_clear = list((folder / "disk").rglob("seg-*"))
         life.cleared = [ask(server, prompt) for prompt in life.prompts[:2]]
         server.post("/hicache/storage-backend/clear")
