@@ -272,7 +272,7 @@ def order_share(paths: Sequence[Ids], capacity: int, order: str, num_waiting: in
 
 def rows(
     paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: Sequence[int],
-    page_bytes: int, write_policy: str = "write_through", hints: Sequence[str] = (),
+    page_bytes: int, write_policy: str = "write_through", hints: Sequence[str] = (), seed: int = 7,
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Names and figures of one capacity, a share of the footprint."""
     footprint = len(np.unique(np.concatenate(paths)))
@@ -293,7 +293,7 @@ def rows(
         times = return_times(paths, prefill_s, num or len(paths))
         for kind in hints:
             config = PolicyConfig(pin_share=PIN_SHARE)
-            runs.append((f"on, {kind} hints", config, request_hints(times, kind)))
+            runs.append((f"on, {kind} hints", config, request_hints(times, kind, seed)))
         for label, placement, said in runs:
             with virtual_store(sizes, placement, write_policy) as server:
                 done = Replay(paths, num or len(paths), prefill_s, _tell, said).run(server)
@@ -321,6 +321,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--hints", nargs="+", default=(), choices=HINTS, help="clients say when chats come back"
     )
+    parser.add_argument("--seed", type=int, default=7, help="of noisy and of shuffled hints")
     flags = parser.parse_args(arguments)
     lines = read_trace(flags.trace, limit=1500 if flags.quick else None)
     paths = [line.hash_ids for line in lines]
@@ -328,7 +329,14 @@ def main(arguments: Sequence[str]) -> None:
     page_bytes = BLOCK_TOKENS * flags.kv_bytes_per_token
     for share in flags.shares:
         for name, figures in rows(
-            paths, prefill_s, share, flags.known, page_bytes, flags.write_policy, flags.hints
+            paths,
+            prefill_s,
+            share,
+            flags.known,
+            page_bytes,
+            flags.write_policy,
+            flags.hints,
+            flags.seed,
         ):
             print(f"{name:42} {figures}", flush=True)
 
