@@ -209,6 +209,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.distributed.parallel_state", "GroupCoordinator"): (
             "send_tensor_dict recv_tensor_dict is_first_rank is_last_rank"
         ),
+        (f"{_PD}.common.conn", "CommonKVManager"): "is_abort_release_safe",
     },
     Use.NAMED: {
         ("srt.plugins.hook_registry", ""): "HookType",
@@ -216,26 +217,37 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.server_args", ""): "ServerArgs",
         ("srt.entrypoints.engine", "Engine"): "server_args_class",
         ("srt.configs.model_config", ""): "AttentionArch ModelConfig ModelImpl",
+        ("srt.configs.model_config", "AttentionArch"): "MHA MLA",
+        ("srt.configs.model_config", "ModelImpl"): "TRANSFORMERS",
         ("srt.configs.model_config", "ModelConfig"): (
             "hf_config is_hybrid_swa is_encoder_decoder is_multimodal attention_arch "
             "attention_chunk_size is_hybrid_swa_compress head_dim v_head_dim swa_head_dim "
             "swa_v_head_dim full_attention_layer_ids swa_attention_layer_ids sliding_window_size "
-            "hf_text_config"
+            "hf_text_config vocab_size"
         ),
         ("srt.entrypoints.http_server", ""): "app",
         ("srt.utils.auth", "AuthLevel"): "ADMIN_OPTIONAL",
         ("srt.managers.io_struct", ""): "GetInternalStateReq",
+        ("srt.managers.io_struct", "GetInternalStateReqOutput"): "internal_state",
+        ("srt.managers.io_struct", "GenerateReqInput"): "parallel_sample_num",
+        ("srt.managers.io_struct", "BatchTokenIDOutput"): "cached_tokens_details",
+        ("srt.managers.io_struct", "BatchStrOutput"): "cached_tokens_details",
         ("srt.managers.io_struct", "BaseReq"): "rid",
         (f"{_OPENAI}.protocol", ""): (
             "ChatCompletionResponse ChatCompletionStreamResponse CompletionResponse "
             "CompletionStreamResponse UsageInfo PromptTokensDetails"
         ),
+        (f"{_OPENAI}.protocol", "UsageInfo"): "prompt_tokens_details",
+        (f"{_OPENAI}.serving_base", "OpenAIServingBase"): "tokenizer_manager",
         ("srt.mem_cache.hicache_storage", ""): "PoolName PoolTransfer",
+        ("srt.mem_cache.hicache_storage", "PoolName"): "KV MAMBA SWA",
+        ("srt.mem_cache.hicache_storage", "PoolTransfer"): "name keys device_indices",
         ("srt.mem_cache.events", "KVCacheEventRecorder"): (
             "_queue enabled page_size dynamo_format lora_names"
         ),
         (f"{_PD}.utils", ""): "FAKE_BOOTSTRAP_HOST",
         ("srt.disaggregation.kv_events", ""): "BlockRemoved BlockStored StorageMedium",
+        ("srt.disaggregation.kv_events", "StorageMedium"): "CPU DISK EXTERNAL GPU",
         ("srt.disaggregation.kv_events", "BlockStored"): (
             "block_hashes parent_block_hash token_ids block_size cache_salt lora_name"
         ),
@@ -246,6 +258,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "mamba_branching_seqlen"
         ),
         (_LINKER, ""): "ExternalCacheHitMarker _PendingOffload",
+        (_LINKER, "ExternalCacheHitMarker"): "tail_hashes device_hit_len",
         (_LINKER, "_PendingOffload"): "publish_node_ids",
         (_LINKER, "UnifiedCacheLinkerWrapper"): (
             "hit_markers pending_offloads inflight_load_rids inflight_load_index "
@@ -253,9 +266,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         (_TREE, "UnifiedTreeCore"): "eviction_strategy _node_arena kv_events is_eagle",
         (_TREE, "UnifiedTreeNode"): (
-            "key hash_value parent external_cache_stored write_through_pending_id component_data"
+            "id key hash_value parent external_cache_stored write_through_pending_id component_data"
         ),
         ("srt.mem_cache.unified_cache.component_type", ""): "ComponentType",
+        ("srt.mem_cache.unified_cache.component_type", "ComponentType"): "FULL MAMBA SWA",
         (_WINDOWS, "SWAComponent"): "full_window_pages",
         (_STATES, "MambaComponent"): "mamba_checkpoint_grid",
         (_POOLS, "HybridLinearKVPool"): "full_kv_pool full_attention_layer_id_mapping",
@@ -282,8 +296,17 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "kv cache_request_handle to_finish full_untruncated_fill_ids prefix_len "
             "origin_input_ids origin_input_ids_unpadded extra_key cache_salt lora_id session "
             "skip_radix_cache_insert discard_output_reason cached_tokens last_node sampling_params "
-            "time_stats bootstrap_host bootstrap_room metadata_buffer_index disagg_kv_sender"
+            "time_stats bootstrap_host bootstrap_room metadata_buffer_index disagg_kv_sender "
+            "logprob_start_len extend_end"
         ),
+        ("srt.managers.schedule_batch", "ScheduleBatch"): (
+            "reqs forward_mode hicache_consumer_index launch_ts extend_lens prefix_lens input_ids "
+            "prefill_input_ids_cpu device"
+        ),
+        ("srt.model_executor.model_runner", "ModelRunnerOutput"): "logits_output",
+        ("srt.managers.tp_worker", "BaseTpWorker"): "model_runner",
+        ("srt.distributed.parallel_state", "GroupCoordinator"): "world_size",
+        (f"{_PARTS}.weight_updater", "SchedulerWeightUpdaterManager"): "offload_tags _session",
         (f"{_TRACES}.req_time_stats", "ReqTimeStatsBase"): "trace_ctx",
         (f"{_TRACES}.trace", "TraceReqContext"): "tracing_enable",
         ("srt.managers.schedule_batch", "ReqKvInfo"): "holds_kv cache_protected_len req_pool_idx",
@@ -291,15 +314,16 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "enable_unified_cache_external_linker enable_lmcache waiting_queue tree_cache "
             "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req dp_attn_adapter "
             "disagg_prefill_bootstrap_queue disagg_decode_prealloc_queue disagg_metadata_buffers "
-            "pp_group attn_tp_group"
+            "pp_group attn_tp_group tp_worker spec_algorithm internal_state"
         ),
         (f"{_PD}.prefill", "PrefillBootstrapQueue"): "queue",
         (f"{_PD}.decode", "DecodeTransferQueue"): "scheduler metadata_buffers queue",
-        (f"{_PD}.decode", "DecodeRequest"): "req metadata_buffer_index",
+        (f"{_PD}.decode", "DecodeRequest"): "req metadata_buffer_index kv_receiver",
         # Which rank a request's KV is sent to.
         (f"{_PD}.decode", "DecodePreallocQueue"): "kv_manager",
         (f"{_PD}.common.conn", "CommonKVManager"): "transfer_infos",
         (f"{_PD}.common.conn", "CommonKVSender"): "kv_mgr",
+        (f"{_PD}.common.conn", "CommonKVReceiver"): "kv_mgr bootstrap_infos abort_notified",
         (f"{_PD}.mooncake.conn", "MooncakeKVManager"): "get_session_id",
         (f"{_PD}.mooncake.conn", "TransferInfo"): "mooncake_session_id is_dummy",
         (f"{_PD}.utils", "MetadataBuffers"): "output_ids",
