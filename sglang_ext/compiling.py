@@ -24,6 +24,7 @@ import functools
 import hashlib
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _PACKAGE = Path(__file__).parent
 _STAMP = "sglang-hier-kv.sources"  # beside what numba keeps: the sources that it was made of
 _LOCK = "sglang-hier-kv.lock"  # held while something is kept or read there
+_LOCK_PATIENCE_S = 60.0  # it is held for one file at a time; longer only by who was stopped
+_LOCK_POLL_S = 0.02
 _NS_PER_S = 1_000_000_000
 _unkept: set[str] = set()  # folders whose loops could be kept nowhere
 
@@ -190,7 +193,7 @@ def _locked(folder: str, how: int) -> Iterator[None]:
     """Holds a folder's lock, which ends with the process that holds it.
 
     Raises:
-        OSError: it has none.
+        OSError: it has none, or another process holds it for too long, as one that was stopped.
     """
     path = Path(folder, _LOCK)
     try:  # on NFS who holds it alone has to be able to write it
@@ -198,13 +201,24 @@ def _locked(folder: str, how: int) -> Iterator[None]:
     except OSError:
         handle = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(handle, how)
+        _lock(handle, how)
         try:
             yield
         finally:  # a process that was forked meanwhile has the handle, too, and may live for long
             fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
         os.close(handle)
+
+
+def _lock(handle: int, how: int) -> None:
+    deadline_s = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(handle, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(_LOCK_POLL_S)
 
 
 @functools.cache
