@@ -302,6 +302,7 @@ def rows(
             figures += f", written {written:.3f}, a hit {done.written_per_hit:.2f}"
             figures += f", amplification {done.amplification:.3f}"
             figures += f", lost {done.counters.get('lost_wanted_pages', 0):,}"
+            figures += f", no room in DRAM {done.counters.get('save_dropped_pages', 0):,}"
             yield f"  server, look-ahead {label}, {num or 'all'} known", figures
 
 
