@@ -32,7 +32,7 @@ from sglang_ext.admission.waiting_request import (
     WaitingRequest,
 )
 from sglang_ext.tiers.store import PageStore, TierCounts
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 
 # Most requests per step that are looked up again because pages were stored or lost, and most pages
 # of these together. Many, as a stored page may be evicted before a request far back claims it.

@@ -15,8 +15,8 @@ from sglang_ext.admission.resume_points import PromptPoints
 from sglang_ext.device.composition import Composition
 from sglang_ext.tiers.policy.cost_model import LoadChoice, LoadDecision
 from sglang_ext.tiers.store import KeySpace, Plan, TierCounts
-from sglang_ext.tiers.store.shared.pages import num_leading
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_pages import num_leading
 from sglang_ext.tiers.store.types import Hashes
 
 # Between two attempts to complete a plan for which DRAM had no free slot: the scheduler polls all

@@ -33,7 +33,7 @@ from sglang_ext.hints.request_hints import hints_of, owner_slot
 from sglang_ext.identity.handover import GivenUpRooms
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.identity.tenancy import Tenant, depends_on_tokens_alone, tenant_of
-from sglang_ext.provenance.misses import MissKeeper, Wanted
+from sglang_ext.provenance.miss_counts import MissKeeper, Wanted
 from sglang_ext.provenance.request_state import HitTier, find_state, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, group_of_stage, min_reduce

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.compiled import compiled
 from sglang_ext.tiers.linked_rows import NONE, append, cut
-from sglang_ext.tiers.policy.hints import kernels as hint_kernels
+from sglang_ext.tiers.policy.hints import hint_kernels
 from sglang_ext.tiers.policy.page_kernels import (
     DEMOTED,
     ENDED,

@@ -11,18 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import RecoveredPages, Tier
-from sglang_ext.tiers.disk.context import OwnerCallbacks
+from sglang_ext.tiers.disk.disk_context import OwnerCallbacks
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
 from sglang_ext.tiers.policy.cost_model import TransferBacklog
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.quality import ANY, Qualities
-from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.books.lost_pages import Absence
-from sglang_ext.tiers.store.coding import KeepRaw
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
+from sglang_ext.tiers.store.disk_coding import KeepRaw
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.executor import Executor, Threads
 from sglang_ext.tiers.store.gate import Gate
@@ -31,11 +31,11 @@ from sglang_ext.tiers.store.movers.lookahead import LookAhead
 from sglang_ext.tiers.store.movers.promoter import Promoter
 from sglang_ext.tiers.store.movers.read_meter import OnMeasured, ReadMeter
 from sglang_ext.tiers.store.movers.spiller import Spiller
-from sglang_ext.tiers.store.shared.coding import OpenCoded
-from sglang_ext.tiers.store.shared.leaving_pages import LeavingPages
-from sglang_ext.tiers.store.shared.pages import RemotePages
-from sglang_ext.tiers.store.shared.put_share import EVERY_PAGE, PutShare
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.coded_remote import OpenCoded
+from sglang_ext.tiers.store.remote.leaving_pages import LeavingPages
+from sglang_ext.tiers.store.remote.put_share import EVERY_PAGE, PutShare
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_pages import RemotePages
 from sglang_ext.tiers.store.types import (
     Hashes,
     KeySpace,

@@ -18,7 +18,7 @@ from pydantic import BaseModel, SerializeAsAny, create_model
 
 from sglang_ext.seam.hooks.body_bound import App, Message, Receive, Send
 from sglang_ext.seam.hooks.early_aborts import begin_flight
-from sglang_ext.seam.report import DETAILS_KEY, merge_reports
+from sglang_ext.seam.reuse_report import DETAILS_KEY, merge_reports
 
 HEADER = b"x-hier-kv"
 # SGLang's classes of answers with a `usage` that say how a prompt was served.

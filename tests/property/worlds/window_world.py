@@ -48,7 +48,7 @@ from sglang_ext.assembly.policy_setup import placement_of  # noqa: E402
 from sglang_ext.assembly.window_setup import bound_ropes, window_inquiries, window_layers  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.layout import LayerGroups, PageLayout  # noqa: E402
-from sglang_ext.device.page_rules import LocalPages  # noqa: E402
+from sglang_ext.device.local_pages import LocalPages  # noqa: E402
 from sglang_ext.device.pools import DevicePool, describe_pools  # noqa: E402
 from sglang_ext.device.ports.host import HostPort  # noqa: E402
 from sglang_ext.device.transfers import hashes_from_hex  # noqa: E402
@@ -64,7 +64,7 @@ from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.records.quality import ANY  # noqa: E402
 from sglang_ext.tiers.records.record import parse_header  # noqa: E402
-from sglang_ext.tiers.remote.store import RemoteStore  # noqa: E402
+from sglang_ext.tiers.remote.remote_store import RemoteStore  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
 from sglang_ext.tiers.store.types import READY  # noqa: E402
 

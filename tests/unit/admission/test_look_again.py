@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.tiers.store import TierCounts
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from tests.unit.admission.waiting_rig import Store, make_room, plan_of, prefix, step
 
 NUM_FULL, NUM_LAST = 6, 2  # what a prompt can be resumed with, and its last page behind that

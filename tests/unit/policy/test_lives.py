@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.policy.hints import timers
-from sglang_ext.tiers.policy.hints.kernels import ENDS
+from sglang_ext.tiers.policy.hints.hint_kernels import ENDS
 from sglang_ext.tiers.policy.page_kernels import ENDED
 from tests.unit.policy.test_hints import _chat, _chats, _order_of_leaving, _rows
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
-from sglang_ext.tiers.policy.hints.kernels import NUM_OWNERS
+from sglang_ext.tiers.policy.hints.hint_kernels import NUM_OWNERS
 from sglang_ext.tiers.policy.page_kernels import PINNED
 from tests.unit.policy.test_hints import Rows, _chat, _chats, _order_of_leaving, _rows
 

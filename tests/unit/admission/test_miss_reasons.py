@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.admission.misses import REASONS, missed_pages
+from sglang_ext.admission.miss_reasons import REASONS, missed_pages
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix, WaitingRequest
 from sglang_ext.tiers.records.quality import ANY
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from tests.unit.store.store_rig import Make, Rig, on_disk_only, pages, rigs
 
 
