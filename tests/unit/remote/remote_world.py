@@ -47,7 +47,8 @@ def _learned(codec_id: str) -> Any:
     codec = RemotePageCodec(SHAPE, codec_id, None)
     for number in range(1000, 1064):
         assert codec.encode(page(number)) is None
-    codec.wait_learned()
+    assert codec._learner is not None
+    codec._learner.join()
     record = codec.encode(page(0))
     assert record is not None
     return codec._known.find(codec_id, parse_header(record)[0].profile)
