@@ -219,7 +219,7 @@ def test_pins_are_those_of_a_plain_dictionary(
         assert len(policy.pins) == len(model.pins)
         inside = [row for row in rows if tier.has(_rows([row]))[0]]
         assert tier.num_pinned == len(inside)
-        assert (tier._lists.kind[inside] == PINNED).all()
+        assert (tier._lists.home[inside] == PINNED).all()
 
 
 def _evicted(policy: PlacementPolicy, count: int, now_s: float) -> Rows:
