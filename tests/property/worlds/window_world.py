@@ -730,7 +730,7 @@ class WindowWorld:
     def drain(self) -> None:
         """Every request ends, everything in flight lands, and all that was taken is given back."""
         deadline_s = time.monotonic() + 300
-        while self.running or self.waiting or self.cache.waiting_room.num_prefetches:
+        while self.running or self.waiting or self.cache.waiting_room._prefetches:
             assert time.monotonic() < deadline_s, f"requests do not end: {self.store.stats()}"
             for req in list(self.running):
                 self.go_on(req)
