@@ -79,8 +79,8 @@ class WaitingRoom:
         prefetch_policy: `cost`, `timeout`, `best_effort` or `wait_complete`.
         prefetch_timeout_ms: the longest that one request is held back under `timeout`, from when
             the scheduler would have run it.
-        num_held: how many leading pages of a `ReusablePrefix.device_anchor` are still on the
-            device; None where that cannot be told.
+        num_still_on_device: how many leading pages of a `ReusablePrefix.device_anchor` still are;
+            None where that cannot be told.
         cost: decides under `cost`; None for the other policies.
         clock: seconds; monotonic.
 
@@ -93,14 +93,14 @@ class WaitingRoom:
         *,
         prefetch_policy: str,
         prefetch_timeout_ms: float,
-        num_held: Callable[[Any], int] | None = None,
+        num_still_on_device: Callable[[Any], int] | None = None,
         cost: LoadOrCompute | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._policy = prefetch_policy
         self._timeout_s = prefetch_timeout_ms / 1e3
-        self._num_held = num_held
+        self._num_still_on_device = num_still_on_device
         self._cost = cost
         self._clock = clock
         self._waiting: dict[Hashable, WaitingRequest] = {}
@@ -476,9 +476,9 @@ class WaitingRoom:
     def _follow_device(self, waiting: WaitingRequest) -> None:
         """Also asks for pages that the device had when the request came and evicted since."""
         prefix = waiting.prefix
-        if self._num_held is None or not prefix.num_on_device:
+        if self._num_still_on_device is None or not prefix.num_on_device:
             return
-        num_on_device = self._num_held(prefix.device_anchor)
+        num_on_device = self._num_still_on_device(prefix.device_anchor)
         if num_on_device < prefix.num_on_device:
             waiting.prefix = replace(prefix, num_on_device=num_on_device)
             waiting.found = waiting.with_remote(self._find(waiting.number, waiting.prefix))

@@ -82,7 +82,7 @@ class ReusablePrefix:
         hashes: u8 `[N, 32]`, its pages from the root on.
         num_on_device: leading pages that are on the device.
         max_quality: the worst that it may be given.
-        device_anchor: says whether those are still there; for `WaitingRoom`'s `num_held`.
+        device_anchor: says which of those are still there; see `WaitingRoom`.
         prompt_tokens: tokens of the whole prompt.
         look_again: what `hashes` and `resumes_at` would be now, where that is more than whether
             those are stored; None where it is not.

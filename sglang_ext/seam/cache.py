@@ -133,7 +133,9 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.device_tree.install()
         self.waiting_room = WaitingRoom(
             linker.store,
-            num_held=self.device_tree.num_held if self.device_tree is not None else None,
+            num_still_on_device=self.device_tree.num_still_on_device
+            if self.device_tree is not None
+            else None,
             prefetch_policy=config.prefetch_policy,
             prefetch_timeout_ms=config.prefetch_timeout_ms,
             cost=parts.cost,
