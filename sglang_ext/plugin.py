@@ -129,7 +129,7 @@ def _hook_tokenizer_manager() -> None:
     )
     from sglang_ext.seam.hooks.front import around_tokenizing, around_validate
     from sglang_ext.seam.hooks.hooking import apply_hooks, hook
-    from sglang_ext.seam.report import unpack_details
+    from sglang_ext.seam.reuse_report import unpack_details
 
     hook(f"{_TOKENIZER}._handle_batch_output", unpack_details, "before")
     hook(f"{_TOKENIZER}._validate_one_request", around_validate, "around")

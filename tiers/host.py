@@ -203,11 +203,6 @@ class HostArena:
         return self._num_free
 
     @property
-    def num_deferred(self) -> int:
-        """Freed slots that wait for their last unpin."""
-        return self._num_deferred
-
-    @property
     def num_used(self) -> int:
         """Slots that are allocated and not freed; deferred ones do not count."""
         with self._lock:

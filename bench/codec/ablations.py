@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from bench.codec.hier import hier_methods, zstd_methods
+from bench.codec.ideal_bits import transform_bits
 from bench.codec.methods import Method
 from sglang_ext.codec.calibration.design import (
     F64,
@@ -19,7 +20,6 @@ from sglang_ext.codec.calibration.design import (
     Moments,
     Transform,
     build_profile,
-    ideal_bits,
     plane_metric,
     transform_of,
 )
@@ -121,7 +121,7 @@ def profile_like(profile: Profile, transform: Transform, rows: F32, wanted_bits:
     low, high = -20.0, 20.0
     for _ in range(_ROUNDS):
         middle = (low + high) / 2
-        if ideal_bits(transform, sample, 2.0**middle) > wanted_bits:
+        if transform_bits(transform, sample, 2.0**middle) > wanted_bits:
             low = middle
         else:
             high = middle

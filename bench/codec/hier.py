@@ -9,6 +9,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from bench.codec.ideal_bits import rans_bits
 from bench.codec.methods import Method, coded, of_codec
 from bench.core.case import CaseFailedError
 from sglang_ext.codec import create_codec
@@ -197,7 +198,7 @@ def stream_parts(profile: Profile, dtype: str, planes: Bits, level: int, kept: i
     group = rans.tiles_per_group_for(planes.shape[1])
     ideal, words, states = 0.0, 0, 0
     for layer in (layers.base, *layers.refinements):
-        ideal += rans.ideal_bits(layer.symbols, layer.classes, tables, layer.contexts) / 8
+        ideal += rans_bits(layer.symbols, layer.classes, tables, layer.contexts) / 8
         coded = rans.encode(layer.symbols, layer.classes, tables, group, layer.contexts)
         words, states = words + coded.words.nbytes, states + coded.states.nbytes
     escapes = 6 * layers.escapes.index.size

@@ -1,8 +1,8 @@
 """The case `policies`: what the queue's look-ahead is worth, simulated in virtual time.
 
 The store, its policy and the waiting room are the server's own code; the machine, its clock and its
-users are simulated (engine.py and store.py in sglang_ext/simulator). docs/policies.md tells the
-workloads and reads the figures.
+users are simulated (engine.py and virtual_store.py in sglang_ext/simulator). docs/policies.md tells
+the workloads and reads the figures.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from typing import Any
 
 from bench.core.output import Progress
 from bench.policies.order import ORDERS, order_figures
+from bench.policies.workloads.loads import offered_load
 from sglang_ext.simulator.engine import (
     Conversation,
     Outcome,
     System,
     TraceRequest,
-    offered_load,
     run,
 )
 from sglang_ext.tiers.policy import PolicyConfig

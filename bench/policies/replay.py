@@ -6,7 +6,7 @@
 
 First come, first served, with so many requests waiting that the store knows; the disk is fast
 enough that nothing waits for it, so what is measured is what was kept. What is driven is
-`sglang_ext.simulator.store`: the product's own code, and nothing here decides what leaves.
+`sglang_ext.simulator.virtual_store`: the product's own code, and nothing here decides what leaves.
 Columns:
 
 - hits: leading pages that were loaded, as a share of those that an unbounded store would have had;
@@ -35,8 +35,14 @@ from bench.policies.workloads.models import LLAMA_70B
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import MAX_PIN_S, RequestHints
-from sglang_ext.simulator.store import Ids, ServerStore, StoreSizes, page_hashes, virtual_store
 from sglang_ext.simulator.trace import BLOCK_TOKENS, read_trace
+from sglang_ext.simulator.virtual_store import (
+    Ids,
+    ServerStore,
+    StoreSizes,
+    page_hashes,
+    virtual_store,
+)
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store.types import Hashes
 

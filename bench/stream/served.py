@@ -24,15 +24,15 @@ from bench.stream.links import GBPS
 from sglang_ext.codec import create_codec
 from sglang_ext.codec.page_codec import CodedShape
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_PRE, PageLayout, write_tail
-from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.coded import coded_pages
+from sglang_ext.remote.remote_codec import RemotePageCodec
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig, open_engine, parse_remote_url
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from testkit.remote.proxy import Network, Proxy
 from testkit.remote.redis_server import RedisServer, redis_binary
 

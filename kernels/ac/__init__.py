@@ -5,6 +5,6 @@ Kept for the CacheGen baselines: our own codec uses rANS.
 
 from __future__ import annotations
 
-from .api import ACError, Coded, cdfs_of, check_tables, decode, encode, ideal_bits
+from .api import ACError, Coded, cdfs_of, check_tables, decode, encode
 
-__all__ = ["ACError", "Coded", "cdfs_of", "check_tables", "decode", "encode", "ideal_bits"]
+__all__ = ["ACError", "Coded", "cdfs_of", "check_tables", "decode", "encode"]

@@ -132,13 +132,6 @@ def stream_bound_bytes(num_symbols: int) -> int:
     return (17 * num_symbols + 2 + 7) // 8 + 1
 
 
-def ideal_bits(symbols: U8, cdfs: U32, tables: I32, rules: U8 | None = None) -> float:
-    """The symbols' information under the tables, in bits: what no coder can go below."""
-    rules = _checked(symbols.shape, cdfs, tables, rules)
-    bits = 16.0 - np.log2(np.maximum(np.diff(cdfs.astype(np.int64), axis=1), 2.0**-40))
-    return float(sum(bits[tables[n][rules], row].sum() for n, row in enumerate(symbols)))
-
-
 def _checked(shape: tuple[int, ...], cdfs: U32, tables: I32, rules: U8 | None) -> U8:
     check_tables(cdfs)
     if len(shape) != 2 or tables.ndim != 2 or tables.shape[0] != shape[0]:

@@ -175,24 +175,6 @@ def decode(
         raise RansError(f"group {failed >> 2} is damaged: {_REASONS[failed & 3]}")
 
 
-def ideal_bits(symbols: U8, classes: U16, tables: Tables, context: U8 | None = None) -> float:
-    """Bits that the tables give these symbols: what a coder without any loss would need.
-
-    Infinite if a symbol has frequency 0 in its table.
-
-    Raises:
-        ValueError: shapes, dtypes or tables do not fit.
-    """
-    symbols, classes, context = _checked_tiles(symbols, classes, tables, 1, context)
-    with np.errstate(divide="ignore"):
-        bits = 12 - np.log2(tables.freqs.astype(np.float64))
-    total = 0.0
-    for tile in range(symbols.shape[0]):  # one at a time: indices are eight times the symbols
-        rows = classes[tile].astype(np.int64)
-        total += float(bits[rows if context is None else rows + context[tile], symbols[tile]].sum())
-    return total
-
-
 def warm_up() -> None:
     """Compile, or load from the cache, the CPU kernels; some seconds the first time on a machine.
 

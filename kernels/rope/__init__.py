@@ -22,8 +22,8 @@ from .api import (
     warm_up,
 )
 from .detect import detect_rule
-from .listing import begin_tails, clear, save_to_pages
 from .spec import RULES, Corrections, Listing, PagedView, RopeSpec
+from .tail_lists import begin_tails, clear, save_to_pages
 
 __all__ = [
     "RULES",

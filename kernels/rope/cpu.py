@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .misses import CHUNK, list_misses, new_lists, search_misses
+from .pairs_to_search import CHUNK, list_misses, new_lists, search_misses
 from .rotate import rotate, rotated
 from .search import inverse, rotates_to, unrotate, unrotate_words
 from .words import (

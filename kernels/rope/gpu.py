@@ -42,9 +42,9 @@ def save_to_pages(
     listing: Listing,
     layer: int,
 ) -> None:
-    """As `listing.save_to_pages`, of what lies on the device; two launches, nobody waits.
+    """As `tail_lists.save_to_pages`, of what lies on the device; two launches, nobody waits.
 
-    Every byte of `listing.wrong` and `misses` that is read was written by this call.
+    Every byte of `tail_lists.wrong` and `misses` that is read was written by this call.
     """
     wrong, misses = listing.wrong, listing.misses.view(torch.int32)
     _save(pool, rows, positions, spec, out, wrong, misses)
@@ -71,13 +71,13 @@ def save_to_pages(
 
 
 def begin_tails(tails: torch.Tensor, heads: torch.Tensor) -> None:
-    """As `listing.begin_tails`."""
+    """As `tail_lists.begin_tails`."""
     tails.zero_()
     tails[:, : 4 * HEAD_WORDS] = heads.view(torch.uint8).view(len(tails), -1)
 
 
 def clear(pages: torch.Tensor) -> None:
-    """As `listing.clear`."""
+    """As `tail_lists.clear`."""
     pages.zero_()
 
 

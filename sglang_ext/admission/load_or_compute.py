@@ -36,7 +36,7 @@ from sglang_ext.tiers.policy.cost_model import (
     TransferBacklog,
 )
 from sglang_ext.tiers.store import PageStore, Plan
-from sglang_ext.tiers.store.shared.pages import num_leading
+from sglang_ext.tiers.store.remote.remote_pages import num_leading
 
 # A verdict, and a decision to go on waiting, are reused for so many seconds.
 _JUDGE_AGAIN_S = _ASK_AGAIN_S = 0.001

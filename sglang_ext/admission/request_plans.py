@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from sglang_ext.admission.load_or_compute import LoadOrCompute
-from sglang_ext.admission.waiting_request import UNKNOWN, WaitingRequest
+from sglang_ext.admission.waiting_request import UNKNOWN, Remote, WaitingRequest
 from sglang_ext.tiers.store import PageStore, Plan, TierCounts
 
 MAX_ATTEMPTS: Final = 8
@@ -114,8 +114,8 @@ class RequestPlans:
             waiting.ready = plan.done and self.is_enough(waiting, plan)
             if plan.lacked_room and not waiting.ready:
                 next_try_s = min(next_try_s, waiting.next_plan_s)
-            if plan.fetch_failed and not waiting.remote_failed:
-                waiting.remote_failed = True
+            if plan.fetch_failed and waiting.remote is not Remote.FAILED:
+                waiting.remote = Remote.FAILED
                 waiting.found = waiting.with_remote(waiting.found._replace(remote=0))
         return next_try_s
 

@@ -28,11 +28,12 @@ from sglang_ext.admission.waiting_request import (
     LONGEST_PAUSE_S,
     UNKNOWN,
     Readiness,
+    Remote,
     ReusablePrefix,
     WaitingRequest,
 )
 from sglang_ext.tiers.store import PageStore, TierCounts
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 
 # Most requests per step that are looked up again because pages were stored or lost, and most pages
 # of these together. Many, as a stored page may be evicted before a request far back claims it.
@@ -78,8 +79,8 @@ class WaitingRoom:
         prefetch_policy: `cost`, `timeout`, `best_effort` or `wait_complete`.
         prefetch_timeout_ms: the longest that one request is held back under `timeout`, from when
             the scheduler would have run it.
-        num_held: how many leading pages of a `ReusablePrefix.device_anchor` are still on the
-            device; None where that cannot be told.
+        num_still_on_device: how many leading pages of a `ReusablePrefix.device_anchor` still are;
+            None where that cannot be told.
         cost: decides under `cost`; None for the other policies.
         clock: seconds; monotonic.
 
@@ -92,14 +93,14 @@ class WaitingRoom:
         *,
         prefetch_policy: str,
         prefetch_timeout_ms: float,
-        num_held: Callable[[Any], int] | None = None,
+        num_still_on_device: Callable[[Any], int] | None = None,
         cost: LoadOrCompute | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._policy = prefetch_policy
         self._timeout_s = prefetch_timeout_ms / 1e3
-        self._num_held = num_held
+        self._num_still_on_device = num_still_on_device
         self._cost = cost
         self._clock = clock
         self._waiting: dict[Hashable, WaitingRequest] = {}
@@ -178,9 +179,8 @@ class WaitingRoom:
     def remote_pages(self, handle: Hashable) -> tuple[int, int]:
         """(first page of the prompt, number) of what the remote store had of a request's pages."""
         waiting = self._waiting.get(handle)
-        if waiting is None or waiting.remote_lookup is None or not waiting.answered:
-            return 0, 0
-        return waiting.remote_lookup.first_page, len(waiting.remote_lookup.sizes)
+        answer = waiting.answer() if waiting is not None else None
+        return (0, 0) if answer is None else (answer.first_page, len(answer.sizes))
 
     # ---- once a scheduler step ----
 
@@ -235,11 +235,6 @@ class WaitingRoom:
         self._store.counters.add("prefetches")
         return True
 
-    @property
-    def num_prefetches(self) -> int:
-        """Prefetches under way."""
-        return len(self._prefetches)
-
     def may_admit(self, handle: Hashable) -> bool:
         """False while a request should wait for pages that are on their way.
 
@@ -279,7 +274,7 @@ class WaitingRoom:
         if waiting.ready or not waiting.found.total:
             # Its time runs from when the scheduler would have run it, as with pages on their way.
             held = waiting.held_since_s is not None
-            asks = not waiting.answered and (not held or self._awaits_answer(waiting))
+            asks = waiting.remote is Remote.ASKED and (not held or self._awaits_answer(waiting))
             return Readiness.WAITING if asks else Readiness.READY
         if not self._is_late(waiting):
             return Readiness.WAITING
@@ -318,7 +313,7 @@ class WaitingRoom:
             return
         remote_lookup = RemoteLookup(prefix.space, prefix.hashes[first:], first, prefix.max_quality)
         if self._store.ask_remote(remote_lookup):
-            waiting.remote_lookup, waiting.answered = remote_lookup, False
+            waiting.ask(remote_lookup)
             self._asking[waiting.number] = waiting
 
     def _take_answers(self) -> None:
@@ -327,7 +322,7 @@ class WaitingRoom:
             if not waiting.remote_lookup.done:
                 continue
             del self._asking[waiting.number]
-            waiting.answered = True
+            waiting.remote = Remote.ANSWERED
             waiting.found = waiting.with_remote(waiting.found)
             if not waiting.found.remote:
                 continue
@@ -340,7 +335,7 @@ class WaitingRoom:
 
     def _awaits_answer(self, waiting: WaitingRequest) -> bool:
         """Whether a request that could run should wait for what the remote store says."""
-        if waiting.answered:
+        if waiting.remote is not Remote.ASKED:
             return False
         self.hold(waiting.handle)
         assert waiting.held_since_s is not None
@@ -358,10 +353,8 @@ class WaitingRoom:
         return False
 
     def _stop_asking(self, waiting: WaitingRequest) -> None:
-        if self._asking.pop(waiting.number, None) is not None and waiting.remote_lookup is not None:
-            waiting.remote_lookup.cancelled = True
-            waiting.remote_lookup, waiting.answered = None, True
-            waiting.unanswered = True
+        if self._asking.pop(waiting.number, None) is not None:
+            waiting.stop_asking()
 
     # ---- private ----
 
@@ -483,9 +476,9 @@ class WaitingRoom:
     def _follow_device(self, waiting: WaitingRequest) -> None:
         """Also asks for pages that the device had when the request came and evicted since."""
         prefix = waiting.prefix
-        if self._num_held is None or not prefix.num_on_device:
+        if self._num_still_on_device is None or not prefix.num_on_device:
             return
-        num_on_device = self._num_held(prefix.device_anchor)
+        num_on_device = self._num_still_on_device(prefix.device_anchor)
         if num_on_device < prefix.num_on_device:
             waiting.prefix = replace(prefix, num_on_device=num_on_device)
             waiting.found = waiting.with_remote(self._find(waiting.number, waiting.prefix))
@@ -504,13 +497,9 @@ class WaitingRoom:
         waiting.prefix = replace(prefix, hashes=hashes, resumes_at=resumes_at)
         waiting.found = self._find(waiting.number, waiting.prefix)
         self._ask_for_more(waiting)
-        # What the remote store was asked, and said, is of other pages at other places.
-        asked, waiting.remote_lookup = waiting.remote_lookup, None
-        if asked is not None:
-            asked.cancelled = True
+        waiting.forget_answer()
         self._asking.pop(waiting.number, None)
-        waiting.answered = True
-        if not (waiting.remote_failed or waiting.unanswered):
+        if waiting.remote is Remote.NOT_ASKED:
             self._ask(waiting)
         return True
 
@@ -547,7 +536,7 @@ class WaitingRoom:
             if waiting is not None:  # else it was let go with all others
                 nothing = waiting.plan is None and not waiting.found.total
                 if self._now_s < handle.deadline_s and not (
-                    waiting.answered and (waiting.ready or nothing)
+                    waiting.remote is not Remote.ASKED and (waiting.ready or nothing)
                 ):
                     left.append(handle)
                     continue

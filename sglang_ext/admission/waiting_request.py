@@ -15,8 +15,8 @@ from sglang_ext.admission.resume_points import PromptPoints
 from sglang_ext.device.composition import Composition
 from sglang_ext.tiers.policy.cost_model import LoadChoice, LoadDecision
 from sglang_ext.tiers.store import KeySpace, Plan, TierCounts
-from sglang_ext.tiers.store.shared.pages import num_leading
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_pages import num_leading
 from sglang_ext.tiers.store.types import Hashes
 
 # Between two attempts to complete a plan for which DRAM had no free slot: the scheduler polls all
@@ -32,6 +32,20 @@ class Readiness(enum.IntEnum):
     LATE = 0  # waited long enough: go on with what is there
     WAITING = 1
     READY = 2  # nothing more will come
+
+
+class Remote(enum.Enum):
+    """What is known of a request's pages in the remote store: one of these at a time.
+
+    Of NOT_ASKED comes ASKED, of this ANSWERED or UNANSWERED, of ANSWERED comes FAILED. Where its
+    pages become others (`look_again`), NOT_ASKED follows once more, but on the last two nothing.
+    """
+
+    NOT_ASKED = "not_asked"  # nothing to ask for, or nobody to ask
+    ASKED = "asked"  # its answer is waited for
+    ANSWERED = "answered"
+    UNANSWERED = "unanswered"  # it was too late, and counts no more
+    FAILED = "failed"  # it did not give what it had said it has
 
 
 class Shortfall(enum.IntEnum):
@@ -68,7 +82,7 @@ class ReusablePrefix:
         hashes: u8 `[N, 32]`, its pages from the root on.
         num_on_device: leading pages that are on the device.
         max_quality: the worst that it may be given.
-        device_anchor: says whether those are still there; for `WaitingRoom`'s `num_held`.
+        device_anchor: says which of those are still there; see `WaitingRoom`.
         prompt_tokens: tokens of the whole prompt.
         look_again: what `hashes` and `resumes_at` would be now, where that is more than whether
             those are stored; None where it is not.
@@ -142,6 +156,11 @@ class Estimate:
 class WaitingRequest:
     """A waiting request.
 
+    Whether it has a `plan`, had its turn, is `ready`, gave up or is `late` are asked one by one,
+    as any of them may hold with any other: a plan that gave way to a save (`gave_up`) is made again
+    at the turn, one that is `ready` may be of a request that is `late`. Only these are tied: who is
+    late was held first (`held_since_s`), and who is `ready` has a plan.
+
     Attributes:
         handle: SGLang's name of it.
         number: the store's; a number is cheaper to look up by.
@@ -161,10 +180,8 @@ class WaitingRequest:
             or looked at for want of room.
         evictions: `PageStore.num_wanted_evicted` when its pages were last looked for, or UNKNOWN
             when they have to be looked for again.
-        remote_lookup: what the remote store was asked; None when it was not.
-        answered: its answer was taken, or is not waited for.
-        unanswered: it is not waited for.
-        remote_failed: the store did not give what it had said it has; it is not asked again.
+        remote: how far the remote store was asked.
+        remote_lookup: what it was asked for, and said; None where nothing of that counts.
         arrived_s: when it entered the queue.
         estimate: what loading and computing it cost; None under other policies than `cost`.
         late: its deadline is over, or waiting on is not worth it.
@@ -187,10 +204,8 @@ class WaitingRequest:
     attempts: int = 0
     pause_s: float = FIRST_PAUSE_S
     next_plan_s: float = 0.0
+    remote: Remote = Remote.NOT_ASKED
     remote_lookup: RemoteLookup | None = None
-    answered: bool = True
-    unanswered: bool = False
-    remote_failed: bool = False
     arrived_s: float = 0.0
     estimate: Estimate | None = None
     late: bool = False
@@ -200,13 +215,38 @@ class WaitingRequest:
         """Why what was stored for it is not all reused."""
         return self._shortfall if self._shortfall is not None else self._shortfall_now()
 
+    def is_held_as(self, before: WaitingRequest) -> None:
+        """Its deadline goes on from a record of it that this one takes the place of."""
+        self.held_since_s, self.late = before.held_since_s, before.late
+
+    def ask(self, lookup: RemoteLookup) -> None:
+        """The remote store is being asked."""
+        self.remote, self.remote_lookup = Remote.ASKED, lookup
+
+    def answer(self) -> RemoteLookup | None:
+        """What the remote store said that it has, also if it then failed to give it."""
+        return None if self.remote is Remote.ASKED else self.remote_lookup
+
+    def forget_answer(self) -> None:
+        """What the remote store was asked, and said, is of other pages than the request's."""
+        if self.remote_lookup is not None:
+            self.remote_lookup.cancelled = True
+        self.remote_lookup = None
+        if self.remote in (Remote.ASKED, Remote.ANSWERED):
+            self.remote = Remote.NOT_ASKED
+
+    def stop_asking(self) -> None:
+        """The answer is not waited for any more."""
+        self.forget_answer()
+        self.remote = Remote.UNANSWERED
+
     def note_leaving(self) -> None:
         """It leaves the queue, and is about to lose its plan and its estimate."""
         self._shortfall = self.shortfall()
 
     def _shortfall_now(self) -> Shortfall:
         plan, estimate = self.plan, self.estimate
-        if self.remote_failed or (plan is not None and plan.failed):
+        if self.remote is Remote.FAILED or (plan is not None and plan.failed):
             return Shortfall.FAILED
         if self.late or (estimate is not None and estimate.verdict.choice in _COMPUTES):
             return Shortfall.TOO_SLOW
@@ -216,17 +256,12 @@ class WaitingRequest:
 
     def remote_sizes(self) -> npt.NDArray[np.int64] | None:
         """Bytes of the pages below the device that the remote store has; 0 for the others."""
-        remote_lookup = self.remote_lookup
-        if (
-            remote_lookup is None
-            or not self.answered
-            or self.remote_failed
-            or not len(remote_lookup.sizes)
-        ):
+        lookup = self.answer() if self.remote is Remote.ANSWERED else None
+        if lookup is None or not len(lookup.sizes):
             return None
         sizes = np.zeros(len(self.prefix.off_device), np.int64)
-        first = remote_lookup.first_page - self.prefix.num_on_device
-        sizes[first : first + len(remote_lookup.sizes)] = remote_lookup.sizes
+        first = lookup.first_page - self.prefix.num_on_device
+        sizes[first : first + len(lookup.sizes)] = lookup.sizes
         return sizes
 
     def with_remote(self, found: TierCounts) -> TierCounts:

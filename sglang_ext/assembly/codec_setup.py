@@ -16,7 +16,7 @@ from sglang_ext.device.layout import PageLayout
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.namespace import digest_model
-from sglang_ext.remote.codec import RemotePageCodec
+from sglang_ext.remote.remote_codec import RemotePageCodec
 from sglang_ext.settings.config import HierKVConfig
 
 PROFILE_FOLDER = "profiles"

@@ -47,7 +47,7 @@ from sglang_ext.assembly.window_setup import (
 from sglang_ext.codec.page_codec import PageCodec
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import LAYOUT_VERSION, PageLayout
-from sglang_ext.device.page_rules import LocalPages
+from sglang_ext.device.local_pages import LocalPages
 from sglang_ext.device.pinning import pin_memory
 from sglang_ext.device.pools import DevicePool, HybridPools, describe_pools
 from sglang_ext.device.ports import open_port
@@ -61,8 +61,8 @@ from sglang_ext.kernels import rope as rope_kernels
 from sglang_ext.ranks.lockstep import exchange, group_of
 from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.ranks.same_settings import agree_on_settings, await_all, settings_of
-from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.coded import coded_pages
+from sglang_ext.remote.remote_codec import RemotePageCodec
 from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
 from sglang_ext.seam.hash_fallback import ensure_page_hash
 from sglang_ext.seam.hooks.drafts import algorithm_of, draft_runners
@@ -135,20 +135,10 @@ def build_cache(ctx: Any) -> Any:
 
 def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) -> CacheParts:
     """Makes everything that the cache is built with, from SGLang's half of it."""
-    check_tree(
-        [component.name for component in cache.components],
-        has_windows=ctx.is_hybrid_swa,
-        has_states=ctx.is_hybrid_ssm,
-    )
+    _check_built(ctx, place, cache)
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     runner = ctx.tp_worker.model_runner
-    check_attention({type_of_attention(module) for module in runner.model.modules()})
     drafts = draft_runners(runner)
-    check_keys(algorithm_of(runner), are_pairs=cache.tree_core.is_eagle)
-    if place.shares_steps:
-        heads = runner.model_config.num_attention_heads // place.tp_size
-        found = {getattr(module, "tp_q_head_num", heads) for module in runner.model.modules()}
-        check_heads(found, heads)
     pools = describe_pools(kv_pool, read_layers(runner) if ctx.is_hybrid_swa else None)
     if drafts:
         pools = replace(pools, full=with_drafts(pools.full, drafts))
@@ -185,55 +175,20 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
             config, layout, page_codec, feeds, remote_codec, rules, share, one_copy,
             is_hybrid=is_hybrid,
         )  # fmt: skip
+    disk_or_remote = disk is not None or bool(config.remote_url)
     if snapshots is not None:
         check_room(snapshots, store.arena.num_slots)
-    pinned_bytes = 0
-    if pool.device.type == "cuda":
-        pinned_bytes = pin_memory(store.arena, torch.cuda.cudart())  # type: ignore[no-untyped-call]
-    copier = PageCopier(
-        pool,
-        layout,
-        ropes,
-        store.arena.slots,
-        mode=config.rope,
-        kernels=_kernels(config, pools, ropes, layout.page_size),
-        parallel_loads=not _uses_triton(config, pool),
-    )
-    windows = window_layers(cache, pools, copier)
-    linker = HierKVLinker(
-        store,
-        copier,
-        num_layers=_num_layers(kv_pool, pools, drafts, snapshots),
-        page_size=ctx.params.page_size,
-        kv_pool=kv_pool,
-        port=open_port(pool.device, pinned=pinned_bytes == store.arena.nbytes),
-        forward_stream=runner.forward_stream,
-        windows=windows,
+    linker = _linker(
+        ctx, config, pools, layout, ropes, cache, store, feeds, snapshots,
         accepts_all=group is not None,
-        on_load=feeds.on_load,
-        snapshots=snapshots,
-        attention_layers=() if snapshots is None else attention_layers(kv_pool),
-    )
+    )  # fmt: skip
     timer = ForwardTimer(
         cost,
         linker.loads.seconds,
         feeds.on_prefill,
         runs_in_launch=pool.device.type == "cpu",
     )
-    # Speeds differ from rank to rank, and so would what is decided by them.
-    decides_by_cost = (
-        config.prefetch_policy == "cost"
-        and (disk is not None or bool(config.remote_url))
-        and group is None
-    )
-    logger.info(
-        "hier-kv: %d pages of %d tokens in %.2f GB of DRAM, %s, K stored %s",
-        store.arena.num_slots,
-        ctx.params.page_size,
-        store.arena.nbytes / GIB,
-        _describe_records(config) if store.keeps_pages else "all kept by tensor parallel rank 0",
-        "before rotary embedding" if config.rope == "pre" else "as the engine has it",
-    )
+    _tell_sizes(config, store, ctx.params.page_size)
     return CacheParts(
         linker,
         _identity(
@@ -244,17 +199,109 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
             ctx, config, place, store, disk, page_codec, cost, linker, is_one=one_copy is not None
         ),
         timer,
-        LoadOrCompute(
-            store,
-            cost,
-            page_tokens=ctx.params.page_size,
-            kv_bytes_per_page=layout.kv_bytes,
-            is_decoding=lambda: timer.is_decoding,
-        )
-        if decides_by_cost
-        else None,
-        window_inquiries(windows, store, config),
+        _decider(config, store, layout, cost, timer) if disk_or_remote and group is None else None,
+        window_inquiries(linker.windows, store, config),
         shares_pages=one_copy is not None,
+    )
+
+
+def _check_built(ctx: Any, place: RankPlace, cache: Any) -> None:
+    """Refuses a model or a tree, as SGLang built them, whose KV cannot be kept.
+
+    Raises:
+        HierKVConfigError: one sentence.
+    """
+    check_tree(
+        [component.name for component in cache.components],
+        has_windows=ctx.is_hybrid_swa,
+        has_states=ctx.is_hybrid_ssm,
+    )
+    runner = ctx.tp_worker.model_runner
+    check_attention({type_of_attention(module) for module in runner.model.modules()})
+    check_keys(algorithm_of(runner), are_pairs=cache.tree_core.is_eagle)
+    if place.shares_steps:
+        heads = runner.model_config.num_attention_heads // place.tp_size
+        found = {getattr(module, "tp_q_head_num", heads) for module in runner.model.modules()}
+        check_heads(found, heads)
+
+
+def _linker(
+    ctx: Any,
+    config: HierKVConfig,
+    pools: HybridPools,
+    layout: PageLayout,
+    ropes: list[LayerRope],
+    cache: Any,
+    store: PageStore,
+    feeds: CostFeeds,
+    snapshots: Snapshots | None,
+    *,
+    accepts_all: bool,
+) -> HierKVLinker:
+    """What copies pages between the pools and DRAM, with its threads."""
+    pool, runner = pools.full, ctx.tp_worker.model_runner
+    kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    is_pinned = _pin(store, pool)
+    copier = PageCopier(
+        pool,
+        layout,
+        ropes,
+        store.arena.slots,
+        mode=config.rope,
+        kernels=_kernels(config, pools, ropes, layout.page_size),
+        parallel_loads=not _uses_triton(config, pool),
+    )
+    return HierKVLinker(
+        store,
+        copier,
+        num_layers=_num_layers(kv_pool, pools, draft_runners(runner), snapshots),
+        page_size=ctx.params.page_size,
+        kv_pool=kv_pool,
+        port=open_port(pool.device, pinned=is_pinned),
+        forward_stream=runner.forward_stream,
+        windows=window_layers(cache, pools, copier),
+        accepts_all=accepts_all,
+        on_load=feeds.on_load,
+        snapshots=snapshots,
+        attention_layers=() if snapshots is None else attention_layers(kv_pool),
+    )
+
+
+def _pin(store: PageStore, pool: DevicePool) -> bool:
+    """Page-locks DRAM for a CUDA device; returns whether all of it is."""
+    if pool.device.type != "cuda":
+        return False
+    pinned_bytes = pin_memory(store.arena, torch.cuda.cudart())  # type: ignore[no-untyped-call]
+    return pinned_bytes == store.arena.nbytes
+
+
+def _decider(
+    config: HierKVConfig,
+    store: PageStore,
+    layout: PageLayout,
+    cost: CostModel,
+    timer: ForwardTimer,
+) -> LoadOrCompute | None:
+    """Decides between loading and computing. One rank only: speeds differ from rank to rank."""
+    if config.prefetch_policy != "cost":
+        return None
+    return LoadOrCompute(
+        store,
+        cost,
+        page_tokens=layout.page_size,
+        kv_bytes_per_page=layout.kv_bytes,
+        is_decoding=lambda: timer.is_decoding,
+    )
+
+
+def _tell_sizes(config: HierKVConfig, store: PageStore, page_size: int) -> None:
+    logger.info(
+        "hier-kv: %d pages of %d tokens in %.2f GB of DRAM, %s, K stored %s",
+        store.arena.num_slots,
+        page_size,
+        store.arena.nbytes / GIB,
+        _describe_records(config) if store.keeps_pages else "all kept by tensor parallel rank 0",
+        "before rotary embedding" if config.rope == "pre" else "as the engine has it",
     )
 
 
@@ -393,16 +440,6 @@ def _build_store(
     capacity = num_slots + factor * (record_bytes // layout.slot_bytes)
     index = PageIndex(max(1024, int(capacity * _INDEX_SLACK)))
     remote = open_remote(config.remote_url, trust) if config.remote_url else None
-    write_policy = config.write_policy
-    if write_policy == "auto" and record_bytes > _LARGE_DISK * config.host_bytes:
-        write_policy = "write_through"
-    store_config = PageStoreConfig(
-        write_policy,
-        config.event_log,
-        placement_of(config, is_hybrid=is_hybrid),
-        config.remote_policy,
-        share,
-    )
     keep_raw = None
     if disk is not None and config.coding == "cost":
         keep_raw = partial(feeds.keep_raw, disk)
@@ -410,7 +447,7 @@ def _build_store(
         arena,
         index,
         disk,
-        store_config,
+        _store_config(config, share, is_hybrid=is_hybrid),
         page_codec,
         on_read=feeds.on_read,
         keep_raw=keep_raw,
@@ -433,6 +470,20 @@ def _build_store(
         daemon=True,
     ).start()
     return store, disk
+
+
+def _store_config(config: HierKVConfig, share: PutShare, *, is_hybrid: bool) -> PageStoreConfig:
+    record_bytes = config.disk_bytes or config.coded_host_bytes
+    write_policy = config.write_policy
+    if write_policy == "auto" and record_bytes > _LARGE_DISK * config.host_bytes:
+        write_policy = "write_through"
+    return PageStoreConfig(
+        write_policy,
+        config.event_log,
+        placement_of(config, is_hybrid=is_hybrid),
+        config.remote_policy,
+        share,
+    )
 
 
 def _record_tier(config: HierKVConfig, trust: Trust) -> RecordTier | None:
@@ -536,16 +587,51 @@ def _identity(
     alike: bool,
     is_one: bool,
 ) -> ModelIdentity:
+    runner = ctx.tp_worker.model_runner
+    label = {
+        "model": str(ctx.server_args.model_path),
+        "kv_dtype": str(pools.full.dtype),
+        "page_size": ctx.params.page_size,
+        "rope": config.rope,
+    }
+    if place.shares_steps:
+        group = ctx.tp_group.cpu_group
+
+    def adapters() -> dict[str, Any]:
+        manager = runner.lora_manager
+        return dict(manager.loras) if manager is not None else {}
+
+    return ModelIdentity(
+        live_models(runner.model, draft_runners(runner)),
+        _fixed_facts(ctx, pools, place, snapshots, alike=alike),
+        label,
+        adapters,
+        partial(exchange, group),
+        serves_alike=not place.shares_steps,
+        ranks_share=alike,
+        needs_one_name=is_one,
+        is_final=place.pp_size > 1,
+    )
+
+
+def _fixed_facts(
+    ctx: Any,
+    pools: HybridPools,
+    place: RankPlace,
+    snapshots: Snapshots | None,
+    *,
+    alike: bool,
+) -> dict[str, Any]:
+    """What enters the namespace besides the weights, and never changes while the server runs."""
     pool = pools.full
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    server_args = ctx.server_args
     runner = ctx.tp_worker.model_runner
     drafts = draft_runners(runner)
     fixed = {
         "layout_version": LAYOUT_VERSION,
         "model": _model_facts(ctx),
         "kv_dtype": str(pool.dtype),
-        "kv_cache_dtype": str(server_args.kv_cache_dtype),
+        "kv_cache_dtype": str(ctx.server_args.kv_cache_dtype),
         "pool": pool.kind,
         "layers": [list(k.shape[1:]) for k in pool.k] + [list(v.shape[1:]) for v in pool.v],
         "page_size": ctx.params.page_size,
@@ -556,7 +642,6 @@ def _identity(
     if place.shares_steps:
         # Experts and MLPs lie in shares on all of these, whose weights all enter the namespace.
         fixed["ranks_of_mlp"] = place.num_ranks
-        group = ctx.tp_group.cpu_group
     if place.pp_size > 1:
         # A page holds the layers of a stage; what these compute with comes from all of them.
         fixed["stage"] = [place.pp_rank, place.pp_size, int(kv_pool.start_layer)]
@@ -570,25 +655,4 @@ def _identity(
         fixed["drafts"] = draft_facts(algorithm, drafts, keys_are_pairs=ctx.params.is_eagle)
     if snapshots is not None:
         fixed["states"] = [*snapshots.pool.describe(), snapshots.part_bytes]
-    label = {
-        "model": str(server_args.model_path),
-        "kv_dtype": str(pool.dtype),
-        "page_size": ctx.params.page_size,
-        "rope": config.rope,
-    }
-
-    def adapters() -> dict[str, Any]:
-        manager = runner.lora_manager
-        return dict(manager.loras) if manager is not None else {}
-
-    return ModelIdentity(
-        live_models(runner.model, drafts),
-        fixed,
-        label,
-        adapters,
-        partial(exchange, group),
-        serves_alike=not place.shares_steps,
-        ranks_share=alike,
-        needs_one_name=is_one,
-        is_final=place.pp_size > 1,
-    )
+    return fixed

@@ -25,7 +25,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _prebuild(chosen: argparse.Namespace) -> int:
-    from sglang_ext.assembly.prebuild import prebuild
+    from sglang_ext.assembly.compile_ahead import prebuild
     from sglang_ext.codec.registry import codec_ids
     from sglang_ext.compiling import check_kept
 

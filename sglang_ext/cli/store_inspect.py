@@ -12,7 +12,7 @@ from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteUrl, open_listing, parse_remote_url
 from sglang_ext.tiers.remote.base import RemoteError
 from sglang_ext.tiers.remote.offline.listing import Listing
-from sglang_ext.tiers.remote.offline.records import StoredRecord, find_records
+from sglang_ext.tiers.remote.offline.stored_records import StoredRecord, find_records
 from sglang_ext.tiers.remote.url_options import prefix_of
 
 

@@ -11,7 +11,7 @@ from sglang_ext.tiers.errors import TierConfigError, TierError
 from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.records.soundness import is_damage
 from sglang_ext.tiers.remote.offline.listing import Listing
-from sglang_ext.tiers.remote.offline.records import StoredRecord, check_record
+from sglang_ext.tiers.remote.offline.stored_records import StoredRecord, check_record
 
 
 def prune_store(text: str, choice: Choice, seals: RecordSeals, *, is_dry: bool) -> Removed:

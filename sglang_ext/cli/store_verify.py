@@ -7,7 +7,7 @@ from sglang_ext.cli.store_inspect import opened_store
 from sglang_ext.cli.verdict import BadPlace, Verdict
 from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.records.soundness import Soundness
-from sglang_ext.tiers.remote.offline.records import check_record
+from sglang_ext.tiers.remote.offline.stored_records import check_record
 
 
 def verify_store(text: str, seals: RecordSeals) -> Verdict:

@@ -42,8 +42,6 @@ FORMAT_VERSION = 1  # stored on disk; a change of encoded bytes needs a new numb
 MAX_SECTIONS = 64
 MAX_ID_BYTES = 16
 DIGEST_BYTES = 32
-# The longest header there can be; enough bytes to ask a store for.
-MAX_HEADER_BYTES = 40 + DIGEST_BYTES + 20 * MAX_SECTIONS + 8
 
 _HAS_DIGEST = 1
 _FIXED = struct.Struct("<4sBBBBBBHIII16s")

@@ -230,13 +230,6 @@ class PageCodec(PageTranscoder):
             self._closed = True
             self._samples.clear()
 
-    def wait_learned(self) -> None:
-        """Waits for a profile that is being made."""
-        with self._lock:
-            learner = self._learner
-        if learner is not None:
-            learner.join()
-
     def counts(self) -> dict[str, int]:
         """Pages coded, decoded and not decodable since start."""
         with self._lock:

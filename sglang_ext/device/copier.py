@@ -28,7 +28,7 @@ from sglang_ext.device.layout import (
     write_tail,
 )
 from sglang_ext.device.load_pages import COPY, EMBED, MOVE, LoadPages, PageRun, PageSource
-from sglang_ext.device.page_rules import LocalPages
+from sglang_ext.device.local_pages import LocalPages
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope, refresh_spec
 from sglang_ext.kernels.rope import Corrections, PagedView, RopeSpec

@@ -47,7 +47,7 @@ class SaveThread:
         self._num_saves = 0  # queued or running; guarded by _done
         self._done = threading.Condition()
         # Device resets so far. A save that one overtook read rows that may have changed hands.
-        self._epoch = 0  # guarded by _done
+        self._num_resets = 0  # guarded by _done
         self._deadline_s = math.inf
         self._thread = threading.Thread(target=self._run, name="hier-kv-save", daemon=True)
         self._thread.start()
@@ -85,7 +85,7 @@ class SaveThread:
             hashes,
             token_slots,
             ready_events(),
-            self._epoch,
+            self._num_resets,
             dropped,
             is_of_windows,
             is_of_state,
@@ -129,7 +129,7 @@ class SaveThread:
     def device_was_reset(self) -> None:
         """Saves under way will not be published; results that were not taken are dropped."""
         with self._done:
-            self._epoch += 1
+            self._num_resets += 1
             self._completed.clear()
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class SaveThread:
                 continue
             stored = self.save(job)
             with self._done:
-                if job.epoch == self._epoch:
+                if job.num_resets == self._num_resets:
                     self._completed.append(stored)
                 self._num_saves -= 1
                 self._done.notify_all()
@@ -193,7 +193,7 @@ class SaveThread:
         try:
             with self._parts.saving(job.ready_events):
                 ok = self._copy_out(job, ticket, offered[ticket.pages])
-            ok = ok and job.epoch == self._epoch
+            ok = ok and job.num_resets == self._num_resets
         finally:
             self._store.finish_save(ticket, ok=ok)
         if ok and job.is_of_state:

@@ -62,7 +62,7 @@ class SaveJob:
         hashes: u8 `[N, 32]`.
         token_slots: `[N * P]`, rows of the device pool.
         ready_events: CUDA events after which these rows are complete.
-        epoch: of the device pool when the save was offered.
+        num_resets: of the device pool until the save was offered.
         dropped: it ends as not stored, in its turn.
         is_of_windows: the pages are of window layers: `hashes` are `[G * N, 32]`, one group's after
             another's, and the rows of their own pool.
@@ -74,7 +74,7 @@ class SaveJob:
     hashes: Hashes
     token_slots: torch.Tensor
     ready_events: list[Any]
-    epoch: int
+    num_resets: int
     dropped: bool = False
     is_of_windows: bool = False
     is_of_state: bool = False

@@ -42,7 +42,7 @@ class RequestState:
             its prompt, or would have.
         offered_states: hashes of pages behind which its states were offered to be saved, where
             several ranks have to offer the same.
-        wanted: what it could reuse at most, until it runs; see `misses.py`.
+        wanted: what it could reuse at most, until it runs; see `miss_counts.py`.
         missed: tokens of whole pages that were computed, by reason, that of the first page first.
         is_wait_told: what it waited for since it entered the queue is in its trace.
         is_counted: it ran, so that it is in the counts of tokens.

@@ -278,20 +278,17 @@ class Lockstep(Admission):
     def _agree(self) -> Agreed:
         transfers = self._transfers
         loads_landed = self._loads is None or self._loads[1]
-        shared = self.promises if isinstance(self.promises, SharedBook) else None
         report = Report(
             transfers.ended_saves(MAX_SAVES),
             self.promises.report(self._queue()),
             loads_landed,
-            0 if shared is None else shared.readings.num_ended,
+            self.promises.num_ended_readings,
         )
         agreed = self._consensus.agree(report)
         transfers.take_completed_offloads(len(agreed.saves))
         transfers.commit_completed_offloads(agreed.saves)
         self.promises.settle(agreed.requests)
-        if shared is not None:
-            shared.readings.settle(agreed.num_ended_readings)
-            shared.tell_slots(self._min_reduce)
+        self.promises.settle_readings(agreed.num_ended_readings, self._min_reduce)
         if self._loads is not None:
             self._loads = (self._loads[0], agreed.loads_landed)
         return agreed

@@ -25,6 +25,7 @@ from sglang_ext.device.composition import Composition
 from sglang_ext.ranks.consensus import (
     MAX_REQUESTS,
     AgreedRequest,
+    MinReduce,
     RankDivergenceError,
     RequestReport,
 )
@@ -164,6 +165,19 @@ class PromiseBook:
             self._extend(handle, promise)
             reports.append(self._report_of(promise, readiness))
         return reports
+
+    @property
+    def num_ended_readings(self) -> int:
+        """How many of the oldest `shared_readings` are over here; without any, 0."""
+        return 0
+
+    def settle_readings(self, num_ended: int, min_reduce: MinReduce) -> None:
+        """Takes how many are over on every rank, behind `settle`; nothing without any.
+
+        Args:
+            num_ended: of the oldest.
+            min_reduce: tells all ranks where the pages lie that they read next.
+        """
 
     def settle(self, requests: list[AgreedRequest]) -> None:
         """Takes what was agreed on the requests of the last report.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -55,6 +55,25 @@ class _ResumePromise(Promise):
         return len(self.ticket.rows) == len(self.prefix.off_device)
 
 
+class _NamedPlaces(NamedTuple):
+    """What the ranks named for a request. It travels in the fields of a stretch of pages.
+
+    Attributes:
+        furthest: the furthest place that a rank named.
+        nearest: the nearest one.
+        is_whole: whether every rank has pinned all that its place takes.
+    """
+
+    furthest: int
+    nearest: int
+    is_whole: bool
+
+    @classmethod
+    def of(cls, agreed: AgreedRequest) -> _NamedPlaces:
+        """Reads what came of `ResumeBook._report_of` on all ranks."""
+        return cls(agreed.first_page, agreed.end_page, agreed.quality < _NOT_WHOLE)
+
+
 class ResumeBook(PromiseBook):
     """As `PromiseBook`, for a model with window layers or states: all of a place, or nothing.
 
@@ -82,8 +101,8 @@ class ResumeBook(PromiseBook):
         before = self._room.find(handle)
         found = self._room.enter(handle, prefix)
         waiting = self._room.find(handle)
-        if before is not None and waiting is not None:  # it is the same request, no later one
-            waiting.held_since_s, waiting.late = before.held_since_s, before.late
+        if before is not None and waiting is not None:
+            waiting.is_held_as(before)  # it is the same request, no later one
         nothing = no_pages(prefix.space)
         # A handle that is known keeps its place among the open ones, whichever ranks come here.
         self._promises[handle] = self._open[handle] = _ResumePromise(
@@ -102,15 +121,15 @@ class ResumeBook(PromiseBook):
     def _settle_one(self, handle: Hashable, promise: Promise, agreed: AgreedRequest) -> None:
         """Everything here is decided on what was agreed, but for who has to look again."""
         assert isinstance(promise, _ResumePromise)
-        furthest, nearest = agreed.first_page, agreed.end_page
-        is_one = furthest == nearest
+        named = _NamedPlaces.of(agreed)
+        is_one = named.furthest == named.nearest
         if is_one and not agreed.admit:
             return
         first = promise.prefix.num_on_device
-        if is_one and agreed.quality < _NOT_WHOLE:
+        if is_one and named.is_whole:
             self._promise(handle, promise, agreed._replace(first_page=first))
             return
-        most = nearest if not is_one else nearest - 1
+        most = named.nearest if not is_one else named.nearest - 1
         promise.num_rounds += 1
         if most <= first or promise.num_rounds == MAX_ROUNDS:
             nothing = AgreedRequest(first, first, True, 0, agreed.num_stored)

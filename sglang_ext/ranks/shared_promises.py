@@ -49,6 +49,16 @@ class SharedBook(PromiseBook):
 
     # ---- agreeing ----
 
+    @property
+    def num_ended_readings(self) -> int:
+        """See `PromiseBook`."""
+        return self.readings.num_ended
+
+    def settle_readings(self, num_ended: int, min_reduce: MinReduce) -> None:
+        """See `PromiseBook`."""
+        self.readings.settle(num_ended)
+        self.tell_slots(min_reduce)
+
     def _extend(self, handle: Hashable, promise: Promise) -> None:
         """A reader pins nothing."""
         if self._keeps:

@@ -9,12 +9,12 @@ from sglang_ext.remote.publish import Publisher
 from sglang_ext.remote.streams import RemoteStreams
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.remote.base import Outcome, level_name
-from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
-from sglang_ext.tiers.store.shared.coding import Lookup, OpenCoded, RemoteCodec
-from sglang_ext.tiers.store.shared.profiles import RemoteProfiles
-from sglang_ext.tiers.store.shared.upload import CodedUploads
+from sglang_ext.tiers.store.remote.coded_remote import Lookup, OpenCoded, RemoteCodec
+from sglang_ext.tiers.store.remote.coded_uploads import CodedUploads
+from sglang_ext.tiers.store.remote.profiles import RemoteProfiles
 from sglang_ext.tiers.store.types import Hashes, KeySpace
 
 

@@ -22,10 +22,10 @@ from sglang_ext.tiers.records.record import (
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
 from sglang_ext.tiers.remote.items import GetResult
 from sglang_ext.tiers.remote.ranges import RangeRequest
+from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.remote.staged import START_BYTES, Stages
-from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.store.shared.coding import RemoteCodec
-from sglang_ext.tiers.store.shared.profiles import RemoteProfiles
+from sglang_ext.tiers.store.remote.coded_remote import RemoteCodec
+from sglang_ext.tiers.store.remote.profiles import RemoteProfiles
 from sglang_ext.tiers.store.types import Hashes, KeySpace, StoreCounters
 
 _AT_ONCE = 64

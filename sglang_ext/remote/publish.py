@@ -17,11 +17,11 @@ from sglang_ext.tiers.records.record import (
     parse_header,
     read_meta,
 )
+from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.remote.staged import START_BYTES, read_stages, unstage
-from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
-from sglang_ext.tiers.store.shared.coding import Lookup, RemoteCodec
+from sglang_ext.tiers.store.remote.coded_remote import Lookup, RemoteCodec
 from sglang_ext.tiers.transcoder import is_decoded
 
 logger = logging.getLogger(__name__)

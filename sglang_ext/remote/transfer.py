@@ -12,7 +12,7 @@ from sglang_ext.tiers.records.record import ByteArray
 from sglang_ext.tiers.remote.base import Outcome
 from sglang_ext.tiers.remote.items import GetRequest, GetResult
 from sglang_ext.tiers.remote.ranges import RangeRequest
-from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.remote.remote_store import RemoteStore
 
 
 class Part(NamedTuple):

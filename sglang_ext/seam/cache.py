@@ -33,7 +33,7 @@ from sglang_ext.hints.request_hints import hints_of, owner_slot
 from sglang_ext.identity.handover import GivenUpRooms
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.identity.tenancy import Tenant, depends_on_tokens_alone, tenant_of
-from sglang_ext.provenance.misses import MissKeeper, Wanted
+from sglang_ext.provenance.miss_counts import MissKeeper, Wanted
 from sglang_ext.provenance.request_state import HitTier, find_state, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, group_of_stage, min_reduce
@@ -133,7 +133,9 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.device_tree.install()
         self.waiting_room = WaitingRoom(
             linker.store,
-            num_held=self.device_tree.num_held if self.device_tree is not None else None,
+            num_still_on_device=self.device_tree.num_still_on_device
+            if self.device_tree is not None
+            else None,
             prefetch_policy=config.prefetch_policy,
             prefetch_timeout_ms=config.prefetch_timeout_ms,
             cost=parts.cost,
@@ -404,12 +406,10 @@ class HierKVRadixCache(UnifiedRadixCache):
         self._leave_queue(handle)
         req = self._enqueued_request(handle)
         space = self.space_of(req) if req is not None else None
-        tokens = matched_prefix_tokens + new_input_tokens
-        of_pairs = self._keys_are_pairs
-        if req is not None and (len(tokens) + 1 - of_pairs) % self.page_size == 0:
-            # SGLang leaves the last token out; see `_restore_last_page` for why it is asked for.
-            tokens = req.full_untruncated_fill_ids[: len(tokens) + 1]
-        key = whole_pages_key(tokens, extra_key, cache_salt, self.page_size, of_pairs=of_pairs)
+        tokens = self._tokens_to_find(req, matched_prefix_tokens + new_input_tokens)
+        key = whole_pages_key(
+            tokens, extra_key, cache_salt, self.page_size, of_pairs=self._keys_are_pairs
+        )
         num_pages = len(key) // self.page_size
         if space is None or req is None or num_pages == 0:
             return
@@ -452,6 +452,15 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.linker.inquiries.begin(handle, prefix, key, tail, limit, resumable)
         if self.quotes is not None:
             self.quotes.begin(req, space, (num_on_device + found.total) * self.page_size)
+
+    def _tokens_to_find(self, req: Any, tokens: Any) -> Any:
+        """A prompt's tokens, with its last one where that ends a page.
+
+        SGLang leaves it out; see `_restore_last_page` for why it is asked for.
+        """
+        if req is not None and (len(tokens) + 1 - self._keys_are_pairs) % self.page_size == 0:
+            return req.full_untruncated_fill_ids[: len(tokens) + 1]
+        return tokens
 
     def _note_enqueued(self, req: Any, prefix: ReusablePrefix, device_pages: int) -> None:
         """Records where a request's pages lie as it enters the queue, for its report."""

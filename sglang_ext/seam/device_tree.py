@@ -93,7 +93,7 @@ class DeviceTree:
             path.append(DeviceNode(node.id, end // page_size))
         return path[::-1]
 
-    def num_held(self, path: Sequence[DeviceNode]) -> int:
+    def num_still_on_device(self, path: Sequence[DeviceNode]) -> int:
         """Pages of a path, from the root on, that are still on the device. O(nodes that left).
 
         A node that is split keeps its number and its end, and eviction starts at the leaves.

@@ -18,7 +18,7 @@ from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import Hashes
 from sglang_ext.device.windows.layers import WindowLayers
 from sglang_ext.tiers.store import PageStore
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 
 # So many windows of a request are asked for, from the furthest backwards.
 _MOST_WINDOWS = 4

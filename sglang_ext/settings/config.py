@@ -257,6 +257,18 @@ class HierKVConfig:
 
     def validate(self) -> None:
         """Checks every bound that needs neither the model nor the file system."""
+        self._validate_texts_and_numbers()
+        self._validate_sizes()
+        self._validate_truncation()
+        self._validate_eviction()
+        self._validate_key()
+        self._validate_range()
+        self._validate_base_order()
+        self._validate_codec()
+        self._validate_remote_codec()
+        self._validate_choices()
+
+    def _validate_texts_and_numbers(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, float) and not math.isfinite(value):
@@ -269,6 +281,8 @@ class HierKVConfig:
                     f"{flag_name(item.name)} must be printable text on one line, and has other "
                     "characters in it; take them out."
                 )
+
+    def _validate_sizes(self) -> None:
         for name in ("host_size", "disk_segment_size", "prefetch_timeout_ms"):
             if not getattr(self, name) > 0:
                 raise HierKVConfigError(
@@ -284,6 +298,8 @@ class HierKVConfig:
                 f"--hier-kv-disk-size must be greater than 0 when --hier-kv-disk-dir is set, got "
                 f"{self.disk_size:g}; give a size in GB or leave --hier-kv-disk-dir out."
             )
+
+    def _validate_truncation(self) -> None:
         if not 0 < self.truncation_ratio < 1:
             raise HierKVConfigError(
                 "--hier-kv-truncation-ratio must lie between 0 and 1, got "
@@ -298,6 +314,9 @@ class HierKVConfig:
                 "--hier-kv-truncation-longest must be 1 or more contexts, got "
                 f"{self.truncation_longest}; leave it out for 8."
             )
+
+    def _validate_eviction(self) -> None:
+        """Refuses what is said of pages that leave, where that says nothing."""
         if self.remote_policy != "all" and not self.remote_url:
             raise HierKVConfigError(
                 "--hier-kv-remote-policy has no effect without --hier-kv-remote-url; add it or "
@@ -313,11 +332,8 @@ class HierKVConfig:
                 "--hier-kv-quotas needs --hier-kv-lookahead on: without it the least recent pages "
                 "leave, whose ever they are; leave one of the two out."
             )
-        self._validate_key()
-        self._validate_range()
-        self._validate_base_order()
-        self._validate_codec()
-        self._validate_remote_codec()
+
+    def _validate_choices(self) -> None:
         for item in fields(self):
             choices = item.metadata["choices"]
             if choices and getattr(self, item.name) not in choices:

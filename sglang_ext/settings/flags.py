@@ -104,14 +104,3 @@ def engine_args_factory(
         return server_args
 
     return build
-
-
-def flag_table() -> str:
-    """The flags as a Markdown table; docs/configuration.md holds exactly this (tested)."""
-    lines = ["| flag | default | meaning |", "|---|---|---|"]
-    for item in fields(HierKVConfig):
-        choices = item.metadata["choices"]
-        values = "\\|".join(choices) if choices else item.metadata["metavar"]
-        default = "(empty)" if item.default == "" else f"`{item.default}`"
-        lines.append(f"| `{flag_name(item.name)} {values}` | {default} | {item.metadata['help']} |")
-    return "\n".join(lines)

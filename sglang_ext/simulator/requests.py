@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from sglang_ext.admission.waiting_request import ReusablePrefix
-from sglang_ext.simulator.store import ServerStore, StoreSizes, page_hashes, virtual_store
 from sglang_ext.simulator.types import Ids, Request, System
+from sglang_ext.simulator.virtual_store import ServerStore, StoreSizes, page_hashes, virtual_store
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.store.types import Hashes, LoadTicket

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,31 +118,3 @@ def _check(lines: Sequence[Line], parents: dict[int, int], where: str, block_tok
                 "mean equal prefixes"
             )
         parent = each
-
-
-def stretched(lines: Sequence[Line], factor: float) -> list[Line]:
-    """The same requests with all times multiplied by `factor`: above 1 is less load."""
-    return [replace(line, arrival_s=line.arrival_s * factor) for line in lines]
-
-
-def reusable_tokens(lines: Sequence[Line]) -> int:
-    """Prompt tokens in whole blocks that an unbounded cache would have."""
-    return sum(_reusable(lines))
-
-
-def _reusable(lines: Sequence[Line]) -> Iterator[int]:
-    seen: set[int] = set()
-    for line in lines:
-        known = 0
-        ids = line.hash_ids.tolist()
-        for each in ids:
-            if each not in seen:
-                break
-            known += BLOCK_TOKENS
-        seen.update(ids)
-        yield min(known, line.input_tokens)
-
-
-def num_blocks(lines: Sequence[Line]) -> int:
-    """Distinct blocks: the footprint of an unbounded cache."""
-    return len({each for line in lines for each in line.hash_ids.tolist()})

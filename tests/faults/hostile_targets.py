@@ -18,9 +18,9 @@ from sglang_ext.codec import CodecError
 from sglang_ext.codec.hier.profile import Profile
 from sglang_ext.codec.page_codec import TAIL_LENGTH
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_BOUND, ROPE_DELTA, U8, write_tail
-from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.lookup import Finder
 from sglang_ext.remote.publish import Publisher
+from sglang_ext.remote.remote_codec import RemotePageCodec
 from sglang_ext.remote.run import parts_of
 from sglang_ext.remote.transfer import read_parts
 from sglang_ext.tiers.base import Location, ReadRequest
@@ -51,10 +51,10 @@ from sglang_ext.tiers.remote.base import (
 )
 from sglang_ext.tiers.remote.staged import START_BYTES, stage
 from sglang_ext.tiers.store.books.books import Books
-from sglang_ext.tiers.store.coding import PageDecoder
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
+from sglang_ext.tiers.store.disk_coding import PageDecoder
 from sglang_ext.tiers.store.events import EventLog
-from sglang_ext.tiers.store.shared.profiles import RemoteProfiles, _key, _record
+from sglang_ext.tiers.store.remote.profiles import RemoteProfiles, _key, _record
 from sglang_ext.tiers.store.types import StoreCounters
 from tests.faults.codec_mutations import Source, corrupt
 from tests.faults.hostile_pages import (

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.tiers.base import RecoveredPages
-from sglang_ext.tiers.disk import DiskConfig, DiskTier, context
+from sglang_ext.tiers.disk import DiskConfig, DiskTier, disk_context
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.protection import KeyedSeals, Mode, Protection
 from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
@@ -82,7 +82,7 @@ def main() -> None:
     reused, mode = "reused" in modes, "".join(each for each in modes if each != "reused")
     packed = layout == "packed"
     make = pages.make_record if packed else pages.make_slot
-    context.MIN_RUN_BYTES = (
+    disk_context.MIN_RUN_BYTES = (
         2 * pages.PACKED_SLOT_BYTES
     )  # several runs in each write, on two threads
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

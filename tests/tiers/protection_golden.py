@@ -20,7 +20,7 @@ from sglang_ext.tiers.disk.segments.layout import (
 from sglang_ext.tiers.protection import KeyedSeals
 from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, RecordError, write_meta
 from sglang_ext.tiers.remote.staged import stage
-from tests.tiers.disk import golden as plain
+from tests.tiers.disk import golden_segments as plain
 from tests.tiers.protection_cases import seals
 
 MODES = ("tag", "encrypt")

@@ -16,7 +16,7 @@ from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.disk.segments.layout import LockedFooterError, decode_footer, decode_trailer
 from sglang_ext.tiers.records.checks import seal
 from sglang_ext.tiers.records.record import VerifyResult
-from tests.tiers.disk import golden
+from tests.tiers.disk import golden_segments as golden
 from tests.tiers.protection_cases import KEY, OTHER_KEY, seals
 from tests.tiers.tier_pages import (
     NAMESPACE,

@@ -15,7 +15,7 @@ from sglang_ext.tiers.remote import RemoteStore
 from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.tiers.remote.ranges import RangeRequest
 from sglang_ext.tiers.remote.staged import START_BYTES, stage
-from sglang_ext.tiers.store.shared.profiles import RemoteProfiles
+from sglang_ext.tiers.store.remote.profiles import RemoteProfiles
 from tests.faults.hostile_pages import codec_of, profile
 from tests.tiers.protection_cases import KEY, OTHER_KEY
 from tests.tiers.remote.remote_cases import (

@@ -26,7 +26,7 @@ from sglang_ext.tiers.records.record import (
 from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
 from sglang_ext.tiers.remote.staged import START_BYTES, read_stages, stage, unstage
 from tests.tiers import protection_golden
-from tests.tiers.disk import golden as plain_golden
+from tests.tiers.disk import golden_segments as plain_golden
 from tests.tiers.protection_cases import KEY, OTHER_KEY, seals
 
 OK, UNAUTHENTIC = VerifyResult.OK, VerifyResult.UNAUTHENTIC

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.settings.flags import flag_table
 from sglang_ext.settings.model_kinds import MODEL_KINDS, SERVED_MODES
-from sglang_ext.settings.tables import all_tables
+from tests.unit.doc_tables import all_tables, flag_table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

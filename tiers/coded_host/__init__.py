@@ -1,7 +1,7 @@
 """Coded records in DRAM: instead of a disk, or in front of one."""
 
 from sglang_ext.tiers.coded_host.cached import CachedDiskTier
-from sglang_ext.tiers.coded_host.memory import MemoryTier
+from sglang_ext.tiers.coded_host.memory_tier import MemoryTier
 from sglang_ext.tiers.disk import DiskTier
 
 RecordTier = DiskTier | CachedDiskTier | MemoryTier

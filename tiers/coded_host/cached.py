@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.tiers.base import Location, PageKeeper, ReadRequest, RecoveredPages, Tier
-from sglang_ext.tiers.disk.context import usable_slot
 from sglang_ext.tiers.disk.counters import DiskStats
+from sglang_ext.tiers.disk.disk_context import usable_slot
 from sglang_ext.tiers.disk.tier import DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.checks import seal, verify

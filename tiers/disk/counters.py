@@ -54,11 +54,6 @@ class DiskStats:
     errors: dict[str, int]
     dropped: dict[str, int]
 
-    @property
-    def write_amplification(self) -> float:
-        """Bytes written per useful byte; 0.0 before the first record."""
-        return self.bytes_written / self.useful_bytes if self.useful_bytes else 0.0
-
 
 class Counters:
     """Named counts in three groups. Thread-safe: one lock guards all."""

@@ -1,6 +1,6 @@
 """Where giving up single pages made no room, or nobody gives up any: whole old segments go.
 
-The usual way is `disk/reuse.py`: the owner gives up pages (`PageKeeper`), and their places are
+The usual way is `reused_segments.py`: the owner gives up pages (`PageKeeper`), and their places are
 written again. A victim here is a sealed segment of any namespace. First come those with the fewest
 live blocks, where the owner knows these, then those whose last read or write is longest ago; of the
 first few goes the one with the fewest pages that the owner will read soon. Pages that the owner
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages
-from sglang_ext.tiers.disk.context import DiskContext, OwnerCallbacks
+from sglang_ext.tiers.disk.disk_context import DiskContext, OwnerCallbacks
 from sglang_ext.tiers.disk.segments.active import ActiveSegment
 from sglang_ext.tiers.disk.segments.catalog import Namespace, Segment
 from sglang_ext.tiers.disk.segments.fileio import aligned_array

@@ -22,8 +22,8 @@ from sglang_ext.tiers.base import (
     check_namespace,
 )
 from sglang_ext.tiers.disk.config import DiskConfig
-from sglang_ext.tiers.disk.context import DiskContext
 from sglang_ext.tiers.disk.counters import Counters, DiskStats
+from sglang_ext.tiers.disk.disk_context import DiskContext
 from sglang_ext.tiers.disk.folder import (
     FolderLock,
     NamespaceFile,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.policy import page_kernels, return_kernels
 from sglang_ext.tiers.policy.config import PolicyConfig
-from sglang_ext.tiers.policy.hints import kernels as hint_kernels
+from sglang_ext.tiers.policy.hints import hint_kernels
 from sglang_ext.tiers.policy.hints.lives import Lives
 from sglang_ext.tiers.policy.hints.pins import Pins
 from sglang_ext.tiers.policy.order import base_order

@@ -1,7 +1,7 @@
 """Loops of one tier's eviction lists: per class a list in the base order, read from its old end.
 
 Each tenant with a share of its own has such lists, and all others together: list `t` * NUM_CLASSES
-+ `c` has the pages of tenant t in class c.
++ `c` has the pages of tenant t in class c. A page's list is its `home`; its class is its `kind`.
 
 Lists of pages with a hint have the page that comes back last at their young end, and those whose
 time is long over at the old one: they are read from both.
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.compiled import compiled
 from sglang_ext.tiers.linked_rows import NONE, append, cut
-from sglang_ext.tiers.policy.hints import kernels as hint_kernels
+from sglang_ext.tiers.policy.hints import hint_kernels
 from sglang_ext.tiers.policy.page_kernels import (
     DEMOTED,
     ENDED,
@@ -41,7 +41,7 @@ class Lists(NamedTuple):
 
     Attributes:
         state: u8, absent, listed or parked.
-        kind: u16, the list that the page is in.
+        home: u16, the list that the page is in, or was in until it was parked.
         prev: i32, towards the old end.
         next: i32.
         stamp: i64, when it was linked last.
@@ -53,7 +53,7 @@ class Lists(NamedTuple):
     """
 
     state: npt.NDArray[np.uint8]
-    kind: npt.NDArray[np.uint16]
+    home: npt.NDArray[np.uint16]
     prev: npt.NDArray[np.int32]
     next: npt.NDArray[np.int32]
     stamp: npt.NDArray[np.int64]
@@ -78,53 +78,53 @@ def new_lists(num_rows: int, num_tenants: int = 1) -> Lists:
 
 @compiled
 def _cut(lists: Any, row: int) -> None:
-    cut(lists.prev, lists.next, lists.ends, lists.kind[row], row)
+    cut(lists.prev, lists.next, lists.ends, lists.home[row], row)
 
 
 @compiled
-def _count(lists: Any, kind: int, change: int) -> None:
+def _count(lists: Any, home: int, change: int) -> None:
     """Counts a page of a list in or out."""
-    lists.sizes[kind // NUM_CLASSES] += change
-    if kind % NUM_CLASSES == PINNED:
+    lists.sizes[home // NUM_CLASSES] += change
+    if home % NUM_CLASSES == PINNED:
         lists.counts[PINS] += change
 
 
 @compiled
-def _set_kind(lists: Any, row: int, kind: int) -> None:
+def _set_home(lists: Any, row: int, home: int) -> None:
     if lists.state[row] != ABSENT:
-        _count(lists, lists.kind[row], -1)
-    _count(lists, kind, 1)
-    lists.kind[row] = kind
+        _count(lists, lists.home[row], -1)
+    _count(lists, home, 1)
+    lists.home[row] = home
 
 
 @compiled
-def _link_young(lists: Any, row: int, kind: int) -> None:
-    _set_kind(lists, row, kind)
+def _link_young(lists: Any, row: int, home: int) -> None:
+    _set_home(lists, row, home)
     lists.state[row] = LISTED
     lists.counts[CLOCK] += 1
     lists.stamp[row] = lists.counts[CLOCK]
-    append(lists.prev, lists.next, lists.ends, kind, row)
+    append(lists.prev, lists.next, lists.ends, home, row)
 
 
 @compiled
 def _unpark(lists: Any, row: int, young: bool) -> None:
     """Back to the end from which pages leave, with the stamp that it had."""
-    kind = lists.kind[row]
-    young = young or kind % NUM_CLASSES >= HINTED
+    home = lists.home[row]
+    young = young or home % NUM_CLASSES >= HINTED
     near, far = (1, 0) if young else (0, 1)
-    neighbour = lists.ends[near, kind]
+    neighbour = lists.ends[near, home]
     lists.state[row] = LISTED
     if young:
         lists.prev[row], lists.next[row] = neighbour, NONE
     else:
         lists.prev[row], lists.next[row] = NONE, neighbour
     if neighbour == NONE:
-        lists.ends[far, kind] = row
+        lists.ends[far, home] = row
     elif young:
         lists.next[neighbour] = row
     else:
         lists.prev[neighbour] = row
-    lists.ends[near, kind] = row
+    lists.ends[near, home] = row
 
 
 @compiled
@@ -152,7 +152,7 @@ def _exit_one(lists: Any, pages: Any, row: int, young: bool) -> None:
         _cut(lists, row)
     lists.state[row] = ABSENT
     lists.counts[COUNT] -= 1
-    _count(lists, lists.kind[row], -1)
+    _count(lists, lists.home[row], -1)
     if pages.known[row] and pages.parent[row] != NONE:
         parent = pages.parent[row]
         lists.children[parent] -= 1
@@ -183,7 +183,7 @@ def put_back(lists: Any, pages: Any, rows: Any, young: bool) -> None:
     for i in range(rows.size - 1, -1, -1):
         row = rows[i]
         lists.counts[COUNT] += 1
-        _count(lists, lists.kind[row], 1)
+        _count(lists, lists.home[row], 1)
         if pages.known[row] and pages.parent[row] != NONE:
             lists.children[pages.parent[row]] += 1
         _unpark(lists, row, young)
@@ -209,15 +209,15 @@ def settle(lists: Any, rows: Any, young: bool) -> None:
 
 
 @compiled
-def _move(lists: Any, row: int, kind: int) -> None:
+def _move(lists: Any, row: int, home: int) -> None:
     """Moves a page that lies here to the young end of another class, with the stamp that it has."""
     if lists.state[row] == LISTED:
         stamp = lists.stamp[row]
         _cut(lists, row)
-        _link_young(lists, row, kind)
+        _link_young(lists, row, home)
         lists.stamp[row] = stamp
     else:
-        _set_kind(lists, row, kind)
+        _set_home(lists, row, home)
 
 
 @compiled
@@ -243,8 +243,8 @@ def demote(lists: Any, rows: Any) -> Any:
     num = 0
     for i in range(rows.size):
         row = rows[i]
-        if lists.state[row] != ABSENT and lists.kind[row] % NUM_CLASSES != DEMOTED:
-            _move(lists, row, lists.kind[row] // NUM_CLASSES * NUM_CLASSES + DEMOTED)
+        if lists.state[row] != ABSENT and lists.home[row] % NUM_CLASSES != DEMOTED:
+            _move(lists, row, lists.home[row] // NUM_CLASSES * NUM_CLASSES + DEMOTED)
             num += 1
     return num
 
@@ -268,7 +268,7 @@ def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, yo
         if row < 0 or row >= lists.state.size or lists.state[row] == ABSENT:
             continue
         if not restamps:
-            if lists.kind[row] % NUM_CLASSES >= LEFT_BEHIND:
+            if lists.home[row] % NUM_CLASSES >= LEFT_BEHIND:
                 _move(lists, row, list_of(pages, row))
             continue
         if lists.state[row] == LISTED:
@@ -277,37 +277,37 @@ def used(lists: Any, pages: Any, path: Any, old_parents: Any, restamps: bool, yo
 
 
 @compiled
-def _next_of_kind(
-    lists: Any, head: Any, lookahead: bool, kind: int, end: int, budget: Any
+def _next_of_list(
+    lists: Any, head: Any, lookahead: bool, home: int, end: int, budget: Any
 ) -> Any:  # fmt: skip
-    """Returns the next page of a class that may leave; parks those met before it that may not.
+    """Returns the next page of a list that may leave; parks those met before it that may not.
 
     `budget`, i64[lists], is how many may still be parked; NONE when it is used up.
     """
-    row = lists.ends[end, kind]
+    row = lists.ends[end, home]
     while row != NONE:
         wanted = lookahead and head[row] != NONE
         if lists.children[row] == 0 and not lists.held[row] and not wanted:
             return row
-        if budget[kind] == 0:
+        if budget[home] == 0:
             return NONE
-        budget[kind] -= 1
+        budget[home] -= 1
         _cut(lists, row)
         lists.state[row] = PARKED
-        row = lists.ends[end, kind]
+        row = lists.ends[end, home]
     return NONE
 
 
 @compiled
-def _look_anew(stale: Any, ends: Any, num_ends: int, kind: int) -> Any:
+def _look_anew(stale: Any, ends: Any, num_ends: int, home: int) -> Any:
     """Marks the ends of a list as changed; returns the number of ends that are looked at.
 
     What may leave next is the leaving end of each list, and behind these the old ends of those with
     hints.
     """
     num_lists = stale.size // 2
-    last = kind + num_lists if kind % NUM_CLASSES >= HINTED else kind
-    for end in range(kind, last + 1, num_lists):
+    last = home + num_lists if home % NUM_CLASSES >= HINTED else home
+    for end in range(home, last + 1, num_lists):
         if stale[end] == _UNSEEN:
             ends[num_ends] = end
             num_ends += 1
@@ -335,7 +335,7 @@ def evict_unwanted(
     """
     end = 1 if young else 0
     sign = -1 if young else 1
-    # The page that each class would give up next, found anew only where that may have changed.
+    # The page that each list would give up next, found anew only where that may have changed.
     num_lists = lists.ends.shape[1]
     rows = np.full(2 * num_lists, NONE, np.int64)
     stamps = np.zeros(2 * num_lists, np.int64)
@@ -344,22 +344,22 @@ def evict_unwanted(
     stale = np.zeros(2 * num_lists, np.uint8)
     ends = np.zeros(2 * num_lists, np.int64)  # of lists that have pages
     num_ends = 0
-    for kind in range(num_lists):
-        if lists.ends[0, kind] != NONE and may_give[kind // NUM_CLASSES] > 0:
-            num_ends = _look_anew(stale, ends, num_ends, kind)
+    for home in range(num_lists):
+        if lists.ends[0, home] != NONE and may_give[home // NUM_CLASSES] > 0:
+            num_ends = _look_anew(stale, ends, num_ends, home)
     budget = np.full(num_lists, _PARKED_A_CALL + out.size, np.int64)
     num = 0
     while num < out.size:
         best, best_hinted = NONE, NONE
         for i in ends[:num_ends]:
-            listed = i if i < num_lists else i - num_lists
-            if may_give[listed // NUM_CLASSES] <= 0:
+            home = i if i < num_lists else i - num_lists
+            if may_give[home // NUM_CLASSES] <= 0:
                 continue
-            kind = listed % NUM_CLASSES
+            kind = home % NUM_CLASSES
             if stale[i] == _STALE:
                 stale[i] = _KNOWN
                 from_end = end if kind < HINTED else 1 if i < num_lists else 0
-                row = _next_of_kind(lists, head, lookahead, listed, from_end, budget)
+                row = _next_of_list(lists, head, lookahead, home, from_end, budget)
                 rows[i] = row
                 if row != NONE:
                     stamps[i] = sign * lists.stamp[row]
@@ -403,12 +403,12 @@ def evict_unwanted(
         row = rows[best]
         out[num] = row
         num += 1
-        may_give[lists.kind[row] // NUM_CLASSES] -= 1
-        num_ends = _look_anew(stale, ends, num_ends, lists.kind[row])
+        may_give[lists.home[row] // NUM_CLASSES] -= 1
+        num_ends = _look_anew(stale, ends, num_ends, lists.home[row])
         _exit_one(lists, pages, row, young)
         if pages.known[row] and pages.parent[row] != NONE:
             # It may be back in its list.
-            num_ends = _look_anew(stale, ends, num_ends, lists.kind[pages.parent[row]])
+            num_ends = _look_anew(stale, ends, num_ends, lists.home[pages.parent[row]])
     return num
 
 

@@ -1,16 +1,16 @@
 """Records that only holders of a key can write, and if wished only they can read. Start here.
 
-`keys.py` reads key files, `aead.py` derives keys from them, `header.py` and `seals.py` are the
-formats. docs/security.md says against whom it helps.
+`keys.py` reads key files, `aead.py` derives keys from them, `header.py` and `keyed_seals.py` are
+the formats. docs/security.md says against whom it helps.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_ext.tiers.protection.aead import Mode, Protection
+from sglang_ext.tiers.protection.keyed_seals import KeyedSeals
 from sglang_ext.tiers.protection.keys import read_key_file, write_key_file
 from sglang_ext.tiers.protection.names import HidingEngine
-from sglang_ext.tiers.protection.seals import KeyedSeals
 from sglang_ext.tiers.records.seals import RecordSeals
 
 __all__ = [

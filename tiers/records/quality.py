@@ -2,6 +2,9 @@
 
 A page is as good as the worst of two things: how it was coded, and the KV that its tokens attended
 to. So a page computed over a lossy one is lossy too, however well it is kept itself.
+
+The number counts what was lost: it grows as KV gets worse, and 0 is exact. Clients are told its
+name, as the field `quality` of their answers (`seam/reuse_report.py`).
 """
 
 from __future__ import annotations

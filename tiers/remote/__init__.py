@@ -1,7 +1,7 @@
 """The remote tier's stores: values that many servers share, behind one interface.
 
-`store.py` is the facade (`RemoteStore`), `base.py` the interface of an engine, `url.py` reads
-`--hier-kv-remote-url`, `registry.py` finds the engine of a URL's scheme; the engines are in
+`remote_store.py` is the facade (`RemoteStore`), `base.py` the interface of an engine, `url.py`
+reads `--hier-kv-remote-url`, `registry.py` finds the engine of a URL's scheme; the engines are in
 `engines/`. docs/remote.md tells how to run their stores.
 """
 
@@ -13,7 +13,7 @@ from sglang_ext.tiers.remote.registry import (
     open_listing,
     register_engine,
 )
-from sglang_ext.tiers.remote.store import RemoteStore, RemoteStoreConfig
+from sglang_ext.tiers.remote.remote_store import RemoteStore, RemoteStoreConfig
 from sglang_ext.tiers.remote.url import parse_remote_url
 from sglang_ext.tiers.remote.url_options import RemoteUrl
 

@@ -1,8 +1,8 @@
 """What an engine of the remote tier is: its interface and the types that pass through it.
 
 An engine speaks to one kind of store that many servers share: Redis, Mooncake, a mounted folder.
-It moves named values and knows nothing of records. `sglang_ext.tiers.remote.store` puts the rest
-around it, once for all engines: names, splitting, verification, the circuit breaker, counters.
+It moves named values and knows nothing of records. `sglang_ext.tiers.remote.remote_store` puts the
+rest around it, once for all engines: names, splitting, verification, the circuit breaker, counters.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Options:
     has_login: bool = False
 
 
-# What every scheme may say; `RemoteStoreConfig` of store.py has what they mean.
+# What every scheme may say; `RemoteStoreConfig` of remote_store.py has what they mean.
 COMMON_READERS: Mapping[str, Callable[[str], Any]] = {
     "prefix": name_prefix,
     "ttl": life_s,

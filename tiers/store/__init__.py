@@ -2,7 +2,7 @@
 
 `page_store.py` is the facade. `books/` holds the state of every page under one lock
 (`books.py`), `movers/` writes pages to disk (`spiller.py`) and reads them back
-(`promoter.py`), `shared/` moves them to and from a remote store. `types.py` has the words that the
+(`promoter.py`), `remote/` moves them to and from a remote store. `types.py` has the words that the
 parts share, and `gate.py` stops what is of weights that are gone. Everything here moves bytes; what
 is in a page is the plugin's business.
 """
@@ -10,7 +10,7 @@ is in a page is the plugin's business.
 from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.gate import LivePages
 from sglang_ext.tiers.store.page_store import PageStore, PageStoreConfig
-from sglang_ext.tiers.store.shared.put_share import EVERY_PAGE, PutShare
+from sglang_ext.tiers.store.remote.put_share import EVERY_PAGE, PutShare
 from sglang_ext.tiers.store.types import (
     Epoch,
     KeySpace,

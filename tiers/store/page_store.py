@@ -11,18 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import RecoveredPages, Tier
-from sglang_ext.tiers.disk.context import OwnerCallbacks
+from sglang_ext.tiers.disk.disk_context import OwnerCallbacks
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
 from sglang_ext.tiers.policy.cost_model import TransferBacklog
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.quality import ANY, Qualities
-from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.books.lost_pages import Absence
-from sglang_ext.tiers.store.coding import KeepRaw
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
+from sglang_ext.tiers.store.disk_coding import KeepRaw
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.executor import Executor, Threads
 from sglang_ext.tiers.store.gate import Gate
@@ -31,11 +31,11 @@ from sglang_ext.tiers.store.movers.lookahead import LookAhead
 from sglang_ext.tiers.store.movers.promoter import Promoter
 from sglang_ext.tiers.store.movers.read_meter import OnMeasured, ReadMeter
 from sglang_ext.tiers.store.movers.spiller import Spiller
-from sglang_ext.tiers.store.shared.coding import OpenCoded
-from sglang_ext.tiers.store.shared.leaving_pages import LeavingPages
-from sglang_ext.tiers.store.shared.pages import RemotePages
-from sglang_ext.tiers.store.shared.put_share import EVERY_PAGE, PutShare
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.coded_remote import OpenCoded
+from sglang_ext.tiers.store.remote.leaving_pages import LeavingPages
+from sglang_ext.tiers.store.remote.put_share import EVERY_PAGE, PutShare
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_pages import RemotePages
 from sglang_ext.tiers.store.types import (
     Hashes,
     KeySpace,
@@ -148,7 +148,7 @@ class PageStore:
             policy = PlacementPolicy(index.capacity, placement)
         self._spaces = KeySpaces()
         self._clock = clock
-        self._books = books = Books(
+        self._books = Books(
             arena,
             index,
             has_disk=disk is not None,
@@ -161,45 +161,59 @@ class PageStore:
             disk_floor=transcoder.quality if transcoder is not None and self._packed else 0,
         )
         self.gate = Gate(self.counters, self.end_load)
-        self.lookahead = LookAhead(books, policy) if policy is not None else None
+        self.lookahead = LookAhead(self._books, policy) if policy is not None else None
         self._fetch_meter = ReadMeter(on_fetch)
-        decoded = DecodedPages()
+        self._read_meter = ReadMeter(on_read, clock)
         self._remote: RemotePages | None = None
         self._leaving: LeavingPages | None = None
-        if remote is not None:
-            self._remote = RemotePages(
-                books,
-                remote,
-                config.remote_policy,
-                self._fetch_meter,
-                decoded,
-                open_coded,
-                rules,
-                config.put_share,
-            )
-            if config.remote_policy == "on_eviction":
-                self._leaving = LeavingPages(
-                    books, remote, self._remote.uploads.send, disk, transcoder, self._spaces.of,
-                    rules, config.put_share,
-                )  # fmt: skip
         self._spiller: Spiller | None = None
         self._promoter: Promoter | None = None
-        self._read_meter = ReadMeter(on_read, clock)
-        executor = executor or Threads()
+        decoded = DecodedPages()
+        if remote is not None:
+            self._connect_remote(remote, config, decoded, open_coded, rules)
         if disk is not None:
-            low_water = max(1, int(arena.num_slots * _LOW_WATER_SHARE))
-            self._spiller = Spiller(
-                books,
-                disk,
-                low_water_pages=low_water,
-                executor=executor,
-                transcoder=transcoder,
-                keep_raw=keep_raw,
-                decoded=decoded,
-            )
-            self._promoter = Promoter(
-                books, disk, executor, transcoder, self._read_meter, decoded, rules
-            )
+            self._connect_disk(disk, executor or Threads(), keep_raw, decoded, rules)
+
+    def _connect_remote(
+        self,
+        remote: RemoteStore,
+        config: PageStoreConfig,
+        decoded: DecodedPages,
+        open_coded: OpenCoded | None,
+        rules: PageRules | None,
+    ) -> None:
+        """Starts what moves pages between DRAM and the remote store."""
+        self._remote = RemotePages(
+            self._books, remote, config.remote_policy, self._fetch_meter, decoded, open_coded,
+            rules, config.put_share,
+        )  # fmt: skip
+        if config.remote_policy == "on_eviction":
+            self._leaving = LeavingPages(
+                self._books, remote, self._remote.uploads.send, self._disk, self._transcoder,
+                self._spaces.of, rules, config.put_share,
+            )  # fmt: skip
+
+    def _connect_disk(
+        self,
+        disk: Tier,
+        executor: Executor,
+        keep_raw: KeepRaw | None,
+        decoded: DecodedPages,
+        rules: PageRules | None,
+    ) -> None:
+        """Starts what moves pages between DRAM and the disk."""
+        self._spiller = Spiller(
+            self._books,
+            disk,
+            low_water_pages=max(1, int(self.arena.num_slots * _LOW_WATER_SHARE)),
+            executor=executor,
+            transcoder=self._transcoder,
+            keep_raw=keep_raw,
+            decoded=decoded,
+        )
+        self._promoter = Promoter(
+            self._books, disk, executor, self._transcoder, self._read_meter, decoded, rules
+        )
 
     # ---- key spaces ----
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bench.policies.workloads.agents import agent_tasks, document_questions, footprint_tokens
 from bench.policies.workloads.bundled import BUNDLED
+from bench.policies.workloads.loads import num_blocks, offered_load, stretched
 from bench.policies.workloads.models import (
     BATCH,
     DISK_BYTES_PER_S,
@@ -17,8 +18,8 @@ from bench.policies.workloads.models import (
     Model,
 )
 from bench.policies.workloads.sharegpt import Conversations, sharegpt_like
-from sglang_ext.simulator.engine import Conversation, System, TraceRequest, Turn, offered_load
-from sglang_ext.simulator.trace import BLOCK_TOKENS, Line, num_blocks, read_trace, stretched
+from sglang_ext.simulator.engine import Conversation, System, TraceRequest, Turn
+from sglang_ext.simulator.trace import BLOCK_TOKENS, Line, read_trace
 from sglang_ext.tiers.base import BLOCK_BYTES, MAX_RECORD_BLOCKS
 
 SEED = 4

@@ -129,20 +129,6 @@ def restored(transform: Transform, rows: F32, step: float) -> F32:
     return out
 
 
-def ideal_bits(transform: Transform, rows: F32, step: float) -> float:
-    """Bits per value at a step if every coefficient had its own table, of these very rows."""
-    total = 0.0
-    for values in coefficients(transform, rows):
-        quotients = np.rint(values / step)
-        quotients -= quotients.min(0)
-        width = int(quotients.max()) + 1
-        codes = quotients.astype(np.int64) + np.arange(values.shape[1]) * width
-        counts = np.bincount(codes.ravel()).astype(np.float64)
-        counts = counts[counts > 0]
-        total += values.size * np.log2(len(rows)) - float((counts * np.log2(counts)).sum())
-    return total / rows.size
-
-
 def expected_bits(transform: Transform, step: float) -> float:
     """Bits per value at a step: the rate of Gaussian coefficients, within some 0.1 bit."""
     power = 2 * np.pi * np.e * (transform.sigma / step) ** 2

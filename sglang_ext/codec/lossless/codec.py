@@ -30,7 +30,7 @@ import zstandard
 from sglang_ext.codec.base import ChunkShape, Codec, CodecError, KVDtype, PlaneArray, check_planes
 from sglang_ext.codec.coded_symbols import pack_symbols, unpack_symbols
 from sglang_ext.codec.container import Buffer, Section, write_chunk
-from sglang_ext.codec.lossless import kernels
+from sglang_ext.codec.lossless import lossless_kernels as kernels
 from sglang_ext.codec.lossless.model import ChannelChoices, RowChoices, choose
 from sglang_ext.codec.lossless.tables import NUM_FAMILIES, table_freqs
 from sglang_ext.codec.none import check_only_level, copy_values, open_only_level

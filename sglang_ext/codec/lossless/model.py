@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sglang_ext.codec.base import KVDtype, PlaneArray
 from sglang_ext.codec.float_bits import to_float32
-from sglang_ext.codec.lossless.kernels import (
+from sglang_ext.codec.lossless.lossless_kernels import (
     MAX_HOPS,
     MAX_NARROWER,
     MAX_SCALE,

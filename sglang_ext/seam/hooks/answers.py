@@ -18,7 +18,7 @@ from pydantic import BaseModel, SerializeAsAny, create_model
 
 from sglang_ext.seam.hooks.body_bound import App, Message, Receive, Send
 from sglang_ext.seam.hooks.early_aborts import begin_flight
-from sglang_ext.seam.report import DETAILS_KEY, merge_reports
+from sglang_ext.seam.reuse_report import DETAILS_KEY, merge_reports
 
 HEADER = b"x-hier-kv"
 # SGLang's classes of answers with a `usage` that say how a prompt was served.
@@ -37,7 +37,6 @@ class Answer:
 
     def __init__(self) -> None:
         self._reports: dict[int, dict[str, Any]] = {}
-        self._num_choices = 1
         self._num_cut = 0
 
     def note_cut(self) -> None:
@@ -52,7 +51,6 @@ class Answer:
             index: of the choice, over all prompts.
             num_choices: of each prompt; the first of them says what the prompt cost.
         """
-        self._num_choices = num_choices
         details = output.get("meta_info", {}).get("cached_tokens_details")
         report = details.get(DETAILS_KEY) if details else None
         if isinstance(report, dict) and index % num_choices == 0:

@@ -10,7 +10,7 @@ from typing import Any
 from sglang_ext.device.rope_discovery import rope_digest
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.tenancy import note_tenant
-from sglang_ext.provenance.misses import told
+from sglang_ext.provenance.miss_counts import told
 from sglang_ext.provenance.request_state import find_state, wants_exact
 from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
@@ -22,7 +22,7 @@ from sglang_ext.seam.hooks.steering import steer
 from sglang_ext.seam.hooks.steering_endpoint import CARRIER
 from sglang_ext.seam.hooks.truncation import build_truncator, register_truncation_hooks
 from sglang_ext.seam.hooks.weights import register_weight_hooks
-from sglang_ext.seam.report import DETAILS_KEY, pack_details, pack_quality
+from sglang_ext.seam.reuse_report import DETAILS_KEY, pack_details, pack_quality
 from sglang_ext.seam.self_check import run_self_check
 from sglang_ext.seam.session_turns import part_from_another_turn
 from sglang_ext.tiers.errors import TierConfigError

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_ext.hints.steering import parse_body, to_text
 from sglang_ext.seam.hooks.body_bound import Message, Receive, Send
-from sglang_ext.seam.report import DETAILS_KEY
+from sglang_ext.seam.reuse_report import DETAILS_KEY
 
 PATH = "/hier_kv/steer"
 # A request for the schedulers' state with such an id carries what they are to do.

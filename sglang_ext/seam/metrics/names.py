@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sglang_ext.admission.misses import REASONS
-from sglang_ext.provenance.misses import counts_of_tenant
+from sglang_ext.admission.miss_reasons import REASONS
+from sglang_ext.provenance.miss_counts import counts_of_tenant
 
 PREFIX = "sglang:hier_kv"
 EVENT, OF = "event", "of"  # labels of counts, and of what is now

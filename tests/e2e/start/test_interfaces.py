@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from runtime_cpu import launch
-from sglang_ext.admission.misses import REASONS
+from sglang_ext.admission.miss_reasons import REASONS
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.values import flag_name
 from testkit.server import FORK_SERVERS, ROOT, TINYLM, Leftovers, Server

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.codec.ideal_bits import rans_bits
 from sglang_ext.kernels import rans
 from sglang_ext.kernels.rans import Tables, api, cpu, vector, wide
 from tests.kernels.rans.rans_cases import Case
@@ -85,7 +86,7 @@ def measure_cpu() -> None:
             for with_context in (False, True):
                 case = gaussian_case(num_tokens, in_order, with_context)
                 coded, out = case.encode(), np.empty_like(case.symbols)
-                ideal = rans.ideal_bits(case.symbols, case.classes, case.tables, case.context)
+                ideal = rans_bits(case.symbols, case.classes, case.tables, case.context)
                 encode_s = best_s(case.encode)
                 decode_s = best_s(partial(case.decode_into, out, coded))
                 assert np.array_equal(out, case.symbols)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.codec.ideal_bits import rans_bits
 from sglang_ext.kernels import rans
 from sglang_ext.kernels.rans import RansError, Tables, api, cpu, vector, wide
 from tests.kernels.rans.rans_cases import Case, make_case, make_tables, same_coded
@@ -113,7 +114,7 @@ def test_padding_is_free(kernels: ModuleType) -> None:
     coded = rans.encode(symbols, classes, tables, 2)
     assert coded.words.size == 0
     assert (coded.states == 1 << 16).all()
-    assert rans.ideal_bits(symbols, classes, tables) == 0
+    assert rans_bits(symbols, classes, tables) == 0
     classes[:, ::2] = 1
     half = make_case(3, 50, 2, tables, rng)
     symbols[:, :, ::2] = half.symbols[:, :, ::2] * (half.classes[:, None, ::2] > 0)
@@ -135,7 +136,7 @@ def test_size_is_near_the_ideal(kernels: ModuleType, num_tokens: int, gap: float
     tables = make_tables([8, 16, 16, 32], rng, 0.5)
     tiles_per_group = rans.tiles_per_group_for(num_tokens)
     case = make_case(8 * tiles_per_group, num_tokens, tiles_per_group, tables, rng)
-    ideal = rans.ideal_bits(case.symbols, case.classes, tables)
+    ideal = rans_bits(case.symbols, case.classes, tables)
     size = 8 * case.encode().nbytes
     assert ideal < size < ideal * (1 + gap)
 
@@ -147,10 +148,10 @@ def test_ideal_bits_counts_contexts() -> None:
     symbols = np.array([0, 1] * 16, np.uint8).reshape(1, 1, 32)
     classes = np.zeros((1, 32), np.uint16)
     expected = 16 * 2 + 16 * np.log2(4 / 3)
-    assert rans.ideal_bits(symbols, classes, Tables(freqs)) == pytest.approx(expected)
+    assert rans_bits(symbols, classes, Tables(freqs)) == pytest.approx(expected)
     context = symbols.copy()  # the ones are certain in the other table
-    assert rans.ideal_bits(symbols, classes, Tables(freqs), context) == pytest.approx(32)
-    assert rans.ideal_bits(symbols, classes + np.uint16(1), Tables(freqs)) == np.inf
+    assert rans_bits(symbols, classes, Tables(freqs), context) == pytest.approx(32)
+    assert rans_bits(symbols, classes + np.uint16(1), Tables(freqs)) == np.inf
 
 
 def test_multipliers_divide_exactly() -> None:

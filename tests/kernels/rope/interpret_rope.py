@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sglang_ext.kernels import rope
-from sglang_ext.kernels.rope import RopeSpec, gpu, listing, naive
+from sglang_ext.kernels.rope import RopeSpec, gpu, naive, tail_lists
 from tests.kernels.rope.rope_cases import (
     DTYPES,
     RULES,
@@ -191,7 +191,7 @@ def check_images() -> None:
         bed = make_bed(rows, 3)
         made = [Pages(2, 3, heads * dim, bed.pool.element_size(), 2000) for _ in range(2)]
         on_cpu, there = made
-        with patch.object(listing, "save_k", gpu.save_k):
+        with patch.object(tail_lists, "save_k", gpu.save_k):
             on_cpu.save(rope, np.asarray, bed, positions, (spec, None))
         there.save(gpu, torch.from_numpy, bed, positions, (spec, None))
         assert np.array_equal(on_cpu.pages, there.pages)

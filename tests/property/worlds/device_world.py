@@ -440,8 +440,8 @@ class DeviceWorld:
         there = self.device.tensor(rows)
         events = self.linker._save_path.ready_events()
         space: Any = SimpleNamespace(digest=bytes(32), lora=bytes(32))
-        hashes, epoch = np.zeros((1 + max(pages), 32), np.uint8), self.linker._saves._epoch
-        job = SaveJob(Place(space, position, hashes[:0]), hashes, there, events, epoch, **kind)
+        hashes, resets = np.zeros((1 + max(pages), 32), np.uint8), self.linker._saves._num_resets
+        job = SaveJob(Place(space, position, hashes[:0]), hashes, there, events, resets, **kind)
         self.offered.append(Offer(job, load, slots, pages, self.device.hand_over()))
 
     def save(self) -> bool | None:

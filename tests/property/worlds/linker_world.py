@@ -580,7 +580,7 @@ class World:
         while self.arena._pins.any():
             assert time.monotonic() < deadline_s, "a pin leaked"
             time.sleep(0.001)
-        assert self.arena.num_deferred == 0
+        assert self.arena._num_deferred == 0
         assert not self.linker.layer_done_counter._batches, "a batch of loads leaked"
         held = sorted([*self.free, *(page for node in self.nodes for page in node.pages)])
         assert held == list(range(1, DEVICE_PAGES + 1))

@@ -214,7 +214,7 @@ class QueueWorld(World):
         table, writing = self.store._books.table, self.store._books.writing
         rows = table.index.lru_tail(table.arena.num_slots, FILLING | SPILLING | QUEUED)
         may = ~self.arena.pinned(table.index.host_slot[rows])
-        if writing.before_leaving:
+        if writing.through or writing.back:
             may &= (table.index.flags[rows] & (ON_DISK | WRITE_DROPPED)) != 0
         return rows[may]
 
@@ -254,7 +254,7 @@ class QueueWorld(World):
         assert books.table.in_flight.num == 0
         assert not books.table.waits
         # With write_back the spiller may clean more pages at any time, and pins them meanwhile.
-        self.wait_for(lambda: not self.arena._pins.any() and self.arena.num_deferred == 0)
+        self.wait_for(lambda: not self.arena._pins.any() and self.arena._num_deferred == 0)
         policy: Any = books.table.policy
         assert len(policy.queue) == 0
         assert not policy.wanted(books.table.index.rows()).any()

@@ -35,7 +35,7 @@ from sglang_ext.assembly.policy_setup import placement_of
 from sglang_ext.assembly.state_setup import attention_layers, num_model_layers, snapshots_of
 from sglang_ext.assembly.window_setup import bound_ropes
 from sglang_ext.device.copier import PageCopier
-from sglang_ext.device.page_rules import LocalPages
+from sglang_ext.device.local_pages import LocalPages
 from sglang_ext.device.pools import describe_pools
 from sglang_ext.device.ports.host import HostPort
 from sglang_ext.device.states.snapshots import part_hashes

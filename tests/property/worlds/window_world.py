@@ -48,7 +48,7 @@ from sglang_ext.assembly.policy_setup import placement_of  # noqa: E402
 from sglang_ext.assembly.window_setup import bound_ropes, window_inquiries, window_layers  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.layout import LayerGroups, PageLayout  # noqa: E402
-from sglang_ext.device.page_rules import LocalPages  # noqa: E402
+from sglang_ext.device.local_pages import LocalPages  # noqa: E402
 from sglang_ext.device.pools import DevicePool, describe_pools  # noqa: E402
 from sglang_ext.device.ports.host import HostPort  # noqa: E402
 from sglang_ext.device.transfers import hashes_from_hex  # noqa: E402
@@ -64,7 +64,7 @@ from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.records.quality import ANY  # noqa: E402
 from sglang_ext.tiers.records.record import parse_header  # noqa: E402
-from sglang_ext.tiers.remote.store import RemoteStore  # noqa: E402
+from sglang_ext.tiers.remote.remote_store import RemoteStore  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
 from sglang_ext.tiers.store.types import READY  # noqa: E402
 
@@ -730,7 +730,7 @@ class WindowWorld:
     def drain(self) -> None:
         """Every request ends, everything in flight lands, and all that was taken is given back."""
         deadline_s = time.monotonic() + 300
-        while self.running or self.waiting or self.cache.waiting_room.num_prefetches:
+        while self.running or self.waiting or self.cache.waiting_room._prefetches:
             assert time.monotonic() < deadline_s, f"requests do not end: {self.store.stats()}"
             for req in list(self.running):
                 self.go_on(req)

@@ -30,7 +30,7 @@ from sglang_ext.tiers.disk.segments.layout import (
 )
 from sglang_ext.tiers.records.checks import verify
 from sglang_ext.tiers.records.record import VerifyResult, read_meta
-from tests.tiers.disk import golden
+from tests.tiers.disk import golden_segments as golden
 
 rows = st.lists(
     st.tuples(

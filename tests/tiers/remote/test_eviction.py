@@ -16,7 +16,7 @@ from sglang_ext.tiers.records.quality import ANY, Quality
 from sglang_ext.tiers.records.record import RAW_CODEC
 from sglang_ext.tiers.remote.base import RemoteKey
 from sglang_ext.tiers.store import EVERY_PAGE, PageStore, PageStoreConfig, PutShare
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
 from tests.tiers.remote.test_pages import DIGEST, NONE, SLOT, fill, pages

@@ -79,6 +79,20 @@ def _reclaimer(store: RemoteStore) -> Any:
     return engine.reclaimer
 
 
+def _scans(reclaimer: Any) -> bool:
+    """Waits until a scan that began after this call has ended."""
+    with reclaimer._changed:
+        target = reclaimer.num_scans + 1 + reclaimer._is_scanning  # that one began before
+        reclaimer._is_due = True
+        reclaimer._changed.notify_all()
+        while reclaimer.num_scans < target:
+            reclaimer._is_due = True
+            reclaimer._changed.notify_all()
+            if not reclaimer._changed.wait(WAIT_S):
+                return False
+        return True
+
+
 def _values(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.hkv"))
 
@@ -129,7 +143,7 @@ def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_record(
     for path in left:
         path.write_bytes(b"half")
     os.utime(left[0], (1.0, 1.0))
-    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert _scans(_reclaimer(store))
     assert not left[0].exists()
     assert left[1].exists()  # young: its writer may be at work
     assert set(store.put(items)) <= {OK, KEPT}
@@ -148,7 +162,7 @@ def test_the_oldest_go_when_the_folder_is_too_full(open_: Open, tmp_path: Path) 
         os.utime(path, (now - age_s, now - age_s))
     read(store, [make_item(0)])  # used: young again
     store.put(make_items(range(36, 44)))
-    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert _scans(_reclaimer(store))
     left = [o is OK for o in read(store, make_items(range(44)))]
     assert len(_values(tmp_path)) <= 40
     assert left[0]
@@ -169,7 +183,7 @@ def test_folders_without_a_file_go(open_: Open, tmp_path: Path) -> None:
     for folder in (folder for path in (*gone, kept) for folder in path.parents):
         if folder.is_relative_to(tmp_path) and folder != tmp_path:
             os.utime(folder, (old, old))
-    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert _scans(_reclaimer(store))
     assert not any(path.parent.exists() for path in gone)
     assert young.is_dir()  # a writer may have just made it
     assert kept.is_file()
@@ -202,11 +216,11 @@ def test_a_lock_from_the_future_holds_nobody_off(open_: Open, tmp_path: Path) ->
     (top,) = (path for path in tmp_path.iterdir() if path.is_dir())
     lock = top / LOCK_NAME
     reclaimer = _reclaimer(store)
-    assert reclaimer.wait_scanned(WAIT_S)
+    assert _scans(reclaimer)
     lock.touch()
     next_year_s = time.time() + 365 * 86400
     os.utime(lock, (next_year_s, next_year_s))
-    assert reclaimer.wait_scanned(WAIT_S)
+    assert _scans(reclaimer)
     assert not lock.exists()
 
 
@@ -214,13 +228,13 @@ def test_a_hole_takes_no_room(open_: Open, tmp_path: Path) -> None:
     """Somebody makes a value of a terabyte that has no content; no other goes for it."""
     store = open_(f"size={40 * PAGE_BYTES}&free=1")
     assert set(store.put(make_items(range(20)))) == {OK}
-    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert _scans(_reclaimer(store))
     sparse, *others = _values(tmp_path)
     os.truncate(sparse, 1 << 40)
     for path in others:  # it is the youngest
         os.utime(path, (time.time() - 600, time.time() - 600))
     assert sparse.stat().st_blocks * 512 <= 2 * PAGE_BYTES, "this file system makes no holes"
-    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert _scans(_reclaimer(store))
     assert len(_values(tmp_path)) == 20
     sparse_bytes = sparse.stat().st_blocks * 512
     assert store.usage() == (19 * PAGE_BYTES + sparse_bytes, 40 * PAGE_BYTES)
@@ -233,7 +247,7 @@ def test_other_files_are_left_alone(open_: Open, tmp_path: Path) -> None:
     store = open_(f"size={4 * PAGE_BYTES}&free=1")
     store.put(make_items(range(4)))
     store.put(make_items(range(4, 8)))
-    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert _scans(_reclaimer(store))
     assert mine.exists()
 
 
@@ -258,7 +272,7 @@ def test_a_disk_tier_in_the_folder_keeps_every_page(open_: Open, tmp_path: Path)
         path.write_bytes(bytes(10**6))
         os.utime(path, (1.0, 1.0))
     store.put(make_items(range(8)))
-    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert _scans(_reclaimer(store))
     assert _reclaimer(store).num_removed > 0
     assert [path for path in [*segments, *strangers] if not path.exists()] == []
     disk.close()
@@ -288,7 +302,7 @@ def test_no_link_leads_out_of_the_folder(open_: Open, tmp_path: Path) -> None:
     assert OK not in store.put(items[:2])
     store.delete([items[1].key])
     store.put(items[2:])
-    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert _scans(_reclaimer(store))
     assert bait.read_bytes() == victim.read_bytes()
     assert (bait.stat().st_mtime, victim.stat().st_mtime) == (1.0, 1.0)
     assert sorted(path.name for path in there.iterdir()) == [bait.name]
@@ -354,7 +368,7 @@ def test_values_are_forgotten_after_their_time(open_: Open, tmp_path: Path) -> N
     assert sorted(o.value for o in store.put(items)) == ["kept", "ok", "ok"]
     for path in _values(tmp_path):
         os.utime(path, (old, old))
-    assert _reclaimer(store).wait_scanned(WAIT_S)
+    assert _scans(_reclaimer(store))
     assert not _values(tmp_path)
 
 

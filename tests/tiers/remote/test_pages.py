@@ -17,7 +17,7 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY, Quality
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import EVERY_PAGE, KeySpace, PageStore, PageStoreConfig, Plan, PutShare
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
 

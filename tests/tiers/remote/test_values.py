@@ -25,14 +25,14 @@ from sglang_ext.tiers.remote.base import (
     value_name,
 )
 from sglang_ext.tiers.remote.engines.redis_nodes import slot_of
-from sglang_ext.tiers.remote.store import RemoteStore, RemoteStoreConfig
-from sglang_ext.tiers.remote.values import (
+from sglang_ext.tiers.remote.record_values import (
     MAX_RECORD_BYTES,
     HeaderFacts,
     checked_facts,
     part_names,
     split,
 )
+from sglang_ext.tiers.remote.remote_store import RemoteStore, RemoteStoreConfig
 from tests.tiers.remote.remote_cases import ADAPTER, NAMESPACE, WAIT_S, make_item
 
 PAGE = hashlib.sha256(b"1").digest()

@@ -20,7 +20,7 @@ from sglang_ext.tiers.records.record import (
     parse_header,
     write_meta,
 )
-from sglang_ext.tiers.store.coding import PageEncoder
+from sglang_ext.tiers.store.disk_coding import PageEncoder
 from sglang_ext.tiers.store.types import StoreCounters
 from sglang_ext.tiers.transcoder import PageTranscoder, coded_record
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sglang_ext.admission.waiting_request import Remote
 from sglang_ext.tiers.store import TierCounts
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from tests.unit.admission.waiting_rig import Store, make_room, plan_of, prefix, step
 
 NUM_FULL, NUM_LAST = 6, 2  # what a prompt can be resumed with, and its last page behind that
@@ -56,7 +57,7 @@ def test_an_answer_for_other_pages_is_dropped(answered: bool, num_now: int) -> N
     waiting = room.find("a")
     assert waiting is not None
     assert first.cancelled
-    assert waiting.answered
+    assert waiting.remote is Remote.NOT_ASKED
     assert (len(waiting.prefix.hashes), waiting.found) == (num_now, TierCounts(0, num_now - 2, 0))
     plan = plan_of(room, "a")
     assert plan is not None

@@ -25,10 +25,10 @@ def test_it_is_planned_and_leaves_when_all_is_there() -> None:
     room, clock = make_room(store)
     assert room.prefetch(PROMPT)
     step(room, clock, "")
-    assert room.num_prefetches == len(store.requests) == 1
+    assert len(room._prefetches) == len(store.requests) == 1
     store.arrive(_plan(store))
     step(room, clock, "")
-    assert room.num_prefetches == len(store.requests) == len(store.plans) == 0
+    assert len(room._prefetches) == len(store.requests) == len(store.plans) == 0
     assert (_count(store, "prefetches"), _count(store, "prefetched_pages")) == (1, 4)
 
 
@@ -47,10 +47,10 @@ def test_it_waits_behind_all_requests() -> None:
     step(room, clock, "a")
     room.leave("a", admitted=True)
     step(room, clock, "")
-    assert room.num_prefetches == 1
+    assert len(room._prefetches) == 1
     store.arrive(_plan(store))
     step(room, clock, "")
-    assert room.num_prefetches == 0
+    assert len(room._prefetches) == 0
 
 
 def test_of_what_is_stored_nowhere_nothing_is_left() -> None:
@@ -58,7 +58,7 @@ def test_of_what_is_stored_nowhere_nothing_is_left() -> None:
     room, clock = make_room(store)
     room.prefetch(PROMPT)
     step(room, clock, "")
-    assert room.num_prefetches == len(store.requests) == 0
+    assert len(room._prefetches) == len(store.requests) == 0
     assert _count(store, "prefetched_pages") == 0
 
 
@@ -69,10 +69,10 @@ def test_it_is_given_up_after_its_time_however_long_its_pages_take() -> None:
     for _ in range(3):  # a sweep, which lets go of what is in no queue
         clock.now_s += _PREFETCH_S / 4
         step(room, clock, "")
-        assert room.num_prefetches == 1
+        assert len(room._prefetches) == 1
     clock.now_s += _PREFETCH_S / 4
     step(room, clock, "")
-    assert room.num_prefetches == len(store.plans) == 0
+    assert len(room._prefetches) == len(store.plans) == 0
     assert _count(store, "swept_requests") == 0
 
 
@@ -83,7 +83,7 @@ def test_there_are_no_more_than_so_many() -> None:
     assert _count(store, "prefetches_refused") == 2
     room.leave_all()  # weights change
     step(room, clock, "")
-    assert room.num_prefetches == 0
+    assert len(room._prefetches) == 0
     assert room.prefetch(PROMPT)
 
 
@@ -110,4 +110,4 @@ def test_without_look_ahead_too() -> None:
     step(room, clock, "")
     store.arrive(_plan(store))
     step(room, clock, "")
-    assert room.num_prefetches == len(store.plans) == 0
+    assert len(room._prefetches) == len(store.plans) == 0

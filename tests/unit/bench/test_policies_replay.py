@@ -28,7 +28,8 @@ from bench.policies.replay import (
 from bench.policies.workloads.bundled import BUNDLED
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.hints.request_hints import RequestHints
-from sglang_ext.simulator.store import (
+from sglang_ext.simulator.trace import Line, read_trace
+from sglang_ext.simulator.virtual_store import (
     ServerStore,
     StoreSizes,
     VirtualClock,
@@ -36,7 +37,6 @@ from sglang_ext.simulator.store import (
     page_hashes,
     virtual_store,
 )
-from sglang_ext.simulator.trace import Line, read_trace
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex

@@ -11,16 +11,10 @@ import pytest
 
 from bench.policies.order import ORDERS, RequestOrder, replay_order
 from bench.policies.workloads.bundled import BUNDLED
+from bench.policies.workloads.loads import num_blocks, reusable_tokens, stretched
 from bench.policies.workloads.models import CHAT_MODELS, LLAMA_13B, LLAMA_65B
 from bench.policies.workloads.sharegpt import MAX_TOKENS, MAX_TURNS, sharegpt_like
-from sglang_ext.simulator.trace import (
-    Line,
-    TraceError,
-    num_blocks,
-    read_trace,
-    reusable_tokens,
-    stretched,
-)
+from sglang_ext.simulator.trace import Line, TraceError, read_trace
 
 
 @pytest.mark.parametrize("seed", [0, 4])

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.codec.ideal_bits import arithmetic_bits
 from sglang_ext.codec import CodecError, create_codec
 from sglang_ext.codec.base import PlaneArray
 from sglang_ext.codec.cachegen.paper import CachegenPaperCodec
 from sglang_ext.codec.cachegen.tables import FACTORS, PaperTables, measure_tables
 from sglang_ext.codec.float_bits import from_float32, to_float32
-from sglang_ext.kernels import ac
 from tests.unit.codec.cachegen_cases import (
     DTYPES,
     awkward_planes,
@@ -151,7 +151,7 @@ def test_size_is_the_entropy_and_the_side_information(num_tokens: int, level: in
     beyond = (np.abs(quotients) > 126) & ~anchors
     symbols = np.where(beyond, 253, np.where(anchors, quotients + 127, quotients + 126))
     numbers = np.arange(2 * 8 * 32, dtype=np.int32).reshape(-1, 2)
-    bits = ac.ideal_bits(
+    bits = arithmetic_bits(
         symbols.reshape(-1, num_tokens).astype(np.uint8),
         tables.cdfs(level),
         numbers,

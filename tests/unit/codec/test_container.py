@@ -20,7 +20,7 @@ from sglang_ext.codec import (
     kv_dtype,
     registry,
 )
-from sglang_ext.codec.container import MAX_HEADER_BYTES, Chunk, Section, read_header, write_chunk
+from sglang_ext.codec.container import Chunk, Section, read_header, write_chunk
 from tests.unit.codec.codec_cases import ALL_DTYPES, make_planes, make_profile, random_bits
 
 BF16 = kv_dtype("bf16")
@@ -152,7 +152,7 @@ def test_any_bytes_are_read_or_refused(data: bytes, keep: int) -> None:
 def test_largest_header() -> None:
     sections = [Section(1, 0, b"")] * 64
     data = write_chunk("x" * 16, BF16, SHAPE, sections, profile_digest=DIGEST)
-    assert len(data) == MAX_HEADER_BYTES
+    assert len(data) == 40 + 32 + 20 * 64 + 8
     assert len(read_header(data).sections) == 64
 
 

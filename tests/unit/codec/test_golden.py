@@ -9,7 +9,7 @@ import zstandard
 from sglang_ext.codec.coded_symbols import unpack_symbols
 from sglang_ext.codec.container import MAGIC, SectionEntry, read_header
 from sglang_ext.codec.hier.profile import Profile
-from tests.unit.codec import golden
+from tests.unit.codec import golden_chunks as golden
 
 _FRAME_MAGIC = b"\x28\xb5\x2f\xfd"
 _NAMES = tuple(golden.codecs())

@@ -49,7 +49,8 @@ def learned(codec_id: str, folder: Path | None, level: int | None = None) -> Pag
     for number in range(64):
         if codec.encode(page(number)) is not None:
             break
-    codec.wait_learned()
+    if codec._learner is not None:
+        codec._learner.join()
     return codec
 
 

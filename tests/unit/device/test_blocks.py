@@ -20,7 +20,7 @@ from sglang_ext.device.layout import (
     PageLayout,
     read_tails,
 )
-from sglang_ext.device.page_rules import LocalPages
+from sglang_ext.device.local_pages import LocalPages
 from sglang_ext.device.pools import HybridPools, describe_pools
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.device.windows.blocks import Block, BlockGroups, group_blocks

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_ext.hints.request_hints import PARAM, RequestHints, hints_of, owner_slot
 from sglang_ext.identity.tenancy import Tenant
-from sglang_ext.tiers.policy.hints.kernels import NUM_OWNERS
+from sglang_ext.tiers.policy.hints.hint_kernels import NUM_OWNERS
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_what_is_said_with_a_prefetch_holds_when_the_pages_are_there(make: Make)
     assert done == {"pages": 10, "host": 10, "disk": 0, "prefetching": True}
     assert (rig.count("pinned_pages"), rig.count("hinted_return_pages")) == (10, 0)
     deadline_s = time.monotonic() + 300
-    while room.num_prefetches:
+    while room._prefetches:
         room.step([])
         assert time.monotonic() < deadline_s
     assert (rig.count("pinned_pages"), rig.count("hinted_return_pages")) == (10, 10)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
-from sglang_ext.tiers.policy.hints.kernels import ENDS, NUM_OWNERS, RETURNS
+from sglang_ext.tiers.policy.hints.hint_kernels import ENDS, NUM_OWNERS, RETURNS
 from sglang_ext.tiers.policy.page_kernels import ENDED, HINTED, IN_USE, PINNED
 
 Rows = npt.NDArray[np.int64]

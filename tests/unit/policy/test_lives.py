@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.policy.hints import timers
-from sglang_ext.tiers.policy.hints.kernels import ENDS
+from sglang_ext.tiers.policy.hints.hint_kernels import ENDS
 from sglang_ext.tiers.policy.page_kernels import ENDED
 from tests.unit.policy.test_hints import _chat, _chats, _order_of_leaving, _rows
 
@@ -63,7 +63,7 @@ def test_rows_are_due_within_a_second_of_their_time(
                 assert wheel.owner[each] == each
             assert all(due_s > now_s - 1.0 for due_s in model.values())
         assert wheel.counts[timers.NUM_ROWS] == len(model)
-        assert {each for each in range(ROWS) if timers.has_time(wheel, each)} == model.keys()
+        assert {each for each in range(ROWS) if wheel.slot[each]} == model.keys()
 
 
 def test_one_call_takes_a_bounded_number_of_a_great_many_that_are_due_at_once() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
-from sglang_ext.tiers.policy.hints.kernels import NUM_OWNERS
+from sglang_ext.tiers.policy.hints.hint_kernels import NUM_OWNERS
 from sglang_ext.tiers.policy.page_kernels import PINNED
 from tests.unit.policy.test_hints import Rows, _chat, _chats, _order_of_leaving, _rows
 
@@ -219,7 +219,7 @@ def test_pins_are_those_of_a_plain_dictionary(
         assert len(policy.pins) == len(model.pins)
         inside = [row for row in rows if tier.has(_rows([row]))[0]]
         assert tier.num_pinned == len(inside)
-        assert (tier._lists.kind[inside] == PINNED).all()
+        assert (tier._lists.home[inside] == PINNED).all()
 
 
 def _evicted(policy: PlacementPolicy, count: int, now_s: float) -> Rows:

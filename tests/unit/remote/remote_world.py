@@ -12,15 +12,15 @@ import numpy as np
 
 from sglang_ext.codec.registry import kind_of
 from sglang_ext.device.layout import HEADER_BYTES, U8
-from sglang_ext.remote.codec import RemotePageCodec
 from sglang_ext.remote.coded import coded_pages
+from sglang_ext.remote.remote_codec import RemotePageCodec
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.records.record import parse_header, write_meta
 from sglang_ext.tiers.store import EVERY_PAGE, PageStore, PageStoreConfig, Plan, PutShare
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from sglang_ext.tiers.transcoder import PageTranscoder
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
 from tests.unit.codec.test_page_codec import LAYOUT, SHAPE, page
@@ -47,7 +47,8 @@ def _learned(codec_id: str) -> Any:
     codec = RemotePageCodec(SHAPE, codec_id, None)
     for number in range(1000, 1064):
         assert codec.encode(page(number)) is None
-    codec.wait_learned()
+    assert codec._learner is not None
+    codec._learner.join()
     record = codec.encode(page(0))
     assert record is not None
     return codec._known.find(codec_id, parse_header(record)[0].profile)

@@ -15,7 +15,7 @@ from sglang_ext.tiers.records.quality import ANY, Quality
 from sglang_ext.tiers.records.record import parse_header
 from sglang_ext.tiers.store import PutShare
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import until
 from tests.unit.codec.test_page_codec import page

@@ -94,15 +94,15 @@ def test_pages_that_are_still_held() -> None:
     tree = DeviceTree(core, list)
     path = tree.path(3, PAGE)
     assert path == [DeviceNode(3, 6), DeviceNode(2, 5), DeviceNode(1, 2)]
-    assert tree.num_held(path) == 6
+    assert tree.num_still_on_device(path) == 6
     del core.nodes[3]
-    assert tree.num_held(path) == 5
+    assert tree.num_still_on_device(path) == 5
     del core.nodes[2]
-    assert tree.num_held(path) == 2
+    assert tree.num_still_on_device(path) == 2
     del core.nodes[1]
-    assert tree.num_held(path) == 0
+    assert tree.num_still_on_device(path) == 0
     assert tree.path(None, PAGE) == []
-    assert tree.num_held([]) == 0
+    assert tree.num_still_on_device([]) == 0
 
 
 def test_a_split_changes_nothing() -> None:
@@ -113,5 +113,5 @@ def test_a_split_changes_nothing() -> None:
     path = tree.path(1, PAGE)
     core.add(7, 0, 1)
     core.nodes[1] = Node(1, core.nodes[7], [0] * 3 * PAGE)
-    assert tree.num_held(path) == 4
+    assert tree.num_still_on_device(path) == 4
     assert tree.path(1, PAGE) == [DeviceNode(1, 4), DeviceNode(7, 1)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.seam.report import merge_reports, pack_details, pack_quality
+from sglang_ext.seam.reuse_report import merge_reports, pack_details, pack_quality
 
 TIERS = {"device": 64, "host": 128, "disk": 192, "remote": 256}
 

@@ -31,7 +31,7 @@ from sglang_ext.provenance.request_state import (  # noqa: E402
     wants_exact,
 )
 from sglang_ext.provenance.tree_quality import DeviceProvenance  # noqa: E402
-from sglang_ext.seam.report import DETAILS_KEY  # noqa: E402
+from sglang_ext.seam.reuse_report import DETAILS_KEY  # noqa: E402
 from sglang_ext.seam.session_turns import SessionTurns, part_from_another_turn  # noqa: E402
 from sglang_ext.tiers.records.quality import ANY, Quality, name_of, worst  # noqa: E402
 from testkit.simulated_device import SimulatedDevice, plain  # noqa: E402

@@ -130,13 +130,13 @@ def test_free_of_a_pinned_slot_waits_for_the_last_unpin() -> None:
     arena.alloc(3)
     arena.pin([1, 1, 2])
     arena.free([0, 1])
-    assert (arena.num_free, arena.num_used, arena.num_deferred) == (1, 1, 1)
+    assert (arena.num_free, arena.num_used, arena._num_deferred) == (1, 1, 1)
     assert arena.alloc(9).tolist() == [0], "a pinned slot was given away"
     arena.unpin([1])
     assert arena.alloc(9).tolist() == []
     arena.check()
     arena.unpin([1, 2])
-    assert (arena.num_free, arena.num_used, arena.num_deferred) == (1, 2, 0)
+    assert (arena.num_free, arena.num_used, arena._num_deferred) == (1, 2, 0)
     assert arena.alloc(9).tolist() == [1]
     arena.check()
 
@@ -362,7 +362,7 @@ def test_random_histories_follow_the_model(history: list[tuple[str, list[int]]])
             used -= set(slots)
             deferred |= {slot for slot in slots if pins[slot]}
         deferred = {slot for slot in deferred if pins[slot]}
-        assert (arena.num_used, arena.num_deferred) == (len(used), len(deferred))
+        assert (arena.num_used, arena._num_deferred) == (len(used), len(deferred))
         assert arena.generation.tolist() == frees
         assert arena.pinned(range(NUM_MODEL_SLOTS)).tolist() == [count > 0 for count in pins]
         arena.check()
@@ -390,5 +390,5 @@ def test_threads_never_share_a_slot_and_the_books_balance_at_the_end() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert (arena.num_free, arena.num_used, arena.num_deferred) == (64, 0, 0)
+    assert (arena.num_free, arena.num_used, arena._num_deferred) == (64, 0, 0)
     arena.check()

@@ -10,8 +10,8 @@ import pytest
 
 from bench.policies.replay import Replay
 from bench.policies.workloads.bundled import BUNDLED
-from sglang_ext.simulator.store import StoreSizes, virtual_store
 from sglang_ext.simulator.trace import read_trace
+from sglang_ext.simulator.virtual_store import StoreSizes, virtual_store
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store.types import ON_DISK, READY, DiskCopies
 from tests.unit.store.store_rig import Make, Rig, check_content, pages, rigs

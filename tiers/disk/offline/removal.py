@@ -1,8 +1,9 @@
 """Takes segments, or records out of them, from a folder that no server holds.
 
 A record goes by the format's own means: the segment is sealed anew with a table in which there is
-nothing at its place, as where records are given up (`sglang_ext.tiers.disk.reuse`). A kill at any
-instant leaves a file whose table is not believed; the next server then finds every whole record.
+nothing at its place, as where records are given up (`sglang_ext.tiers.disk.reused_segments`). A
+kill at any instant leaves a file whose table is not believed; the next server then finds every
+whole record.
 """
 
 from __future__ import annotations

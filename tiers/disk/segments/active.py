@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from sglang_ext.tiers.base import BLOCK_BYTES, Location, RecoveredPages
-from sglang_ext.tiers.disk.context import DiskContext
+from sglang_ext.tiers.disk.disk_context import DiskContext
 from sglang_ext.tiers.disk.folder import segment_path
 from sglang_ext.tiers.disk.segments.catalog import Namespace, Segment
 from sglang_ext.tiers.disk.segments.fileio import aligned_array, sync_folder, write_all

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_ext.tiers.base import BLOCK_BYTES, ReadRequest
-from sglang_ext.tiers.disk.context import DiskContext, usable_slot
+from sglang_ext.tiers.disk.disk_context import DiskContext, usable_slot
 from sglang_ext.tiers.disk.segments.catalog import Segment
 from sglang_ext.tiers.disk.segments.fileio import IOV_MAX
 from sglang_ext.tiers.disk.workers import IoRun

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from sglang_ext.tiers.base import BLOCK_BYTES, Location
 from sglang_ext.tiers.disk.config import MIN_SLOTS
-from sglang_ext.tiers.disk.context import DiskContext, OwnerCallbacks, usable_slot
+from sglang_ext.tiers.disk.disk_context import DiskContext, OwnerCallbacks, usable_slot
 from sglang_ext.tiers.disk.folder import SegmentIds
 from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE, SegmentReclaimer
-from sglang_ext.tiers.disk.reuse import Reuser
+from sglang_ext.tiers.disk.reused_segments import Reuser
 from sglang_ext.tiers.disk.segments.active import ActiveSegment
 from sglang_ext.tiers.disk.segments.catalog import Namespace
 from sglang_ext.tiers.disk.segments.layout import segment_file_bytes

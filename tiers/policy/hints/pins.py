@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.compiled import compiled
 from sglang_ext.tiers.policy.hints import timers as kernels
-from sglang_ext.tiers.policy.hints.kernels import NUM_OWNERS
+from sglang_ext.tiers.policy.hints.hint_kernels import NUM_OWNERS
 from sglang_ext.tiers.policy.hints.timers import NUM_ROWS, clear, set_time
 from sglang_ext.tiers.policy.page_kernels import Pages
 

@@ -95,12 +95,6 @@ def _cut(timers: Any, row: int) -> None:
 
 
 @compiled
-def has_time(timers: Any, row: int) -> Any:
-    """Whether a row has a time."""
-    return timers.slot[row] != 0
-
-
-@compiled
 def set_time(timers: Any, row: int, due_s: float, owner: int, now_s: float) -> None:
     """Gives a row a time, in place of the one it has.
 

@@ -78,19 +78,6 @@ class FolderReclaimer:
                 self._is_due = True
                 self._changed.notify_all()
 
-    def wait_scanned(self, timeout_s: float) -> bool:
-        """Waits until a scan that began after this call has ended; for tests."""
-        with self._changed:
-            target = self.num_scans + 1 + self._is_scanning  # that one began before
-            self._is_due = True
-            self._changed.notify_all()
-            while self.num_scans < target:
-                self._is_due = True
-                self._changed.notify_all()
-                if not self._changed.wait(timeout_s):
-                    return False
-            return True
-
     def close(self) -> None:
         """Ends the thread; one that hangs in the operating system is left behind."""
         with self._changed:

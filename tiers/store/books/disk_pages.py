@@ -16,7 +16,7 @@ from sglang_ext.tiers.store.types import FILLING, READY, Hashes, KeySpace, Rows
 
 
 class DiskPages:
-    """The disk tier's keeper (`tiers/disk/context.py`), and what its segments are to the table.
+    """The disk tier's keeper (see `disk/disk_context.py`), and what its segments are to the table.
 
     Methods take the table's lock, but those behind the line.
 

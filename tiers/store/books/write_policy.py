@@ -44,11 +44,6 @@ class WritePolicy:
         """Whether pages are written when they are used."""
         return self._has_disk and self.name == "selective"
 
-    @property
-    def before_leaving(self) -> bool:
-        """Whether a page stays in DRAM until the disk has it or did not take it."""
-        return self._has_disk and self.name != "selective"
-
     def note_full(self) -> None:
         """The disk had to give up pages."""
         self.disk_is_full = True

@@ -15,8 +15,8 @@ from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.quality import ANY, Qualities
 from sglang_ext.tiers.records.record import VerifyResult
 from sglang_ext.tiers.store.books.books import Books
-from sglang_ext.tiers.store.coding import PageDecoder
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
+from sglang_ext.tiers.store.disk_coding import PageDecoder
 from sglang_ext.tiers.store.executor import Executor, Job, Work
 from sglang_ext.tiers.store.movers.piece_size import PieceSize
 from sglang_ext.tiers.store.movers.read_meter import ReadMeter

@@ -11,8 +11,8 @@ import numpy as np
 from sglang_ext.tiers.base import BLOCK_BYTES, NO_SEGMENT, Location, Tier
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store.books.books import Books
-from sglang_ext.tiers.store.coding import DiskRecord, KeepRaw, PageEncoder
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
+from sglang_ext.tiers.store.disk_coding import DiskRecord, KeepRaw, PageEncoder
 from sglang_ext.tiers.store.executor import Executor, Job, Work
 from sglang_ext.tiers.store.movers.piece_size import PieceSize
 from sglang_ext.tiers.store.types import DiskCopies, SpillEntry

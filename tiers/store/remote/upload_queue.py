@@ -15,11 +15,11 @@ import numpy.typing as npt
 from sglang_ext.tiers.records.record import RAW_CODEC
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey
 from sglang_ext.tiers.remote.items import PutItem
-from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.loads import Loads
 from sglang_ext.tiers.store.books.page_table import PageTable
-from sglang_ext.tiers.store.shared.coding import CodedRemote
-from sglang_ext.tiers.store.shared.put_share import PutShare
+from sglang_ext.tiers.store.remote.coded_remote import CodedRemote
+from sglang_ext.tiers.store.remote.put_share import PutShare
 from sglang_ext.tiers.store.types import Hashes, KeySpace
 
 logger = logging.getLogger(__name__)

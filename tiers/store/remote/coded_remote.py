@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.record import ByteArray, RecordMeta
 from sglang_ext.tiers.remote.base import Outcome
-from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan

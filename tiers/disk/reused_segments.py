@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from sglang_ext.tiers.base import BLOCK_BYTES, PageKeeper, RecoveredPages
-from sglang_ext.tiers.disk.context import DiskContext
+from sglang_ext.tiers.disk.disk_context import DiskContext
 from sglang_ext.tiers.disk.segments.active import ActiveSegment
 from sglang_ext.tiers.disk.segments.catalog import Namespace, Segment
 from sglang_ext.tiers.disk.segments.fileio import read_small

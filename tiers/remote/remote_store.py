@@ -25,13 +25,12 @@ from sglang_ext.tiers.remote.base import (
     value_name,
 )
 from sglang_ext.tiers.remote.breaker import BreakerConfig
+from sglang_ext.tiers.remote.get_call import Reading
 from sglang_ext.tiers.remote.guard import Guard
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, HeadResult, OnResult, PutItem
+from sglang_ext.tiers.remote.put_call import Writing
 from sglang_ext.tiers.remote.ranges import RangeReading, RangeRequest
-from sglang_ext.tiers.remote.reading import Reading
-from sglang_ext.tiers.remote.staged import Stages, read_stages
-from sglang_ext.tiers.remote.url_options import RemoteUrl
-from sglang_ext.tiers.remote.values import (
+from sglang_ext.tiers.remote.record_values import (
     MAX_PART_BYTES,
     MIN_PART_BYTES,
     HeaderFacts,
@@ -39,7 +38,8 @@ from sglang_ext.tiers.remote.values import (
     has_too_many_parts,
     part_names,
 )
-from sglang_ext.tiers.remote.writing import Writing
+from sglang_ext.tiers.remote.staged import Stages, read_stages
+from sglang_ext.tiers.remote.url_options import RemoteUrl
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.admission.waiting_request import Shortfall, WaitingRequest
+from sglang_ext.admission.waiting_request import Remote, Shortfall, WaitingRequest
 from sglang_ext.tiers.store import Absence, KeySpace, PageStore
 from sglang_ext.tiers.store.types import Hashes
 
@@ -58,7 +58,7 @@ def missed_pages(
         shortfall = Shortfall.NOT_RESUMABLE
     of_request = _OF_REQUEST + int(shortfall)
     codes[_in_remote_store(waiting, num_reused, len(missed)) & (codes != 0)] = of_request
-    if waiting.unanswered:
+    if waiting.remote is Remote.UNANSWERED:
         codes[codes == Absence.NEVER_STORED] = _OF_REQUEST + Shortfall.UNANSWERED
     stored = codes == 0
     lead = len(codes) if stored.all() else int(np.argmin(stored))
@@ -72,8 +72,8 @@ def missed_pages(
 
 def _in_remote_store(waiting: WaitingRequest, first: int, num: int) -> npt.NDArray[np.bool_]:
     """Which of `num` pages from `first` on the remote store said it has."""
-    has, lookup = np.zeros(num, np.bool_), waiting.remote_lookup
-    if lookup is None or not waiting.answered:
+    has, lookup = np.zeros(num, np.bool_), waiting.answer()
+    if lookup is None:
         return has
     sizes, at = lookup.sizes, lookup.first_page - first
     begin, end = max(0, at), min(num, at + len(sizes))

@@ -23,10 +23,10 @@ from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.record import RAW_CODEC, VerifyResult
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey
 from sglang_ext.tiers.remote.items import PutItem
-from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
-from sglang_ext.tiers.store.coding import PageDecoder
-from sglang_ext.tiers.store.shared.put_share import EVERY_PAGE, PutShare
+from sglang_ext.tiers.store.disk_coding import PageDecoder
+from sglang_ext.tiers.store.remote.put_share import EVERY_PAGE, PutShare
 from sglang_ext.tiers.store.types import Hashes, KeySpace
 from sglang_ext.tiers.transcoder import PageTranscoder
 

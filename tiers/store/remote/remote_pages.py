@@ -22,15 +22,15 @@ from sglang_ext.tiers.records.page_rules import AnyPage, PageRules
 from sglang_ext.tiers.records.record import HEADER_BYTES, RecordError, parse_header
 from sglang_ext.tiers.remote.base import Outcome
 from sglang_ext.tiers.remote.items import GetRequest
-from sglang_ext.tiers.remote.store import RemoteStore
+from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.movers.read_meter import ReadMeter
-from sglang_ext.tiers.store.shared.coding import CodedRemote, Lookup, OpenCoded
-from sglang_ext.tiers.store.shared.fetch_queue import FetchQueue
-from sglang_ext.tiers.store.shared.put_share import EVERY_PAGE, PutShare
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup, RemoteLookupThread
-from sglang_ext.tiers.store.shared.upload_queue import RemoteUploads, remote_key
+from sglang_ext.tiers.store.remote.coded_remote import CodedRemote, Lookup, OpenCoded
+from sglang_ext.tiers.store.remote.fetch_queue import FetchQueue
+from sglang_ext.tiers.store.remote.put_share import EVERY_PAGE, PutShare
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup, RemoteLookupThread
+from sglang_ext.tiers.store.remote.upload_queue import RemoteUploads, remote_key
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan
 
 logger = logging.getLogger(__name__)

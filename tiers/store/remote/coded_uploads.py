@@ -17,13 +17,13 @@ from sglang_ext.tiers.records.record import (
 )
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
 from sglang_ext.tiers.remote.items import PutItem
+from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.remote.staged import stage
-from sglang_ext.tiers.remote.store import RemoteStore
 from sglang_ext.tiers.store.books.loads import Loads
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
-from sglang_ext.tiers.store.shared.coding import RemoteCodec
-from sglang_ext.tiers.store.shared.profiles import RemoteProfiles
+from sglang_ext.tiers.store.remote.coded_remote import RemoteCodec
+from sglang_ext.tiers.store.remote.profiles import RemoteProfiles
 from sglang_ext.tiers.store.types import Hashes, KeySpace
 
 logger = logging.getLogger(__name__)

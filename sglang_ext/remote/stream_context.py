@@ -10,7 +10,7 @@ from typing import NamedTuple
 from sglang_ext.remote.lookup import FoundPage
 from sglang_ext.remote.run import FetchedSpan
 from sglang_ext.streaming import ChunkFetch
-from sglang_ext.tiers.store.shared.coding import Lookup
+from sglang_ext.tiers.store.remote.coded_remote import Lookup
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.records.soundness import Soundness, soundness_of
 from sglang_ext.tiers.remote.base import RemoteKey, key_of_name
 from sglang_ext.tiers.remote.offline.listing import Listing, StoredValue
-from sglang_ext.tiers.remote.values import (
+from sglang_ext.tiers.remote.record_values import (
     MAX_PART_BYTES,
     checked_facts,
     has_too_many_parts,

@@ -1,9 +1,24 @@
-"""What is served and what is refused, as the Markdown of docs/compatibility.md (tested)."""
+"""Tables of the documents, as the code has them: flags, and what is served and what refused."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from sglang_ext.settings.arguments import FREE, LIMITED, flag
+from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.model_kinds import MODEL_KINDS, SERVED_MODES
+from sglang_ext.settings.values import flag_name
+
+
+def flag_table() -> str:
+    """The flags as a Markdown table; docs/configuration.md holds exactly this."""
+    lines = ["| flag | default | meaning |", "|---|---|---|"]
+    for item in fields(HierKVConfig):
+        choices = item.metadata["choices"]
+        values = "\\|".join(choices) if choices else item.metadata["metavar"]
+        default = "(empty)" if item.default == "" else f"`{item.default}`"
+        lines.append(f"| `{flag_name(item.name)} {values}` | {default} | {item.metadata['help']} |")
+    return "\n".join(lines)
 
 
 def model_table() -> str:

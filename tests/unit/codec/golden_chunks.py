@@ -1,7 +1,7 @@
 """Golden streams of the codecs: what they are made of, and the files that pin their bytes.
 
-Run `python -m tests.unit.codec.golden --write` only for a new format version: servers in the field
-have such chunks on their disks.
+Run `python -m tests.unit.codec.golden_chunks --write` only for a new format version: servers in the
+field have such chunks on their disks.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.admission.misses import REASONS, missed_pages
+from sglang_ext.admission.miss_reasons import REASONS, missed_pages
 from sglang_ext.admission.waiting import WaitingRoom
-from sglang_ext.admission.waiting_request import ReusablePrefix, WaitingRequest
+from sglang_ext.admission.waiting_request import Remote, ReusablePrefix, WaitingRequest
 from sglang_ext.tiers.records.quality import ANY
-from sglang_ext.tiers.store.shared.remote_lookup import RemoteLookup
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from tests.unit.store.store_rig import Make, Rig, on_disk_only, pages, rigs
 
 
@@ -109,7 +109,7 @@ def test_a_remote_store_that_was_not_waited_for_leaves_it_open(make: Make) -> No
     rig = make(disk=False)
     request = Waits(rig, pages("new", 2))
     asked = RemoteLookup(rig.space, pages("new", 2), 0, ANY)
-    request.waiting.remote_lookup, request.waiting.answered = asked, False
+    request.waiting.ask(asked)
     request.room._asking[request.waiting.number] = request.waiting
     assert request.missed(0) == {"unanswered": 2}
 
@@ -119,5 +119,5 @@ def test_what_the_remote_store_had_and_did_not_give(make: Make) -> None:
     request = Waits(rig, pages("new", 3))
     asked = RemoteLookup(rig.space, pages("new", 3), 0, ANY)
     asked.sizes = np.array([100, 100], np.int64)
-    request.waiting.remote_lookup, request.waiting.remote_failed = asked, True
+    request.waiting.remote, request.waiting.remote_lookup = Remote.FAILED, asked
     assert request.missed(0) == {"failed": 2, "never_stored": 1}

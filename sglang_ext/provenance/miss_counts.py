@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.admission.misses import BARRED, NEVER_STORED, missed_pages
+from sglang_ext.admission.miss_reasons import BARRED, NEVER_STORED, missed_pages
 from sglang_ext.admission.waiting_request import WaitingRequest
 from sglang_ext.provenance.request_state import state_of
 from sglang_ext.tiers.store import KeySpace, PageStore

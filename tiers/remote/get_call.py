@@ -10,7 +10,7 @@ from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, VerifyResul
 from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, OnResult
-from sglang_ext.tiers.remote.values import (
+from sglang_ext.tiers.remote.record_values import (
     MAX_PART_BYTES,
     HeaderFacts,
     checked_facts,

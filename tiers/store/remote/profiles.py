@@ -22,8 +22,8 @@ from sglang_ext.tiers.records.record import (
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey, level_name
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, PutItem
 from sglang_ext.tiers.remote.ranges import RangeRequest
-from sglang_ext.tiers.remote.store import RemoteStore
-from sglang_ext.tiers.store.shared.coding import RemoteCodec
+from sglang_ext.tiers.remote.remote_store import RemoteStore
+from sglang_ext.tiers.store.remote.coded_remote import RemoteCodec
 
 _CODEC = "profile"  # stored; never rename
 # Each server reads a profile only once, so a store may evict it; the uploading server renews it.

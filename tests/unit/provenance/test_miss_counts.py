@@ -12,7 +12,7 @@ import pytest
 
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
-from sglang_ext.provenance.misses import MissKeeper, Wanted, told
+from sglang_ext.provenance.miss_counts import MissKeeper, Wanted, told
 from sglang_ext.provenance.request_state import HitTier, state_of
 from sglang_ext.seam.metrics.names import TOKENS, Series, count_of, from_start
 from sglang_ext.tiers.records.quality import ANY

@@ -13,7 +13,7 @@ from sglang_ext.codec.page_codec import TAIL_LENGTH, CodedShape, PageCodec, is_c
 from sglang_ext.codec.registry import codec_class, kind_of
 from sglang_ext.device.layout import HEADER_BYTES, U8
 from sglang_ext.tiers.records.record import RecordMeta, parse_header
-from sglang_ext.tiers.store.shared.coding import Levels, RemoteCodec
+from sglang_ext.tiers.store.remote.coded_remote import Levels, RemoteCodec
 
 
 class RemotePageCodec(PageCodec, RemoteCodec):

@@ -11,7 +11,7 @@ from sglang_ext.tiers.records.record import HEADER_BYTES, RecordError, VerifyRes
 from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine, Value
 from sglang_ext.tiers.remote.items import PutItem
-from sglang_ext.tiers.remote.values import NamedPieces, checked_facts, split
+from sglang_ext.tiers.remote.record_values import NamedPieces, checked_facts, split
 
 _BATCH_BYTES = 32 << 20
 

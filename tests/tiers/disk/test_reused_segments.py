@@ -12,7 +12,7 @@ import pytest
 from sglang_ext.tiers.base import Location
 from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.disk.config import MIN_SLOTS
-from sglang_ext.tiers.disk.reuse import ReusedSegment
+from sglang_ext.tiers.disk.reused_segments import ReusedSegment
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.disk.segments.layout import segment_file_bytes
 from sglang_ext.tiers.records.record import VerifyResult

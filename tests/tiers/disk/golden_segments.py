@@ -1,7 +1,7 @@
 """The golden files of the record and segment formats, and what they are made of.
 
-Run `python tests/tiers/disk/golden.py --write` only for a new format version: the files pin the
-bytes that servers in the field have on their disks.
+Run `python tests/tiers/disk/golden_segments.py --write` only for a new format version: the files
+pin the bytes that servers in the field have on their disks.
 """
 
 from __future__ import annotations

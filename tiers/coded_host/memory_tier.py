@@ -24,8 +24,8 @@ from sglang_ext.tiers.base import (
     check_namespace,
     record_blocks,
 )
-from sglang_ext.tiers.disk.context import usable_slot
 from sglang_ext.tiers.disk.counters import Counters, DiskStats
+from sglang_ext.tiers.disk.disk_context import usable_slot
 from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.checks import seal, verify

@@ -41,6 +41,7 @@ def pack_quality(details: dict[str, Any] | None, quality: str) -> dict[str, Any]
         details: SGLang's, with what the prefill server sent; or None where it has none.
         quality: `exact` or `lossy`: the worst of what was sent and of what was here.
     """
+    # The field that clients read; the number behind the name grows as KV gets worse.
     return {**(details or {}), DETAILS_KEY: json.dumps({"quality": quality})}
 
 
