@@ -82,8 +82,9 @@ def tier_state(server: Server) -> dict[str, Any]:
 
 
 def num_on_their_way(host: Mapping[str, int]) -> int:
-    """Saves, writes to disk and deletions there that are queued or under way, by the counters."""
-    return host["save_queue"] + host["spill_queue_pages"] + host["clears_pending"]
+    """What is queued or under way, by the counters: saves, writes, deletions, lines of the log."""
+    num_stored = host["save_queue"] + host["spill_queue_pages"] + host["clears_pending"]
+    return num_stored + host.get("event_log_waiting_lines", 0)
 
 
 def settle(server: Server) -> dict[str, Any]:

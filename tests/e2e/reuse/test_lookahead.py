@@ -25,7 +25,6 @@ from tests.e2e.hier_server import (
     hier_args,
     real_prompts,
     settled,
-    state,
     tokens_and_logprobs,
 )
 
@@ -71,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         server.post("/flush_cache")
         speed.write_text(f"{PREFIX_PAGES * SLOT_BYTES / 1e6 / READ_S:.3f}")
         answers = _all_at_once(server, prompts[:NUM_REQUESTS])
-        after = state(server)
+        after = settled(server)
     return Run(expected[:NUM_REQUESTS], answers, before["host"], after["host"], events(folder))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from testkit.server import TINYLM, Server
-from tests.e2e.hier_server import PAGE, by_tier, events, hier_args, real_prompts
+from tests.e2e.hier_server import PAGE, by_tier, events, hier_args, real_prompts, settled
 from tests.e2e.updates import weight_models
 from tests.e2e.updates.weight_answers import NOISE, ROUNDING, Answer, distance, hit, request
 from tests.e2e.updates.weight_ways import (
@@ -160,6 +160,7 @@ def test_updates_under_traffic(
         spans.append((time.time(), ""))
 
         check_traffic(traffic.sent, spans, wanted)
+        settled(server)  # what was saved is in the log
         check_saves(tmp_path, spans)
         used = sorted({sent.prompt for sent in traffic.sent})
         assert len(used) > len(PROMPTS) // 2
