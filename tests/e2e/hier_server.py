@@ -130,3 +130,15 @@ def settled(server: Server, timeout_s: float = 300.0) -> dict[str, Any]:
         last = found
         time.sleep(0.2)
     raise AssertionError(f"the store did not settle in {timeout_s:.0f} s: {last}")
+
+
+def connected(server: Server, timeout_s: float = 300.0) -> Server:
+    """The server itself, once every rank with a remote store has found it: none is sent before."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = state(server)
+        remotes = [part.get("remote") for part in found.get("tp_ranks", [found])]
+        if all(remote["breaker_state"] == 0 for remote in remotes if remote):
+            return server
+        assert time.monotonic() < deadline, remotes
+        time.sleep(0.05)

@@ -21,6 +21,7 @@ from tests.e2e.hier_server import (
     GIB,
     ask,
     by_tier,
+    connected,
     real_prompts,
     settled,
     state,
@@ -181,6 +182,7 @@ def test_what_one_server_computed_another_one_gets_from_their_store(
     (tmp_path / "shared").mkdir()
     store = f"file://{tmp_path / 'shared'}?size=1GB"
     with server_of(model, tmp_path, pool=8192, host_pages=400, store=store) as server:
+        connected(server)
         assert values(answers(server, prompts)) == values(plain["first"])
         saved = settled(server)["host"]["saved_pages"]
         deadline_s = time.monotonic() + 300
@@ -188,6 +190,7 @@ def test_what_one_server_computed_another_one_gets_from_their_store(
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
     with server_of(model, tmp_path, pool=8192, host_pages=400, store=store) as server:
+        connected(server)
         check_hits(answers(server, prompts), plain["repeat"], "remote")
         # Of what they have in common nobody went on behind; behind its own end each still can.
         branch = [*prompts[-1][: 10 * PAGE], *prompts[0]]

@@ -18,7 +18,7 @@ import pytest
 
 from testkit.server import Server
 from testkit.workload import load_texts, load_tokenizer
-from tests.e2e.hier_server import hier_args, settled, state, tokens_and_logprobs
+from tests.e2e.hier_server import connected, hier_args, settled, state, tokens_and_logprobs
 
 pytestmark = pytest.mark.e2e
 
@@ -198,6 +198,7 @@ def start(folder: Path) -> Server:
 def honest(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """What B is told in each round by a server that never meets A."""
     with start(tmp_path_factory.mktemp("alone")) as server:
+        connected(server)
         return [answers_of_b(server, each, with_a=False) for each in rounds()]
 
 
@@ -205,7 +206,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
 def server(tmp_path_factory: pytest.TempPathFactory, honest: list[list[Any]]) -> Iterator[Server]:
     """The one that both use; after the other, as an idle server takes a whole core."""
     with start(tmp_path_factory.mktemp("both")) as running:
-        yield running
+        yield connected(running)
 
 
 class Sender:
