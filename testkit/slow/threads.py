@@ -249,6 +249,7 @@ def late_threads_if_asked() -> None:
     """Does what `ENV_LATE_THREADS` says, once a process: for one that is no server."""
     if os.environ.get(ENV_LATE_THREADS) and not _is_late:
         _is_late.append(True)
+        print("late threads:", os.environ[ENV_LATE_THREADS], file=sys.stderr)  # in a server's log
         make_threads_late(Lateness.of(os.environ[ENV_LATE_THREADS]))
 
 

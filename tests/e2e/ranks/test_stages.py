@@ -95,8 +95,8 @@ class Setup:
         found: dict[str, list[str]] = {}
         for path in self.folder.glob("events-*.jsonl"):
             rank = found.setdefault(path.stem.removeprefix("events-"), [])
-            for line in path.read_text().splitlines():
-                if f'"e": "{event}"' in line:
+            for line in path.read_text().splitlines(keepends=True):
+                if f'"e": "{event}"' in line and line.endswith("\n"):  # as a whole
                     rank += json.loads(line)["pages"]
         return found
 
