@@ -132,12 +132,26 @@ def settled(server: Server, timeout_s: float = 300.0) -> dict[str, Any]:
     raise AssertionError(f"the store did not settle in {timeout_s:.0f} s: {last}")
 
 
+def in_dram(server: Server, timeout_s: float = 300.0) -> None:
+    """Waits until all that was computed is in DRAM; the disk may lag behind (see `settled`)."""
+    deadline = time.monotonic() + timeout_s
+    while any(rank["host"]["save_queue"] for rank in _ranks(server)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _ranks(server: Server) -> list[dict[str, Any]]:
+    """The state of each rank."""
+    found = state(server)
+    ranks: list[dict[str, Any]] = found.get("tp_ranks", [found])
+    return ranks
+
+
 def connected(server: Server, timeout_s: float = 300.0) -> Server:
     """The server itself, once every rank with a remote store has found it: none is sent before."""
     deadline = time.monotonic() + timeout_s
     while True:
-        found = state(server)
-        remotes = [part.get("remote") for part in found.get("tp_ranks", [found])]
+        remotes = [rank.get("remote") for rank in _ranks(server)]
         if all(remote["breaker_state"] == 0 for remote in remotes if remote):
             return server
         assert time.monotonic() < deadline, remotes
