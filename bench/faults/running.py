@@ -25,7 +25,7 @@ from bench.faults.records import DAMAGES, Spot, find_records
 from bench.faults.store.audit import Log
 from bench.faults.store.schedule import HONEST, LYING_READS, LYING_WRITES
 from bench.faults.tally import Tallies, Tally, check
-from testkit.requests import num_on_their_way
+from testkit.requests import flush_device, num_on_their_way
 from testkit.server import Server, ServerError
 
 HOST_PAGES = 120
@@ -148,7 +148,7 @@ class RunningFaults:
         """Makes everything before leave the device and DRAM."""
         for prompt in self.source.take(HOST_PAGES // PROMPT_PAGES + 2):
             self._save(prompt)
-        self.server.post("/flush_cache")
+        flush_device(self.server)
         self.settle()
 
     # ---- damage --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from testkit.published_model import copy_tokenizer
+from testkit.requests import flush_device
 from testkit.server import Server
 
 pytestmark = pytest.mark.e2e
@@ -210,7 +211,7 @@ def test_dram_hits_equal_device_hits(name: str, fleet: Fleet) -> None:
     whole = [(len(prompt) - 1) // PAGE * PAGE for prompt in PROMPTS]
     assert [details["device"] for _, details in device] == whole
     for prompt, (expected, _), num_tokens in zip(PROMPTS, device, whole, strict=True):
-        server.post("/flush_cache")
+        flush_device(server)
         answer, details = ask(server, prompt)
         assert details["host"] == num_tokens
         assert answer == expected
@@ -259,7 +260,7 @@ def test_attention_of_layer_0_begins_before_the_last_layers_copy_ended(
         ask(server, prompt)
         expected, _ = ask(server, prompt)
         for _ in range(3):
-            server.post("/flush_cache")
+            flush_device(server)
             answer, details = ask(server, prompt)
             assert details["host"] == (len(prompt) - 1) // PAGE * PAGE
             assert answer == expected

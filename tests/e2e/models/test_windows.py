@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from testkit.hybrids.window_model import PATTERN, WINDOW, write_window_model
+from testkit.requests import flush_device
 from testkit.server import Server
 from tests.e2e.hier_server import (
     GIB,
@@ -152,7 +153,7 @@ def test_a_hit_is_what_the_device_would_have_given_from_every_tier(
     with server_of(model, tmp_path, pool=8192, host_pages=400) as server:
         assert values(answers(server, prompts)) == values(plain["first"])
         settled(server)
-        server.post("/flush_cache")
+        flush_device(server)
         check_hits(answers(server, prompts), plain["repeat"], "host")
         found = settled(server)["host"]
         needed = sum(length // PAGE for length in LENGTHS)

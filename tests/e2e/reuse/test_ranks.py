@@ -24,6 +24,7 @@ from testkit.rank_requests import (
     send_all,
 )
 from testkit.remote.otlp import Span, TraceCollector
+from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import PAGE, by_tier, hier_args, real_prompts
@@ -70,7 +71,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             ask(server, prompt)
             ask(server, prompt)  # of two data parallel ranks the other one has it now, too
             device.append(ask(server, prompt))
-            server.post("/flush_cache")
+            flush_device(server)
             host.append(ask(server, prompt, rid=f"host-{number}"))
         wishes = {"prefetch": True, "pin_s": 600}
         steered = [

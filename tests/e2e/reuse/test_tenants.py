@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.workload import load_texts, load_tokenizer
 from tests.e2e.hier_server import connected, hier_args, settled, state, tokens_and_logprobs
@@ -246,7 +247,7 @@ class Sender:
                 prompt = text(500, 7 * seed + number)
                 self.server.generate(input_ids=prompt, sampling_params={"max_new_tokens": 1})
             settled(self.server)
-        self.server.post("/flush_cache")
+        flush_device(self.server)
         if tier == "remote":
             self.server.post("/hicache/storage-backend/clear")
 
@@ -368,7 +369,7 @@ def test_clearing_the_storage_forgets_its_text(server: Server) -> None:
     tenant.store()
     assert tenant.num_moved() > 150
     for first in range(200, 220):
-        server.post("/flush_cache")
+        flush_device(server)
         server.post("/hicache/storage-backend/clear")
         before = tenant.counts()
         tenant.sender.send([Item("A", [*tenant.stored[:4], *tenant.stored[first:], first])])

@@ -12,6 +12,7 @@ import openai
 import pytest
 import sglang as sgl
 
+from testkit.requests import flush_device
 from testkit.server import Server, ServerError
 from testkit.workload import load_tokenizer
 from tests.e2e.hier_server import (
@@ -89,7 +90,7 @@ def test_a_conversation_that_overflows_again_and_again_keeps_its_kv(server: Serv
         history = history + answer["output_ids"]
         in_dram(server)  # where the next turn's text is moved from
         if turn % 2:
-            server.post("/flush_cache")
+            flush_device(server)
     assert len(set(dropped)) >= 5, dropped
     assert sorted(dropped) == dropped, "the cut goes back"
     assert min(shares) >= 0.9, shares
@@ -301,7 +302,7 @@ def test_an_openai_client_sees_reuse_by_tier(
     cached, report = seen(usage)
     assert cached == sum(report.get(tier, 0) for tier in ("device", "host", "disk", "remote"))
     settled(server)
-    server.post("/flush_cache")
+    flush_device(server)
     usage, header = through(client, way, 200, seed)
     cached, report = seen(usage)
     assert report == header == {"device": 0, "host": cached, "disk": 0, "remote": 0}
@@ -366,7 +367,7 @@ def test_a_session_goes_through_an_overflow(server: Server) -> None:
         seen.append((answer["meta_info"], details.get("hier_kv", {}).get("dropped", 0)))
         in_dram(server)
         if turn == 4:
-            server.post("/flush_cache")
+            flush_device(server)
     server.post("/close_session", {"session_id": session})
     assert seen[-1][1] > 0
     for turn, (meta, dropped) in enumerate(seen):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from testkit.requests import flush_device
 from testkit.server import TINYLM, Server
 from tests.e2e.hier_server import PAGE, by_tier, events, hier_args, real_prompts, settled
 from tests.e2e.updates import weight_models
@@ -201,7 +202,7 @@ def check_tiers(server: Server, prompts: list[int], wanted: list[Answer]) -> Non
     """Every prompt, from what the tiers have of it: right, and most of them reused there."""
     from_tiers = 0
     for prompt in prompts:
-        server.post("/flush_cache")
+        flush_device(server)
         answer, reply = request(server, PROMPTS[prompt])
         assert distance(answer, wanted[prompt]) < ROUNDING, (prompt, reply["meta_info"])
         tiers = by_tier(reply)
