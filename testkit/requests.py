@@ -113,6 +113,16 @@ def settle(server: Server) -> dict[str, Any]:
     )
 
 
+def let_go(server: Server) -> None:
+    """Waits until SGLang has let go of the batch of the last answer, which it sends a step before.
+
+    It refuses to flush until then, and so does a change of weights. What asks for its state is
+    answered in a step of its own.
+    """
+    for _ in range(2):
+        server.get("/server_info")
+
+
 def flush_device(server: Server) -> None:
     """Drops the device tier; waits until the server is idle enough to do so."""
     deadline_s = time.monotonic() + _SETTLE_TIMEOUT_S

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from testkit import rank_probe
-from testkit.requests import flush_device, num_on_their_way
+from testkit.requests import flush_device, let_go, num_on_their_way
 from testkit.server import Server
 from testkit.slow import ENV_SPEED_FILE
 from tests.e2e import hier_server
@@ -264,6 +264,7 @@ def others(
 
 def update(server: Server, model: Path) -> None:
     body = {"model_path": str(model), "flush_cache": True}
+    let_go(server)
     assert server.post("/update_weights_from_disk", body)["success"]
 
 
