@@ -45,8 +45,8 @@ def hier_args(
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """The event log, oldest first."""
-    text = (folder / "events.jsonl").read_text()
+    """The event log, oldest first, as far as its lines are whole; `settled` waits for all."""
+    text, _, _ = (folder / "events.jsonl").read_text().rpartition("\n")
     return [json.loads(line) for line in text.splitlines()]
 
 

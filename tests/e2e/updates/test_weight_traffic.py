@@ -153,11 +153,14 @@ def test_updates_under_traffic(
         spans = [(0.0, "first")]  # since when which weights are there; "" while they change
         with traffic.running():
             traffic.wait_for(2 * NUM_CLIENTS)
-            for update, name in UPDATES:
+            wait_for_save(tmp_path, spans[-1][0])
+            for number, (update, name) in enumerate(UPDATES):
                 spans.append((time.time(), ""))
                 until_flushed(update, server, models[name])
                 spans.append((time.time(), name))
                 traffic.wait_for(2 * NUM_CLIENTS)
+                if number == 0:  # later ones may find all of it stored
+                    wait_for_save(tmp_path, spans[-1][0])
         spans.append((time.time(), ""))
 
         check_traffic(traffic.sent, spans, wanted)
@@ -195,10 +198,23 @@ def check_traffic(
     assert min(checked.values()) > 2 * NUM_CLIENTS, checked
 
 
+def saves(folder: Path) -> list[tuple[float, int]]:
+    """When how many pages were saved."""
+    return [(event["t"], len(event["pages"])) for event in events(folder) if event["e"] == "saved"]
+
+
+def wait_for_save(folder: Path, since_s: float) -> None:
+    """Waits until pages were saved after a time."""
+    deadline_s = time.monotonic() + 300
+    while not any(time_s >= since_s for time_s, _ in saves(folder)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
 def check_saves(folder: Path, spans: list[tuple[float, str]]) -> None:
     """Pages were saved before, between and after the updates, and while updates drained them."""
     num: dict[bool, list[int]] = {True: [], False: []}
-    saved = [(event["t"], len(event["pages"])) for event in events(folder) if event["e"] == "saved"]
+    saved = saves(folder)
     for (start_s, name), (end_s, _) in pairwise(spans):
         num[bool(name)].append(sum(n for t, n in saved if start_s <= t < end_s))
     assert min(num[True][0], num[True][1]) > 0, num
