@@ -134,6 +134,8 @@ class RunningFaults:
 
     def _save(self, prompt: list[int]) -> list[str]:
         """Sends a new prompt, waits until it is saved, and returns its pages in order."""
+        # The log's thread has lines of the prompts before to write, which are not this one's.
+        self._until(self._is_all_logged, "saves before this one do not end")
         self.log.follow(self.events)
         self.log.saves.clear()
         ask(self.server, prompt)
@@ -397,6 +399,10 @@ class RunningFaults:
                 self.server.post("/abort_request", {"rid": rid})
             reason = (event["meta_info"]["finish_reason"] or {}).get("type", "")
         check(reason == "abort", f"a request that was aborted ended as {reason!r}")
+
+    def _is_all_logged(self) -> bool:
+        counts = self.counts()
+        return not counts["save_queue"] and not counts["event_log_waiting_lines"]
 
     def _num_hanging(self) -> int:
         return int(self.control.report()["num_hanging"])
