@@ -27,8 +27,10 @@ ENV_LATE_THREADS = "HIER_KV_TEST_LATE_THREADS"
 ENV_LATE_SCHEDULER = "HIER_KV_TEST_LATE_SCHEDULER"
 
 _THREADS = "hier-kv-"
-# A load waits for these at every layer: their lateness would be its own, eight times.
-_ON_TIME = ("hier-kv-load-v", "hier-kv-prefault")
+# A load waits for the first at every layer: its lateness would be the load's, eight times. The last
+# are a call of a shared folder, which has a deadline: late at every page, it would be a folder that
+# hangs.
+_ON_TIME = ("hier-kv-load-v", "hier-kv-prefault", "hier-kv-remote-file")
 _MADE_BY = ("sglang_ext.", "queue")  # whose locks are looked at
 
 _AFTER_WAKING, _AFTER_ANSWERING = (
