@@ -19,7 +19,10 @@ SELECTED = $(foreach each,$(TESTS),$(if $(wildcard tests/$(each)),tests/$(each),
 # Test files that run at a time, in order, the long ones first: a server's start waits as much as it computes.
 WORKERS ?= 3
 
-.PHONY: help dev demo check contract dist test pythons bench docs gpu-kit serve clean
+# How late threads are under `make late`: a seed, and the longest delay in milliseconds.
+LATE ?= 1:2000
+
+.PHONY: help dev demo check contract dist test late pythons bench docs gpu-kit serve clean
 
 help:
 	@echo "make dev     install everything into $(VENV)"
@@ -28,6 +31,7 @@ help:
 	@echo "make contract  which releases of SGLang keep to what the plugin takes for granted"
 	@echo "make dist    wheel and source archive, checked and installed on their own"
 	@echo "make test    all tests; TESTS=unit for some, WORKERS=1 for one at a time"
+	@echo "make late    tests while the plugin's threads are late at random; TESTS=e2e/reuse LATE=1:2000"
 	@echo "make pythons unit and tier tests under the other Pythons that are supported and here"
 	@echo "make bench   benchmarks; CASE=serve BENCH_ARGS='--json build/serve.json' for one"
 	@echo "make docs    the documents as a site, in build/site"
@@ -66,6 +70,10 @@ dist: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(SELECTED)
 	@echo "make test: all tests passed"
+
+late: $(STAMP)
+	HIER_KV_TEST_LATE_THREADS=$(LATE) HIER_KV_TEST_LATE_SCHEDULER=$(LATE) \
+	  $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SELECTED)
 
 pythons: $(STAMP)
 	$(PY) -m testkit.pythons

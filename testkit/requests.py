@@ -82,8 +82,9 @@ def tier_state(server: Server) -> dict[str, Any]:
 
 
 def num_on_their_way(host: Mapping[str, int]) -> int:
-    """Saves, writes to disk and deletions there that are queued or under way, by the counters."""
-    return host["save_queue"] + host["spill_queue_pages"] + host["clears_pending"]
+    """What is queued or under way, by the counters: saves, writes, deletions, lines of the log."""
+    num_stored = host["save_queue"] + host["spill_queue_pages"] + host["clears_pending"]
+    return num_stored + host.get("event_log_waiting_lines", 0)
 
 
 def settle(server: Server) -> dict[str, Any]:
@@ -110,6 +111,16 @@ def settle(server: Server) -> dict[str, Any]:
     raise UnexpectedAnswerError(
         f"saves did not end in {_SETTLE_TIMEOUT_S:.0f} s: {tier_state(server)}"
     )
+
+
+def let_go(server: Server) -> None:
+    """Waits until SGLang has let go of the batch of the last answer, which it sends a step before.
+
+    It refuses to flush until then, and so does a change of weights. What asks for its state is
+    answered in a step of its own.
+    """
+    for _ in range(2):
+        server.get("/server_info")
 
 
 def flush_device(server: Server) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from testkit.slow.threads import are_threads_late, late_threads_if_asked
+
 # Deadlines and "too slow" checks measure a shared machine, not the code. In CI the examples are the
 # same on each run, so that a red build can be repeated.
 settings.register_profile(
@@ -25,6 +27,9 @@ os.environ.setdefault("HIER_KV_FORK_SERVERS", "1")
 
 # Every server is three processes, which would compile the plugin's modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# `make late`: before the plugin makes its locks. Servers do it themselves.
+late_threads_if_asked()
 
 
 _is_strict: list[bool] = []
@@ -46,7 +51,11 @@ def _steps_fit_their_states() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked ``gpu`` on a machine without CUDA."""
+    """Skips tests marked ``gpu`` without CUDA, and those marked ``on_time`` with late threads."""
+    if are_threads_late():
+        for item in items:
+            if item.get_closest_marker("on_time") is not None:
+                item.add_marker(pytest.mark.skip(reason="its subject is time"))
     # Not `in item.keywords`: these are the names of the folders, too.
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not marked:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.faults.tally import check
-from testkit.requests import by_tier
+from testkit.requests import by_tier, flush_device
 from testkit.server import Server
 from testkit.workload import load_texts, load_tokenizer
 
@@ -97,7 +97,7 @@ class References:
             self._keep(prompt, 0)
             self._keep(prompt, PROMPT_PAGES)
             for count in pages:
-                self._server.post("/flush_cache")
+                flush_device(self._server)
                 at = count * PAGE_TOKENS
                 ask(self._server, prompt[:at] + other_tail[at:])
                 self._keep(prompt, count)

@@ -25,7 +25,7 @@ from bench.faults.records import DAMAGES, Spot, find_records
 from bench.faults.store.audit import Log
 from bench.faults.store.schedule import HONEST, LYING_READS, LYING_WRITES
 from bench.faults.tally import Tallies, Tally, check
-from testkit.requests import num_on_their_way
+from testkit.requests import flush_device, num_on_their_way
 from testkit.server import Server, ServerError
 
 HOST_PAGES = 120
@@ -134,6 +134,8 @@ class RunningFaults:
 
     def _save(self, prompt: list[int]) -> list[str]:
         """Sends a new prompt, waits until it is saved, and returns its pages in order."""
+        # The log's thread has lines of the prompts before to write, which are not this one's.
+        self._until(self._is_all_logged, "saves before this one do not end")
         self.log.follow(self.events)
         self.log.saves.clear()
         ask(self.server, prompt)
@@ -148,7 +150,7 @@ class RunningFaults:
         """Makes everything before leave the device and DRAM."""
         for prompt in self.source.take(HOST_PAGES // PROMPT_PAGES + 2):
             self._save(prompt)
-        self.server.post("/flush_cache")
+        flush_device(self.server)
         self.settle()
 
     # ---- damage --------------------------------------------------------------------------------
@@ -397,6 +399,10 @@ class RunningFaults:
                 self.server.post("/abort_request", {"rid": rid})
             reason = (event["meta_info"]["finish_reason"] or {}).get("type", "")
         check(reason == "abort", f"a request that was aborted ended as {reason!r}")
+
+    def _is_all_logged(self) -> bool:
+        counts = self.counts()
+        return not counts["save_queue"] and not counts["event_log_waiting_lines"]
 
     def _num_hanging(self) -> int:
         return int(self.control.report()["num_hanging"])

@@ -36,6 +36,7 @@ from testkit.rank_requests import (
     send_all,
     token_differences,
 )
+from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from testkit.workload import load_texts, load_tokenizer
@@ -89,7 +90,7 @@ def run_way(way: str, folder: Path, *, num_requests: int, seed: int = 0) -> dict
         plain = []
         for number in range(_NUM_PLAIN_RUNS):
             plain.append(send_all(server, requests, f"plain{number}"))
-            server.post("/flush_cache")
+            flush_device(server)
         expected = [_twice(server, prompt) for prompt in exact_prompts]
     env = {**ENVIRONMENT, **rank_probe.environment(folder / "probe"), ENV_JITTER: str(JITTER_MS)}
     with _server([*args, *_hier_args(folder)], folder / "hier.log", env) as server:
@@ -172,9 +173,9 @@ def _ask_exact(server: Server, prompts: list[list[int]]) -> dict[str, list[Answe
     for prompt in prompts:
         ask(server, prompt)
         ask(server, prompt)  # the other data parallel rank has it too
-        server.post("/flush_cache")
+        flush_device(server)
         answers["host"].append(answer_of(ask(server, prompt)))
-    server.post("/flush_cache")
+    flush_device(server)
     answers["disk"] = [answer_of(ask(server, prompt)) for prompt in prompts]
     return answers
 

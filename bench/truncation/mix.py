@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.workload import load_texts, load_tokenizer
 
@@ -139,7 +140,7 @@ def _serve(plain: Server, ours: Server, num_exact: int, seed: int) -> dict[str, 
                 different.append({"prompt_tokens": len(tokens), "ours": mine, "plain": theirs})
         prompts.said([*tokens, *answer["output_ids"]], fields)
         if (found["exact"] + found["truncated"]) % _FLUSH_EVERY == 0:
-            ours.post("/flush_cache")
+            flush_device(ours)
     return {**found, "different": different}
 
 

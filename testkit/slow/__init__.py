@@ -1,11 +1,13 @@
-"""A slow disk, late stores and lost marks inside a server, unknown to every line of the product.
+"""A slow disk, late threads and lost marks inside a server, unknown to every line of the product.
 
 SGLang loads every plugin of its entry point group; `Server` puts `load` below on the import path of
-all its servers. In a scheduler process it does what three variables say, and else nothing:
+all its servers. In a scheduler process it does what these variables say, and else nothing:
 
 - `ENV_SPEED_FILE` names a file: reads of the disk tier are held to the speed that it states;
 - `ENV_JITTER` is a number of milliseconds: every operation of the page store is late by 0 to so
   many, in each process by delays of its own;
+- `ENV_LATE_THREADS` and `ENV_LATE_SCHEDULER` are a seed and a number of milliseconds, `1:2000`: all
+  threads of the plugin are late, or the scheduler is behind its answers (`threads.py`);
 - `ENV_LOST_MARKS` is the number of a tensor parallel rank of a decode server: the marks of requests
   with a room from `FIRST_LOST_ROOM` on are lost on their way to it.
 """
@@ -16,6 +18,13 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from testkit.slow.threads import (
+    ENV_LATE_SCHEDULER,
+    Lateness,
+    late_threads_if_asked,
+    make_scheduler_late,
+)
 
 ENV_SPEED_FILE = "HIER_KV_TEST_DISK_SPEED_FILE"
 ENV_JITTER = "HIER_KV_TEST_JITTER_MS"
@@ -41,6 +50,9 @@ def load() -> None:
     """Entry point; acts where there is a scheduler, and there only if a variable says so."""
     if "sglang.srt.managers.scheduler" not in sys.modules:
         return
+    late_threads_if_asked()
+    if os.environ.get(ENV_LATE_SCHEDULER):
+        make_scheduler_late(Lateness.of(os.environ[ENV_LATE_SCHEDULER]))
     if os.environ.get(ENV_SPEED_FILE):
         slow_down_disks(Path(os.environ[ENV_SPEED_FILE]))
     if os.environ.get(ENV_JITTER):

@@ -45,8 +45,8 @@ def hier_args(
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """The event log, oldest first."""
-    text = (folder / "events.jsonl").read_text()
+    """The event log, oldest first, as far as its lines are whole; `settled` waits for all."""
+    text, _, _ = (folder / "events.jsonl").read_text().rpartition("\n")
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -130,3 +130,29 @@ def settled(server: Server, timeout_s: float = 300.0) -> dict[str, Any]:
         last = found
         time.sleep(0.2)
     raise AssertionError(f"the store did not settle in {timeout_s:.0f} s: {last}")
+
+
+def in_dram(server: Server, timeout_s: float = 300.0) -> None:
+    """Waits until all that was computed is in DRAM; the disk may lag behind (see `settled`)."""
+    deadline = time.monotonic() + timeout_s
+    while any(rank["host"]["save_queue"] for rank in _ranks(server)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _ranks(server: Server) -> list[dict[str, Any]]:
+    """The state of each rank."""
+    found = state(server)
+    ranks: list[dict[str, Any]] = found.get("tp_ranks", [found])
+    return ranks
+
+
+def connected(server: Server, timeout_s: float = 300.0) -> Server:
+    """The server itself, once every rank with a remote store has found it: none is sent before."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        remotes = [rank.get("remote") for rank in _ranks(server)]
+        if all(remote["breaker_state"] == 0 for remote in remotes if remote):
+            return server
+        assert time.monotonic() < deadline, remotes
+        time.sleep(0.05)

@@ -106,6 +106,7 @@ def test_a_file_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
 
     threading.Thread(target=note, daemon=True).start()
     assert logged.wait(120)
+    assert log.num_waiting > 0
     assert not log.settle(0.01)
     assert not log.settle(3600.0), "waited once more for a file that hangs"
     num_dropped = log.num_dropped

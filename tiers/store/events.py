@@ -108,6 +108,12 @@ class EventLog:
         with self._changed:
             return self._num_dropped
 
+    @property
+    def num_waiting(self) -> int:
+        """Lines that were logged and are neither in the file nor left out yet."""
+        with self._changed:
+            return self._num_queued - self._num_done
+
     def pages(self, event: str, hashes: Hashes, **fields: Any) -> None:
         """Logs an event of some pages."""
         if self._on and len(hashes):

@@ -523,6 +523,7 @@ class PageStore:
         stats = self.counters.snapshot()
         if self.events.on:
             stats["event_log_dropped_lines"] = self.events.num_dropped
+            stats["event_log_waiting_lines"] = self.events.num_waiting
         stats["host_pages"] = self.arena.num_used
         stats["host_capacity_pages"] = self.arena.num_slots
         if self.lookahead is not None:

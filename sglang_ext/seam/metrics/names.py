@@ -76,6 +76,7 @@ _NOW = {
     "remote_upload_queue": WAITING,
     "remote_lookup_queue": WAITING,
     "remote_fetch_queue": WAITING,
+    "event_log_waiting_lines": WAITING,
     "clears_pending": STATE,
     "disk_segments": PARTS,
     "disk_open_fds": PARTS,

@@ -21,7 +21,7 @@ from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.remote.router import Router, router_missing
 from testkit.requests import flush_device
 from testkit.server import ROOT, Server
-from tests.e2e.hier_server import PAGE, hier_args, settled
+from tests.e2e.hier_server import PAGE, connected, hier_args, settled
 
 pytestmark = [
     pytest.mark.e2e,
@@ -68,7 +68,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
             for server in both:
                 server.start()
             for server in both:
-                server.wait_ready()
+                connected(server.wait_ready())
             yield both
         finally:
             for server in both:

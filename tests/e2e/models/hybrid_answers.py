@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from testkit.requests import flush_device
 from testkit.server import Server
 from tests.e2e.hier_server import ask, by_tier, real_prompts, settled, tokens_and_logprobs
 
@@ -31,7 +32,7 @@ def cached(found: Sequence[Any]) -> list[int]:
 def drop_device(server: Server) -> None:
     """Leaves nothing on the device, and all that was computed in a tier."""
     settled(server)
-    server.post("/flush_cache")
+    flush_device(server)
 
 
 def check_hits(found: list[Any], wanted: list[Any], tier: str, *, above: int = 0) -> None:

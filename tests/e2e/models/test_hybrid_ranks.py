@@ -20,6 +20,7 @@ import torch
 from testkit.hybrids.state_model import STATE_MODELS, write_state_model
 from testkit.hybrids.window_model import write_window_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
+from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import (
@@ -142,7 +143,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with setup.server(host_pages=400) as server:
         computed = answers(server, prompts)
         settled(server)
-        server.post("/flush_cache")
+        flush_device(server)
         restored = answers(server, prompts)
         counted = settled(server)
     return Served(setup, prompts, first, repeat, computed, restored, counted)
@@ -196,7 +197,7 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
     found = answers_at_once(restarted, prompts, rng, 40)
     # How much of it was reused is a matter of who came first; what was left behind is not.
     settled(restarted)
-    restarted.post("/flush_cache")
+    flush_device(restarted)
     again = answers(restarted, prompts[:16], 5)
     check_by_transformers(served, [*prompts, *prompts[:16]], [*found, *again])
     from_tiers = sum(by_tier(a).get("host", 0) + by_tier(a).get("disk", 0) for a in again)

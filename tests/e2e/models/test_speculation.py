@@ -21,6 +21,7 @@ from sglang_ext.tiers.records.checks import seal
 from sglang_ext.tiers.records.record import MAGIC, parse_header
 from testkit.drafts.eagle import DRAFTS, write_eagle3_config, write_eagle_draft
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS, WAYS
+from testkit.requests import flush_device
 from testkit.server import TINYLM, Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import (
@@ -127,14 +128,14 @@ def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
     with server_of(tmp_path, args) as server:
         turns(server)
         settled(server)
-        server.post("/flush_cache")
+        flush_device(server)
         # Which tokens are verified together, and so their rounding, may be others behind a restored
         # prefix than behind a computed one: hits are on what the former leads to.
         turns(server)
         settled(server)
         hits = turns(server)
         settled(server)
-        server.post("/flush_cache")
+        flush_device(server)
         from_dram = turns(server)
         settled(server)
     reused = [by_tier(answer)["device"] for answer in hits]
@@ -175,11 +176,11 @@ def test_ranks_that_guess_agree_on_what_is_restored(
     with server_of(tmp_path, args, env=env) as server:
         turns(server, *chats)
         settled(server)
-        server.post("/flush_cache")
+        flush_device(server)
         turns(server, *chats)  # see above
         settled(server)
         hits = turns(server, *chats)
-        server.post("/flush_cache")
+        flush_device(server)
         restored = turns(server, *chats)
         stored, log = state(server), server.log()
     assert log.count("Rank consensus checker is enabled") == 2

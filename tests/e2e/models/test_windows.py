@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from testkit.hybrids.window_model import PATTERN, WINDOW, write_window_model
+from testkit.requests import flush_device
 from testkit.server import Server
 from tests.e2e.hier_server import (
     GIB,
     ask,
     by_tier,
+    connected,
     real_prompts,
     settled,
     state,
@@ -151,7 +153,7 @@ def test_a_hit_is_what_the_device_would_have_given_from_every_tier(
     with server_of(model, tmp_path, pool=8192, host_pages=400) as server:
         assert values(answers(server, prompts)) == values(plain["first"])
         settled(server)
-        server.post("/flush_cache")
+        flush_device(server)
         check_hits(answers(server, prompts), plain["repeat"], "host")
         found = settled(server)["host"]
         needed = sum(length // PAGE for length in LENGTHS)
@@ -181,6 +183,7 @@ def test_what_one_server_computed_another_one_gets_from_their_store(
     (tmp_path / "shared").mkdir()
     store = f"file://{tmp_path / 'shared'}?size=1GB"
     with server_of(model, tmp_path, pool=8192, host_pages=400, store=store) as server:
+        connected(server)
         assert values(answers(server, prompts)) == values(plain["first"])
         saved = settled(server)["host"]["saved_pages"]
         deadline_s = time.monotonic() + 300
@@ -188,6 +191,7 @@ def test_what_one_server_computed_another_one_gets_from_their_store(
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
     with server_of(model, tmp_path, pool=8192, host_pages=400, store=store) as server:
+        connected(server)
         check_hits(answers(server, prompts), plain["repeat"], "remote")
         # Of what they have in common nobody went on behind; behind its own end each still can.
         branch = [*prompts[-1][: 10 * PAGE], *prompts[0]]

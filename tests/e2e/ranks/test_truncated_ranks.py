@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
+from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import hier_args, real_prompts, settled, state, tokens_and_logprobs
@@ -44,7 +45,7 @@ def ask(server: Server, prompt: list[int], **custom: Any) -> Answer:
 
 def forgotten_by_the_device(server: Server) -> None:
     settled(server)
-    server.post("/flush_cache")
+    flush_device(server)
 
 
 @dataclass(frozen=True)

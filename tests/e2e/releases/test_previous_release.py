@@ -24,6 +24,7 @@ from tests.e2e.hier_server import (
     PAGE,
     ask,
     by_tier,
+    connected,
     hier_args,
     real_prompts,
     state,
@@ -67,7 +68,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: TraceCollector) 
             stop="kill",
             start_timeout_s=PATIENCE_S,
         ) as made:
-            yield made
+            yield connected(made)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit.requests import flush_device
+from testkit.requests import flush_device, let_go
 from testkit.server import TINYLM, Server, ServerError
 from tests.e2e.hier_server import PAGE, ask, by_tier, real_prompts, state
 from tests.e2e.remote.prefill_decode import (
@@ -89,6 +89,7 @@ def stored(pair: Pair) -> dict[str, int]:
 
 def update(server: Server, model: Path) -> None:
     body = {"model_path": str(model), "flush_cache": True}
+    let_go(server)
     assert server.post("/update_weights_from_disk", body)["success"]
 
 

@@ -15,6 +15,7 @@ from tests.e2e.hier_server import (
     PAGE,
     ask,
     by_tier,
+    connected,
     events,
     hier_args,
     real_prompts,
@@ -44,7 +45,7 @@ def server(folder: Path, key: Path, store: Path, disk_gb: float = 0.0) -> Iterat
     args += ["--hier-kv-prefetch-timeout-ms", "60000"]
     args += ["--hier-kv-key-file", str(key), "--hier-kv-protect", "encrypt"]
     with Server(args, log_path=folder / "log", start_timeout_s=300.0) as made:
-        yield made
+        yield connected(made)
 
 
 def stored_bytes(*folders: Path) -> bytes:

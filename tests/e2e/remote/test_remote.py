@@ -25,6 +25,7 @@ from tests.e2e.hier_server import (
     by_tier,
     hier_args,
     real_prompts,
+    settled,
     state,
     tokens_and_logprobs,
 )
@@ -138,6 +139,7 @@ ONE_MORE_TOKENS = (REUSABLE + 1) * PAGE - 8
 def begin(server: Server, seed: int) -> list[int]:
     """A first turn whose pages reach the store; returns the prompt of the second."""
     first, second = real_prompts([FIRST_TOKENS, SECOND_TOKENS], seed=seed)
+    settled(server)  # or pages of a turn before would be counted among these
     before = uploads(server)
     answer = ask(server, first, ANSWER_TOKENS)
     eventually(partial(has_uploaded, server, before + REUSABLE))
@@ -185,6 +187,7 @@ def test_models_and_dtypes_on_one_store_do_not_meet(pair: Pair) -> None:
     pair.one.kill()
     prompt = next(real_prompts([FIRST_TOKENS], seed=3))
     num_pages = FIRST_TOKENS // PAGE
+    settled(pair.two)
     before = uploads(pair.two)
     original = ask(pair.two, prompt)
     eventually(partial(has_uploaded, pair.two, before + num_pages))

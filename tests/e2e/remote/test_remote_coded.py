@@ -16,8 +16,10 @@ from tests.e2e.hier_server import (
     SLOT_BYTES,
     ask,
     by_tier,
+    connected,
     hier_args,
     real_prompts,
+    settled,
     state,
 )
 from tests.tiers.remote.remote_cases import until
@@ -80,11 +82,13 @@ def learn(server: Server, prompts: Iterator[list[int]]) -> None:
         ask(server, prompt, 1)
         if until(lambda: host(server).get("remote_coded_pages", 0) > 0, 2.0):
             return
+        settled(server)
     raise AssertionError(f"nothing was coded: {host(server)}")
 
 
 def upload(server: Server, prompt: list[int], num_tokens: int) -> tuple[list[int], int]:
     """A turn; returns what was said so far and how many whole pages of it are in the store."""
+    settled(server)  # or pages of a turn before would be counted among these
     before = num_stored(server)
     answer = ask(server, prompt, num_tokens)
     num_pages = (len(prompt) + num_tokens - 1) // PAGE
@@ -99,6 +103,7 @@ def test_a_conversation_goes_on_at_another_server(
     first_turn, second_turn = real_prompts([1500, 300])
     given = PROFILE if codec == "hier" else []
     with start(tmp_path / "one", redis.port, codec, *given) as one:
+        connected(one)
         if not given:
             learn(one, real_prompts([1100] * 12, seed=9))
         said, num_pages = upload(one, first_turn, 40)
@@ -107,6 +112,7 @@ def test_a_conversation_goes_on_at_another_server(
         assert host(one)["remote_coded_pages"] >= num_pages
     # The second server has no profile: what it decodes with comes from the store.
     with start(tmp_path / "two", redis.port, codec) as two:
+        connected(two)
         moved = ask(two, prompt)
         found = host(two)
         assert by_tier(moved)["remote"] >= 0.95 * num_pages * PAGE, (by_tier(moved), found)

@@ -14,7 +14,15 @@ import pytest
 from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import PAGE, ask, by_tier, real_prompts, state, tokens_and_logprobs
+from tests.e2e.hier_server import (
+    PAGE,
+    ask,
+    by_tier,
+    connected,
+    real_prompts,
+    state,
+    tokens_and_logprobs,
+)
 from tests.e2e.remote.test_remote import Store, eventually, make_server, redis_store, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -47,10 +55,12 @@ def test_ranks_continue_a_conversation_and_other_numbers_of_ranks_do_not_meet_it
 ) -> None:
     first, second = real_prompts([FIRST_TOKENS, SECOND_TOKENS], seed=7)
     with ranks_server(store, tmp_path, "one") as server:
+        connected(server)
         prompt = [*first, *ask(server, first, ANSWER_TOKENS)["output_ids"], *second]
         eventually(partial(uploaded, server, REUSABLE))
         expected = tokens_and_logprobs(ask(server, prompt))  # a device hit
     with ranks_server(store, tmp_path, "two") as server:
+        connected(server)
         moved = ask(server, prompt)
         assert by_tier(moved)["remote"] >= 0.95 * REUSABLE * PAGE, (by_tier(moved), state(server))
         assert tokens_and_logprobs(moved) == expected

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from testkit import rank_probe
-from testkit.requests import num_on_their_way
+from testkit.requests import flush_device, let_go, num_on_their_way
 from testkit.server import Server
 from testkit.slow import ENV_SPEED_FILE
 from tests.e2e import hier_server
@@ -101,7 +101,7 @@ class Rig(NamedTuple):
         for filler in FILLERS:
             ask(self.server, filler, routed_dp_rank=rank)
         self.settle()
-        self.server.post("/flush_cache")
+        flush_device(self.server)
 
 
 def polls(message: str) -> Iterator[None]:
@@ -182,7 +182,7 @@ def test_what_is_restored_beside_an_idle_rank_answers_as_a_device_hit(rig: Rig) 
     rank = rig.looked_at
     expected = [on_device(rig, rank, prompt) for prompt in PROMPTS]
     rig.settle()
-    rig.server.post("/flush_cache")
+    flush_device(rig.server)
     from_host = [ask(rig.server, prompt, routed_dp_rank=rank) for prompt in PROMPTS]
     rig.store_away(rank)
     from_disk = [ask(rig.server, prompt, routed_dp_rank=rank) for prompt in PROMPTS]
@@ -264,6 +264,7 @@ def others(
 
 def update(server: Server, model: Path) -> None:
     body = {"model_path": str(model), "flush_cache": True}
+    let_go(server)
     assert server.post("/update_weights_from_disk", body)["success"]
 
 
@@ -301,7 +302,7 @@ def test_weights_that_change_under_a_busy_rank(
         for prompt in PROMPTS:
             ask(rig.server, prompt, routed_dp_rank=rank)
     rig.settle()
-    rig.server.post("/flush_cache")
+    flush_device(rig.server)
     for rank in RANKS:
         for prompt, one in zip(PROMPTS, wanted, strict=True):
             found, _ = request(rig.server, prompt, routed_dp_rank=rank)
@@ -313,7 +314,7 @@ def test_each_rank_has_a_store_of_its_own_and_tells_of_it(rig: Rig) -> None:
     for rank in RANKS:
         on_device(rig, rank, PROMPTS[0])
         rig.settle()
-        rig.server.post("/flush_cache")
+        flush_device(rig.server)
         ask(rig.server, PROMPTS[0], routed_dp_rank=rank)
     metrics = rig.server.get("/metrics")
     for group, ranks in enumerate(rig.states()):
@@ -371,7 +372,7 @@ def test_what_one_rank_stores_in_a_remote_store_another_one_reuses(
         for _ in polls("the pages did not reach the store"):
             if rig.states()[0][0]["host"].get("remote_written_pages", 0) >= num_pages:
                 break
-        server.post("/flush_cache")
+        flush_device(server)
         for prompt, wanted in zip(PROMPTS, expected, strict=True):
             answer = ask(server, prompt, routed_dp_rank=1)
             assert by_tier(answer)["remote"] == len(prompt) // PAGE * PAGE

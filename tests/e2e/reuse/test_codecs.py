@@ -18,6 +18,7 @@ import pytest
 
 from sglang_ext.codec.calibration.hf_capture import CausalLm
 from sglang_ext.codec.registry import create_codec, kind_of
+from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.workload import ASSETS
 from tests.e2e.hier_server import (
@@ -126,7 +127,7 @@ def push_out(server: Server) -> None:
     for prompt in real_prompts([24 * PAGE] * 3, seed=6):
         ask(server, prompt, 1)
         settled(server)
-    server.post("/flush_cache")
+    flush_device(server)
 
 
 def codec_args(folder: Path, codec: str, host_pages: int) -> list[str]:

@@ -66,7 +66,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         crawling_state = state(server)
         speed.unlink()
         lifted = until_loaded(server, prompts[NUM_CRAWLING : NUM_CRAWLING + NUM_LIFTED])
-        return Run(fresh, crawling, crawling_state, lifted, state(server), events(Path(folder)))
+        end_state = settled(server)
+        return Run(fresh, crawling, crawling_state, lifted, end_state, events(Path(folder)))
 
 
 def until_loaded(server: Server, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:

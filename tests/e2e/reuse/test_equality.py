@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from testkit.requests import flush_device
 from testkit.server import Server
 from tests.e2e.hier_server import (
     PAGE,
@@ -124,10 +125,10 @@ def test_one_at_a_time_all_answers_are_bit_equal(
     firsts, from_host = [], []
     for prompt in prompts:
         firsts.append(tokens_and_logprobs(ask(server, prompt)))
-        server.post("/flush_cache")
+        flush_device(server)
         from_host.append(ask(server, prompt))
     settled(server)
-    server.post("/flush_cache")
+    flush_device(server)
     from_disk = [ask(server, prompt) for prompt in prompts]
 
     assert firsts == reference.first
@@ -151,7 +152,7 @@ def test_with_concurrency_no_more_differs_than_between_plain_runs(
         ask(server, prompt)
     runs = []
     for seed in range(NUM_RUNS, 2 * NUM_RUNS):
-        server.post("/flush_cache")
+        flush_device(server)
         loaded = state(server)["host"].get("loaded_pages", 0)
         runs.append(ask_all(server, concurrent_prompts, seed))
         assert state(server)["host"]["loaded_pages"] - loaded > NUM_CONCURRENT
@@ -202,7 +203,7 @@ def test_triton_kernels_in_the_real_linker_are_bit_equal(tmp_path: Path) -> None
         on_device = ask(server, prompt, 2)
         assert by_tier(on_device)["device"] == 2 * page
         wait_for_saves(server, 2)
-        server.post("/flush_cache")
+        flush_device(server)
         from_host = ask(server, prompt, 2)
         assert by_tier(from_host)["host"] == 2 * page
         assert tokens_and_logprobs(from_host) == tokens_and_logprobs(on_device)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.cli import main
+from testkit.requests import flush_device
 from testkit.server import Server, ServerError
 from testkit.workload import reply_of
 from tests.e2e.hier_server import (
@@ -67,7 +68,7 @@ def test_what_comes_back_is_kept_and_what_is_over_is_gone(server: Server) -> Non
     counts = settled(server)["host"]
     assert counts["hinted_return_pages"] == RETURNING * CHAT_PAGES
     assert counts["hinted_ends_pages"] == ENDED * CHAT_PAGES
-    server.post("/flush_cache")
+    flush_device(server)
     for prompt in returning:
         answer = _ask(server, prompt, SOON)
         assert reply_of(answer).by_tier["host"] == CHAT_PAGES * PAGE
@@ -90,7 +91,7 @@ def test_what_is_pinned_stays_while_many_come(server: Server) -> None:
     for prompt in others:
         _ask(server, prompt)
         settled(server)
-    server.post("/flush_cache")
+    flush_device(server)
     answer = _ask(server, pinned)
     assert reply_of(answer).by_tier["host"] >= PAGE
     assert len(tokens_and_logprobs(answer)) == len(expected)
@@ -121,7 +122,7 @@ def test_a_tenant_keeps_its_share_while_many_others_come(server: Server) -> None
     counts = settled(server)["host"]
     assert counts["quota_tenant_1_host_pages"] == CHAT_PAGES
     assert counts["quota_others_host_pages"] <= (HOST_CHATS - 1) * CHAT_PAGES
-    server.post("/flush_cache")
+    flush_device(server)
     answer = server.generate(input_ids=mine, cache_salt="guarded", sampling_params=params)
     assert reply_of(answer).by_tier["host"] == CHAT_PAGES * PAGE
     counts = settled(server)["host"]
@@ -152,7 +153,7 @@ def test_a_prompt_is_demoted_and_brought_back_before_its_request_comes(server: S
     for other in others:
         _ask(server, other)
         settled(server)
-    server.post("/flush_cache")
+    flush_device(server)
     done = _steer(server, prompt, prefetch=True, pin_s=600, cache_salt="steered")
     assert done == {"pages": CHAT_PAGES, "host": 0, "disk": CHAT_PAGES, "prefetching": True}
     deadline_s = time.monotonic() + 300
@@ -200,9 +201,9 @@ def test_documents_are_stored_before_anybody_asks_for_them(
     assert (found["documents"], found["there_already"], found["reused"]) == (3, 0, {})
     assert found["computed_tokens"] == found["tokens"]
     assert found["tokens"] - len(lines) * PAGE < num_pages * PAGE <= found["tokens"]
-    server.post("/flush_cache")
+    flush_device(server)
     assert warm()["there_already"] == 3
-    server.post("/flush_cache")
+    flush_device(server)
     tenant: dict[str, Any] = {"cache_salt": "warmed", "extra_key": "k"}
     answer = server.generate(
         text=story + "Who was it?", sampling_params={"max_new_tokens": 2}, **tenant

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from runtime_cpu import inprocess
+from testkit.requests import flush_device
 from testkit.server import Server, free_port
 from tests.e2e.hier_server import by_tier, hier_args, real_prompts, settled
 
@@ -62,7 +63,7 @@ def test_a_router_knows_what_a_request_reuses(server: Server, endpoint: str) -> 
         # On the device again: said to be in all three, or in those that have it.
         last = prompts[::5][-1]
         reader.until(lambda index: index.prefix(last, PAGE, {"GPU"}) == whole)
-        server.post("/flush_cache")
+        flush_device(server)
         reader.until(lambda index: not any("GPU" in media for media in index.media.values()))
         reader.until(lambda index: index.prefix(last, PAGE, {"CPU_PINNED"}) == whole)
         server.post("/hicache/storage-backend/clear")

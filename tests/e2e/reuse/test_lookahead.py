@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_SPEED_FILE
 from testkit.workload import reply_of
@@ -25,7 +26,6 @@ from tests.e2e.hier_server import (
     hier_args,
     real_prompts,
     settled,
-    state,
     tokens_and_logprobs,
 )
 
@@ -68,10 +68,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     with Server(args, log_path=folder / "server.log", env=env, stop="kill") as server:
         expected = [_on_device(server, prompt) for prompt in prompts]  # the last fill DRAM
         before = settled(server)
-        server.post("/flush_cache")
+        flush_device(server)
         speed.write_text(f"{PREFIX_PAGES * SLOT_BYTES / 1e6 / READ_S:.3f}")
         answers = _all_at_once(server, prompts[:NUM_REQUESTS])
-        after = state(server)
+        after = settled(server)
     return Run(expected[:NUM_REQUESTS], answers, before["host"], after["host"], events(folder))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from testkit.requests import flush_device
 from testkit.server import Server
 from tests.e2e.hier_server import (
     PAGE,
@@ -45,7 +46,7 @@ def leave_on_disk_only(server: Server, seed: int) -> None:
     for prompt in real_prompts([28 * PAGE] * 3, seed=seed):
         ask(server, prompt, 1)
     settled(server)
-    server.post("/flush_cache")
+    flush_device(server)
 
 
 def test_who_asks_for_exact_kv_gets_it_and_leaves_it_behind(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_who_asks_for_exact_kv_gets_it_and_leaves_it_behind(tmp_path: Path) -> N
         assert counts["replaced_pages"] >= DOCUMENT_PAGES
         anybody = ask(server, prompts[0])
         assert quality(anybody) == ""
-        server.post("/flush_cache")
+        flush_device(server)
         from_dram = ask_exact(server, prompts[0])
         assert by_tier(from_dram)["host"] >= reused
         assert quality(from_dram) == "exact"

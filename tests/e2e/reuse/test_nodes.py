@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS, answer_of, ask
+from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import PAGE, by_tier, host_gb, real_prompts, settled, state
@@ -56,12 +57,12 @@ def test_what_two_nodes_loaded_answers_as_what_the_device_held(tmp_path: Path) -
             ask(head, prompt)
         from_device = [ask(head, prompt) for prompt in prompts]
         settled(head, END_S)
-        head.post("/flush_cache")
+        flush_device(head)
         from_host = [ask(head, prompt) for prompt in prompts]
         for prompt in fillers:
             ask(head, prompt)
         settled(head, END_S)
-        head.post("/flush_cache")
+        flush_device(head)
         from_disk = [ask(head, prompt) for prompt in prompts]
         ranks = state(head)["tp_ranks"]
         capacities = [rank["host"]["host_capacity_pages"] for rank in ranks]

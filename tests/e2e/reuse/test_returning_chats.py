@@ -14,6 +14,7 @@ import pytest
 
 from bench.faults.store.audit import Auditor, Log
 from sglang_ext.tiers.disk.segments.layout import segment_file_bytes
+from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.workload import reply_of
 from tests.e2e.hier_server import GIB, real_prompts, settled
@@ -84,7 +85,7 @@ def test_what_the_tiers_lost_is_saved_again_with_what_follows_it(tmp_path: Path)
         assert second.by_tier["device"] >= num_pages * PAGE
         after = settled(server)["host"]
         assert after["saved_again_pages"] == num_pages
-        server.post("/flush_cache")
+        flush_device(server)
         third = reply_of(_all(server, [turn])[0])
         assert third.by_tier["host"] == (num_pages + 3) * PAGE
         assert third.output_ids == second.output_ids
@@ -94,7 +95,7 @@ def _second_turns(server: Server, prompts: list[list[int]]) -> int:
     """Has all chats take two turns; tokens of the second ones that came from DRAM or disk."""
     first = _all(server, prompts)
     settled(server, timeout_s=120)
-    server.post("/flush_cache")
+    flush_device(server)
     turns = [
         [*prompt, *reply_of(answer).output_ids, *prompt[:4]]
         for prompt, answer in zip(prompts, first, strict=True)

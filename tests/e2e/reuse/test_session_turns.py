@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from testkit.requests import flush_device
 from testkit.server import Server, ServerError
 from tests.e2e.hier_server import hier_args, real_prompts, settled, state, tokens_and_logprobs
 
@@ -95,7 +96,7 @@ def conversation(
         told.append(tokens_and_logprobs(session.turn(prompts[-1])))
         session.close()
     settled(server)
-    server.post("/flush_cache")
+    flush_device(server)
     server.post("/hicache/storage-backend/clear")
     return told
 

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.workload import load_texts, load_tokenizer
-from tests.e2e.hier_server import hier_args, settled, state, tokens_and_logprobs
+from tests.e2e.hier_server import connected, hier_args, settled, state, tokens_and_logprobs
 
 pytestmark = pytest.mark.e2e
 
@@ -198,6 +199,7 @@ def start(folder: Path) -> Server:
 def honest(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """What B is told in each round by a server that never meets A."""
     with start(tmp_path_factory.mktemp("alone")) as server:
+        connected(server)
         return [answers_of_b(server, each, with_a=False) for each in rounds()]
 
 
@@ -205,7 +207,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
 def server(tmp_path_factory: pytest.TempPathFactory, honest: list[list[Any]]) -> Iterator[Server]:
     """The one that both use; after the other, as an idle server takes a whole core."""
     with start(tmp_path_factory.mktemp("both")) as running:
-        yield running
+        yield connected(running)
 
 
 class Sender:
@@ -245,7 +247,7 @@ class Sender:
                 prompt = text(500, 7 * seed + number)
                 self.server.generate(input_ids=prompt, sampling_params={"max_new_tokens": 1})
             settled(self.server)
-        self.server.post("/flush_cache")
+        flush_device(self.server)
         if tier == "remote":
             self.server.post("/hicache/storage-backend/clear")
 
@@ -367,7 +369,7 @@ def test_clearing_the_storage_forgets_its_text(server: Server) -> None:
     tenant.store()
     assert tenant.num_moved() > 150
     for first in range(200, 220):
-        server.post("/flush_cache")
+        flush_device(server)
         server.post("/hicache/storage-backend/clear")
         before = tenant.counts()
         tenant.sender.send([Item("A", [*tenant.stored[:4], *tenant.stored[first:], first])])

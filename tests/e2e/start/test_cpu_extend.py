@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from testkit.requests import flush_device
 from testkit.server import Server
 from tests.e2e.hier_server import PAGE, ask, by_tier, hier_args, real_prompts, tokens_and_logprobs
 
@@ -54,7 +55,7 @@ def test_a_load_is_awaited_layer_by_layer(servers: tuple[Server, Server]) -> Non
     for prompt in PROMPTS:
         ask(extend, prompt)
         device = ask(extend, prompt)
-        extend.post("/flush_cache")
+        flush_device(extend)
         host = ask(extend, prompt)
         assert by_tier(host)["host"] == (len(prompt) - 1) // PAGE * PAGE
         assert tokens_and_logprobs(host) == tokens_and_logprobs(device)

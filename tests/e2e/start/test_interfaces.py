@@ -18,6 +18,7 @@ from runtime_cpu import launch
 from sglang_ext.admission.miss_reasons import REASONS
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.values import flag_name
+from testkit.requests import flush_device
 from testkit.server import FORK_SERVERS, ROOT, TINYLM, Leftovers, Server
 from tests.e2e.hier_server import (
     PAGE,
@@ -107,11 +108,11 @@ def first_server(folder: Path, life: Life) -> None:
         for prompt in life.prompts:
             ask(server, prompt)
             life.repeats.append(ask(server, prompt))
-        server.post("/flush_cache")
+        flush_device(server)
         life.flushed = [ask(server, prompt) for prompt in life.prompts]
         for _ in range(2):
             life.chat.append(chat(server))
-            server.post("/flush_cache")
+            flush_device(server)
         life.info = server.get("/server_info")
         life.first_state = settled(server)
         time.sleep(1.1)  # metrics are published once a second, from a scheduler's step
@@ -132,7 +133,7 @@ def second_server(folder: Path, life: Life) -> None:
         life.restarted_metrics = str(server.get("/metrics"))
         life.restarted_state = state(server)
         life.clear_answer = server.post("/hicache/storage-backend/clear")
-        server.post("/flush_cache")
+        flush_device(server)
         after = settled(server)  # the disk deletes what was cleared when it gets to it
         life.pages_after_clear = after["host"]["host_pages"]
         life.segments_after_clear = list((folder / "disk").rglob("seg-*"))

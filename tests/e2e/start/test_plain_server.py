@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from testkit.requests import flush_device
 from testkit.server import Server, ServerError
 
 pytestmark = pytest.mark.e2e
@@ -49,7 +50,7 @@ def test_a_second_request_hits_the_device_cache(server: Server) -> None:
     again = server.generate(input_ids=prompt, sampling_params={"max_new_tokens": 2})
     assert first["meta_info"]["cached_tokens"] == 0
     assert again["meta_info"]["cached_tokens"] >= len(prompt) - 1
-    server.post("/flush_cache")
+    flush_device(server)
     flushed = server.generate(input_ids=prompt, sampling_params={"max_new_tokens": 2})
     assert flushed["meta_info"]["cached_tokens"] == 0
 

@@ -17,6 +17,7 @@ from runtime_cpu import launch
 from sglang_ext.seam.contract.symbols import SYMBOLS
 from testkit.drafts.eagle import DRAFTS
 from testkit.published_model import TOKENIZER_FILES
+from testkit.requests import flush_device
 from testkit.server import ROOT, TINYLM, Server, ServerError
 from testkit.sglang_copy import SglangCopy
 from tests.e2e.hier_server import (
@@ -526,13 +527,13 @@ def churn(server: Server) -> dict[str, Any]:
     prompts = list(real_prompts([900] * 12, seed=3))
     for prompt in prompts:
         answer = ask(server, prompt)
-        server.post("/flush_cache")
+        flush_device(server)
         again = ask(server, prompt)
         assert by_tier(again)["host"] == 896
         assert tokens_and_logprobs(again)[0] == tokens_and_logprobs(answer)[0]
     found = settled(server)
     # The oldest prompt has left DRAM; whether or not the disk has it, the answer is right.
-    server.post("/flush_cache")
+    flush_device(server)
     assert len(ask(server, prompts[0])["output_ids"]) == 8
     return found
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from testkit.requests import flush_device
 from testkit.server import Server
 from tests.e2e.updates import weight_models
 from tests.e2e.updates.weight_answers import NOISE, ROUNDING, distance
@@ -54,7 +55,7 @@ def replaced(rig: Rig, flush: bool) -> tuple[Step, Step]:
         weight_models.copy_adapter(rig.models["other"], rig.models["tone"])
         load_adapter(rig.server, "tone", rig.models["tone"])
         if flush:
-            rig.server.post("/flush_cache")
+            flush_device(rig.server)
 
     return lambda: None, after
 
@@ -108,7 +109,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     }
     with slow_server(folder, request.param, *LORA, env=UNPINNED) as server:
         fresh = {"base": [computed(server, prompt) for prompt in PROMPTS]}
-        server.post("/flush_cache")
+        flush_device(server)
         fields = {"lora_path": "tone"}
         for name in ("other", "first"):
             put(server, models, name)
@@ -122,7 +123,7 @@ def put(server: Server, models: dict[str, Path], name: str) -> None:
     """Loads the adapter "tone", always of one path, with the weights of another folder."""
     weight_models.copy_adapter(models[name], models["tone"])
     load_adapter(server, "tone", models["tone"])
-    server.post("/flush_cache")
+    flush_device(server)
 
 
 def test_the_adapters_are_told_apart(rig: Rig) -> None:

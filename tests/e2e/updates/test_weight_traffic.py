@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from testkit.requests import flush_device
 from testkit.server import TINYLM, Server
-from tests.e2e.hier_server import PAGE, by_tier, events, hier_args, real_prompts
+from tests.e2e.hier_server import PAGE, by_tier, events, hier_args, real_prompts, settled
 from tests.e2e.updates import weight_models
 from tests.e2e.updates.weight_answers import NOISE, ROUNDING, Answer, distance, hit, request
 from tests.e2e.updates.weight_ways import (
@@ -152,20 +153,31 @@ def test_updates_under_traffic(
         spans = [(0.0, "first")]  # since when which weights are there; "" while they change
         with traffic.running():
             traffic.wait_for(2 * NUM_CLIENTS)
-            for update, name in UPDATES:
+            wait_for_save(tmp_path, spans[-1][0])
+            for number, (update, name) in enumerate(UPDATES):
                 spans.append((time.time(), ""))
-                assert all(ok for ok, _ in update(server, models[name], True))
+                until_flushed(update, server, models[name])
                 spans.append((time.time(), name))
                 traffic.wait_for(2 * NUM_CLIENTS)
+                if number == 0:  # later ones may find all of it stored
+                    wait_for_save(tmp_path, spans[-1][0])
         spans.append((time.time(), ""))
 
         check_traffic(traffic.sent, spans, wanted)
+        settled(server)  # what was saved is in the log
         check_saves(tmp_path, spans)
         used = sorted({sent.prompt for sent in traffic.sent})
         assert len(used) > len(PROMPTS) // 2
         check_tiers(server, used, wanted["other"])
         assert from_disk(server, models["first"], True) == [(True, 200)]
         check_tiers(server, used, wanted["first"])
+
+
+def until_flushed(update: Update, server: Server, model: Path) -> None:
+    """Changes the weights, again where SGLang had not let go of the batch of its last answer."""
+    deadline_s = time.monotonic() + 300
+    while not all(ok for ok, _ in update(server, model, True)):
+        assert time.monotonic() < deadline_s
 
 
 def check_traffic(
@@ -186,10 +198,23 @@ def check_traffic(
     assert min(checked.values()) > 2 * NUM_CLIENTS, checked
 
 
+def saves(folder: Path) -> list[tuple[float, int]]:
+    """When how many pages were saved."""
+    return [(event["t"], len(event["pages"])) for event in events(folder) if event["e"] == "saved"]
+
+
+def wait_for_save(folder: Path, since_s: float) -> None:
+    """Waits until pages were saved after a time."""
+    deadline_s = time.monotonic() + 300
+    while not any(time_s >= since_s for time_s, _ in saves(folder)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
 def check_saves(folder: Path, spans: list[tuple[float, str]]) -> None:
     """Pages were saved before, between and after the updates, and while updates drained them."""
     num: dict[bool, list[int]] = {True: [], False: []}
-    saved = [(event["t"], len(event["pages"])) for event in events(folder) if event["e"] == "saved"]
+    saved = saves(folder)
     for (start_s, name), (end_s, _) in pairwise(spans):
         num[bool(name)].append(sum(n for t, n in saved if start_s <= t < end_s))
     assert min(num[True][0], num[True][1]) > 0, num
@@ -200,7 +225,7 @@ def check_tiers(server: Server, prompts: list[int], wanted: list[Answer]) -> Non
     """Every prompt, from what the tiers have of it: right, and most of them reused there."""
     from_tiers = 0
     for prompt in prompts:
-        server.post("/flush_cache")
+        flush_device(server)
         answer, reply = request(server, PROMPTS[prompt])
         assert distance(answer, wanted[prompt]) < ROUNDING, (prompt, reply["meta_info"])
         tiers = by_tier(reply)

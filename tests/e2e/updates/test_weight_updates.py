@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from testkit.requests import flush_device
 from testkit.server import TINYLM, Server
 from tests.e2e.updates import weight_models
 from tests.e2e.updates.weight_ways import IPC_ENVIRONMENT, LORA, UNPINNED, WAYS, call, from_disk
@@ -76,7 +77,7 @@ def tier_hits(server: Server, prompts: list[list[int]] = QUIET, **fields: Any) -
     """Answers from DRAM or disk: the device is flushed before each."""
     answers = []
     for prompt in prompts:
-        server.post("/flush_cache")
+        flush_device(server)
         reply = ask(server, prompt, **fields)
         assert reply.below == reply.cached == (len(prompt) - 1) // 64 * 64, reply
         answers.append(reply.answer)
@@ -184,12 +185,12 @@ def test_an_update_that_keeps_the_device_cache_turns_the_tiers_off_until_a_flush
         # The device still has the old KV: that is what the caller asked for. No tier adds to it,
         # and what is computed on top of it is not kept.
         assert ask(hier, prompt).below == 0
-    hier.post("/flush_cache")
-    plain.post("/flush_cache")
+    flush_device(hier)
+    flush_device(plain)
     for prompt in grown + QUIET:
         assert ask(hier, prompt).cached == 0 or prompt in QUIET
     hier.post("/hicache/storage-backend/clear")
-    hier.post("/flush_cache")
+    flush_device(hier)
     for prompt in QUIET:
         ask(hier, prompt)
     assert tier_hits(hier) == device_hits(plain)
@@ -231,14 +232,14 @@ def test_an_update_in_a_pause_answers_as_plain_sglang_does(
 
     # Whole conversations of the requests that lived through the change: after a flush nothing of
     # them may come from a tier unless it is what the new weights compute.
-    hier.post("/flush_cache")
-    plain.post("/flush_cache")
+    flush_device(hier)
+    flush_device(plain)
     want = device_hits(plain, prompts)
     for prompt, expected in zip(prompts, want, strict=True):
         first = ask(hier, prompt)
         if mode == "in_place":
             assert first.cached == 0, "KV computed across a change of weights was kept"
-        hier.post("/flush_cache")
+        flush_device(hier)
         ask(hier, prompt)
         assert first.answer[0] == expected[0]
 
@@ -266,15 +267,15 @@ def test_a_session_that_stays_open_keeps_the_tiers_off(
     hier, _ = servers
     back_to_first(servers)
     device_hits(hier)
-    hier.post("/flush_cache")
+    flush_device(hier)
     assert call(hier, "/begin_weight_update") == (True, 200)
-    hier.post("/flush_cache")
+    flush_device(hier)
     reply = ask(hier, QUIET[0])
     assert reply.cached == 0
     assert call(hier, "/end_weight_update") == (True, 200)
     # What was computed in between lies on the device, so the tiers wait for a flush.
     assert ask(hier, [*QUIET[0], *range(300)]).below == 0
-    hier.post("/flush_cache")
+    flush_device(hier)
     tier_hits(hier, QUIET[:1])
 
 
@@ -349,7 +350,7 @@ def test_servers_of_other_kinds_share_a_folder_and_nothing_crosses(
             assert ask(server, prompt).cached == 0, "a page of another kind of server was used"
         answers = device_hits(server)
         for prompt, expected in zip(QUIET, answers, strict=True):
-            server.post("/flush_cache")
+            flush_device(server)
             reply = ask(server, prompt)
             assert reply.below == reply.cached > 0
             assert reply.answer == expected
@@ -391,7 +392,7 @@ def test_two_adapters_at_one_path(folder: Path) -> None:
         assert call(server, "/unload_lora_adapter", {"lora_name": "tone"})[0]
         weight_models.adapter(path, 2)
         assert call(server, "/load_lora_adapter", {"lora_name": "tone", "lora_path": str(path)})[0]
-        server.post("/flush_cache")
+        flush_device(server)
         for prompt in QUIET:
             assert ask(server, prompt, lora_path="tone").cached == 0
         second = device_hits(server, lora_path="tone")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from testkit.rank_requests import ENVIRONMENT
-from testkit.requests import num_on_their_way
+from testkit.requests import flush_device, num_on_their_way
 from testkit.server import Server
 from testkit.slow import ENV_SPEED_FILE
 from tests.e2e.hier_server import PAGE, ask, by_tier, hier_args, real_prompts, state
@@ -125,7 +125,7 @@ def all_stored(server: Server) -> None:
     # Twice, as a save counts for the disk a moment after it ended.
     for _ in range(2):
         wait_for(server, lambda host: not num_on_their_way(host))
-    server.post("/flush_cache")
+    flush_device(server)
 
 
 def begin_held(rig: Rig, pool: ThreadPoolExecutor) -> list[Future[Answer]]:
@@ -203,7 +203,7 @@ def check_tiers(rig: Rig, name: str, **fields: Any) -> None:
     from_tiers = 0
     for _ in range(2):  # computed and stored at the latest in the first round
         for prompt, right in zip(PROMPTS, rig.fresh[name], strict=True):
-            rig.server.post("/flush_cache")
+            flush_device(rig.server)
             answer, reply = weight_answers.request(rig.server, prompt, **fields)
             assert distance(answer, right) < ROUNDING, (name, reply["meta_info"])
             from_tiers += sum(by_tier(reply).values()) > 0

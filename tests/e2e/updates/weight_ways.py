@@ -19,6 +19,7 @@ import zmq
 from safetensors.torch import load_file
 
 from runtime_cpu import inprocess, launch
+from testkit.requests import let_go
 from testkit.server import Server, ServerError, free_port
 from tests.e2e.updates import weight_models
 
@@ -42,6 +43,7 @@ Update = Callable[[Server, Path, bool], list[tuple[bool, int]]]
 
 def from_disk(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]:
     body = {"model_path": str(model), "flush_cache": flush}
+    let_go(server)
     return [call(server, "/update_weights_from_disk", body)]
 
 
@@ -152,6 +154,7 @@ def from_ipc(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]
 
 def released_and_reloaded(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]:
     """How trainers share a machine: memory is given up, taken back, then weights are loaded."""
+    let_go(server)
     answers = [
         call(server, "/release_memory_occupation"),
         call(server, "/resume_memory_occupation"),

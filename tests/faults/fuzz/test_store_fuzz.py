@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-NUM_CASES = 3_000
+NUM_CASES = int(os.environ.get("HIER_KV_FUZZ_CASES", "1000"))
 
 
 @pytest.mark.slow

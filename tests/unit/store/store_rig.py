@@ -120,7 +120,8 @@ class Rig:
             return not self.books.spills.entries and not self.arena._pins.any()
 
     def events(self, name: str) -> set[str]:
-        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
+        text, _, _ = self.log.read_text().rpartition("\n")  # the last line may be half there
+        lines = [json.loads(line) for line in text.splitlines()]
         return {page for line in lines if line["e"] == name for page in line["pages"]}
 
 
