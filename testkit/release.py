@@ -3,6 +3,7 @@
 ``python -m testkit.release`` (`make dist`); both are left in ``dist/``. The wheel is built from the
 source archive, so that nothing but what the archive holds can be in it. It is tried with every
 Python that `pyproject.toml` names and this machine has, the archive with the one that runs this.
+Under the others, which run no other tests, it is tested as far as that goes without torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sglang_ext import __version__
-from testkit.pythons import interpreters
+from testkit.pythons import alone, interpreters
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
@@ -84,25 +85,45 @@ def release(scratch: Path) -> None:
         else:
             print(f"wheel, Python {version}: not on this machine", flush=True)
     with ThreadPoolExecutor() as pool:  # they wait for what they install
-        found = [(what, pool.submit(try_out, *each)) for what, each in tried.items()]
+        found = [
+            (what, pool.submit(try_out, *each, is_tested=each[0] != here))
+            for what, each in tried.items()
+        ]
     for what, lines in found:
         print("\n".join([what, *lines.result()]), flush=True)
     print("release: both can be installed and used")
 
 
-def try_out(python: Path, folder: Path, built: Path) -> list[str]:
-    """Installs one into an environment of its own, and tries what there is without SGLang."""
+def try_out(python: Path, folder: Path, built: Path, *, is_tested: bool) -> list[str]:
+    """Installs one into an environment of its own, and tries what there is without SGLang.
+
+    Args:
+        python: the interpreter.
+        folder: for the environment.
+        built: the wheel or the archive.
+        is_tested: whether tests are run, too.
+    """
     bin_folder = environment(python, folder, [str(built)])
     tried = {what: call([bin_folder / program, *args]) for what, (program, *args) in TRIED.items()}
+    if is_tested:
+        install(bin_folder, alone.requirements())
+        done = alone.run(bin_folder / "python", folder / "tested")
+        if done.returncode:
+            raise ReleaseError(f"tests without torch failed with {python}:\n{done.stdout}")
+        tried["tests without torch"] = done.stdout.splitlines()[-1]
     return [f"  {what}: {printed.splitlines()[0]}" for what, printed in tried.items()]
 
 
 def environment(python: Path, folder: Path, requirements: Sequence[str]) -> Path:
     """A virtual environment of an interpreter with these; returns the folder of its programs."""
     call([python, "-m", "venv", folder])
-    bin_folder = folder / "bin"
+    install(folder / "bin", requirements)
+    return folder / "bin"
+
+
+def install(bin_folder: Path, requirements: Sequence[str]) -> None:
+    """Installs these into an environment."""
     call([bin_folder / "python", "-m", "pip", "install", "--quiet", "--no-input", *requirements])
-    return bin_folder
 
 
 def call(command: Sequence[str | Path]) -> str:

@@ -8,6 +8,7 @@ the content match.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -230,14 +231,21 @@ def _plot(path: Path, losses: Losses, recall: Recall) -> Path:
         ("naive", "kept positions"),
     )
     colours = (COLOURS[0], COLOURS[1], COLOURS[4])
-    for shift, (mode, label) in enumerate(modes):
-        at = [place + 0.27 * (shift - 1) for place in places]
-        left.bar(at, losses.perplexity(mode), 0.25, label=label, color=colours[shift])
-        if mode in recall.right:
-            right.bar(at, recall.share(mode), 0.25, label=label, color=colours[shift])
+    asked = [mode for mode, _ in modes if mode in recall.right]
+    for number, (mode, label) in enumerate(modes):
+        look: dict[str, Any] = {"width": 0.25, "label": label, "color": colours[number]}
+        left.bar(_beside(places, number, len(modes)), losses.perplexity(mode), **look)
+        if mode in asked:
+            at = _beside(places, asked.index(mode), len(asked))
+            right.bar(at, recall.share(mode), **look)
     for axes, title in ((left, "Perplexity"), (right, "Recall of facts that were kept")):
         axes.set_xticks(places, [f"{name} cut{'s' if name != 'one' else ''}" for name in _CUTS])
         axes.set_title(title, fontsize=10)
         axes.legend(fontsize=8)
     right.set_ylim(0, 1)
     return save(fig, path)
+
+
+def _beside(places: Sequence[int], number: int, count: int) -> list[float]:
+    """Where the bars of one of some series stand, the middle of all over the places."""
+    return [place + 0.27 * (number - (count - 1) / 2) for place in places]

@@ -333,7 +333,7 @@ def _metrics(
         disk,
         page_codec,
         cost,
-        num_saves=linker.num_queued_offloads,
+        saves=linker.numbers_of_saves,
         enabled=bool(ctx.params.enable_metrics),
         num_tenants=len(parse_quotas(config.quotas).shares),
         labels={

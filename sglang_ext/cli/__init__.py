@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from sglang_ext import __version__
 from sglang_ext.cli.prebuild import add_parser as add_prebuild
 from sglang_ext.cli.size import add_parser as add_size
 from sglang_ext.cli.steer import add_command as add_steer
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="hier-kv", description="Tools of the hierarchical KV cache for SGLang."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_calibrate(commands.add_parser("calibrate", help="measure a model's codec profile"))
     _add_keygen(commands.add_parser("keygen", help="make a key for --hier-kv-key-file"))
@@ -160,6 +162,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         default=os.environ.get(_ENV_API_KEY, ""),
+        metavar="KEY",
         help=f"SGLang's, where it was started with one; or {_ENV_API_KEY}, which ps does not show",
     )
 

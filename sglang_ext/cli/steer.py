@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import sys
 import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_ENV_ADMIN_KEY = "SGLANG_HIER_KV_ADMIN_API_KEY"
 _FLAGS = {
     "locate": "say only where they lie",
     "prefetch": "bring them to DRAM now, before a request comes",
@@ -41,6 +43,7 @@ def add_command(
     )
     parser.set_defaults(run=_steer)
     add_server(parser)
+    add_admin_key(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--text", metavar="FILE", help="with the prompt's text, - for stdin")
     prompt.add_argument("--ids", metavar="FILE", help="with its token ids, a JSON list")
@@ -53,12 +56,23 @@ def add_command(
         parser.add_argument(f"--{flag}", type=float, metavar="SECONDS", help=text)
 
 
+def add_admin_key(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag of the key that SGLang's admin endpoints take."""
+    help_ = f"SGLang's, where it has one; or {_ENV_ADMIN_KEY}"
+    parser.add_argument("--admin-api-key", metavar="KEY", help=help_)
+
+
+def admin_key_of(chosen: argparse.Namespace) -> str:
+    """The key for an admin endpoint: SGLang takes its API key there where it has no other."""
+    return chosen.admin_api_key or os.environ.get(_ENV_ADMIN_KEY) or chosen.api_key
+
+
 def _steer(chosen: argparse.Namespace) -> int:
     from sglang_ext.cli.server_stats import ServerStatsError, address_of, ask, reason_of
 
     address = address_of(chosen.url, "/hier_kv/steer")
     try:
-        answer = ask(address, chosen.api_key, body_of(chosen))
+        answer = ask(address, admin_key_of(chosen), body_of(chosen))
     except urllib.error.HTTPError as error:
         raise ServerStatsError(f"{address} answers {error.code}: {reason_of(error)}") from error
     except http.client.HTTPException as error:

@@ -45,6 +45,7 @@ class SaveThread:
         self._jobs: queue.SimpleQueue[SaveJob | Callable[[], None] | None] = queue.SimpleQueue()
         self._completed: deque[bool] = deque()
         self._num_saves = 0  # queued or running; guarded by _done
+        self._num_ended = 0  # since the start, however they ended; guarded by _done
         self._done = threading.Condition()
         # Device resets so far. A save that one overtook read rows that may have changed hands.
         self._num_resets = 0  # guarded by _done
@@ -103,10 +104,14 @@ class SaveThread:
         if self._jobs.qsize() < MAX_QUEUED_SAVES:
             self._jobs.put(note)
 
-    @property
-    def num_queued(self) -> int:
-        """Number of saves queued or running."""
-        return self._num_saves
+    def numbers(self) -> tuple[int, int]:
+        """Saves queued or running, and those that ended since the start, both at one moment.
+
+        Saves end in the order of their offers: what is queued now has ended when so many more
+        have, whatever is offered meanwhile.
+        """
+        with self._done:
+            return self._num_saves, self._num_ended
 
     @property
     def num_completed(self) -> int:
@@ -154,6 +159,7 @@ class SaveThread:
                 if job.num_resets == self._num_resets:
                     self._completed.append(stored)
                 self._num_saves -= 1
+                self._num_ended += 1
                 self._done.notify_all()
 
     def save(self, job: SaveJob) -> bool:

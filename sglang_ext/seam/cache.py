@@ -124,7 +124,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.identity = parts.identity
         self.metrics_reporter_hier = parts.metrics
         self.forward_timer = parts.forward_timer
-        self.spans = RequestSpans(linker.loads.times)
+        self.spans = RequestSpans(linker.loads.times, knows_tiers=linker.store.keeps_pages)
         looks_ahead = linker.store.lookahead is not None
         self.device_tree: DeviceTree | None = None
         # SGLang evicts windows and states by orders of their own, which are not ours to spare in.

@@ -457,9 +457,9 @@ class HierKVLinker(UnifiedCacheLinker):
         if not self._closed:
             self._saves.after_saves(note)
 
-    def num_queued_offloads(self) -> int:
-        """Number of saves queued or running."""
-        return self._saves.num_queued
+    def numbers_of_saves(self) -> tuple[int, int]:
+        """See `SaveThread.numbers`."""
+        return self._saves.numbers()
 
     def num_completed_offloads(self) -> int:
         """Number of finished saves not yet taken."""

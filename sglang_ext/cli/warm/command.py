@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_ext.cli.progress import Progress
+from sglang_ext.cli.steer import add_admin_key, admin_key_of
 from sglang_ext.cli.warm.documents import TENANT, Document, read_documents
 from sglang_ext.cli.warm.server import Keys, Served, ServerGoneError, WarmedServer, WarmError
 
-_ENV_ADMIN_KEY = "SGLANG_HIER_KV_ADMIN_API_KEY"
 _MOST_AT_A_TIME = 64
 _MOST_LINES = 20
 _MOST_S = 86_400.0
@@ -44,7 +43,7 @@ def add_command(
         metavar="FILE",
         help="a .jsonl of objects with text, input_ids or messages, or a text that is a document",
     )
-    add("--admin-api-key", help=f"SGLang's, where it has one; or {_ENV_ADMIN_KEY}")
+    add_admin_key(parser)
     add("--concurrency", type=int, default=2, metavar="N", help="requests at a time (%(default)s)")
     add("--pin-s", type=float, metavar="SECONDS", help="pin what is stored for so long")
     add("--timeout-s", type=float, default=600.0, metavar="SECONDS", help="of one (%(default)s)")
@@ -61,8 +60,7 @@ def _warm(chosen: argparse.Namespace) -> int:
     num_bytes = sum(document.num_bytes for document in read_documents(chosen.files, common))
     if not num_bytes:
         raise ValueError(f"expected documents, found none in {', '.join(chosen.files)}.")
-    admin_key = chosen.admin_api_key or os.environ.get(_ENV_ADMIN_KEY) or chosen.api_key
-    server = WarmedServer(chosen.url, Keys(chosen.api_key, admin_key), chosen.timeout_s)
+    server = WarmedServer(chosen.url, Keys(chosen.api_key, admin_key_of(chosen)), chosen.timeout_s)
     before, begin_s = server.counts(), time.monotonic()
     summary = Summary(server.page_size)
     progress = Progress("warmed", num_bytes)

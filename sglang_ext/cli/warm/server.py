@@ -88,14 +88,15 @@ class WarmedServer:
         Raises:
             ServerGoneError: nobody answers.
         """
-        total: Counter[str] = Counter()
+        return sum(map(Counter, self._hosts()), Counter[str]())
+
+    def _hosts(self) -> list[dict[str, int]]:
+        """The counters of each scheduler."""
         try:
             info = server_info(self._url, self._keys.api, self._timeout_s)
-            for state in states_of(self._url, info):
-                total.update(state["host"])
+            return [state["host"] for state in states_of(self._url, info)]
         except ServerStatsError as error:
             raise ServerGoneError(str(error)) from error
-        return total
 
     def warm(self, document: Document, pin_s: float | None) -> Served:
         """Sends a document, waits until it is stored, and pins it. Blocks.
@@ -106,12 +107,14 @@ class WarmedServer:
         served = self._send(document)
         if served.num_tokens < self.page_size:
             return served
-        num_missing = self._wait(document, served)
+        num_missing, have_ended = self._wait(document, served)
         if num_missing:
-            raise WarmError(
-                f"{num_missing:,} of its pages are neither in DRAM nor on disk: there was no room "
-                "for them, or they are not saved yet; see --hier-kv-host-size, or run this again"
+            why = (
+                "there was no room for them; see --hier-kv-host-size"
+                if have_ended
+                else f"they were not saved in {self._timeout_s:g} s; run this again"
             )
+            raise WarmError(f"{num_missing:,} of its pages are neither in DRAM nor on disk: {why}")
         if pin_s is not None:
             self._steer(document, served, {"pin_s": pin_s})
         return served
@@ -129,19 +132,32 @@ class WarmedServer:
             raise WarmError(reason)
         return served
 
-    def _wait(self, document: Document, served: Served) -> int:
-        """How many pages are not stored when there is nothing more to wait for."""
+    def _wait(self, document: Document, served: Served) -> tuple[int, bool]:
+        """Waits for its pages, and for no save that was queued behind them.
+
+        Returns:
+            How many are not stored when there is nothing more to wait for, and whether all saves
+            ended that were queued when it was answered.
+        """
         deadline_s, pause_s = time.monotonic() + self._timeout_s, 0.02
-        num_missing = self._num_missing(document, served)
-        while num_missing:
-            # Asked for first: what is missing when nothing is on its way stays missing.
-            is_last = not self.counts()["save_queue"] or time.monotonic() > deadline_s
+        num_missing, have_ended = self._num_missing(document, served), False
+        last = [queued + ended for queued, ended in self._saves()] if num_missing else []
+        while num_missing and not have_ended:
+            # Asked for first: what is missing when its saves have ended stays missing.
+            saves = zip(self._saves(), last, strict=True)
+            have_ended = all(ended >= mine for (_, ended), mine in saves)
+            is_late = time.monotonic() > deadline_s
             num_missing = self._num_missing(document, served)
-            if is_last:
+            if is_late:
                 break
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-        return num_missing
+            if num_missing and not have_ended:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+        return num_missing, have_ended
+
+    def _saves(self) -> list[tuple[int, int]]:
+        """Of each scheduler the saves that wait, and those that ended; they end in their order."""
+        return [(host["save_queue"], host["saves_ended"]) for host in self._hosts()]
 
     def _num_missing(self, document: Document, served: Served) -> int:
         found = self._steer(document, served, {"locate": True})

@@ -67,7 +67,11 @@ class Answer:
 
 
 class AnswerReports:
-    """ASGI middleware: gives each HTTP request its `Answer`, and the answer its header."""
+    """ASGI middleware: gives each HTTP request its `Answer`, and the answer its header.
+
+    An answer's start is held until something of its body comes: a stream that SGLang opens before
+    its first token (Anthropic's) would have no header otherwise.
+    """
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -77,14 +81,14 @@ class AnswerReports:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = Answer()
+        answer, held = Answer(), list[Message]()
 
         async def send_with_header(message: Message) -> None:
             if message["type"] == "http.response.start":
-                report = answer.report()
-                if report:
-                    value = json.dumps(report, separators=(",", ":")).encode()
-                    message = {**message, "headers": [*message.get("headers", ()), (HEADER, value)]}
+                held.append(message)
+                return
+            if held:
+                await send(_with_header(held.pop(), answer.report()))
             await send(message)
 
         token = _answer.set(answer)
@@ -92,6 +96,14 @@ class AnswerReports:
             await self._app(scope, receive, send_with_header)
         finally:
             _answer.reset(token)
+
+
+def _with_header(start: Message, report: dict[str, Any]) -> Message:
+    """The start of an answer, with the report where there is one."""
+    if not report:
+        return start
+    value = json.dumps(report, separators=(",", ":")).encode()
+    return {**start, "headers": [*start.get("headers", ()), (HEADER, value)]}
 
 
 def note_cut() -> None:

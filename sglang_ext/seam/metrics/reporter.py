@@ -27,7 +27,7 @@ class MetricsReporter:
         disk: what keeps its records, a disk or coded DRAM, or None.
         page_codec: what codes its pages, or None.
         cost: what is known of speeds, or None.
-        num_saves: how many nodes are on their way to DRAM.
+        saves: how many nodes are on their way to DRAM, and how many no longer are.
         enabled: whether SGLang runs with `--enable-metrics`.
         num_tenants: how many have a share of their own.
         labels: label values common to all series.
@@ -40,7 +40,7 @@ class MetricsReporter:
         page_codec: PageCodec | None = None,
         cost: CostModel | None = None,
         *,
-        num_saves: Callable[[], int] = lambda: 0,
+        saves: Callable[[], tuple[int, int]] = lambda: (0, 0),
         enabled: bool,
         num_tenants: int = 0,
         labels: dict[str, str],
@@ -53,7 +53,7 @@ class MetricsReporter:
         self._published: dict[str, float] = {}
         self._next_s = 0.0
         self._info: dict[str, Any] = {}
-        self._num_saves = num_saves
+        self._saves = saves
         self._metrics: dict[names.Metric, Any] = {}  # none where SGLang publishes none
         if enabled:
             self._make_metrics(num_tenants)
@@ -131,8 +131,8 @@ class MetricsReporter:
 
     def _host_stats(self) -> dict[str, int]:
         # Asked for first: with no save under way the counters hold all of them.
-        num_saves = self._num_saves()
-        return {**self._store.stats(), "save_queue": num_saves}
+        num_queued, num_ended = self._saves()
+        return {**self._store.stats(), "save_queue": num_queued, "saves_ended": num_ended}
 
     def _disk_values(self) -> dict[str, float]:
         values: dict[str, float] = {}

@@ -54,13 +54,18 @@ class RequestSpans:
 
     Args:
         times_of: when a batch of loads began and ended, by its index; None while it has not.
+        knows_tiers: whether this process knows where pages lie. One whose pages another one keeps
+            is told of slots alone.
 
     Attributes:
         has_failed: a trace could not be told.
     """
 
-    def __init__(self, times_of: Callable[[int], LoadTimes | None]) -> None:
+    def __init__(
+        self, times_of: Callable[[int], LoadTimes | None], *, knows_tiers: bool = True
+    ) -> None:
         self._times_of = times_of
+        self._knows_tiers = knows_tiers
         self.has_failed = False
         # Requests, their batches of loads, and when they were launched. Bounded, should SGLang
         # drop a batch.
@@ -101,7 +106,8 @@ class RequestSpans:
         if trace is None:
             return
         state = state_of(req)
-        trace.trace_set_thread_attrs(attributes(state, max(0, int(req.cached_tokens))))
+        if self._knows_tiers:
+            trace.trace_set_thread_attrs(attributes(state, max(0, int(req.cached_tokens))))
         if load_index >= 0 and state.num_loaded_tokens:
             self._loading.append((req, load_index, time.time_ns()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -343,6 +344,30 @@ def test_several_answers_to_one_prompt_count_it_once(client: openai.OpenAI) -> N
     assert report["cut_prompts"] == 1
     assert 0 < report["dropped"] < 700
     assert cached == sum(report[tier] for tier in ("device", "host", "disk", "remote"))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_of_anthropics_endpoint_sees_it_in_the_header(
+    server: Server, is_streamed: bool
+) -> None:
+    def ask(num_tokens: int) -> tuple[dict[str, Any], int]:
+        system, user = chat_about(num_tokens, 230 + is_streamed)
+        body = {"model": "m", "max_tokens": 4, "temperature": 0, "stream": is_streamed}
+        body |= {"system": system["content"], "messages": [user]}
+        raw = httpx.post(f"{server.url}/v1/messages", json=body, timeout=600.0)
+        raw.raise_for_status()
+        cached = re.findall(r'"cache_read_input_tokens":(\d+)', raw.text)
+        return json.loads(raw.headers.get("x-hier-kv", "{}")), max(map(int, cached), default=0)
+
+    ask(200)
+    settled(server)
+    server.post("/flush_cache")
+    header, cached = ask(200)
+    assert header == {"device": 0, "host": cached, "disk": 0, "remote": 0}
+    assert cached > 0
+    header, _ = ask(700)
+    assert header["cut_prompts"] == 1
+    assert header["dropped"] > 0
 
 
 def test_a_prompt_of_which_nothing_is_known_has_no_report(client: openai.OpenAI) -> None:

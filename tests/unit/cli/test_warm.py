@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext import __version__
 from sglang_ext.cli import main
 from sglang_ext.cli.warm.command import Summary
 from sglang_ext.cli.warm.documents import read_documents
@@ -34,6 +35,8 @@ class Peer(ThreadingHTTPServer):
         most: requests that were there at once.
         priorities: what it says of them.
         admin_key: without which the steering endpoint refuses.
+        saves: that are queued, and that have ended. Each time it is asked one more ends, unless it
+            `stalls`, and another one is queued.
     """
 
     daemon_threads = True
@@ -45,6 +48,7 @@ class Peer(ThreadingHTTPServer):
         self.most, self.now, self.changed = 0, 0, threading.Condition()
         self.at_once = threading.Barrier(1)
         self.priorities: dict[str, Any] = {}
+        self.saves, self.stalls = (0, 0), False
 
     @property
     def url(self) -> str:
@@ -60,7 +64,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self._hangs_up():
             return
-        state = {"page_size": PAGE, "host": {"save_queue": 0, "pinned_now_pages": 3}}
+        queued, ended = self.server.saves
+        if not self.server.stalls:
+            self.server.saves = queued, ended + 1
+        host = {"save_queue": queued, "saves_ended": ended, "pinned_now_pages": 3}
+        state = {"page_size": PAGE, "host": host}
         self._say(200, {"internal_states": [{"hier_kv": state}], **self.server.priorities})
 
     def do_POST(self) -> None:
@@ -267,8 +275,22 @@ def test_what_the_server_does_not_keep_is_a_failure(
     peer.is_stored = False
     assert main(["warm", peer.url, write({"text": "a"})]) == 1
     said = capsys.readouterr().out
-    assert "1 of its pages are neither in DRAM nor on disk" in said
+    assert "1 of its pages are neither in DRAM nor on disk: there was no room for them" in said
     assert "0 documents are stored, 0 of them were there already; 1 failed" in said
+
+
+def test_nobody_waits_for_saves_of_others(peer: Peer, write: Write) -> None:
+    """Of a server under traffic some are queued at any time."""
+    (document,) = read_documents([write({"text": "a"})], {})
+    peer.is_stored, peer.saves = False, (4, 100)
+    server = WarmedServer(peer.url, Keys(), timeout_s=86_400.0)
+    before = peer.saves[1]
+    with pytest.raises(WarmError, match="there was no room for them; see --hier-kv-host-size"):
+        server.warm(document, None)
+    assert peer.saves[1] - before == 1 + 4  # asked for once, and until those have ended
+    peer.stalls = True
+    with pytest.raises(WarmError, match=r"they were not saved in 0\.2 s; run this again"):
+        WarmedServer(peer.url, Keys(), timeout_s=0.2).warm(document, None)
 
 
 def test_a_server_that_goes_away_is_not_asked_again(
@@ -305,6 +327,16 @@ def test_without_the_admin_key_nothing_is_computed(
     assert peer.prompts() == []
     monkeypatch.setenv("SGLANG_HIER_KV_ADMIN_API_KEY", "of-the-admin")
     assert main(["warm", peer.url, path, "--api-key", "of-clients"]) == 0
+    ids = write([1] * PAGE, name="ids.json")
+    assert main(["steer", peer.url, "--ids", ids, "--locate", "--api-key", "of-clients"]) == 0
+    admin = ["--admin-api-key", "of-nobody"]
+    assert main(["steer", peer.url, "--ids", ids, "--locate", *admin]) == 1
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"hier-kv {__version__}\n"
 
 
 def test_a_server_that_is_not_done_in_time_is_said_to_be_so(peer: Peer, write: Write) -> None:

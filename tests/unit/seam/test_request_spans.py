@@ -62,6 +62,14 @@ def spans_of(exported: InMemorySpanExporter, req: Any) -> dict[str, Any]:
     return {"": threads[0], **{span.name: span for span in found}}
 
 
+def test_a_rank_whose_pages_another_one_keeps_says_nothing_of_tiers(
+    exported: InMemorySpanExporter,
+) -> None:
+    req = request()
+    RequestSpans(lambda index: None, knows_tiers=False).runs(req, -1)
+    assert not [n for n in spans_of(exported, req)[""].attributes if n.startswith("hier_kv.")]
+
+
 def test_a_span_says_where_the_prefix_lay_and_why_the_rest_was_computed(
     exported: InMemorySpanExporter,
 ) -> None:
