@@ -220,11 +220,11 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         feeds.on_prefill,
         runs_in_launch=pool.device.type == "cpu",
     )
-    # Speeds differ from rank to rank, and so would what is decided by them.
+    # How long a stage computes says little of how long a prompt does.
     decides_by_cost = (
         config.prefetch_policy == "cost"
         and (disk is not None or bool(config.remote_url))
-        and group is None
+        and place.pp_size == 1
     )
     logger.info(
         "hier-kv: %d pages of %d tokens in %.2f GB of DRAM, %s, K stored %s",

@@ -54,18 +54,18 @@ class SharedBook(PromiseBook):
         if self._keeps:
             super()._extend(handle, promise)
 
-    def _report_of(self, promise: Promise, readiness: Readiness) -> RequestReport:
+    def _report_of(self, handle: Hashable, promise: Promise, readiness: Readiness) -> RequestReport:
         """A reader agrees to whatever the keeper tells."""
         if self._keeps:
-            return super()._report_of(promise, readiness)
+            return super()._report_of(handle, promise, readiness)
         return RequestReport(0, len(promise.prefix.hashes), Readiness.READY, 0)
 
     def _settle_one(self, handle: Hashable, promise: Promise, agreed: AgreedRequest) -> None:
-        if not agreed.admit:
-            return
         if self._keeps:
             super()._settle_one(handle, promise, agreed)
-        else:
+        if not agreed.admit:
+            return
+        if not self._keeps:
             del self._open[handle]
             promise.settled, promise.first_page = agreed, agreed.first_page
             num_pages = max(0, agreed.end_page - agreed.first_page)
