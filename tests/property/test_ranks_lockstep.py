@@ -221,7 +221,7 @@ def test_ranks_that_load_what_is_worth_it_to_themselves_are_found_out(
     caplog.set_level(logging.CRITICAL)
 
     def num_promised(self: Any, handle: Any, space: Any, device_pages: int) -> int:
-        most = self._room.most_pages(handle, device_pages) - device_pages
+        most: int = self._room.most_pages(handle, device_pages) - device_pages
         num: int = promised(self, handle, space, device_pages)
         return max(0, min(num, most))
 
