@@ -175,8 +175,8 @@ SERVED_MODES = (
     ServedMode("one scheduler", "exact, moved, coded", "tests/e2e/reuse/test_equality.py"),
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
-        "exact, coded; moved by `overflow` (with MLA computed anew); with MLA one rank of a node "
-        "keeps each page for all; hybrids on one node, without a remote store",
+        "exact, coded; moved by `overflow`; with MLA one rank of a node keeps each page for all; "
+        "hybrids on one node, without a remote store",
         "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_truncated_ranks.py; "
         "tests/e2e/ranks/test_cost_ranks.py; tests/e2e/ranks/test_profile_ranks.py",
     ),

@@ -206,6 +206,8 @@ class TruncatedReuse:
         size, limit = self._page_size, max_quality_of(req)
 
         def usable_of(hashes: Hashes) -> Bools:
+            if not self._store.keeps_pages:  # the rank that keeps the pages of all says so
+                return np.ones(len(hashes), np.bool_)
             flags, quality = self._store.page_states(space, hashes)
             usable: Bools = ((flags & np.uint8(need)) != 0) & (quality <= limit)
             return usable
