@@ -4,6 +4,9 @@ Only with `--hier-kv-prefetch-policy cost`; `waiting.py` has the other policies.
 `tiers/policy/cost_model.py`. Hybrids are not judged; of coded pages in a remote store
 `streaming/planner.py` decides how they come.
 
+Each of several ranks decides by the speeds of its own. What all of them would use at most is agreed
+on in the scheduler's steps (`WaitingRoom.limit`), and a rank that hears of it judges that anew.
+
 `enter` decides, when a request enters the queue, how many of its pages are worth having; `learn`
 decides again when the remote store has answered;
 `num_pages` gives that number when a plan is made, judged anew if old; `should_hold` decides at its
@@ -86,10 +89,11 @@ class LoadOrCompute:
         """A request enters the queue; returns what it should do about its pages elsewhere."""
         now_s, prefix = self._clock(), request.prefix
         verdict, moves = self._judge(request, self._ahead_s)
-        reused = (prefix.num_on_device + verdict.pages) * self.page_tokens
-        reused = min(reused, prefix.prompt_tokens - 1)
+        reused = self._tokens_there(prefix, verdict.pages)
         compute_s = self.cost.prefill_s(prefix.prompt_tokens - reused, reused) or 0.0
-        request.estimate = Estimate(verdict, moves, now_s + self._ahead_s, compute_s, now_s)
+        request.estimate = Estimate(
+            verdict, moves, now_s + self._ahead_s, compute_s, now_s, request.num_usable
+        )
         self._ahead_s += compute_s
         self.num_waiting += 1
         if verdict.choice is not LoadChoice.NONE:
@@ -125,11 +129,12 @@ class LoadOrCompute:
 
     def num_pages(self, request: WaitingRequest) -> int:
         """How many of a request's leading pages a plan that is made now should ask for."""
-        num, estimate = len(request.prefix.off_device), request.estimate
+        num, estimate = request.num_usable, request.estimate
         if estimate is None:
             return num
         age_s = self._clock() - estimate.judged_at_s
-        if estimate.verdict.choice is not LoadChoice.NONE and age_s > _JUDGE_AGAIN_S:
+        is_old = age_s > _JUDGE_AGAIN_S or estimate.judged_pages != num
+        if estimate.verdict.choice is not LoadChoice.NONE and is_old:
             self._judge_again(request, estimate)
         verdict = estimate.verdict
         self._begin_probe(request, verdict)
@@ -183,16 +188,17 @@ class LoadOrCompute:
         now_s = self._clock()
         turn_in_s = max(0.0, estimate.turn_at_s - now_s)
         estimate.verdict, estimate.moves = self._judge(request, turn_in_s)
-        estimate.judged_at_s = now_s
+        estimate.judged_at_s, estimate.judged_pages = now_s, request.num_usable
 
     def _judge(self, request: WaitingRequest, turn_in_s: float) -> tuple[LoadDecision, Moves]:
         """The verdict, and what it would move."""
         wanted, sizes = request.prefix, request.remote_sizes()
-        survey = self._store.survey(wanted.space, wanted.off_device, wanted.max_quality)
+        pages = wanted.off_device[: request.num_usable]
+        survey = self._store.survey(wanted.space, pages, wanted.max_quality)
         num_here = len(survey.ready)
         fetched = np.empty(0, np.int64)
         if sizes is not None:
-            behind = sizes[num_here:]
+            behind = sizes[num_here : len(pages)]
             fetched = behind[: num_leading(behind)]
 
         def padded(column: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -207,7 +213,7 @@ class LoadOrCompute:
         remote_bytes = np.concatenate([np.zeros(num_here, np.int64), fetched])
         prefix = Prefix(
             prompt_tokens=wanted.prompt_tokens,
-            device_tokens=wanted.num_on_device * self.page_tokens,
+            device_tokens=self._tokens_there(wanted, 0),
             page_tokens=self.page_tokens,
             read_bytes=length,
             decode_bytes=np.where(coded, self._kv_bytes, 0),
@@ -226,10 +232,14 @@ class LoadOrCompute:
         )
 
     def _saving_s(self, prefix: ReusablePrefix, ready: int, left: int) -> float | None:
-        size, last_token = self.page_tokens, prefix.prompt_tokens - 1
-        there = min((prefix.num_on_device + ready) * size, last_token)
-        more = min(left * size, last_token - there)
+        there = self._tokens_there(prefix, ready)
+        more = self._tokens_there(prefix, ready + left) - there
         return self.cost.saving_s(prefix.prompt_tokens, there, more)
+
+    def _tokens_there(self, prefix: ReusablePrefix, num_pages: int) -> int:
+        """Tokens that need not be computed with so many pages behind those on the device."""
+        pages = (prefix.num_on_device + num_pages) * self.page_tokens
+        return min(prefix.tokens_before + pages, prefix.prompt_tokens - 1)
 
     def _moving_s(self, moves: Moves, on_disk: int, remote: int) -> float | None:
         """Seconds until the rest of a plan is there: both links work at once."""

@@ -36,7 +36,7 @@ class RequestPlans:
     def make(self, waiting: WaitingRequest, priority: int) -> None:
         """Makes a request's plan, or makes it anew, of what is stored and fits now."""
         prefix, old = waiting.prefix, waiting.plan
-        num = waiting.num_asked = len(prefix.off_device)
+        num = waiting.num_asked = waiting.num_usable
         if self._cost is not None:
             num = self._cost.num_pages(waiting)
             waiting.num_asked = num

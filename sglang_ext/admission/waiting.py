@@ -26,6 +26,7 @@ from sglang_ext.admission.request_plans import RequestPlans
 from sglang_ext.admission.turns import Turns
 from sglang_ext.admission.waiting_request import (
     LONGEST_PAUSE_S,
+    NO_LIMIT,
     UNKNOWN,
     Readiness,
     Remote,
@@ -271,6 +272,8 @@ class WaitingRoom:
         waiting = self._waiting.get(handle)
         if waiting is None or self._policy == "best_effort" or waiting.gave_up:
             return Readiness.READY
+        if self._cost is not None and waiting.late:
+            return Readiness.READY
         if waiting.ready or not waiting.found.total:
             # Its time runs from when the scheduler would have run it, as with pages on their way.
             held = waiting.held_since_s is not None
@@ -278,10 +281,55 @@ class WaitingRoom:
             return Readiness.WAITING if asks else Readiness.READY
         if not self._is_late(waiting):
             return Readiness.WAITING
+        if self._cost is not None:
+            # It will do with what it has; others may go on up to there, see `most_pages`.
+            waiting.late = True
+            self._stop_asking(waiting)
+            return Readiness.READY
         if not waiting.late:  # a hybrid may be told of again
             self._store.counters.add("prefetch_timeouts")
         waiting.late = True
         return Readiness.LATE
+
+    def most_pages(self, handle: Hashable, end_page: int) -> int:
+        """Leading pages of a request that this rank would use at most; under `cost`. O(1).
+
+        What is stored may become more; what is worth its time does not, so that ranks that look at
+        each other's come to an end.
+
+        Args:
+            handle: of the request.
+            end_page: end of those that are pinned for it.
+        """
+        waiting = self._waiting.get(handle)
+        if self._cost is None or waiting is None:
+            return NO_LIMIT
+        first, estimate = waiting.prefix.num_on_device, waiting.estimate
+        if waiting.late:
+            waiting.own_limit = min(waiting.own_limit, max(first, end_page))
+        if estimate is not None and estimate.computes:
+            waiting.own_limit = min(waiting.own_limit, first + estimate.verdict.pages)
+        if not waiting.answered:
+            return waiting.own_limit
+        return min(waiting.own_limit, first + waiting.found.total)
+
+    def limit(self, handle: Hashable, most_pages: int) -> None:
+        """Not all ranks would use more leading pages of a request: its plan brings no more."""
+        waiting = self._waiting.get(handle)
+        if self._cost is None or waiting is None or most_pages == waiting.limit:
+            return
+        grows, waiting.limit = most_pages > waiting.limit, most_pages
+        plan, stored = waiting.plan, waiting.prefix.num_on_device + waiting.found.total
+        if most_pages < min(stored, waiting.own_limit) and not waiting.is_limited:
+            waiting.is_limited = True
+            self._store.counters.add("cost_limited")
+        if grows:
+            self._changed = True
+            self._ask_for_more(waiting)
+            if plan is None:
+                waiting.found = waiting.with_remote(self._find(waiting.number, waiting.prefix))
+        elif plan is not None and not plan.done and plan.num_planned > waiting.num_usable:
+            self._plans.make(waiting, plan.priority)
 
     def hold(self, handle: Hashable) -> None:
         """The scheduler would have run a request that is held: its deadline runs from now on."""
@@ -505,7 +553,7 @@ class WaitingRoom:
 
     def _ask_for_more(self, waiting: WaitingRequest) -> None:
         """More became known than its plan was made for: the next look makes it anew."""
-        waiting.num_asked = len(waiting.prefix.off_device)
+        waiting.num_asked = waiting.num_usable
 
     def _find(self, number: int, prefix: ReusablePrefix) -> TierCounts:
         """Where a request's pages lie; the store expects it from now on where it looks ahead."""

@@ -23,6 +23,7 @@ from sglang_ext.tiers.store.types import Hashes
 # the time, and an attempt looks up the whole prefix.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.032
 UNKNOWN = -1
+NO_LIMIT = 0x7FFF_FFFF  # pages; more than any prompt has
 _COMPUTES = (LoadChoice.PARTIAL, LoadChoice.RECOMPUTE)
 
 
@@ -91,6 +92,7 @@ class ReusablePrefix:
         path: u8 `[M, 32]`, of a hybrid: the prompt's pages that can be loaded at most, where more
             of them may become of use while it waits; None: it is not looked for.
         cut: of a prompt that was cut, where several ranks have to agree on it.
+        tokens_before: tokens of a cut prompt that are on the device; `hashes` is of those behind.
     """
 
     space: KeySpace
@@ -104,6 +106,7 @@ class ReusablePrefix:
     resumes_at: int | None = None
     path: Hashes | None = None
     cut: CutPrompt | None = None
+    tokens_before: int = 0
 
     @property
     def next_page(self) -> Hashes:
@@ -137,6 +140,7 @@ class Estimate:
         turn_at_s: when the requests before it should be through.
         compute_s: what its own prefill should take.
         judged_at_s: when the verdict was made.
+        judged_pages: of how many leading pages off the device.
         held_since_s: when it was first asked whether to wait for its pages.
         budget_s: what all of its pages would have saved then; None where that is not known.
         asked_at_s: when it was last found worth waiting.
@@ -147,9 +151,15 @@ class Estimate:
     turn_at_s: float
     compute_s: float
     judged_at_s: float
+    judged_pages: int
     held_since_s: float | None = None
     budget_s: float | None = None
     asked_at_s: float = -math.inf
+
+    @property
+    def computes(self) -> bool:
+        """Whether some of what is stored for it is to be computed."""
+        return self.verdict.choice in _COMPUTES
 
 
 @dataclass
@@ -185,6 +195,9 @@ class WaitingRequest:
         arrived_s: when it entered the queue.
         estimate: what loading and computing it cost; None under other policies than `cost`.
         late: its deadline is over, or waiting on is not worth it.
+        limit: leading pages of `prefix.hashes` that all of several ranks would use.
+        is_limited: this one would have used more.
+        own_limit: those that are worth their time on this one; never more than before.
     """
 
     handle: Hashable
@@ -209,6 +222,9 @@ class WaitingRequest:
     arrived_s: float = 0.0
     estimate: Estimate | None = None
     late: bool = False
+    limit: int = NO_LIMIT
+    is_limited: bool = False
+    own_limit: int = NO_LIMIT
     _shortfall: Shortfall | None = None  # as of when it left the queue
 
     def shortfall(self) -> Shortfall:
@@ -248,11 +264,18 @@ class WaitingRequest:
         plan, estimate = self.plan, self.estimate
         if self.remote is Remote.FAILED or (plan is not None and plan.failed):
             return Shortfall.FAILED
-        if self.late or (estimate is not None and estimate.verdict.choice in _COMPUTES):
+        computes = estimate is not None and estimate.computes
+        if self.late or computes or self.is_limited:
             return Shortfall.TOO_SLOW
         if plan is None or plan.short or plan.lacked_room:
             return Shortfall.NO_ROOM
         return Shortfall.TOO_SLOW
+
+    @property
+    def num_usable(self) -> int:
+        """Leading pages off the device that all of several ranks would use, if they are stored."""
+        prefix = self.prefix
+        return max(0, min(len(prefix.hashes), self.limit) - prefix.num_on_device)
 
     def remote_sizes(self) -> npt.NDArray[np.int64] | None:
         """Bytes of the pages below the device that the remote store has; 0 for the others."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sglang_ext.assembly.key_setup import file_keys
-from sglang_ext.codec.base import CodecError
+from sglang_ext.codec.base import CodecError, LearnedKind
 from sglang_ext.codec.calibration.profile_paths import find_profile
 from sglang_ext.codec.page_codec import CodedShape, PageCodec, parse_level
 from sglang_ext.codec.registry import kind_of
@@ -16,8 +18,11 @@ from sglang_ext.device.layout import PageLayout
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.namespace import digest_model
+from sglang_ext.ranks.rank import Exchange, RankPlace
 from sglang_ext.remote.remote_codec import RemotePageCodec
 from sglang_ext.settings.config import HierKVConfig
+
+logger = logging.getLogger(__name__)
 
 PROFILE_FOLDER = "profiles"
 DTYPE_NAMES = {  # as codecs call them
@@ -29,8 +34,45 @@ DTYPE_NAMES = {  # as codecs call them
 }
 
 
+def agree_on_profile(config: HierKVConfig, model_path: str, exchange: Exchange) -> None:
+    """Compares the calibrated profile among tensor parallel ranks; a collective of all of them.
+
+    A page is decoded with the profile that coded it, so a rank that has another one harms nobody.
+    Its heads would be kept at another quality than the settings say of all.
+
+    Args:
+        config: the server's settings.
+        model_path: where a profile may lie that no setting names.
+        exchange: among these ranks, in the order of their numbers.
+
+    Raises:
+        HierKVConfigError: a rank has another one, or none; one sentence.
+    """
+    kinds = [kind_of(config.record_codec), kind_of(config.of_tier("codec", "remote"))]
+    if not any(kind is not None and (config.profile or kind.is_calibrated) for kind in kinds):
+        return
+    path = Path(config.profile) if config.profile else find_profile(model_path)
+    own = b""
+    if path is not None and path.is_file():
+        own = hashlib.sha256(path.read_bytes()).digest()
+    found = exchange(own)
+    other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
+    if other is not None:
+        raise HierKVConfigError(
+            f"--hier-kv-codec expects the same calibrated profile on all ranks, got "
+            f"{found[0].hex()[:16] or 'none'} on tensor parallel rank 0 and "
+            f"{found[other].hex()[:16] or 'none'} on rank {other}; copy the file "
+            f"{path or 'of the first node'} to every node or remove it from all."
+        )
+
+
 def build_page_codec(
-    config: HierKVConfig, pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype, runner: Any
+    config: HierKVConfig,
+    pool: DevicePool,
+    layout: PageLayout,
+    kv_dtype: torch.dtype,
+    runner: Any,
+    place: RankPlace,
 ) -> PageCodec | None:
     """The codec of records; None where none are kept, or where codecs cannot see the pool.
 
@@ -43,6 +85,7 @@ def build_page_codec(
         kv_dtype: of the pool; fp8 pools hold bytes and are told apart by it.
         runner: SGLang's model runner: the weights name what is learned about the model, and a
             calibrated profile may lie in the model's folder or the cache folder.
+        place: this rank's; of a calibrated profile it takes what is of its own heads.
 
     Raises:
         HierKVConfigError: codec, level or profile cannot be had with this model; one sentence.
@@ -51,11 +94,12 @@ def build_page_codec(
         return None
     codec_id = config.record_codec
     try:
+        shape = _shape(pool, layout, kv_dtype)
         return PageCodec(
-            _shape(pool, layout, kv_dtype),
+            shape,
             codec_id,
             None if codec_id == "none" else parse_level(codec_id, config.record_level),
-            **_knowledge(config, codec_id, runner),
+            **_knowledge(config, codec_id, runner, shape, place),
         )
     except (CodecError, OSError) as error:
         if codec_id == "none":
@@ -64,7 +108,12 @@ def build_page_codec(
 
 
 def build_remote_codec(
-    config: HierKVConfig, pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype, runner: Any
+    config: HierKVConfig,
+    pool: DevicePool,
+    layout: PageLayout,
+    kv_dtype: torch.dtype,
+    runner: Any,
+    place: RankPlace,
 ) -> RemotePageCodec | None:
     """The codec of the remote store; None where pages travel raw. Arguments as above.
 
@@ -75,12 +124,13 @@ def build_remote_codec(
     if codec_id == "none":
         return None
     try:
+        shape = _shape(pool, layout, kv_dtype)
         return RemotePageCodec(
-            _shape(pool, layout, kv_dtype),
+            shape,
             codec_id,
             parse_level(codec_id, config.of_tier("level", "remote")),
             adopts=bool(config.key_file),  # then the store has nothing that no server of it made
-            **_knowledge(config, codec_id, runner),
+            **_knowledge(config, codec_id, runner, shape, place),
         )
     except (CodecError, OSError) as error:
         raise HierKVConfigError(f"--hier-kv-codec remote={codec_id}: {error}.") from error
@@ -93,16 +143,20 @@ def _shape(pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype) -> Coded
     return CodedShape.of(layout, name, int(pool.k[0].shape[2]))
 
 
-def _knowledge(config: HierKVConfig, codec_id: str, runner: Any) -> dict[str, Any]:
+def _knowledge(
+    config: HierKVConfig, codec_id: str, runner: Any, shape: CodedShape, place: RankPlace
+) -> dict[str, Any]:
     return {
-        "learned": _learned(config, codec_id, runner.server_args),
+        "learned": _learned(config, codec_id, str(runner.server_args.model_path), shape, place),
         "folder": Path(config.disk_dir) / PROFILE_FOLDER if config.disk_dir else None,
         "owner": digest_model(runner.model).hex()[:16],
         "keys": file_keys(config),
     }
 
 
-def _learned(config: HierKVConfig, codec_id: str, server_args: Any) -> Any | None:
+def _learned(
+    config: HierKVConfig, codec_id: str, model_path: str, shape: CodedShape, place: RankPlace
+) -> Any | None:
     """What the settings or the files of the model have for the codec; None to learn it in service.
 
     Raises:
@@ -118,17 +172,36 @@ def _learned(config: HierKVConfig, codec_id: str, server_args: Any) -> Any | Non
         return None
     if config.profile and kind is not None:
         try:
-            return kind.load(Path(config.profile))
+            return _of_rank(kind, kind.load(Path(config.profile)), shape, place)
         except (OSError, CodecError) as error:
             raise HierKVConfigError(
                 f"--hier-kv-profile {config.profile} cannot be used: {error}; make one with "
                 "`hier-kv calibrate` or leave it out."
             ) from error
-    if kind is None:
+    found = find_profile(model_path) if kind is not None and kind.is_calibrated else None
+    if kind is None or found is None:
         return None
-    calibrated = kind.is_calibrated and server_args.tp_size == 1
-    found = find_profile(str(server_args.model_path)) if calibrated else None
-    return kind.load(found) if found is not None else None
+    learned = kind.load(found)
+    try:
+        return _of_rank(kind, learned, shape, place)
+    except CodecError as error:
+        logger.warning(
+            "hier-kv: %s is not used, and this rank learns a profile of its heads: %s", found, error
+        )
+        return None
+
+
+def _of_rank(kind: LearnedKind, learned: Any, shape: CodedShape, place: RankPlace) -> Any:
+    """What a calibration of all heads says of this rank's.
+
+    Raises:
+        CodecError: it cannot be had of these.
+    """
+    if place.tp_size == 1:
+        return learned
+    if kind.of_rank is None:
+        raise CodecError("what this codec learns is of all heads, and a rank has a part of them")
+    return kind.of_rank(learned, shape.num_channels, place.tp_rank, place.tp_size)
 
 
 def _uses_profile(config: HierKVConfig) -> bool:

@@ -19,7 +19,11 @@ from sglang_ext import __version__
 from sglang_ext.admission.cost_feeds import CostFeeds
 from sglang_ext.admission.forward_timer import ForwardTimer
 from sglang_ext.admission.load_or_compute import LoadOrCompute
-from sglang_ext.assembly.codec_setup import build_page_codec, build_remote_codec
+from sglang_ext.assembly.codec_setup import (
+    agree_on_profile,
+    build_page_codec,
+    build_remote_codec,
+)
 from sglang_ext.assembly.draft_setup import (
     count_loads_of,
     draft_facts,
@@ -151,14 +155,17 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     is_bound = bool(drafts) or is_hybrid
     group = group_of(cache)
     alike = are_alike(pool, place, is_alone=not is_bound)
+    if group is not None:
+        model_path = str(ctx.server_args.model_path)
+        agree_on_profile(config, model_path, partial(exchange, group))
     one_copy = None
     if alike and may_keep_one_copy(place, ctx.server_args.disaggregation_mode):
         one_copy = agree_on_one_copy(config, layout, place, partial(exchange, group))
     config = config if one_copy is None else one_copy.config
     first_layer = int(kv_pool.start_layer) if place.pp_size > 1 else 0
     ropes = bound_ropes(pool) if is_bound else discover_ropes(runner.model, pool, first_layer)
-    page_codec = build_page_codec(config, pool, layout, kv_pool.dtype, runner)
-    remote_codec = build_remote_codec(config, pool, layout, kv_pool.dtype, runner)
+    page_codec = build_page_codec(config, pool, layout, kv_pool.dtype, runner, place)
+    remote_codec = build_remote_codec(config, pool, layout, kv_pool.dtype, runner, place)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
     feeds = CostFeeds(cost, layout.kv_bytes, StoreCounters())
     # Of window layers' parts and of states no quality is kept on the device; no draft's page is
@@ -188,6 +195,8 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         feeds.on_prefill,
         runs_in_launch=pool.device.type == "cpu",
     )
+    # How long a stage computes says little of how long a prompt does.
+    may_decide = disk_or_remote and place.pp_size == 1
     _tell_sizes(config, store, ctx.params.page_size)
     return CacheParts(
         linker,
@@ -199,7 +208,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
             ctx, config, place, store, disk, page_codec, cost, linker, is_one=one_copy is not None
         ),
         timer,
-        _decider(config, store, layout, cost, timer) if disk_or_remote and group is None else None,
+        _decider(config, store, layout, cost, timer) if may_decide else None,
         window_inquiries(linker.windows, store, config),
         shares_pages=one_copy is not None,
     )

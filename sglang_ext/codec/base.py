@@ -154,8 +154,10 @@ class LearnedKind:
         digest: bytes that name the content.
         num_levels: of what `build` makes.
         build: from chunks `[S, T, C]`, the dtype's name, head dim and a note on their origin.
-        is_calibrated: a file of it may lie beside the model (`hier-kv calibrate`); it is of all
-            heads, so of no use to a tensor parallel rank, which has a part of them.
+        is_calibrated: a file of it may lie beside the model (`hier-kv calibrate`).
+        of_rank: what a file says of one tensor parallel rank's heads: of its content, the channels
+            of a plane on the rank, its number and that of all ranks; raises `CodecError`. None
+            where a part of it is of no use.
     """
 
     suffix: str
@@ -166,6 +168,7 @@ class LearnedKind:
     num_levels: int
     build: Callable[[Sequence[PlaneArray], str, int, str], Any]
     is_calibrated: bool = False
+    of_rank: Callable[[Any, int, int, int], Any] | None = None
 
 
 class Codec(ABC):

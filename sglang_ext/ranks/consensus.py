@@ -5,8 +5,8 @@ must be entered by all ranks alike. So whatever depends on what one rank's DRAM 
 its threads or its clock, is told to all before anything is decided on it:
 
 - which saves have ended, and whether they succeeded;
-- of each waiting request: which of its pages are pinned in DRAM, what they are worth, and whether
-  the rank would still wait for more;
+- of each waiting request: which of its pages are pinned in DRAM, what they are worth, how many the
+  rank would use at most, and whether it would still wait for more;
 - whether the loads of the last batch landed;
 - where one rank keeps the pages of all: how many of the oldest loads are over.
 
@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.admission.waiting_request import Readiness
+from sglang_ext.admission.waiting_request import NO_LIMIT, Readiness
 
 Vector = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
@@ -62,14 +62,15 @@ class RequestReport(NamedTuple):
         end_page: end of these pages.
         readiness: whether the rank would wait.
         quality: the worst of these pages; 0 is exact.
-        num_stored: leading pages of its prompt that are on the device or stored; of a hybrid.
+        most_pages: leading pages of its prompt that this rank would use at most: those that are on
+            the device or stored, as far as they are worth their time.
     """
 
     first_page: int
     end_page: int
     readiness: Readiness
     quality: int
-    num_stored: int = 0
+    most_pages: int = NO_LIMIT
 
 
 class AgreedRequest(NamedTuple):
@@ -80,14 +81,14 @@ class AgreedRequest(NamedTuple):
         end_page: end of these pages; not behind `first_page` where there are none.
         admit: whether it waits no longer: all ranks are ready, or one is late.
         quality: the worst of these pages on any rank.
-        num_stored: leading pages of its prompt that are on the device or stored on every rank.
+        most_pages: leading pages of its prompt that every rank would use.
     """
 
     first_page: int
     end_page: int
     admit: bool
     quality: int
-    num_stored: int = 0
+    most_pages: int = NO_LIMIT
 
 
 @dataclass(frozen=True)
@@ -221,8 +222,8 @@ class Consensus:
         vector[_SAVES:_REQUESTS] = 1
         vector[_SAVES : _SAVES + len(saves)] = saves
         columns = vector[_REQUESTS:].reshape(_COLUMNS, MAX_REQUESTS)
-        for column, (first_page, end_page, readiness, quality, num) in enumerate(report.requests):
-            columns[:, column] = -first_page, end_page, readiness, -quality, num
+        for column, (first_page, end_page, readiness, quality, most) in enumerate(report.requests):
+            columns[:, column] = -first_page, end_page, readiness, -quality, most
         return vector
 
 
@@ -232,8 +233,10 @@ def _decode(vector: Vector, num_requests: int) -> Agreed:
     return Agreed(
         saves=[bool(result) for result in saves],
         requests=[
-            AgreedRequest(-minus_first, end_page, readiness != Readiness.WAITING, -minus_worst, num)
-            for minus_first, end_page, readiness, minus_worst, num in columns.T.tolist()
+            AgreedRequest(
+                -minus_first, end_page, readiness != Readiness.WAITING, -minus_worst, most
+            )
+            for minus_first, end_page, readiness, minus_worst, most in columns.T.tolist()
         ],
         loads_landed=bool(vector[_LOADS]),
         num_ended_readings=int(vector[_READINGS]),

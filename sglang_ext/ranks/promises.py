@@ -163,7 +163,7 @@ class PromiseBook:
         for handle, promise in self._told:
             readiness = self._room.readiness(handle)
             self._extend(handle, promise)
-            reports.append(self._report_of(promise, readiness))
+            reports.append(self._report_of(handle, promise, readiness))
         return reports
 
     @property
@@ -190,15 +190,20 @@ class PromiseBook:
                 self._settle_one(handle, promise, agreed)
         self._told = []
 
-    def _report_of(self, promise: Promise, readiness: Readiness) -> RequestReport:
-        worst = int(promise.ticket.quality.max(initial=0))
-        return RequestReport(promise.first_page, promise.end_page, readiness, worst)
+    def _report_of(self, handle: Hashable, promise: Promise, readiness: Readiness) -> RequestReport:
+        worst, end_page = int(promise.ticket.quality.max(initial=0)), promise.end_page
+        most = self._room.most_pages(handle, end_page)
+        if promise.closed:
+            most = min(most, end_page)
+        return RequestReport(promise.first_page, end_page, readiness, worst, most)
 
     def _settle_one(self, handle: Hashable, promise: Promise, agreed: AgreedRequest) -> None:
         if agreed.admit:
             del self._open[handle]
             promise.settled = agreed
             self._keep(promise, agreed.first_page, agreed.end_page)
+        else:
+            self._room.limit(handle, agreed.most_pages)
 
     def _extend(self, handle: Hashable, promise: Promise) -> None:
         """Pins the pages that the plan brought since the last step."""
@@ -289,7 +294,7 @@ class PromiseBook:
     def num_stored(self, handle: Hashable) -> int:
         """Leading pages of a hybrid's prompt that every rank had when it was agreed on."""
         promise = self._promises.get(handle)
-        return promise.settled.num_stored if promise is not None and promise.settled else 0
+        return promise.settled.most_pages if promise is not None and promise.settled else 0
 
     def take(
         self, handle: Hashable, space: KeySpace, device_pages: int, hashes: Hashes

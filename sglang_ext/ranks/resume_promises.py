@@ -112,7 +112,7 @@ class ResumeBook(PromiseBook):
 
     # ---- agreeing ----
 
-    def _report_of(self, promise: Promise, readiness: Readiness) -> RequestReport:
+    def _report_of(self, handle: Hashable, promise: Promise, readiness: Readiness) -> RequestReport:
         assert isinstance(promise, _ResumePromise)
         end, num_stored = promise.point.end_page, promise.point.num_stored
         worst = int(promise.ticket.quality.max(initial=0)) if promise.is_whole else _NOT_WHOLE
@@ -132,7 +132,7 @@ class ResumeBook(PromiseBook):
         most = named.nearest if not is_one else named.nearest - 1
         promise.num_rounds += 1
         if most <= first or promise.num_rounds == MAX_ROUNDS:
-            nothing = AgreedRequest(first, first, True, 0, agreed.num_stored)
+            nothing = AgreedRequest(first, first, True, 0, agreed.most_pages)
             self._promise(handle, promise, nothing)
         elif promise.point.end_page > most:
             self._release(promise.ticket.slots)

@@ -18,13 +18,14 @@ from typing import Any, Final
 import numpy as np
 
 from sglang_ext.admission.waiting_request import Readiness
+from sglang_ext.ranks.composed_promises import CompositionBook
 from sglang_ext.ranks.consensus import (
     AgreedRequest,
     MinReduce,
     RankDivergenceError,
     RequestReport,
 )
-from sglang_ext.ranks.promises import Promise, PromiseBook
+from sglang_ext.ranks.promises import Promise
 from sglang_ext.ranks.shared_readings import SharedReadings
 from sglang_ext.tiers.store import KeySpace, LoadTicket
 from sglang_ext.tiers.store.types import Hashes
@@ -33,8 +34,8 @@ from sglang_ext.tiers.store.types import Hashes
 _ANY_SLOT: Final = np.iinfo(np.int32).max
 
 
-class SharedBook(PromiseBook):
-    """As `PromiseBook`, on every rank of a group of which one keeps the pages.
+class SharedBook(CompositionBook):
+    """As `CompositionBook`, on every rank of a group of which one keeps the pages.
 
     Attributes:
         readings: the loads that are not over on all ranks.
@@ -64,18 +65,18 @@ class SharedBook(PromiseBook):
         if self._keeps:
             super()._extend(handle, promise)
 
-    def _report_of(self, promise: Promise, readiness: Readiness) -> RequestReport:
+    def _report_of(self, handle: Hashable, promise: Promise, readiness: Readiness) -> RequestReport:
         """A reader agrees to whatever the keeper tells."""
         if self._keeps:
-            return super()._report_of(promise, readiness)
+            return super()._report_of(handle, promise, readiness)
         return RequestReport(0, len(promise.prefix.hashes), Readiness.READY, 0)
 
     def _settle_one(self, handle: Hashable, promise: Promise, agreed: AgreedRequest) -> None:
-        if not agreed.admit:
-            return
         if self._keeps:
             super()._settle_one(handle, promise, agreed)
-        else:
+        if not agreed.admit:
+            return
+        if not self._keeps:
             del self._open[handle]
             promise.settled, promise.first_page = agreed, agreed.first_page
             num_pages = max(0, agreed.end_page - agreed.first_page)
@@ -115,11 +116,11 @@ class SharedBook(PromiseBook):
     def take(
         self, handle: Hashable, space: KeySpace, device_pages: int, hashes: Hashes
     ) -> LoadTicket | None:
-        """See `PromiseBook`."""
+        """See `CompositionBook`."""
         return self._read(handle, super().take(handle, space, device_pages, hashes))
 
     def take_last(self, handle: Hashable, page_hash: bytes) -> LoadTicket | None:
-        """See `PromiseBook`."""
+        """See `CompositionBook`."""
         return self._read(handle, super().take_last(handle, page_hash))
 
     def _read(self, handle: Hashable, ticket: LoadTicket | None) -> LoadTicket | None:

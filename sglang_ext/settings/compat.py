@@ -240,12 +240,6 @@ def _check_values(
 
 def _check_tensor_parallel(config: HierKVConfig) -> None:
     """Refuses what several tensor parallel ranks cannot agree on yet."""
-    if config.profile:
-        _refuse(
-            "no --hier-kv-profile with several tensor parallel ranks",
-            config.profile,
-            "leave it out: each rank learns a profile of its own heads",
-        )
     if config.truncation in ("match", "all"):
         # A search ends at a different time on each rank.
         _refuse(

@@ -175,10 +175,10 @@ SERVED_MODES = (
     ServedMode("one scheduler", "exact, moved, coded", "tests/e2e/reuse/test_equality.py"),
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
-        "exact; coded without a calibrated profile; moved by `overflow` (with MLA computed anew); "
-        "with MLA one rank of a node keeps each page for all; hybrids on one node, without a "
-        "remote store",
-        "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_truncated_ranks.py",
+        "exact, coded; moved by `overflow`; with MLA one rank of a node keeps each page for all; "
+        "hybrids on one node, without a remote store",
+        "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_truncated_ranks.py; "
+        "tests/e2e/ranks/test_cost_ranks.py; tests/e2e/ranks/test_profile_ranks.py",
     ),
     ServedMode(
         "pipeline stages (`--pp-size`), of one or several tensor parallel ranks, on one node or "
@@ -194,9 +194,9 @@ SERVED_MODES = (
     ),
     ServedMode(
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
-        "exact; coded without a calibrated profile; moved by `overflow`, tried where a group is "
-        "one rank; shared between groups through the remote store only; without speculation, "
-        "adapters or sessions",
+        "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
+        "where a group is one rank; shared between groups through the remote store only; without "
+        "speculation, adapters or sessions",
         "tests/e2e/reuse/test_attention_dp.py",
     ),
     ServedMode("adapters (`--enable-lora`)", "exact", "tests/e2e/updates/test_adapter_promises.py"),

@@ -107,7 +107,7 @@ class TruncatedReuse:
         elif found is None:
             self._admission.leave(handle)
         else:
-            prefix = ReusablePrefix(space, found.hashes, 0, max_quality_of(req))
+            prefix = self._prefix_of(req, space, device_pages, hashes, found)
             self._admission.enter(handle, prefix, key)
 
     def _agreed_prefix(
@@ -129,19 +129,36 @@ class TruncatedReuse:
             hashes: u8 `[N, 32]`, of its pages from the root on.
             found: what all ranks have for it.
         """
-        size, limit = self._page_size, max_quality_of(req)
+        size = self._page_size
 
         def again(num_on_device: int) -> ReusablePrefix:
             tail = hashes[num_on_device:]
             now = self._compose(req, lineage, space, num_on_device * size, tail, _KNOWN)
             return self._agreed_prefix(req, lineage, space, num_on_device, hashes, now)
 
-        if found is None or found.stored.all():
-            cut = CutPrompt(None, len(hashes), again)
-            return ReusablePrefix(space, hashes, min(device_pages, len(hashes)), limit, cut=cut)
+        if found is not None and found.stored.all():
+            found = None
+        prefix = self._prefix_of(req, space, device_pages, hashes, found)
+        return replace(prefix, cut=CutPrompt(found, len(hashes), again))
+
+    def _prefix_of(
+        self,
+        req: Any,
+        space: KeySpace,
+        device_pages: int,
+        hashes: Hashes,
+        composition: Composition | None,
+    ) -> ReusablePrefix:
+        """What a cut prompt could reuse: pages that it is made of, else those stored as its own."""
+        size, limit = self._page_size, max_quality_of(req)
+        num_tokens = max(len(hashes) * size, len(req.full_untruncated_fill_ids))
+        if composition is None:
+            num_on_device = min(device_pages, len(hashes))
+            return ReusablePrefix(space, hashes, num_on_device, limit, prompt_tokens=num_tokens)
         return ReusablePrefix(
-            space, found.hashes, 0, limit, cut=CutPrompt(found, len(hashes), again)
-        )
+            space, composition.hashes, 0, limit,
+            prompt_tokens=num_tokens, tokens_before=device_pages * size,
+        )  # fmt: skip
 
     def _note_tiers(
         self, req: Any, space: KeySpace, device_pages: int, found: Composition | None
@@ -189,6 +206,8 @@ class TruncatedReuse:
         size, limit = self._page_size, max_quality_of(req)
 
         def usable_of(hashes: Hashes) -> Bools:
+            if not self._store.keeps_pages:  # the rank that keeps the pages of all says so
+                return np.ones(len(hashes), np.bool_)
             flags, quality = self._store.page_states(space, hashes)
             usable: Bools = ((flags & np.uint8(need)) != 0) & (quality <= limit)
             return usable

@@ -3,7 +3,8 @@
 SGLang loads every plugin of its entry point group; `Server` puts `load` below on the import path of
 all its servers. In a scheduler process it does what these variables say, and else nothing:
 
-- `ENV_SPEED_FILE` names a file: reads of the disk tier are held to the speed that it states;
+- `ENV_SPEED_FILE` names a file: reads of the disk tier are held to the speed that it states; or a
+  folder, with a file for each rank, named as its folder on disk is;
 - `ENV_JITTER` is a number of milliseconds: every operation of the page store is late by 0 to so
   many, in each process by delays of its own;
 - `ENV_LATE_THREADS` and `ENV_LATE_SCHEDULER` are a seed and a number of milliseconds, `1:2000`: all
@@ -62,14 +63,21 @@ def load() -> None:
 
 
 def slow_down_disks(speed_file: Path) -> None:
-    """Every disk tier that this process opens from now on reads at the speed of a file."""
-    from sglang_ext.tiers.disk import DiskTier
+    """Every disk tier that this process opens from now on reads at the speed of a file.
+
+    Args:
+        speed_file: see `ENV_SPEED_FILE`.
+    """
+    from sglang_ext.tiers.disk import DiskConfig, DiskTier
     from testkit.slow.disk import ThrottledIO
 
     original = DiskTier.__init__
 
-    def opened_on_a_slow_disk(self: DiskTier, *args: Any, io: Any = None, **kwargs: Any) -> None:
-        original(self, *args, io=io or ThrottledIO(speed_file), **kwargs)
+    def opened_on_a_slow_disk(
+        self: DiskTier, config: DiskConfig, *args: Any, io: Any = None, **kwargs: Any
+    ) -> None:
+        own = speed_file / config.path.name if speed_file.is_dir() else speed_file
+        original(self, config, *args, io=io or ThrottledIO(own), **kwargs)
 
     DiskTier.__init__ = opened_on_a_slow_disk  # type: ignore[method-assign]
 

@@ -24,10 +24,12 @@ from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.ranks_world import run_ranks
 
 NUM_STEPS = 200
+COST_COUNTERS = ("cost_load", "cost_recompute", "cost_limited", "cost_gave_up")
 CASES = [
     (2, "timeout", True, False), (3, "timeout", False, False), (2, "wait_complete", False, False),
     (3, "wait_complete", True, False), (2, "best_effort", True, False),
     (2, "timeout", True, True), (3, "wait_complete", True, True), (2, "wait_complete", False, True),
+    (2, "cost", True, False), (3, "cost", True, True), (2, "cost", False, False),
 ]  # fmt: skip
 
 
@@ -51,12 +53,15 @@ def test_ranks_decide_alike(
     ]
     if policy == "timeout":
         shown.append("prefetch_timeouts")
+    if policy == "cost":
+        shown += COST_COUNTERS
     seen: Counter[str] = Counter()
 
     def note(ranks: list[ranks_world.Rank]) -> None:
         for number, rank in enumerate(ranks):
             stats = rank.store.stats()
-            seen["prefetch_timeouts"] += stats.get("prefetch_timeouts", 0)
+            for name in ("prefetch_timeouts", *COST_COUNTERS):
+                seen[name] += stats.get(name, 0)
             seen.update({f"rank {number}: {name}": value for name, value in stats.items()})
 
     run_worlds(
@@ -207,6 +212,24 @@ def test_ranks_that_promise_what_they_have_themselves_are_found_out(
     monkeypatch.setattr(ranks_world, "WAIT_S", 5.0)
     with pytest.raises((RankDivergenceError, AssertionError, IndexError)):
         run_ranks(tmp_path, num_ranks=2, num_steps=NUM_STEPS, seed=1, policy="timeout")
+
+
+def test_ranks_that_load_what_is_worth_it_to_themselves_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What one rank would use is not what all of them were promised."""
+    caplog.set_level(logging.CRITICAL)
+
+    def num_promised(self: Any, handle: Any, space: Any, device_pages: int) -> int:
+        most: int = self._room.most_pages(handle, device_pages) - device_pages
+        num: int = promised(self, handle, space, device_pages)
+        return max(0, min(num, most))
+
+    promised = PromiseBook.num_promised
+    monkeypatch.setattr(PromiseBook, "num_promised", num_promised)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 20.0)
+    with pytest.raises((RankDivergenceError, AssertionError)):
+        run_worlds(tmp_path, Counter(), ("never",), num_ranks=2, policy="cost")
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

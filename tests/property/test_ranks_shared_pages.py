@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.ranks.consensus import RankDivergenceError
+from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.ranks.shared_promises import SharedBook
 from sglang_ext.ranks.shared_readings import SharedReading, SharedReadings
 from tests.property.test_ranks_lockstep import NUM_STEPS, run_worlds
@@ -169,15 +170,32 @@ def run_cut(
 def test_prompts_that_are_cut_load_their_own_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is moved, as a reader knows of no page; what is stored as their own is loaded."""
+    """What one rank keeps is moved on all, and what is stored as their own is loaded."""
     ranks = run_cut(tmp_path, monkeypatch)
     pairs = zip(ranks[0].trace, ranks[1].trace, strict=True)
     assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
     keeper, reader = (rank.store.stats() for rank in ranks)
     assert reader["loaded_pages"] == keeper["loaded_pages"] - ranks[0].num_lost > 0
-    assert "moved_tokens" not in keeper | reader
+    assert keeper["moved_tokens"] == reader["moved_tokens"] > 0
     assert keeper["evicted_pages"] > 0 < ranks[0].counts["cleared"]
     assert all(rank.num_late for rank in ranks)
+
+
+def test_a_reader_that_makes_a_prompt_of_what_it_was_not_told_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows of no page, so what it says is that all are there."""
+
+    def not_told(self: Lockstep, flags: Any) -> Any:
+        agreed = everywhere(self, flags)
+        return agreed if self._store.keeps_pages else flags
+
+    everywhere = Lockstep.everywhere
+    monkeypatch.setattr(Lockstep, "everywhere", not_told)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 10.0)
+    monkeypatch.setattr(rank_of_many, "WAIT_S", 10.0)
+    with pytest.raises(RankDivergenceError, match="do not hold the same waiting requests"):
+        run_cut(tmp_path, monkeypatch, num_loads=1000)
 
 
 def test_pins_of_cut_prompts_that_end_too_early_are_found_out(

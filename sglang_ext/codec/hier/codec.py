@@ -73,6 +73,7 @@ class HierCodec(Codec):
                 chunks, dtype, head_dim=head_dim, source=source
             ),
             is_calibrated=True,
+            of_rank=Profile.of_rank,
         )
 
     def __init__(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ NUM_CONTEXTS = 3
 MAX_RAW_TOKENS = 64
 # Of coefficients that lie outside their table: more would cost as much as a refinement layer does.
 _MAX_ESCAPES = 3e-4
+# Arrays whose first axis, or second behind the levels, is that of the blocks.
+_BY_BLOCK = ("grid_exp", "mean", "forward", "inverse", "mean_f32")
+_BY_LEVEL = ("inv_step", "recon_shift", "out_scale", "num_live", "classes", "refine_classes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +160,44 @@ class Profile:
         for name, kind in ARRAYS.items():
             digest.update(np.ascontiguousarray(getattr(self, name), kind).data)
         return digest.digest()
+
+    def of_rank(self, num_channels: int, rank: int, num_ranks: int) -> Profile:
+        """What it says of the heads of one of several tensor parallel ranks.
+
+        They have equal runs of the heads, in their order; with fewer heads than ranks some have the
+        same. Blocks are coded one by one, so a rank's are coded as they would be with all others.
+
+        Args:
+            num_channels: of a plane on this rank.
+            rank: its number.
+            num_ranks: how many there are.
+
+        Raises:
+            CodecError: its blocks are not of one rank's heads each, or it is of another model.
+        """
+        if num_channels == self.num_channels:
+            return self
+        num_parts, rest = divmod(self.num_channels, num_channels)
+        size = self.block_channels
+        if rest or num_ranks % num_parts:
+            raise CodecError(
+                f"it is for planes of {self.num_channels} channels, which do not lie on "
+                f"{num_ranks} ranks with {num_channels} on each"
+            )
+        if num_channels % size:
+            raise CodecError(
+                f"its blocks of {size} channels reach over the heads of several ranks, of which "
+                f"each has {num_channels}; `hier-kv calibrate --max-block {num_channels}` makes "
+                "one whose blocks do not"
+            )
+        own, in_plane = num_channels // size, self.num_channels // size
+        first = rank * num_parts // num_ranks * own
+        planes = np.arange(self.num_planes)[:, None]
+        blocks = (in_plane * planes + np.arange(first, first + own)).reshape(-1)
+        arrays = {name: getattr(self, name)[blocks] for name in _BY_BLOCK}
+        for name in _BY_LEVEL:
+            arrays[name] = np.ascontiguousarray(getattr(self, name)[:, blocks])
+        return replace(self, num_channels=num_channels, **arrays)
 
     @property
     def nbytes(self) -> int:

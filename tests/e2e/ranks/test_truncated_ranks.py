@@ -15,7 +15,7 @@ import pytest
 
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.requests import flush_device
-from testkit.server import Server
+from testkit.server import TINYLM, Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import hier_args, real_prompts, settled, state, tokens_and_logprobs
 
@@ -28,14 +28,14 @@ ROUNDING = 1e-3  # of a log-probability
 Answer = dict[str, Any]
 
 
-def server_of(folder: Path, num_ranks: int) -> Server:
+def server_of(folder: Path, num_ranks: int, model: Path | str = TINYLM) -> Server:
     args = hier_args(folder, host_pages=400, disk_gb=0.5, policy="wait_complete")
     args += ["--tp-size", str(num_ranks), "--page-size", str(PAGE), "--dtype", "float32"]
     args += ["--context-length", str(CONTEXT), "--max-total-tokens", "4096"]
     args += ["--hier-kv-truncation", "overflow"]
     env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)} if num_ranks > 1 else {}
     log = folder / "server.log"
-    return Server(args, log_path=log, env=env, stop="kill", start_timeout_s=400)
+    return Server(args, model=model, log_path=log, env=env, stop="kill", start_timeout_s=400)
 
 
 def ask(server: Server, prompt: list[int], **custom: Any) -> Answer:

@@ -83,13 +83,6 @@ REFUSED_ARGUMENTS = {
     ),
     "canary": (["--kv-canary", "raise"], ["no --kv-canary", "--kv-canary raise"]),
     "experts elsewhere": (["--kt-weight-path", "@/"], ["all experts", "--kt-weight-path"]),
-    "profile of all heads": (
-        [
-            *("--tp-size", "2", "--hier-kv-disk-dir", "@/disk"),
-            *("--hier-kv-codec", "hier", "--hier-kv-profile", "some.hkp"),
-        ],
-        ["no --hier-kv-profile", "some.hkp", "each rank learns"],
-    ),
     "outputs of stages that come later": (
         ["--pp-size", "2", "--pp-async-batch-depth", "1"],
         ["--pp-async-batch-depth 0 with several pipeline stages", "got 1"],

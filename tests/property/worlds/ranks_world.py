@@ -12,6 +12,9 @@ shows.
 Where one rank keeps the pages of all, the others have a store that knows of none and read the first
 one's memory; each ends a reading at steps of its own choice.
 
+Under `cost` each rank is told of speeds of its own, which have nothing to do with the others' and
+change by its own chance.
+
 Each decision goes into the rank's trace; the traces must be equal.
 """
 
@@ -37,6 +40,8 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
+from sglang_ext.admission.cost_feeds import CostFeeds  # noqa: E402
+from sglang_ext.admission.load_or_compute import LoadOrCompute  # noqa: E402
 from sglang_ext.admission.waiting import WaitingRoom  # noqa: E402
 from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
 from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
@@ -50,10 +55,12 @@ from sglang_ext.tiers.disk.segments.fileio import FileIO  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
+from sglang_ext.tiers.policy.cost_model import CostModel  # noqa: E402
 from sglang_ext.tiers.records.record import HEADER_BYTES  # noqa: E402
 from sglang_ext.tiers.remote import RemoteStore  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, LivePages, PageStore, PageStoreConfig  # noqa: E402
 from sglang_ext.tiers.store.reader_store import ReaderStore  # noqa: E402
+from sglang_ext.tiers.store.types import StoreCounters  # noqa: E402
 from testkit.slow.store import add_jitter  # noqa: E402
 from tests.tiers.remote.remote_cases import open_store  # noqa: E402
 from tests.tiers.tier_pages import PAYLOAD_BYTES, SLOT_BYTES, key, make_slot, payload  # noqa: E402
@@ -65,6 +72,7 @@ WAIT_S = 300.0
 NUM_WEIGHTS, NUM_ADAPTERS = 3, 2  # few, so that old ones come back and their pages are of use
 ADAPTER_ID = "tone"
 JITTER_S, DISK_DELAY_S, REMOTE_DELAY_S, TIMEOUT_MS = 0.001, 0.01, 0.004, 8.0
+TOKEN_S, PAGE_S = (1e-6, 1e-4, 3e-3), (1e-5, 1e-3, 2e-2)  # speeds that ranks are told of
 MAX_LATE_STEPS = 12  # of a reading of shared pages, behind what SGLang waits for
 
 
@@ -267,11 +275,15 @@ class Rank:
         self.disk = self._open_disk(folder / f"{number}") if has_disk else None
         self.remote = self._open_remote(folder / f"remote-{number}") if has_remote else None
         placement = PolicyConfig() if lookahead else None
+        self.feeds = CostFeeds(CostModel(TIMEOUT_MS / 1e3), PAYLOAD_BYTES, StoreCounters())
         self.store = (ReaderStore if reads else PageStore)(
             self.arena,
             PageIndex(16 if reads else 256),
             self.disk,
             PageStoreConfig(placement=placement),
+            on_read=self.feeds.on_read,
+            on_fetch=self.feeds.on_fetch,
+            counters=self.feeds.counters,
             remote=self.remote,
         )
         if self.disk is not None:
@@ -292,9 +304,11 @@ class Rank:
         self.session_open = False
 
         # What `Lockstep` asks for.
+        self.by_cost = policy == "cost" and not reads
         self.waiting_room = WaitingRoom(
-            self.store, prefetch_policy=policy, prefetch_timeout_ms=TIMEOUT_MS
-        )
+            self.store, prefetch_policy=policy, prefetch_timeout_ms=TIMEOUT_MS,
+            cost=self._load_or_compute() if self.by_cost else None,
+        )  # fmt: skip
         self.linker = self
         self.hier_linker = self
         self.hit_markers: dict[str, Any] = {}
@@ -337,6 +351,11 @@ class Rank:
             num_stages=wire.num_stages,
             begin_reduce=lambda vector: wire.begin_reduce(self.number, vector),
             **common,
+        )
+
+    def _load_or_compute(self) -> LoadOrCompute:
+        return LoadOrCompute(
+            self.store, self.feeds.cost, page_tokens=PAGE, kv_bytes_per_page=PAYLOAD_BYTES
         )
 
     def _handles(self) -> list[Handle]:
@@ -418,6 +437,7 @@ class Rank:
         if self.num_steps % 70 == 0:
             self._clear()
         self.press()
+        self.measure()
         self._end_late()
         for failed in self.admission.step():
             self.note("failed", failed)
@@ -446,6 +466,17 @@ class Rank:
             space = self.store.space(bytes(32))  # of nothing that is asked for
             self._save(space, hashes, [number], [frozenset()])
 
+    def measure(self) -> None:
+        """Now and then this rank alone finds other speeds."""
+        if not self.by_cost or self.own.random() >= 0.05:
+            return
+        cost, token_s, page_s = self.feeds.cost, self.own.choice(TOKEN_S), self.own.choice(PAGE_S)
+        for num_pages in (1, 2, 4, 8) * 2:
+            num_tokens, num_bytes = num_pages * PAGE, num_pages * SLOT_BYTES
+            cost.note_prefill([(num_tokens, 0)], token_s * num_tokens)
+            cost.note_read(num_bytes, page_s * num_pages)
+            cost.note_fetch(num_bytes, page_s * num_pages)
+
     def drain(self) -> None:
         """Runs until every request was served; fails when they wait for each other."""
         end_s = time.monotonic() + WAIT_S
@@ -462,6 +493,7 @@ class Rank:
                 self._finish()
             self.note("left", len(self.queue))
             assert time.monotonic() < end_s, ("deadlock", self.number, self.queue)
+        self.waiting_room.leave_all()  # a read that only measures may still be under way
 
     def close(self) -> None:
         """Ends the threads and checks the accounts."""
@@ -500,7 +532,8 @@ class Rank:
         num_on_device = self._num_on_device(key_of_prompt)
         space = self.identity.space_of(request, self.store)
         if space is not None:
-            prefix = ReusablePrefix(space, hashes_of(*key_of_prompt), num_on_device, 255)
+            hashes, num_tokens = hashes_of(*key_of_prompt), request.num_pages * PAGE
+            prefix = ReusablePrefix(space, hashes, num_on_device, 255, prompt_tokens=num_tokens)
             self.admission.enter(request.handle, prefix, key_of_prompt)
         self.queue.append(request)
 

@@ -36,6 +36,7 @@ _FIRST, _ROTATED = 8, 16  # elements of a head that are rotated
 _TOLERANCE = 0.05  # of values up to 2, rounded to bfloat16 three times
 STEPS = 250
 MOST_LATE_STEPS = 30  # of a reading, behind the copy
+STEPS_A_CLEAR = 170
 
 
 def rope() -> LayerRope:
@@ -154,7 +155,7 @@ class OneCopyRank(TruncationRank):
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
         super().__init__(folder, patch, seed, **options)
-        self.num_late = self._now = 0
+        self.num_late = self._now = self._num_steps = 0
         self._late: deque[tuple[int, LoadTicket, str]] = deque()
         self._end_load = self.store.end_load
         patch.setattr(self.store, "end_load", self._end_later)
@@ -191,9 +192,10 @@ class OneCopyRank(TruncationRank):
             self.num_late += 1
 
     def step(self) -> None:
-        """As the world's; now and then the tiers are cleared."""
+        """As the world's; at some steps the tiers are cleared."""
         self._end_late()
-        if self.rng.random() < 0.003:
+        self._num_steps += 1
+        if self._num_steps % STEPS_A_CLEAR == 0:
             self.cache.clear_storage_backend()
             self.counts["cleared"] = self.counts.get("cleared", 0) + 1
         super().step()

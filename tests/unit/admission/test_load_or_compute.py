@@ -17,6 +17,7 @@ from sglang_ext.admission.waiting_request import ReusablePrefix, WaitingRequest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.policy.cost_model import CostModel, LoadChoice
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
@@ -39,15 +40,16 @@ def pages(name: str, count: int) -> Hashes:
 class Rig:
     """A store with a throttled disk, and the decisions about it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, placement: PolicyConfig | None = None) -> None:
         self.speed = folder / "speed"
         config = DiskConfig(folder / "disk", 64 << 20, 0, segment_bytes=1 << 20, direct_io="off")
         disk = DiskTier(config, io=ThrottledIO(self.speed))
         self.cost = CostModel(unmeasured_wait_s=0.2)
         feeds = CostFeeds(self.cost, KV, StoreCounters())
+        store_config = PageStoreConfig(placement=placement)
         arena = HostArena(64, SLOT)
         self.store = PageStore(
-            arena, PageIndex(1024), disk, PageStoreConfig(), on_read=feeds.on_read,
+            arena, PageIndex(1024), disk, store_config, on_read=feeds.on_read,
             counters=feeds.counters,
         )  # fmt: skip
         self.store.open_namespace(DIGEST, {})

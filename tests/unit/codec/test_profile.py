@@ -15,14 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.codec.base import CodecError
+from sglang_ext.codec.calibration.calibrate import profile_from_planes
 from sglang_ext.codec.calibration.entropy_tables import (
     base_tables,
     histograms,
     integer_freqs,
     refine_tables,
 )
+from sglang_ext.codec.calibration.hf_capture import float_to_bits
+from sglang_ext.codec.calibration.options import CalibrationOptions
 from sglang_ext.codec.hier.profile import Profile
 from sglang_ext.codec.profile_file import _HEAD
+from sglang_ext.codec.registry import create_codec
 
 TINYLM = Path(__file__).parents[2] / "assets" / "tinylm.hkp"
 
@@ -226,3 +230,41 @@ def test_refinement_tables_tell_contexts_apart() -> None:
     assert peaked[1] > 3000
     assert abs(int(flat[1]) - 1365) < 40
     assert (tables.freqs[:, :3] > 0).all()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_ranks_part_codes_its_heads_as_the_whole_does(num_ranks: int) -> None:
+    """Of two heads; of four ranks two each have the same one."""
+    rng, num_planes, head_dim = np.random.default_rng(3), 4, 16
+    mix = rng.normal(size=(2 * head_dim, 2 * head_dim))
+    values = rng.normal(size=(num_planes, 600, 2 * head_dim)) @ mix + rng.normal(size=2 * head_dim)
+    planes = float_to_bits(values.astype(np.float32), "bf16")
+    options = CalibrationOptions(max_block_channels=head_dim)
+    whole = profile_from_planes([planes], "bf16", head_dim=head_dim, options=options)
+    assert whole.block_channels == head_dim
+    parts = [whole.of_rank(head_dim, rank, num_ranks) for rank in range(num_ranks)]
+    assert len({part.digest for part in parts}) == 2
+
+    def through(profile: Profile, chunk: Any, level: int) -> Any:
+        codec, out = create_codec("hier", dtype="bf16", profile=profile), np.empty_like(chunk)
+        codec.decode(codec.encode(chunk, level=level), out)
+        return out
+
+    for level in (0, 2, whole.num_levels - 1):
+        decoded = through(whole, planes, level)
+        assert not np.array_equal(decoded, planes)
+        for rank, part in enumerate(parts):
+            head = rank * 2 // num_ranks
+            own = np.ascontiguousarray(planes[:, :, head * head_dim : (head + 1) * head_dim])
+            assert np.array_equal(
+                through(part, own, level),
+                decoded[:, :, head * head_dim : (head + 1) * head_dim],
+            )
+
+
+def test_a_part_that_cannot_be_had_is_refused_in_a_sentence(bundled: Profile) -> None:
+    assert bundled.of_rank(bundled.num_channels, 1, 2) is bundled
+    with pytest.raises(CodecError, match=r"blocks of 512 channels .* calibrate --max-block 64"):
+        bundled.of_rank(64, 0, 2)
+    with pytest.raises(CodecError, match="for planes of 128 channels, which do not lie on 3 ranks"):
+        bundled.of_rank(64, 0, 3)

@@ -1,0 +1,173 @@
+"""What two ranks make of a waiting request by speeds of their own, step by step.
+
+Each has a store whose disk is slow or not, and an opinion of how fast it is; what they tell is
+reduced as in a server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.ranks.consensus import AgreedRequest, Consensus, Report
+from sglang_ext.ranks.promises import PromiseBook
+from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.records.record import RecordMeta, write_meta
+from tests.unit.admission.test_load_or_compute import KV, P, Rig, pages, until
+
+NUM_PAGES = 16
+CRAWLS = "0.001"  # MB/s: a minute for a page
+NOTHING_FOUND = np.empty(0, np.int64)
+
+
+class Rank:
+    """One rank, with pages a of which the first `num_in_dram` are in DRAM, the rest on disk."""
+
+    def __init__(self, folder: Path, num_in_dram: int) -> None:
+        folder.mkdir()
+        first = Rig(folder)
+        first.save(pages("a", NUM_PAGES))
+        until(lambda: not first.store.stats()["spill_queue_pages"])
+        assert first.store.flush(300.0) == 0
+        first.store.close(300.0)
+        self.rig = Rig(folder, PolicyConfig())
+        plan = self.rig.store.plan(self.rig.space, pages("a", num_in_dram)) if num_in_dram else None
+        if plan is not None:
+            until(lambda: plan.done)
+            self.rig.store.cancel_plan(plan)
+        self.consensus = Consensus(lambda vector: None)
+        self.book = PromiseBook(
+            self.rig.store,
+            self.rig.room,
+            page_size=P,
+            find_damaged=lambda slots, position: NOTHING_FOUND,
+            note=self.consensus.note,
+        )
+
+    def save(self, start: int, end: int) -> None:
+        """Some of the pages come to DRAM, behind those before them."""
+        store, own = self.rig.store, pages("a", NUM_PAGES)
+        ticket = store.begin_save(self.rig.space, own[start:end], own[:start])
+        for page, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True):
+            meta = RecordMeta(own[start + page].tobytes(), self.rig.space.digest, b"", 0, P, "pre")
+            write_meta(store.arena.slots[slot], meta, KV)
+        store.finish_save(ticket, ok=True)
+
+    def enter(self) -> None:
+        num_tokens = NUM_PAGES * P + 10
+        prefix = ReusablePrefix(
+            self.rig.space, pages("a", NUM_PAGES), 0, 255, prompt_tokens=num_tokens
+        )
+        self.book.enter("x", prefix)
+
+    @property
+    def agreed(self) -> AgreedRequest | None:
+        return self.book._promises["x"].settled
+
+
+def step(ranks: list[Rank]) -> bool:
+    """A step of all ranks, whose schedulers would run the request; whether they may."""
+    vectors = []
+    for rank in ranks:
+        rank.rig.room.step(["x"])
+        vectors.append(rank.consensus.begin(Report(requests=rank.book.report(["x"]))))
+    least = np.min(vectors, axis=0)
+    for rank in ranks:
+        rank.book.settle(rank.consensus.end(least.copy(), len(rank.book._told)).requests)
+        if not rank.book.may_admit("x"):
+            rank.rig.room.hold("x")
+    may = {rank.book.may_admit("x") for rank in ranks}
+    assert len(may) == 1
+    return may.pop()
+
+
+MakeRanks = Callable[[int, int], list[Rank]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeRanks]:
+    ranks: list[Rank] = []
+
+    def made(*in_dram: int) -> list[Rank]:
+        ranks.extend(Rank(tmp_path / str(at), num) for at, num in enumerate(in_dram))
+        return ranks
+
+    yield made
+    for rank in ranks:
+        rank.rig.speed.unlink(missing_ok=True)
+        rank.book.leave_all()
+        rank.rig.room.leave_all()
+        rank.rig.store.close(300.0)
+
+
+def until_admitted(ranks: list[Rank]) -> None:
+    end_s = time.monotonic() + 300
+    while not step(ranks):
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+
+
+def test_what_one_rank_computes_no_rank_waits_for(make: MakeRanks) -> None:
+    """The other one would, for an hour; it takes its reads back and the next step is the last."""
+    quick, slow = make(0, 0)
+    quick.rig.teach_prefill(1e-6)
+    quick.rig.teach_disk(0.1)
+    slow.rig.teach_prefill(10.0)
+    slow.rig.speed.write_text(CRAWLS)
+    for rank in (quick, slow):
+        rank.enter()
+    assert not step([quick, slow])
+    assert step([quick, slow])
+    for rank in (quick, slow):
+        assert rank.agreed is not None
+        assert rank.agreed.end_page == 0
+        assert not rank.rig.room._plans.planned
+    assert quick.rig.count("cost_recompute") == slow.rig.count("cost_load") == 1
+    assert slow.rig.count("cost_limited") == 1
+    assert slow.rig.count("cost_gave_up") == 0
+
+
+def test_a_rank_that_gives_up_the_rest_leaves_time_for_what_it_has(make: MakeRanks) -> None:
+    """It has four pages; the other one goes on bringing these, and no more."""
+    ahead, behind = make(4, 0)
+    ahead.rig.teach_prefill(1e-4)  # 0.1 s for all
+    ahead.rig.teach_disk(1000)
+    ahead.rig.speed.write_text(CRAWLS)
+    behind.rig.teach_prefill(10.0)
+    behind.rig.teach_disk(0.1)
+    behind.rig.speed.write_text("0.2")  # 1.3 s for four pages, 5 s for all
+    for rank in (ahead, behind):
+        rank.enter()
+    until_admitted([ahead, behind])
+    assert ahead.rig.count("cost_gave_up") == behind.rig.count("cost_limited") == 1
+    for rank in (ahead, behind):
+        assert rank.agreed is not None
+        assert (rank.agreed.first_page, rank.agreed.end_page) == (0, 4)
+
+
+def test_what_becomes_known_on_the_rank_that_had_less_is_brought_by_all(make: MakeRanks) -> None:
+    less, more = make(0, 0)
+    less.rig.store.clear()
+    less.save(0, 4)
+    for rank in (less, more):
+        rank.rig.teach_prefill(10.0)
+        rank.rig.teach_disk(1000)
+        rank.enter()
+    more.rig.speed.write_text(CRAWLS)
+    assert not step([less, more])
+    assert not step([less, more])
+    assert more.rig.room.progress("x").end_page == 4
+    less.save(4, NUM_PAGES)
+    end_s = time.monotonic() + 300
+    while more.rig.room.progress("x").end_page < NUM_PAGES:
+        assert not step([less, more])
+        assert time.monotonic() < end_s
+    more.rig.speed.unlink()
+    until_admitted([less, more])
+    assert more.rig.count("cost_limited") == 1
+    assert {rank.agreed.end_page for rank in (less, more) if rank.agreed} == {NUM_PAGES}
