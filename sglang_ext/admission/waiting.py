@@ -309,7 +309,7 @@ class WaitingRoom:
             waiting.own_limit = min(waiting.own_limit, max(first, end_page))
         if estimate is not None and estimate.computes:
             waiting.own_limit = min(waiting.own_limit, first + estimate.verdict.pages)
-        if not waiting.answered:
+        if waiting.remote is Remote.ASKED:
             return waiting.own_limit
         return min(waiting.own_limit, first + waiting.found.total)
 

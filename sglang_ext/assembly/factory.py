@@ -291,7 +291,7 @@ def _decider(
     cost: CostModel,
     timer: ForwardTimer,
 ) -> LoadOrCompute | None:
-    """Decides between loading and computing. One rank only: speeds differ from rank to rank."""
+    """Decides between loading and computing, where the operator asked for that."""
     if config.prefetch_policy != "cost":
         return None
     return LoadOrCompute(
