@@ -82,14 +82,17 @@ def _project(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries `[T, H, D]` and keys `[T, D]` of the index, rotated at their positions.
 
-    As SGLang does it, but for the axis of a single head, which its rotation in torch needs.
+    As SGLang does it, but for axes: its rotation in torch needs that of a single head, and gives
+    one more back where it rotates halves and not pairs.
     """
     query = indexer.wq_b(q_lora)[0].unflatten(-1, (-1, indexer.head_dim))
     key = indexer.k_norm(indexer.wk(x)[0]).unsqueeze(1)
     width = indexer.rope_head_dim
     rotated = indexer.rotary_emb(positions, query[..., :width], key[..., :width])
     query, key = (
-        kernels.rotate_activation(torch.cat((turned, whole[..., width:]), -1))
+        kernels.rotate_activation(
+            torch.cat((turned.reshape(whole[..., :width].shape), whole[..., width:]), -1)
+        )
         for turned, whole in zip(rotated, (query, key), strict=True)
     )
     return query, key.squeeze(1)
