@@ -26,6 +26,7 @@ from sglang_ext.assembly.draft_setup import (
     live_models,
     with_drafts,
 )
+from sglang_ext.assembly.index_setup import index_facts
 from sglang_ext.assembly.key_setup import Trust, build_trust
 from sglang_ext.assembly.one_copy import OneCopy, agree_on_one_copy, may_keep_one_copy, reader_store
 from sglang_ext.assembly.policy_setup import placement_of
@@ -158,9 +159,9 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     is_hybrid = pools.window is not None or snapshots is not None
     if is_hybrid:
         config = with_windows(config)
-    is_bound = bool(drafts) or is_hybrid
+    is_bound = bool(drafts) or is_hybrid or pool.has_index
     group = group_of(cache)
-    alike = are_alike(pool, place, is_alone=not is_bound)
+    alike = are_alike(pool, place, is_alone=not drafts and not is_hybrid)
     one_copy = None
     if alike and may_keep_one_copy(place, ctx.server_args.disaggregation_mode):
         one_copy = agree_on_one_copy(config, layout, place, partial(exchange, group))
@@ -232,7 +233,9 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         ctx.params.page_size,
         store.arena.nbytes / GIB,
         _describe_records(config) if store.keeps_pages else "all kept by tensor parallel rank 0",
-        "before rotary embedding" if config.rope == "pre" else "as the engine has it",
+        "before rotary embedding"
+        if config.rope == "pre" and not pool.has_index
+        else "as the engine has it",
     )
     return CacheParts(
         linker,
@@ -491,6 +494,8 @@ def _kernels(
         return gpu
     spec = next((rope.spec for rope in ropes if rope.spec is not None), None)
     rope_kernels.warm_up(pool.dtype, spec)
+    for dtype in {v.dtype for v in pool.v} - {pool.dtype}:  # rows of an index
+        rope_kernels.warm_up(dtype)
     return rope_kernels
 
 
@@ -502,7 +507,7 @@ def _compile(
     done = set()
     layers = [
         *zip(pools.full.k, (rope.spec for rope in ropes), strict=True),
-        *((v, None) for v in pools.full.v),
+        *((v, None) for v in pools.full.v if v.shape[2]),
         *((tensor, None) for part in pools.window_parts() for tensor in (*part.k, *part.v)),
     ]
     for tensor, spec in layers:
@@ -568,6 +573,9 @@ def _identity(
     if drafts:
         algorithm = algorithm_of(runner)
         fixed["drafts"] = draft_facts(algorithm, drafts, keys_are_pairs=ctx.params.is_eagle)
+    index = index_facts(runner.model, kv_pool, pool)
+    if index is not None:
+        fixed["index"] = index
     if snapshots is not None:
         fixed["states"] = [*snapshots.pool.describe(), snapshots.part_bytes]
     label = {
