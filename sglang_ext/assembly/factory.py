@@ -30,6 +30,7 @@ from sglang_ext.assembly.draft_setup import (
     live_models,
     with_drafts,
 )
+from sglang_ext.assembly.index_setup import index_facts
 from sglang_ext.assembly.key_setup import Trust, build_trust
 from sglang_ext.assembly.one_copy import OneCopy, agree_on_one_copy, may_keep_one_copy, reader_store
 from sglang_ext.assembly.policy_setup import placement_of
@@ -152,9 +153,9 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     is_hybrid = pools.window is not None or snapshots is not None
     if is_hybrid:
         config = with_windows(config)
-    is_bound = bool(drafts) or is_hybrid
+    is_bound = bool(drafts) or is_hybrid or pool.has_index
     group = group_of(cache)
-    alike = are_alike(pool, place, is_alone=not is_bound)
+    alike = are_alike(pool, place, is_alone=not drafts and not is_hybrid)
     if group is not None:
         model_path = str(ctx.server_args.model_path)
         agree_on_profile(config, model_path, partial(exchange, group))
@@ -197,7 +198,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     )
     # How long a stage computes says little of how long a prompt does.
     may_decide = disk_or_remote and place.pp_size == 1
-    _tell_sizes(config, store, ctx.params.page_size)
+    _tell_sizes(config, store, ctx.params.page_size, is_bound=pool.has_index)
     return CacheParts(
         linker,
         _identity(
@@ -303,14 +304,14 @@ def _decider(
     )
 
 
-def _tell_sizes(config: HierKVConfig, store: PageStore, page_size: int) -> None:
+def _tell_sizes(config: HierKVConfig, store: PageStore, page_size: int, *, is_bound: bool) -> None:
     logger.info(
         "hier-kv: %d pages of %d tokens in %.2f GB of DRAM, %s, K stored %s",
         store.arena.num_slots,
         page_size,
         store.arena.nbytes / GIB,
         _describe_records(config) if store.keeps_pages else "all kept by tensor parallel rank 0",
-        "before rotary embedding" if config.rope == "pre" else "as the engine has it",
+        "as the engine has it" if is_bound or config.rope != "pre" else "before rotary embedding",
     )
 
 
@@ -551,6 +552,8 @@ def _kernels(
         return gpu
     spec = next((rope.spec for rope in ropes if rope.spec is not None), None)
     rope_kernels.warm_up(pool.dtype, spec)
+    for dtype in {v.dtype for v in pool.v} - {pool.dtype}:  # rows of an index
+        rope_kernels.warm_up(dtype)
     return rope_kernels
 
 
@@ -562,7 +565,7 @@ def _compile(
     done = set()
     layers = [
         *zip(pools.full.k, (rope.spec for rope in ropes), strict=True),
-        *((v, None) for v in pools.full.v),
+        *((v, None) for v in pools.full.v if v.shape[2]),
         *((tensor, None) for part in pools.window_parts() for tensor in (*part.k, *part.v)),
     ]
     for tensor, spec in layers:
@@ -662,6 +665,9 @@ def _fixed_facts(
     if drafts:
         algorithm = algorithm_of(runner)
         fixed["drafts"] = draft_facts(algorithm, drafts, keys_are_pairs=ctx.params.is_eagle)
+    index = index_facts(runner.model, kv_pool, pool)
+    if index is not None:
+        fixed["index"] = index
     if snapshots is not None:
         fixed["states"] = [*snapshots.pool.describe(), snapshots.part_bytes]
     return fixed

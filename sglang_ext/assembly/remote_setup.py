@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_ext.assembly.key_setup import Trust
-from sglang_ext.device.pools import DevicePool
+from sglang_ext.device.pools import INDEXED, DevicePool
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.tiers.access import shown
@@ -73,14 +73,14 @@ def are_alike(pool: DevicePool, place: RankPlace, *, is_alone: bool) -> bool:
     """Whether all ranks of this one's tensor parallel group hold the same KV.
 
     Of MLA each has the latent row of every token: it is projected from what was summed over all
-    ranks, by weights that all of them have.
+    ranks, by weights that all of them have. So is the row of an index.
 
     Args:
         pool: the model's, of all its layers.
         place: this rank's.
         is_alone: nothing but this pool is in a page: no draft model's KV, no windows, no states.
     """
-    return pool.kind == "mla" and is_alone and place.tp_size > 1 and place.pp_size == 1
+    return pool.kind in ("mla", INDEXED) and is_alone and place.tp_size > 1 and place.pp_size == 1
 
 
 def put_share(place: RankPlace) -> PutShare:

@@ -20,7 +20,7 @@ from sglang_ext.tiers.store import PageStore
 
 logger = logging.getLogger(__name__)
 
-_REASON = "pages of models with window layers or states are not moved"
+_REASON = "pages of models with window layers, states, drafts or an index are not moved"
 
 
 def with_windows(config: HierKVConfig) -> HierKVConfig:

@@ -2,7 +2,8 @@
 
 A coded page's payload (stored on disk, never renumber)::
 
-    u32 tail length | tail (sglang_ext.device.layout) | the codec's stream of K and V
+    u32 tail length | tail (sglang_ext.device.layout) | rows of an index, if the model has one, as
+    they lie in the page, layer by layer | the codec's stream of K and V
 
 A lossless codec keeps the tail with its corrections; after a lossy one K is no longer on the grid
 that corrections are for, and the tail is written without any.
@@ -49,6 +50,8 @@ _ROPE_NUMBERS = {name: number for number, name in ROPE_NAMES.items()}
 class CodedShape:
     """Pages as codecs see them: planes of equal width, K and V of each layer in turn.
 
+    Rows of an index are none of them: they are kept as they are.
+
     Attributes:
         layout: where the planes lie in a slot.
         dtype: name of the KV dtype, as codecs call it.
@@ -70,10 +73,11 @@ class CodedShape:
         Raises:
             CodecError: K and V, or layers, differ in width.
         """
-        widths = {width for width in (*layout.k_row_bytes, *layout.v_row_bytes) if width}
-        if len(widths) != 1 or 0 < layout.v_row_bytes.count(0) < layout.num_layers:
+        v_row_bytes = (0,) * layout.num_layers if layout.has_index else layout.v_row_bytes
+        widths = {width for width in (*layout.k_row_bytes, *v_row_bytes) if width}
+        if len(widths) != 1 or 0 < v_row_bytes.count(0) < layout.num_layers:
             raise CodecError(f"codecs need planes of one width, this model has {sorted(widths)}")
-        per_layer = 2 if layout.v_row_bytes[0] else 1
+        per_layer = 2 if v_row_bytes[0] else 1
         num_channels = widths.pop() // kv_dtype(dtype).value_bytes
         return cls(layout, dtype, head_dim, per_layer * layout.num_layers, num_channels)
 
@@ -81,7 +85,7 @@ class CodedShape:
         """The planes [S, P, C] of a slot: a view where they lie side by side, else a copy."""
         storage = kv_dtype(self.dtype).storage
         axes = (self.num_planes, self.layout.page_size, self.num_channels)
-        num_bytes = self.layout.kv_bytes
+        num_bytes = sum(size for _, size in self._blocks())
         if self.layout.tail_offset - HEADER_BYTES == num_bytes:
             flat = slot[HEADER_BYTES : self.layout.tail_offset]
         else:
@@ -97,12 +101,39 @@ class CodedShape:
                 slot[at : at + size] = flat[taken : taken + size]
                 taken += size
 
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of a page's rows of an index."""
+        return sum(size for _, size in self._index_blocks())
+
+    def index_of(self, slot: U8) -> bytes:
+        """Rows of an index, as they lie in a slot, layer by layer."""
+        return b"".join(slot[at : at + size].tobytes() for at, size in self._index_blocks())
+
+    def put_index(self, rows: U8, slot: U8) -> None:
+        """Writes them back where `index_of` took them from."""
+        taken = 0
+        for at, size in self._index_blocks():
+            slot[at : at + size] = rows[taken : taken + size]
+            taken += size
+
     def _blocks(self) -> list[tuple[int, int]]:
-        layout, found = self.layout, []
+        """Where the planes lie, and how long they are."""
+        layout, size, found = self.layout, self.layout.page_size, []
         columns = (layout.k_offsets, layout.k_row_bytes, layout.v_offsets, layout.v_row_bytes)
         for k_at, k_bytes, v_at, v_bytes in zip(*columns, strict=True):
-            found += [(k_at, k_bytes * layout.page_size), (v_at, v_bytes * layout.page_size)]
-        return [(at, size) for at, size in found if size]
+            found.append((k_at, k_bytes * size))
+            if not layout.has_index:
+                found.append((v_at, v_bytes * size))
+        return [(at, num_bytes) for at, num_bytes in found if num_bytes]
+
+    def _index_blocks(self) -> list[tuple[int, int]]:
+        """The same of rows of an index."""
+        layout = self.layout
+        if not layout.has_index:
+            return []
+        blocks = zip(layout.v_offsets, layout.v_row_bytes, strict=True)
+        return [(at, row_bytes * layout.page_size) for at, row_bytes in blocks if row_bytes]
 
 
 class PageCodec(PageTranscoder):
@@ -183,7 +214,8 @@ class PageCodec(PageTranscoder):
         meta, _ = parse_header(slot)
         stream = self._stream(codec, planes, _raw_tokens(codec, meta))
         tail = self._tail(slot, meta, keep_corrections=not codec.lossy)
-        payload = np.frombuffer(TAIL_LENGTH.pack(len(tail)) + tail + stream, np.uint8)
+        head = TAIL_LENGTH.pack(len(tail)) + tail + self._shape.index_of(slot)
+        payload = np.frombuffer(head + stream, np.uint8)
         self._count("pages_coded")
         return coded_record(
             meta,
@@ -208,7 +240,8 @@ class PageCodec(PageTranscoder):
         if len(payload) < TAIL_LENGTH.size:
             return False
         (tail_bytes,) = TAIL_LENGTH.unpack_from(payload.data)
-        stream_at = TAIL_LENGTH.size + tail_bytes
+        index_at = TAIL_LENGTH.size + tail_bytes
+        stream_at = index_at + self._shape.index_bytes
         if tail_bytes > layout.tail_bytes(layout.max_corrections) or stream_at > len(payload):
             return False
         planes = self._shape.planes(out_slot)
@@ -218,8 +251,9 @@ class PageCodec(PageTranscoder):
             logger.debug("hier-kv: page %s is not decoded: %s", meta.page_hash.hex(), error)
             return False
         self._shape.put_planes(planes, out_slot)
+        self._shape.put_index(payload[index_at:stream_at], out_slot)
         tail_end = layout.tail_offset + tail_bytes
-        out_slot[layout.tail_offset : tail_end] = payload[TAIL_LENGTH.size : stream_at]
+        out_slot[layout.tail_offset : tail_end] = payload[TAIL_LENGTH.size : index_at]
         write_meta(out_slot, raw_header(meta), tail_end - HEADER_BYTES)
         self._count("pages_decoded")
         return self._has_sound_tail(out_slot, tail_bytes)

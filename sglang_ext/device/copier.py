@@ -164,6 +164,20 @@ class PageCopier:
         """Whether K of every layer can be loaded at another position than it was saved at."""
         return all(rope.movable for rope in self.ropes)
 
+    def _require_whole_pages(self, token_slots: Any) -> None:
+        """Looks at rows of pages with an index, where they can be looked at without a wait.
+
+        Raises:
+            CopyError: they are not those of whole pages of the pool.
+        """
+        if not self.layout.has_index or not isinstance(token_slots, np.ndarray):
+            return
+        pages = token_slots.reshape(-1, self.layout.page_size)
+        first = pages[:, :1]
+        are_whole = first % self.layout.page_size == 0
+        if not (are_whole.all() and (pages - first == np.arange(pages.shape[1])).all()):
+            raise CopyError("rows of an index lie in whole pages of the pool, got others")
+
     # ---- save ----
 
     def save(self, token_slots: I64, position: int, page_slots: I64) -> list[SavedPage]:
@@ -176,7 +190,11 @@ class PageCopier:
 
         Returns:
             One entry a page.
+
+        Raises:
+            CopyError: the pages have an index, and the rows are not those of whole pages.
         """
+        self._require_whole_pages(token_slots)
         positions = position + np.arange(len(token_slots), dtype=np.int64)
         found: list[Corrections] = []
         state = self.rules.saved_state
@@ -184,7 +202,7 @@ class PageCopier:
             spec = refresh_spec(self.ropes[layer]) if state == ROPE_PRE else None
             view = self._k_view(page_slots, layer)
             found.append(self._save_k(layer, token_slots, positions, spec, view))
-            if self.pool.v:
+            if self.layout.v_row_bytes[layer]:
                 self.kernels.copy_rows_to_pages(
                     self.pool.v[layer], token_slots, self._v_view(page_slots, layer)
                 )
@@ -264,6 +282,7 @@ class PageCopier:
             CopyError: a page is not of this layout, is bound to another position, or is
                 position-free where a layer has no known rotation.
         """
+        self._require_whole_pages(token_slots)
         tails, moved = self._tails(page_slots, position)
         size = self.layout.page_size
         how = np.where(tails.rope_state == ROPE_PRE, EMBED, np.where(moved, MOVE, COPY))
@@ -308,6 +327,9 @@ class PageCopier:
         size, first, end = self.layout.page_size, run.first_row, run.first_row + run.num_tokens
         if not 0 <= first < size or -(-end // size) != len(run.page_slots):
             raise ValueError(f"rows [{first}, {end}) are not of {len(run.page_slots)} pages")
+        if self.layout.has_index and (first or end % size):
+            raise CopyError(f"rows [{first}, {end}) of pages whose index is one of whole pages")
+        self._require_whole_pages(token_slots)
         tails, moved = self._tails(run.page_slots, position - first, may_rotate=self.movable)
         keeps = np.where(moved, MOVE, COPY)
         how = np.where(tails.rope_state == ROPE_PRE, EMBED, keeps).astype(np.uint8)
@@ -457,6 +479,8 @@ class PageCopier:
                 v_copy.result()
 
     def _load_v(self, job: LoadPages, layer: int, source: PageSource) -> None:
+        if not self.layout.v_row_bytes[layer]:
+            return
         view = self._view(source, self.layout.v_offsets[layer])
         self.kernels.copy_pages_to_rows(view, self.pool.v[layer], job.token_slots, job.first_row)
 

@@ -3,8 +3,9 @@
     [layer 0: K block][layer 0: V block][layer 1: K block] ... [tail]
 
 A block is ``[P, H, D]`` in the KV dtype, rows of one token next to each other, 64-byte aligned.
-MLA pools have one block a layer and no V. The tail (little endian, layout version 1, stored on
-disk, never renumber)::
+MLA pools have one block a layer and no V; where rows of an index lie beside the latent ones, those
+of a layer are its second block, as SGLang keeps them: a page's values, then its scales. The tail
+(little endian, layout version 1, stored on disk, never renumber)::
 
     u32 layout version | u32 rope state | u64 saved position | u32 number of corrections | u32 zero
     u32[L] corrections of each layer | { u32 element, u32 bits }[number of corrections]
@@ -58,6 +59,7 @@ class PageLayout:
         item_bytes: bytes of one value.
         frame: layout of the pages whose slot, payload and tail these have; None: their own.
         is_bound: whether K is always as the engine has it, so that there is nothing to list.
+        has_index: whether a layer's second block is not V but rows of an index.
 
     Raises:
         ValueError: the blocks do not fit into the frame, or one of the two is not bound.
@@ -69,6 +71,7 @@ class PageLayout:
     item_bytes: int
     frame: PageLayout | None = None
     is_bound: bool = False
+    has_index: bool = False
     # Derived from the fields above.
     k_offsets: tuple[int, ...] = field(init=False)
     v_offsets: tuple[int, ...] = field(init=False)

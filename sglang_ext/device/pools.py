@@ -17,6 +17,7 @@ from sglang_ext.errors import HierKVConfigError
 
 # Values of these dtypes lie on a free grid that un-rotation can round to.
 ROTATABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INDEXED = "indexed"
 # What a pool's quant_method may be: none, as of MLA pools, or one that does nothing.
 _PLAIN_VALUES = ("NoneType", "UnquantizedKVCacheMethod")
 
@@ -26,10 +27,14 @@ class DevicePool:
     """The device tier of one model.
 
     Attributes:
-        kind: ``mha`` (K and V of every head) or ``mla`` (one compressed row a token).
+        kind: ``mha`` (K and V of every head), ``mla`` (one compressed row a token), or ``indexed``
+            (such a row, and beside it one of an index that chooses what is attended to).
         dtype: dtype of the values; fp8 pools are seen as uint8 bytes.
         k: K of each layer, ``[S, H, D]``; row strides may exceed H*D.
-        v: V of each layer, ``[S, H, Dv]``; empty for MLA, and where K and V are blocks alike.
+        v: V of each layer, ``[S, H, Dv]``; empty for MLA, and where K and V are blocks alike. With
+            an index, its rows of each layer, ``[S, 1, words]``, of no words in a layer without.
+            SGLang keeps those of a page together, all values and then all scales, so only those
+            of whole pages mean anything: a row here is as much of a page as a token takes.
         latent_dim: columns of an MLA row that carry no rotary part; 0 for MHA.
         num_slots: S, token slots including the padding page.
     """
@@ -56,6 +61,11 @@ class DevicePool:
         """Whether K can be stored before rotary embedding at all."""
         return self.dtype in ROTATABLE_DTYPES
 
+    @property
+    def has_index(self) -> bool:
+        """Whether rows of an index are among a page's."""
+        return self.kind == INDEXED
+
     def layout(
         self, page_size: int, frame: PageLayout | None = None, *, is_bound: bool = False
     ) -> PageLayout:
@@ -67,7 +77,8 @@ class DevicePool:
             v_row_bytes=tuple(map(_row_bytes, self.v)) or (0,) * self.num_layers,
             item_bytes=item,
             frame=frame,
-            is_bound=is_bound,
+            is_bound=is_bound or self.has_index,
+            has_index=self.has_index,
         )
 
 
@@ -90,10 +101,12 @@ def describe_pool(kv_pool: Any) -> DevicePool:
         k, v, latent_dim = list(kv_pool.k_buffer), list(kv_pool.v_buffer), 0
     elif name == "MLATokenToKVPool" and not kv_pool.use_dsa:
         k, v, latent_dim = list(kv_pool.kv_buffer), [], int(kv_pool.kv_lora_rank)
+    elif name == "DSATokenToKVPool":
+        k, v, latent_dim = list(kv_pool.kv_buffer), _index_rows(kv_pool), int(kv_pool.kv_lora_rank)
     else:
         raise HierKVConfigError(
-            "--enable-hier-kv needs a plain MHA, GQA, MQA or MLA KV pool, got "
-            f"{name}; leave the flag out for this model."
+            "--enable-hier-kv needs a plain MHA, GQA, MQA or MLA KV pool, or one with an index of "
+            f"latent rows, got {name}; leave the flag out for this model."
         )
     quantizer = type(getattr(kv_pool, "quant_method", None)).__name__
     if quantizer not in _PLAIN_VALUES:
@@ -105,13 +118,50 @@ def describe_pool(kv_pool: Any) -> DevicePool:
     if k[0].dtype != dtype:  # fp8 is stored as uint8
         dtype = k[0].dtype
     return DevicePool(
-        kind="mla" if latent_dim else "mha",
+        kind=INDEXED if name == "DSATokenToKVPool" else "mla" if latent_dim else "mha",
         dtype=dtype,
-        k=tuple(_three_axes(t) for t in k),
-        v=tuple(_three_axes(t) for t in v),
+        k=tuple(map(_three_axes, k)),
+        v=tuple(map(_three_axes, v)),
         latent_dim=latent_dim,
         num_slots=int(k[0].shape[0]),
     )
+
+
+def _index_rows(kv_pool: Any) -> list[torch.Tensor]:
+    """The rows of a pool's index, of each layer: as `DevicePool.v` says.
+
+    Which layers have any is told by the memory that SGLang took, not by the model's configuration.
+
+    Raises:
+        HierKVConfigError: rows of an index are not those of the pages' tokens.
+    """
+    size, num_rows = int(kv_pool.page_size), int(kv_pool.kv_buffer[0].shape[0])
+    words_of_page = 0
+    rows: list[torch.Tensor] = []
+    for buffer in kv_pool.index_k_with_scale_buffer:
+        if not buffer.shape[0]:
+            rows.append(torch.empty(num_rows, 1, 0, dtype=torch.int32, device=buffer.device))
+            continue
+        bytes_of_page = int(buffer.shape[1])
+        are_alike = words_of_page in (0, bytes_of_page // 4)
+        words_of_page = bytes_of_page // 4
+        is_whole = buffer.is_contiguous() and buffer.dtype == torch.uint8
+        if not are_alike or not is_whole or bytes_of_page % (4 * size):
+            break
+        rows.append(buffer.view(torch.int32).view(-1, 1, words_of_page // size))
+    if (
+        len(rows) != len(kv_pool.kv_buffer)
+        or any(int(layer.shape[0]) != num_rows for layer in rows)
+        or (int(kv_pool.index_kpool), int(kv_pool.index_page_size)) != (1, size)
+        or not words_of_page
+    ):
+        shapes = sorted({tuple(buffer.shape) for buffer in kv_pool.index_k_with_scale_buffer})
+        raise HierKVConfigError(
+            "--enable-hier-kv needs an index with a row for each token of "
+            f"{num_rows // size} pages of {size}, got {shapes} of {kv_pool.index_kpool} tokens a "
+            "row; leave the flag out for this model."
+        )
+    return rows
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ class SavePath:
             kernels.copy_rows_to_pages(k, part.rows, out)
         else:
             kernels.save_to_pages(k, part.rows, part.positions, spec, out, listing, layer)
-        if copier.pool.v:
+        if layout.v_row_bytes[layer]:
             out = view(layout.v_offsets[layer])
             kernels.copy_rows_to_pages(copier.pool.v[layer], part.rows, out)
 

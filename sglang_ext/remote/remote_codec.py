@@ -58,7 +58,7 @@ class RemotePageCodec(PageCodec, RemoteCodec):
         if not codec_class(meta.codec).layered:
             return Levels(meta.level, (end,))
         (tail_bytes,) = TAIL_LENGTH.unpack_from(record.data, HEADER_BYTES)
-        stream_at = HEADER_BYTES + TAIL_LENGTH.size + tail_bytes
+        stream_at = HEADER_BYTES + TAIL_LENGTH.size + tail_bytes + self._shape.index_bytes
         header = read_header(record[stream_at:end].data)
         levels = range(header.first_level, header.last_level + 1)
         ends = [stream_at + header.prefix_bytes(level) for level in levels]

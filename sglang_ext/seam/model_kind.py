@@ -31,6 +31,9 @@ _WITHOUT_SNAPSHOTS = (
 # Window layers with other query heads than full ones, of which no configuration could be tried.
 _UNTRIED_WINDOWS = ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
 
+# Those with an index of one row a token beside latent rows.
+_INDEXED = ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+
 # Those with K and V of other shapes in window layers than in full ones.
 _ARCHITECTURES_OF_TWO_SHAPES = (
     "Gemma4ForCausalLM",
@@ -58,8 +61,10 @@ def model_kind(model_config: Any) -> str:
     hf_config = model_config.hf_config
     if mambaish_config(model_config) is not None:
         return "no tree" if _has_no_tree(model_config) else _state_kind(model_config)
-    if is_deepseek_v4(hf_config) or is_deepseek_dsa(hf_config) or is_minimax_sparse(hf_config):
+    if is_deepseek_v4(hf_config) or is_minimax_sparse(hf_config):
         return "sparse"
+    if is_deepseek_dsa(hf_config):
+        return _index_kind(model_config)
     if model_config.is_hybrid_swa:
         return _window_kind(model_config)
     if model_config.is_encoder_decoder:
@@ -113,6 +118,15 @@ def _state_kind(model_config: Any) -> str:
         and not model_config.is_hybrid_swa
     )
     return "state" if is_plain else "state of another kind"
+
+
+def _index_kind(model_config: Any) -> str:
+    """The kind of a model of DeepSeek's sparse attention."""
+    from sglang.srt.configs.model_config import get_dsa_index_kpool
+
+    hf_config = model_config.hf_config
+    is_plain = hf_config.architectures[0] in _INDEXED and get_dsa_index_kpool(hf_config) == 1
+    return "indexed" if is_plain and not model_config.is_hybrid_swa else "sparse"
 
 
 def _window_kind(model_config: Any) -> str:

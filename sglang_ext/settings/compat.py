@@ -23,6 +23,8 @@ from sglang_ext.settings.disaggregation import (
     is_disaggregated,
     outside_disaggregation,
 )
+from sglang_ext.settings.indexed import KIND as INDEXED
+from sglang_ext.settings.indexed import outside_index
 from sglang_ext.settings.model_kinds import MODEL_KINDS, WITHOUT
 from sglang_ext.settings.speculation import (
     KEYED_BY_PAIRS,
@@ -115,6 +117,9 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
         _check_windows(resolved.values.get, config, resolved.model_kind)
     if resolved.model_kind == "state":
         _check_states(resolved.values.get, config)
+    if resolved.model_kind == INDEXED:
+        for expected, found in outside_index(resolved.values.get, config):
+            _refuse(expected, found, f"change it, or {WITHOUT}")
     for expected, found in outside_speculation(resolved.values.get, config, resolved.model_kind):
         _refuse(expected, found, WITHOUT_SPECULATION)
     return [f"--{flag(name)} was never tested with --enable-hier-kv" for name in unknown]
@@ -279,7 +284,7 @@ def check_model(ctx: Any) -> None:
         ("disable_radix_cache", "no tree"),
         ("is_hybrid_swa", "swa"),
         ("is_hybrid_ssm", "state of another kind" if ctx.is_hybrid_swa else "state"),
-        ("is_dsa", "sparse"),
+        ("is_dsa", "sparse" if ctx.is_hybrid_swa or ctx.is_hybrid_ssm else INDEXED),
     ):
         if getattr(ctx, fact):
             check_kind(name)
@@ -288,6 +293,8 @@ def check_model(ctx: Any) -> None:
     gates = getattr(params, "swa_gates_prefix_match", None)
     if ctx.is_hybrid_ssm and gates is None:
         _refuse("SGLang 0.5.23 with layers that have a state", "an older one", WITHOUT)
+    if ctx.is_dsa and gates is None:
+        _refuse("SGLang 0.5.23 with rows of an index", "an older one", WITHOUT)
     if ctx.is_hybrid_swa:
         if gates is None:
             release = "SGLang 0.5.23 with sliding-window layers"

@@ -129,13 +129,22 @@ MODEL_KINDS = {
         "attention in every layer, or Mamba2 or a gated delta rule beside full attention",
         "a hybrid model with other states",
     ),
-    "sparse": ModelKind(
+    "indexed": ModelKind(
         "rows of an index beside the latent row (sparse attention)",
-        "DeepSeek V3.2, GLM-5, DeepSeek V4, MiniMax M3",
-        "the index rows lie beside the pool and would not be stored",
+        "DeepSeek V3.2, GLM-5",
+        "exact, at the saved position, index rows with the latent ones; by one rank or several "
+        "tensor parallel ones of one node, with codecs that lose nothing, without truncation, "
+        "adapters, sessions or speculation; run with a small GLM-5 and a small DeepSeek V3.2, "
+        "without experts, on a CPU",
+        "tests/e2e/models/test_index.py; tests/unit/device/test_index_pool.py",
+    ),
+    "sparse": ModelKind(
+        "rows of an index that are kept in another way (sparse attention)",
+        "DeepSeek V4, MiniMax M3, GLM-5 Next, LongCat Flash, Dots3 Note",
+        "their rows lie in other pools, or are of several tokens, or were never tried",
         "",
-        "a plain MHA, GQA, MQA or MLA KV pool",
-        "a model with sparse attention over an index",
+        "an index of one row a token beside latent rows (DeepSeek V3.2, GLM-5)",
+        "a model with sparse attention over another one",
     ),
     "encoder-decoder": ModelKind(
         "rows of an encoder before those of the tokens",

@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "deepseek-v3.2": {
         "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **_LATENT,
-        "index_topk": 64, "index_head_dim": 32, "index_n_heads": 4,
+        "index_topk": 64, "index_head_dim": 128, "index_n_heads": 4,
     },
     "gpt-oss": {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", **_WINDOWS,
@@ -63,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # The kinds that are served; drawn more often, as others are refused whatever their arguments are.
-SERVED = ("llama", "qwen3", "qwen3-moe", "gemma3", "deepseek-v3")
+SERVED = ("llama", "qwen3", "qwen3-moe", "gemma3", "deepseek-v3", "deepseek-v3.2")
 
 
 def model_folder(folder: Path, name: str) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from .models.admission import admit
 from .models.experts import bind_shared_expert
 from .models.rotation import rotate_in_place
+from .sparse.indexer import allow_sparse_models, bind_indexer
 from .states import allow_snapshots, bind_kernels
 
 NAME = "cpu_extend"
@@ -27,6 +28,7 @@ def load() -> None:
         add_attention_backend_choices([NAME])
     admit(NAME)
     allow_snapshots()
+    allow_sparse_models()
     # Importing the attention layers costs seconds, and only a scheduler process has them anyway.
     if "sglang.srt.managers.scheduler" in sys.modules:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -43,5 +45,6 @@ def _create(runner: Any) -> Any:
         prepare_speculation()
     bind_kernels()
     bind_shared_expert()
+    bind_indexer(NAME)
     rotate_in_place(runner.model)
     return CpuExtendAttnBackend(runner)

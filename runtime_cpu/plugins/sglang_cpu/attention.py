@@ -102,6 +102,33 @@ def attend_tree(
     output.copy_(_attend_seen(query, keys, values, torch.cat([before, mask], 1), scale))
 
 
+def attend_to_chosen(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    chosen: torch.Tensor,
+    *,
+    scale: float | None,
+) -> None:
+    """Computes the attention of tokens over those that an index chose for each, of one K and V.
+
+    Args:
+        query: `[N, Hq, D]`.
+        keys: `[T, 1, D]`.
+        values: `[T, 1, Dv]`.
+        output: `[N, Hq, Dv]`, written.
+        chosen: i32 `[N, M]`, rows of keys and values; less than 0 where there is none.
+        scale: factor of the products; `D ** -0.5` when None.
+    """
+    rows = chosen.clamp(min=0).long()
+    factor = query.shape[2] ** -0.5 if scale is None else scale
+    products = torch.einsum("nhd,nmd->nhm", query.float(), keys[rows, 0].float()) * factor
+    products.masked_fill_((chosen < 0).unsqueeze(1), -torch.inf)
+    shares = products.softmax(-1)
+    output.copy_(torch.einsum("nhm,nmd->nhd", shares, values[rows, 0].float()))
+
+
 def attend_with_sinks(
     query: torch.Tensor,
     keys: torch.Tensor,

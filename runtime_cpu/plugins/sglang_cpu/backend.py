@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from .attention import attend, attend_in_chunks, attend_tree, attend_with_sinks
+from .attention import (
+    attend,
+    attend_in_chunks,
+    attend_to_chosen,
+    attend_tree,
+    attend_with_sinks,
+)
 from .drafts import masks_of, verified_batch
 from .windows import WINDOW_VARIABLE, parse_windows
 
@@ -38,6 +44,7 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
         self._chunk_of_layers: int | None = model_runner.attention_chunk_size
         self._tree_masks: torch.Tensor | None = None  # of the drafts that are verified
         self._sinks: torch.Tensor | None = None  # of the layer that is computed, one a head
+        self._chosen: torch.Tensor | None = None  # by the index, for each token of the batch
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
@@ -58,6 +65,7 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
     def _begin_layer(self, layer: Any, options: dict[str, Any]) -> None:
         """Takes what ``torch_native`` does not know out of SGLang's options."""
         self._sinks = options.pop("sinks", None)
+        self._chosen = options.pop("topk_indices", None)
         if self._window and (layer.layer_id + 1) % self._every:
             layer.sliding_window_size = self._window
         self._chunk = self._chunk_of_layers if layer.use_irope else None
@@ -113,7 +121,9 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
             rows = slice(start, start + num_new)
             seen = query[rows], k_cache[slots], v_cache[slots], output[rows]
             scale = options.get("scaling")
-            if self._chunk is not None:
+            if self._chosen is not None:
+                attend_to_chosen(*seen, self._chosen[rows], scale=scale)
+            elif self._chunk is not None:
                 attend_in_chunks(*seen, chunk=self._chunk, scale=scale)
             elif self._sinks is not None:
                 attend_with_sinks(*seen, self._sinks, window=window, scale=scale)
@@ -136,7 +146,7 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
         *args: Any,
         **options: Any,
     ) -> torch.Tensor:
-        if self._chunk is not None or self._sinks is not None:
+        if self._chunk is not None or self._sinks is not None or self._chosen is not None:
             scale, window = options.get("scaling"), options.get("sliding_window_size")
             for at, (request, num) in enumerate(
                 zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
@@ -147,7 +157,9 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
                 slots = self._rows(req_to_token[request, first:num])
                 row = slice(at, at + 1)
                 seen = query[row], k_cache[slots], v_cache[slots], output[row]
-                if self._sinks is None:
+                if self._chosen is not None:
+                    attend_to_chosen(*seen, self._chosen[row], scale=scale)
+                elif self._sinks is None:
                     attend(*seen, window=None, scale=scale)
                 else:
                     attend_with_sinks(*seen, self._sinks, window=window, scale=scale)

@@ -47,6 +47,7 @@ _TREE = "srt.mem_cache.unified_cache.unified_tree_core"
 _WINDOWS = "srt.mem_cache.unified_cache.components.swa"
 _STATES = "srt.mem_cache.unified_cache.components.mamba"
 _POOLS = "srt.mem_cache.memory_pool"
+_INDEX = "srt.mem_cache.index_key_cache"
 _SCHEDULER = "srt.managers.scheduler"
 _STAGES = "srt.managers.scheduler_pp_mixin"
 _PARTS = "srt.managers.scheduler_components"
@@ -133,6 +134,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "build_external_linker_transfer update_external_linker_load "
             "redistribute_on_node_split acquire_component_lock"
         ),
+        # How rows of an index lie in pages, which layers have any, and what a forward waits for.
+        (_INDEX, "IndexKeyCache"): (
+            "__init__ _buffer_shape _kernel_view _layer_num_pages get_local_buffer"
+        ),
         # Which slot a load of a state fills, when a state is copied for a request, and which states
         # a tree's nodes keep.
         (_STATES, "MambaComponent"): (
@@ -163,7 +168,9 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.arg_groups.model_override_base", ""): "model_config_of",
         ("srt.arg_groups.overrides", ""): "resolution_result",
         ("srt.configs.hybrid_arch", ""): "mambaish_config",
-        ("srt.configs.model_config", ""): "is_deepseek_dsa is_deepseek_v4 is_minimax_sparse",
+        ("srt.configs.model_config", ""): (
+            "is_deepseek_dsa is_deepseek_v4 is_minimax_sparse get_dsa_index_kpool"
+        ),
         ("srt.model_loader.utils", ""): "get_resolved_model_impl",
         (_UNIFIED, "UnifiedRadixCache"): (
             "__init__ inc_lock_ref dec_lock_ref root_node_handle _apply_cache_actions "
@@ -330,9 +337,15 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.sampling.sampling_params", ""): "SamplingParams",
         ("srt.speculative.spec_info", ""): "SpeculativeAlgorithm",
         (_DRAFTS, "BaseSpecWorker"): "target_worker",
-        ("srt.mem_cache.memory_pool", ""): "MHATokenToKVPool MLATokenToKVPool",
+        ("srt.mem_cache.memory_pool", ""): "MHATokenToKVPool MLATokenToKVPool DSATokenToKVPool",
         ("srt.mem_cache.memory_pool", "MHATokenToKVPool"): "k_buffer v_buffer",
-        ("srt.mem_cache.memory_pool", "MLATokenToKVPool"): "kv_buffer",
+        ("srt.mem_cache.memory_pool", "MLATokenToKVPool"): "kv_buffer kv_lora_rank use_dsa",
+        (_POOLS, "DSATokenToKVPool"): (
+            "index_kpool index_page_size index_head_dim quant_block_size index_k_with_scale_buffer"
+        ),
+        ("srt.layers.attention.dsa.dsa_indexer", "Indexer"): (
+            "use_dsa_indexer_fusion is_neox_style block_size scale_fmt rope_head_dim"
+        ),
         ("srt.mem_cache.memory_pool", "ReqToTokenPool"): "req_to_token",
     },
 }

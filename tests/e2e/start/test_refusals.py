@@ -254,9 +254,10 @@ REFUSED_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {
             "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
             "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
-            "v_head_dim": 32, "index_topk": 64, "index_head_dim": 32, "index_n_heads": 4,
+            "v_head_dim": 32, "index_topk": 64, "index_head_dim": 128, "index_n_heads": 4,
+            "index_kpool": 4,
         },
-        ["plain MHA, GQA, MQA or MLA KV pool", "sparse attention over an index"],
+        ["an index of one row a token beside latent rows", "sparse attention over another one"],
     ),
     "cross attention": (
         {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"},

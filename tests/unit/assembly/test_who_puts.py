@@ -22,6 +22,8 @@ def pool(kind: str) -> DevicePool:
         ("mla", True, 8, True),
         ("mla", True, 1, False),
         ("mla", False, 8, False),
+        ("indexed", True, 8, True),
+        ("indexed", False, 8, False),
         ("mha", True, 8, False),
     ],
 )

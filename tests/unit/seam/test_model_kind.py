@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang_ext.errors import HierKVConfigError  # noqa: E402
 from sglang_ext.seam.model_kind import model_kind  # noqa: E402
 from sglang_ext.settings.compat import check_kind  # noqa: E402
+from testkit.hybrids.index_model import CONFIGS  # noqa: E402
 from testkit.hybrids.shaped_models import SHAPED_MODELS  # noqa: E402
 
 
@@ -52,3 +54,19 @@ def test_step_is_refused_whatever_its_layers_are(folder: Path, name: str) -> Non
     config.hf_config.architectures = [name]
     with pytest.raises(HierKVConfigError, match="got a model with others"):
         check_kind(model_kind(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kind"),
+    [
+        ("glm", {}, "indexed"),
+        ("deepseek", {}, "indexed"),
+        ("deepseek", {"index_kpool": 4}, "sparse"),
+        ("deepseek", {"architectures": ["MistralLarge3ForCausalLM"]}, "sparse"),
+    ],
+)
+def test_an_index_of_a_row_a_token_is_told_from_others(
+    tmp_path: Path, name: str, changes: dict[str, Any], kind: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
+    assert model_kind(config_of(tmp_path)) == kind

@@ -74,7 +74,8 @@ def test_a_plain_model_is_taken() -> None:
         ({"is_hybrid_ssm": True}, "needs HybridReqToTokenPool, got ReqToTokenPool"),
         ({"is_hybrid_ssm": True, "is_hybrid_swa": True}, "a hybrid model with other states"),
         ({"is_hybrid_ssm": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with layers"),
-        ({"is_dsa": True}, "sparse attention"),
+        ({"is_dsa": True, "is_hybrid_swa": True}, "sparse attention over another"),
+        ({"is_dsa": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with rows of an index"),
         ({"mode": "decode"}, "needs DecodeReqToTokenPool, got ReqToTokenPool"),
         ({"mode": "prefill", "swa_gates_prefix_match": None}, "SGLang 0.5.23 with --disagg"),
         ({"disable_radix_cache": True}, "SGLang disables it"),
@@ -379,3 +380,32 @@ def test_settings_survive_the_way_to_other_processes() -> None:
     config = HierKVConfig.from_dict({"host_size": 2, "rope": "delta"})
     assert HierKVConfig.from_dict(config.to_dict()) == config
     assert config.host_size == 2.0
+
+
+@pytest.mark.parametrize(
+    ("values", "config", "words"),
+    [
+        ({"pp_size": 2}, HierKVConfig(), "--pp-size 1 with rows of an index beside latent ones"),
+        ({"attn_dp_size": 2}, HierKVConfig(), "--attn-dp-size 1 with rows of an index"),
+        ({"enable_dp_attention": True}, HierKVConfig(), "no --enable-dp-attention with rows"),
+        ({"dp_size": 2}, HierKVConfig(), "--dp-size 1 with rows of an index"),
+        ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with rows of an index"),
+        ({"enable_lora": True}, HierKVConfig(), "no --enable-lora with rows of an index"),
+        ({"speculative_algorithm": "EAGLE"}, HierKVConfig(), "no --speculative-algorithm"),
+        ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
+        ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
+        ({}, HierKVConfig(codec="hier", disk_dir="/d"), "that loses nothing .*, got hier"),
+        ({}, HierKVConfig(codec="remote=hier,disk=zstd", disk_dir="/d"), "nothing .*, got hier"),
+    ],
+)
+def test_what_was_not_tried_with_an_index_is_refused_with_it_alone(
+    values: dict[str, Any], config: HierKVConfig, words: str
+) -> None:
+    with pytest.raises(HierKVConfigError, match=words):
+        check_resolved(resolved("indexed", **values), config)
+
+
+@pytest.mark.parametrize("codec", ["", "none", "zstd", "lossless", "remote=lossless,disk=zstd"])
+def test_codecs_that_lose_nothing_and_ranks_are_taken_with_an_index(codec: str) -> None:
+    config = HierKVConfig(codec=codec, disk_dir="/d", remote_url="file:///d?size=1GB")
+    assert check_resolved(resolved("indexed", tp_size=2), config) == []

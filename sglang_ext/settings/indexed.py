@@ -1,0 +1,45 @@
+"""Which set-ups of models with an index beside their latent rows are served, and what is refused.
+
+Rows of an index carry a rotation and are quantised, so they are kept as the engine has them: pages
+are bound to their positions. Allowed is what was run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglang_ext.codec.registry import codec_class, codec_ids
+from sglang_ext.settings.config import CODED_TIERS, HierKVConfig
+from sglang_ext.settings.untried import adapters_and_sessions, on, outside
+
+KIND = "indexed"
+
+
+def outside_index(read: Callable[[str], Any], config: HierKVConfig) -> Iterator[tuple[str, str]]:
+    """What is expected and what came, of everything that was not tried with an index.
+
+    Args:
+        read: an argument's value by its name.
+        config: the plugin's settings.
+    """
+    rows = (
+        ("--pp-size 1", read("pp_size") or 1),
+        ("--dp-size 1", read("dp_size") or 1),
+        ("--attn-dp-size 1", read("attn_dp_size") or 1),
+        ("no --enable-dp-attention", on(read("enable_dp_attention"))),
+        ("--nnodes 1", read("nnodes") or 1),
+        *adapters_and_sessions(read),
+        ("no --speculative-algorithm", read("speculative_algorithm") or ""),
+        ("--hier-kv-truncation off", config.truncation),
+        ("--hier-kv-tree-core python", config.tree_core),
+        ("a --hier-kv-codec that loses nothing", _lossy_codec(config)),
+    )
+    yield from outside(rows, "with rows of an index beside latent ones")
+
+
+def _lossy_codec(config: HierKVConfig) -> str:
+    """A codec of the settings that does not give back every bit; "" where there is none."""
+    used = {config.of_tier("codec", tier) for tier in CODED_TIERS}
+    lossy = [name for name in sorted(used) if name in codec_ids() and codec_class(name).lossy]
+    return lossy[0] if lossy else ""
