@@ -1,5 +1,8 @@
 """Requests that wait in the scheduler's queue, and the plans that bring their pages to DRAM.
 
+Where a request's pages lie is looked up when it enters the queue (`WaitingRoom.enter`, called by
+`seam/cache.py`), and again when what is stored has changed.
+
 A waiting request is held by a `Plan` of the page store: its pages move from disk, or from a remote
 store, to DRAM while others run, until they are there or the deadline is over. What a remote store
 has of them is asked when the request enters the queue, and fetched by its plan.

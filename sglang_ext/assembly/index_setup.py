@@ -1,4 +1,7 @@
-"""What a namespace says of a model whose pages hold rows of an index."""
+"""What a namespace says of a model whose pages hold rows of an index.
+
+The rows themselves are found and described in `device/pools.py`, and copied in V's place.
+"""
 
 from __future__ import annotations
 

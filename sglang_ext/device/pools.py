@@ -1,5 +1,7 @@
 """View of SGLang's device KV pool: its tensors per layer, and what the plugin cannot copy.
 
+Rows of a sparse attention's index are handled here (`_index_rows`): they take V's place in a page.
+
 Imports no SGLang: the pool's kind is told by its class name and attributes.
 """
 

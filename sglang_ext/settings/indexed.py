@@ -1,7 +1,7 @@
 """Which set-ups of models with an index beside their latent rows are served, and what is refused.
 
 Rows of an index carry a rotation and are quantised, so they are kept as the engine has them: pages
-are bound to their positions. Allowed is what was run.
+are bound to their positions. Allowed is what was run. `device/pools.py` has the rows themselves.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Calls functions with each request that a scheduler makes of a client's message.
 
+Nothing is looked up here: `seam/cache.py` looks for a request's pages when it enters the queue
+(`prefetch_from_storage`).
+
 SGLang makes a request in several places: of a message alone, of a session's turn, of one whose
 session is gone. All of them are inside its handling of the message, and before anything is looked
 up by the request's key. Scheduler's thread only.
