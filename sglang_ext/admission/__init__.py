@@ -2,5 +2,5 @@
 
 Runs on the scheduler's thread, which may not block here.
 
-The seam, `ranks`, `truncation` and `assembly` import it.
+The seam, `ranks`, `truncation`, `provenance`, `simulator` and `assembly` import it.
 """

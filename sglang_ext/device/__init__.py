@@ -3,5 +3,5 @@
 Threads: the scheduler's only queues; `save_thread.py`, `load_thread.py` and those of a port may
 block on the device.
 
-The seam, `codec`, `remote` and `assembly` import it.
+The seam, `truncation`, `ranks`, `admission`, `remote`, `codec` and `assembly` import it.
 """

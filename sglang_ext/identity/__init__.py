@@ -2,5 +2,5 @@
 
 Scheduler's thread only. It blocks for as long as a digest of the weights takes, between requests.
 
-The seam, `truncation` and `assembly` import it.
+The seam, `hints`, `truncation` and `assembly` import it.
 """

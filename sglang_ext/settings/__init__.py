@@ -1,4 +1,4 @@
 """Settings: every knob once, its flag, and which SGLang and set-ups the plugin runs with.
 
-It imports nothing of the plugin but the names of the codecs.
+Of the plugin it imports the errors, and what is known by id: codecs, and orders of eviction.
 """
