@@ -175,8 +175,10 @@ class HierKVConfig:
     )
     prefetch_timeout_ms: float = _knob(
         2000.0,
-        "Longest wait of one request for its pages on disk, in milliseconds, under timeout; under "
-        "cost, until the first prefill was measured.",
+        "Longest wait of one request for its pages on disk or in the remote store, in "
+        "milliseconds, under timeout; under cost, until the first prefill was measured, and with "
+        "pipeline stages, window layers in a pool of their own or states, which cost does not "
+        "judge.",
         metavar="MS",
     )
     truncation: str = _knob(

@@ -185,7 +185,7 @@ SERVED_MODES = (
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
         "exact, coded; moved by `overflow`; with MLA one rank of a node keeps each page for all; "
-        "hybrids on one node, without a remote store",
+        "hybrids and models with rows of an index on one node, hybrids without a remote store",
         "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_truncated_ranks.py; "
         "tests/e2e/ranks/test_cost_ranks.py; tests/e2e/ranks/test_profile_ranks.py",
     ),
@@ -193,7 +193,8 @@ SERVED_MODES = (
         "pipeline stages (`--pp-size`), of one or several tensor parallel ranks, on one node or "
         "several",
         "exact; without codec, truncation, remote store, speculation, adapters or sessions; no "
-        "hybrids; where weights change, nothing until a restart; run on a CPU",
+        "hybrids or models with rows of an index; where weights change, nothing until a restart; "
+        "run on a CPU",
         "tests/e2e/ranks/test_stages.py",
     ),
     ServedMode(
