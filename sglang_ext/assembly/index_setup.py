@@ -5,6 +5,7 @@ The rows themselves are found and described in `device/pools.py`, and copied in 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ _WAYS = (
     "scale_fmt",
     "rope_head_dim",
 )
+# Prompts of so many tokens attend to all tokens on a GPU, whatever the index chooses; SGLang sets
+# it to the number that the index chooses where the operator did not.
+_DENSE_UP_TO = "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
 
 
 def index_facts(model: torch.nn.Module, kv_pool: Any, pool: DevicePool) -> dict[str, Any] | None:
@@ -48,5 +52,6 @@ def index_facts(model: torch.nn.Module, kv_pool: Any, pool: DevicePool) -> dict[
         "row": [int(kv_pool.index_head_dim), int(kv_pool.quant_block_size)],
         "page": int(kv_pool.index_page_size),
         "ways": sorted(map(list, ways)),
+        "dense_up_to": os.environ.get(_DENSE_UP_TO, ""),
         "device": "hip" if torch.version.hip else pool.device.type,
     }

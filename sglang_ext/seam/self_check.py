@@ -43,7 +43,7 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
     """
     copier = cache.hier_linker.copier
     runner = scheduler.tp_worker.model_runner
-    if cache.hier_linker.is_hybrid or draft_runners(runner):
+    if cache.hier_linker.is_hybrid or copier.pool.has_index or draft_runners(runner):
         return  # every layer is bound already
 
     def release() -> None:

@@ -62,6 +62,10 @@ _HIDDEN_WEIGHTS = (
 )
 _JOIN = "ranks that come and go have not agreed on what is stored"
 _PLAIN = "the pool is laid out in another way"
+_CAPTURED = (
+    "SGLang keeps it by row of the pool, beside the KV, and answers of a loaded page would tell "
+    "that of whichever request had its rows before"
+)
 
 LIMITED: dict[str, Limit] = {
     # Ranks.
@@ -133,6 +137,8 @@ LIMITED: dict[str, Limit] = {
     "device": Limit(
         ("cuda", "cpu"), "a GPU or a CPU", "there are no kernels for others", "use another device"
     ),
+    "enable_return_routed_experts": _off("answers without routed experts", _CAPTURED),
+    "enable_return_indexer_topk": _off("answers without what an index chose", _CAPTURED),
     # The cache.
     "disable_radix_cache": _off("SGLang's radix cache", "what is stored are its nodes"),
     "radix_cache_backend": Limit(
@@ -221,9 +227,9 @@ _FREE = {
         enable_adaptive_dispatch_to_encoder enable_precise_embedding_interpolation""",
     "what is returned, sampling, watermarks": """
         enable_custom_logit_processor enable_return_hidden_states return_hidden_states_mode
-        enable_return_routed_experts enable_return_indexer_topk sampling_mask_max_tokens
-        disable_outlines_disk_cache enable_mis enable_watermark watermark_config watermark_key
-        watermark_key_b watermark_context_window watermark_mixing_probability
+        sampling_mask_max_tokens disable_outlines_disk_cache enable_mis enable_watermark
+        watermark_config watermark_key watermark_key_b watermark_context_window
+        watermark_mixing_probability
         watermark_max_probability watermark_default_enabled watermark_enforce_all
         enable_return_aux_hidden_states aux_hidden_state_capture return_aux_hidden_state_layer_ids
         sampling_backend random_seed mlx_enable_sampling""",

@@ -13,12 +13,16 @@ DTYPE_BYTES = {
 _NUMBERS = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 _KINDS = ("layer_types", "layers_block_type")
 # Others that decide, where they are there; MLA's second may be 0.
-_OPTIONAL = ("num_key_value_heads", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
+_LATENT, _ROTARY = "kv_lora_rank", "qk_rope_head_dim"
+_OPTIONAL = ("num_key_value_heads", "head_dim", "v_head_dim", _LATENT, _ROTARY)
 # Of hybrid models that name no kinds: layers with attention are one in so many.
 _INTERVALS = ("full_attention_interval", "attn_layer_period")
 # Of those that write a letter a layer: which have attention.
 _PATTERN, _ATTENTION = "hybrid_override_pattern", "*"
-
+# Of sparse attention over an index: SGLang keeps a key in fp8 of each token, and its scale.
+_CHOSEN, _INDEX_DIM, _SCALE_BYTES = "index_topk", "index_head_dim", 4
+# In fp8 such a model's latent row has a scale for so many values, and its rotated part in bf16.
+_SCALED, _ROTATED_BYTES = 128, 2
 
 _MOST_BYTES = 1 << 40
 
@@ -83,7 +87,7 @@ def read_model(path: Path, kv_dtype: str = "", num_ranks: int = 1) -> ModelKv:
     num_layers, note = _layers(config)
     values = _values_per_layer(config, num_ranks)
     label = file.parent.name or file.name
-    num_bytes = num_layers * values * DTYPE_BYTES[name]
+    num_bytes = num_layers * values * DTYPE_BYTES[name] + _index_bytes(config, name)
     if not 0 < num_bytes < _MOST_BYTES:
         raise ValueError(
             f"a token's KV must take more than no byte and less than {_MOST_BYTES}, and by {file} "
@@ -94,15 +98,39 @@ def read_model(path: Path, kv_dtype: str = "", num_ranks: int = 1) -> ModelKv:
 
 def _values_per_layer(config: dict[str, Any], num_ranks: int) -> int:
     """Numbers that one layer stores of a token, over all ranks."""
-    if _is_count(
-        config.get("kv_lora_rank")
-    ):  # latent attention: one rank of a node keeps it for all
-        return int(config["kv_lora_rank"] + (config.get("qk_rope_head_dim") or 0))
+    if _is_count(config.get(_LATENT)):  # latent attention: one rank of a node keeps it for all
+        return int(config[_LATENT] + (config.get(_ROTARY) or 0))
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     v_head_dim = config.get("v_head_dim") or head_dim
     return int(max(kv_heads, num_ranks) * (head_dim + v_head_dim))
+
+
+def _index_bytes(config: dict[str, Any], kv_dtype: str) -> int:
+    """Bytes of a token that a model with an index beside its latent rows has more than those."""
+    num, width = int(config["num_hidden_layers"]), config.get(_INDEX_DIM)
+    if not (_is_count(config.get(_CHOSEN)) and _is_count(width) and _is_count(config.get(_LATENT))):
+        return 0
+    scales = 0
+    if DTYPE_BYTES[kv_dtype] == 1:
+        scales = config[_LATENT] // _SCALED * _SCALE_BYTES
+        scales += (config.get(_ROTARY) or 0) * (_ROTATED_BYTES - 1)
+    own = sum(not _takes_choice_before(config, layer) for layer in range(num))
+    return int(num * scales + own * (width + _SCALE_BYTES))
+
+
+def _takes_choice_before(config: dict[str, Any], layer: int) -> bool:
+    """Whether a layer's tokens attend to what the layer before chose, as SGLang reads it."""
+    kinds, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
+    if isinstance(kinds, list):
+        return layer < len(kinds) and kinds[layer] == "shared"
+    if isinstance(pattern, str):
+        return layer < len(pattern) and pattern[layer] == "S"
+    every, first = config.get("index_topk_freq"), config.get("index_skip_topk_offset")
+    if not _is_count(every):
+        return False
+    return bool(max(layer + 1 - (first if _is_count(first) else 2), 0) % every)
 
 
 def _layers(config: dict[str, Any]) -> tuple[int, str]:

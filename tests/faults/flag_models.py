@@ -37,7 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "deepseek-v3.2": {
         "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **_LATENT,
-        "index_topk": 64, "index_head_dim": 128, "index_n_heads": 4,
+        "index_topk": 64, "index_head_dim": 128, "index_n_heads": 4, "kv_lora_rank": 128,
+        "qk_rope_head_dim": 64,
     },
     "gpt-oss": {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", **_WINDOWS,

@@ -104,6 +104,30 @@ def check_warm_up() -> None:
         assert same_bits(pool, before)
 
 
+def check_pages_of_an_index() -> None:
+    """Words of a page of an index, as many a token as it takes: pages come back byte for byte."""
+    size, row_bytes, num_pages = 8, 132, 5
+    random = np.random.default_rng(5).integers(0, 256, (num_pages, size * row_bytes), np.uint8)
+    index = torch.from_numpy(random)
+    words = index.view(torch.int32).view(-1, 1, row_bytes // 4)
+    gpu.warm_up(words, None, size)
+    saved, wanted = np.array([3, 0]), np.array([1, 4])
+    rows, other = (
+        (pages[:, None] * size + np.arange(size)).reshape(-1) for pages in (saved, wanted)
+    )
+    for wrap in (np.asarray, torch.from_numpy):  # in DRAM, and on the device
+        arena = np.full((3, 64 + size * row_bytes + 32), 0xEE, np.uint8)
+        view = rope.PagedView(wrap(arena), wrap(np.array([2, 0])), 64, size)
+        gpu.copy_rows_to_pages(words, wrap(rows), view)
+        assert np.array_equal(arena[[2, 0], 64:-32], random[saved])
+        assert (arena[1] == 0xEE).all()
+        assert (arena[:, :64] == 0xEE).all()
+        back = torch.zeros_like(index)
+        gpu.copy_pages_to_rows(view, back.view(torch.int32).view(words.shape), wrap(other))
+        assert np.array_equal(back[wanted].numpy(), random[saved])
+        assert not back[[0, 2, 3]].any()
+
+
 def check_what_lies_on_the_device() -> None:
     """Pages and indices as tensors give what arrays give, at any row of any page."""
     for dtype in DTYPES:
@@ -217,5 +241,6 @@ if __name__ == "__main__":
     check_moves_and_copies()
     check_corrections_are_rare()
     check_warm_up()
+    check_pages_of_an_index()
     check_what_lies_on_the_device()
     print("all checks passed")

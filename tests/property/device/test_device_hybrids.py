@@ -30,6 +30,7 @@ from tests.property.device.mistakes import Mutation, say_layers_early  # noqa: E
 from tests.property.worlds.device_hybrids import (  # noqa: E402
     BlockWorld,
     DraftWorld,
+    IndexWorld,
     StateWorld,
     WindowWorld,
 )
@@ -45,6 +46,7 @@ from tests.property.worlds.device_world import (  # noqa: E402
     ("kind", "also"),
     [
         (DraftWorld, ()),
+        (IndexWorld, ()),
         (StateWorld, ("track", "save_unplaced_pages")),
         (WindowWorld, ("slide", "offer_window", "save_unplaced_pages")),
         (BlockWorld, ("slide", "offer_window", "save_unplaced_pages")),

@@ -2,7 +2,7 @@
 
 Window layers have a pool of their own, whose rows are given back while the request runs. A state is
 a slot; the tree keeps copies of it in slots of their own, which it gives away as soon as they are
-saved. The layers of a draft model are the last of a page.
+saved. The layers of a draft model are the last of a page. Rows of an index lie in V's place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_ext.device.layout import (  # noqa: E402
     read_tails,
     write_tail,
 )
-from sglang_ext.device.pools import DevicePool, HybridPools  # noqa: E402
+from sglang_ext.device.pools import INDEXED, DevicePool, HybridPools  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
 from sglang_ext.device.transfers import LoadJob, StateSlot, WindowRows  # noqa: E402
 from sglang_ext.device.windows.blocks import Block, BlockGroups  # noqa: E402
@@ -62,6 +62,24 @@ class DraftWorld(DeviceWorld):
             _WholeLoads(counter).wait_until(0)  # its own number of the layer
         else:
             counter.wait_until(layer)
+
+
+class IndexWorld(DeviceWorld):
+    """Rows of an index beside latent ones, in words of a page; the layer in the middle has none."""
+
+    WORDS = (3, 0, 3)
+
+    make_ropes: ClassVar[Any] = staticmethod(bound)
+
+    def _make_pool(self) -> DevicePool:
+        plain = make_pool()
+        rows = tuple(
+            torch.full((plain.num_slots, 1, words), -77, dtype=torch.int32) for words in self.WORDS
+        )
+        return DevicePool(INDEXED, plain.dtype, plain.k, rows, DIM, plain.num_slots)
+
+    def _layout(self) -> PageLayout:
+        return self.pool.layout(PAGE)
 
 
 class StateWorld(DeviceWorld):

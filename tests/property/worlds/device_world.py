@@ -25,6 +25,7 @@ inprocess.prepare()
 
 from sglang_ext.device.copier import CopyError, PageCopier  # noqa: E402
 from sglang_ext.device.layout import PageLayout  # noqa: E402
+from sglang_ext.device.pools import DevicePool  # noqa: E402
 from sglang_ext.device.transfers import LoadJob, Place, SaveJob  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
@@ -86,7 +87,7 @@ class DeviceWorld:
         self.rng = random.Random(self.seed)
         self.device = SimulatedDevice(self.seed + 1)
         self.kernels = SimulatedKernels(self.device, rope_kernels)
-        self.pool, self.shadow, origin = (make_pool() for _ in range(3))
+        self.pool, self.shadow, origin = (self._make_pool() for _ in range(3))
         self.layout = self._layout()
         self.arena = np.zeros((self.num_slots, self.layout.slot_bytes), np.uint8)
         self.device.add_memory(self.arena, "slot", self.layout.slot_bytes)
@@ -131,6 +132,9 @@ class DeviceWorld:
         self.saving: Offer | None = None
         self.next_rid = 0
 
+    def _make_pool(self) -> DevicePool:
+        return make_pool()
+
     def _layout(self) -> PageLayout:
         """Of the pages, with room for few corrections."""
         layout = self.pool.layout(PAGE)
@@ -151,7 +155,8 @@ class DeviceWorld:
                 values = torch.randn(PAGE, HEADS, DIM, generator=generator)
                 values[..., 0] *= (1.0, 30.0, 3000.0)[number % 3]
                 k[rows] = values.to(k.dtype)
-                v[rows] = torch.randn(PAGE, HEADS, DIM, generator=generator).to(v.dtype)
+                values = torch.randn(PAGE, *v.shape[1:], generator=generator)
+                v[rows] = values.to(v.dtype) if v.is_floating_point() else values.view(v.dtype)
             copier.save(rows, number * PAGE, np.zeros(1, np.int64))
             pages.append(self.arena[0].copy())
         return pages

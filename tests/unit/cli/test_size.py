@@ -64,6 +64,27 @@ def test_kv_of_a_token(tmp_path: Path, config: dict[str, Any], ranks: int, expec
 
 
 @pytest.mark.parametrize(
+    ("config", "with_index"),
+    [
+        ({}, 10),
+        ({"indexer_types": ["full", "shared"] * 5}, 5),
+        ({"index_topk_pattern": "FSS" * 4}, 4),
+        ({"index_topk_freq": 4}, 4),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, 4),
+    ],
+)
+def test_rows_of_an_index_are_counted(
+    tmp_path: Path, config: dict[str, Any], with_index: int
+) -> None:
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    write(tmp_path, **latent, index_topk=2048, index_head_dim=128, **config)
+    index_bytes = with_index * (128 + 4)
+    assert read_model(tmp_path).bytes_per_token == 10 * 576 * 2 + index_bytes
+    # In fp8 SGLang's rows of such models have scales, and what is rotated in bfloat16.
+    assert read_model(tmp_path, "fp8_e4m3").bytes_per_token == 10 * 656 + index_bytes
+
+
+@pytest.mark.parametrize(
     "config",
     [
         {"full_attention_interval": 5},

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from runtime_cpu import inprocess
+from sglang_ext.assembly.codec_setup import DTYPE_NAMES
 from sglang_ext.assembly.index_setup import index_facts
 from sglang_ext.assembly.window_setup import bound_ropes
 from sglang_ext.codec.page_codec import CodedShape, PageCodec
@@ -180,7 +181,9 @@ def test_another_index_is_refused(spoil: Callable[[Any], None]) -> None:
         describe_pool(pool)
 
 
-def test_namespaces_tell_apart_which_layers_have_rows_and_how_they_are_written() -> None:
+def test_namespaces_tell_apart_which_layers_have_rows_and_how_they_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def facts(skips: list[bool], fused: bool) -> Any:
         indexer = type("Indexer", (torch.nn.Module,), {"use_dsa_indexer_fusion": fused})()
         pool = make_pool(skips=skips)
@@ -190,19 +193,24 @@ def test_namespaces_tell_apart_which_layers_have_rows_and_how_they_are_written()
     assert [each["layers"] for each in found] == [[0, 2], [0, 1, 2], [0, 2]]
     assert found[0] == facts(SKIPS, False)
     assert found[0] != found[2]
+    # On a GPU prompts up to this length attend to all tokens: the rows are of other hidden states.
+    monkeypatch.setenv("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "65536")
+    assert facts(SKIPS, False) != found[0]
     mla = SimpleNamespace(has_index=False)
     assert index_facts(torch.nn.Identity(), None, mla) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("codec_id", ["lossless", "zstd"])
-def test_codecs_leave_index_rows_as_they_are(codec_id: str) -> None:
-    rig = Rig()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_codecs_leave_index_rows_as_they_are(codec_id: str, dtype: torch.dtype) -> None:
+    rig = Rig(dtype)
     (saved,) = rig.copier.save(rows_of(3), PAGE, np.array([0]))
     slot = rig.slots[0]
     slot[:HEADER_BYTES] = 0
     meta = RecordMeta(bytes(32), bytes(32), b"", PAGE, PAGE, "bound")
     write_meta(slot, meta, saved.payload_bytes)
-    codec = PageCodec(CodedShape.of(rig.layout, "bf16", LATENT + ROTARY), codec_id, None)
+    name = DTYPE_NAMES[rig.sglang.dtype]
+    codec = PageCodec(CodedShape.of(rig.layout, name, LATENT + ROTARY), codec_id, None)
     record = codec.encode(slot)
     assert record is not None
     out = np.full(rig.layout.slot_bytes, 0xAB, np.uint8)

@@ -259,6 +259,13 @@ def test_what_sglang_chose_by_itself_is_refused_and_said() -> None:
         check_resolved(resolved(dwdp_size=2), HierKVConfig())
 
 
+@pytest.mark.parametrize("name", ["enable_return_routed_experts", "enable_return_indexer_topk"])
+def test_what_is_captured_by_row_of_the_pool_is_not_returned(name: str) -> None:
+    """A loaded page's rows would have what was captured of others' tokens."""
+    with pytest.raises(HierKVConfigError, match=r"needs answers without .*; remove one"):
+        check_resolved(resolved(**{name: True}), HierKVConfig())
+
+
 def test_an_argument_that_nobody_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused when it is set; with untested releases allowed, a warning."""
     found = resolved(some_new_pool=True)
