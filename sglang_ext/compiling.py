@@ -40,6 +40,7 @@ _LOCK_PATIENCE_S = 60.0  # it is held for one file at a time; longer only by who
 _LOCK_POLL_S = 0.02
 _NS_PER_S = 1_000_000_000
 _unkept: set[str] = set()  # folders whose loops could be kept nowhere
+_unlocked: set[str] = set()  # folders whose lock was waited for in vain, and not had since
 
 
 def jit(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]:
@@ -193,7 +194,8 @@ def _locked(folder: str, how: int) -> Iterator[None]:
     """Holds a folder's lock, which ends with the process that holds it.
 
     Raises:
-        OSError: it has none, or another process holds it for too long, as one that was stopped.
+        OSError: it has none, or another process holds it for too long, as one that was stopped. It
+            is waited for once then, not once a loop.
     """
     path = Path(folder, _LOCK)
     try:  # on NFS who holds it alone has to be able to write it
@@ -201,7 +203,7 @@ def _locked(folder: str, how: int) -> Iterator[None]:
     except OSError:
         handle = os.open(path, os.O_RDONLY)
     try:
-        _lock(handle, how)
+        _lock(handle, how, folder)
         try:
             yield
         finally:  # a process that was forked meanwhile has the handle, too, and may live for long
@@ -210,14 +212,17 @@ def _locked(folder: str, how: int) -> Iterator[None]:
         os.close(handle)
 
 
-def _lock(handle: int, how: int) -> None:
-    deadline_s = time.monotonic() + _LOCK_PATIENCE_S
+def _lock(handle: int, how: int, folder: str) -> None:
+    deadline_s = time.monotonic() + (0.0 if folder in _unlocked else _LOCK_PATIENCE_S)
     while True:
         try:
-            return fcntl.flock(handle, how | fcntl.LOCK_NB)
+            fcntl.flock(handle, how | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > deadline_s:
+            if time.monotonic() >= deadline_s:
+                _unlocked.add(folder)
                 raise
+        else:
+            return _unlocked.discard(folder)
         time.sleep(_LOCK_POLL_S)
 
 

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from sglang_ext import __version__
 from testkit.pythons import alone, interpreters
@@ -43,6 +44,25 @@ TRIED = {
 
 class ReleaseError(RuntimeError):
     """What was built cannot be released."""
+
+
+class Trial(NamedTuple):
+    """An installation that is tried.
+
+    Attributes:
+        what: is tried.
+        python: the interpreter.
+        folder: for the environment.
+        built: the wheel or the archive.
+        is_tested: whether tests are run, too: not under the Python of all other tests, wherever
+            this machine has that, too.
+    """
+
+    what: str
+    python: Path
+    folder: Path
+    built: Path
+    is_tested: bool = False
 
 
 def main() -> None:
@@ -75,41 +95,50 @@ def release(scratch: Path) -> None:
     if sorted(path.suffix for path in built) != [".gz", ".whl"]:
         raise ReleaseError(f"a wheel and a source archive should be built, there are {built}")
     call([tools / "python", "-m", "twine", "check", "--strict", *built])
-    archive, wheel = sorted(built, key=lambda path: path.suffix)
     for path in built:
         print(f"{path.name}: {path.stat().st_size:,} bytes", flush=True)
-    tried = {"source archive": (here, scratch / "archive", archive)}
-    for version in interpreters.supported():
-        if python := interpreters.find(version):
-            tried[f"wheel, Python {version}"] = (python, scratch / version, wheel)
-        else:
-            print(f"wheel, Python {version}: not on this machine", flush=True)
     with ThreadPoolExecutor() as pool:  # they wait for what they install
-        found = [
-            (what, pool.submit(try_out, *each, is_tested=each[0] != here))
-            for what, each in tried.items()
-        ]
+        found = [(each.what, pool.submit(try_out, each)) for each in trials(scratch, built)]
     for what, lines in found:
         print("\n".join([what, *lines.result()]), flush=True)
     print("release: both can be installed and used")
 
 
-def try_out(python: Path, folder: Path, built: Path, *, is_tested: bool) -> list[str]:
-    """Installs one into an environment of its own, and tries what there is without SGLang.
+def trials(scratch: Path, built: Sequence[Path]) -> list[Trial]:
+    """What is tried; prints which Pythons are not here.
 
     Args:
-        python: the interpreter.
-        folder: for the environment.
-        built: the wheel or the archive.
-        is_tested: whether tests are run, too.
+        scratch: for the environments.
+        built: the wheel and the archive.
     """
-    bin_folder = environment(python, folder, [str(built)])
+    archive, wheel = sorted(built, key=lambda path: path.suffix)
+    found = [Trial("source archive", Path(sys.executable), scratch / "archive", archive)]
+    this = ".".join(map(str, sys.version_info[:2]))
+    for version in interpreters.supported():
+        what, python = f"wheel, Python {version}", interpreters.find(version)
+        if python is None:
+            print(f"{what}: not on this machine", flush=True)
+        else:
+            found.append(Trial(what, python, scratch / version, wheel, is_tested=version != this))
+    return found
+
+
+def try_out(trial: Trial) -> list[str]:
+    """Installs one into an environment of its own, and tries what there is without SGLang.
+
+    Raises:
+        ReleaseError: something fails.
+    """
+    folder = trial.folder
+    bin_folder = environment(trial.python, folder, [str(trial.built)])
     tried = {what: call([bin_folder / program, *args]) for what, (program, *args) in TRIED.items()}
-    if is_tested:
+    if trial.is_tested:
         install(bin_folder, alone.requirements())
         done = alone.run(bin_folder / "python", folder / "tested")
         if done.returncode:
-            raise ReleaseError(f"tests without torch failed with {python}:\n{done.stdout}")
+            raise ReleaseError(
+                f"tests without torch failed with {trial.python}:\n{done.stdout}{done.stderr}"
+            )
         tried["tests without torch"] = done.stdout.splitlines()[-1]
     return [f"  {what}: {printed.splitlines()[0]}" for what, printed in tried.items()]
 

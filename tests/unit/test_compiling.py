@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numba
 import pytest
@@ -151,6 +152,42 @@ def test_a_lock_that_a_stopped_process_holds_is_not_waited_for_without_end(folde
     finally:
         os.close(handle)
     assert use(folder) == KEPT
+
+
+def test_such_a_lock_is_waited_for_once_and_not_once_a_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dozens of loops share a folder, and each is looked for and kept: two hours otherwise."""
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(compiling, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+
+    def is_had(how: int) -> bool:
+        try:
+            with compiling._locked(str(tmp_path), how):
+                return True
+        except BlockingIOError:
+            return False
+
+    assert is_had(fcntl.LOCK_EX)
+    handle = os.open(next(tmp_path.iterdir()), os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert not is_had(fcntl.LOCK_SH)
+        assert now_s == pytest.approx(60.0, abs=1.0)
+        assert not any(is_had(how) for how in (fcntl.LOCK_SH, fcntl.LOCK_EX) for _ in range(100))
+        assert now_s == pytest.approx(60.0, abs=1.0)
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        assert is_had(fcntl.LOCK_EX)  # who held it goes on, and who comes next is waited for again
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert not is_had(fcntl.LOCK_SH)
+        assert now_s == pytest.approx(120.0, abs=2.0)
+    finally:
+        os.close(handle)
 
 
 # Compiles for one type, and stops on the way: before one of the two files is written, until there

@@ -1,11 +1,15 @@
-"""What is built is released only with an entry in the changelog."""
+"""What is built is released only with an entry in the changelog, and tried with each Python."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 
 from sglang_ext import __version__
-from testkit.release import ROOT, ReleaseError, check_changelog
+from testkit.pythons import interpreters
+from testkit.release import ROOT, ReleaseError, check_changelog, trials
 
 
 def test_the_newest_entry_is_of_this_version() -> None:
@@ -15,3 +19,22 @@ def test_the_newest_entry_is_of_this_version() -> None:
         check_changelog(text, "9.9.9")
     with pytest.raises(ReleaseError, match="it is of none"):
         check_changelog("# Changelog", "9.9.9")
+
+
+def test_the_wheel_is_tested_under_the_other_pythons_that_are_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This one is also found on PATH or below pyenv's folder, and runs all tests anyway."""
+    this = ".".join(map(str, sys.version_info[:2]))
+    one, *rest = [each for each in interpreters.supported() if each != this]
+    here = {this: Path("/other/python"), one: Path("/one/python")}
+    monkeypatch.setattr(interpreters, "find", here.get)
+    found = trials(Path("scratch"), [Path("a.whl"), Path("a.tar.gz")])
+    assert [(each.what, each.is_tested) for each in found if each.built == Path("a.whl")] == [
+        (f"wheel, Python {version}", version == one)
+        for version in interpreters.supported()
+        if version in here
+    ]
+    assert [each.is_tested for each in found if each.built == Path("a.tar.gz")] == [False]
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"wheel, Python {version}: not on this machine" for version in rest]

@@ -156,8 +156,18 @@ class WarmedServer:
         return num_missing, have_ended
 
     def _saves(self) -> list[tuple[int, int]]:
-        """Of each scheduler the saves that wait, and those that ended; they end in their order."""
-        return [(host["save_queue"], host["saves_ended"]) for host in self._hosts()]
+        """Of each scheduler the saves that wait, and those that ended; they end in their order.
+
+        Raises:
+            WarmError: it does not say so.
+        """
+        try:
+            return [(host["save_queue"], host["saves_ended"]) for host in self._hosts()]
+        except KeyError as error:
+            raise WarmError(
+                f"its pages are not stored yet, and the server's state lacks {error}, which says "
+                "whether they will be; use the hier-kv of the server's own release"
+            ) from error
 
     def _num_missing(self, document: Document, served: Served) -> int:
         found = self._steer(document, served, {"locate": True})

@@ -37,6 +37,7 @@ class Peer(ThreadingHTTPServer):
         admin_key: without which the steering endpoint refuses.
         saves: that are queued, and that have ended. Each time it is asked one more ends, unless it
             `stalls`, and another one is queued.
+        is_older: whether it is of a release that does not say how many ended.
     """
 
     daemon_threads = True
@@ -48,7 +49,7 @@ class Peer(ThreadingHTTPServer):
         self.most, self.now, self.changed = 0, 0, threading.Condition()
         self.at_once = threading.Barrier(1)
         self.priorities: dict[str, Any] = {}
-        self.saves, self.stalls = (0, 0), False
+        self.saves, self.stalls, self.is_older = (0, 0), False, False
 
     @property
     def url(self) -> str:
@@ -68,6 +69,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.server.stalls:
             self.server.saves = queued, ended + 1
         host = {"save_queue": queued, "saves_ended": ended, "pinned_now_pages": 3}
+        if self.server.is_older:
+            del host["saves_ended"]
         state = {"page_size": PAGE, "host": host}
         self._say(200, {"internal_states": [{"hier_kv": state}], **self.server.priorities})
 
@@ -291,6 +294,19 @@ def test_nobody_waits_for_saves_of_others(peer: Peer, write: Write) -> None:
     peer.stalls = True
     with pytest.raises(WarmError, match=r"they were not saved in 0\.2 s; run this again"):
         WarmedServer(peer.url, Keys(), timeout_s=0.2).warm(document, None)
+
+
+def test_a_server_that_does_not_say_which_saves_ended_is_said_to_be_of_another_release(
+    peer: Peer, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.is_stored, peer.is_older = False, True
+    path = write({"text": "a"}, {"text": "b"})
+    assert main(["warm", peer.url, path]) == 1
+    said = capsys.readouterr().out
+    assert said.count("lacks 'saves_ended'") == 2
+    assert "use the hier-kv of the server's own release" in said
+    peer.is_stored = True
+    assert main(["warm", peer.url, path]) == 0
 
 
 def test_a_server_that_goes_away_is_not_asked_again(
