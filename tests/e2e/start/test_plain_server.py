@@ -74,10 +74,10 @@ def test_the_plugin_is_off(server: Server) -> None:
     assert server.scheduler_pid != server.pid
 
 
-def test_sigterm_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
-    with Server(["--max-total-tokens", "4096"], log_path=tmp_path / "server.log") as server:
-        server.generate(text=RECALL, sampling_params={"max_new_tokens": 2})
-        left = server.terminate()
+def test_sigterm_ends_it_and_leaves_nothing(server: Server) -> None:
+    """The last test of the server that all share."""
+    server.generate(text=RECALL, sampling_params={"max_new_tokens": 2})
+    left = server.terminate()
     assert left.exit_code == 0, server.log()[-2000:]
     assert left.clean, left
 
