@@ -30,15 +30,18 @@ from testkit.rank_requests import ENVIRONMENT
 from testkit.requests import flush_device
 from testkit.server import Server
 from tests.e2e.hier_server import GIB, ask, real_prompts, settled, state
-from tests.e2e.models.hybrid_answers import answers, cached, check_hits, drop_device, values
+from tests.e2e.models import hybrid_answers
+from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
 from tests.e2e.remote.test_remote import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+answers = partial(hybrid_answers.answers, num=4)
 
 PAGE = 64
-LENGTHS = [40, 130, 333, 700, 1000]
+LENGTHS = [40, 130, 5 * PAGE, 700]  # of one the last page is restored behind its prefill
 REUSABLE = sum(length // PAGE for length in LENGTHS)
-TURNS = 3
+FEWEST = (REUSABLE - len(LENGTHS)) * PAGE  # tokens of them that are reused
+TURNS, TURN, ANSWER = 2, 164, 10  # a first turn's answer ends its last page
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
 BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
 BASE += ["--max-total-tokens", "8192", "--enable-hier-kv"]
@@ -58,7 +61,7 @@ def make_server(
     name: str, folder: Path, *args: str, host_pages: int = 600, ranks: int = 1
 ) -> Server:
     """A server of a model, with DRAM for that many pages of all ranks and a disk."""
-    host_gib = (host_pages + 0.5) * layout_of(name).slot_bytes / GIB / ranks
+    host_gib = (host_pages + 0.5) * layout_of(name).slot_bytes / GIB
     every = [*BASE, "--hier-kv-host-size", f"{host_gib:.9f}"]
     every += ["--hier-kv-disk-dir", str(folder / "disk"), "--tp-size", str(ranks), *args]
     log, env = folder / "server.log", ENVIRONMENT if ranks > 1 else {}
@@ -70,13 +73,13 @@ def make_server(
 def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[dict[str, object]]:
     """A turn of each of two chats at a time, which begin alike; nobody else reuses them."""
     (shared,) = real_prompts([3 * PAGE + 20], seed=5)
-    texts = list(real_prompts([150] * 2 * TURNS, seed=6))
+    texts = list(real_prompts([TURN] * 2 * TURNS, seed=6))
     told = [list(shared), list(shared)]
     out = []
     for turn in range(TURNS):
         for chat, prompt in enumerate(told):
             prompt += texts[chat * TURNS + turn]
-            answer = ask(server, prompt, 20, cache_salt=salt)
+            answer = ask(server, prompt, ANSWER, cache_salt=salt)
             prompt += answer["output_ids"]
             out.append(answer)
         after_turn()
@@ -110,10 +113,11 @@ def test_hits_from_every_tier_are_those_of_the_device_and_need_their_index_rows(
     assert min(LENGTHS[1:]) > TOP_K
     with make_server("glm", tmp_path, *remote, "--hier-kv-codec", "lossless") as server:
         eventually(partial(is_connected, server))
+        assert "self-check" not in server.log()  # of what is bound to its position anyway
         first, repeat = answers(server, prompts), answers(server, prompts)
         assert cached(first) == [0] * len(LENGTHS)
         drop_device(server)
-        check_hits(answers(server, prompts), repeat, "host", above=30 * PAGE)
+        check_hits(answers(server, prompts), repeat, "host", above=FEWEST)
         on_device = talk(server, "device", lambda: None)
         restored = talk(server, "tiers", lambda: drop_device(server))
         assert sum(cached(restored)) >= 0.95 * sum(cached(on_device))
@@ -126,7 +130,7 @@ def test_hits_from_every_tier_are_those_of_the_device_and_need_their_index_rows(
     # After a kill -9, with little room; its disk was coded, and this server codes nothing.
     with make_server("glm", tmp_path, *remote, host_pages=100) as server:
         eventually(partial(is_connected, server))
-        check_hits(answers(server, prompts), repeat, "disk", above=30 * PAGE)
+        check_hits(answers(server, prompts), repeat, "disk", above=FEWEST)
         check_remote_hits(server, prompts, repeat)
         assert clear_index_rows(shared, layout) >= REUSABLE
         wrong = from_remote(server, prompts)
@@ -146,7 +150,7 @@ def from_remote(server: Server, prompts: list[list[int]]) -> list[dict[str, obje
 def check_remote_hits(
     server: Server, prompts: list[list[int]], wanted: list[dict[str, object]]
 ) -> None:
-    check_hits(from_remote(server, prompts), wanted, "remote", above=30 * PAGE)
+    check_hits(from_remote(server, prompts), wanted, "remote", above=FEWEST)
 
 
 def is_connected(server: Server) -> bool:
@@ -165,12 +169,25 @@ def check_bytes(server: Server, name: str) -> None:
     assert found["slot_bytes"] == layout_of(name).slot_bytes <= 1.05 * needed
 
 
+def check_coded(store: Path, layout: PageLayout) -> None:
+    """A store's records are smaller than pages, and hold their index rows as they are."""
+    sizes = [path.stat().st_size for path in store.rglob("*") if path.is_file()]
+    records = [size for size in sizes if size > sum(layout.v_row_bytes) * PAGE]
+    assert len(records) >= REUSABLE
+    assert sum(records) < 0.95 * layout.kv_bytes * len(records)
+
+
 def test_two_ranks_load_index_rows_of_which_one_keeps_all(tmp_path: Path) -> None:
     write_index_model(tmp_path / "model", "deepseek")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    remote = ["--hier-kv-remote-url", f"file://{shared}?size=1GB"]
+    remote += ["--hier-kv-codec", "remote=lossless"]
     prompts, others = (list(real_prompts(LENGTHS, seed=seed)) for seed in (4, 5))
     # Room for the longest prompt, but not for all.
     host_pages = 5 * REUSABLE // 4
-    with make_server("deepseek", tmp_path, host_pages=host_pages, ranks=2) as server:
+    with make_server("deepseek", tmp_path, *remote, host_pages=host_pages, ranks=2) as server:
+        eventually(partial(is_connected, server))
         answers(server, prompts)
         repeat = answers(server, prompts)
         answers(server, others)
@@ -183,3 +200,6 @@ def test_two_ranks_load_index_rows_of_which_one_keeps_all(tmp_path: Path) -> Non
         assert first["promoted_pages"] > 0 == second.get("promoted_pages", 0)
         assert first["saved_pages"] > 0 == second.get("saved_pages", 0)
         assert re.search("all kept by tensor parallel rank 0", server.log())
+        eventually(partial(has_sent_all, server))
+        check_coded(shared, layout_of("deepseek"))
+        check_remote_hits(server, prompts, repeat)
