@@ -28,7 +28,7 @@ TESTS = (
     "tests/unit/test_event_log.py",
     "tests/unit/test_registry.py",
 )
-# A third of the time of all, for what is no Python's business: bytes of arrays.
+# A fifth of the processor time of all, for what is no Python's business: bytes of arrays.
 _LEFT_OUT = "tests/unit/store/test_index.py::test_memory_stays_within_132_bytes_a_page"
 _RUNNERS = ("hypothesis", "pytest")  # at the versions of the extra `dev`
 
