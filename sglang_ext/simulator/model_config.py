@@ -25,6 +25,7 @@ _CHOSEN, _INDEX_DIM, _SCALE_BYTES = "index_topk", "index_head_dim", 4
 _SCALED, _ROTATED_BYTES = 128, 2
 
 _MOST_BYTES = 1 << 40
+_MOST_LAYERS = 1 << 16  # whose index is looked at one by one
 
 
 @dataclass(frozen=True)
@@ -109,15 +110,15 @@ def _values_per_layer(config: dict[str, Any], num_ranks: int) -> int:
 
 def _index_bytes(config: dict[str, Any], kv_dtype: str) -> int:
     """Bytes of a token that a model with an index beside its latent rows has more than those."""
-    num, width = int(config["num_hidden_layers"]), config.get(_INDEX_DIM)
-    if not (_is_count(config.get(_CHOSEN)) and _is_count(width) and _is_count(config.get(_LATENT))):
+    num, names = int(config["num_hidden_layers"]), (_CHOSEN, _INDEX_DIM, _LATENT)
+    if not all(_is_count(config.get(name)) for name in names):
         return 0
     scales = 0
     if DTYPE_BYTES[kv_dtype] == 1:
         scales = config[_LATENT] // _SCALED * _SCALE_BYTES
         scales += (config.get(_ROTARY) or 0) * (_ROTATED_BYTES - 1)
-    own = sum(not _takes_choice_before(config, layer) for layer in range(num))
-    return int(num * scales + own * (width + _SCALE_BYTES))
+    own = num - sum(_takes_choice_before(config, layer) for layer in range(min(num, _MOST_LAYERS)))
+    return int(num * scales + own * (config[_INDEX_DIM] + _SCALE_BYTES))
 
 
 def _takes_choice_before(config: dict[str, Any], layer: int) -> bool:
@@ -127,10 +128,11 @@ def _takes_choice_before(config: dict[str, Any], layer: int) -> bool:
         return layer < len(kinds) and kinds[layer] == "shared"
     if isinstance(pattern, str):
         return layer < len(pattern) and pattern[layer] == "S"
-    every, first = config.get("index_topk_freq"), config.get("index_skip_topk_offset")
-    if not _is_count(every):
+    every, first = (config.get(name) for name in ("index_topk_freq", "index_skip_topk_offset"))
+    if not (isinstance(every, int) and _is_count(every)):
         return False
-    return bool(max(layer + 1 - (first if _is_count(first) else 2), 0) % every)
+    first_of_all = first if isinstance(first, int) and _is_count(first) else 2
+    return bool(max(layer + 1 - first_of_all, 0) % every)
 
 
 def _layers(config: dict[str, Any]) -> tuple[int, str]:

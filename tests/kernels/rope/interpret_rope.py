@@ -115,7 +115,8 @@ def check_pages_of_an_index() -> None:
     rows, other = (
         (pages[:, None] * size + np.arange(size)).reshape(-1) for pages in (saved, wanted)
     )
-    for wrap in (np.asarray, torch.from_numpy):  # in DRAM, and on the device
+    wraps: list[Any] = [np.asarray, torch.from_numpy]  # in DRAM, and on the device
+    for wrap in wraps:
         arena = np.full((3, 64 + size * row_bytes + 32), 0xEE, np.uint8)
         view = rope.PagedView(wrap(arena), wrap(np.array([2, 0])), 64, size)
         gpu.copy_rows_to_pages(words, wrap(rows), view)

@@ -110,6 +110,7 @@ def test_hybrids_that_list_no_kinds_store_kv_in_layers_with_attention(
         {"kv_lora_rank": 512, "qk_rope_head_dim": "64"},
         {"hidden_size": 4},
         {"num_hidden_layers": 10**400},
+        {"num_hidden_layers": 10**400, "kv_lora_rank": 512, "index_topk": 4, "index_head_dim": 128},
     ],
 )
 def test_numbers_that_cannot_be_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -263,7 +263,7 @@ def test_what_sglang_chose_by_itself_is_refused_and_said() -> None:
 def test_what_is_captured_by_row_of_the_pool_is_not_returned(name: str) -> None:
     """A loaded page's rows would have what was captured of others' tokens."""
     with pytest.raises(HierKVConfigError, match=r"needs answers without .*; remove one"):
-        check_resolved(resolved(**{name: True}), HierKVConfig())
+        check_resolved(resolved("mha", None, **{name: True}), HierKVConfig())
 
 
 def test_an_argument_that_nobody_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
