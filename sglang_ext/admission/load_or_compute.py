@@ -132,9 +132,9 @@ class LoadOrCompute:
         num, estimate = request.num_usable, request.estimate
         if estimate is None:
             return num
-        age_s = self._clock() - estimate.judged_at_s
-        is_old = age_s > _JUDGE_AGAIN_S or estimate.judged_pages != num
-        if estimate.verdict.choice is not LoadChoice.NONE and is_old:
+        has_to_move = estimate.verdict.choice is not LoadChoice.NONE
+        is_old = has_to_move and self._clock() - estimate.judged_at_s > _JUDGE_AGAIN_S
+        if is_old or estimate.judged_pages != num:
             self._judge_again(request, estimate)
         verdict = estimate.verdict
         self._begin_probe(request, verdict)

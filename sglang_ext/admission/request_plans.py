@@ -56,7 +56,8 @@ class RequestPlans:
         waiting.plan, waiting.ready = plan, False
         if plan is None:
             self.planned.pop(waiting.number, None)
-            waiting.found = TierCounts(0, 0, 0)
+            if waiting.num_usable:  # else what is stored may be of use when others have more
+                waiting.found = TierCounts(0, 0, 0)
         else:
             self.planned[waiting.number] = waiting
 

@@ -277,7 +277,7 @@ class WaitingRoom:
             return Readiness.READY
         if self._cost is not None and waiting.late:
             return Readiness.READY
-        if waiting.ready or not waiting.found.total:
+        if waiting.ready or not min(waiting.found.total, waiting.num_usable):
             # Its time runs from when the scheduler would have run it, as with pages on their way.
             held = waiting.held_since_s is not None
             asks = waiting.remote is Remote.ASKED and (not held or self._awaits_answer(waiting))
@@ -308,7 +308,7 @@ class WaitingRoom:
         if self._cost is None or waiting is None:
             return NO_LIMIT
         first, estimate = waiting.prefix.num_on_device, waiting.estimate
-        if waiting.late:
+        if waiting.late or waiting.does_with_less:
             waiting.own_limit = min(waiting.own_limit, max(first, end_page))
         if estimate is not None and estimate.computes:
             waiting.own_limit = min(waiting.own_limit, first + estimate.verdict.pages)

@@ -277,6 +277,15 @@ class WaitingRequest:
         prefix = self.prefix
         return max(0, min(len(prefix.hashes), self.limit) - prefix.num_on_device)
 
+    @property
+    def does_with_less(self) -> bool:
+        """Whether it waits for no more though more is stored: no room for it, or it is damaged."""
+        if self.remote is Remote.ASKED:
+            return False
+        plan = self.plan
+        lacks = plan is not None and (plan.short or plan.failed)
+        return self.gave_up or (self.ready and lacks)
+
     def remote_sizes(self) -> npt.NDArray[np.int64] | None:
         """Bytes of the pages below the device that the remote store has; 0 for the others."""
         lookup = self.answer() if self.remote is Remote.ANSWERED else None

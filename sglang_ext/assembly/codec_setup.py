@@ -52,10 +52,7 @@ def agree_on_profile(config: HierKVConfig, model_path: str, exchange: Exchange) 
     if not any(kind is not None and (config.profile or kind.is_calibrated) for kind in kinds):
         return
     path = Path(config.profile) if config.profile else find_profile(model_path)
-    own = b""
-    if path is not None and path.is_file():
-        own = hashlib.sha256(path.read_bytes()).digest()
-    found = exchange(own)
+    found = exchange(_digest_of(path))
     other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
     if other is not None:
         raise HierKVConfigError(
@@ -64,6 +61,14 @@ def agree_on_profile(config: HierKVConfig, model_path: str, exchange: Exchange) 
             f"{found[other].hex()[:16] or 'none'} on rank {other}; copy the file "
             f"{path or 'of the first node'} to every node or remove it from all."
         )
+
+
+def _digest_of(path: Path | None) -> bytes:
+    """Names a file's content; empty where it cannot be read: the other ranks wait to hear of it."""
+    try:
+        return b"" if path is None else hashlib.sha256(path.read_bytes()).digest()
+    except OSError:
+        return b""
 
 
 def build_page_codec(

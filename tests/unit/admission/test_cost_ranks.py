@@ -7,13 +7,14 @@ reduced as in a server.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pytest
 
-from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.admission.waiting_request import Remote, ReusablePrefix
 from sglang_ext.ranks.consensus import AgreedRequest, Consensus, Report
 from sglang_ext.ranks.promises import PromiseBook
 from sglang_ext.tiers.policy import PolicyConfig
@@ -28,14 +29,16 @@ NOTHING_FOUND = np.empty(0, np.int64)
 class Rank:
     """One rank, with pages a of which the first `num_in_dram` are in DRAM, the rest on disk."""
 
-    def __init__(self, folder: Path, num_in_dram: int) -> None:
+    def __init__(
+        self, folder: Path, num_in_dram: int, placement: PolicyConfig | None = None
+    ) -> None:
         folder.mkdir()
         first = Rig(folder)
         first.save(pages("a", NUM_PAGES))
         until(lambda: not first.store.stats()["spill_queue_pages"])
         assert first.store.flush(300.0) == 0
         first.store.close(300.0)
-        self.rig = Rig(folder, PolicyConfig())
+        self.rig = Rig(folder, placement)
         plan = self.rig.store.plan(self.rig.space, pages("a", num_in_dram)) if num_in_dram else None
         if plan is not None:
             until(lambda: plan.done)
@@ -86,15 +89,19 @@ def step(ranks: list[Rank]) -> bool:
     return may.pop()
 
 
-MakeRanks = Callable[[int, int], list[Rank]]
+class MakeRanks(Protocol):
+    """Makes ranks with so many pages in DRAM."""
+
+    def __call__(self, *in_dram: int, looks_ahead: bool = True) -> list[Rank]: ...
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeRanks]:
     ranks: list[Rank] = []
 
-    def made(*in_dram: int) -> list[Rank]:
-        ranks.extend(Rank(tmp_path / str(at), num) for at, num in enumerate(in_dram))
+    def made(*in_dram: int, looks_ahead: bool = True) -> list[Rank]:
+        for at, num in enumerate(in_dram):
+            ranks.append(Rank(tmp_path / str(at), num, PolicyConfig() if looks_ahead else None))
         return ranks
 
     yield made
@@ -171,3 +178,53 @@ def test_what_becomes_known_on_the_rank_that_had_less_is_brought_by_all(make: Ma
     until_admitted([less, more])
     assert more.rig.count("cost_limited") == 1
     assert {rank.agreed.end_page for rank in (less, more) if rank.agreed} == {NUM_PAGES}
+
+
+def test_what_one_rank_has_no_room_for_no_rank_waits_for(make: MakeRanks) -> None:
+    """The other one has as many pages as there is room for there, and would wait for the rest."""
+    full, slow = make(0, 4, looks_ahead=False)
+    rig = full.rig
+    rig.save(pages("others", 60))  # of 64 that DRAM holds
+    pinned = rig.store.pin_leading(rig.space, pages("others", 60))
+    assert len(pinned.slots) == 60
+    for rank in (full, slow):
+        rank.rig.teach_prefill(10.0)
+        rank.rig.teach_disk(1000)
+    slow.rig.speed.write_text(CRAWLS)  # an hour for the rest
+    for rank in (full, slow):
+        rank.enter()
+    until_admitted([full, slow])
+    rig.store.release(pinned.slots)
+    assert rig.count("cost_gave_up") == slow.rig.count("cost_gave_up") == 0
+    assert slow.rig.count("cost_limited") == 1
+    assert len({rank.agreed.end_page for rank in (full, slow) if rank.agreed}) == 1
+    assert slow.agreed is not None
+    assert slow.agreed.end_page <= 4
+
+
+def test_what_the_rank_that_had_nothing_finds_is_brought_by_all(make: MakeRanks) -> None:
+    """A third one waits for what the remote store says, so that there is time to find it."""
+    ranks = nothing, has, asks = make(0, 0, 0)
+    nothing.rig.store.clear()
+    asks.rig.store.clear()
+    has.rig.speed.write_text(CRAWLS)
+    for rank in ranks:
+        rank.rig.teach_prefill(10.0)
+        rank.rig.teach_disk(1000)
+        rank.enter()
+    waiting = asks.rig.room.find("x")
+    assert waiting is not None
+    waiting.remote = Remote.ASKED
+    assert not step(ranks)
+    assert not step(ranks)
+    assert has.rig.room.progress("x").end_page == 0
+    nothing.save(0, NUM_PAGES)
+    end_s = time.monotonic() + 300
+    while has.rig.room.progress("x").end_page < NUM_PAGES:
+        assert not step(ranks)
+        assert time.monotonic() < end_s
+    has.rig.speed.unlink()
+    asks.save(0, NUM_PAGES)
+    waiting.remote = Remote.ANSWERED
+    until_admitted(ranks)
+    assert {rank.agreed.end_page for rank in ranks if rank.agreed} == {NUM_PAGES}

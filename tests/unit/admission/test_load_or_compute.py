@@ -226,3 +226,24 @@ def test_requests_that_leave_leave_nothing(rig: Rig) -> None:
     assert rig.store.wait_idle(DEADLINE_S)
     until(lambda: not rig.store.arena._pins.any())
     rig.store.check()
+
+
+def test_what_several_ranks_would_use_again_is_judged_though_the_part_was_all_there(
+    rig: Rig,
+) -> None:
+    """Of the part nothing had to be read; of the whole most has to, from a disk that crawls now."""
+    plan = rig.store.plan(rig.space, pages("a", 4))
+    assert plan is not None
+    until(lambda: plan.done)
+    rig.teach_prefill(1e-4)
+    rig.teach_disk(1000)
+    request = rig.request("a", 16)
+    rig.judge.enter(request)
+    request.limit = 4
+    assert rig.judge.num_pages(request) == 4
+    for _ in range(10):
+        rig.teach_disk(0.1)
+    request.limit = 16
+    assert rig.judge.num_pages(request) == 4
+    rig.judge.leave(request)
+    rig.store.cancel_plan(plan)

@@ -90,6 +90,21 @@ def test_ranks_with_other_files_are_refused(files: dict[int, Path]) -> None:
         agree_on_profile(config, "", lambda sent: [sent, b""])
 
 
+def test_a_rank_that_cannot_read_its_file_tells_the_others_so() -> None:
+    """They wait for what it has to say."""
+    told = []
+
+    def exchange(sent: bytes) -> list[bytes]:
+        told.append(sent)
+        return [b"other", sent]
+
+    unreadable = "/proc/self/mem"  # a file; who reads it from its beginning gets an error
+    config = HierKVConfig(codec="hier", disk_dir="/kv", disk_size=1.0, profile=unreadable)
+    with pytest.raises(HierKVConfigError, match="none on rank 1"):
+        agree_on_profile(config, "", exchange)
+    assert told == [b""]
+
+
 def test_ranks_that_need_no_profile_exchange_nothing() -> None:
     def fails(sent: bytes) -> list[bytes]:
         raise AssertionError
