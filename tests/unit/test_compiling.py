@@ -195,8 +195,6 @@ def test_such_a_lock_is_waited_for_once_and_not_once_a_loop(
 STOPS = """
 import fcntl, os, sys, time
 from pathlib import Path
-import numpy, theirs
-from numba.core.caching import IndexDataCacheFile
 
 kind, step, others, ends = sys.argv[1:]
 
@@ -208,6 +206,8 @@ def flock(handle, how, original=fcntl.flock):
         raise
 
 fcntl.flock = flock
+import numpy, theirs  # looks for what is kept of one of its loops
+from numba.core.caching import IndexDataCacheFile
 
 def waits_for_a_lock():
     return any(Path().glob("*-waits"))
