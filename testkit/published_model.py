@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,34 @@ def copy_tokenizer(folder: Path) -> None:
     """Gives a model's folder the tokenizer of the bundled model."""
     for name in TOKENIZER_FILES:
         shutil.copy(TINYLM / name, folder / name)
+
+
+def write_random_model(
+    folder: Path, config: Mapping[str, Any], shapes: Iterable[tuple[str, tuple[int, ...]]]
+) -> Path:
+    """Writes configuration, random weights and tokenizer into a new folder; returns it.
+
+    Args:
+        folder: made here.
+        config: of the model.
+        shapes: name and shape of each weight; of one axis they are ones, and biases zeros.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    random = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in shapes:
+        if len(shape) == 2:
+            value = torch.randn(shape, generator=random) * shape[1] ** -0.5
+        else:
+            value = torch.full(shape, float(not name.endswith("bias")))
+        weights[name] = value.bfloat16()
+    save_file(weights, folder / "model.safetensors")
+    copy_tokenizer(folder)
+    return folder
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ have no rows of their own, or as in DeepSeek V3.2, where each layer has an index
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from testkit.published_model import copy_tokenizer
+from testkit.published_model import write_random_model
 
 TOP_K = 48
 LATENT, ROTARY, INDEX_HEADS, INDEX_DIM = 128, 64, 4, 128
@@ -84,22 +83,7 @@ def write_index_model(folder: Path, name: str) -> Path:
         folder: made here.
         name: a key of `CONFIGS`.
     """
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
-    random = torch.Generator().manual_seed(0)
-    weights = {}
-    for key, shape in _shapes(index_layers(name)):
-        if len(shape) == 2:
-            value = torch.randn(shape, generator=random) * shape[1] ** -0.5
-        else:
-            value = torch.full(shape, float(not key.endswith("bias")))
-        weights[key] = value.bfloat16()
-    save_file(weights, folder / "model.safetensors")
-    copy_tokenizer(folder)
-    return folder
+    return write_random_model(folder, CONFIGS[name], _shapes(index_layers(name)))
 
 
 def _shapes(with_index: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -7,14 +7,10 @@ which has the same fields and which transformers knows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-
-from testkit.published_model import copy_tokenizer
+from testkit.published_model import write_random_model
 
 LAYERS, LATENT, ROTARY = 3, 128, 32
 _HIDDEN, _HEADS, _INNER, _QUERY, _PLAIN, _VOCAB = 256, 4, 512, 96, 32, 4096
@@ -45,21 +41,8 @@ _MLP = {
 
 def write_latent_model(folder: Path) -> Path:
     """Writes configuration, weights and tokenizer into a new folder; returns it."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    random = torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.randn(shape, generator=random) * shape[1] ** -0.5
-        if len(shape) == 2
-        else torch.ones(shape)
-        for name, shape in _shapes()
-    }
-    save_file(
-        {f"{name}.weight": value.bfloat16() for name, value in weights.items()},
-        folder / "model.safetensors",
-    )
-    copy_tokenizer(folder)
-    return folder
+    shapes = ((f"{name}.weight", shape) for name, shape in _shapes())
+    return write_random_model(folder, CONFIG, shapes)
 
 
 def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
