@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from sglang_ext.admission.searches import Searches
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.composition import Bools, Composition
 from sglang_ext.tiers.store import KeySpace, LoadTicket, TierCounts
@@ -133,6 +134,10 @@ class Admission(ABC):
     @abstractmethod
     def leave_all(self) -> None:
         """Every request leaves."""
+
+    @abstractmethod
+    def agree_on(self, searches: Searches) -> None:
+        """From now on what these find is agreed on in each step; nothing in one process."""
 
     # ---- the scheduler's steps ----
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from sglang_ext.admission.admission import Admission, Queue, Take
+from sglang_ext.admission.searches import Searches
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.composition import Bools, Composition
@@ -95,6 +96,9 @@ class Solo(Admission):
     def leave_all(self) -> None:
         """See `Admission`."""
         self._room.leave_all()
+
+    def agree_on(self, searches: Searches) -> None:
+        """Whoever searches takes what it finds."""
 
     def step(self) -> list[Any]:
         """A load that failed is known when its batch ran, so none is told of here."""

@@ -7,6 +7,7 @@ its threads or its clock, is told to all before anything is decided on it:
 - which saves have ended, and whether they succeeded;
 - of each waiting request: which of its pages are pinned in DRAM, what they are worth, how many the
   rank would use at most, and whether it would still wait for more;
+- of each search for stored text: whether it has ended, and a digest of what it found;
 - whether the loads of the last batch landed;
 - where one rank keeps the pages of all: how many of the oldest loads are over.
 
@@ -31,6 +32,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.admission.searches import DIGEST_BITS, AgreedSearch, SearchReport
 from sglang_ext.admission.waiting_request import NO_LIMIT, Readiness
 
 Vector = npt.NDArray[np.int32]
@@ -38,14 +40,20 @@ Flags = npt.NDArray[np.bool_]
 MinReduce = Callable[[Vector], None]
 
 # Bounds of one step; the rest is reported in the next one. They suffice: few saves end in one step,
-# and a request that was agreed on is not reported again.
+# and a request, or a search, that was agreed on is not reported again.
 MAX_SAVES = 64
 MAX_REQUESTS = 256
+MAX_SEARCHES = 32
 
 _HISTORY, _MINUS_HISTORY, _NUM_SAVES, _LOADS, _READINGS, _SAVES = 0, 1, 2, 3, 4, 5
 _REQUESTS = _SAVES + MAX_SAVES
 _COLUMNS = 5
-_VECTOR_LENGTH = _REQUESTS + _COLUMNS * MAX_REQUESTS
+_SEARCHES = _REQUESTS + _COLUMNS * MAX_REQUESTS
+# How far a search is, whether it is needless, and the halves of its digest, each twice: the second
+# time negated, so that it is seen whether all tell the same.
+_SEARCH_COLUMNS = 6
+_VECTOR_LENGTH = _SEARCHES + _SEARCH_COLUMNS * MAX_SEARCHES
+_HALF = DIGEST_BITS // 2
 _FLAGS = _NUM_SAVES  # in a vector that asks for something else than a step's
 MAX_FLAGS = _VECTOR_LENGTH - _FLAGS
 
@@ -100,12 +108,14 @@ class Report:
         requests: at most `MAX_REQUESTS`, the same ones in the same order on every rank.
         loads_landed: whether the loads of the last batch landed; true when there were none.
         num_ended_readings: how many of the oldest `shared_readings` are over.
+        searches: at most `MAX_SEARCHES`, the same ones in the same order on every rank.
     """
 
     saves: Sequence[bool] = ()
     requests: Sequence[RequestReport] = ()
     loads_landed: bool = True
     num_ended_readings: int = 0
+    searches: Sequence[SearchReport] = ()
 
 
 @dataclass(frozen=True)
@@ -117,12 +127,14 @@ class Agreed:
         requests: one for each that was told.
         loads_landed: whether the loads of the last batch landed on every rank.
         num_ended_readings: how many of the oldest `shared_readings` are over on every rank.
+        searches: one for each that was told.
     """
 
     saves: list[bool] = field(default_factory=list)
     requests: list[AgreedRequest] = field(default_factory=list)
     loads_landed: bool = True
     num_ended_readings: int = 0
+    searches: list[AgreedSearch] = field(default_factory=list)
 
 
 class Consensus:
@@ -155,25 +167,26 @@ class Consensus:
         """
         vector = self.begin(report)
         self._min_reduce(vector)
-        return self.end(vector, len(report.requests))
+        return self.end(vector, len(report.requests), len(report.searches))
 
     def begin(self, report: Report) -> Vector:
         """The vector of a round that is reduced by the caller; `end` takes what came of it."""
         return self._encode(report)
 
-    def end(self, vector: Vector, num_requests: int) -> Agreed:
+    def end(self, vector: Vector, num_requests: int, num_searches: int = 0) -> Agreed:
         """What was agreed in a round.
 
         Args:
             vector: of `begin`, reduced.
             num_requests: how many were told of.
+            num_searches: how many of these.
 
         Raises:
             RankDivergenceError: the ranks' histories differed when the round began.
         """
         self.num_rounds += 1
         self._compare(vector)
-        return _decode(vector, num_requests)
+        return _decode(vector, num_requests, num_searches)
 
     def everywhere(self, flags: Flags) -> Flags:
         """Which of some things are so on every rank; all ranks ask for the same things now.
@@ -212,7 +225,7 @@ class Consensus:
             )
 
     def _encode(self, report: Report) -> Vector:
-        self.note(str(len(report.requests)))
+        self.note(f"{len(report.requests)}:{len(report.searches)}")
         vector = self._begin_vector()
         saves = report.saves[:MAX_SAVES]
         vector[_NUM_SAVES] = len(saves)
@@ -221,15 +234,20 @@ class Consensus:
         # Places of saves that have not ended here hold 1, which MIN ignores; the least count wins.
         vector[_SAVES:_REQUESTS] = 1
         vector[_SAVES : _SAVES + len(saves)] = saves
-        columns = vector[_REQUESTS:].reshape(_COLUMNS, MAX_REQUESTS)
+        columns = vector[_REQUESTS:_SEARCHES].reshape(_COLUMNS, MAX_REQUESTS)
         for column, (first_page, end_page, readiness, quality, most) in enumerate(report.requests):
             columns[:, column] = -first_page, end_page, readiness, -quality, most
+        columns = vector[_SEARCHES:].reshape(_SEARCH_COLUMNS, MAX_SEARCHES)
+        for column, (readiness, is_needless, digest) in enumerate(report.searches):
+            high, low = divmod(digest, 1 << _HALF)
+            columns[:, column] = readiness, is_needless, high, low, -high, -low
         return vector
 
 
-def _decode(vector: Vector, num_requests: int) -> Agreed:
+def _decode(vector: Vector, num_requests: int, num_searches: int) -> Agreed:
     saves = vector[_SAVES : _SAVES + int(vector[_NUM_SAVES])]
-    columns = vector[_REQUESTS:].reshape(_COLUMNS, MAX_REQUESTS)[:, :num_requests]
+    columns = vector[_REQUESTS:_SEARCHES].reshape(_COLUMNS, MAX_REQUESTS)[:, :num_requests]
+    searches = vector[_SEARCHES:].reshape(_SEARCH_COLUMNS, MAX_SEARCHES)[:, :num_searches]
     return Agreed(
         saves=[bool(result) for result in saves],
         requests=[
@@ -240,4 +258,12 @@ def _decode(vector: Vector, num_requests: int) -> Agreed:
         ],
         loads_landed=bool(vector[_LOADS]),
         num_ended_readings=int(vector[_READINGS]),
+        searches=[
+            AgreedSearch(
+                Readiness(readiness),
+                bool(is_needless),
+                (high << _HALF) + low if (high, low) == (-minus_high, -minus_low) else None,
+            )
+            for readiness, is_needless, high, low, minus_high, minus_low in searches.T.tolist()
+        ],
     )

@@ -10,7 +10,7 @@ step may be admitted in the same one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -20,11 +20,20 @@ import torch
 from torch import distributed
 
 from sglang_ext.admission.admission import Admission, Queue, Take
+from sglang_ext.admission.searches import Searches, SearchReport
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.composition import Bools, Composition
 from sglang_ext.ranks.composed_promises import CompositionBook
-from sglang_ext.ranks.consensus import MAX_SAVES, Agreed, Consensus, MinReduce, Report, Vector
+from sglang_ext.ranks.consensus import (
+    MAX_SAVES,
+    MAX_SEARCHES,
+    Agreed,
+    Consensus,
+    MinReduce,
+    Report,
+    Vector,
+)
 from sglang_ext.ranks.promises import FindDamaged, PromiseBook
 from sglang_ext.ranks.rank import Exchange
 from sglang_ext.ranks.resume_promises import ResumeBook
@@ -134,6 +143,7 @@ class Lockstep(Admission):
         )
         # Requests whose loads ended on this rank, and whether these landed; until it is agreed.
         self._loads: tuple[list[Any], bool] | None = None
+        self._searches: Searches | None = None
 
     @property
     def num_rounds(self) -> int:
@@ -227,6 +237,10 @@ class Lockstep(Admission):
         self.promises.leave_all()
         self._room.leave_all()
 
+    def agree_on(self, searches: Searches) -> None:
+        """See `Admission`."""
+        self._searches = searches
+
     # ---- the scheduler's steps ----
 
     def step(self) -> list[Any]:
@@ -236,10 +250,11 @@ class Lockstep(Admission):
             Requests whose loads did not land on every rank; their output must not be used.
         """
         self._room.step(self._queue())
-        return self._settle()
-
-    def _settle(self) -> list[Any]:
-        self._agree()
+        if self._searches is None:
+            self._agree()
+        else:  # what is found makes other requests, so no other round but a step's tells of it
+            told = self._searches.report(MAX_SEARCHES)
+            self._searches.settle(self._agree(told).searches)
         return self._take_failed()
 
     def drain_saves(self) -> None:
@@ -273,9 +288,10 @@ class Lockstep(Admission):
         """
         if self._loads is None or not any(req in self._loads[0] for req in reqs):
             return []
-        return self._settle()
+        self._agree()
+        return self._take_failed()
 
-    def _agree(self) -> Agreed:
+    def _agree(self, searches: Sequence[SearchReport] = ()) -> Agreed:
         transfers = self._transfers
         loads_landed = self._loads is None or self._loads[1]
         report = Report(
@@ -283,6 +299,7 @@ class Lockstep(Admission):
             self.promises.report(self._queue()),
             loads_landed,
             self.promises.num_ended_readings,
+            searches,
         )
         agreed = self._consensus.agree(report)
         transfers.take_completed_offloads(len(agreed.saves))

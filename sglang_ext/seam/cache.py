@@ -54,6 +54,7 @@ from sglang_ext.settings.quotas import parse_quotas
 from sglang_ext.tiers.policy import NUM_OWNERS
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store import KeySpace, PageStore
+from sglang_ext.truncation.agreed_quotes import AgreedQuotes
 from sglang_ext.truncation.lineage import lineage_of
 from sglang_ext.truncation.quote_search import QuoteSearch
 from sglang_ext.truncation.reuse import TruncatedReuse
@@ -244,16 +245,27 @@ class HierKVRadixCache(UnifiedRadixCache):
         """
         self.scheduler, self.truncator = scheduler, truncator
         self.only_saves = getattr(scheduler, "disagg_decode_prealloc_queue", None) is not None
-        alone = self.admission.decides_alone  # searches end at different times on each rank
-        if truncator is not None and truncator.allows_match and alone:
-            self.quotes = QuoteSearch(
-                self.store, self.truncated, truncator, page_size=self.page_size
-            )
+        if truncator is not None and truncator.allows_match:
+            self.quotes = self._search_for_quotes(truncator)
             logger.info(
                 "hier-kv: --hier-kv-truncation %s: only requests with a cache_salt or an extra_key "
                 "are searched for stored text, and found, each inside its own",
                 truncator.mode,
             )
+
+    def _search_for_quotes(self, truncator: Truncator) -> QuoteSearch:
+        """What searches prompts for stored text; of several ranks each does, and all agree."""
+        parts = (self.store, self.truncated, truncator)
+        if self.admission.decides_alone:
+            return QuoteSearch(*parts, page_size=self.page_size)
+
+        def key_of(req: Any) -> Any:
+            num_tokens = len(req.full_untruncated_fill_ids)
+            return request_key(req, num_tokens, self.page_size, of_pairs=self._keys_are_pairs)
+
+        agreed = AgreedQuotes(*parts, page_size=self.page_size, key_of=key_of)
+        self.admission.agree_on(agreed)
+        return agreed
 
     def waiting_queue(self) -> Sequence[Any]:
         """The waiting requests, in the order in which the scheduler will take them.
@@ -451,7 +463,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         if self.linker.inquiries is not None:
             self.linker.inquiries.begin(handle, prefix, key, tail, limit, resumable)
         if self.quotes is not None:
-            self.quotes.begin(req, space, (num_on_device + found.total) * self.page_size)
+            size = self.page_size
+            self.quotes.begin(req, space, num_on_device * size, found.total * size)
 
     def _tokens_to_find(self, req: Any, tokens: Any) -> Any:
         """A prompt's tokens, with its last one where that ends a page.

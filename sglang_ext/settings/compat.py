@@ -222,12 +222,10 @@ def _check_values(
             f"{workers}",
             "leave it out or add --hier-kv-truncation off",
         )
-    if (read("tp_size") or 1) > 1:
-        _check_tensor_parallel(config)
     for expected, found in outside_stages(read, config):
         _refuse(expected, found, WITHOUT_STAGES)
     if (read("attn_dp_size") or 1) > 1 or read("enable_dp_attention"):
-        _check_attention_dp(read)
+        _check_attention_dp(read, config)
         if (read("nnodes") or 1) > 1:
             _refuse(
                 "--nnodes 1 with data parallel attention",
@@ -243,19 +241,14 @@ def _check_values(
         )
 
 
-def _check_tensor_parallel(config: HierKVConfig) -> None:
-    """Refuses what several tensor parallel ranks cannot agree on yet."""
+def _check_attention_dp(read: Callable[[str], Any], config: HierKVConfig) -> None:
+    """Refuses what was not tried with data parallel attention."""
     if config.truncation in ("match", "all"):
-        # A search ends at a different time on each rank.
         _refuse(
-            "--hier-kv-truncation overflow or off with several tensor parallel ranks",
+            "--hier-kv-truncation overflow or off with data parallel attention",
             config.truncation,
             "leave the flag out",
         )
-
-
-def _check_attention_dp(read: Callable[[str], Any]) -> None:
-    """Refuses what was not tried with data parallel attention."""
     for name in (
         "enable_lora",
         "lora_paths",

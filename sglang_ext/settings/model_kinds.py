@@ -184,9 +184,10 @@ SERVED_MODES = (
     ServedMode("one scheduler", "exact, moved, coded", "tests/e2e/reuse/test_equality.py"),
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
-        "exact, coded; moved by `overflow`; with MLA one rank of a node keeps each page for all; "
+        "exact, moved, coded; with MLA one rank of a node keeps each page for all; "
         "hybrids and models with rows of an index on one node, hybrids without a remote store",
         "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_truncated_ranks.py; "
+        "tests/e2e/ranks/test_quoting_ranks.py; "
         "tests/e2e/ranks/test_cost_ranks.py; tests/e2e/ranks/test_profile_ranks.py",
     ),
     ServedMode(

@@ -210,17 +210,19 @@ class QuoteLineage(Lineage):
         ]
 
 
-def quote_name(secret: bytes, group: int, run: StoredRun) -> str:
+def quote_name(secret: bytes, whose: int, run: StoredRun) -> str:
     """Name of the lineage of prompts that quote a conversation from some place on.
 
-    A page's hash covers everything up to its end, what the client left out included.
+    A page's hash covers everything up to its end, what the client left out included, and the
+    adapter. All ranks give it the same name: it says nothing of the namespace, which each page is
+    stored under.
 
     Args:
         secret: of the server.
-        group: see `quote_group`.
+        whose: a number that stands for all who may share it; see `rolling.group_id`.
         run: what is quoted.
     """
-    parts = encode_parts("quote", group, run.position, run.hashes[0].tobytes())
+    parts = encode_parts("quote", whose, run.position, run.hashes[0].tobytes())
     return OF_LINEAGE + hmac.new(secret, parts, hashlib.sha256).hexdigest() + ":"
 
 

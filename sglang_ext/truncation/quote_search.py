@@ -7,7 +7,8 @@ session.
 
 A request whose exact prefix is stored no further than its head is held for the moment that the
 search takes. What is found makes it a request of a lineage before it is matched for admission;
-nothing found, or found too late, leaves it an exact request.
+nothing found, or found too late, leaves it an exact request. Of several ranks each searches:
+`agreed_quotes.py`.
 
 But for the thread's two jobs everything runs on the scheduler's thread.
 """
@@ -15,15 +16,17 @@ But for the thread's two jobs everything runs on the scheduler's thread.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from array import array
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from sglang_ext.admission.waiting_request import Readiness
 from sglang_ext.identity.tenancy import Tenant, tenant_of
 from sglang_ext.provenance.request_state import wants_exact
 from sglang_ext.tiers.store import KeySpace, PageStore
@@ -43,14 +46,29 @@ _MAX_JOBS = 256
 MAX_PAGES = 1 << 18
 
 
-@dataclass(frozen=True)
-class _Search:
-    future: Future[StoredRun | None]
+@dataclass(eq=False)
+class Search:
+    """Of one waiting request.
+
+    Attributes:
+        req: SGLang's request.
+        space: of its pages.
+        group: see `rolling.group_id`; of this process.
+        whose: the part of that which all ranks have alike.
+        head: tokens that are not searched.
+        needless: its exact prefix is stored beyond its head, as far as this process knows.
+        future: what is found; None before the thread was asked.
+        deadline_s: when it is waited for no longer.
+    """
+
     req: Any
     space: KeySpace
     group: int
+    whose: int
     head: int
-    deadline_s: float
+    needless: bool
+    future: Future[StoredRun | None] | None = None
+    deadline_s: float = math.inf
 
 
 class QuoteSearch:
@@ -61,6 +79,7 @@ class QuoteSearch:
         reuse: finds the KV of what a prompt quotes.
         truncator: says who may, and where heads end; its mode is `match` or `all`.
         page_size: P.
+        key_of: SGLang's key of a request's pages; needed where several ranks decide.
         max_pages: pages whose text is kept.
     """
 
@@ -71,9 +90,12 @@ class QuoteSearch:
         truncator: Truncator,
         *,
         page_size: int,
+        key_of: Callable[[Any], Any] = lambda req: None,
         max_pages: int = MAX_PAGES,
     ) -> None:
         self._counters = store.counters
+        self._keeps_pages = store.keeps_pages
+        self._key_of = key_of
         self._reuse = reuse
         self._page_size = page_size
         self._truncator = truncator
@@ -81,7 +103,7 @@ class QuoteSearch:
         self._text = StoredText(page_size, max_pages)
         self._thread = ThreadPoolExecutor(1, "hier-kv-quotes")
         self._notes: list[Future[None]] = []
-        self._searches: dict[Hashable, _Search] = {}
+        self._searches: dict[Hashable, Search] = {}
         self._thread.submit(warm_up, page_size)
 
     def _tenant_of(self, req: Any) -> Tenant | None:
@@ -107,7 +129,7 @@ class QuoteSearch:
             return
         hashes = self._truncator.hash_of(tokens, req.extra_key, req.cache_salt)
         head = self._truncator.head_of(req.origin_input_ids)
-        group = self._group(space, tenant, tokens[:head])
+        group = self._group(space, self._whose(tenant, tokens[:head]))
         self._notes.append(
             self._thread.submit(self._text.add, group, _words(tokens), hashes, -(-head // size))
         )
@@ -119,61 +141,94 @@ class QuoteSearch:
 
     # ---- searches ----
 
-    def begin(self, req: Any, space: KeySpace, num_found: int) -> None:
+    def begin(self, req: Any, space: KeySpace, num_on_device: int, num_stored: int) -> None:
         """A request entered the queue; its prompt is searched where that can be of use.
 
         Args:
             req: SGLang's request.
             space: of its pages.
-            num_found: tokens of its exact prefix that are stored or on the device.
+            num_on_device: tokens of its exact prefix that are on the device.
+            num_stored: tokens behind these that are stored, as far as this process knows.
         """
-        if wants_exact(req) or not self._reuse.is_movable():
+        if not self._reuse.is_movable():
             return
-        tenant = self._tenant_of(req)
+        search = self._search_of(req, space, num_on_device, num_stored)
+        if search is not None and not search.needless:
+            self._searches[req.cache_request_handle] = search
+            self._start(search)
+
+    def _search_of(
+        self, req: Any, space: KeySpace, num_on_device: int, num_stored: int
+    ) -> Search | None:
+        """A search that may be of use; of several ranks all have it, or none has."""
+        tenant = None if wants_exact(req) else self._tenant_of(req)
         if tenant is None:
-            return
+            return None
         if not tenant.is_named:
             self._counters.add("quote_unnamed_requests")
-            return
+            return None
         size = self._page_size
         head, num = self._truncator.head_of(req.origin_input_ids), len(req.origin_input_ids)
-        if num_found > head + size or num - head < _MIN_RUN_PAGES * size:
-            return
+        if num_on_device > head + size or num - head < _MIN_RUN_PAGES * size:
+            return None
         if len(self._searches) >= _MAX_JOBS:
-            return
-        tokens = req.origin_input_ids[:]
-        group, words = self._group(space, tenant, tokens[:head]), _words(tokens)
+            return None
+        whose = self._whose(tenant, req.origin_input_ids[:head])
+        needless = num_on_device + num_stored > head + size
+        return Search(req, space, self._group(space, whose), whose, head, needless)
+
+    def _start(self, search: Search) -> None:
+        """The thread is asked."""
+        words, least = _words(search.req.origin_input_ids[:]), _MIN_RUN_PAGES * self._page_size
         self._counters.add("quote_searches")
-        future = self._thread.submit(self._text.find, group, words, head, _MIN_RUN_PAGES * size)
-        search = _Search(future, req, space, group, head, time.monotonic() + _DEADLINE_S)
-        self._searches[req.cache_request_handle] = search
+        search.future = self._thread.submit(
+            self._text.find, search.group, words, search.head, least
+        )
+        search.deadline_s = time.monotonic() + _DEADLINE_S
 
     def may_admit(self, handle: Hashable) -> bool:
         """False while a request's prompt is searched. O(1), but for when a search has ended."""
         search = self._searches.get(handle)
         if search is None:
             return True
-        if not search.future.done():
-            if time.monotonic() < search.deadline_s:
-                return False
-            self._counters.add("quote_search_timeouts")
-            self.drop(handle)
+        readiness = self._readiness(search)
+        if readiness == Readiness.WAITING:
+            return False
+        if readiness == Readiness.LATE:
+            self._give_up(handle)
             return True
         del self._searches[handle]
-        try:
-            run = search.future.result()
-        except Exception:
-            logger.exception("hier-kv: a prompt could not be searched for stored text")
-            self._counters.add("quote_search_failures")
-            return True
+        run = self._result(search)
         if run is not None:
             self._found(search, run)
         return True
 
+    @staticmethod
+    def _readiness(search: Search) -> Readiness:
+        """READY when it has ended, however late."""
+        if search.future is not None and search.future.done():
+            return Readiness.READY
+        return Readiness.WAITING if time.monotonic() < search.deadline_s else Readiness.LATE
+
+    def _give_up(self, handle: Hashable) -> None:
+        """A search takes too long."""
+        self._counters.add("quote_search_timeouts")
+        self.drop(handle)
+
+    def _result(self, search: Search) -> StoredRun | None:
+        """What a search that has ended found; nothing where it failed."""
+        assert search.future is not None
+        try:
+            return search.future.result()
+        except Exception:
+            logger.exception("hier-kv: a prompt could not be searched for stored text")
+            self._counters.add("quote_search_failures")
+            return None
+
     def drop(self, handle: Hashable) -> None:
         """A request leaves the queue, or is not searched any more."""
         search = self._searches.pop(handle, None)
-        if search is not None:
+        if search is not None and search.future is not None:
             search.future.cancel()
 
     def drop_all(self) -> None:
@@ -185,22 +240,25 @@ class QuoteSearch:
         """Ends the thread."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _group(self, space: KeySpace, tenant: Tenant, head: array[int]) -> int:
-        """Who may quote whom: the same namespace, adapter, tenant, owner, session and head."""
+    def _whose(self, tenant: Tenant, head: array[int]) -> int:
+        """A tenant, an owner, a session and a head. Ranks have namespaces of their own."""
         whose = (tenant.extra_key, tenant.salt, tenant.owner, tenant.session)
-        secret = self._truncator.secret
-        return group_id(secret, space.digest, space.lora, *whose, head.tobytes())
+        return group_id(self._truncator.secret, *whose, head.tobytes())
 
-    def _found(self, search: _Search, run: StoredRun) -> None:
+    def _group(self, space: KeySpace, whose: int) -> int:
+        """Who may quote whom: the same namespace and adapter, and what `whose` stands for."""
+        return group_id(self._truncator.secret, space.digest, space.lora, whose)
+
+    def _found(self, search: Search, run: StoredRun) -> None:
         req = search.req
-        name = quote_name(self._truncator.secret, search.group, run)
+        name = quote_name(self._truncator.secret, search.whose, run)
         lineage = QuoteLineage(
             req.origin_input_ids[:], run, search.head, self._page_size, name, req.extra_key
         )
         attach_lineage(req, lineage)
         self._counters.add("quoting_requests")
         tail = self._truncator.hash_of(req.full_untruncated_fill_ids, req.extra_key, req.cache_salt)
-        self._reuse.enqueue(req, lineage, search.space, 0, tail)
+        self._reuse.enqueue(req, lineage, search.space, 0, tail, self._key_of(req))
 
 
 def warm_up(page_size: int) -> None:

@@ -1,23 +1,27 @@
-"""Ranks whose conversations are cut decide alike, and move the same KV to the same places."""
+"""Ranks whose conversations are cut, or quoted, decide alike, and move the same KV alike."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from sglang_ext.admission.searches import AgreedSearch
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.ranks.consensus import Consensus, RankDivergenceError
+from sglang_ext.truncation.agreed_quotes import AgreedQuotes
 from tests.property.worlds import rank_of_many, ranks_world
 from tests.property.worlds.rank_of_many import run_worlds
 from tests.property.worlds.taint_world import Wrong
 from tests.property.worlds.truncation_ranks import TruncationRank
 
 LOADS = int(os.environ.get("HIER_KV_TRUNCATION_RANK_LOADS", "6"))  # with moved tokens
+QUOTES = int(os.environ.get("HIER_KV_TRUNCATION_RANK_QUOTES", "2"))  # among these
 SEEDS = int(os.environ.get("HIER_KV_TRUNCATION_RANK_SEEDS", "1"))
 
 SMALL = {"device_pages": 100}
@@ -34,7 +38,15 @@ def run(
     options, own = CASES[name]
     options = {"host_pages": 200, "device_pages": 100, **options}
     own = [{**options, **each} for each in own]
-    return run_worlds(TruncationRank, folder, patch, seed=seed, num_loads=num_loads, own=own)
+    return run_worlds(
+        TruncationRank, folder, patch, seed=seed, num_loads=num_loads, num_quotes=QUOTES, own=own
+    )
+
+
+def searched(rank: TruncationRank) -> dict[str, int]:
+    """What became of a rank's searches; the same on all."""
+    names = ("quoting_requests", "quote_search_disagreements", "quote_search_timeouts")
+    return {name: rank.store.stats().get(name, 0) for name in names}
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -52,7 +64,10 @@ def test_ranks_cut_alike_and_move_the_same(
         pairs = zip(ranks[0].trace, rank.trace, strict=True)
         assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
     moved = {rank.store.stats()["moved_tokens"] for rank in ranks}
-    print(name, seed, ranks[0].counts, moved, [rank.num_lost for rank in ranks])
+    searches = [searched(rank) for rank in ranks]
+    print(name, seed, ranks[0].counts, moved, [rank.num_lost for rank in ranks], searches)
+    assert all(each == searches[0] for each in searches)
+    assert searches[0]["quoting_requests"] >= QUOTES
     assert len(moved) == 1
     assert moved.pop() > 0
     assert all(rank.num_lost for rank in ranks)
@@ -68,6 +83,23 @@ def test_ranks_that_compose_of_what_they_have_themselves_are_found_out(
         return flags
 
     monkeypatch.setattr(Consensus, "everywhere", alone)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 10.0)
+    monkeypatch.setattr(rank_of_many, "WAIT_S", 10.0)
+    with pytest.raises(RankDivergenceError, match="do not hold the same"):
+        run(tmp_path, monkeypatch, "other sizes", 1, num_loads=1000)
+
+
+def test_ranks_that_take_what_they_find_themselves_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Text that one rank alone lacks: without the digests the others go on without it."""
+    caplog.set_level(logging.CRITICAL)
+    settle = AgreedQuotes.settle
+
+    def alone(self: AgreedQuotes, agreed: Sequence[AgreedSearch]) -> None:
+        settle(self, [one._replace(digest=one.digest or 1) for one in agreed])
+
+    monkeypatch.setattr(AgreedQuotes, "settle", alone)
     monkeypatch.setattr(ranks_world, "WAIT_S", 10.0)
     monkeypatch.setattr(rank_of_many, "WAIT_S", 10.0)
     with pytest.raises(RankDivergenceError, match="do not hold the same"):

@@ -28,11 +28,18 @@ ROUNDING = 1e-3  # of a log-probability
 Answer = dict[str, Any]
 
 
-def server_of(folder: Path, num_ranks: int, model: Path | str = TINYLM) -> Server:
-    args = hier_args(folder, host_pages=400, disk_gb=0.5, policy="wait_complete")
+def server_of(
+    folder: Path,
+    num_ranks: int,
+    model: Path | str = TINYLM,
+    *,
+    mode: str = "overflow",
+    host_pages: int = 400,
+) -> Server:
+    args = hier_args(folder, host_pages=host_pages, disk_gb=0.5, policy="wait_complete")
     args += ["--tp-size", str(num_ranks), "--page-size", str(PAGE), "--dtype", "float32"]
     args += ["--context-length", str(CONTEXT), "--max-total-tokens", "4096"]
-    args += ["--hier-kv-truncation", "overflow"]
+    args += ["--hier-kv-truncation", mode]
     env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)} if num_ranks > 1 else {}
     log = folder / "server.log"
     return Server(args, model=model, log_path=log, env=env, stop="kill", start_timeout_s=400)

@@ -32,7 +32,9 @@ _SLOW = ("saves.begin", "saves.finish", "plans.begin", "plans.finish_promotion")
 
 
 class RankOfMany:
-    """What a world does otherwise as one of several; `counts["loaded"]` is of what is to be seen.
+    """What a world does otherwise as one of several.
+
+    `counts["loaded"]` and `counts["quoted"]` are of what is to be seen.
 
     Attributes:
         own: random numbers of this rank alone.
@@ -49,7 +51,7 @@ class RankOfMany:
     def begin(self, number: int, seed: int) -> None:
         """It is the rank of this number."""
         self.own, self.trace = random.Random(1000 * seed + number), []
-        self.counts["loaded"] = 0
+        self.counts["loaded"] = self.counts["quoted"] = 0
         add_jitter(self.store._books, _SLOW, JITTER_S, seed=self.own.randrange(1 << 30))
 
     def may_lose(self) -> None:
@@ -95,6 +97,7 @@ def run_worlds(
     *,
     seed: int,
     num_loads: int,
+    num_quotes: int = 0,
     own: list[dict[str, Any]],
     **options: Any,
 ) -> list[Rank]:
@@ -106,6 +109,7 @@ def run_worlds(
         patch: undone with the test.
         seed: of what they do.
         num_loads: so many, at least.
+        num_quotes: so many among these of prompts that quote, at least.
         own: options of each rank's world alone.
         options: of all worlds.
     """
@@ -123,7 +127,8 @@ def run_worlds(
         try:
             for _ in range(MAX_ROUNDS):
                 world.one_round()
-                if world.counts["loaded"] >= num_loads:
+                counts = world.counts
+                if counts["loaded"] >= num_loads and counts["quoted"] >= num_quotes:
                     return
             raise AssertionError(f"few prompts are resumed: {world.counts}")
         except BaseException as error:

@@ -7,6 +7,9 @@ left where it was, or moved elsewhere, fails at once.
 Where one rank keeps the pages of all, a rank's copies end at once here, but its readings do so some
 steps later, by its own chance, as on a device that is behind: until then no slot of theirs may
 change.
+
+Text of a conversation that ended is now and then not kept on one rank alone, so that ranks find
+other text, or none.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from sglang_ext.provenance.request_state import state_of
 from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.ranks.shared_promises import SharedBook
 from sglang_ext.tiers.records.record import HEADER_BYTES
-from sglang_ext.tiers.store import LoadTicket
-from sglang_ext.truncation.lineage import lineage_of
+from sglang_ext.tiers.store import KeySpace, LoadTicket
+from sglang_ext.truncation.agreed_quotes import AgreedQuotes
+from sglang_ext.truncation.lineage import QuoteLineage, lineage_of
 from tests.property.worlds.rank_of_many import RankOfMany
 from tests.property.worlds.taint_world import HEADS, LAYERS, Request, Wrong
 from tests.property.worlds.truncation_world import CONTEXT, TruncationWorld
@@ -37,6 +41,7 @@ _TOLERANCE = 0.05  # of values up to 2, rounded to bfloat16 three times
 STEPS = 250
 MOST_LATE_STEPS = 30  # of a reading, behind the copy
 STEPS_A_CLEAR = 170
+TEXT_LOSS = 0.1  # of a conversation, on one rank alone
 
 
 def rope() -> LayerRope:
@@ -54,6 +59,14 @@ class TruncationRank(TruncationWorld, RankOfMany):
         super().__init__(folder, patch, seed, ropes=ropes, **options)
         assert ropes[0].spec is not None
         self._spec = ropes[0].spec
+        quotes = self.cache.quotes
+        assert isinstance(quotes, AgreedQuotes)
+        self._note_text = quotes.note
+        patch.setattr(quotes, "note", self._may_note)
+
+    def _may_note(self, req: Request, space: KeySpace, num_tokens: int) -> None:
+        if self.own.random() >= TEXT_LOSS:
+            self._note_text(req, space, num_tokens)
 
     # ---- K ----
 
@@ -125,8 +138,10 @@ class TruncationRank(TruncationWorld, RankOfMany):
         moved, made_of = 0, None
         if admitted and lineage is not None and lineage.loaded is not None:
             moved, made_of = lineage.num_moved, lineage.loaded.digest()
-        self.trace.append((admitted, req.rid, moved, made_of, state_of(req).reused))
+        name = None if lineage is None else lineage.key
+        self.trace.append((admitted, req.rid, name, moved, made_of, state_of(req).reused))
         self.counts["loaded"] += bool(moved)
+        self.counts["quoted"] += bool(moved) and isinstance(lineage, QuoteLineage)
         return admitted
 
     def retract(self, req: Request) -> None:

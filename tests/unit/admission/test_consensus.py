@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from sglang_ext.admission.searches import DIGEST_BITS, AgreedSearch, SearchReport
 from sglang_ext.admission.waiting_request import Readiness
 from sglang_ext.ranks.consensus import (
     MAX_FLAGS,
     MAX_REQUESTS,
     MAX_SAVES,
+    MAX_SEARCHES,
     Agreed,
     AgreedRequest,
     Consensus,
@@ -21,6 +23,8 @@ from sglang_ext.ranks.consensus import (
     RequestReport,
     Vector,
 )
+
+READY, WAITING, MOST = Readiness.READY, Readiness.WAITING, (1 << DIGEST_BITS) - 1
 
 
 def agree_all(
@@ -106,6 +110,33 @@ def test_of_a_hybrids_prompt_what_every_rank_has_is_stored() -> None:
     assert [agreed.requests for agreed in found] == [[AgreedRequest(5, 5, True, 0, 7)]] * 2
 
 
+@pytest.mark.parametrize(
+    ("told", "agreed"),
+    [
+        (((READY, False, 7), (READY, False, 7)), (READY, False, 7)),
+        (((READY, False, 7), (READY, False, 7 + (1 << 40))), (READY, False, None)),
+        (((READY, False, 7), (READY, False, 0)), (READY, False, None)),
+        (((READY, False, 0), (READY, True, 0)), (READY, False, 0)),
+        (((READY, False, MOST), (READY, True, MOST)), (READY, False, MOST)),
+        (((WAITING, True, 0), (WAITING, True, 0)), (WAITING, True, 0)),
+        (((READY, False, 7), (WAITING, True, 0)), (WAITING, False, None)),
+        (((READY, False, 7), (Readiness.LATE, False, 0)), (Readiness.LATE, False, None)),
+    ],
+)
+def test_what_is_found_counts_where_all_ranks_found_the_same(
+    told: tuple[SearchReport, SearchReport], agreed: AgreedSearch
+) -> None:
+    other = SearchReport(READY, False, 3)
+    ranks = [Report(searches=[other, SearchReport(*each)]) for each in told]
+    wanted = [AgreedSearch(*other), AgreedSearch(*agreed)]
+    assert [each.searches for each in agree_all(ranks)] == [wanted] * 2
+
+
+def test_ranks_that_search_for_other_numbers_of_requests_are_found_out() -> None:
+    with pytest.raises(RankDivergenceError):
+        agree_all([Report(searches=[SearchReport(READY, False, 7)]), Report()])
+
+
 def test_loads_landed_when_they_landed_everywhere() -> None:
     assert agree_all([Report(), Report(loads_landed=False)])[0].loads_landed is False
     assert agree_all([Report(), Report()])[0].loads_landed is True
@@ -120,7 +151,11 @@ def test_ranks_with_other_histories_are_found_out() -> None:
 
 
 def test_the_vector_has_one_length_however_much_is_told() -> None:
-    full = Report([True] * MAX_SAVES, [RequestReport(0, 1, Readiness.READY, 0)] * MAX_REQUESTS)
+    full = Report(
+        [True] * MAX_SAVES,
+        [RequestReport(0, 1, READY, 0)] * MAX_REQUESTS,
+        searches=[SearchReport(READY, False, MOST)] * MAX_SEARCHES,
+    )
     consensus = Consensus(lambda vector: None)
     assert len(consensus._encode(full)) == len(consensus._encode(Report()))
 

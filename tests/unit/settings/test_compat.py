@@ -332,17 +332,21 @@ def test_several_tokenizer_workers_are_refused_with_truncation() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"truncation": "match"}, "--hier-kv-truncation overflow or off with several"),
+        ({"truncation": "match"}, "--hier-kv-truncation overflow or off with data parallel"),
         ({"truncation": "all"}, "got all; leave the flag out"),
     ],
 )
-def test_what_tensor_parallel_ranks_cannot_agree_on_is_refused(
+def test_text_is_searched_for_by_tensor_parallel_ranks_without_data_parallel_attention(
     settings: dict[str, Any], words: str
 ) -> None:
     config = HierKVConfig(**settings)
-    with pytest.raises(HierKVConfigError, match=words):
-        check_arguments(SimpleNamespace(tp_size=2), config)
+    check_arguments(SimpleNamespace(tp_size=2), config)
     check_arguments(SimpleNamespace(dp_size=2), config)
+    for attention in ({"attn_dp_size": 2}, {"enable_dp_attention": True, "dp_size": 2}):
+        with pytest.raises(HierKVConfigError, match=words):
+            check_arguments(SimpleNamespace(tp_size=2, **attention), config)
+    config = HierKVConfig(truncation="overflow")
+    check_arguments(SimpleNamespace(tp_size=2, attn_dp_size=2), config)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -103,7 +103,7 @@ def test_names_of_quotes_keep_groups_and_places_apart() -> None:
     runs = [StoredRun(4, 64, at, np.full((2, 32), fill, np.uint8), np.zeros((1, 32), np.uint8))
             for at in (20, 36) for fill in (1, 2)]  # fmt: skip
     named = {
-        quote_name(key, group, run) for key in (b"a", b"b") for group in (1, 2) for run in runs
+        quote_name(key, whose, run) for key in (b"a", b"b") for whose in (1, 2) for run in runs
     }
     assert len(named) == 16
 
