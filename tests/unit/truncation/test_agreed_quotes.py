@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sglang_ext.admission.searches import AgreedSearch, SearchReport
+from sglang_ext.admission.waiting_request import Readiness
 from sglang_ext.identity.tenancy import note_tenant
 from sglang_ext.ranks.consensus import MAX_SEARCHES, Agreed, Consensus, Report, Vector
+from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.truncation import quote_search
 from sglang_ext.truncation.agreed_quotes import AgreedQuotes
 from sglang_ext.truncation.lineage import lineage_of
@@ -265,3 +268,38 @@ def test_searches_beyond_what_a_step_takes_wait() -> None:
     assert [may_admit(ranks, name) for name in names] == [True] * MAX_SEARCHES + [False] * 3
     step(ranks)
     assert all(may_admit(ranks, name) for name in names)
+
+
+def test_no_other_round_than_a_steps_tells_of_searches() -> None:
+    """What is found makes other requests, which a flush or a result must not meet halfway."""
+    told: list[int] = []
+    settled: list[int] = []
+    transfers: Any = SimpleNamespace(
+        ended_saves=lambda most: [],
+        take_completed_offloads=lambda count: None,
+        commit_completed_offloads=lambda successes: None,
+    )
+
+    def report(most: int) -> list[SearchReport]:
+        told.append(most)
+        return [SearchReport(Readiness.READY, False, 5)]
+
+    def settle(agreed: Sequence[AgreedSearch]) -> None:
+        settled.extend(one.digest or 0 for one in agreed)
+
+    store: Any = SimpleNamespace()
+    room: Any = SimpleNamespace(step=lambda queue: None)
+    lockstep = Lockstep(
+        store, room, list, transfers, page_size=PAGE, min_reduce=lambda vector: None,
+        find_damaged=lambda slots, position: np.empty(0, np.int64), num_on_device=lambda key: 0,
+        gather=lambda content: [content],
+    )  # fmt: skip
+    searches: Any = SimpleNamespace(report=report, settle=settle)
+    lockstep.agree_on(searches)
+    assert lockstep.step() == []
+    assert (told, settled) == ([MAX_SEARCHES], [5])
+    lockstep.drain_saves()
+    lockstep.loads_ended(["r"], landed=False)
+    assert lockstep.settle_loads(["r"]) == ["r"]
+    assert (told, settled) == ([MAX_SEARCHES], [5])
+    assert lockstep.num_rounds == 3
