@@ -146,12 +146,10 @@ def check_kind(name: str) -> None:
 
 def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) -> None:
     """Refuses what was not tried with window layers that have a pool of their own."""
-    num_ranks = read("tp_size") or 1
-    several = num_ranks > 1
+    several = (read("tp_size") or 1) > 1
     # In one pool SGLang would have no room for layers of two shapes.
     advice = _WINDOW_ADVICE if kind == _WINDOW_KINDS[0] else _STATE_ADVICE
     for expected, found in (
-        ("--tp-size 1", num_ranks if kind != _WINDOW_KINDS[0] else 1),
         *_of_hybrid_ranks(read),
         ("no --hier-kv-remote-url and several ranks", config.remote_url if several else ""),
         ("--hier-kv-codec none", config.codec or "none"),

@@ -57,10 +57,11 @@ MODEL_KINDS = {
     ),
     "swa": ModelKind(
         "a second pool for layers that see a window or a chunk, with K and V of the same shape",
-        "gpt-oss, Mellum, Laguna, Llama 4",
+        "gpt-oss, Mellum, Laguna, Llama 4, Step 3.5",
         "exact, at the saved position, by one rank or several tensor parallel ones, without codec, "
         "truncation, adapters or sessions, by several without a remote store; run with a small "
-        "Mellum on a CPU, and by one rank with a small Llama 4 without experts",
+        "Mellum on a CPU, and by one rank with a small Llama 4 and a small Step 3.5 without "
+        "experts",
         "tests/e2e/models/test_windows.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_hybrid_ranks.py; "
         "tests/property/hybrids/test_window_interleavings.py",
@@ -68,10 +69,12 @@ MODEL_KINDS = {
     "swa of two shapes": ModelKind(
         "a second pool for the window's layers, with K and V of another shape",
         "Gemma 4 (prompts with images or sound are neither stored nor loaded), MiMo V2",
-        "exact, at the saved position, by one rank, with what is refused for those of one shape; "
-        "run on a CPU with a small model of each, without experts",
+        "exact, at the saved position, by one rank or several tensor parallel ones, with what is "
+        "refused for those of one shape; run on a CPU with a small model of each, without experts, "
+        "by one rank and by two",
         "tests/e2e/models/test_restored_kinds.py; tests/unit/device/test_blocks.py; "
-        "tests/property/hybrids/test_window_interleavings.py",
+        "tests/property/hybrids/test_window_interleavings.py; "
+        "tests/property/hybrids/test_hybrid_ranks_decide.py",
     ),
     "two shapes in one pool": ModelKind(
         "one pool for all layers, of which those with a window have K and V of another shape",
@@ -85,7 +88,7 @@ MODEL_KINDS = {
     "windows of another kind": ModelKind(
         "a second pool for the window's layers, without full layers, of latent rows, or of models "
         "that were never tried",
-        "Step 3.5, Unlimited-OCR, Dots3 Note, EmbeddingGemma 2",
+        "Step 3.7, Unlimited-OCR, Dots3 Note, EmbeddingGemma 2",
         "their prefixes, rows or masks are of another kind, or nobody tried them",
         "",
         "window layers with K and V of every head beside full layers",

@@ -7,7 +7,7 @@ device hit. Another one is started on the disk that the first left when it was k
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,16 @@ from testkit.hybrids.chunk_model import (
 )
 from testkit.hybrids.image_model import IMAGE_MODEL, write_image_model
 from testkit.hybrids.shaped_models import SHAPED_MODELS, write_shaped_model
+from testkit.hybrids.step_model import (
+    HEAD_DIM,
+    KV_HEADS,
+    OpenStepModel,
+    write_step_model,
+)
+from testkit.hybrids.step_model import NUM_FULL_LAYERS as NUM_FULL_STEP_LAYERS
+from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
+from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import GIB, ask, real_prompts, settled, tokens_and_logprobs
 from tests.e2e.models.hybrid_answers import answers, cached, check_hits, drop_device
 
@@ -46,11 +55,12 @@ class Kind:
     Attributes:
         write: writes it into a new folder.
         open: the same weights without SGLang.
-        page_bytes: K and V of a page.
+        page_bytes: K and V of a page, on each rank.
         tolerance: how far rounding takes a log-probability; another KV takes it to 1 and more.
         log: what SGLang says of it; without, the test is of something else.
         args: of its servers.
         env: of its servers.
+        num_ranks: tensor parallel ones.
     """
 
     write: Callable[[Path], Path]
@@ -60,6 +70,7 @@ class Kind:
     log: str
     args: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
+    num_ranks: int = 1
 
 
 def _of_two_shapes(name: str, tolerance: float, *args: str) -> Kind:
@@ -76,6 +87,11 @@ KINDS = {
         write_chunk_model, open_chunk_model, NUM_FULL_LAYERS * 2 * PAGE * 2 * 32 * 2, 0.25,
         f"Setting sliding_window_size to be attention_chunk_size: {CHUNK}",
     ),
+    "more-query-heads": Kind(
+        write_step_model, OpenStepModel,
+        NUM_FULL_STEP_LAYERS * 2 * PAGE * KV_HEADS * HEAD_DIM * 4, 5e-4,
+        "architectures=['Step3p5ForCausalLM']", ["--dtype", "float32", "--trust-remote-code"],
+    ),
     "states-with-images": Kind(
         write_image_model, IMAGE_MODEL.open, IMAGE_MODEL.page_bytes, 5e-4,
         "type=Qwen3_5MoeForConditionalGeneration",
@@ -87,9 +103,23 @@ KINDS = {
 }  # fmt: skip
 
 
+def _on_two_ranks(kind: Kind) -> Kind:
+    """With stores that are late, each by its own chance, and SGLang checking what ranks decide."""
+    args = [*kind.args, "--tp-size", "2"]
+    env = {**kind.env, **ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
+    return replace(kind, args=args, env=env, page_bytes=kind.page_bytes // 2, num_ranks=2)
+
+
+KINDS |= {
+    f"{name}-on-two-ranks": _on_two_ranks(KINDS[name])
+    for name in ("two-shapes-gemma", "two-shapes-mimo")
+}
+
+
 def server_of(kind: Kind, model: Path, folder: Path, *, host_pages: int) -> Server:
-    """A server with DRAM for that many pages, and a disk."""
-    host_gib = (host_pages + 0.5) * (kind.page_bytes + HEADER_BYTES) / GIB
+    """A server with DRAM for that many pages a rank, and a disk."""
+    slot_bytes = kind.page_bytes + HEADER_BYTES
+    host_gib = kind.num_ranks * (host_pages + 0.5) * slot_bytes / GIB
     args = [*BASE, *kind.args, "--max-total-tokens", "8192"]
     args += ["--hier-kv-host-size", f"{host_gib:.9f}", "--hier-kv-disk-dir", str(folder / "disk")]
     log = folder / "server.log"

@@ -19,6 +19,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "other sizes": ({"window": 6}, [{"host_pages": 48}, {"host_pages": 28}]),
     "three, no look-ahead": ({"window": 5, "lookahead": "off"}, [{}, {"host_pages": 32}, {}]),
     "all is waited for": ({"window": 7, "prefetch_policy": "wait_complete"}, [{}, {}]),
+    "two shapes": ({"window": 6, "two_shapes": True}, [{"host_pages": 56}, {"host_pages": 32}]),
 }
 STATES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "few states, other sizes": ({"num_states": 26}, [{"host_pages": 64}, {"host_pages": 40}]),

@@ -138,13 +138,14 @@ def test_what_was_not_tried_with_windows_is_refused_with_them_alone(
     check_resolved(resolved("swa", tp_size=2), HierKVConfig())
 
 
-def test_window_layers_of_another_shape_are_refused_with_what_those_of_one_are_and_with_ranks() -> (
-    None
-):
+def test_window_layers_of_another_shape_are_refused_with_what_those_of_one_are() -> None:
     kind = "swa of two shapes"
     check_resolved(resolved(kind), HierKVConfig(remote_url="file:///d"))
+    check_resolved(resolved(kind, tp_size=2), HierKVConfig())
+    remote = HierKVConfig(remote_url="file:///d")
     for values, config, words in (
-        ({"tp_size": 2}, HierKVConfig(), "--tp-size 1 with sliding-window layers, got 2"),
+        ({"tp_size": 2}, remote, "no --hier-kv-remote-url and several ranks"),
+        ({"tp_size": 2, "nnodes": 2}, HierKVConfig(), "--nnodes 1 with sliding-window layers"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora with sliding-window"),
         ({}, HierKVConfig(codec="lossless", disk_dir="/d"), "--hier-kv-codec none"),
         ({"speculative_algorithm": "NGRAM"}, HierKVConfig(), "full attention in every layer"),
