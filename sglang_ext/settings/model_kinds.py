@@ -59,9 +59,8 @@ MODEL_KINDS = {
         "a second pool for layers that see a window or a chunk, with K and V of the same shape",
         "gpt-oss, Mellum, Laguna, Llama 4, Step 3.5",
         "exact, at the saved position, by one rank or several tensor parallel ones, without codec, "
-        "truncation, adapters or sessions, by several without a remote store; run with a small "
-        "Mellum on a CPU, and by one rank with a small Llama 4 and a small Step 3.5 without "
-        "experts",
+        "truncation, adapters or sessions; run with a small Mellum on a CPU, and by one rank with "
+        "a small Llama 4 and a small Step 3.5 without experts",
         "tests/e2e/models/test_windows.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_hybrid_ranks.py; "
         "tests/property/hybrids/test_window_interleavings.py",
@@ -71,7 +70,7 @@ MODEL_KINDS = {
         "Gemma 4 (prompts with images or sound are neither stored nor loaded), MiMo V2",
         "exact, at the saved position, by one rank or several tensor parallel ones, with what is "
         "refused for those of one shape; run on a CPU with a small model of each, without experts, "
-        "by one rank and by two",
+        "by one rank and by two, of which MiMo V2 had a remote store",
         "tests/e2e/models/test_restored_kinds.py; tests/unit/device/test_blocks.py; "
         "tests/property/hybrids/test_window_interleavings.py; "
         "tests/property/hybrids/test_hybrid_ranks_decide.py",
@@ -188,7 +187,7 @@ SERVED_MODES = (
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
         "exact, coded; moved by `overflow`; with MLA one rank of a node keeps each page for all; "
-        "hybrids and models with rows of an index on one node, hybrids without a remote store",
+        "hybrids and models with rows of an index on one node, hybrids with states without a remote store",
         "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_truncated_ranks.py; "
         "tests/e2e/ranks/test_cost_ranks.py; tests/e2e/ranks/test_profile_ranks.py",
     ),
@@ -208,9 +207,10 @@ SERVED_MODES = (
     ServedMode(
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
-        "where a group is one rank; shared between groups through the remote store only; without "
-        "speculation, adapters or sessions",
-        "tests/e2e/reuse/test_attention_dp.py",
+        "where a group is one rank; shared between groups through the remote store only, which "
+        "hybrids are refused; without speculation, adapters or sessions; of hybrids MiMo V2, Mellum "
+        "and Qwen3-Next were run; no models with rows of an index",
+        "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_hybrid_attention_dp.py",
     ),
     ServedMode("adapters (`--enable-lora`)", "exact", "tests/e2e/updates/test_adapter_promises.py"),
     ServedMode(

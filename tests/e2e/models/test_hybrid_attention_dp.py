@@ -51,6 +51,7 @@ class Kind:
         write: writes it into a new folder.
         page_bytes: K and V of a page, on each rank.
         num_ranks: of both groups.
+        tolerance: how far rounding takes a log-probability.
         args: of its servers.
         env: of its servers.
     """
@@ -58,6 +59,7 @@ class Kind:
     write: Callable[[Path], Path]
     page_bytes: int
     num_ranks: int
+    tolerance: float
     args: list[str]
     env: dict[str, str] = field(default_factory=dict)
 
@@ -65,14 +67,14 @@ class Kind:
 _STATES = STATE_MODELS["qwen3_next"]
 KINDS = {
     "two shapes": Kind(
-        partial(write_shaped_model, name="mimo"), SHAPED_MODELS["mimo"].full_values * PAGE * 4, 2,
+        partial(write_shaped_model, name="mimo"), SHAPED_MODELS["mimo"].full_values * PAGE * 4, 2, 5e-4,
         [*TWO_RANKS, "--dtype", "float32", "--trust-remote-code"],
     ),
     "groups of two ranks": Kind(
-        write_window_model, PATTERN.count(0) * 2 * PAGE * 32 * 2, 4, TWO_BY_TWO
+        write_window_model, PATTERN.count(0) * 2 * PAGE * 32 * 2, 4, 0.2, TWO_BY_TWO
     ),
     "states": Kind(
-        partial(write_state_model, name="qwen3_next"), _STATES.page_bytes, 2,
+        partial(write_state_model, name="qwen3_next"), _STATES.page_bytes, 2, 5e-4,
         [*TWO_RANKS, "--dtype", _STATES.dtype_name, "--max-mamba-cache-size", "60"],
         {"SGLANG_MAMBA_CONV_DTYPE": _STATES.dtype_name},
     ),
@@ -116,6 +118,21 @@ def answers(server: Server, prompts: list[list[int]], group: int) -> list[Any]:
     return [ask(server, prompt, 8, routed_dp_rank=group) for prompt in prompts]
 
 
+def check_close(found: list[Any], wanted: list[Any], tolerance: float) -> None:
+    """Answers differ by rounding alone; by another KV they would differ by 1 and more."""
+    for (tokens, ours), (expected, theirs) in zip(values(found), values(wanted), strict=True):
+        same = next(
+            (
+                at
+                for at, pair in enumerate(zip(tokens, expected, strict=True))
+                if pair[0] != pair[1]
+            ),
+            len(tokens),
+        )
+        assert same
+        assert max(abs(a - b) for a, b in zip(ours[:same], theirs[:same], strict=True)) < tolerance
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
@@ -127,13 +144,13 @@ def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Pa
         settle(server)
         flush_device(server)
         check_hits(answers(server, prompts, 1), repeat, "host", above=10 * PAGE)
-        # The other group stores what it computes itself.
-        computed = answers(server, prompts, 0)
+        # The other group stores what it computes itself. Its rows lie elsewhere in the products.
+        computed, on_other = answers(server, prompts, 0), answers(server, prompts, 0)
         assert cached(computed) == [0] * len(prompts)
-        assert values(computed) == values(first)
+        check_close(computed, first, kind.tolerance)
         settle(server)
         saved = [[rank["host"]["saved_pages"] for rank in group] for group in ranks_of(server)]
         assert all(len(set(group)) == 1 for group in saved), saved
     with server_of(kind, model, tmp_path) as server:  # after a kill -9
-        for group in (0, 1):
-            check_hits(answers(server, prompts, group), repeat, "disk", above=10 * PAGE)
+        for group, wanted in enumerate((on_other, repeat)):
+            check_hits(answers(server, prompts, group), wanted, "disk", above=10 * PAGE)

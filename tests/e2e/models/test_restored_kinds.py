@@ -1,7 +1,8 @@
 """Models that are more than the ones of the neighbouring tests, on the real server.
 
 Each has one server with the plugin, which is also the reference: nothing of the plugin acts on a
-device hit. Another one is started on the disk, or the store, that the first left when it was killed.
+device hit. Another one is started on the disk, or the store, that the first left when it was
+killed.
 """
 
 from __future__ import annotations
