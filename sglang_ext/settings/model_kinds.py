@@ -208,8 +208,8 @@ SERVED_MODES = (
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
         "where a group is one rank; shared between groups through the remote store only, which "
-        "hybrids are refused; without speculation, adapters or sessions; of hybrids MiMo V2, Mellum "
-        "and Qwen3-Next were run; no models with rows of an index",
+        "hybrids are refused; without speculation, adapters or sessions; of hybrids MiMo V2, "
+        "Mellum and Qwen3-Next were run; no models with rows of an index",
         "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_hybrid_attention_dp.py",
     ),
     ServedMode("adapters (`--enable-lora`)", "exact", "tests/e2e/updates/test_adapter_promises.py"),
