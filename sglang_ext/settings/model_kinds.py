@@ -187,7 +187,8 @@ SERVED_MODES = (
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
         "exact, coded; moved by `overflow`; with MLA one rank of a node keeps each page for all; "
-        "hybrids and models with rows of an index on one node, hybrids with states without a remote store",
+        "hybrids and models with rows of an index on one node, those with states without a remote "
+        "store",
         "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_truncated_ranks.py; "
         "tests/e2e/ranks/test_cost_ranks.py; tests/e2e/ranks/test_profile_ranks.py",
     ),
