@@ -49,6 +49,17 @@ def write_random_model(
     return folder
 
 
+def class_of_transformers(name: str) -> Any:
+    """One of transformers' classes."""
+    # With some, sentencepiece is imported, whose compiled types warn. Where warnings are errors
+    # the import ends half-way, unnoticed, and the process with a crash.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import transformers
+
+        return getattr(transformers, name)
+
+
 @dataclass(frozen=True)
 class PublishedModel:
     """An architecture of transformers.
@@ -69,10 +80,4 @@ class PublishedModel:
 
     def model_class(self) -> Any:
         """Transformers' class."""
-        # With Qwen3.5's, sentencepiece is imported, whose compiled types warn. Where warnings are
-        # errors the import ends half-way, unnoticed, and the process with a crash.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            import transformers
-
-            return getattr(transformers, self.class_name)
+        return class_of_transformers(self.class_name)

@@ -5,6 +5,7 @@ Such a prompt goes on only behind a place where its windows or its state are sto
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,6 +33,39 @@ class ResumePoint(NamedTuple):
     num_last: int
 
 
+class PlaceQuestion(Protocol):
+    """What a remote store is asked of one prompt; `window_question.py`.
+
+    Attributes:
+        end: pages behind the device prefix after which the prompt can be resumed; None: no further
+            than without the remote store, or not known yet.
+    """
+
+    end: int | None
+
+    @property
+    def window_keys(self) -> Hashes:
+        """Keys of the windows that going on behind `end` takes."""
+
+    @property
+    def last_keys(self) -> Hashes:
+        """Keys of the page behind all that was asked for, where it is there."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it was waited for long enough."""
+
+    def step(self) -> bool:
+        """Once a scheduler step: takes an answer, and asks on; returns whether that was all."""
+
+    def drop(self) -> None:
+        """Nobody waits for the answer any more."""
+
+
+Ask = Callable[[KeySpace, Hashes, Hashes, int, int], PlaceQuestion | None]
+"""Asks of a prompt's pages behind the device and of the one behind these: `WindowInquiries.ask`."""
+
+
 class Resumption(Protocol):
     """What knows where prompts can be resumed: the windows or the states of a model."""
 
@@ -43,6 +77,10 @@ class Resumption(Protocol):
         The keys are of the pages up to there, of windows or a state, and of the page behind `limit`
         where it reaches that.
         """
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a plan has room for, with their windows or a state."""
 
     def pages_between(self, first: int, end: int) -> Rows:
         """Which pages the wish's keys of windows or a state are of.
@@ -73,6 +111,7 @@ class PromptPoints:
         space: where the prompt's pages belong.
         hashes: u8 `[N, 32]`, of all of them.
         limit: see `limit`.
+        ask: asks a remote store; None without one.
 
     Attributes:
         limit: pages of the prompt that can be loaded at most.
@@ -80,7 +119,13 @@ class PromptPoints:
     """
 
     def __init__(
-        self, layers: Resumption, store: PageStore, space: KeySpace, hashes: Hashes, limit: int
+        self,
+        layers: Resumption,
+        store: PageStore,
+        space: KeySpace,
+        hashes: Hashes,
+        limit: int,
+        ask: Ask | None = None,
     ) -> None:
         self.limit = limit
         self.most = min(limit + 1, len(hashes))  # a last page that is not whole is stored nowhere
@@ -88,6 +133,33 @@ class PromptPoints:
         self._store = store
         self._space = space
         self._hashes = hashes
+        self._ask = ask
+        self._answer: tuple[int, PlaceQuestion] | None = None  # pages on the device, and it
+
+    def ask(
+        self, num_on_device: int, most: int, num_here: int, max_quality: int
+    ) -> PlaceQuestion | None:
+        """Asks a remote store for a further place than one that is known; None: it is not asked.
+
+        Args:
+            num_on_device: leading pages that are on the device, with windows.
+            most: what `end_page` may be at most.
+            num_here: pages of the prompt behind which it can be resumed without the remote store.
+            max_quality: the worst that may be loaded.
+        """
+        if self._ask is None:
+            return None
+        limit = min(self.limit, most)
+        tail = self._hashes[num_on_device:limit][: self._layers.most_pages]
+        last = self._hashes[limit : min(self.limit + 1, most)]
+        if num_on_device + len(tail) < limit:
+            last = last[:0]
+        return self._ask(self._space, tail, last, num_here - num_on_device, max_quality)
+
+    def hear(self, num_on_device: int, question: PlaceQuestion | None) -> None:
+        """Takes what a question came to; None: what is in the remote store is left there."""
+        is_answer = question is not None and question.end is not None
+        self._answer = (num_on_device, question) if question and is_answer else None
 
     def furthest(self, num_on_device: int, most: int) -> ResumePoint:
         """The furthest place, in any tier; the end of the device prefix where there is none.
@@ -103,6 +175,9 @@ class PromptPoints:
         shown = self._hashes[: min(self.limit + 1, most)]
         keys, num = self._layers.wish(self._space, shown, num_on_device, limit)
         end = num_on_device + num
+        answer = self._answered(num_on_device, end, limit)
+        if answer is not None:
+            return self._elsewhere(num_on_device, answer, len(shown) > limit)
         pages = np.arange(end)
         if num:
             pages = np.concatenate([pages, self._layers.pages_between(num_on_device, end)])
@@ -110,9 +185,31 @@ class PromptPoints:
         if num_last and not self._has(keys[len(pages) :]):
             keys, num_last = keys[: len(pages)], 0
         pages = np.concatenate([pages, np.full(num_last, limit)])
+        num_stored = self._num_stored(num_on_device)
+        return ResumePoint(end + (num_last > 0), num_stored, keys, pages, num_last)
+
+    def _answered(self, num_on_device: int, end: int, limit: int) -> PlaceQuestion | None:
+        """A question whose answer is a place behind `end` and not behind `limit`."""
+        first, question = self._answer or (-1, None)
+        if question is None or question.end is None or first != num_on_device:
+            return None
+        return question if end < first + question.end <= limit else None
+
+    def _elsewhere(self, first: int, question: PlaceQuestion, shows_last: bool) -> ResumePoint:
+        """The place that a question came to, some of which is in the remote store."""
+        assert question.end is not None
+        end = first + question.end
+        last = question.last_keys if shows_last else question.last_keys[:0]
+        keys = np.concatenate([self._hashes[:end], question.window_keys, last])
+        pages = [np.arange(end), self._layers.pages_between(first, end), np.full(len(last), end)]
+        num_stored = max(end, self._num_stored(first))
+        end_page = end + (len(last) > 0)
+        return ResumePoint(end_page, num_stored, keys, np.concatenate(pages), len(last))
+
+    def _num_stored(self, num_on_device: int) -> int:
         behind = self._hashes[num_on_device:]
         stored = self._store.locate_prefix(self._space, behind).total if len(behind) else 0
-        return ResumePoint(end + (num_last > 0), num_on_device + stored, keys, pages, num_last)
+        return num_on_device + stored
 
     def _has(self, keys: Hashes) -> bool:
         return bool((self._store.page_states(self._space, keys)[0] != 0).all())

@@ -10,6 +10,9 @@ most of all ranks, and whether all that it takes is verified and pinned here:
 - they name one, and all have pinned everything: it is promised;
 - they name one, and some rank cannot bring it: all look for one before it.
 
+A rank that has asked a remote store, and does not know yet, names the furthest place that there
+could be, and waits; when it is answered, or has waited for long enough, it names what it knows.
+
 The places only come nearer, and after some rounds nothing is promised. What a place takes follows
 from the prompt and the place alone, so what is promised is the same pages on all ranks.
 
@@ -18,13 +21,13 @@ Scheduler thread only; neither copies nor waits.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sglang_ext.admission.resume_points import ResumePoint
+from sglang_ext.admission.resume_points import PlaceQuestion, ResumePoint
 from sglang_ext.admission.waiting_request import Readiness, ReusablePrefix
 from sglang_ext.ranks.consensus import AgreedRequest, RequestReport
 from sglang_ext.ranks.promises import Promise, PromiseBook, no_pages, part_of
@@ -44,15 +47,18 @@ class _ResumePromise(Promise):
     Attributes:
         point: the place that this rank names.
         num_rounds: places that were given up, on all ranks alike.
+        question: a remote store was asked for a further place than what is pinned, up to `point`;
+            None where nothing is open.
     """
 
     point: ResumePoint
     num_rounds: int = 0
+    question: PlaceQuestion | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that the place takes is pinned."""
-        return len(self.ticket.rows) == len(self.prefix.off_device)
+        """Whether all that the place takes is known and pinned."""
+        return self.question is None and len(self.ticket.rows) == len(self.prefix.off_device)
 
 
 class _NamedPlaces(NamedTuple):
@@ -85,18 +91,39 @@ class ResumeBook(PromiseBook):
         self.leave(handle)
         points = prefix.points
         assert points is not None
+        points.hear(0, None)  # what is asked for depends on what is on the device
         num_on_device = min(prefix.num_on_device, points.limit)
         self._note(f"+{handle}:{num_on_device}:{points.limit}")
         prefix = replace(prefix, num_on_device=num_on_device)
         return self._name(handle, prefix, prompt, points.most, 0)
 
     def _name(
-        self, handle: Hashable, prefix: ReusablePrefix, prompt: Any, most: int, num_rounds: int
+        self,
+        handle: Hashable,
+        prefix: ReusablePrefix,
+        prompt: Any,
+        most: int,
+        num_rounds: int,
+        *,
+        asks: bool = True,
     ) -> TierCounts:
-        """This rank names the furthest place up to `most`, and plans for it."""
-        assert prefix.points is not None
-        point = prefix.points.furthest(prefix.num_on_device, most)
+        """This rank names the furthest place up to `most`, and plans for it.
+
+        Args:
+            handle: of the request.
+            prefix: its pages.
+            prompt: see `enter`.
+            most: what the place may be at most.
+            num_rounds: see `_ResumePromise`.
+            asks: a remote store may be asked for a further place.
+        """
+        points, first = prefix.points, prefix.num_on_device
+        assert points is not None
+        point = points.furthest(first, most)
         resumes_at = point.end_page - (point.num_last > 0)
+        question = None
+        if asks and point.end_page < most:
+            question = points.ask(first, most, resumes_at, prefix.max_quality)
         prefix = replace(prefix, hashes=point.hashes, resumes_at=resumes_at)
         before = self._room.find(handle)
         found = self._room.enter(handle, prefix)
@@ -104,18 +131,55 @@ class ResumeBook(PromiseBook):
         if before is not None and waiting is not None:
             waiting.is_held_as(before)  # it is the same request, no later one
         nothing = no_pages(prefix.space)
+        if question is not None:
+            point = point._replace(end_page=most)
         # A handle that is known keeps its place among the open ones, whichever ranks come here.
         self._promises[handle] = self._open[handle] = _ResumePromise(
-            prefix, prompt, prefix.num_on_device, nothing, point=point, num_rounds=num_rounds
+            prefix, prompt, first, nothing, point=point, num_rounds=num_rounds, question=question
         )
         return found
 
+    def leave(self, handle: Hashable, *, admitted: bool = False) -> None:
+        """See `PromiseBook`."""
+        promise = self._find(handle)
+        if promise is not None:
+            _stop_asking(promise)
+        super().leave(handle, admitted=admitted)
+
     # ---- agreeing ----
+
+    def report(self, order: Iterable[Hashable] = ()) -> list[RequestReport]:
+        """See `PromiseBook`; answers of a remote store are taken before."""
+        for handle in list(self._open):
+            promise = self._find(handle)
+            if promise is not None and promise.question is not None:
+                self._follow(handle, promise, promise.question)
+        return super().report(order)
+
+    def _follow(self, handle: Hashable, promise: _ResumePromise, question: PlaceQuestion) -> None:
+        """Names what is known when a question is answered, or was waited for long enough."""
+        assert promise.prefix.points is not None
+        if question.step():
+            promise.prefix.points.hear(promise.prefix.num_on_device, question)
+        elif question.is_late:
+            self._store.counters.add("remote_lookups_late")
+        else:
+            return
+        self._name_again(handle, promise, promise.point.end_page, asks=False)
+
+    def _name_again(
+        self, handle: Hashable, promise: _ResumePromise, most: int, *, asks: bool
+    ) -> None:
+        _stop_asking(promise)
+        self._release(promise.ticket.slots)
+        self._name(handle, promise.prefix, promise.prompt, most, promise.num_rounds, asks=asks)
 
     def _report_of(self, handle: Hashable, promise: Promise, readiness: Readiness) -> RequestReport:
         assert isinstance(promise, _ResumePromise)
         end, num_stored = promise.point.end_page, promise.point.num_stored
         worst = int(promise.ticket.quality.max(initial=0)) if promise.is_whole else _NOT_WHOLE
+        if promise.question is not None:
+            readiness = min(readiness, Readiness.WAITING)
         return RequestReport(end, end, readiness, worst, num_stored)
 
     def _settle_one(self, handle: Hashable, promise: Promise, agreed: AgreedRequest) -> None:
@@ -135,11 +199,12 @@ class ResumeBook(PromiseBook):
             nothing = AgreedRequest(first, first, True, 0, agreed.most_pages)
             self._promise(handle, promise, nothing)
         elif promise.point.end_page > most:
-            self._release(promise.ticket.slots)
-            self._name(handle, promise.prefix, promise.prompt, most, promise.num_rounds)
+            # Where all named one place, it cannot be had, or somebody is late: no more is asked.
+            self._name_again(handle, promise, most, asks=not is_one)
 
     def _promise(self, handle: Hashable, promise: _ResumePromise, settled: AgreedRequest) -> None:
         del self._open[handle]
+        _stop_asking(promise)
         promise.settled = settled
         if settled.end_page == settled.first_page:
             self._release(promise.ticket.slots)
@@ -240,3 +305,9 @@ class ResumeBook(PromiseBook):
         self.leave(handle, admitted=True)
         if kept is not None:
             self._last_pages[handle] = kept
+
+
+def _stop_asking(promise: _ResumePromise) -> None:
+    if promise.question is not None:
+        promise.question.drop()
+        promise.question = None

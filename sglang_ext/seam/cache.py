@@ -447,7 +447,9 @@ class HierKVRadixCache(UnifiedRadixCache):
                 if self.linker.inquiries is None:  # else the remote store is asked, once
                     reach = path[: num_on_device + layers.most_pages][:limit]
             else:
-                points = PromptPoints(layers, self.store, space, path, limit)
+                inquiries = self.linker.inquiries
+                ask = None if inquiries is None else inquiries.ask
+                points = PromptPoints(layers, self.store, space, path, limit, ask)
         anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
         prefix = ReusablePrefix(
@@ -460,7 +462,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         if waiting is not None:
             resumes_at = resumes_at if points is None else waiting.prefix.resumes_at
             state_of(req).wanted = Wanted(path, waiting, resumes_at)
-        if self.linker.inquiries is not None:
+        if self.linker.inquiries is not None and points is None:
             self.linker.inquiries.begin(handle, prefix, key, tail, limit, resumable)
         if self.quotes is not None:
             size = self.page_size

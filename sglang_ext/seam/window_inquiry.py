@@ -1,8 +1,8 @@
-"""Asks a remote store where a prompt of a model with window layers can be resumed.
+"""Asks a remote store where the prompts of waiting requests of a model with windows can be resumed.
 
-First the full layers' pages, up to the first gap; then, from their end backwards, the pages of the
-window layers in the last window; where one lacks, in the window that ends before it, a few times.
-What is found becomes what the waiting request could reuse. Scheduler's thread only; never blocks.
+See `WindowQuestion`. With one rank, what is found becomes what the waiting request could reuse; of
+several ranks each asks, and they agree on what to do with it (`ranks/resume_promises.py`).
+Scheduler's thread only; never blocks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.admission.window_question import WindowQuestion
 from sglang_ext.device.transfers import Hashes
 from sglang_ext.device.windows.layers import WindowLayers
-from sglang_ext.tiers.store import PageStore
-from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
-
-# So many windows of a request are asked for, from the furthest backwards.
-_MOST_WINDOWS = 4
-
+from sglang_ext.tiers.store import KeySpace, PageStore
 
 Enter = Callable[[Hashable, ReusablePrefix, Any], Any]
 """Puts a request into the waiting room anew: its handle, what it could reuse, and its key."""
@@ -35,28 +31,14 @@ class _Asked:
     Attributes:
         prefix: what it could reuse of what is here.
         key: SGLang's, of its pages.
-        tail: u8 `[N, 32]`, the pages behind its device prefix that could be loaded.
         last: u8 `[0 or 1, 32]`, a prompt's last page, which is computed and then replaced.
-        num_local: leading pages of these that are here.
-        least: pages of these that it can reuse without the remote store.
-        inquiry: the question.
-        since_s: when it was first asked.
-        end: pages behind which the window is asked for; None while pages are.
-        pages: pages whose window layers are asked for, from the last one on.
-        num_windows: windows asked for.
+        question: about the pages behind its device prefix.
     """
 
     prefix: ReusablePrefix
     key: Any
-    tail: Hashes
     last: Hashes
-    num_local: int
-    least: int
-    inquiry: RemoteLookup
-    since_s: float
-    end: int | None = None
-    pages: tuple[int, ...] = ()
-    num_windows: int = 0
+    question: WindowQuestion
 
 
 class WindowInquiries:
@@ -107,20 +89,42 @@ class WindowInquiries:
         self.drop(handle)
         limit = max(0, limit - prefix.num_on_device)
         tail, last = tail[:limit], tail[limit : limit + 1]
-        if least == len(tail):
-            return
-        num_local = self._store.locate_prefix(prefix.space, tail, prefix.max_quality).total
-        inquiry = RemoteLookup(prefix.space, tail[num_local:], 0, prefix.max_quality)
-        if self._store.ask_remote(inquiry):
-            now_s = self._clock()
-            self._open[handle] = _Asked(prefix, key, tail, last, num_local, least, inquiry, now_s)
+        question = self._question(prefix.space, tail, last[:0], least, prefix.max_quality)
+        if question.is_open:
+            self._open[handle] = _Asked(prefix, key, last, question)
+
+    def ask(
+        self, space: KeySpace, tail: Hashes, last: Hashes, least: int, max_quality: int
+    ) -> WindowQuestion | None:
+        """Asks for one of several ranks, which follows the question itself; None: it does not.
+
+        Args:
+            space: where the pages belong.
+            tail: u8 `[N, 32]`, the pages behind a device prefix that could be loaded.
+            last: u8 `[0 or 1, 32]`, a prompt's last page, behind them.
+            least: see `begin`.
+            max_quality: the worst that may be loaded.
+        """
+        if not self._longest_s:
+            return None
+        keys = np.concatenate([last, self._layers.entries(last)]) if len(last) else last
+        question = self._question(space, tail, keys, least, max_quality)
+        return question if question.is_open else None
+
+    def _question(
+        self, space: KeySpace, tail: Hashes, last: Hashes, least: int, max_quality: int
+    ) -> WindowQuestion:
+        return WindowQuestion(
+            self._layers, self._store, space, tail, last, least, max_quality, self._longest_s,
+            self._clock,
+        )  # fmt: skip
 
     def may_admit(self, handle: Hashable) -> bool:
         """False while a request should wait for the answer."""
         asked = self._open.get(handle)
         if asked is None:
             return True
-        if max(self._clock() - asked.since_s, self._store.remote_stalled_s) < self._longest_s:
+        if not asked.question.is_late:
             return False
         if self._longest_s:
             self._store.counters.add("remote_lookups_late")
@@ -131,7 +135,7 @@ class WindowInquiries:
         """Nobody waits for the answer any more; unknown handles are ignored."""
         asked = self._open.pop(handle, None)
         if asked is not None:
-            asked.inquiry.cancelled = True
+            asked.question.drop()
 
     def drop_all(self) -> None:
         """As `drop`, for all requests."""
@@ -141,43 +145,18 @@ class WindowInquiries:
     def step(self) -> None:
         """Once a scheduler step: takes answers, and asks on."""
         for handle, asked in list(self._open.items()):
-            if asked.inquiry.done:
-                end = self._next_end(asked)
-                self._ask_window(handle, asked, end)
+            if asked.question.step():
+                self.drop(handle)
+                if asked.question.end is not None:
+                    self._enter_with(handle, asked, asked.question.end)
 
-    def _next_end(self, asked: _Asked) -> int:
-        """Pages behind which the window is asked for next, or is known to be there."""
-        if asked.end is None:
-            return asked.num_local + len(asked.inquiry.sizes)
-        num_whole = len(asked.inquiry.sizes) // self._layers.num_groups
-        return asked.end if num_whole == len(asked.pages) else asked.pages[num_whole]
-
-    def _ask_window(self, handle: Hashable, asked: _Asked, end: int) -> None:
-        """Asks for the window before `end`; ends the question where nothing is left to ask."""
-        if end <= asked.least or asked.num_windows == _MOST_WINDOWS:
-            self.drop(handle)
-            return
-        window = self._layers.window_of(end)
-        entries = self._layers.entries(asked.tail[window])
-        if end != asked.end:
-            here = self._store.page_states(asked.prefix.space, entries)[0] != 0
-            whole = here.reshape(self._layers.num_groups, -1).all(axis=0)
-            pages = tuple(window.start + i for i in np.flatnonzero(~whole)[::-1].tolist())
-            if pages:
-                keys = [self._layers.entries(asked.tail[page : page + 1]) for page in pages]
-                space, limit = asked.prefix.space, asked.prefix.max_quality
-                asked.inquiry = RemoteLookup(space, np.concatenate(keys), 0, limit)
-                asked.end, asked.pages, asked.num_windows = end, pages, asked.num_windows + 1
-                if not self._store.ask_remote(asked.inquiry):
-                    self.drop(handle)
-                return
-        self.drop(handle)
-        above = asked.prefix.hashes[: asked.prefix.num_on_device]
-        wanted = [above, asked.tail[:end], entries]
-        if end == len(asked.tail):
+    def _enter_with(self, handle: Hashable, asked: _Asked, end: int) -> None:
+        """A request can reuse what is there up to `end`, wherever that is."""
+        prefix, question = asked.prefix, asked.question
+        above = prefix.hashes[: prefix.num_on_device]
+        wanted = [above, question.tail[:end], question.window_keys]
+        if end == len(question.tail):
             wanted += [asked.last, self._layers.entries(asked.last)]
-        resumes_at = asked.prefix.num_on_device + end
-        prefix = replace(
-            asked.prefix, hashes=np.concatenate(wanted), look_again=None, resumes_at=resumes_at
-        )
+        hashes, resumes_at = np.concatenate(wanted), prefix.num_on_device + end
+        prefix = replace(prefix, hashes=hashes, look_again=None, resumes_at=resumes_at)
         self._enter(handle, prefix, asked.key)

@@ -146,14 +146,15 @@ def check_kind(name: str) -> None:
 
 def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) -> None:
     """Refuses what was not tried with window layers that have a pool of their own."""
-    num_ranks = read("tp_size") or 1
-    several = num_ranks > 1
+    attention_dp = (read("attn_dp_size") or 1) > 1 or read("enable_dp_attention")
     # In one pool SGLang would have no room for layers of two shapes.
     advice = _WINDOW_ADVICE if kind == _WINDOW_KINDS[0] else _STATE_ADVICE
     for expected, found in (
-        ("--tp-size 1", num_ranks if kind != _WINDOW_KINDS[0] else 1),
         *_of_hybrid_ranks(read),
-        ("no --hier-kv-remote-url and several ranks", config.remote_url if several else ""),
+        (
+            "no --hier-kv-remote-url and data parallel attention",
+            config.remote_url if attention_dp else "",
+        ),
         ("--hier-kv-codec none", config.codec or "none"),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
@@ -195,12 +196,14 @@ def _check_states(read: Callable[[str], Any], config: HierKVConfig) -> None:
 
 
 def _of_hybrid_ranks(read: Callable[[str], Any]) -> list[tuple[str, Any]]:
-    """(what is expected, what was found) of ranks other than tensor parallel ones of one node."""
+    """(what is expected, what was found) of whole schedulers, stages and nodes.
+
+    Data parallel attention may be asked for by its older name, which is that of whole schedulers.
+    """
+    is_attention_dp = read("enable_dp_attention") or (read("attn_dp_size") or 1) > 1
     return [
         ("--pp-size 1", read("pp_size") or 1),
-        ("--dp-size 1", read("dp_size") or 1),
-        ("--attn-dp-size 1", read("attn_dp_size") or 1),
-        ("no --enable-dp-attention", "it" if read("enable_dp_attention") else ""),
+        ("--dp-size 1", 1 if is_attention_dp else read("dp_size") or 1),
         ("--nnodes 1", read("nnodes") or 1),
     ]
 

@@ -57,10 +57,10 @@ MODEL_KINDS = {
     ),
     "swa": ModelKind(
         "a second pool for layers that see a window or a chunk, with K and V of the same shape",
-        "gpt-oss, Mellum, Laguna, Llama 4",
+        "gpt-oss, Mellum, Laguna, Llama 4, Step 3.5",
         "exact, at the saved position, by one rank or several tensor parallel ones, without codec, "
-        "truncation, adapters or sessions, by several without a remote store; run with a small "
-        "Mellum on a CPU, and by one rank with a small Llama 4 without experts",
+        "truncation, adapters or sessions; run with a small Mellum on a CPU, and by one rank with "
+        "a small Llama 4 and a small Step 3.5 without experts",
         "tests/e2e/models/test_windows.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_hybrid_ranks.py; "
         "tests/property/hybrids/test_window_interleavings.py",
@@ -68,10 +68,12 @@ MODEL_KINDS = {
     "swa of two shapes": ModelKind(
         "a second pool for the window's layers, with K and V of another shape",
         "Gemma 4 (prompts with images or sound are neither stored nor loaded), MiMo V2",
-        "exact, at the saved position, by one rank, with what is refused for those of one shape; "
-        "run on a CPU with a small model of each, without experts",
+        "exact, at the saved position, by one rank or several tensor parallel ones, with what is "
+        "refused for those of one shape; run on a CPU with a small model of each, without experts, "
+        "by one rank and by two, of which MiMo V2 had a remote store",
         "tests/e2e/models/test_restored_kinds.py; tests/unit/device/test_blocks.py; "
-        "tests/property/hybrids/test_window_interleavings.py",
+        "tests/property/hybrids/test_window_interleavings.py; "
+        "tests/property/hybrids/test_hybrid_ranks_decide.py",
     ),
     "two shapes in one pool": ModelKind(
         "one pool for all layers, of which those with a window have K and V of another shape",
@@ -85,7 +87,7 @@ MODEL_KINDS = {
     "windows of another kind": ModelKind(
         "a second pool for the window's layers, without full layers, of latent rows, or of models "
         "that were never tried",
-        "Step 3.5, Unlimited-OCR, Dots3 Note, EmbeddingGemma 2",
+        "Step 3.7, Unlimited-OCR, Dots3 Note, EmbeddingGemma 2",
         "their prefixes, rows or masks are of another kind, or nobody tried them",
         "",
         "window layers with K and V of every head beside full layers",
@@ -185,7 +187,8 @@ SERVED_MODES = (
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
         "exact, moved, coded; with MLA one rank of a node keeps each page for all; "
-        "hybrids and models with rows of an index on one node, hybrids without a remote store",
+        "hybrids and models with rows of an index on one node, those with states without a remote "
+        "store",
         "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_truncated_ranks.py; "
         "tests/e2e/ranks/test_quoting_ranks.py; "
         "tests/e2e/ranks/test_cost_ranks.py; tests/e2e/ranks/test_profile_ranks.py",
@@ -206,9 +209,10 @@ SERVED_MODES = (
     ServedMode(
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
-        "where a group is one rank; shared between groups through the remote store only; without "
-        "speculation, adapters or sessions",
-        "tests/e2e/reuse/test_attention_dp.py",
+        "where a group is one rank; shared between groups through the remote store only, which "
+        "hybrids are refused; without speculation, adapters or sessions; of hybrids MiMo V2, "
+        "Mellum and Qwen3-Next were run; no models with rows of an index",
+        "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_hybrid_attention_dp.py",
     ),
     ServedMode("adapters (`--enable-lora`)", "exact", "tests/e2e/updates/test_adapter_promises.py"),
     ServedMode(

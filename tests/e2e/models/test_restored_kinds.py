@@ -1,13 +1,14 @@
 """Models that are more than the ones of the neighbouring tests, on the real server.
 
 Each has one server with the plugin, which is also the reference: nothing of the plugin acts on a
-device hit. Another one is started on the disk that the first left when it was killed.
+device hit. Another one is started on the disk, or the store, that the first left when it was
+killed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,17 @@ from testkit.hybrids.chunk_model import (
 )
 from testkit.hybrids.image_model import IMAGE_MODEL, write_image_model
 from testkit.hybrids.shaped_models import SHAPED_MODELS, write_shaped_model
+from testkit.hybrids.step_model import (
+    HEAD_DIM,
+    KV_HEADS,
+    OpenStepModel,
+    write_step_model,
+)
+from testkit.hybrids.step_model import NUM_FULL_LAYERS as NUM_FULL_STEP_LAYERS
+from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
-from tests.e2e.hier_server import GIB, ask, real_prompts, settled, tokens_and_logprobs
+from testkit.slow import ENV_JITTER
+from tests.e2e.hier_server import GIB, ask, connected, real_prompts, settled, tokens_and_logprobs
 from tests.e2e.models.hybrid_answers import answers, cached, check_hits, drop_device
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -35,8 +45,7 @@ TURNS = 3
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
 BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
 BASE += ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]
-BASE += ["--hier-kv-prefetch-timeout-ms", "60000", "--hier-kv-disk-size", "0.5"]
-BASE += ["--hier-kv-disk-segment-size", "0.01"]
+BASE += ["--hier-kv-prefetch-timeout-ms", "60000"]
 
 
 @dataclass(frozen=True)
@@ -46,11 +55,13 @@ class Kind:
     Attributes:
         write: writes it into a new folder.
         open: the same weights without SGLang.
-        page_bytes: K and V of a page.
+        page_bytes: K and V of a page, on each rank.
         tolerance: how far rounding takes a log-probability; another KV takes it to 1 and more.
         log: what SGLang says of it; without, the test is of something else.
         args: of its servers.
         env: of its servers.
+        num_ranks: tensor parallel ones.
+        tier: below DRAM: `disk`, or `remote` in its place.
     """
 
     write: Callable[[Path], Path]
@@ -60,6 +71,8 @@ class Kind:
     log: str
     args: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
+    num_ranks: int = 1
+    tier: str = "disk"
 
 
 def _of_two_shapes(name: str, tolerance: float, *args: str) -> Kind:
@@ -76,6 +89,11 @@ KINDS = {
         write_chunk_model, open_chunk_model, NUM_FULL_LAYERS * 2 * PAGE * 2 * 32 * 2, 0.25,
         f"Setting sliding_window_size to be attention_chunk_size: {CHUNK}",
     ),
+    "more-query-heads": Kind(
+        write_step_model, OpenStepModel,
+        NUM_FULL_STEP_LAYERS * 2 * PAGE * KV_HEADS * HEAD_DIM * 4, 5e-4,
+        "architectures=['Step3p5ForCausalLM']", ["--dtype", "float32", "--trust-remote-code"],
+    ),
     "states-with-images": Kind(
         write_image_model, IMAGE_MODEL.open, IMAGE_MODEL.page_bytes, 5e-4,
         "type=Qwen3_5MoeForConditionalGeneration",
@@ -87,11 +105,32 @@ KINDS = {
 }  # fmt: skip
 
 
+def _on_two_ranks(kind: Kind, tier: str) -> Kind:
+    """With stores that are late, each by its own chance, and SGLang checking what ranks decide."""
+    args = [*kind.args, "--tp-size", "2"]
+    env = {**kind.env, **ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
+    page_bytes = kind.page_bytes // 2
+    return replace(kind, args=args, env=env, page_bytes=page_bytes, num_ranks=2, tier=tier)
+
+
+KINDS |= {
+    f"two-shapes-{name}-on-two-ranks": _on_two_ranks(KINDS[f"two-shapes-{name}"], tier)
+    for name, tier in (("gemma", "disk"), ("mimo", "remote"))
+}
+
+
 def server_of(kind: Kind, model: Path, folder: Path, *, host_pages: int) -> Server:
-    """A server with DRAM for that many pages, and a disk."""
-    host_gib = (host_pages + 0.5) * (kind.page_bytes + HEADER_BYTES) / GIB
+    """A server with DRAM for that many pages a rank, and a disk or a store."""
+    slot_bytes = kind.page_bytes + HEADER_BYTES
+    host_gib = kind.num_ranks * (host_pages + 0.5) * slot_bytes / GIB
     args = [*BASE, *kind.args, "--max-total-tokens", "8192"]
-    args += ["--hier-kv-host-size", f"{host_gib:.9f}", "--hier-kv-disk-dir", str(folder / "disk")]
+    args += ["--hier-kv-host-size", f"{host_gib:.9f}"]
+    if kind.tier == "disk":
+        args += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.5"]
+        args += ["--hier-kv-disk-segment-size", "0.01"]
+    else:
+        (folder / "shared").mkdir(exist_ok=True)
+        args += ["--hier-kv-remote-url", f"file://{folder / 'shared'}?size=1GB"]
     log = folder / "server.log"
     return Server(args, model=model, log_path=log, env=kind.env, stop="kill", start_timeout_s=300)
 
@@ -141,6 +180,7 @@ def test_a_hit_from_every_tier_is_what_the_device_would_have_given(
     prompts = list(real_prompts(LENGTHS, seed=3))
     with server_of(kind, model, tmp_path, host_pages=600) as server:
         assert kind.log in server.log()
+        connected(server)
         first, repeat = answers(server, prompts), answers(server, prompts)
         assert cached(first) == [0] * len(LENGTHS)
         drop_device(server)
@@ -155,6 +195,7 @@ def test_a_hit_from_every_tier_is_what_the_device_would_have_given(
         assert cached([a]) != cached([b]) or tokens_and_logprobs(a) == tokens_and_logprobs(b)
     # After a kill -9, with little room.
     with server_of(kind, model, tmp_path, host_pages=120) as server:
-        check_hits(answers(server, prompts), repeat, "disk", above=30 * PAGE)
+        connected(server)
+        check_hits(answers(server, prompts), repeat, kind.tier, above=30 * PAGE)
     check_by_transformers(kind, model, prompts, first)
     check_by_transformers(kind, model, prompts, repeat)

@@ -189,15 +189,19 @@ WINDOWS: dict[str, Any] = {
 }
 WINDOW_FLAGS = {
     "in a pool of their own": [],
-    "of two ranks": ["--tp-size", "2"],
+    "of two ranks": ["--tp-size", "2", "--hier-kv-remote-url", "file://@/windows?size=1GB"],
+    "of two groups": ["--tp-size", "2", "--attn-dp-size", "2"],
     "in one pool": ["--disable-hybrid-swa-memory", "--hier-kv-truncation", "overflow"],
 }
 # What windows in a pool of their own were not tried with.
 NO_WINDOWS = {
     "whole schedulers": (["--dp-size", "2"], "--dp-size 1"),
-    "a store of several ranks": (
-        ["--tp-size", "2", "--hier-kv-remote-url", "file://@/windows?size=1GB"],
-        "no --hier-kv-remote-url and several ranks",
+    "a store of groups": (
+        [
+            *("--tp-size", "2", "--attn-dp-size", "2"),
+            *("--hier-kv-remote-url", "file://@/windows?size=1GB"),
+        ],
+        "no --hier-kv-remote-url and data parallel attention",
     ),
     "a codec": (["--hier-kv-codec", "host=zstd"], "--hier-kv-codec none"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),

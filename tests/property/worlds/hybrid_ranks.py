@@ -5,9 +5,16 @@ A row, window or state that is not a request's own fails at once.
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sglang_ext.provenance.request_state import state_of
+from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
+from sglang_ext.tiers.remote.breaker import BreakerConfig
+from tests.property.worlds.hostile_engine import HostileEngine
 from tests.property.worlds.rank_of_many import RankOfMany
 from tests.property.worlds.state_world import StateWorld
 from tests.property.worlds.window_world import Request, WindowWorld
@@ -75,6 +82,42 @@ class WindowRank(_Rank):
     def branches(self) -> list[Any]:
         """See `_Rank`."""
         return [sorted(state_of(req).resume_pages) for req in (*self.waiting, *self.running)]
+
+
+class RemoteWindowRank(WindowRank):
+    """A rank of a model with window layers, with a remote store and no disk.
+
+    Args:
+        folder: of the world.
+        patch: undone with the test.
+        seed: of what is done.
+        behaviour: of the store; see `HostileEngine`.
+        options: of the world.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+        seed: int,
+        *,
+        behaviour: dict[str, Any],
+        **options: Any,
+    ) -> None:
+        self._engine = HostileEngine(random.Random(f"{seed} {folder.name}"), **behaviour)
+        config = RemoteStoreConfig(breaker=BreakerConfig(first_wait_s=0.01, max_wait_s=0.05))
+        remote = RemoteStore(config=config, engine=self._engine)
+        assert remote.wait_usable(300.0)
+        super().__init__(folder, patch, seed, remote=remote, disk_bytes=0, **options)
+
+    def lose(self) -> None:
+        """As `RankOfMany.lose`, or the store forgets some of what this rank gave it."""
+        names = list(self._engine.values)
+        if not names or self.own.random() < 0.5:
+            super().lose()
+            return
+        for name in self.own.sample(names, min(6, len(names))):
+            self.num_lost += self._engine.values.pop(name, None) is not None
 
 
 class StateRank(_Rank, StateWorld):

@@ -233,6 +233,73 @@ def test_the_wait_for_a_nearer_place_counts_from_the_first_one(
     assert not slow.store.arena._pins.any()
 
 
+class Question:
+    """A question that is answered, or late, when the test says so."""
+
+    def __init__(self, tail: Any) -> None:
+        self.tail = tail
+        self.end: int | None = None
+        self.window_keys = self.last_keys = tail[:0]
+        self.is_late = self.is_over = self.is_dropped = False
+
+    def step(self) -> bool:
+        return self.is_over
+
+    def drop(self) -> None:
+        self.is_dropped = True
+
+
+@pytest.mark.parametrize("how", ["is_over", "is_late"])
+def test_all_ranks_wait_while_a_remote_store_is_asked_on_one(ranks: list[Rank], how: str) -> None:
+    """And what it does not have, or does not say in time, is a place nearer on all of them."""
+    asks, _ = ranks
+    hashes = np.frombuffer(random.Random(71).randbytes(32 * 6), np.uint8).reshape(6, 32)
+    asked: list[Question] = []
+
+    def ask(space: Any, tail: Any, last: Any, least: int, max_quality: int) -> Any:
+        asked.append(Question(tail))
+        return asked[-1]
+
+    for rank in ranks:
+        rank.damage = 0.0
+        store_all(rank, hashes[: 2 if rank is asks else 4], of_states=False)
+        layers: Any = rank.windows
+        points = PromptPoints(
+            layers, rank.store, rank.space, hashes, 6, ask if rank is asks else None
+        )
+        rank.book.enter(HANDLE, ReusablePrefix(rank.space, hashes, 0, 255, points=points))
+    late = asks.store.stats().get("remote_lookups_late", 0)
+    for _ in range(5):
+        step(ranks)
+        assert not any(rank.book.may_admit(HANDLE) for rank in ranks)
+    # What the other one does not have is not asked for any more.
+    assert [len(question.tail) for question in asked] == [6, 4]
+    assert asked[0].is_dropped
+    setattr(asked[1], how, True)
+    while not asks.book.may_admit(HANDLE):
+        step(ranks)
+    assert asked[1].is_dropped
+    assert len(asked) == 2  # up to where it is known to be, nothing is left to ask for
+    for rank in ranks:
+        assert rank.book.may_admit(HANDLE)
+        assert rank.book.num_promised(HANDLE, rank.space, 0) == 2
+    assert asks.store.stats().get("remote_lookups_late", 0) - late == (how == "is_late")
+    for rank in ranks:
+        rank.book.leave(HANDLE)
+        assert not rank.store.arena._pins.any()
+
+
+def test_a_request_that_leaves_is_not_asked_for_any_more(ranks: list[Rank]) -> None:
+    hashes = np.frombuffer(random.Random(72).randbytes(32 * 6), np.uint8).reshape(6, 32)
+    (rank, _), question = ranks, Question(hashes)
+    layers: Any = rank.windows
+    points = PromptPoints(layers, rank.store, rank.space, hashes, 6, lambda *_: question)
+    rank.book.enter(HANDLE, ReusablePrefix(rank.space, hashes, 0, 255, points=points))
+    assert not question.is_dropped
+    rank.book.leave(HANDLE)
+    assert question.is_dropped
+
+
 def check_taken(ranks: list[Rank], hashes: Any, first: int, end: int, *, of_states: bool) -> None:
     """What a load is given is what it asks for, pinned and checked, on each rank."""
     if first == end:

@@ -19,6 +19,7 @@ from sglang_ext.seam.model_kind import model_kind  # noqa: E402
 from sglang_ext.settings.compat import check_kind  # noqa: E402
 from testkit.hybrids.index_model import CONFIGS  # noqa: E402
 from testkit.hybrids.shaped_models import SHAPED_MODELS  # noqa: E402
+from testkit.hybrids.step_model import write_step_model  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_of(folder: Path, **options: Any) -> ModelConfig:
-    return ModelConfig(str(folder), trust_remote_code=False, **options)
+def config_of(folder: Path, *, trust: bool = False, **options: Any) -> ModelConfig:
+    return ModelConfig(str(folder), trust_remote_code=trust, **options)
 
 
 def test_window_layers_of_another_shape_need_a_pool_of_their_own(folder: Path) -> None:
@@ -42,18 +43,24 @@ def test_window_layers_of_another_shape_need_a_pool_of_their_own(folder: Path) -
         check_kind(kind)
 
 
-@pytest.mark.parametrize("name", ["Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"])
-def test_step_is_refused_whatever_its_layers_are(folder: Path, name: str) -> None:
-    config = config_of(folder)
-    # As of a model that is served: full layers, and window layers with K and V of one shape.
-    config.is_hybrid_swa_compress = False
-    config.swa_head_dim = config.swa_v_head_dim = config.head_dim
-    config.get_swa_num_kv_heads = config.get_num_kv_heads
-    config.hf_config.architectures = ["GptOssForCausalLM"]
-    assert model_kind(config) == "swa"
-    config.hf_config.architectures = [name]
-    with pytest.raises(HierKVConfigError, match="got a model with others"):
-        check_kind(model_kind(config))
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, "swa"),
+        # SGLang's pool has as many heads of K and V for all layers.
+        ({"num_attention_groups": 4}, "windows of another kind"),
+        ({"architectures": ["Step3p7ForConditionalGeneration"]}, "windows of another kind"),
+    ],
+)
+def test_step_is_told_by_its_heads_of_k_and_v_and_not_by_those_of_q(
+    tmp_path: Path, changes: dict[str, Any], kind: str
+) -> None:
+    config = config_of(write_step_model(tmp_path / "step"), trust=True)
+    config.hf_config.architectures = changes.get("architectures", ["Step3p5ForCausalLM"])
+    window_heads = config.hf_config.attention_other_setting
+    window_heads |= {name: value for name, value in changes.items() if name in window_heads}
+    assert window_heads["num_attention_heads"] != config.num_attention_heads
+    assert model_kind(config) == kind
 
 
 @pytest.mark.parametrize(

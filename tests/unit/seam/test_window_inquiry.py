@@ -138,3 +138,47 @@ def test_a_store_that_does_not_answer_is_waited_for_as_long_as_was_said() -> Non
     store.remote_stalled_s = 3.0
     inquiries.begin("two", ReusablePrefix(space, hashes[:0], 0, 0), None, hashes, 4, 0)
     assert inquiries.may_admit("two")
+
+
+def test_a_rank_is_told_of_the_last_page_only_where_all_of_it_is_there() -> None:
+    rng = random.Random(5)
+    told = set()
+    for _ in range(300):
+        num = rng.randint(1, 5)
+        hashes = np.frombuffer(rng.randbytes(32 * (num + 1)), np.uint8).reshape(-1, 32)
+        tail, last = hashes[:num], hashes[num:]
+        parts = [row.tobytes() for row in (*last, *LAYERS.entries(last))]
+        here = {part for part in parts if rng.random() < 0.5}
+        remote = {row.tobytes() for row in (*tail, *LAYERS.entries(tail))}
+        remote |= {part for part in parts if rng.random() < 0.8}
+        store = Store(here, remote)
+        inquiries = WindowInquiries(
+            LAYERS,
+            store,  # type: ignore[arg-type]
+            lambda handle, wish, key: None,
+            longest_s=30.0,
+        )
+        space: Any = SimpleNamespace()
+        question = inquiries.ask(space, tail, last, 0, 0)
+        assert question is not None
+        while not question.step():
+            store.answer()
+        assert question.end == num
+        is_there = all(part in here | remote for part in parts)
+        assert [row.tobytes() for row in question.last_keys] == parts * is_there
+        assert (question.window_keys == LAYERS.entries(tail[LAYERS.window_of(num)])).all()
+        told.add(is_there)
+    assert told == {False, True}
+
+
+def test_nothing_is_asked_for_a_rank_that_waits_for_nothing() -> None:
+    hashes = np.frombuffer(random.Random(1).randbytes(32 * 4), np.uint8).reshape(-1, 32)
+    store, space = Store(set(), set()), SimpleNamespace()
+    inquiries = WindowInquiries(
+        LAYERS,
+        store,  # type: ignore[arg-type]
+        lambda handle, wish, key: None,
+        longest_s=0.0,
+    )
+    assert inquiries.ask(space, hashes, hashes[:0], 0, 0) is None  # type: ignore[arg-type]
+    assert not store.questions

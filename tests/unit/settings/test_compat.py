@@ -115,9 +115,12 @@ def test_a_tree_with_windows_is_taken_for_a_model_with_windows_alone() -> None:
 @pytest.mark.parametrize(
     ("values", "config", "words"),
     [
-        ({"attn_dp_size": 2}, HierKVConfig(), "--attn-dp-size 1 with sliding-window layers, got 2"),
         ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with sliding-window layers, got 2"),
-        ({"tp_size": 2}, HierKVConfig(remote_url="file:///d"), "no --hier-kv-remote-url and sev"),
+        (
+            {"tp_size": 2, "attn_dp_size": 2},
+            HierKVConfig(remote_url="file:///d"),
+            "no --hier-kv-remote-url and data parallel attention",
+        ),
         ({"dp_size": 2}, HierKVConfig(), "--dp-size 1 with sliding-window layers, got 2"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
         ({"enable_streaming_session": True}, HierKVConfig(), "no --enable-streaming-session"),
@@ -135,16 +138,17 @@ def test_what_was_not_tried_with_windows_is_refused_with_them_alone(
         check_resolved(resolved("swa", **values), config)
     assert words in str(caught.value)
     check_resolved(resolved("swa"), HierKVConfig(remote_url="file:///d"))
-    check_resolved(resolved("swa", tp_size=2), HierKVConfig())
+    check_resolved(resolved("swa", tp_size=2), HierKVConfig(remote_url="file:///d"))
+    for values in ({"attn_dp_size": 2}, {"dp_size": 2, "enable_dp_attention": True}):
+        check_resolved(resolved("swa", tp_size=2, **values), HierKVConfig())
 
 
-def test_window_layers_of_another_shape_are_refused_with_what_those_of_one_are_and_with_ranks() -> (
-    None
-):
+def test_window_layers_of_another_shape_are_refused_with_what_those_of_one_are() -> None:
     kind = "swa of two shapes"
     check_resolved(resolved(kind), HierKVConfig(remote_url="file:///d"))
+    check_resolved(resolved(kind, tp_size=2), HierKVConfig(remote_url="file:///d"))
     for values, config, words in (
-        ({"tp_size": 2}, HierKVConfig(), "--tp-size 1 with sliding-window layers, got 2"),
+        ({"tp_size": 2, "nnodes": 2}, HierKVConfig(), "--nnodes 1 with sliding-window layers"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora with sliding-window"),
         ({}, HierKVConfig(codec="lossless", disk_dir="/d"), "--hier-kv-codec none"),
         ({"speculative_algorithm": "NGRAM"}, HierKVConfig(), "full attention in every layer"),
@@ -172,7 +176,6 @@ def test_a_tree_with_states_is_taken_for_a_model_with_states_alone() -> None:
 @pytest.mark.parametrize(
     ("values", "config", "words"),
     [
-        ({"attn_dp_size": 2}, HierKVConfig(), "--attn-dp-size 1 with layers that have a state"),
         ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with layers that have a state"),
         ({"dp_size": 2}, HierKVConfig(), "--dp-size 1 with layers that have a state"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
@@ -193,6 +196,7 @@ def test_what_was_not_tried_with_states_is_refused_with_them_alone(
     assert words in str(caught.value)
     check_resolved(resolved("state", **kept), HierKVConfig())
     check_resolved(resolved("state", tp_size=2, **kept), HierKVConfig())
+    check_resolved(resolved("state", tp_size=2, attn_dp_size=2, **kept), HierKVConfig())
 
 
 @pytest.mark.parametrize("strategy", ["no_buffer", "extra_buffer_lazy"])

@@ -1,0 +1,155 @@
+"""Hybrids with data parallel attention: groups of ranks with trees, pools and stores of their own.
+
+A group's answers behind what it restored are compared with those behind SGLang's own device hits
+bit for bit, beside a group that runs idle batches: from DRAM, and, but for the first of these
+models, from the disk that a server left when it was killed. What another group has stored is no
+hit. Window layers have K and V of another shape than full ones (MiMo V2) or of the same (Mellum, by
+groups of two ranks), or layers have a state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit.hybrids.shaped_models import SHAPED_MODELS, write_shaped_model
+from testkit.hybrids.state_model import STATE_MODELS, write_state_model
+from testkit.hybrids.window_model import PATTERN, write_window_model
+from testkit.requests import flush_device, num_on_their_way
+from testkit.server import Server
+from tests.e2e.hier_server import GIB, ask, real_prompts
+from tests.e2e.models.hybrid_answers import cached, check_hits, values
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PAGE, HEADER_BYTES = 64, 4096
+LENGTHS = [130, 333, 700]
+WAIT_S = 300.0
+HOST_PAGES = 250  # of each rank
+BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
+BASE += ["--chunked-prefill-size", "512", "--max-running-requests", "8"]
+BASE += ["--max-total-tokens", "4096"]
+ENVIRONMENT = {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1",
+    "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+}
+TWO_RANKS = ["--tp-size", "2", "--attn-dp-size", "2"]
+TWO_BY_TWO = ["--tp-size", "4", "--attn-dp-size", "2"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model and how its ranks are arranged.
+
+    Attributes:
+        write: writes it into a new folder.
+        page_bytes: K and V of a page, on each rank.
+        num_ranks: of both groups.
+        tolerance: how far rounding takes a log-probability.
+        args: of its servers.
+        env: of its servers.
+        restarts: another server is started on the disk that the first left.
+    """
+
+    write: Callable[[Path], Path]
+    page_bytes: int
+    num_ranks: int
+    tolerance: float
+    args: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    restarts: bool = True
+
+
+_STATES = STATE_MODELS["qwen3_next"]
+_SHAPES = SHAPED_MODELS["mimo"]
+KINDS = {
+    "two shapes": Kind(
+        partial(write_shaped_model, name="mimo"), _SHAPES.full_values * PAGE * 4, 2, 5e-4,
+        [*TWO_RANKS, "--dtype", "float32", "--trust-remote-code"], restarts=False,
+    ),
+    "groups of two ranks": Kind(
+        write_window_model, PATTERN.count(0) * 2 * PAGE * 32 * 2, 4, 0.2, TWO_BY_TWO
+    ),
+    "states": Kind(
+        partial(write_state_model, name="qwen3_next"), _STATES.page_bytes, 2, 5e-4,
+        [*TWO_RANKS, "--dtype", _STATES.dtype_name, "--max-mamba-cache-size", "60"],
+        {"SGLANG_MAMBA_CONV_DTYPE": _STATES.dtype_name},
+    ),
+}  # fmt: skip
+
+
+def server_of(kind: Kind, model: Path, folder: Path) -> Server:
+    """A server of two groups, with DRAM and a disk."""
+    slot_bytes = kind.page_bytes + HEADER_BYTES
+    host_gib = kind.num_ranks * (HOST_PAGES + 0.5) * slot_bytes / GIB
+    args = [*BASE, *kind.args, "--enable-hier-kv", "--hier-kv-prefetch-timeout-ms", "60000"]
+    args += ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-host-size", f"{host_gib:.9f}"]
+    args += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.5"]
+    args += ["--hier-kv-disk-segment-size", "0.01"]
+    env = {**ENVIRONMENT, **kind.env}
+    log = folder / "server.log"
+    return Server(args, model=model, log_path=log, env=env, stop="kill", start_timeout_s=300)
+
+
+def ranks_of(server: Server) -> list[list[dict[str, Any]]]:
+    """The plugin's state of each rank, by group."""
+    found = [one["hier_kv"] for one in server.get("/server_info")["internal_states"]]
+    found.sort(key=lambda one: one["dp_rank"])
+    return [one.get("tp_ranks", [one]) for one in found]
+
+
+def settle(server: Server) -> None:
+    """Waits until every rank has saved all, and written it to its disk."""
+    last: Any = None
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        found = [rank["host"] for group in ranks_of(server) for rank in group]
+        if found == last and not any(map(num_on_their_way, found)):
+            return
+        last = found
+        time.sleep(0.1)
+    raise AssertionError(f"the ranks did not settle: {last}")
+
+
+def answers(server: Server, prompts: list[list[int]], group: int) -> list[Any]:
+    return [ask(server, prompt, 8, routed_dp_rank=group) for prompt in prompts]
+
+
+def check_close(found: list[Any], wanted: list[Any], tolerance: float) -> None:
+    """Answers differ by rounding alone; by another KV they would differ by 1 and more."""
+    for (tokens, ours), (expected, theirs) in zip(values(found), values(wanted), strict=True):
+        pairs = zip(tokens, expected, strict=True)
+        num_same = next((at for at, (a, b) in enumerate(pairs) if a != b), len(tokens))
+        distances = [abs(a - b) for a, b in zip(ours[:num_same], theirs[:num_same], strict=True)]
+        assert max(distances) < tolerance, distances
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    model = kind.write(tmp_path / "model")
+    prompts = list(real_prompts(LENGTHS, seed=3))
+    with server_of(kind, model, tmp_path) as server:
+        first, repeat = answers(server, prompts, 1), answers(server, prompts, 1)
+        assert cached(first) == [0] * len(prompts)
+        settle(server)
+        flush_device(server)
+        check_hits(answers(server, prompts, 1), repeat, "host", above=10 * PAGE)
+        # The other group stores what it computes itself. Its rows lie elsewhere in the products.
+        computed, on_other = answers(server, prompts, 0), answers(server, prompts, 0)
+        assert cached(computed) == [0] * len(prompts)
+        check_close(computed, first, kind.tolerance)
+        settle(server)
+        saved = [[rank["host"]["saved_pages"] for rank in group] for group in ranks_of(server)]
+        assert all(len(set(group)) == 1 for group in saved), saved
+    if not kind.restarts:
+        return
+    with server_of(kind, model, tmp_path) as server:  # after a kill -9
+        for group, wanted in enumerate((on_other, repeat)):
+            check_hits(answers(server, prompts, group), wanted, "disk", above=10 * PAGE)
