@@ -262,7 +262,6 @@ def _check_attention_dp(read: Callable[[str], Any]) -> None:
         "enable_streaming_session",
         "enable_session_radix_cache",
         "enable_prefill_delayer",
-        "speculative_algorithm",
     ):
         if read(name):
             _refuse(
