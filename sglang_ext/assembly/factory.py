@@ -155,7 +155,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         config = with_windows(config)
     is_bound = bool(drafts) or is_hybrid or pool.has_index
     group = group_of(cache)
-    alike = are_alike(pool, place, is_alone=not drafts and not is_hybrid)
+    alike = are_alike(pool, place, is_alone=not is_hybrid)
     if group is not None:
         model_path = str(ctx.server_args.model_path)
         agree_on_profile(config, model_path, partial(exchange, group))
@@ -665,7 +665,7 @@ def _fixed_facts(
     if drafts:
         algorithm = algorithm_of(runner)
         fixed["drafts"] = draft_facts(algorithm, drafts, keys_are_pairs=ctx.params.is_eagle)
-    index = index_facts(runner.model, kv_pool, pool)
+    index = index_facts(live_models(runner.model, drafts), kv_pool, pool)
     if index is not None:
         fixed["index"] = index
     if snapshots is not None:

@@ -258,7 +258,6 @@ def _check_attention_dp(read: Callable[[str], Any], config: HierKVConfig) -> Non
         "enable_streaming_session",
         "enable_session_radix_cache",
         "enable_prefill_delayer",
-        "speculative_algorithm",
     ):
         if read(name):
             _refuse(

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_ext.codec.registry import codec_class, codec_ids
 from sglang_ext.settings.config import CODED_TIERS, HierKVConfig
-from sglang_ext.settings.untried import adapters_and_sessions, on, outside
+from sglang_ext.settings.untried import adapters_and_sessions, outside
 
 KIND = "indexed"
 
@@ -26,11 +26,8 @@ def outside_index(read: Callable[[str], Any], config: HierKVConfig) -> Iterator[
     rows = (
         ("--pp-size 1", read("pp_size") or 1),
         ("--dp-size 1", read("dp_size") or 1),
-        ("--attn-dp-size 1", read("attn_dp_size") or 1),
-        ("no --enable-dp-attention", on(read("enable_dp_attention"))),
         ("--nnodes 1", read("nnodes") or 1),
         *adapters_and_sessions(read),
-        ("no --speculative-algorithm", read("speculative_algorithm") or ""),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
         ("a --hier-kv-codec that loses nothing", _lossy_codec(config)),

@@ -52,8 +52,10 @@ MODEL_KINDS = {
     "mla": ModelKind(
         "one latent row a token (MLA)",
         "DeepSeek V2, V3, R1; Kimi K2; MiniCPM 3",
-        "as above; of these only a small MiniCPM 3 was run, on a CPU",
-        "tests/e2e/remote/test_remote_latent_ranks.py; tests/unit/device/test_copier.py",
+        "as above; of these only a small MiniCPM 3, and a small DeepSeek V3 with its draft layer, "
+        "were run, on a CPU",
+        "tests/e2e/remote/test_remote_latent_ranks.py; tests/e2e/models/test_latent_drafts.py; "
+        "tests/unit/device/test_copier.py",
     ),
     "swa": ModelKind(
         "a second pool for layers that see a window or a chunk, with K and V of the same shape",
@@ -135,10 +137,12 @@ MODEL_KINDS = {
         "rows of an index beside the latent row (sparse attention)",
         "DeepSeek V3.2, GLM-5",
         "exact, at the saved position, index rows with the latent ones; by one rank or several "
-        "tensor parallel ones of one node, with codecs that lose nothing, without truncation, "
-        "adapters, sessions or speculation; run with a small GLM-5 and a small DeepSeek V3.2, "
-        "without experts, on a CPU",
-        "tests/e2e/models/test_index.py; tests/unit/device/test_index_pool.py",
+        "tensor parallel ones of one node, with data parallel attention, with their draft layer, "
+        "with codecs that lose nothing (without a draft layer), without truncation, adapters or "
+        "sessions; run with a small GLM-5 and a small DeepSeek V3.2, with experts in the draft "
+        "layer alone, on a CPU",
+        "tests/e2e/models/test_index.py; tests/e2e/models/test_latent_drafts.py; "
+        "tests/e2e/models/test_latent_attention_dp.py; tests/unit/device/test_index_pool.py",
     ),
     "sparse": ModelKind(
         "rows of an index that are kept in another way (sparse attention)",
@@ -210,9 +214,10 @@ SERVED_MODES = (
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
         "where a group is one rank; shared between groups through the remote store only, which "
-        "hybrids are refused; without speculation, adapters or sessions; of hybrids MiMo V2, "
-        "Mellum and Qwen3-Next were run; no models with rows of an index",
-        "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_hybrid_attention_dp.py",
+        "hybrids are refused; without adapters or sessions; drafts with the draft layer of models "
+        "of latent rows alone; of hybrids MiMo V2, Mellum and Qwen3-Next were run",
+        "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_hybrid_attention_dp.py; "
+        "tests/e2e/models/test_latent_attention_dp.py",
     ),
     ServedMode("adapters (`--enable-lora`)", "exact", "tests/e2e/updates/test_adapter_promises.py"),
     ServedMode(
@@ -229,11 +234,12 @@ SERVED_MODES = (
         "tests/e2e/models/test_speculation.py",
     ),
     ServedMode(
-        "a draft model with KV of its own (EAGLE, EAGLE3, STANDALONE; chains only)",
+        "a draft model with KV of its own (EAGLE, NEXTN, EAGLE3, STANDALONE; chains only)",
         "exact, at the saved position, the draft's KV with the target's; by one rank or several "
-        "tensor parallel ones, for models with K and V of every head, without codec, truncation, "
-        "adapters or sessions; EAGLE3 run with random weights only, none of them on a GPU",
-        "tests/e2e/models/test_speculation.py",
+        "tensor parallel ones, for models with K and V of every head, and the draft layer (MTP) "
+        "of models of latent rows, with an index or without; without codec, truncation, adapters "
+        "or sessions; EAGLE3 run with random weights only, none of them on a GPU",
+        "tests/e2e/models/test_speculation.py; tests/e2e/models/test_latent_drafts.py",
     ),
     ServedMode(
         "prefill and decode servers (`--disaggregation-mode`)",

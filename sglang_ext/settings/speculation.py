@@ -13,8 +13,11 @@ from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.untried import adapters_and_sessions, on, outside
 
 NGRAM = "NGRAM"
+EAGLE = "EAGLE"  # SGLang's name of NEXTN, too
+# Of these the draft layer of their own checkpoint was tried, whose rows are as theirs.
+LATENT_KINDS = ("mla", "indexed")
 # Those whose draft's KV of a token depends on the next one.
-KEYED_BY_PAIRS = ("EAGLE", "EAGLE3")
+KEYED_BY_PAIRS = (EAGLE, "EAGLE3")
 WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
 
 
@@ -42,9 +45,11 @@ def outside_speculation(
         ),
         ("no --speculative-adaptive", on(read("speculative_adaptive"))),
     ]
+    if kind not in LATENT_KINDS or algorithm != EAGLE:
+        found.append(("no data parallel attention", on(_has_data_parallel_attention(read))))
     if algorithm != NGRAM:
         found += [
-            ("a model of K and V of every head", "one of another kind" if kind != "mha" else ""),
+            *_outside_kinds(algorithm, kind),
             ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
@@ -55,6 +60,18 @@ def outside_speculation(
             found.append(("full attention in every layer", "a model with other layers"))
         found += _outside_masks(read, kind)
     yield from outside(found, f"with --speculative-algorithm {algorithm}")
+
+
+def _has_data_parallel_attention(read: Callable[[str], Any]) -> bool:
+    return (read("attn_dp_size") or 1) > 1 or bool(read("enable_dp_attention"))
+
+
+def _outside_kinds(algorithm: str, kind: str) -> Iterator[tuple[str, str]]:
+    """Models whose draft would have rows of another kind than their own, or was not tried."""
+    if kind not in ("mha", *LATENT_KINDS):
+        yield "K and V of every head or latent rows in every layer", "a model with other layers"
+    elif kind in LATENT_KINDS and algorithm != EAGLE:
+        yield f"K and V of every head (with latent rows {EAGLE})", "a model of latent rows"
 
 
 _BRANCHES = {False: "", True: " (--speculative-ngram-max-bfs-breadth 1)"}

@@ -62,6 +62,20 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
         self._begin_layer(layer, kwargs)
         return super().forward_decode(q, k, v, layer, *args, **kwargs)
 
+    def lengths_of(self, forward_batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of each request, new ones included, and how many of them are new.
+
+        What is verified of drafts is not among the lengths that SGLang tells. An idle batch has no
+        request, whatever rows it brings for those that run beside it.
+        """
+        if forward_batch.forward_mode.is_idle():
+            return (torch.empty(0, dtype=torch.int64),) * 2
+        if forward_batch.forward_mode.is_target_verify():
+            forward_batch = verified_batch(forward_batch)
+        elif forward_batch.forward_mode.is_decode():
+            return forward_batch.seq_lens, torch.ones_like(forward_batch.seq_lens)
+        return forward_batch.seq_lens, forward_batch.extend_seq_lens
+
     def _begin_layer(self, layer: Any, options: dict[str, Any]) -> None:
         """Takes what ``torch_native`` does not know out of SGLang's options."""
         self._sinks = options.pop("sinks", None)

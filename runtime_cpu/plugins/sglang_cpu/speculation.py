@@ -9,6 +9,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from . import NAME
 from .backend import CpuExtendAttnBackend
 
@@ -36,6 +38,11 @@ class DraftStepAttnBackend(CpuExtendAttnBackend):
             encoder_lens=None,
         )
         return super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
+
+    def lengths_of(self, forward_batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `CpuExtendAttnBackend.lengths_of`."""
+        lengths, news = super().lengths_of(forward_batch)
+        return lengths + self._step + 1, news
 
 
 class DraftAttnBackends:

@@ -401,12 +401,10 @@ def test_settings_survive_the_way_to_other_processes() -> None:
     ("values", "config", "words"),
     [
         ({"pp_size": 2}, HierKVConfig(), "--pp-size 1 with rows of an index beside latent ones"),
-        ({"attn_dp_size": 2}, HierKVConfig(), "--attn-dp-size 1 with rows of an index"),
-        ({"enable_dp_attention": True}, HierKVConfig(), "no --enable-dp-attention with rows"),
         ({"dp_size": 2}, HierKVConfig(), "--dp-size 1 with rows of an index"),
         ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with rows of an index"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora with rows of an index"),
-        ({"speculative_algorithm": "EAGLE"}, HierKVConfig(), "no --speculative-algorithm"),
+        ({"speculative_algorithm": "NGRAM"}, HierKVConfig(), "full attention in every layer"),
         ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
         ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
         ({}, HierKVConfig(codec="hier", disk_dir="/d"), "that loses nothing .*, got hier"),
@@ -424,3 +422,8 @@ def test_what_was_not_tried_with_an_index_is_refused_with_it_alone(
 def test_codecs_that_lose_nothing_and_ranks_are_taken_with_an_index(codec: str) -> None:
     config = HierKVConfig(codec=codec, disk_dir="/d", remote_url="file:///d?size=1GB")
     assert check_resolved(resolved("indexed", tp_size=2), config) == []
+
+
+def test_data_parallel_attention_is_taken_with_an_index() -> None:
+    values = {"tp_size": 4, "attn_dp_size": 2, "enable_dp_attention": True}
+    assert check_resolved(resolved("indexed", **values), HierKVConfig()) == []

@@ -38,6 +38,12 @@ def test_tensor_parallel_ranks_are_served(algorithm: str) -> None:
     check(algorithm, tp_size=2)
 
 
+@pytest.mark.parametrize("kind", ["mla", "indexed"])
+def test_draft_layers_of_models_with_latent_rows_are_served(kind: str) -> None:
+    check("EAGLE", kind, tp_size=2)
+    check("EAGLE", kind, tp_size=4, attn_dp_size=2)
+
+
 def test_drafts_of_a_model_are_served_whatever_masks() -> None:
     check("EAGLE", attention_backend="fa3")
 
@@ -56,7 +62,9 @@ REFUSED = [
         "fp8_e4m3",
     ),
     ("EAGLE", {"speculative_draft_window_size": 64}, "no --speculative-draft-window-size", "64"),
-    ("EAGLE", {"kind": "mla"}, "a model of K and V of every head with", "one of another kind"),
+    ("EAGLE", {"kind": "swa"}, "K and V of every head or latent rows in every layer with", "a"),
+    ("EAGLE3", {"kind": "mla"}, "K and V of every head (with latent rows EAGLE) with", "a model"),
+    ("STANDALONE", {"kind": "indexed"}, "K and V of every head (with latent rows EAGLE)", "a"),
     ("NGRAM", {"kind": "swa"}, "full attention in every layer with", "a model with other layers"),
     ("NGRAM", {"attention_backend": "fa3"}, "--attention-backend triton (it masks", "fa3"),
     ("NGRAM", {"attention_backend": None}, "--attention-backend triton (it masks", "none"),
@@ -72,6 +80,8 @@ REFUSED = [
         "--attention-backend triton (it masks branches) with",
         "flashinfer",
     ),
+    ("EAGLE", {"tp_size": 2, "attn_dp_size": 2}, "no data parallel attention with", "it"),
+    ("NGRAM", {"kind": "mla", "enable_dp_attention": True}, "no data parallel attention", "it"),
     ("NGRAM", {"config": {"truncation": "overflow"}}, "--hier-kv-truncation off with", "overflow"),
     ("EAGLE", {"config": {"tree_core": "rust"}}, "--hier-kv-tree-core python with", "rust"),
     ("EAGLE", {"config": {"codec": "lossless"}}, "--hier-kv-codec none with", "lossless"),

@@ -14,9 +14,13 @@ _HANDLERS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 
 
 def allow_sparse_models() -> None:
-    """Lets SGLang decide the dtype of such a model's KV, for which it asks what a GPU can do."""
+    """Lets SGLang decide the dtype of such a model's KV, for which it asks what a GPU can do.
+
+    And lets a draft layer of DeepSeek's take the model's embeddings, behind which it waits for one.
+    """
     if not torch.cuda.is_available():
         setattr(torch.cuda, "get_device_capability", lambda device=None: (0, 0))  # noqa: B010
+        setattr(torch.cuda, "synchronize", lambda device=None: None)  # noqa: B010
 
 
 def bind_indexer(name: str) -> None:
@@ -57,13 +61,11 @@ def _choose_tokens(
     if not return_indices:
         return None
     weights = indexer._get_logits_head_gate(x, query_scale)
-    req_to_token = get_attn_backend().req_to_token_pool.req_to_token
-    pool, size = get_token_to_kv_pool(), get_token_to_kv_pool().index_page_size
+    backend, pool = get_attn_backend(), get_token_to_kv_pool()
+    req_to_token, size = backend.req_to_token_pool.req_to_token, pool.index_page_size
     chosen, start = [], 0
-    lengths = forward_batch.seq_lens.tolist()
-    is_decode = forward_batch.forward_mode.is_decode()
-    news = [1] * len(lengths) if is_decode else forward_batch.extend_seq_lens.tolist()
-    requests = forward_batch.req_pool_indices.tolist()
+    lengths, news = (each.tolist() for each in backend.lengths_of(forward_batch))
+    requests = forward_batch.req_pool_indices[: len(lengths)].tolist()
     for request, length, num_new in zip(requests, lengths, news, strict=True):
         pages = req_to_token[request, :length:size] // size
         keys, scales = pool.get_index_k_scale_buffer(
@@ -74,6 +76,8 @@ def _choose_tokens(
             kernels.choose(query_fp8[rows], weights[rows], keys, scales, indexer.index_topk)
         )
         start += num_new
+    # Rows of nobody, where this rank's batch is padded to that of another one.
+    chosen.append(torch.full((len(x) - start, indexer.index_topk), -1, dtype=torch.int32))
     return torch.cat(chosen)
 
 
