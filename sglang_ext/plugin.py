@@ -129,11 +129,13 @@ def _hook_tokenizer_manager() -> None:
     )
     from sglang_ext.seam.hooks.front import around_tokenizing, around_validate
     from sglang_ext.seam.hooks.hooking import apply_hooks, hook
+    from sglang_ext.seam.hooks.media import around_tokenizing_one
     from sglang_ext.seam.reuse_report import unpack_details
 
     hook(f"{_TOKENIZER}._handle_batch_output", unpack_details, "before")
     hook(f"{_TOKENIZER}._validate_one_request", around_validate, "around")
     hook(f"{_TOKENIZER}._tokenize_texts", around_tokenizing, "around")
+    hook(f"{_TOKENIZER}._tokenize_one_request", around_tokenizing_one, "around")
     hook(f"{_TOKENIZER}._send_one_request", around_sending, "around")
     hook(f"{_TOKENIZER}._send_batch_request", around_sending_batch, "around")
     hook(f"{_TOKENIZER}.abort_request", before_abort, "before")

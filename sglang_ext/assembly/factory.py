@@ -72,6 +72,7 @@ from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
 from sglang_ext.seam.hash_fallback import ensure_page_hash
 from sglang_ext.seam.hooks.drafts import algorithm_of, draft_runners
 from sglang_ext.seam.linker import HierKVLinker
+from sglang_ext.seam.media.page_digests import install_page_digests
 from sglang_ext.seam.metrics.reporter import MetricsReporter
 from sglang_ext.settings.arguments import on_all_nodes
 from sglang_ext.settings.compat import (
@@ -124,6 +125,7 @@ def build_cache(ctx: Any) -> Any:
     config = place.config_of(config)
     check_model(ctx)
     ensure_page_hash()
+    install_page_digests()
     ctx.params.tree_core_backend = config.tree_core
     make_parts = partial(_make_parts, ctx, config, place)
     cache = create_unified_radix_cache(

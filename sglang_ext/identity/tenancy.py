@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_ext.identity.media import images_of
+
 OWNER_PARAM = "hier_kv_owner"
 MAX_OWNER_BYTES = 256
 # Keys that begin so are the plugin's own; a client's is put behind `_OF_CLIENT`.
@@ -20,6 +22,7 @@ RESERVED = "hier-kv-"
 OF_LINEAGE = RESERVED + "truncated:"
 _OF_CLIENT = RESERVED + "client:"
 _OF_ADAPTER = RESERVED + "adapter:"
+_ALONE = RESERVED + "alone:"
 _ATTRIBUTE = "_hier_kv_tenant"
 
 
@@ -104,13 +107,21 @@ def note_tenant(req: Any, message: Any) -> None:
     setattr(req, _ATTRIBUTE, Tenant(extra_key, salt, owner, session))
 
 
-def depends_on_tokens_alone(req: Any) -> bool:
-    """Whether a request's KV is a function of its token ids; images and embeddings are not.
+def has_nameable_pages(req: Any) -> bool:
+    """Whether the names of a request's pages say all that its KV depends on.
 
+    Of text they do; of images where these were proved (`identity.media`); of embeddings never.
     SGLang bars requests with override embeddings from its tree, and those whose load failed.
     """
+    images = images_of(req)
+    is_known = getattr(req, "multimodal_inputs", None) is None if images is None else bool(images)
     return (
-        getattr(req, "multimodal_inputs", None) is None
+        is_known
         and not getattr(req, "input_embeds", None)
         and not getattr(req, "skip_radix_cache_insert", False)
     )
+
+
+def keep_alone(req: Any) -> None:
+    """Gives a request a part of the tree of its own: nothing there is shared with any other."""
+    req.extra_key = f"{_ALONE}{req.rid}"

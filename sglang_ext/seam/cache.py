@@ -31,8 +31,9 @@ from sglang_ext.device.transfers import Hashes, hashes_to_hex
 from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import hints_of, owner_slot
 from sglang_ext.identity.handover import GivenUpRooms
+from sglang_ext.identity.media import images_of
 from sglang_ext.identity.model_identity import ModelIdentity
-from sglang_ext.identity.tenancy import Tenant, depends_on_tokens_alone, tenant_of
+from sglang_ext.identity.tenancy import Tenant, has_nameable_pages, tenant_of
 from sglang_ext.provenance.miss_counts import MissKeeper, Wanted
 from sglang_ext.provenance.request_state import HitTier, find_state, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
@@ -41,6 +42,7 @@ from sglang_ext.ranks.stages import StagedLockstep, begin_min_reduce
 from sglang_ext.seam.device_tree import DeviceTree
 from sglang_ext.seam.kv_events import TierEventRecorder
 from sglang_ext.seam.linker import HierKVLinker
+from sglang_ext.seam.media.requests import MediaRequests
 from sglang_ext.seam.metrics.reporter import MetricsReporter
 from sglang_ext.seam.metrics.spans import RequestSpans
 from sglang_ext.seam.page_hash import hashes_of, request_key, whole_pages_key
@@ -154,6 +156,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.misses = MissKeeper(linker.store, self.page_size, by_tenant=bool(self._quotas.shares))
         self.session_turns = SessionTurns(self.session, linker.store.counters)
         self.given_up_rooms = GivenUpRooms()  # of a decode server
+        self.media = MediaRequests(tree, linker.store.counters)
         self.admission: Admission = self._admission_of(group, tree, shares_pages=parts.shares_pages)
         self.truncated = TruncatedReuse(
             linker.store,
@@ -226,7 +229,9 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Key space of a request; None while nothing may be reused or saved for it."""
         # Asked for every request: it also notes which weights and adapters the device holds KV of.
         space = self.identity.space_of(req, self.store)
-        if space is None or self.rows_in_doubt or not depends_on_tokens_alone(req):
+        if space is None or self.rows_in_doubt or not has_nameable_pages(req):
+            return None
+        if not self.media.allows(req):
             return None
         return self.of_tenant(space, tenant_of(req))
 
@@ -245,6 +250,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         """
         self.scheduler, self.truncator = scheduler, truncator
         self.only_saves = getattr(scheduler, "disagg_decode_prealloc_queue", None) is not None
+        is_plain = not self.hier_linker.is_hybrid and not self._keys_are_pairs
+        self.media.begin(scheduler, is_plain=is_plain)
         if truncator is not None and truncator.allows_match:
             self.quotes = self._search_for_quotes(truncator)
             logger.info(
@@ -297,7 +304,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.linker.states.save(req, space, up_to)
         if space is not None and req.finished():
             self._note_use(req, space, up_to)
-            if self.quotes is not None:
+            if self.quotes is not None and images_of(req) is None:
                 self.quotes.note(req, space, up_to)
 
     def _note_use(self, req: Any, space: KeySpace, up_to: int) -> None:
@@ -464,7 +471,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             state_of(req).wanted = Wanted(path, waiting, resumes_at)
         if self.linker.inquiries is not None and points is None:
             self.linker.inquiries.begin(handle, prefix, key, tail, limit, resumable)
-        if self.quotes is not None:
+        if self.quotes is not None and images_of(req) is None:
             size = self.page_size
             self.quotes.begin(req, space, num_on_device * size, found.total * size)
 
@@ -522,6 +529,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         """The device match of a request, before what the tiers have is added to it."""
         # The request is not among the arguments of the prefetch call that follows its match.
         self.matching_request = req
+        result = self.media.begin_match(key, req, result)
         return self.taint.begin_match(key, req, result)
 
     @rank_consensus(same_params=True, same_results=True)
@@ -685,6 +693,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         With several ranks all of them come here in the same step.
         """
         self.quiesce()
+        self.media.end("weights or adapters changed, and encoded images may be of the old ones")
         self._void_promises()
 
     def _void_promises(self) -> None:

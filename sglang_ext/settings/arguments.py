@@ -216,7 +216,7 @@ _FREE = {
         dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode
         disable_tokenizer_batch_decode enable_response_store grpc_response_timeout_secs
         enable_http_worker_reuseport grammar_backend""",
-    "images, sound (their requests are served and neither stored nor loaded)": """
+    'images, sound (what is stored of their requests is in "Images" above)': """
         enable_multimodal mm_attention_backend enable_broadcast_mm_inputs_process
         enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config mm_processor_worker_num
         mm_io_worker_num allowed_media_domains media_url_max_file_size_mb

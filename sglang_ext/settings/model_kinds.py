@@ -46,8 +46,9 @@ MODEL_KINDS = {
         "K and V of every head, every layer (MHA, GQA, MQA), dense or with experts",
         "Llama, Qwen 2 and 3, Mistral, Phi, GLM-4, Cohere, Gemma 2 and 3; hybrids of window and "
         "full layers with `--disable-hybrid-swa-memory`",
-        "exact; moved where the rotation of all layers is understood; coded",
-        "tests/e2e/models/test_model_kinds.py",
+        "exact; moved where the rotation of all layers is understood; coded; prompts with images "
+        'of some models ("Images" below)',
+        "tests/e2e/models/test_model_kinds.py; tests/e2e/models/test_images.py",
     ),
     "mla": ModelKind(
         "one latent row a token (MLA)",

@@ -21,7 +21,11 @@ _READS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "_
 # ... and these make tensors of what the host has, which has to be uploaded, and that waits, too.
 _UPLOADS = ("tensor", "as_tensor", "from_numpy")
 # These work on memory of the machine's own alone.
-_OF_THE_CPU = (_PLUGIN / "device/ports/host.py", _PLUGIN / "kernels/rope/cpu.py")
+_OF_THE_CPU = (
+    _PLUGIN / "device/ports/host.py",
+    _PLUGIN / "kernels/rope/cpu.py",
+    _PLUGIN / "seam/media/requests.py",  # positions as the front sent them
+)
 
 
 class SchedulerWaits:

@@ -47,6 +47,7 @@ SGLANG_MODULES = {
     "seam/hooks/steering_endpoint",
     "seam/kv_events",
     "seam/linker",
+    "seam/media/page_digests",
     "seam/model_kind",
     "seam/page_hash",
     "seam/radix_tree",

@@ -63,7 +63,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.server_args", "ServerArgs"): "add_cli_args from_cli_args resolve_once",
         (_TOKENIZER, "TokenizerManager"): (
             "__init__ abort_request generate_request _handle_batch_output _send_batch_request "
-            "_send_one_request _tokenize_texts _validate_one_request"
+            "_send_one_request _tokenize_one_request _tokenize_texts _validate_one_request"
         ),
         (f"{_OPENAI}.serving_chat", "OpenAIServingChat"): "_process_messages",
         (f"{_OPENAI}.usage_processor", "UsageProcessor"): (
@@ -85,7 +85,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (f"{_PD}.decode", "SchedulerDisaggregationDecodeMixin"): "process_decode_queue",
         (f"{_PD}.decode", "DecodeTransferQueue"): "_do_release",
         ("srt.session.session_controller", "Session"): "_concat_token_arrays",
-        ("srt.managers.schedule_batch", "Req"): "__init__",
+        ("srt.managers.schedule_batch", "Req"): "__init__ extend_image_inputs",
     },
     Use.FOLLOWED: {
         (_UNIFIED, "UnifiedRadixCache"): (
@@ -204,6 +204,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         (_DRAFTS, "BaseSpecWorker"): "_draft_model_runners",
         ("srt.managers.schedule_batch", "ScheduleBatch"): "init_new prepare_for_extend",
+        ("srt.managers.schedule_batch", "MultimodalProcessorOutput"): "build_padded_input_ids",
         (f"{_TRACES}.trace", "TraceReqContext"): (
             "trace_slice_start trace_slice_end trace_set_thread_attrs"
         ),
@@ -236,7 +237,15 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.utils.auth", "AuthLevel"): "ADMIN_OPTIONAL",
         ("srt.managers.io_struct", ""): "GetInternalStateReq",
         ("srt.managers.io_struct", "GetInternalStateReqOutput"): "internal_state",
-        ("srt.managers.io_struct", "GenerateReqInput"): "parallel_sample_num",
+        ("srt.managers.io_struct", "GenerateReqInput"): "parallel_sample_num mm_hashes",
+        ("srt.managers.io_struct", "TokenizedGenerateReqInput"): "mm_inputs",
+        ("srt.managers.schedule_batch", "MultimodalDataItem"): (
+            "modality offsets format feature model_specific_data"
+        ),
+        ("srt.managers.schedule_batch", "MultimodalProcessorOutput"): (
+            "mm_items padded_input_ids input_ids"
+        ),
+        ("srt.managers.schedule_batch", "MultimodalInputs"): "mm_items mrope_positions",
         ("srt.managers.io_struct", "BatchTokenIDOutput"): "cached_tokens_details",
         ("srt.managers.io_struct", "BatchStrOutput"): "cached_tokens_details",
         ("srt.managers.io_struct", "BaseReq"): "rid",
@@ -304,7 +313,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "origin_input_ids origin_input_ids_unpadded extra_key cache_salt lora_id session "
             "skip_radix_cache_insert discard_output_reason cached_tokens last_node sampling_params "
             "time_stats bootstrap_host bootstrap_room metadata_buffer_index disagg_kv_sender "
-            "logprob_start_len extend_end"
+            "logprob_start_len extend_end multimodal_inputs"
         ),
         ("srt.managers.schedule_batch", "ScheduleBatch"): (
             "reqs forward_mode hicache_consumer_index launch_ts extend_lens prefix_lens input_ids "

@@ -40,6 +40,11 @@ class NewRequests:
             hook(_MAKE, self._after_making)
         self._observers.append(observer)
 
+    @property
+    def scheduler(self) -> Any:
+        """Whose request is being made; None: nobody's."""
+        return self._scheduler
+
     def _around_handling(
         self, original: Callable[..., Any], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
     ) -> Any:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "hier_kv"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_REQUEST = "sglang.srt.managers.schedule_batch.Req"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 
 
@@ -53,6 +54,8 @@ def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
     hook(f"{_SCHEDULER}.__init__", _after_init)
     new_requests.observe(_note_tenant)
     new_requests.observe(_part_from_another_turn)
+    new_requests.observe(_made)
+    hook(f"{_REQUEST}.extend_image_inputs", _after_images)
     hook(f"{_SCHEDULER}.run_batch", _before_run_batch, "before")
     hook(f"{_SCHEDULER}.run_batch", _after_run_batch)
     hook(f"{_SCHEDULER}.process_batch_result", _after_process_batch_result)
@@ -97,6 +100,18 @@ def _note_tenant(scheduler: Any, req: Any, message: Any) -> None:
 def _part_from_another_turn(scheduler: Any, req: Any, message: Any) -> None:
     if isinstance(scheduler.tree_cache, HierKVRadixCache):
         part_from_another_turn(scheduler, req)
+
+
+def _made(scheduler: Any, req: Any, message: Any) -> None:
+    if isinstance(scheduler.tree_cache, HierKVRadixCache):
+        scheduler.tree_cache.media.made(req)
+
+
+def _after_images(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
+    """One that is not made of a client's message stays one of which nothing is known."""
+    cache = getattr(new_requests.scheduler, "tree_cache", None)
+    if isinstance(cache, HierKVRadixCache):
+        cache.media.arrived(self)
 
 
 def _before_run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

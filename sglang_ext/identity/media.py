@@ -1,0 +1,279 @@
+"""What images in a prompt are: a digest of all that the model is given of each, and where it lies.
+
+SGLang names an image in its radix keys by numbers that stand for its tokens, made of 64 bits of a
+hash that clients may give (`mm_hashes`). Neither is enough for a store that outlives the server.
+So the front process digests what the processor made of an image, every byte of it, and has SGLang
+name the image by a keyed digest of that, which no client can name or aim at. The scheduler believes
+a digest only with the key, and mixes the digest itself into the hashes of the pages that the image
+lies in; pages behind are chained to those.
+
+Pure: no SGLang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+# SGLang's: what stands for an image is at least this, and every token of a text is less.
+FIRST_PAD = 1_000_000
+# Where an item carries the digest of its content to the scheduler.
+CARRIER = "hier_kv_content"
+_CONTENT = b"hier-kv-media-content-v1"
+_BINDING = b"hier-kv-media-binding-v1"
+_PAGE = b"hier-kv-media-page-v1"
+_KEYED = b"hier-kv-media-identity-v1"
+_ATTRIBUTE = "_hier_kv_images"
+
+Positions = npt.NDArray[np.int64]
+Span = tuple[int, int]
+
+
+class UnknownContentError(Exception):
+    """Something of an item is of a kind of which no digest can be taken."""
+
+
+def content_digest(modality: str, feature: Any, details: dict[str, Any]) -> bytes:
+    """Digest of all that the model is given of an image, 32 bytes. Gives the interpreter free.
+
+    Args:
+        modality: `IMAGE` and the like.
+        feature: what the processor made of it: tensors in host memory, arrays, lists of them.
+        details: what else it made of it, by name, as grids and seconds a frame.
+
+    Raises:
+        UnknownContentError: something is of another kind, or lies on a device.
+    """
+    digest = hashlib.sha256(_CONTENT)
+    for value in (modality, feature, {k: v for k, v in details.items() if k != CARRIER}):
+        _feed(digest, value)
+    return digest.digest()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Adds a value: its kind, its size, its bytes, so that no two values add the same."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized:
+            raise UnknownContentError(f"a tensor on {value.device}")
+        flat = value.detach().contiguous().reshape(-1)
+        _head(digest, f"tensor {value.dtype} {tuple(value.shape)}", flat.nbytes)
+        if flat.numel():
+            digest.update(flat.view(torch.uint8).numpy().data)
+    elif isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            raise UnknownContentError("an array of objects")
+        flat_bytes = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        _head(digest, f"array {value.dtype.str} {value.shape}", flat_bytes.nbytes)
+        digest.update(flat_bytes.data)
+    elif isinstance(value, dict):
+        if not all(isinstance(name, str) for name in value):
+            raise UnknownContentError("names that are no text")
+        _head(digest, "dict", len(value))
+        for name in sorted(value):
+            _feed(digest, name)
+            _feed(digest, value[name])
+    elif isinstance(value, list | tuple):
+        _head(digest, "list", len(value))  # which of both it is, the way to the model may change
+        for each in value:
+            _feed(digest, each)
+    elif isinstance(value, bytes):
+        _head(digest, "bytes", len(value))
+        digest.update(value)
+    elif value is None or isinstance(value, bool | int | float | str):
+        text = f"{type(value).__name__} {value!r}".encode()
+        _head(digest, "plain", len(text))
+        digest.update(text)
+    else:
+        raise UnknownContentError(type(value).__name__)
+
+
+def _head(digest: Any, kind: str, size: int) -> None:
+    digest.update(struct.pack("<II", len(kind), size >> 32) + struct.pack("<I", size & 0xFFFFFFFF))
+    digest.update(kind.encode())
+
+
+def keyed_identity(secret: str, content: bytes) -> bytes:
+    """What an image is called inside of one server, 32 bytes; only that server can make it.
+
+    Args:
+        secret: of the server, which all of its processes know and no client does.
+        content: as `content_digest` gives it.
+    """
+    return hmac.digest(secret.encode(), _KEYED + content, "sha256")
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image as the scheduler was handed it.
+
+    Attributes:
+        content: digest of its content, proved to be of this server's front.
+        spans: first and last token of each run of tokens that stands for it, in order.
+        pads: SGLang's numbers for it, of which each run repeats the sequence.
+    """
+
+    content: bytes
+    spans: tuple[Span, ...]
+    pads: tuple[int, ...]
+
+
+def bindings(
+    items: Sequence[Item], tokens: Positions, axes: Positions | None, facts: str
+) -> list[bytes] | None:
+    """What KV of each image's tokens, and behind them, depends on beside the tokens: 32 bytes each.
+
+    Args:
+        items: all images of a prompt.
+        tokens: i64 `[T]`, the prompt, with the numbers that stand for images.
+        axes: i64 `[A, T]`, positions of the tokens where the model rotates by several axes; None:
+            by their place in the prompt.
+        facts: what else of the server decides what an encoder makes of an image.
+
+    Returns:
+        None: tokens, items and positions do not fit each other, or positions are not what follows
+        from the images before.
+    """
+    spans = sorted((span, index) for index, item in enumerate(items) for span in item.spans)
+    if not _spans_hold(items, spans, tokens):
+        return None
+    layouts = None if axes is None else _layouts(spans, axes, len(tokens))
+    if axes is not None and layouts is None:
+        return None
+    found = []
+    for index, item in enumerate(items):
+        digest = hashlib.sha256(_BINDING + item.content)
+        lengths = [last - first + 1 for first, last in item.spans]
+        _feed(digest, [facts, lengths])
+        if layouts is not None:
+            _feed(digest, [layout for which, layout in layouts if which == index])
+        found.append(digest.digest())
+    return found
+
+
+def _spans_hold(items: Sequence[Item], spans: list[tuple[Span, int]], tokens: Positions) -> bool:
+    """Whether items stand for exactly those tokens that are of no text, in order, without gaps."""
+    if not all(item.spans and list(item.spans) == sorted(item.spans) for item in items):
+        return False
+    expected, behind = np.zeros(len(tokens), np.int64), 0
+    for (first, last), index in spans:
+        if not behind <= first <= last < len(tokens):
+            return False
+        pads, behind = items[index].pads, last + 1
+        expected[first:behind] = np.resize(np.array(pads, np.int64), behind - first)
+    stands = expected != 0
+    return bool(
+        np.array_equal(tokens[stands], expected[stands]) and (tokens[~stands] < FIRST_PAD).all()
+    )
+
+
+def _layouts(
+    spans: list[tuple[Span, int]], axes: Positions, num_tokens: int
+) -> list[tuple[int, Positions]] | None:
+    """Positions inside each run of an image's tokens, from where the run begins.
+
+    Text goes on by one a token on all axes, behind an image from its furthest position: so where
+    everything is follows from what is before, and two prompts with equal prefixes agree there.
+
+    Returns:
+        The run's item and i64 `[A, n]`; None where it is not so.
+    """
+    if axes.ndim != 2 or axes.shape[1] != num_tokens:
+        return None
+    found, at, position = [], 0, 0
+    for (first, last), index in [*spans, ((num_tokens, num_tokens - 1), -1)]:
+        text = np.arange(position, position + first - at)
+        if not (axes[:, at:first] == text).all():
+            return None
+        position += first - at
+        if index < 0:
+            break
+        inside = axes[:, first : last + 1]
+        found.append((index, inside - position))
+        at, position = last + 1, int(inside.max()) + 1
+    return found
+
+
+class Media:
+    """An image of which requests are there; found by the numbers that stand for it.
+
+    Attributes:
+        pads: the numbers.
+        binding: 32 bytes, of `bindings`.
+    """
+
+    __slots__ = ("__weakref__", "binding", "pads")
+
+    def __init__(self, pads: tuple[int, ...], binding: bytes) -> None:
+        self.pads = pads
+        self.binding = binding
+
+
+class MediaTable:
+    """Images of the requests that are there, by their numbers. Scheduler's thread only.
+
+    A number stands for one image at a time. An image is forgotten with the last request that has
+    it: then no page of it is named any more.
+    """
+
+    def __init__(self) -> None:
+        self._by_pad: WeakValueDictionary[int, Media] = WeakValueDictionary()
+
+    def __bool__(self) -> bool:
+        return bool(self._by_pad)
+
+    def enter(self, pads: tuple[int, ...], binding: bytes) -> Media | None:
+        """The image; whoever holds it keeps it. None: a number of it stands for another image."""
+        known = {self._by_pad.get(pad) for pad in pads} - {None}
+        if not known:
+            media = Media(pads, binding)
+            self._by_pad.update(dict.fromkeys(pads, media))
+            return media
+        media = known.pop()  # type: ignore[assignment]
+        return media if not known and (media.pads, media.binding) == (pads, binding) else None
+
+    def of_tokens(self, tokens: Positions) -> tuple[npt.NDArray[np.intp], list[bytes]]:
+        """Which image each token `[n]` stands for: index into the bindings, -1 for none."""
+        which = np.full(len(tokens), -1, np.intp)
+        wide = np.flatnonzero(tokens >= FIRST_PAD)
+        images: dict[bytes, int] = {}
+        pads, place = np.unique(tokens[wide], return_inverse=True)
+        known = [self._by_pad.get(pad) for pad in pads.tolist()]
+        index = [-1 if m is None else images.setdefault(m.binding, len(images)) for m in known]
+        which[wide] = np.array(index, np.intp)[place]
+        return which, list(images)
+
+
+def page_digest(plain: bytes, runs: Sequence[tuple[bytes, int]]) -> bytes:
+    """Hash of a page in which images lie.
+
+    Args:
+        plain: SGLang's hash of it, chained to what is before, with `FIRST_PAD` for each token that
+            stands for an image; 32 bytes.
+        runs: binding, and number of tokens in a row that stand for that image, in order.
+    """
+    digest = hashlib.sha256(_PAGE + plain)
+    for binding, length in runs:
+        digest.update(binding + struct.pack("<I", length))
+    return digest.digest()
+
+
+def note_images(req: Any, images: tuple[Media, ...]) -> None:
+    """Notes which images a request has; none: it has some of which nothing may be named.
+
+    The note stays: SGLang takes a request's images away when it ends, and its KV stays what it is.
+    """
+    setattr(req, _ATTRIBUTE, images)
+
+
+def images_of(req: Any) -> tuple[Media, ...] | None:
+    """Images noted of a request; empty: nothing of it may be named; None: it has none."""
+    return getattr(req, _ATTRIBUTE, None)

@@ -1,0 +1,1 @@
+"""Requests with images: whose pages may be named, and the hashes of those pages."""

@@ -1,0 +1,102 @@
+"""SGLang's page hash with the digests of the images that lie in a page; see `identity.media`.
+
+Pages of text keep SGLang's hashes, and while no request with images is there nothing is looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.identity.media import FIRST_PAD, MediaTable, page_digest
+
+# A request is matched many times while it waits. Of one with 8,000 tokens of images the hashes take
+# milliseconds to make, and some kilobytes to keep.
+_MAX_REMEMBERED = 512
+
+media_table = MediaTable()
+"""Images of the requests that are there, of this process."""
+
+
+def install_page_digests() -> None:
+    """Puts the images into SGLang's hashes; once, behind `ensure_page_hash`."""
+    from sglang.srt.mem_cache import utils
+    from sglang.srt.mem_cache.cpp_utils.native_hash import _native_hash_input
+
+    plain: Callable[..., str | list[str]] = utils.get_native_hash
+    if getattr(plain, "_hier_kv_knows_images", False):
+        return
+
+    memo: OrderedDict[bytes, list[str]] = OrderedDict()
+
+    def get_native_hash(
+        token_ids: Any, prior_digest: bytes | None, page_size: int | None = None
+    ) -> str | list[str]:
+        if not media_table:
+            return plain(token_ids, prior_digest, page_size)
+        raw, num_tokens, width, _ = _native_hash_input(token_ids)
+        tokens = np.asarray(raw, np.int64)[:num_tokens]
+        which, bindings = media_table.of_tokens(tokens)
+        if not bindings or width != 1:  # of pairs no request with images is named
+            return plain(token_ids, prior_digest, page_size)
+        tokens = np.where(which >= 0, FIRST_PAD, tokens)  # other servers have other numbers
+        size = page_size or max(num_tokens, 1)
+        name = _name_of(tokens, which, bindings, prior_digest, size)
+        hashes = memo.get(name)
+        if hashes is None:
+            runs = [_runs(which[at : at + size], bindings) for at in range(0, num_tokens, size)]
+            hashes = _chained(plain, tokens, prior_digest, size, runs)
+            memo[name] = hashes
+        memo.move_to_end(name)
+        if len(memo) > _MAX_REMEMBERED:
+            memo.popitem(last=False)
+        return hashes[0] if page_size is None else list(hashes)
+
+    get_native_hash._hier_kv_knows_images = True  # type: ignore[attr-defined]
+    utils.get_native_hash = get_native_hash
+
+
+def _name_of(
+    tokens: Any, which: Any, bindings: list[bytes], prior: bytes | None, size: int
+) -> bytes:
+    """What hashes of pages are remembered by: a digest of all that they are made of."""
+    digest = hashlib.sha256(f"{size} {len(tokens)} {len(bindings)} ".encode())
+    for part in (prior or b"", *bindings, tokens.tobytes(), which.astype(np.int32).tobytes()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _chained(
+    plain: Any, tokens: Any, prior: bytes | None, size: int, runs: list[list[tuple[bytes, int]]]
+) -> list[str]:
+    """Hashes of pages: runs of pages without images by SGLang's function, the others one by one."""
+    hashes: list[str] = []
+    first = 0
+    while first < len(runs):
+        end = first + 1
+        if not runs[first]:
+            while end < len(runs) and not runs[end]:
+                end += 1
+        found = plain(array("q", tokens[first * size : end * size].tobytes()), prior, size)
+        if runs[first]:
+            found = [page_digest(bytes.fromhex(found[0]), runs[first]).hex()]
+        hashes += found
+        prior = bytes.fromhex(hashes[-1])
+        first = end
+    return hashes
+
+
+def _runs(which: Any, bindings: list[bytes]) -> list[tuple[bytes, int]]:
+    """Images that tokens in a row stand for, and how many do."""
+    starts = np.flatnonzero(np.diff(which, prepend=-2))
+    lengths = np.diff(starts, append=len(which))
+    return [
+        (bindings[index], length)
+        for index, length in zip(which[starts].tolist(), lengths.tolist(), strict=True)
+        if index >= 0
+    ]

@@ -1,0 +1,160 @@
+"""Requests with images, in the scheduler: which of them may be named, and what they match.
+
+Every method runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from sglang_ext.identity.media import (
+    CARRIER,
+    FIRST_PAD,
+    Item,
+    Media,
+    bindings,
+    images_of,
+    keyed_identity,
+    note_images,
+)
+from sglang_ext.identity.tenancy import keep_alone
+from sglang_ext.seam.media.page_digests import media_table
+from sglang_ext.seam.page_hash import hex_hashes_of
+from sglang_ext.seam.radix_tree import RadixTree
+from sglang_ext.settings.images import image_facts, why_not_images
+from sglang_ext.tiers.store.types import StoreCounters
+
+logger = logging.getLogger(__name__)
+
+
+class MediaRequests:
+    """Requests with images of one cache. None is named until `begin`.
+
+    Args:
+        tree: the cache's.
+        counters: of the page store.
+    """
+
+    def __init__(self, tree: RadixTree, counters: StoreCounters) -> None:
+        self._tree = tree
+        self._counters = counters
+        self._secret = ""
+        self._facts = ""
+        self._has_images = False
+        self._why_not = "the scheduler is not built"
+
+    def begin(self, scheduler: Any, *, is_plain: bool) -> None:
+        """The scheduler is built: sees whether images can be named on this server.
+
+        Args:
+            scheduler: SGLang's.
+            is_plain: K and V of every layer lie in one pool, and keys are of single tokens.
+        """
+        args, model = scheduler.server_args, scheduler.model_config
+        self._has_images = bool(model.is_multimodal)
+        if not self._has_images:
+            return
+        architecture = model.hf_config.architectures[0]
+        self._facts = image_facts(args, architecture)
+        self._secret = args._hier_kv_secret
+        self._why_not = why_not_images(args, architecture)
+        if not self._tree.shows_nodes:
+            self._why_not = "a tree in Rust"
+        if not is_plain:
+            self._why_not = "a model of this kind"
+        if self._why_not:
+            logger.info(
+                "hier-kv: requests with images are served and neither stored nor loaded: %s",
+                self._why_not,
+            )
+
+    def end(self, reason: str) -> None:
+        """From now on none is named."""
+        if self._has_images and not self._why_not:
+            logger.warning("hier-kv: requests with images are no longer stored: %s", reason)
+            self._why_not = reason
+
+    def allows(self, req: Any) -> bool:
+        """Whether a request's images, if it has any, may still be named: the end came before it."""
+        return not images_of(req) or not self._why_not
+
+    def made(self, req: Any) -> None:
+        """A request was made, without its images yet: its tokens must all be of text.
+
+        Those of a session's turn may stand for images of turns before, and a client may send any.
+        """
+        if self._has_images and _has_wide(req.origin_input_ids or ()):
+            note_images(req, ())
+
+    def arrived(self, req: Any) -> None:
+        """A request was given its images, and its tokens the numbers that stand for them."""
+        inputs = req.multimodal_inputs
+        if inputs is None or not inputs.mm_items:
+            return
+        images = None
+        if not self._why_not and req.session is None and images_of(req) is None:
+            images = self._entered(req, inputs)
+        self._counters.add("image_requests" if images else "unnamed_image_requests")
+        note_images(req, images or ())
+
+    def _entered(self, req: Any, inputs: Any) -> tuple[Media, ...] | None:
+        """A request's images, in the table; None where something of them is not proved."""
+        items = [_proved(item, self._secret) for item in inputs.mm_items]
+        axes = inputs.mrope_positions
+        if None in items or axes is None or axes.device.type != "cpu":
+            return None
+        known = [item for item in items if item is not None]
+        tokens = np.asarray(req.origin_input_ids, np.int64)
+        found = bindings(known, tokens, axes.numpy().astype(np.int64), self._facts)
+        if found is None:
+            return None
+        media = [
+            media_table.enter(item.pads, binding)
+            for item, binding in zip(known, found, strict=True)
+        ]
+        entered = tuple(each for each in media if each is not None)
+        if len(entered) == len(media):
+            return entered
+        self._part(req)
+        return None
+
+    def begin_match(self, key: Any, req: Any, result: Any) -> Any:
+        """The device match of a request, or an empty one where it is of other images.
+
+        SGLang's tree knows images by their numbers alone. A node's hashes know them all.
+        """
+        if not images_of(req) or not result.device_prefix_len:
+            return result
+        own = hex_hashes_of(key[: result.device_prefix_len], self._tree.page_size)
+        if self._tree.path_hashes(result.last_device_node) == own:
+            return result
+        self._counters.add("mismatched_device_images")
+        self._part(req)
+        note_images(req, ())
+        return self._tree.match(key[:0])
+
+    def _part(self, req: Any) -> None:
+        """A number of a request's images stands for another image: it shares nothing at all."""
+        self._counters.add("image_name_conflicts")
+        logger.warning("hier-kv: images of request %s go by numbers of other images", req.rid)
+        keep_alone(req)
+
+
+def _proved(item: Any, secret: str) -> Item | None:
+    """An item as the front of this server named it; None for any other."""
+    content = item.model_specific_data.get(CARRIER)
+    identity, spans = getattr(item, "identity", None), item.offsets
+    if not isinstance(content, bytes) or not isinstance(identity, bytes) or not spans:
+        return None
+    if identity != keyed_identity(secret, content):
+        return None
+    pads = tuple(int(pad) for pad in item.padding_values())
+    return Item(content, tuple((int(first), int(last)) for first, last in spans), pads)
+
+
+def _has_wide(tokens: Any) -> bool:
+    """Whether any token is none of a text."""
+    return bool(len(tokens)) and int(np.asarray(tokens, np.int64).max()) >= FIRST_PAD

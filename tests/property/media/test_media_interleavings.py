@@ -1,0 +1,51 @@
+"""Requests with images of which several go by one number, in random interleavings.
+
+See `media_world`: at every forward and insert it compares the rows that a request attends to with
+what its own tokens and images are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.media_world import MediaWorld
+
+pytestmark = pytest.mark.usefixtures("scheduler_waits")
+
+ROUNDS = 8
+Make = Callable[..., MediaWorld]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    worlds: list[MediaWorld] = []
+
+    def build(seed: int = 1, **options: Any) -> MediaWorld:
+        worlds.append(MediaWorld(tmp_path / str(len(worlds)), monkeypatch, seed, **options))
+        return worlds[-1]
+
+    yield build
+    for world in worlds:
+        world.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_request_attends_to_another_image(make: Make, seed: int) -> None:
+    world = make(seed, policy=("write_through", "write_back")[seed % 2])
+
+    def one_round() -> None:
+        for _ in range(500):
+            world.step()
+        world.drain()
+
+    shown = (
+        "image_requests", "unnamed_image_requests", "image_name_conflicts", "loaded_pages",
+        "mismatched_device_images",
+    )  # fmt: skip
+    run_until_all_seen(one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS)
+    print(world.counts, world.store.stats())

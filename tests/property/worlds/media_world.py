@@ -1,0 +1,209 @@
+"""A scheduler around the real cache, tree, linker and store, whose prompts have images in them.
+
+There are fewer numbers for images than images, so that numbers stand for several: SGLang's tree
+takes such images for one. What a row of an image's token holds says which image it is, so that KV
+of another one is seen wherever a request attends to it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang.srt.mem_cache import utils  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+
+from sglang_ext.identity.media import CARRIER, FIRST_PAD, keyed_identity  # noqa: E402
+from sglang_ext.seam.media.page_digests import install_page_digests  # noqa: E402
+from sglang_ext.settings.images import NAMEABLE_IMAGES  # noqa: E402
+from tests.property.worlds.taint_world import Request, World  # noqa: E402
+
+SECRET = "s" * 64
+NUM_PADS = 2  # images go by one of these
+PAD = FIRST_PAD + (1 << 40)
+Span = tuple[int, int]
+
+
+def pads_of(number: int) -> tuple[int, ...]:
+    return tuple(PAD + 8 * number + n for n in range(4))
+
+
+def image_item(image: int, span: Span, *, number: int | None = None, secret: str = SECRET) -> Any:
+    """An image as a scheduler is handed it.
+
+    Args:
+        image: which one.
+        span: first and last token.
+        number: what it goes by; other images do, too.
+        secret: of the server whose front named it.
+    """
+    content = image.to_bytes(32, "little")
+    pads = pads_of(image % NUM_PADS if number is None else number)
+    return SimpleNamespace(
+        image=image,
+        offsets=[span],
+        identity=keyed_identity(secret, content),
+        model_specific_data={CARRIER: content},
+        padding_values=lambda: pads,
+    )
+
+
+def scheduler(**options: Any) -> Any:
+    """What of SGLang's scheduler is asked whether images can be named."""
+    args = {
+        "_hier_kv_secret": SECRET, "enable_precise_embedding_interpolation": False,
+        "enable_lora": False, "lora_paths": None, "speculative_algorithm": None,
+        "disaggregation_mode": "null", "tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1,
+        "enable_mm_global_cache": False,
+    }  # fmt: skip
+    config = SimpleNamespace(architectures=[NAMEABLE_IMAGES[0]])
+    model = SimpleNamespace(is_multimodal=True, hf_config=config)
+    return SimpleNamespace(server_args=SimpleNamespace(**args | options), model_config=model)
+
+
+@dataclass
+class MediaRequest(Request):
+    """A request with images.
+
+    Attributes:
+        items: its images.
+        multimodal_inputs: as SGLang has them.
+        num_reused: tokens of the prompt, when it was last admitted.
+    """
+
+    items: tuple[Any, ...] = ()
+    num_reused: int = 0
+    multimodal_inputs: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.items:
+            place = torch.arange(len(self.tokens)).expand(3, -1)
+            self.multimodal_inputs = SimpleNamespace(mm_items=self.items, mrope_positions=place)
+
+
+class MediaWorld(World):
+    """As its base; `step` does one random thing."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
+        patch.setattr(utils, "get_native_hash", utils.get_native_hash)
+        install_page_digests()
+        super().__init__(folder, patch, seed, lossy=False, **options)
+        self.cache.media.begin(scheduler(), is_plain=True)
+        self.num_waits = 0
+
+    def row_values(self, tokens: list[int], end: int) -> torch.Tensor:
+        """As its base, of what tokens stand for: with images, of which `_meant` knows."""
+        prints, print_ = [], 0
+        for token, image in zip(tokens[:end], self._meant, strict=False):
+            what = token if image is None else (1 << 30) + image
+            print_ = zlib.crc32(what.to_bytes(8, "little"), print_)
+            prints.append([print_ >> shift & 127 for shift in (0, 8, 16, 24)])
+        return torch.tensor(prints, dtype=torch.bfloat16)
+
+    def forward(self, req: Request, start: int, end: int) -> None:
+        self._meant = meaning(req)
+        super().forward(req, start, end)
+
+    def check_attended(self, req: Request, end: int) -> None:
+        self._meant = meaning(req)
+        super().check_attended(req, end)
+
+    def check_report(self, req: Request) -> None:
+        super().check_report(req)
+        req.num_reused = req.prefix_len  # type: ignore[attr-defined]
+
+    def check_store(self) -> None:
+        """Where pages lie is checked by what is in them, in whoever loads them."""
+
+    # ---- requests ----
+
+    def make(
+        self, tokens: list[int], items: list[Any], *, num_new: int = 0, named: bool = True
+    ) -> MediaRequest:
+        """A request as the hooks leave it when it enters the queue.
+
+        Args:
+            tokens: of text; images take the place of some.
+            items: of `image_item`.
+            num_new: tokens to compute behind the prompt.
+            named: the hooks saw it; else it is one that nothing is known of.
+        """
+        tokens = list(tokens)
+        for item in items:
+            ((first, last),) = item.offsets
+            tokens[first : last + 1] = np.resize(item.padding_values(), last - first + 1).tolist()
+        req = MediaRequest(f"r{self._next}", tokens, num_new, False, items=tuple(items))
+        self._next += 1
+        if named:
+            self.cache.media.made(
+                SimpleNamespace(origin_input_ids=array("q", [1]))  # text alone, as it is made
+            )
+            self.cache.media.arrived(req)
+        return req
+
+    def arrive(self, *args: Any, **options: Any) -> Request:
+        """A request enters the queue, with none, one or two images in it."""
+        tokens, items = self.tokens(), []
+        at = self.rng.choice((2, 3, 4, 7, 9))
+        while at < len(tokens) - 2 and len(items) < 2 and self.rng.random() < 0.8:
+            length = min(self.rng.choice((1, 2, 3, 5, 9)), len(tokens) - 1 - at)
+            items.append(image_item(self.rng.randrange(5), (at, at + length - 1)))
+            at += length + self.rng.choice((1, 2, 5))
+        req = self.make(tokens, items, num_new=self.rng.randint(0, 4))
+        self.enqueue(req)
+        return req
+
+    def enqueue(self, req: Request) -> None:
+        self.match(req)
+        matched = req.prefix_len + req.host_hit_length
+        self.cache.prefetch_from_storage(
+            req.cache_request_handle,
+            req.last_node,
+            array("q", req.tokens[matched : len(req.tokens) - 1]),
+            matched_prefix_tokens=array("q", req.tokens[:matched]),
+            extra_key=req.extra_key,
+        )
+        self.waiting.append(req)
+
+    def match(self, req: Request) -> None:
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1)
+        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
+        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
+        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
+
+    def run_to_end(self, req: MediaRequest) -> MediaRequest:
+        """From its arrival to its end; saves land. As the base's `run`."""
+        self.enqueue(req)
+        self.wait_for(lambda: self.admit(req))
+        while req in self.running:
+            self.go_on(req)
+        self.settle()
+        return req
+
+    def finish(self, req: Request) -> None:
+        super().finish(req)
+        req.multimodal_inputs = None  # type: ignore[attr-defined]  # as SGLang does
+
+
+def meaning(req: Any) -> list[int | None]:
+    """Which image each token of a request stands for."""
+    found: list[int | None] = [None] * len(req.tokens)
+    for item in req.items:
+        ((first, last),) = item.offsets
+        found[first : last + 1] = [item.image] * (last - first + 1)
+    return found

@@ -1,0 +1,163 @@
+"""SGLang's page hashes with images in them."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang.srt.mem_cache import utils  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+
+from sglang_ext.identity.media import FIRST_PAD, Media, page_digest  # noqa: E402
+from sglang_ext.seam.media import page_digests  # noqa: E402
+from sglang_ext.seam.media.page_digests import install_page_digests, media_table  # noqa: E402
+
+PAGE = 4
+PADS = tuple(FIRST_PAD + (1 << 40) + n for n in range(4))
+OTHER = tuple(FIRST_PAD + (1 << 50) + n for n in range(4))
+A, B = b"a" * 32, b"b" * 32
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(utils, "get_native_hash", utils.get_native_hash)  # put back behind the test
+    install_page_digests()
+    yield
+    assert not media_table, "a test kept an image"
+
+
+def image(length: int, pads: tuple[int, ...] = PADS) -> list[int]:
+    return [pads[at % len(pads)] for at in range(length)]
+
+
+def hashes(tokens: list[int], prior: str | None = None, extra_key: str | None = None) -> list[str]:
+    key = RadixKey(array("q", tokens), extra_key)
+    return list(utils.get_storage_hash_str(key, prior, page_size=PAGE))
+
+
+def enter(binding: bytes, pads: tuple[int, ...] = PADS) -> Media:
+    media = media_table.enter(pads, binding)
+    assert media is not None
+    return media
+
+
+def of(binding: bytes, tokens: list[int], **more: Any) -> list[str]:
+    """Hashes while a request with that image is there, and nobody else."""
+    media = enter(binding)
+    found = hashes(tokens, **more)
+    del media
+    return found
+
+
+def test_images_with_equal_numbers_share_the_pages_before_them_and_none_else() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, *image(6), 8, 9, 10, 11, 12, 13, 14]
+    a, b = of(A, tokens), of(B, tokens)
+    assert a[0] == b[0]
+    assert not set(a[1:]) & set(b[1:]), "one token of the image lies in the page"
+    assert a == of(A, tokens)
+
+
+def test_text_is_hashed_as_ever_with_images_around_and_without() -> None:
+    tokens = list(range(1, 20))
+    before = hashes(tokens, extra_key="who")
+    media = enter(A)
+    assert hashes(tokens, extra_key="who") == before
+    assert hashes([*tokens[:8], *image(4)])[:2] == hashes(tokens)[:2]
+    del media
+
+
+@pytest.mark.parametrize("start", range(9))
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 11])
+def test_an_image_changes_every_page_that_it_lies_in_or_before(start: int, length: int) -> None:
+    tokens = [*range(1, start + 1), *image(length), *range(30, 40)]
+    num_pages = len(tokens) // PAGE
+    plain, a = hashes(tokens[: num_pages * PAGE]), of(A, tokens[: num_pages * PAGE])
+    first = start // PAGE
+    assert a[:first] == plain[:first]
+    assert not set(a[first:]) & set(plain[first:])
+    expected, prior = [], None
+    for page in range(num_pages):
+        part = tokens[page * PAGE : (page + 1) * PAGE]
+        count = sum(token >= FIRST_PAD for token in part)
+        found = bytes.fromhex(hashes([min(token, FIRST_PAD) for token in part], prior)[0])
+        if count:
+            found = page_digest(found, [(A, count)])
+        expected.append(found.hex())
+        prior = found.hex()
+    assert a == expected
+
+
+def test_the_order_of_images_counts_and_where_they_lie() -> None:
+    both = [enter(A), enter(B, OTHER)]
+    names = [
+        hashes([1, *image(2), 2, *image(2, OTHER), 3, 4]),
+        hashes([1, *image(2, OTHER), 2, *image(2), 3, 4]),
+        hashes([1, 2, *image(2), *image(2, OTHER), 3, 4]),
+        hashes([1, *image(3), *image(2, OTHER), 3, 4]),
+    ]
+    assert len({name for found in names for name in found}) == 8
+    del both
+
+
+def test_a_chain_goes_on_from_where_a_node_ends() -> None:
+    tokens = [1, 2, *image(9), 3, 4, 5, 6, 7]
+    media = enter(A)
+    whole = hashes(tokens)
+    for page in range(1, len(whole)):
+        rest = hashes(tokens[page * PAGE :], whole[page - 1])
+        assert rest == whole[page:]
+    assert utils.get_hash_str(array("q", tokens[:PAGE]), None) == whole[0], "one page, no list"
+    del media
+
+
+def test_which_numbers_stand_for_an_image_is_not_in_a_page() -> None:
+    """Another server's are others."""
+    ours = of(A, [1, *image(6), 2, 3, 4])
+    media = enter(A, OTHER)
+    assert hashes([1, *image(6, OTHER), 2, 3, 4])[: len(ours)] == ours
+    del media
+
+
+def test_numbers_of_no_known_image_are_hashed_as_tokens() -> None:
+    tokens = [1, *image(3, OTHER), 2, 3, 4, 5]
+    before = hashes(tokens)
+    media = enter(A)
+    assert hashes(tokens) == before
+    del media
+
+
+@settings(max_examples=60)
+@given(
+    tokens=st.lists(st.sampled_from([1, 2, *PADS[:2], *OTHER[:2]]), max_size=40),
+    cut=st.integers(0, 9),
+)
+def test_hashes_name_tokens_and_images_and_nothing_else(tokens: list[int], cut: int) -> None:
+    """What a page is named by can be told from its tokens and the images that they stand for."""
+    names: dict[str, Any] = {}
+    for first, second in ((A, B), (B, A), (A, b"c" * 32)):
+        media = [enter(first, PADS[:2]), enter(second, OTHER[:2])]
+        found = hashes(tokens)
+        said = [first if t in PADS else second if t in OTHER else None for t in tokens]
+        for page, name in enumerate(found):
+            end = (page + 1) * PAGE
+            meaning = [
+                token if image is None else image
+                for token, image in zip(tokens[:end], said[:end], strict=True)
+            ]
+            assert names.setdefault(name, meaning) == meaning
+        at = min(cut, len(found))
+        if at:
+            assert found[at:] == hashes(tokens[at * PAGE :], found[at - 1])
+        del media
+    assert page_digests.media_table is media_table
+    assert hashlib.sha256().digest() not in map(bytes.fromhex, names)

@@ -1,0 +1,274 @@
+"""Requests with images, through the real tree, linker and store: see `media_world`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_ext.identity.media import CARRIER, images_of
+from sglang_ext.provenance.request_state import state_of
+from sglang_ext.seam.media.page_digests import media_table
+from tests.property.worlds.media_world import (
+    MediaRequest,
+    MediaWorld,
+    image_item,
+    pads_of,
+    scheduler,
+)
+from tests.property.worlds.taint_world import PAGE
+
+TEXT = [100 + at for at in range(6 * PAGE + 1)]
+SPAN = (5, 16)  # begins and ends within pages
+NUM_BEFORE = SPAN[0] // PAGE * PAGE
+WHOLE = 6 * PAGE
+
+Make = Callable[..., MediaWorld]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    worlds: list[MediaWorld] = []
+
+    def build(**options: Any) -> MediaWorld:
+        worlds.append(MediaWorld(tmp_path / str(len(worlds)), monkeypatch, 1, **options))
+        return worlds[-1]
+
+    yield build
+    for world in worlds:
+        world.close()
+
+
+def ask(world: MediaWorld, *items: Any, **options: Any) -> MediaRequest:
+    """One request from its arrival to its end; nobody has it then."""
+    req = world.run_to_end(world.make(TEXT, list(items), **options))
+    world.cache.matching_request = None
+    return req
+
+
+def flush(world: MediaWorld) -> None:
+    world.cache.reset()
+    world.allocator.clear()
+
+
+def count(world: MediaWorld, name: str) -> int:
+    return world.store.counters.snapshot().get(name, 0)
+
+
+def tiers(req: MediaRequest) -> dict[str, int]:
+    return {name: num for name, num in state_of(req).by_tier(req.num_reused).items() if num}
+
+
+def test_an_image_comes_back_from_the_device_from_dram_and_from_disk(make: Make) -> None:
+    world = make()
+    ask(world, image_item(0, SPAN))
+    assert tiers(ask(world, image_item(0, SPAN))) == {"device": WHOLE}
+    flush(world)
+    assert tiers(ask(world, image_item(0, SPAN))) == {"host": WHOLE}
+    world.only_on_disk()
+    assert tiers(ask(world, image_item(0, SPAN))) == {"disk": WHOLE}
+    assert count(world, "image_requests") == 4
+    assert not media_table, "an image is forgotten with its last request"
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_another_image_of_the_same_number_reuses_the_text_before_it(make: Make, where: str) -> None:
+    world = make()
+    ask(world, image_item(0, SPAN))
+    flush(world) if where == "host" else world.only_on_disk()
+    assert tiers(ask(world, image_item(2, SPAN))) == {where: NUM_BEFORE}
+    world.only_on_disk()
+    for image in (0, 2):  # each has its own by now
+        flush(world)
+        assert sum(tiers(ask(world, image_item(image, SPAN))).values()) == WHOLE
+
+
+def test_the_device_has_another_image_of_the_same_number(make: Make) -> None:
+    world = make()
+    ask(world, image_item(0, SPAN))
+    req = ask(world, image_item(2, SPAN))  # the world checks the rows that it attends to
+    assert not tiers(req)
+    assert images_of(req) == ()
+    assert count(world, "mismatched_device_images") == 1
+    flush(world)
+    assert tiers(ask(world, image_item(2, SPAN))) == {"host": NUM_BEFORE}, "nothing was kept of it"
+
+
+def test_two_requests_at_once_with_images_of_the_same_number(make: Make) -> None:
+    world = make()
+    first = world.make(TEXT, [image_item(0, SPAN)])
+    second = world.make(TEXT, [image_item(2, SPAN)])
+    assert images_of(first)
+    assert images_of(second) == ()
+    for req in (second, first):
+        world.run_to_end(req)
+    assert count(world, "image_name_conflicts") == 1
+    assert not tiers(first)
+    del first, second, req
+    assert tiers(ask(world, image_item(0, SPAN))) == {"device": WHOLE}
+
+
+def test_an_image_at_another_place_or_of_another_length_is_another_prompt(make: Make) -> None:
+    world = make()
+    ask(world, image_item(0, SPAN))
+    for span in ((6, 17), (5, 15), (5, 17), (4, 16)):
+        flush(world)
+        assert sum(tiers(ask(world, image_item(0, span))).values()) <= NUM_BEFORE, span
+
+
+def test_an_image_added_in_a_later_turn_leaves_what_is_before_reusable(make: Make) -> None:
+    world = make()
+    ask(world, image_item(0, SPAN))
+    flush(world)
+    req = ask(world, image_item(0, SPAN), image_item(1, (18, 20)))
+    assert tiers(req) == {"host": 4 * PAGE}
+
+
+def without_carrier(item: Any) -> None:
+    item.model_specific_data.clear()
+
+
+def of_another_content(item: Any) -> None:
+    item.model_specific_data[CARRIER] = bytes(32)
+
+
+def without_identity(item: Any) -> None:
+    item.identity = None
+
+
+def with_other_numbers(item: Any) -> None:
+    item.padding_values = lambda: pads_of(7)
+
+
+def without_place(item: Any) -> None:
+    item.offsets = None
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [without_carrier, of_another_content, without_identity, with_other_numbers, without_place],
+)
+def test_an_image_that_is_not_proved_is_neither_saved_nor_loaded(
+    make: Make, forge: Callable[[Any], None]
+) -> None:
+    world = make()
+    ask(world, image_item(0, SPAN))
+    flush(world)
+    saved = count(world, "saved_pages")
+    item = image_item(1, SPAN)
+    req = world.make(TEXT, [item], named=False)
+    forge(item)
+    world.cache.media.arrived(req)
+    item.offsets = [SPAN]
+    world.run_to_end(req)
+    assert not tiers(req)
+    assert count(world, "saved_pages") == saved
+    assert count(world, "unnamed_image_requests") == 1
+
+
+def test_the_name_of_an_image_needs_the_servers_secret(make: Make) -> None:
+    world = make()
+    req = ask(world, image_item(0, SPAN, secret="another"))
+    flush(world)
+    again = ask(world, image_item(0, SPAN, secret="another"))
+    assert images_of(req) == images_of(again) == ()
+    assert not tiers(again)
+
+
+def test_positions_that_do_not_follow_from_the_images_are_not_stored(make: Make) -> None:
+    world = make()
+    req = world.make(TEXT, [image_item(0, SPAN)], named=False)
+    req.multimodal_inputs.mrope_positions = req.multimodal_inputs.mrope_positions + 1
+    world.cache.media.arrived(req)
+    assert images_of(req) == ()
+    req.multimodal_inputs.mrope_positions = None
+    other = world.make(TEXT, [image_item(0, SPAN)], named=False)
+    other.multimodal_inputs.mrope_positions = None
+    world.cache.media.arrived(other)
+    assert images_of(other) == ()
+
+
+def test_tokens_that_stand_for_images_without_any_are_not_stored(make: Make) -> None:
+    """A client's own numbers, or a session's turn of text behind one with an image."""
+    world = make()
+    ask(world, image_item(0, SPAN))
+    flush(world)
+    req = world.make(TEXT, [image_item(0, SPAN)], named=False)
+    req.items, req.multimodal_inputs = (), None
+    world.cache.media.made(req)
+    assert images_of(req) == ()
+    assert world.cache.space_of(req) is None
+    text = world.make(TEXT, [])
+    assert images_of(text) is None
+    assert world.cache.space_of(text) is not None
+
+
+def test_a_request_that_lost_its_images_stays_what_it_was(make: Make) -> None:
+    world = make()
+    named, unnamed = (world.make(TEXT, [image_item(0, SPAN)]) for _ in range(2))
+    unknown = world.make(TEXT, [image_item(0, SPAN)], named=False)
+    assert world.cache.space_of(unknown) is None
+    unnamed.items[0].identity = None
+    unnamed._hier_kv_images = None  # type: ignore[attr-defined]
+    world.cache.media.arrived(unnamed)
+    for req in (named, unnamed):
+        req.multimodal_inputs = None  # as SGLang does when it ended
+    assert world.cache.space_of(named) is not None
+    assert world.cache.space_of(unnamed) is None
+
+
+def test_a_turn_of_a_session_with_images_is_not_named(make: Make) -> None:
+    world = make()
+    req = world.make(TEXT, [image_item(0, SPAN)], named=False)
+    req.session = SimpleNamespace(session_id="s", streaming=False)  # type: ignore[assignment]
+    world.cache.media.arrived(req)
+    assert images_of(req) == ()
+
+
+def test_after_a_change_of_weights_images_are_not_named(make: Make) -> None:
+    """SGLang's cache of what its encoder made of images outlives the encoder's weights."""
+    world = make()
+    ask(world, image_item(0, SPAN))
+    waiting = world.make(TEXT, [image_item(1, SPAN)])
+    assert world.cache.space_of(waiting) is not None
+    world.cache.weights_change()
+    assert world.cache.space_of(waiting) is None, "it came before"
+    flush(world)
+    assert not tiers(ask(world, image_item(0, SPAN)))
+    assert sum(tiers(world.run_to_end(world.make(TEXT, []))).values()) == NUM_BEFORE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_lora": True}, {"lora_paths": ["x"]}, {"speculative_algorithm": "EAGLE"},
+        {"disaggregation_mode": "prefill"}, {"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2},
+        {"nnodes": 2}, {"enable_mm_global_cache": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_servers_on_which_images_are_not_named(make: Make, options: dict[str, Any]) -> None:
+    world = make()
+    world.cache.media.begin(scheduler(**options), is_plain=True)
+    assert images_of(world.make(TEXT, [image_item(0, SPAN)])) == ()
+
+
+def test_models_of_which_images_are_not_named(make: Make) -> None:
+    world = make()
+    world.cache.media.begin(scheduler(), is_plain=False)
+    assert images_of(world.make(TEXT, [image_item(0, SPAN)])) == ()
+    other = scheduler()
+    other.model_config.hf_config.architectures = ["Gemma3ForConditionalGeneration"]
+    world.cache.media.begin(other, is_plain=True)
+    assert images_of(world.make(TEXT, [image_item(0, SPAN)])) == ()
+
+
+def test_a_tree_in_rust_does_not_know_images(make: Make) -> None:
+    world = make(core="rust")
+    req = ask(world, image_item(0, SPAN))
+    assert images_of(req) == ()
+    flush(world)
+    assert not tiers(ask(world, image_item(0, SPAN)))
