@@ -244,7 +244,7 @@ class Consensus:
         return vector
 
 
-def _decode(vector: Vector, num_requests: int, num_searches: int) -> Agreed:
+def _decode(vector: Vector, num_requests: int, num_searches: int = 0) -> Agreed:
     saves = vector[_SAVES : _SAVES + int(vector[_NUM_SAVES])]
     columns = vector[_REQUESTS:_SEARCHES].reshape(_COLUMNS, MAX_REQUESTS)[:, :num_requests]
     searches = vector[_SEARCHES:].reshape(_SEARCH_COLUMNS, MAX_SEARCHES)[:, :num_searches]
