@@ -1,10 +1,10 @@
 """Hybrids with data parallel attention: groups of ranks with trees, pools and stores of their own.
 
 A group's answers behind what it restored are compared with those behind SGLang's own device hits
-bit for bit, beside a group that runs idle batches: from DRAM, and, with groups of one rank, from the
-disk that a server left when it was killed. What another group has stored is no hit. Window layers
-have K and V of another shape than full ones (MiMo V2) or of the same (Mellum, by groups of two
-ranks), or layers have a state.
+bit for bit, beside a group that runs idle batches: from DRAM, and, with groups of one rank, from
+the disk that a server left when it was killed. What another group has stored is no hit. Window
+layers have K and V of another shape than full ones (MiMo V2) or of the same (Mellum, by groups of
+two ranks), or layers have a state.
 """
 
 from __future__ import annotations
