@@ -1,10 +1,10 @@
 """Hybrids with data parallel attention: groups of ranks with trees, pools and stores of their own.
 
 A group's answers behind what it restored are compared with those behind SGLang's own device hits
-bit for bit, beside a group that runs idle batches: from DRAM, and, but for the first of these
-models, from the disk that a server left when it was killed. What another group has stored is no
-hit. Window layers have K and V of another shape than full ones (MiMo V2) or of the same (Mellum, by
-groups of two ranks), or layers have a state.
+bit for bit, beside a group that runs idle batches: from DRAM, and, with groups of one rank, from
+the disk that a server left when it was killed. What another group has stored is no hit. Window
+layers have K and V of another shape than full ones (MiMo V2) or of the same (Mellum, by groups of
+two ranks), or layers have a state.
 """
 
 from __future__ import annotations
@@ -71,10 +71,12 @@ _SHAPES = SHAPED_MODELS["mimo"]
 KINDS = {
     "two shapes": Kind(
         partial(write_shaped_model, name="mimo"), _SHAPES.full_values * PAGE * 4, 2, 5e-4,
-        [*TWO_RANKS, "--dtype", "float32", "--trust-remote-code"], restarts=False,
+        [*TWO_RANKS, "--dtype", "float32", "--trust-remote-code"],
     ),
     "groups of two ranks": Kind(
-        write_window_model, PATTERN.count(0) * 2 * PAGE * 32 * 2, 4, 0.2, TWO_BY_TWO
+        # On a CPU SGLang makes its two heads of K and V four, one for each of all ranks.
+        write_window_model, PATTERN.count(0) * 2 * PAGE * 2 * 32 * 2, 4, 0.2, TWO_BY_TWO,
+        restarts=False,
     ),
     "states": Kind(
         partial(write_state_model, name="qwen3_next"), _STATES.page_bytes, 2, 5e-4,
