@@ -1,0 +1,1 @@
+"""Models that see images, and pictures to show them."""

@@ -1,0 +1,123 @@
+"""A small model that sees images (Qwen2.5-VL), with random weights, and pictures to show it.
+
+Its attention is plain, its rotation of three axes: where a token is depends on the images before.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from testkit.published_model import copy_tokenizer
+
+NUM_LAYERS = 4
+VOCABULARY = 4096  # of the bundled tokenizer; what stands for images is behind it
+SPECIAL = {
+    "<|vision_start|>": VOCABULARY,
+    "<|vision_end|>": VOCABULARY + 1,
+    "<|image_pad|>": VOCABULARY + 2,
+    "<|video_pad|>": VOCABULARY + 3,
+}
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+# Pixels of an image's side that one of its tokens stands for.
+TOKEN_SIDE = 28
+_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "min_pixels": TOKEN_SIDE**2,
+    "max_pixels": 1024 * TOKEN_SIDE**2,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+def write_vision_model(folder: Path, *, seed: int = 0) -> Path:
+    """Writes configuration, weights, tokenizer and image processor into a new folder; returns it.
+
+    Args:
+        folder: made here.
+        seed: of the weights.
+    """
+    import torch
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2_5_VLForConditionalGeneration(_config())
+    model.to(torch.float32).save_pretrained(folder)
+    copy_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    tokenizer["added_tokens"] += [
+        {"id": number, "content": text, **plain, "special": True}
+        for text, number in SPECIAL.items()
+    ]
+    path.write_text(json.dumps(tokenizer))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "</s>"}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR))
+    return folder
+
+
+def picture(seed: int, *, width: int = 8, height: int = 8) -> str:
+    """A picture of random colours, as a data URL.
+
+    Args:
+        seed: of its colours.
+        width: in tokens.
+        height: in tokens.
+    """
+    from PIL import Image
+
+    colours = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    large = colours.repeat(TOKEN_SIDE, axis=0).repeat(TOKEN_SIDE, axis=1)
+    file = io.BytesIO()
+    Image.fromarray(large).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _config() -> Any:
+    from transformers import Qwen2_5_VLConfig
+
+    text = {
+        "vocab_size": VOCABULARY + len(SPECIAL),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.1,  # answers that depend on every token
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6],
+        },
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
+        "out_hidden_size": 128, "patch_size": 14, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "window_size": 112, "fullatt_block_indexes": [1],
+        "tokens_per_second": 2, "in_channels": 3, "initializer_range": 0.1,
+    }  # fmt: skip
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        vision_start_token_id=SPECIAL["<|vision_start|>"],
+        vision_end_token_id=SPECIAL["<|vision_end|>"],
+        image_token_id=SPECIAL["<|image_pad|>"],
+        video_token_id=SPECIAL["<|video_pad|>"],
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
