@@ -152,14 +152,15 @@ def test_another_image_in_the_same_text_is_another_prompt(world: World) -> None:
 
 def test_a_conversation_with_another_image_in_each_turn(world: World) -> None:
     """A turn goes on from the one before, and so do both servers alike."""
-    text, images = "", ()
+    text = ""
+    images: tuple[str, ...] = ()
     turns = []
     for turn in range(4):
         text += words(300 + turn, 40) + IMAGE + words(400 + turn, 30)
         images = (*images, picture(300 + turn, width=6 + turn))
         turns.append(Prompt(text, images))
-    for turn in turns:  # what a turn reuses is the turn before, in whole pages
-        right, found = ask(world.plain, turn), ask(world.hier, turn)
+    for prompt in turns:  # what a turn reuses is the turn before, in whole pages
+        right, found = ask(world.plain, prompt), ask(world.hier, prompt)
         check_right([found], [right])
         assert cached([found]) == cached([right])
         drop_device(world.hier)

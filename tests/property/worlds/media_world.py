@@ -157,7 +157,8 @@ class MediaWorld(World):
 
     def arrive(self, *args: Any, **options: Any) -> Request:
         """A request enters the queue, with none, one or two images in it."""
-        tokens, items = self.tokens(), []
+        tokens = self.tokens()
+        items: list[Any] = []
         at = self.rng.choice((2, 3, 4, 7, 9))
         while at < len(tokens) - 2 and len(items) < 2 and self.rng.random() < 0.8:
             length = min(self.rng.choice((1, 2, 3, 5, 9)), len(tokens) - 1 - at)

@@ -20,6 +20,7 @@ from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
 from sglang_ext.provenance.request_state import find_state, state_of  # noqa: E402
 from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
 from sglang_ext.seam.hooks import disaggregation  # noqa: E402
+from sglang_ext.seam.media.requests import MediaRequests  # noqa: E402
 from sglang_ext.settings.quotas import parse_quotas  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
@@ -46,6 +47,8 @@ class Cache(HierKVRadixCache):
         taint: Any = SimpleNamespace(admit=lambda req: state_of(req).note_reused(self.on_device))
         self.taint = taint
         self.given_up_rooms = GivenUpRooms()
+        tree: Any = None
+        self.media = MediaRequests(tree, store.counters)
 
 
 def sender_to(room: int, *names: str) -> Any:
