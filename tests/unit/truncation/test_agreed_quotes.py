@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,7 +18,6 @@ from sglang_ext.admission.waiting_request import Readiness
 from sglang_ext.identity.tenancy import note_tenant
 from sglang_ext.ranks.consensus import MAX_SEARCHES, Agreed, Consensus, Report, Vector
 from sglang_ext.ranks.lockstep import Lockstep
-from sglang_ext.truncation import quote_search
 from sglang_ext.truncation.agreed_quotes import AgreedQuotes
 from sglang_ext.truncation.lineage import lineage_of
 
@@ -86,9 +86,10 @@ class Rank:
         self.thread = Thread()
         self.quotes._thread = self.thread  # type: ignore[assignment]
         # Ranks have namespaces of their own.
-        self.space: Any = SimpleNamespace(digest=bytes([number]) * 32, lora=b"")
+        space: Any = SimpleNamespace(digest=bytes([number]) * 32, lora=b"")
+        self.space = space
         if knows:
-            self.quotes.note(request(STORED), self.space, len(STORED))
+            self.quotes.note(request(STORED), space, len(STORED))
             self.thread.run()
 
     def _count(self, name: str) -> None:
@@ -193,7 +194,7 @@ def test_a_search_that_fails_on_one_rank_finds_nothing(caplog: pytest.LogCapture
 
 def test_the_first_rank_whose_time_is_over_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(quote_search.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     ranks = [Rank(0), Rank(1)]
     reqs = [rank.begin("r") for rank in ranks]
     ranks[0].thread.run()
