@@ -140,7 +140,7 @@ MODEL_KINDS = {
         "sessions; run with a small GLM-5 and a small DeepSeek V3.2, with experts in the draft "
         "layer alone, on a CPU",
         "tests/e2e/models/test_index.py; tests/e2e/models/test_latent_drafts.py; "
-        "tests/e2e/reuse/test_latent_attention_dp.py; tests/unit/device/test_index_pool.py",
+        "tests/e2e/models/test_latent_attention_dp.py; tests/unit/device/test_index_pool.py",
     ),
     "sparse": ModelKind(
         "rows of an index that are kept in another way (sparse attention)",
@@ -211,7 +211,7 @@ SERVED_MODES = (
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
         "where a group is one rank; shared between groups through the remote store only; without "
         "adapters or sessions; drafts with the draft layer of models of latent rows alone",
-        "tests/e2e/reuse/test_attention_dp.py; tests/e2e/reuse/test_latent_attention_dp.py",
+        "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_latent_attention_dp.py",
     ),
     ServedMode("adapters (`--enable-lora`)", "exact", "tests/e2e/updates/test_adapter_promises.py"),
     ServedMode(

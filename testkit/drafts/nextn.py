@@ -15,6 +15,7 @@ from typing import Any
 
 from testkit.hybrids.index_model import (
     CONFIGS,
+    INDEX_DIM,
     LATENT,
     LAYERS,
     ROTARY,
@@ -50,7 +51,7 @@ def write_nextn_model(folder: Path, kind: str) -> Path:
     config = _config(json.loads((folder / "config.json").read_text()), kind)
     (folder / "config.json").write_text(json.dumps(config))
     path = folder / "model.safetensors"
-    weights = {name: value for name, value in load_file(path).items() if keeps(name, kind)}
+    weights = {name: value for name, value in load_file(path).items() if _keeps(name, kind)}
     for name in list(weights):
         is_behind = name.startswith("model.layers.") and not name.startswith("model.layers.0.")
         if is_behind and name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -63,7 +64,7 @@ def write_nextn_model(folder: Path, kind: str) -> Path:
     return folder
 
 
-def keeps(name: str, kind: str) -> bool:
+def _keeps(name: str, kind: str) -> bool:
     """Whether a model of a kind has a weight of the model with an index."""
     return kind != PLAIN or ".indexer." not in name
 
@@ -123,8 +124,6 @@ def _draft(
 
 def rows_of(kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes of a token's latent row and of its index row, of each layer, the draft's last."""
-    from testkit.hybrids.index_model import INDEX_DIM
-
     with_index = [] if kind == PLAIN else [*index_layers(kind), LAYERS]
     rows = tuple(INDEX_DIM + 4 if layer in with_index else 0 for layer in range(LAYERS + 1))
     return (2 * (LATENT + ROTARY),) * (LAYERS + 1), rows

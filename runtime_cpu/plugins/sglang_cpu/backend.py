@@ -65,8 +65,11 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
     def lengths_of(self, forward_batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of each request, new ones included, and how many of them are new.
 
-        What is verified of drafts is not among the lengths that SGLang tells.
+        What is verified of drafts is not among the lengths that SGLang tells. An idle batch has no
+        request, whatever rows it brings for those that run beside it.
         """
+        if forward_batch.forward_mode.is_idle():
+            return (torch.empty(0, dtype=torch.int64),) * 2
         if forward_batch.forward_mode.is_target_verify():
             forward_batch = verified_batch(forward_batch)
         elif forward_batch.forward_mode.is_decode():

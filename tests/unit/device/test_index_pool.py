@@ -12,6 +12,7 @@ import torch
 
 from runtime_cpu import inprocess
 from sglang_ext.assembly.codec_setup import DTYPE_NAMES
+from sglang_ext.assembly.draft_setup import with_drafts
 from sglang_ext.assembly.index_setup import index_facts
 from sglang_ext.assembly.window_setup import bound_ropes
 from sglang_ext.codec.page_codec import CodedShape, PageCodec
@@ -129,6 +130,39 @@ def test_an_index_row_is_of_the_token_that_sglang_wrote_it_for() -> None:
     keys, scales = stored[: PAGE * DIM].reshape(PAGE, DIM), stored[PAGE * DIM :].reshape(PAGE, 4)
     assert np.array_equal(keys[17], buffer[3, 17 * DIM : 18 * DIM].numpy())
     assert np.array_equal(scales[17], buffer[3, PAGE * DIM :].view(PAGE, 4)[17].numpy())
+
+
+def test_rows_of_a_draft_layer_and_its_index_lie_behind_the_models_and_come_back() -> None:
+    draft = make_pool(skips=[False])
+    target = make_pool()
+    for buffer in (*draft.kv_buffer, *draft.index_k_with_scale_buffer):
+        buffer.view(torch.uint8).bitwise_not_()  # not what the model's first layer has
+    both = with_drafts(describe_pool(target), [SimpleNamespace(token_to_kv_pool=draft)])
+    layout = both.layout(PAGE)
+    assert layout.kv_bytes == PAGE * (4 * (LATENT + ROTARY) * 2 + 3 * ROW_BYTES)
+    slots = np.zeros((1, layout.slot_bytes), np.uint8)
+    copier = PageCopier(both, layout, bound_ropes(both), slots, mode="pre", kernels=kernels)
+    copier.save(rows_of(4), PAGE, np.array([0]))
+    wanted = [pages(pool, 4) for pool in (target, draft)]
+    job = copier.prepare_load(np.array([0]), rows_of(9), PAGE)
+    for layer in range(both.num_layers):
+        copier.load_layer(job, layer)
+    for pool, before in zip((target, draft), wanted, strict=True):
+        assert all(map(torch.equal, pages(pool, 9), before))
+        assert all(map(torch.equal, pages(pool, 4), before))
+
+
+def pages(pool: Any, page: int) -> list[torch.Tensor]:
+    """What a pool of SGLang's keeps of a page."""
+    rows = slice(page * PAGE, (page + 1) * PAGE)
+    latent = [buffer[rows].view(torch.uint8).clone() for buffer in pool.kv_buffer]
+    return [*latent, *(b[page].clone() for b in pool.index_k_with_scale_buffer if b.shape[0])]
+
+
+def test_a_draft_layer_of_another_dtype_is_refused() -> None:
+    draft = SimpleNamespace(token_to_kv_pool=make_pool(torch.float8_e4m3fn, [False]))
+    with pytest.raises(HierKVConfigError, match="a KV pool as the target model's"):
+        with_drafts(describe_pool(make_pool()), [draft])
 
 
 def test_pages_with_an_index_do_not_move() -> None:

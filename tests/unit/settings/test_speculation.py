@@ -41,6 +41,7 @@ def test_tensor_parallel_ranks_are_served(algorithm: str) -> None:
 @pytest.mark.parametrize("kind", ["mla", "indexed"])
 def test_draft_layers_of_models_with_latent_rows_are_served(kind: str) -> None:
     check("EAGLE", kind, tp_size=2)
+    check("EAGLE", kind, tp_size=4, attn_dp_size=2)
 
 
 def test_drafts_of_a_model_are_served_whatever_masks() -> None:
@@ -79,6 +80,8 @@ REFUSED = [
         "--attention-backend triton (it masks branches) with",
         "flashinfer",
     ),
+    ("EAGLE", {"tp_size": 2, "attn_dp_size": 2}, "no data parallel attention with", "it"),
+    ("NGRAM", {"kind": "mla", "enable_dp_attention": True}, "no data parallel attention", "it"),
     ("NGRAM", {"config": {"truncation": "overflow"}}, "--hier-kv-truncation off with", "overflow"),
     ("EAGLE", {"config": {"tree_core": "rust"}}, "--hier-kv-tree-core python with", "rust"),
     ("EAGLE", {"config": {"codec": "lossless"}}, "--hier-kv-codec none with", "lossless"),

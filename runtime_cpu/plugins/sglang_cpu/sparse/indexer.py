@@ -63,9 +63,9 @@ def _choose_tokens(
     weights = indexer._get_logits_head_gate(x, query_scale)
     backend, pool = get_attn_backend(), get_token_to_kv_pool()
     req_to_token, size = backend.req_to_token_pool.req_to_token, pool.index_page_size
-    chosen, start = [torch.empty(0, indexer.index_topk, dtype=torch.int32)], 0
+    chosen, start = [], 0
     lengths, news = (each.tolist() for each in backend.lengths_of(forward_batch))
-    requests = forward_batch.req_pool_indices.tolist()
+    requests = forward_batch.req_pool_indices[: len(lengths)].tolist()
     for request, length, num_new in zip(requests, lengths, news, strict=True):
         pages = req_to_token[request, :length:size] // size
         keys, scales = pool.get_index_k_scale_buffer(
@@ -76,6 +76,8 @@ def _choose_tokens(
             kernels.choose(query_fp8[rows], weights[rows], keys, scales, indexer.index_topk)
         )
         start += num_new
+    # Rows of nobody, where this rank's batch is padded to that of another one.
+    chosen.append(torch.full((len(x) - start, indexer.index_topk), -1, dtype=torch.int32))
     return torch.cat(chosen)
 
 
