@@ -2,7 +2,8 @@
 # Installs the Debian packages that are missing: what SGLang needs to compile its page-hash extension
 # at its first use (g++, ninja, OpenSSL's and Python's headers), venv for a Debian Python, and what the
 # tests of the remote stores run (Redis, and RDMA's library, without which Mooncake does not load), and
-# curl, with which docs/quickstart.md asks.
+# curl, with which docs/quickstart.md asks. And promtool, which tries the alert rules: out of the package
+# prometheus, which is not installed, as that would start a server.
 # Without root it only says which are missing: the plugin then hashes in Python.
 set -euo pipefail
 python=${1:-python3.11}
@@ -23,11 +24,28 @@ else
     "$python" -c "$header" || missing+=(python3.11-dev)
 fi
 
-[ ${#missing[@]} -eq 0 ] && exit 0
+promtool=$(command -v promtool || true)
+
+[ ${#missing[@]} -eq 0 ] && [ -n "$promtool" ] && exit 0
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-    echo "system-packages: missing Debian packages, to be installed by root: ${missing[*]}" >&2
+    echo "system-packages: missing Debian packages, to be installed by root: ${missing[*]}" \
+        "${promtool:-promtool (of prometheus)}" >&2
     exit 0
 fi
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
-apt-get install -y -qq --no-install-recommends "${missing[@]}"
+[ ${#missing[@]} -eq 0 ] || apt-get install -y -qq --no-install-recommends "${missing[@]}"
+
+# Chained, as `set -e` does not hold in what is tried behind `||`.
+bring_promtool() {
+    local folder done=1
+    folder=$(mktemp -d)
+    # apt downloads as a user of its own.
+    { chown _apt "$folder" 2>/dev/null || true; } && cd "$folder" && apt-get download -qq prometheus &&
+        dpkg-deb --fsys-tarfile prometheus_*.deb | tar -xO ./usr/bin/promtool >promtool &&
+        install -m 755 promtool /usr/local/bin/promtool && done=0
+    cd / && rm -rf "$folder"
+    return $done
+}
+[ -n "$promtool" ] || bring_promtool ||
+    echo "system-packages: no promtool, so the alert rules are tried by nobody" >&2

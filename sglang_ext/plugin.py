@@ -165,11 +165,20 @@ def _after_tokenizer_manager(result: Any, self: Any, *args: Any, **kwargs: Any) 
 
 def _hook_usage() -> None:
     """Lets the answers of OpenAI's endpoints say what was reused."""
-    from sglang_ext.seam.hooks.answers import reports_usage, response_classes
+    from sglang_ext.seam.hooks.answers import (
+        RESPONSE_MODEL,
+        holders_of,
+        reports_usage,
+        response_classes,
+    )
     from sglang_ext.seam.hooks.hooking import hook
 
     protocol = sys.modules[f"{_OPENAI}.protocol"]
     for name, replacement in response_classes(protocol):
+        if name == RESPONSE_MODEL:
+            # No hooks, as a release may have none of them. Who uses them is imported later.
+            for holder, new in holders_of(protocol, getattr(protocol, name), replacement):
+                setattr(protocol, holder, new)
         hook(f"{protocol.__name__}.{name}", replacement, "replace")
     after_usage = reports_usage(protocol.UsageInfo, protocol.PromptTokensDetails)
     for name in ("calculate_response_usage", "calculate_streaming_usage"):

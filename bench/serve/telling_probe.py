@@ -3,7 +3,8 @@
 SGLang calls `load` in each of its processes. Counted are, on the scheduler's thread, all of
 SGLang's publishing of KV events with what the plugin does there, both recorders' work as pages come
 to the device and leave it, and the plugin's metrics; and all of the thread that encodes and sends
-the events. Not counted are SGLang's own metrics.
+the events. Counted apart are SGLang's reports of its own metrics, with the lines that it logs of
+its batches without them, too.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def environment(folder: Path, file: Path) -> dict[str, str]:
     return {**loading(folder, "bench.serve.telling_probe:load"), _FILE_VARIABLE: str(file)}
 
 
-def told_s(file: Path) -> tuple[float, float]:
-    """CPU seconds so far: of the scheduler's thread in telling, and of the one that sends."""
+def told_s(file: Path) -> tuple[float, float, float]:
+    """CPU seconds so far: in telling, of the thread that sends, and in SGLang's own reports."""
     found = json.loads(file.read_text())
-    return found["telling_s"], found["sending_s"]
+    return found["telling_s"], found["sending_s"], found["sglangs_s"]
 
 
 def load() -> None:
@@ -43,6 +44,7 @@ def load() -> None:
     from sglang.srt.managers.scheduler_components.kv_events_publisher import (
         SchedulerKvEventsPublisher,
     )
+    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
     from sglang_ext.seam.kv_events import TierEventRecorder
     from sglang_ext.seam.metrics.reporter import MetricsReporter
@@ -55,7 +57,10 @@ def load() -> None:
     }
     for owner, names in wrapped.items():
         for name in names:
-            setattr(owner, name, probe.counted(getattr(owner, name)))
+            setattr(owner, name, probe.counted(getattr(owner, name), "telling_s"))
+    for name in ("report_prefill_stats", "report_decode_stats", "log_batch_result_stats"):
+        method = getattr(SchedulerMetricsReporter, name)
+        setattr(SchedulerMetricsReporter, name, probe.counted(method, "sglangs_s"))
 
 
 class _Probe:
@@ -63,19 +68,23 @@ class _Probe:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._telling_s = 0.0
+        self._spent_s = {"telling_s": 0.0, "sglangs_s": 0.0}
         self._next_write_s = 0.0
+        self._is_counting = False
 
-    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with its CPU time counted. None of those that are counted calls another."""
+    def counted(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        """The function, with its CPU time counted once, also where one of them calls another."""
 
         @functools.wraps(function)
         def count(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.thread_time()
+            if self._is_counting:
+                return function(*args, **kwargs)
+            self._is_counting, began_s = True, time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._telling_s += time.thread_time() - began_s
+                self._spent_s[kind] += time.thread_time() - began_s
+                self._is_counting = False
                 self._write()
 
         return count
@@ -86,7 +95,7 @@ class _Probe:
         if now_s < self._next_write_s:
             return
         self._next_write_s = now_s + _WRITE_EVERY_S
-        found = {"telling_s": self._telling_s, "sending_s": _sending_s()}
+        found = {**self._spent_s, "sending_s": _sending_s()}
         partial = self._file.with_suffix(".partial")
         partial.write_text(json.dumps(found))
         partial.replace(self._file)

@@ -106,7 +106,10 @@ def _check_model(model_path: str, config: HierKVConfig) -> Check:
     try:
         name = kind_of_folder(model_path)
     except ImportError as error:
-        text = f"SGLang cannot be imported here ({error}), so nothing is known of {model_path}."
+        text = (
+            f"SGLang cannot be imported here ({error}), so nothing is known of {model_path}; "
+            "install what it needs, or look on the machine that will serve it."
+        )
         return Check("model", "warning", text)
     except Exception as error:  # whatever SGLang and transformers find wrong
         reason = " ".join(str(error).split())[:300] or type(error).__name__

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sglang_ext.assembly.key_setup import Trust
-from sglang_ext.device.pools import INDEXED, DevicePool
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.ranks.rank import RankPlace
+from sglang_ext.settings.indexed import KIND as INDEXED
 from sglang_ext.tiers.access import shown
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig, open_engine, parse_remote_url
 from sglang_ext.tiers.store import PutShare
+
+if TYPE_CHECKING:  # `hier-kv doctor` checks a URL where no torch is
+    from sglang_ext.device.pools import DevicePool
 
 
 def check_remote(text: str, disk_dir: str = "") -> None:

@@ -9,14 +9,16 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_ext import __version__
+from sglang_ext.cli.doctor import add_parser as add_doctor
+from sglang_ext.cli.examples import describe
 from sglang_ext.cli.prebuild import add_parser as add_prebuild
 from sglang_ext.cli.size import add_parser as add_size
 from sglang_ext.cli.steer import add_command as add_steer
-from sglang_ext.cli.stored import add_commands as add_stored_commands
+from sglang_ext.cli.stored.commands import add_commands as add_stored_commands
 from sglang_ext.cli.warm.command import add_command as add_warm
 
 _ENV_API_KEY = "SGLANG_HIER_KV_API_KEY"
@@ -24,6 +26,23 @@ _ENV_API_KEY = "SGLANG_HIER_KV_API_KEY"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
+    chosen = make_parser().parse_args(arguments)
+    try:
+        return int(chosen.run(chosen))
+    except ModuleNotFoundError as error:
+        # The others need neither torch nor SGLang, so they are no requirements of the package.
+        said = (
+            f"{chosen.command} needs {error.name}, which is not installed here; run it where SGLang"
+            " is, or pip install 'sglang-hier-kv[sglang]'."
+        )
+    except (ValueError, OSError, ImportError) as error:
+        said = str(error)
+    print(f"hier-kv: {said}", file=sys.stderr)  # noqa: T201
+    return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Makes the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="hier-kv", description="Tools of the hierarchical KV cache for SGLang."
     )
@@ -31,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_calibrate(commands.add_parser("calibrate", help="measure a model's codec profile"))
     _add_keygen(commands.add_parser("keygen", help="make a key for --hier-kv-key-file"))
-    _add_doctor(
+    add_doctor(
         commands.add_parser("doctor", help="look at SGLang and the machine, as a start would")
     )
     add_prebuild(commands.add_parser("prebuild", help="compile what a first start would compile"))
@@ -47,18 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _add_server,
     )
     add_stored_commands(commands)
-    chosen = parser.parse_args(arguments)
-    try:
-        return int(chosen.run(chosen))
-    except (ValueError, OSError, ImportError) as error:
-        print(f"hier-kv: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+    return parser
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
+    describe(
+        parser,
         "Runs a Hugging Face model on text and writes a profile for the codec hier, beside the "
-        "model or in the cache folder, where a server finds it."
+        "model or in the cache folder, where a server finds it. Needs torch and transformers.",
+        "hier-kv calibrate /models/llama-8b --device cuda",
+        "hier-kv calibrate /models/llama-8b --text traffic.txt --out /etc/hier-kv/llama-8b.hkp",
     )
     parser.set_defaults(run=_calibrate)
     add = parser.add_argument
@@ -71,73 +88,36 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     add("--levels", type=int, help="quality levels")
     add("--default-level", type=int, help="the level whose damage is set")
     add("--target-kl", type=float, help="that damage: mean KL divergence in nats")
+    add("--json", action="store_true", help="for programs")
 
 
 def _add_keygen(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
+    describe(
+        parser,
         "Writes a new random key to a file that only its owner may read. An existing file is left "
-        "as it is."
+        "as it is.",
+        "hier-kv keygen /etc/hier-kv.key",
     )
     parser.set_defaults(run=_keygen)
     parser.add_argument("file", help="the file to make")
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _keygen(chosen: argparse.Namespace) -> int:
     from sglang_ext.tiers.protection import write_key_file
 
     write_key_file(Path(chosen.file))
-    print(chosen.file)  # noqa: T201
+    print(json.dumps({"key_file": chosen.file}) if chosen.json else chosen.file)  # noqa: T201
     return 0
 
 
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    from sglang_ext.settings.flags import add_flags
-
-    parser.description = (
-        "Says whether a server would start with these settings, and what it would lose; loads no "
-        "model and needs no GPU. The exit status is 1 where it would be refused. Example: hier-kv "
-        "doctor --model-path M --hier-kv-host-size 64 --hier-kv-disk-dir /kv --hier-kv-disk-size 9"
-    )
-    parser.set_defaults(run=_doctor)
-    parser.add_argument(
-        "--contract", metavar="PLACE", help="look at this SGLang only: a wheel, or a folder"
-    )
-    parser.add_argument(
-        "--model-path", default="", metavar="MODEL", help="say of this model whether it is served"
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument(
-        "--speeds",
-        action="store_true",
-        help="measure disk and DRAM, for about 5 s; writes at most 512 MiB to the disk's folder",
-    )
-    add_flags(parser)
-
-
-def _doctor(chosen: argparse.Namespace) -> int:
-    from sglang_ext.assembly.doctor import check_sglang, look
-    from sglang_ext.settings.flags import config_from_namespace
-
-    if chosen.contract:
-        checks = [check_sglang(Path(chosen.contract))]
-    else:
-        chosen.enable_hier_kv = True  # its flags mean something here without it, too
-        config = config_from_namespace(chosen)
-        assert config is not None
-        checks = list(look(config, model_path=chosen.model_path, speeds=chosen.speeds))
-    if chosen.json:
-        print(json.dumps([asdict(check) for check in checks], indent=1))  # noqa: T201
-    else:
-        for check in checks:
-            print("\n    ".join([f"{check.name}: {check.state}. {check.text}", *check.details]))  # noqa: T201
-    return int(any(check.state == "refused" for check in checks))
-
-
 def _add_stats(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
+    describe(
+        parser,
         "Looks at a running server once: its tiers, what came back from them, what waits, the "
-        "speeds it measured, and counts that should be 0. Example: "
-        "hier-kv stats http://127.0.0.1:30000"
+        "speeds it measured, and counts that should be 0.",
+        "hier-kv stats http://127.0.0.1:30000",
+        "hier-kv stats http://127.0.0.1:30000 --json",
     )
     parser.set_defaults(run=_stats)
     _add_server(parser)
@@ -145,14 +125,16 @@ def _add_stats(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Looks at a running server every few seconds, until Ctrl-C. Example: "
-        "hier-kv top http://127.0.0.1:30000 --every 5"
+    describe(
+        parser,
+        "Looks at a running server every few seconds, until Ctrl-C.",
+        "hier-kv top http://127.0.0.1:30000 --every 5",
     )
     parser.set_defaults(run=_top)
     _add_server(parser)
     parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="(%(default)s)")
     parser.add_argument("--count", type=int, metavar="N", help="so many looks, then end")
+    parser.add_argument("--json", action="store_true", help="for programs; a line for each look")
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -168,19 +150,21 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def _stats(chosen: argparse.Namespace) -> int:
-    from sglang_ext.cli.server_stats import describe, fetch
+    from sglang_ext.cli.server_stats import describe as lines_of
+    from sglang_ext.cli.server_stats import fetch
 
     states = fetch(chosen.url, chosen.api_key)
     if chosen.json:
         print(json.dumps(states, indent=1))  # noqa: T201
     else:
         for state in states:
-            print("\n".join(describe(state)))  # noqa: T201
+            print("\n".join(lines_of(state)))  # noqa: T201
     return 0
 
 
 def _top(chosen: argparse.Namespace) -> int:
-    from sglang_ext.cli.server_stats import State, describe, fetch
+    from sglang_ext.cli.server_stats import State, fetch
+    from sglang_ext.cli.server_stats import describe as lines_of
 
     if chosen.every <= 0 or (chosen.count is not None and chosen.count < 1):
         raise ValueError("--every and --count must be above 0")
@@ -191,11 +175,14 @@ def _top(chosen: argparse.Namespace) -> int:
             if num_looks:
                 time.sleep(chosen.every)
             states, now_s = fetch(chosen.url, chosen.api_key), time.monotonic()
-            lines = [time.strftime("%H:%M:%S")]
-            same = len(before) == len(states)
-            for at, state in enumerate(states):
-                lines += describe(state, before[at] if same else None, now_s - looked_s)
-            clear = "\x1b[H\x1b[J" if sys.stdout.isatty() else ""
+            if chosen.json:
+                lines = [json.dumps({"time": time.time(), "schedulers": states})]
+            else:
+                lines = [time.strftime("%H:%M:%S")]
+                same = len(before) == len(states)
+                for at, state in enumerate(states):
+                    lines += lines_of(state, before[at] if same else None, now_s - looked_s)
+            clear = "\x1b[H\x1b[J" if sys.stdout.isatty() and not chosen.json else ""
             print(clear + "\n".join(lines), flush=True)  # noqa: T201
             before, looked_s, num_looks = states, now_s, num_looks + 1
     return 0
@@ -232,7 +219,8 @@ def _calibrate(chosen: argparse.Namespace) -> int:
     )
     make_folder(target.parent)
     profile.save(target)
-    print(target)  # noqa: T201
+    seconds = time.monotonic() - begin
+    print(json.dumps({"profile": str(target), "seconds": seconds}) if chosen.json else target)  # noqa: T201
     return 0
 
 

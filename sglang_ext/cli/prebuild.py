@@ -6,15 +6,18 @@ import argparse
 import json
 from dataclasses import asdict
 
+from sglang_ext.cli.examples import describe
 from sglang_ext.codec.base import DTYPES
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.description = (
+    describe(
+        parser,
         "Compiles what the first start on a machine would compile, for about a minute, and keeps "
         "it where this user's servers find it; what is kept already stays. Needs no GPU and no "
-        "model. Example: hier-kv prebuild --dtype bf16 --codec hier"
+        "model.",
+        "hier-kv prebuild --dtype bf16 --codec hier",
     )
     parser.set_defaults(run=_prebuild)
     add = parser.add_argument

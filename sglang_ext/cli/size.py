@@ -11,11 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-_EPILOG = """\
-examples:
-  hier-kv size /models/llama-70b --tp-size 4 --chats-per-hour 2000 --turns 6 --think-s 90
-  hier-kv size /models/qwen/config.json --trace requests.jsonl --host-size 64 128 --disk-size 0 500
+from sglang_ext.cli.examples import describe
 
+_EXAMPLES = (
+    "hier-kv size /models/llama-70b --tp-size 4 --chats-per-hour 2000 --turns 6 --think-s 90",
+    "hier-kv size /models/qwen/config.json --trace requests.jsonl --host-size 64 --disk-size 0 500",
+)
+_TRACE = """
 A trace has a request a line, as Mooncake publishes them: timestamp (ms), input_length,
 output_length (tokens), hash_ids (a number for each 512 tokens of the prompt, the same for the same
 tokens behind the same ones; --block-tokens for others).
@@ -32,13 +34,14 @@ _CHATS = (
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = (
+    describe(
+        parser,
         "Says what hit rate sizes of DRAM and disk would bring, by running the server's own page "
-        "store\nunder this traffic in virtual time. Needs no GPU, no server, and neither torch nor "
-        "SGLang."
+        "store under this traffic in virtual time. Needs no GPU, no server, and neither torch nor "
+        "SGLang.",
+        *_EXAMPLES,
+        more=_TRACE,
     )
-    parser.epilog = _EPILOG
     parser.set_defaults(run=_size)
     add = parser.add_argument
     add("model", nargs="?", help="the model's folder, or its config.json")
@@ -109,7 +112,9 @@ def _model(chosen: argparse.Namespace) -> Any:
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
     if (chosen.model is None) == (chosen.kv_bytes_per_token is None):
-        raise ValueError("give either a model's folder or config.json, or --kv-bytes-per-token")
+        raise ValueError(
+            f"give either a model's folder or config.json, or --kv-bytes-per-token: {_EXAMPLES[0]}"
+        )
     if chosen.model is None:
         return ModelKv("this model", chosen.kv_bytes_per_token)
     return read_model(Path(chosen.model), chosen.kv_dtype, chosen.tp_size)
@@ -125,7 +130,9 @@ def _traffic(chosen: argparse.Namespace, kv_bytes_per_token: int) -> Any:
     names = [name.replace("-", "_") for name, _, _ in _CHATS]
     given = {name: value for name in names if (value := getattr(chosen, name)) is not None}
     if (per_hour is None) == (chosen.trace is None) or (chosen.trace is not None and given):
-        raise ValueError("give either --chats-per-hour and lengths of chats, or --trace FILE")
+        raise ValueError(
+            f"give either --chats-per-hour and lengths of chats, or --trace FILE: {_EXAMPLES[0]}"
+        )
     if per_hour is not None:
         chats = Chats(per_hour, **given)
         traffic = of_chats(chats, chosen.page_size, chosen.decode_tokens_per_s)

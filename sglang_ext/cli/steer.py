@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.cli.examples import describe
+
 _ENV_ADMIN_KEY = "SGLANG_HIER_KV_ADMIN_API_KEY"
 _FLAGS = {
     "locate": "say only where they lie",
@@ -36,10 +38,13 @@ def add_command(
         parser: of the command.
         add_server: adds the server's URL and key.
     """
-    parser.description = (
+    describe(
+        parser,
         "Says to a running server what is to become of the stored pages of a prompt "
-        "(docs/hints.md). Needs SGLang's admin key where the server has one. Example: "
-        "hier-kv steer http://127.0.0.1:30000 --text system.txt --prefetch --pin-s 3600"
+        "(docs/hints.md), and where they lay before. Needs SGLang's admin key where the server "
+        "has one.",
+        "hier-kv steer http://127.0.0.1:30000 --text system.txt --prefetch --pin-s 3600",
+        "hier-kv steer http://127.0.0.1:30000 --text system.txt --locate --json",
     )
     parser.set_defaults(run=_steer)
     add_server(parser)
@@ -54,6 +59,7 @@ def add_command(
     for name, text in _TIMES.items():
         flag = name.replace("_", "-")
         parser.add_argument(f"--{flag}", type=float, metavar="SECONDS", help=text)
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def add_admin_key(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +83,19 @@ def _steer(chosen: argparse.Namespace) -> int:
         raise ServerStatsError(f"{address} answers {error.code}: {reason_of(error)}") from error
     except http.client.HTTPException as error:
         raise ServerStatsError(f"{address} gives no answer ({error}).") from error
-    print(json.dumps(answer))  # noqa: T201
+    print(json.dumps(answer) if chosen.json else "\n".join(lines_of(answer)))  # noqa: T201
     return 0
+
+
+def lines_of(answer: Any) -> list[str]:
+    """What a person reads of the server's answer, a line for each scheduler."""
+    lines = []
+    for number, done in enumerate(answer["schedulers"]):
+        where = f"{done.get('host', 0)} in DRAM, {done.get('disk', 0)} on disk"
+        lines.append(f"scheduler {number}: {done.get('pages', 0)} whole pages, {where}")
+        if done.get("prefetching"):
+            lines[-1] += "; being brought to DRAM"
+    return lines
 
 
 def body_of(chosen: argparse.Namespace) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """The tests without servers under the other Pythons: ``python -m testkit.pythons [VERSION...]``.
 
 Makes an environment for each in ``build/pythons``, once, with the pinned packages; 6 GB, as torch
-comes with CUDA where no other build of it is found. Its own triton is taken. SGLang is installed
-without its dependencies, as `make dev` does.
+comes with CUDA where no other build of it is found. torch is the one that SGLang's release pins,
+which is newer than the CPU build that `make dev` installs; ``--torch`` takes another. Its own
+triton is taken. SGLang is installed without its dependencies, as `make dev` does. ``--tests`` runs
+others, with servers, too.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
+from importlib.metadata import requires
 from pathlib import Path
 
 from testkit.pythons import interpreters
@@ -27,22 +30,32 @@ _CHOSEN_BY_TORCH = re.compile(r"(torch|triton)\b(?!-)")
 def main() -> int:
     """Tests under each; the exit status."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    others = [version for version in interpreters.supported() if version != here]
+    known = interpreters.supported()
     parser = argparse.ArgumentParser(prog="python -m testkit.pythons", description=__doc__)
-    parser.add_argument("versions", nargs="*", choices=[[], *others], metavar="VERSION")
+    parser.add_argument("versions", nargs="*", choices=[[], *known], metavar="VERSION")
+    parser.add_argument("--torch", default=torch_of_sglang(), metavar="VERSION")
+    parser.add_argument("--tests", nargs="+", default=TESTS, metavar="TEST")
+    args = parser.parse_args()
     failed = []
-    for version in parser.parse_args().versions or others:
+    for version in args.versions or [each for each in known if each != here]:
         python = interpreters.find(version)
         print(f"Python {version}{'' if python else ': not on this machine'}", flush=True)
-        if python is not None and not _passes(python, version):
+        if python is not None and not _passes(python, version, args.torch, args.tests):
             failed.append(version)
     print(f"failed under {', '.join(failed)}" if failed else "passed under all that are here")
     return int(bool(failed))
 
 
-def _passes(python: Path, version: str) -> bool:
-    own = _environment(python, ENVIRONMENTS / version)
-    command = [str(own), "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+def torch_of_sglang() -> str:
+    """The version of torch that the installed SGLang pins, such as "2.14.1"."""
+    found = [re.match(r"torch==([\d.]+)", each) for each in requires("sglang") or ()]
+    [version] = [match[1] for match in found if match]
+    return version
+
+
+def _passes(python: Path, version: str, torch: str, tests: Sequence[str]) -> bool:
+    own = _environment(python, ENVIRONMENTS / f"{version}-torch-{torch}", torch)
+    command = [str(own), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     # What the tests start has to find the same packages.
     path = f"{own.parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return not subprocess.run(
@@ -50,7 +63,7 @@ def _passes(python: Path, version: str) -> bool:
     ).returncode
 
 
-def _environment(python: Path, folder: Path) -> Path:
+def _environment(python: Path, folder: Path, torch: str) -> Path:
     """The interpreter of an environment with all that the tests need."""
     own = folder / "bin" / "python"
     if (folder / "done").exists():
@@ -61,8 +74,7 @@ def _environment(python: Path, folder: Path) -> Path:
     constraints.write_text("\n".join(map(str, _without_torch(pins))))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    torch = next(each for each in extras["cpu"] if each.startswith("torch=="))
-    wanted = [*_without_torch([*extras["cpu"], *extras["dev"]]), torch]
+    wanted = [*_without_torch([*extras["cpu"], *extras["dev"]]), f"torch=={torch}"]
     install = [str(own), "-m", "pip", "install", "--quiet", "--no-input"]
     _run([*install, "-c", str(constraints), *wanted])
     _run([*install, "--no-deps", _sglang(), "-e", str(ROOT)])

@@ -17,6 +17,7 @@ TESTS = (
     "tests/tiers/disk/test_format.py",
     "tests/tiers/test_protection.py",
     "tests/tiers/test_record.py",
+    "tests/unit/cli/test_help.py",
     "tests/unit/cli/test_inspect_folder.py",
     "tests/unit/cli/test_prune_folder.py",
     "tests/unit/cli/test_server_stats.py",

@@ -106,10 +106,15 @@ class TlsFiles:
         folder.mkdir(parents=True, exist_ok=True)
         self.ca, self.cert, self.key = (folder / n for n in ("ca.pem", "cert.pem", "key.pem"))
         ca_key, request, extensions = (folder / n for n in ("ca.key", "cert.csr", "san.ext"))
-        extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+        # From Python 3.13 on a client wants of both what RFC 5280 does.
+        extensions.write_text(
+            "subjectAltName=DNS:localhost,IP:127.0.0.1\nsubjectKeyIdentifier=hash\n"
+            "authorityKeyIdentifier=keyid\nkeyUsage=critical,digitalSignature,keyEncipherment\n"
+        )
         new_key = ["-newkey", "rsa:2048", "-nodes"]
         _openssl("req", "-x509", *new_key, "-keyout", ca_key, "-out", self.ca, "-days", "2",
-                 "-subj", "/CN=test authority")  # fmt: skip
+                 "-subj", "/CN=test authority",
+                 "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip
         _openssl("req", *new_key, "-keyout", self.key, "-out", request, "-subj", "/CN=localhost")
         _openssl("x509", "-req", "-in", request, "-CA", self.ca, "-CAkey", ca_key,
                  "-CAcreateserial", "-out", self.cert, "-days", "2",

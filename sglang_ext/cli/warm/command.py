@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_ext.cli.examples import describe
 from sglang_ext.cli.progress import Progress
 from sglang_ext.cli.steer import add_admin_key, admin_key_of
 from sglang_ext.cli.warm.documents import TENANT, Document, read_documents
@@ -30,9 +31,11 @@ def add_command(
         parser: of the command.
         add_server: adds the server's URL and key.
     """
-    parser.description = (
+    describe(
+        parser,
         "Has a running server compute and store documents before anybody asks for them "
-        "(docs/hints.md). Example: hier-kv warm http://127.0.0.1:30000 prompts.jsonl"
+        "(docs/hints.md).",
+        "hier-kv warm http://127.0.0.1:30000 prompts.jsonl handbook.txt --pin-s 3600",
     )
     parser.set_defaults(run=_warm)
     add_server(parser)

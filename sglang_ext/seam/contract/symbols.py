@@ -251,9 +251,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.managers.io_struct", "BaseReq"): "rid",
         (f"{_OPENAI}.protocol", ""): (
             "ChatCompletionResponse ChatCompletionStreamResponse CompletionResponse "
-            "CompletionStreamResponse UsageInfo PromptTokensDetails"
+            "CompletionStreamResponse ResponsesResponse UsageInfo PromptTokensDetails"
         ),
         (f"{_OPENAI}.protocol", "UsageInfo"): "prompt_tokens_details",
+        (f"{_OPENAI}.protocol", "ResponsesResponse"): "usage",
         (f"{_OPENAI}.serving_base", "OpenAIServingBase"): "tokenizer_manager",
         ("srt.mem_cache.hicache_storage", ""): "PoolName PoolTransfer",
         ("srt.mem_cache.hicache_storage", "PoolName"): "KV MAMBA SWA",

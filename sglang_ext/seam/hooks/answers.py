@@ -14,14 +14,16 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
-from pydantic import BaseModel, SerializeAsAny, create_model
+from pydantic import BaseModel, PrivateAttr, SerializeAsAny, create_model, model_serializer
 
 from sglang_ext.seam.hooks.body_bound import App, Message, Receive, Send
 from sglang_ext.seam.hooks.early_aborts import begin_flight
 from sglang_ext.seam.reuse_report import DETAILS_KEY, merge_reports
 
 HEADER = b"x-hier-kv"
-# SGLang's classes of answers with a `usage` that say how a prompt was served.
+# Of `/v1/responses`, which makes its `usage` itself, in OpenAI's other shape.
+RESPONSE_MODEL = "ResponsesResponse"
+# SGLang's other classes of answers with a `usage` that say how a prompt was served.
 ANSWER_MODELS = (
     "ChatCompletionResponse",
     "ChatCompletionStreamResponse",
@@ -156,8 +158,7 @@ def reports_usage(usage_class: type[BaseModel], details_class: type[BaseModel]) 
     )
 
     def after_usage(result: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = _answer.get()
-        report = answer.report() if answer is not None else {}
+        report = _report_now()
         if not report:
             return None
         known = dict(result.prompt_tokens_details or ())
@@ -178,6 +179,58 @@ def with_any_usage(model: type[BaseModel]) -> type[BaseModel]:
     return create_model(model.__name__, __base__=model, __module__=model.__module__, **fields)
 
 
+def _report_now() -> dict[str, Any]:
+    answer = _answer.get()
+    return answer.report() if answer is not None else {}
+
+
+class _ReportedResponse(BaseModel):
+    """What an answer of `/v1/responses` says besides: the report as of when it was made.
+
+    One that is kept for later is asked for by another HTTP request, of which nothing is known.
+    """
+
+    _report: dict[str, Any] = PrivateAttr(default_factory=_report_now)
+
+    @model_serializer(mode="wrap")
+    def _with_report(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        shown = handler(self)
+        details = (shown.get("usage") or {}).get("input_tokens_details")
+        if self._report and isinstance(details, dict):
+            details[DETAILS_KEY] = self._report
+        return shown
+
+
+def reported_response(model: type[BaseModel]) -> type[BaseModel]:
+    """A class of answers of `/v1/responses` whose `usage` has the report in it."""
+    return create_model(
+        model.__name__, __base__=(_ReportedResponse, model), __module__=model.__module__
+    )
+
+
+def holders_of(
+    protocol: Any, model: type[BaseModel], replacement: type[BaseModel]
+) -> list[tuple[str, type[BaseModel]]]:
+    """Classes that have such an answer for a field, each with what takes its place.
+
+    A stream's last event is one, in some releases: it would be written as the class that its field
+    is declared with, without the report.
+    """
+    found: list[tuple[str, type[BaseModel]]] = []
+    for name, each in vars(protocol).items():
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            fields: Any = {
+                field: (replacement, info)
+                for field, info in each.model_fields.items()
+                if info.annotation is model
+            }
+            if fields:
+                module = each.__module__
+                new = create_model(each.__name__, __base__=each, __module__=module, **fields)
+                found.append((name, new))
+    return found
+
+
 def add_reports(app: Any) -> None:
     """Puts `AnswerReports` around SGLang's app.
 
@@ -193,4 +246,5 @@ def response_classes(protocol: Any) -> Iterable[tuple[str, type[BaseModel]]]:
     Args:
         protocol: the module `sglang.srt.entrypoints.openai.protocol`.
     """
-    return [(name, with_any_usage(getattr(protocol, name))) for name in ANSWER_MODELS]
+    found = [(name, with_any_usage(getattr(protocol, name))) for name in ANSWER_MODELS]
+    return [*found, (RESPONSE_MODEL, reported_response(getattr(protocol, RESPONSE_MODEL)))]

@@ -90,12 +90,27 @@ _REUSE = (
 )  # fmt: skip
 # Counts that are published as 0 before they are first counted: `rate` misses the step from no
 # series to the first value, and an alert or a plot without a series looks like one that is broken.
+# So is all that `deploy/hier-kv.rules.yml` takes the increase of: the first damaged page, or forged
+# record, may be the only one.
 FROM_START = (
     "saved_pages", "loaded_pages", "written_pages", "promoted_pages", "evicted_pages",
     "lost_pages", "damaged_pages", "evicted_wanted_pages", "lost_wanted_pages",
-    "disk_evicted_wanted_pages", "save_dropped_pages", "save_failures", "load_failures",
-    "spill_failures", "promotion_failures", "admitted_ready_requests", "admitted_late_requests",
-    "prefetch_timeouts", "cost_load", "cost_partial", "cost_recompute",
+    "disk_evicted_wanted_pages", "save_dropped_pages", "admitted_ready_requests",
+    "admitted_late_requests", "prefetch_timeouts", "cost_load", "cost_partial", "cost_recompute",
+    *(
+        f"{what}_failures"
+        for what in (
+            "save", "load", "spill", "promotion", "clear", "profile", "encode", "adapter_digest",
+            "device_replace", "quote_search", "remote", "miss_report",
+        )
+    ),
+    *(
+        f"rejected_{kind}"
+        for kind in (
+            "bad_magic", "bad_version", "bad_header", "bad_checksum", "foreign", "unauthentic",
+        )
+    ),
+    "remote_error_rejected_unauthentic", "disk_dropped_full", "disk_dropped_io",
     *_REUSE,
     *(f"missed_{reason}_{what}" for reason in REASONS for what in ("tokens", "requests")),
 )  # fmt: skip

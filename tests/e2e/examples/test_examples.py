@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from runtime_cpu import launch
 from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.remote.router import Router, router_missing
 from testkit.requests import flush_device
@@ -78,7 +79,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 def output(example: str, url: str, *args: str) -> str:
     """What an example prints, as a program of its own."""
     command = [sys.executable, str(ROOT / "examples" / example), "--url", url, *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    # SGLang's benchmark imports what a CPU does not have, as its server does.
+    env = launch.environment()
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=env
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -131,6 +136,23 @@ def test_documents_that_are_asked_about_again(servers: list[Server]) -> None:
         seen.add(document)
     assert len(seen) > 3
     assert total.by_tier["host"] > 0
+
+
+def test_sglangs_own_benchmark(servers: list[Server]) -> None:
+    sizes = {"groups": 8, "prompts": 3, "shared-tokens": 500, "question-tokens": 40}
+    sizes |= {"answer-tokens": 4, "turns": 3, "concurrency": 2}
+    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    text = output("bench_serving.py", servers[0].url, *flags)
+    found = re.findall(
+        r"^(.*), with: (\d+) prompt tokens, device (\d+), host (\d+), storage (\d+); \d+ ms to the",
+        text,
+        re.MULTILINE,
+    )
+    assert [what for what, *_ in found] == ["shared prefixes", "conversations"], text
+    for _, *counts in found:
+        prompt, device, host, storage = map(int, counts)
+        assert host > 0, text  # the device holds some of what returns
+        assert prompt // 4 < device + host + storage < prompt, text
 
 
 needs_router = pytest.mark.skipif(bool(router_missing()), reason=router_missing())

@@ -346,6 +346,47 @@ def test_several_answers_to_one_prompt_count_it_once(client: openai.OpenAI) -> N
     assert cached == sum(report[tier] for tier in ("device", "host", "disk", "remote"))
 
 
+def responded(client: openai.OpenAI, num_tokens: int, seed: int, *, is_streamed: bool) -> Any:
+    """One question to `/v1/responses`: the details of its prompt's usage, and the header."""
+    system, user = chat_about(num_tokens, seed)
+    raw = client.responses.with_raw_response.create(
+        model=client.models.list().data[0].id,  # any other is refused here
+        instructions=system["content"],
+        input=[user],
+        max_output_tokens=4,
+        temperature=0,
+        stream=is_streamed,
+    )
+    parsed: Any = raw.parse()
+    answer = list(parsed)[-1].response if is_streamed else parsed
+    return answer.usage.input_tokens_details, json.loads(raw.headers.get("x-hier-kv", "{}"))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_of_responses_sees_reuse_and_what_was_dropped(
+    server: Server, client: openai.OpenAI, is_streamed: bool
+) -> None:
+    pytest.importorskip("openai_harmony", reason="SGLang has no /v1/responses without it")
+
+    def ask(num_tokens: int) -> Any:
+        return responded(client, num_tokens, 240 + is_streamed, is_streamed=is_streamed)
+
+    ask(200)
+    settled(server)
+    flush_device(server)
+    details, header = ask(200)
+    assert details.hier_kv == {"device": 0, "host": details.cached_tokens, "disk": 0, "remote": 0}
+    assert details.cached_tokens > 0
+    details, cut_header = ask(700)
+    assert details.hier_kv["cut_prompts"] == 1
+    assert details.hier_kv["dropped"] > 0
+    if is_streamed:  # it begins before the prompt is looked at
+        assert header == cut_header == {}
+    else:
+        assert header["host"] > 0
+        assert cut_header == details.hier_kv
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_client_of_anthropics_endpoint_sees_it_in_the_header(
     server: Server, is_streamed: bool

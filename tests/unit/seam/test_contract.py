@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from sglang_ext.seam.contract.verdict import (
     reference_releases,
 )
 from sglang_ext.seam.hooks import hooking
+from testkit.releases.wheels import wheel_of
 from testkit.sglang_copy import SglangCopy
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -249,3 +251,14 @@ def test_a_hook_that_is_not_in_place_ends_the_start(
     with pytest.raises(HierKVConfigError, match="could not be hooked") as refused:
         hooking.check_hooks()
     assert target in str(refused.value)
+
+
+def test_the_page_says_how_much_refused_releases_lack() -> None:
+    """`make contract` brings their wheels."""
+    text = (ROOT / "docs" / "upgrading.md").read_text()
+    [told] = re.findall(r"^\| (0\.5\.21), (0\.5\.20) \| refused: (\d+) and (\d+) names", text, re.M)
+    for release, number in zip(told[:2], told[2:], strict=True):
+        wheel = wheel_of(release)
+        if wheel is None:
+            pytest.skip(f"no wheel of {release}: make contract")
+        assert len(examine(SGLangSource(wheel)).broken) == int(number)

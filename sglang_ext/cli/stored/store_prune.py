@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from sglang_ext.cli.choice import Choice, Removed
 from sglang_ext.cli.server_stats import amount
-from sglang_ext.cli.store_inspect import opened_store
+from sglang_ext.cli.stored.choice import Choice, Removed
+from sglang_ext.cli.stored.store_inspect import opened_store
 from sglang_ext.tiers.errors import TierConfigError, TierError
 from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.records.soundness import is_damage

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from sglang_ext.cli.server_stats import amount
-from sglang_ext.cli.verdict import MOST_LINES
+from sglang_ext.cli.stored.verdict import MOST_LINES
 from sglang_ext.tiers.remote.url_options import life_s
 
 _DIGITS = re.compile(r"[0-9a-f]{1,64}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_ext.cli.progress import Progress
-from sglang_ext.cli.verdict import BadPlace, Verdict
+from sglang_ext.cli.stored.verdict import BadPlace, Verdict
 from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk.offline.checking import SegmentCheck, check_segment
 from sglang_ext.tiers.disk.offline.survey import find_segments, holders, tier_folders

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.cli.examples import describe
+
 if TYPE_CHECKING:
     from sglang_ext.tiers.records.seals import RecordSeals
 
@@ -28,32 +30,37 @@ def add_commands(commands: Any) -> None:
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
+    describe(
+        parser,
         "Says what lies in the folder of --hier-kv-disk-dir or in a store, by namespace. Changes"
-        " nothing, and may run beside servers. Examples: hier-kv inspect /nvme/kv;"
-        " hier-kv inspect redis://cache:6379"
+        " nothing, and may run beside servers.",
+        "hier-kv inspect /nvme/kv",
+        "hier-kv inspect redis://cache:6379",
     )
     parser.set_defaults(run=_told(_inspect))
     _add_place(parser)
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
+    describe(
+        parser,
         "Reads every page in the folder of --hier-kv-disk-dir or in a store and proves its"
         " checksum, or with a key file its tag. Changes nothing, and may run beside servers. The"
         " exit status is 0 where all is sound, 1 where something is not, 2 where it could not be"
-        " looked at."
-        " Example: hier-kv verify /nvme/kv --key-file /etc/hier-kv.key"
+        " looked at.",
+        "hier-kv verify /nvme/kv --key-file /etc/hier-kv.key",
     )
     parser.set_defaults(run=_told(_verify))
     _add_place(parser)
 
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
+    describe(
+        parser,
         "Removes pages from the folder of --hier-kv-disk-dir while no server holds it, or from a"
-        " store, and says what it removed. Pages that were not chosen stay. Example: hier-kv prune"
-        " /nvme/kv --older-than 7d --dry-run"
+        " store, and says what it removed. Pages that were not chosen stay.",
+        "hier-kv prune /nvme/kv --older-than 7d --dry-run",
+        "hier-kv prune /nvme/kv --damaged",
     )
     parser.set_defaults(run=_told(_prune))
     _add_place(parser)
@@ -74,11 +81,11 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(chosen: argparse.Namespace) -> int:
     if _is_url(chosen):
-        from sglang_ext.cli.store_inspect import inspect_store, lines_of_store
+        from sglang_ext.cli.stored.store_inspect import inspect_store, lines_of_store
 
         _print(chosen, inspect_store(chosen.place), lines_of_store)
     else:
-        from sglang_ext.cli.folder_inspect import inspect_folder, lines_of_folder
+        from sglang_ext.cli.stored.folder_inspect import inspect_folder, lines_of_folder
 
         _print(chosen, inspect_folder(Path(chosen.place), _seals(chosen)), lines_of_folder)
     return 0
@@ -86,11 +93,11 @@ def _inspect(chosen: argparse.Namespace) -> int:
 
 def _verify(chosen: argparse.Namespace) -> int:
     if _is_url(chosen):
-        from sglang_ext.cli.store_verify import verify_store
+        from sglang_ext.cli.stored.store_verify import verify_store
 
         verdict = verify_store(chosen.place, _seals(chosen))
     else:
-        from sglang_ext.cli.folder_verify import verify_folder
+        from sglang_ext.cli.stored.folder_verify import verify_folder
 
         verdict = verify_folder(Path(chosen.place), _seals(chosen))
     _print(chosen, verdict.facts(), lambda _: verdict.lines())
@@ -98,15 +105,15 @@ def _verify(chosen: argparse.Namespace) -> int:
 
 
 def _prune(chosen: argparse.Namespace) -> int:
-    from sglang_ext.cli.choice import Choice
+    from sglang_ext.cli.stored.choice import Choice
 
     choice, seals = Choice.of(chosen), _seals(chosen)
     if _is_url(chosen):
-        from sglang_ext.cli.store_prune import prune_store
+        from sglang_ext.cli.stored.store_prune import prune_store
 
         removed = prune_store(chosen.place, choice, seals, is_dry=chosen.dry_run)
     else:
-        from sglang_ext.cli.folder_prune import prune_folder
+        from sglang_ext.cli.stored.folder_prune import prune_folder
 
         removed = prune_folder(Path(chosen.place), choice, seals, is_dry=chosen.dry_run)
     _print(chosen, removed.facts(), lambda _: removed.lines())

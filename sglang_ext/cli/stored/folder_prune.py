@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from sglang_ext.cli.choice import Choice, Removed
 from sglang_ext.cli.progress import Progress
 from sglang_ext.cli.server_stats import amount
+from sglang_ext.cli.stored.choice import Choice, Removed
 from sglang_ext.tiers.access import shown
 from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk.folder import FolderLock

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sglang_ext.cli.progress import Progress
-from sglang_ext.cli.store_inspect import opened_store
-from sglang_ext.cli.verdict import BadPlace, Verdict
+from sglang_ext.cli.stored.store_inspect import opened_store
+from sglang_ext.cli.stored.verdict import BadPlace, Verdict
 from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.records.soundness import Soundness
 from sglang_ext.tiers.remote.offline.stored_records import check_record

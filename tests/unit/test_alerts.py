@@ -1,0 +1,221 @@
+"""Each alert of `deploy/hier-kv.rules.yml` fires at what it is about, and at nothing else.
+
+Prometheus' own `promtool` plays series to the rules. What an alert counts is published as 0 from a
+server's start (`metrics/names.py`), as here: `increase` sees no step from no series to the first
+value, and a page that went bad once would be told of to nobody.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from sglang_ext.seam.metrics import names
+from sglang_ext.tiers.records.record import VerifyResult
+from tests.unit.test_counters import documented
+from tests.unit.test_deploy import RULES, alternatives
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="no promtool is installed"
+)
+INSTANCE = 'instance="a:30000"'
+
+
+class Trouble(NamedTuple):
+    """What has to be seen for an alert, and for how long.
+
+    Attributes:
+        series: values by metric and label, as promtool writes them.
+        minutes: after which it fires.
+    """
+
+    series: dict[tuple[str, str], str]
+    minutes: int
+
+
+def once(metric: str, event: str) -> Trouble:
+    """One of it, in the fifth minute."""
+    return Trouble({(metric, f'event="{event}"'): "0x5 1x60"}, 7)
+
+
+PAGES, REQUESTS = "sglang:hier_kv_pages_total", "sglang:hier_kv_requests_total"
+RECORDS, EVENTS = "sglang:hier_kv_records_total", "sglang:hier_kv_events_total"
+TOKENS, STATE = "sglang:hier_kv_tokens_total", "sglang:hier_kv_state"
+TROUBLES = {
+    "HierKVDamagedPages": [once(PAGES, "damaged_pages")],
+    "HierKVForgedRecords": [
+        once(RECORDS, "rejected_unauthentic"),
+        once(RECORDS, "remote_error_rejected_unauthentic"),
+    ],
+    "HierKVRejectedRecords": [
+        once(RECORDS, "rejected_bad_checksum"),
+        once(RECORDS, "rejected_foreign"),
+    ],
+    "HierKVUnexpectedErrors": [
+        once(EVENTS, "save_failures"),
+        once(EVENTS, "encode_failures"),
+        once(EVENTS, "remote_failures"),
+    ],
+    "HierKVDiskNotWritten": [
+        Trouble({(RECORDS, 'event="disk_dropped_full"'): "0x5 1+1x60"}, 25),
+        Trouble({(RECORDS, 'event="disk_dropped_io"'): "0x5 1+1x60"}, 25),
+    ],
+    "HierKVSavesDropped": [
+        Trouble(
+            {
+                (PAGES, 'event="save_dropped_pages"'): "0+20x60",
+                (PAGES, 'event="saved_pages"'): "0+100x60",
+            },
+            20,
+        )
+    ],
+    "HierKVPagesLate": [
+        Trouble(
+            {
+                (REQUESTS, 'event="admitted_late_requests"'): "0+6x90",
+                (REQUESTS, 'event="admitted_ready_requests"'): "0+5x90",
+            },
+            40,
+        )
+    ],
+    "HierKVTooSmall": [
+        Trouble(
+            {
+                (TOKENS, 'event="missed_evicted_disk_tokens"'): "0+20x90",
+                (TOKENS, 'event="requested_tokens"'): "0+100x90",
+            },
+            70,
+        )
+    ],
+    "HierKVRemoteDown": [Trouble({(STATE, 'of="remote_breaker_state"'): "0x5 2x60"}, 12)],
+}
+# A server that does much and suffers nothing.
+HEALTHY = {
+    (PAGES, 'event="saved_pages"'): "0+100x90",
+    (PAGES, 'event="save_dropped_pages"'): "0+9x90",
+    (PAGES, 'event="damaged_pages"'): "0x90",
+    (RECORDS, 'event="rejected_unauthentic"'): "0x90",
+    (RECORDS, 'event="rejected_missing"'): "0+1x90",
+    (RECORDS, 'event="disk_dropped_full"'): "0x10 1x80",  # once is not for a quarter of an hour
+    (EVENTS, 'event="save_failures"'): "0x90",
+    (EVENTS, 'event="cost_load"'): "0+10x90",
+    (REQUESTS, 'event="admitted_ready_requests"'): "0+6x90",
+    (REQUESTS, 'event="admitted_late_requests"'): "0+5x90",
+    (TOKENS, 'event="missed_evicted_disk_tokens"'): "0+9x90",
+    (TOKENS, 'event="missed_never_stored_tokens"'): "0+50x90",
+    (TOKENS, 'event="requested_tokens"'): "0+100x90",
+    (STATE, 'of="remote_breaker_state"'): "0x10 2x3 0x77",
+    (STATE, 'of="clears_pending"'): "0 1x89",
+}
+
+
+def alerts() -> dict[str, str]:
+    """The rules' expressions by the alert's name."""
+    [group] = yaml.safe_load(RULES.read_text())["groups"]
+    return {rule["alert"]: rule["expr"] for rule in group["rules"]}
+
+
+def fired(alert: str, series: dict[tuple[str, str], str], minutes: int) -> dict[str, Any]:
+    """A case of promtool's: the alert, or none where it is empty, is all that fires then."""
+    samples = [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if alert else []
+    return {
+        "interval": "1m",
+        "input_series": [
+            {"series": f'{name}{{{label},model_name="m",{INSTANCE}}}', "values": values}
+            for (name, label), values in series.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                "eval_time": f"{minutes}m",
+                "exp_samples": samples,
+            }
+        ],
+    }
+
+
+def play(folder: Path, cases: list[dict[str, Any]]) -> None:
+    path = folder / "alerts.test.yml"
+    path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": cases}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_each_alert_fires_at_its_trouble_and_alone(tmp_path: Path) -> None:
+    play(
+        tmp_path,
+        [
+            fired(alert, {**HEALTHY, **trouble.series}, trouble.minutes)
+            for alert, troubles in TROUBLES.items()
+            for trouble in troubles
+        ],
+    )
+
+
+@needs_promtool
+def test_none_fires_at_a_healthy_server(tmp_path: Path) -> None:
+    play(tmp_path, [fired("", HEALTHY, minutes) for minutes in (5, 12, 30, 80)])
+
+
+def test_each_alert_has_a_trouble() -> None:
+    assert TROUBLES.keys() == alerts().keys()
+
+
+def asked(expression: str) -> Iterator[tuple[str, str]]:
+    """The counters of which an alert takes the increase, each with one of its label's values."""
+    found = re.findall(r'(?:increase|rate)\((sglang:\w+)_total\{event=~?"([^"]*)"\}', expression)
+    for name, pattern in found:
+        for one in alternatives(pattern):
+            yield name, one
+
+
+def counted() -> set[tuple[str, str]]:
+    """What is counted, as far as documents and code name it: the metric, and the label's value."""
+    found = documented()
+    rejected = {f"rejected_{result.value}" for result in VerifyResult if result.value != "ok"}
+    found |= rejected | {f"remote_error_{name}" for name in rejected}
+    found |= {f"disk_dropped_{reason}" for reason in ("full", "io")}
+    series = [names.count_of(name) for name in found if names.gauge_of(name) is None]
+    return {(each.metric.name, each.value) for each in series}
+
+
+@pytest.mark.parametrize("alert", TROUBLES)
+def test_what_an_alert_counts_is_there_before_it_is_counted(alert: str) -> None:
+    series = [names.count_of(name) for name in names.from_start(0)]
+    there = {(each.metric.name, each.value) for each in series}
+    for metric, pattern in asked(alerts()[alert]):
+        meant = {each for each in counted() if each[0] == metric and re.fullmatch(pattern, each[1])}
+        assert meant, f"{pattern} of {metric} stands for nothing"
+        assert meant <= there, f"no rate sees the first of {meant - there}"
+
+
+@needs_promtool
+def test_promtool_finds_the_names_good_but_for_sglangs_prefix() -> None:
+    registry = CollectorRegistry()
+    for count in names.COUNTS:
+        Counter(count.name, count.help, [count.label], registry=registry).labels("a").inc()
+    for gauge in names.GAUGES:
+        Gauge(gauge.name, gauge.help, [gauge.label], registry=registry).labels("a").set(1)
+    of = names.DURATIONS
+    Histogram(of.name, of.help, [of.label], registry=registry).labels("a").observe(1)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"],
+        input=generate_latest(registry).decode(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = (done.stdout + done.stderr).splitlines()
+    assert len(said) > len(names.COUNTS) + len(names.GAUGES)
+    assert not [line for line in said if not line.endswith("names should not contain ':'")]
