@@ -34,8 +34,7 @@ BASE += ["--hier-kv-prefetch-policy", "wait_complete", "--hier-kv-write-policy",
 BASE += ["--hier-kv-disk-size", "0.5", "--hier-kv-disk-segment-size", "0.01"]
 # How ranks are arranged, the model, and whether its draft layer guesses.
 CASES = {
-    "index-two-ranks": ("two-ranks", "glm", False),
-    "index-two-by-two": ("two-by-two", "deepseek", False),
+    "index-two-ranks": ("two-ranks", "deepseek", False),
     "draft-two-ranks": ("two-ranks", PLAIN, True),
     "index-and-draft-two-by-two": ("two-by-two", "glm", True),
 }
