@@ -19,6 +19,7 @@ from sglang_ext.simulator.engine import (
     TraceRequest,
     run,
 )
+from sglang_ext.simulator.types import Recorded
 from sglang_ext.tiers.policy import PolicyConfig
 
 Workload = Sequence[Conversation] | Sequence[TraceRequest]
@@ -69,16 +70,23 @@ class Result:
         figures: by policy, the numbers of its `Outcome`, counters under `counters`.
         offered_load: GPU seconds asked for per second, without any reuse.
         offered_load_reuse: the same with an unbounded cache.
+        recorded: the order of `lookahead`, where it was asked for.
     """
 
     name: str
     figures: dict[str, Figures] = field(default_factory=dict)
     offered_load: float = 0.0
     offered_load_reuse: float = 0.0
+    recorded: Recorded | None = None
 
 
-def simulate(job: Job) -> Result:
-    """Runs a job's policies one after the other, in this process."""
+def simulate(job: Job, *, keeps_order: bool = False) -> Result:
+    """Runs a job's policies one after the other, in this process.
+
+    Args:
+        job: what to run.
+        keeps_order: the order of `lookahead` is part of the result; large.
+    """
     workload = job.build()
     result = Result(
         job.name,
@@ -105,6 +113,7 @@ def simulate(job: Job) -> Result:
         if name == "lookahead":
             recorded = outcome.recorded
         result.figures[name] = _figures(outcome)
+    result.recorded = recorded if keeps_order else None
     return result
 
 
