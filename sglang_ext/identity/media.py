@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -224,11 +225,26 @@ class MediaTable:
     it: then no page of it is named any more.
     """
 
+    _is_hidden = False
+
     def __init__(self) -> None:
         self._by_pad: WeakValueDictionary[int, Media] = WeakValueDictionary()
 
     def __bool__(self) -> bool:
-        return bool(self._by_pad)
+        return bool(self._by_pad) and not self._is_hidden
+
+    @contextmanager
+    def for_pages_of(self, req: Any) -> Iterator[None]:
+        """Inside, only pages of a request whose images are known are named by images.
+
+        Another request may have the same numbers, and KV that is not of these images: what it
+        leaves in the tree must not go by their names, whoever else has them now.
+        """
+        before, self._is_hidden = self._is_hidden, not images_of(req)
+        try:
+            yield
+        finally:
+            self._is_hidden = before
 
     def enter(self, pads: tuple[int, ...], binding: bytes) -> Media | None:
         """The image; whoever holds it keeps it. None: a number of it stands for another image."""

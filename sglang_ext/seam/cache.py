@@ -42,6 +42,7 @@ from sglang_ext.ranks.stages import StagedLockstep, begin_min_reduce
 from sglang_ext.seam.device_tree import DeviceTree
 from sglang_ext.seam.kv_events import TierEventRecorder
 from sglang_ext.seam.linker import HierKVLinker
+from sglang_ext.seam.media.page_digests import media_table
 from sglang_ext.seam.media.requests import MediaRequests
 from sglang_ext.seam.metrics.reporter import MetricsReporter
 from sglang_ext.seam.metrics.spans import RequestSpans
@@ -367,7 +368,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             super(HierKVRadixCache, self).checkpoint_into_tree(req, up_to=up_to, **kwargs)
 
         # SGLang 0.5.22 matches what it has just inserted; that asks for nothing.
-        with self.linker.unasked():
+        with self.linker.unasked(), media_table.for_pages_of(req):
             self.taint.insert(req, up_to, insert)
 
     def _restore_last_page(self, req: Any, space: KeySpace, up_to: int) -> None:

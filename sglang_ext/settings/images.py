@@ -31,6 +31,8 @@ def why_not_images(args: Any, architecture: str) -> str:
         return "prefill and decode servers"
     if args.tp_size * args.pp_size * args.dp_size > 1 or args.nnodes > 1:
         return "several ranks"
+    if args.tokenizer_worker_num > 1:
+        return "several tokenizer workers, which name no images"
     if args.enable_mm_global_cache:
         return "a cache of encoded images that servers share"
     return ""

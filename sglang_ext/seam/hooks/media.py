@@ -51,9 +51,10 @@ async def around_tokenizing_one(
 
 
 def _is_raw_image(item: Any) -> bool:
-    """Whether an item is an image of a client's, in a release in which names are long."""
+    """Whether an item is an image that is still to be encoded, in a release with long names."""
     kind = getattr(item.format, "name", ""), getattr(item.modality, "name", "")
-    return kind == (_RAW, _IMAGE) and hasattr(item, "set_identity")
+    is_whole = item.feature is not None and item.precomputed_embeddings is None
+    return kind == (_RAW, _IMAGE) and is_whole and hasattr(item, "set_identity")
 
 
 def _contents_of(items: Sequence[Any]) -> list[bytes] | None:

@@ -16,11 +16,42 @@ import numpy as np
 from sglang_ext.identity.media import FIRST_PAD, MediaTable, page_digest
 
 # A request is matched many times while it waits. Of one with 8,000 tokens of images the hashes take
-# milliseconds to make, and some kilobytes to keep.
-_MAX_REMEMBERED = 512
+# milliseconds to make. A page's is some 120 bytes, and a long prompt may have 100,000 pages.
+_MAX_REMEMBERED_PAGES = 1 << 17
 
 media_table = MediaTable()
 """Images of the requests that are there, of this process."""
+
+
+class HashMemo:
+    """Hashes of pages by what they are made of; the oldest leave first.
+
+    Args:
+        most_pages: of how many pages, at most.
+
+    Attributes:
+        num_pages: of how many, with one more for each entry.
+    """
+
+    def __init__(self, most_pages: int = _MAX_REMEMBERED_PAGES) -> None:
+        self._most_pages = most_pages
+        self._found: OrderedDict[bytes, list[str]] = OrderedDict()
+        self.num_pages = 0
+
+    def get(self, name: bytes) -> list[str] | None:
+        """Hashes under a name; None where they are not remembered."""
+        hashes = self._found.get(name)
+        if hashes is not None:
+            self._found.move_to_end(name)
+        return hashes
+
+    def put(self, name: bytes, hashes: list[str]) -> None:
+        """Remembers hashes under a new name."""
+        self._found[name] = hashes
+        self.num_pages += len(hashes) + 1
+        while self.num_pages > self._most_pages:
+            _, oldest = self._found.popitem(last=False)
+            self.num_pages -= len(oldest) + 1
 
 
 def install_page_digests() -> None:
@@ -32,7 +63,7 @@ def install_page_digests() -> None:
     if getattr(plain, "_hier_kv_knows_images", False):
         return
 
-    memo: OrderedDict[bytes, list[str]] = OrderedDict()
+    memo = HashMemo()
 
     def get_native_hash(
         token_ids: Any, prior_digest: bytes | None, page_size: int | None = None
@@ -51,10 +82,7 @@ def install_page_digests() -> None:
         if hashes is None:
             runs = [_runs(which[at : at + size], bindings) for at in range(0, num_tokens, size)]
             hashes = _chained(plain, tokens, prior_digest, size, runs)
-            memo[name] = hashes
-        memo.move_to_end(name)
-        if len(memo) > _MAX_REMEMBERED:
-            memo.popitem(last=False)
+            memo.put(name, hashes)
         return hashes[0] if page_size is None else list(hashes)
 
     get_native_hash._hier_kv_knows_images = True  # type: ignore[attr-defined]

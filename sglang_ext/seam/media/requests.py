@@ -108,8 +108,9 @@ class MediaRequests:
             return None
         known = [item for item in items if item is not None]
         tokens = np.asarray(req.origin_input_ids, np.int64)
-        found = bindings(known, tokens, axes.numpy().astype(np.int64), self._facts)
-        if found is None:
+        positions = axes.numpy().astype(np.int64)
+        found = bindings(known, tokens, positions, self._facts)
+        if found is None or not _goes_on(tokens, positions, inputs.mrope_position_delta):
             return None
         media = [
             media_table.enter(item.pads, binding)
@@ -153,6 +154,17 @@ def _proved(item: Any, secret: str) -> Item | None:
         return None
     pads = tuple(int(pad) for pad in item.padding_values())
     return Item(content, tuple((int(first), int(last)) for first, last in spans), pads)
+
+
+def _goes_on(tokens: Any, positions: Any, delta: Any) -> bool:
+    """Whether what is generated behind a prompt lies where a prompt of the same tokens has it.
+
+    SGLang goes on from a difference that it was handed; from the first axis of the prompt's last
+    token, once the request was retracted, which is right behind text alone.
+    """
+    follows = delta is not None and delta.numel() == 1
+    follows = follows and int(delta) == int(positions.max()) + 1 - len(tokens)
+    return bool(follows) and int(tokens[-1]) < FIRST_PAD
 
 
 def _has_wide(tokens: Any) -> bool:

@@ -67,7 +67,7 @@ def scheduler(**options: Any) -> Any:
         "_hier_kv_secret": SECRET, "enable_precise_embedding_interpolation": False,
         "enable_lora": False, "lora_paths": None, "speculative_algorithm": None,
         "disaggregation_mode": "null", "tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1,
-        "enable_mm_global_cache": False,
+        "enable_mm_global_cache": False, "tokenizer_worker_num": 1,
     }  # fmt: skip
     config = SimpleNamespace(architectures=[NAMEABLE_IMAGES[0]])
     model = SimpleNamespace(is_multimodal=True, hf_config=config)
@@ -92,7 +92,11 @@ class MediaRequest(Request):
         super().__post_init__()
         if self.items:
             place = torch.arange(len(self.tokens)).expand(3, -1)
-            self.multimodal_inputs = SimpleNamespace(mm_items=self.items, mrope_positions=place)
+            self.multimodal_inputs = SimpleNamespace(
+                mm_items=self.items,
+                mrope_positions=place,
+                mrope_position_delta=torch.zeros(1, 1, dtype=torch.int64),
+            )
 
 
 class MediaWorld(World):

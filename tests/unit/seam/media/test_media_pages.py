@@ -20,7 +20,11 @@ from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 
 from sglang_ext.identity.media import FIRST_PAD, Media, page_digest  # noqa: E402
 from sglang_ext.seam.media import page_digests  # noqa: E402
-from sglang_ext.seam.media.page_digests import install_page_digests, media_table  # noqa: E402
+from sglang_ext.seam.media.page_digests import (  # noqa: E402
+    HashMemo,
+    install_page_digests,
+    media_table,
+)
 
 PAGE = 4
 PADS = tuple(FIRST_PAD + (1 << 40) + n for n in range(4))
@@ -134,6 +138,23 @@ def test_numbers_of_no_known_image_are_hashed_as_tokens() -> None:
     media = enter(A)
     assert hashes(tokens) == before
     del media
+
+
+def test_hashes_are_remembered_of_so_many_pages_and_no_more() -> None:
+    """However long the prompts are."""
+    memo = HashMemo(most_pages=20)
+    for name in range(50):
+        memo.put(bytes([name]), ["h"] * (name % 13))
+        memo.get(bytes([max(0, name - 2)]))
+        assert memo.num_pages <= 20
+    memo.put(b"long", ["h"] * 100)
+    assert memo.num_pages == 0
+    memo.put(b"a", ["h"])
+    memo.put(b"b", ["h"])
+    assert memo.get(b"a") == ["h"]
+    memo.put(b"c", ["h"] * 16)
+    assert memo.get(b"b") is None, "it was not asked for since"
+    assert memo.get(b"a") == ["h"]
 
 
 @settings(max_examples=60)

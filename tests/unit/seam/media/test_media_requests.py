@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_ext.identity.media import CARRIER, images_of
 from sglang_ext.provenance.request_state import state_of
@@ -111,6 +112,20 @@ def test_two_requests_at_once_with_images_of_the_same_number(make: Make) -> None
     assert tiers(ask(world, image_item(0, SPAN))) == {"device": WHOLE}
 
 
+def test_what_an_unproved_request_leaves_on_the_device_goes_by_no_images_name(make: Make) -> None:
+    """Its tokens are numbers of an image that somebody else has just now, its KV is another's."""
+    world = make()
+    somebody = world.make(TEXT, [image_item(0, SPAN)])
+    unproved = image_item(2, SPAN)
+    unproved.identity = None
+    world.run_to_end(world.make(TEXT, [unproved]))
+    world.run_to_end(somebody)  # the world checks the rows that it attends to
+    assert count(world, "mismatched_device_images") == 1
+    assert not tiers(somebody)
+    world.only_on_disk()
+    assert not tiers(ask(world, image_item(0, SPAN))), "nothing was stored under its name"
+
+
 def test_an_image_at_another_place_or_of_another_length_is_another_prompt(make: Make) -> None:
     world = make()
     ask(world, image_item(0, SPAN))
@@ -191,6 +206,23 @@ def test_positions_that_do_not_follow_from_the_images_are_not_stored(make: Make)
     assert images_of(other) == ()
 
 
+@pytest.mark.parametrize("delta", [None, torch.ones(1, 1), torch.zeros(1, 2)])
+def test_positions_behind_the_prompt_must_follow_from_it(make: Make, delta: Any) -> None:
+    """What is generated is stored, too, and is to lie where it would in a longer prompt."""
+    world = make()
+    req = world.make(TEXT, [image_item(0, SPAN)], named=False)
+    req.multimodal_inputs.mrope_position_delta = delta
+    world.cache.media.arrived(req)
+    assert images_of(req) == ()
+
+
+def test_a_prompt_that_ends_with_an_image_is_not_named(make: Make) -> None:
+    """SGLang puts what a retracted one generated behind the first axis of its last token."""
+    world = make()
+    assert images_of(world.make(TEXT, [image_item(0, (5, len(TEXT) - 2))]))
+    assert images_of(world.make(TEXT, [image_item(1, (5, len(TEXT) - 1))])) == ()
+
+
 def test_tokens_that_stand_for_images_without_any_are_not_stored(make: Make) -> None:
     """A client's own numbers, or a session's turn of text behind one with an image."""
     world = make()
@@ -246,7 +278,7 @@ def test_after_a_change_of_weights_images_are_not_named(make: Make) -> None:
     [
         {"enable_lora": True}, {"lora_paths": ["x"]}, {"speculative_algorithm": "EAGLE"},
         {"disaggregation_mode": "prefill"}, {"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2},
-        {"nnodes": 2}, {"enable_mm_global_cache": True},
+        {"nnodes": 2}, {"enable_mm_global_cache": True}, {"tokenizer_worker_num": 2},
     ],
     ids=str,
 )  # fmt: skip
