@@ -294,9 +294,15 @@ def test_all_ranks_wait_while_a_remote_store_is_asked_on_one(ranks: list[Rank], 
 def test_the_wait_for_a_remote_store_counts_from_the_first_question(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_s, lookups, (asks, other) = [50.0], [], ranks  # type: ignore[var-annotated]
+    now_s, (asks, other) = [50.0], ranks
+    lookups: list[Any] = []
     hashes = np.frombuffer(random.Random(73).randbytes(32 * 6), np.uint8).reshape(6, 32)
-    monkeypatch.setattr(asks.store, "ask_remote", lambda lookup: lookups.append(lookup) or True)
+
+    def never_answered(lookup: Any) -> bool:
+        lookups.append(lookup)
+        return True
+
+    monkeypatch.setattr(asks.store, "ask_remote", never_answered)
     inquiries = WindowInquiries(
         asks.layers, asks.store, lambda *_: None, longest_s=2.0, clock=lambda: now_s[0]
     )
@@ -304,7 +310,8 @@ def test_the_wait_for_a_remote_store_counts_from_the_first_question(
         rank.damage = 0.0
         store_all(rank, hashes[:num], of_states=False)
         ask = inquiries.ask if rank is asks else None
-        points = PromptPoints(rank.windows, rank.store, rank.space, hashes, 6, ask)
+        layers: Any = rank.windows
+        points = PromptPoints(layers, rank.store, rank.space, hashes, 6, ask)
         rank.book.enter(HANDLE, ReusablePrefix(rank.space, hashes, 0, 255, points=points))
     late = asks.store.stats().get("remote_lookups_late", 0)
     now_s[0] += 1.5
