@@ -135,11 +135,26 @@ class PromptPoints:
         self._hashes = hashes
         self._ask = ask
         self._answer: tuple[int, PlaceQuestion] | None = None  # pages on the device, and it
+        self._first_question: PlaceQuestion | None = None  # since it entered the queue
+
+    def begin(self) -> None:
+        """It enters the queue, maybe again: what is asked for depends on what the device has."""
+        self._answer = self._first_question = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the remote store was waited for long enough, from the first question on.
+
+        What is asked anew for a nearer place does not make a request wait for as long once more.
+        """
+        return self._first_question is not None and self._first_question.is_late
 
     def ask(
         self, num_on_device: int, most: int, num_here: int, max_quality: int
     ) -> PlaceQuestion | None:
         """Asks a remote store for a further place than one that is known; None: it is not asked.
+
+        It is not once it was waited for long enough; see `is_late`.
 
         Args:
             num_on_device: leading pages that are on the device, with windows.
@@ -147,19 +162,20 @@ class PromptPoints:
             num_here: pages of the prompt behind which it can be resumed without the remote store.
             max_quality: the worst that may be loaded.
         """
-        if self._ask is None:
+        if self._ask is None or self.is_late:
             return None
         limit = min(self.limit, most)
         tail = self._hashes[num_on_device:limit][: self._layers.most_pages]
         last = self._hashes[limit : min(self.limit + 1, most)]
         if num_on_device + len(tail) < limit:
             last = last[:0]
-        return self._ask(self._space, tail, last, num_here - num_on_device, max_quality)
+        question = self._ask(self._space, tail, last, num_here - num_on_device, max_quality)
+        self._first_question = self._first_question or question
+        return question
 
-    def hear(self, num_on_device: int, question: PlaceQuestion | None) -> None:
-        """Takes what a question came to; None: what is in the remote store is left there."""
-        is_answer = question is not None and question.end is not None
-        self._answer = (num_on_device, question) if question and is_answer else None
+    def hear(self, num_on_device: int, question: PlaceQuestion) -> None:
+        """Takes what a question came to."""
+        self._answer = None if question.end is None else (num_on_device, question)
 
     def furthest(self, num_on_device: int, most: int) -> ResumePoint:
         """The furthest place, in any tier; the end of the device prefix where there is none.

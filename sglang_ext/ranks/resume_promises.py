@@ -91,7 +91,7 @@ class ResumeBook(PromiseBook):
         self.leave(handle)
         points = prefix.points
         assert points is not None
-        points.hear(0, None)  # what is asked for depends on what is on the device
+        points.begin()
         num_on_device = min(prefix.num_on_device, points.limit)
         self._note(f"+{handle}:{num_on_device}:{points.limit}")
         prefix = replace(prefix, num_on_device=num_on_device)
@@ -158,10 +158,11 @@ class ResumeBook(PromiseBook):
 
     def _follow(self, handle: Hashable, promise: _ResumePromise, question: PlaceQuestion) -> None:
         """Names what is known when a question is answered, or was waited for long enough."""
-        assert promise.prefix.points is not None
+        points = promise.prefix.points
+        assert points is not None
         if question.step():
-            promise.prefix.points.hear(promise.prefix.num_on_device, question)
-        elif question.is_late:
+            points.hear(promise.prefix.num_on_device, question)
+        elif points.is_late:
             self._store.counters.add("remote_lookups_late")
         else:
             return

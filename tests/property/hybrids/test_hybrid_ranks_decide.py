@@ -26,6 +26,7 @@ _SMALL: list[dict[str, Any]] = [{"host_pages": 30}, {"host_pages": 22}]
 REMOTE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "honest stores": ({"window": 6, "behaviour": {}}, _SMALL),
     "stores that swap parts": ({"window": 7, "behaviour": {"lies": 0.1, "dies": 0.03}}, _SMALL),
+    "stores that do not answer": ({"window": 6, "behaviour": {}, "silent": 0.1}, _SMALL),
     "stores of two shapes": (
         {"window": 6, "two_shapes": True, "behaviour": {"lies": 0.05}}, [*_SMALL, {}],
     ),
@@ -60,3 +61,4 @@ def test_ranks_decide_alike(
     assert all(rank.num_lost for rank in ranks)
     if kind is RemoteWindowRank:
         assert all(rank.store.stats()["remote_promoted_pages"] for rank in ranks)
+        assert not options.get("silent") or all(rank.num_unanswered for rank in ranks)

@@ -14,6 +14,7 @@ import pytest
 from sglang_ext.provenance.request_state import state_of
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
 from sglang_ext.tiers.remote.breaker import BreakerConfig
+from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from tests.property.worlds.hostile_engine import HostileEngine
 from tests.property.worlds.rank_of_many import RankOfMany
 from tests.property.worlds.state_world import StateWorld
@@ -87,13 +88,19 @@ class WindowRank(_Rank):
 class RemoteWindowRank(WindowRank):
     """A rank of a model with window layers, with a remote store and no disk.
 
+    Attributes:
+        num_unanswered: questions that are not answered.
+
     Args:
         folder: of the world.
         patch: undone with the test.
         seed: of what is done.
         behaviour: of the store; see `HostileEngine`.
+        silent: share of what it is asked that it never answers.
         options: of the world.
     """
+
+    num_unanswered = 0
 
     def __init__(
         self,
@@ -102,6 +109,7 @@ class RemoteWindowRank(WindowRank):
         seed: int,
         *,
         behaviour: dict[str, Any],
+        silent: float = 0.0,
         **options: Any,
     ) -> None:
         self._engine = HostileEngine(random.Random(f"{seed} {folder.name}"), **behaviour)
@@ -109,6 +117,15 @@ class RemoteWindowRank(WindowRank):
         remote = RemoteStore(config=config, engine=self._engine)
         assert remote.wait_usable(300.0)
         super().__init__(folder, patch, seed, remote=remote, disk_bytes=0, **options)
+        asks = self.store.ask_remote
+
+        def ask_remote(lookup: RemoteLookup) -> bool:
+            if self.own.random() >= silent:
+                return asks(lookup)
+            self.num_unanswered += 1
+            return True
+
+        patch.setattr(self.store, "ask_remote", ask_remote)
 
     def lose(self) -> None:
         """As `RankOfMany.lose`, or the store forgets some of what this rank gave it."""

@@ -28,6 +28,7 @@ from sglang_ext.tiers.store.types import (
     Rows,
 )
 from tests.property.worlds.taint_world import PAGE, Request, World
+from tests.property.worlds.text_model import OfTextModel
 
 MAX_WAITING, MAX_RUNNING = 14, 3
 
@@ -46,7 +47,7 @@ class SlowDisk(FileIO):
         return super().preadv(fd, buffers, offset)
 
 
-class QueueWorld(World):
+class QueueWorld(OfTextModel, World):
     """One server with a queue; `step` does one random thing."""
 
     def __init__(

@@ -67,6 +67,7 @@ from sglang_ext.tiers.records.record import parse_header  # noqa: E402
 from sglang_ext.tiers.remote.remote_store import RemoteStore  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
 from sglang_ext.tiers.store.types import READY  # noqa: E402
+from tests.property.worlds.text_model import OfTextModel  # noqa: E402
 
 PAGE, HEADS, DIM = 4, 2, 16
 FULL, WINDOWED = (2, 5), (0, 1, 3, 4, 6)  # the model's layers
@@ -175,7 +176,7 @@ class WrongKVError(AssertionError):
     """Rows or pages are not what they are taken for."""
 
 
-class WindowWorld:
+class WindowWorld(OfTextModel):
     """One server's cache; `step` does one random thing."""
 
     def __init__(

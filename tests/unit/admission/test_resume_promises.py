@@ -23,6 +23,7 @@ from sglang_ext.device.windows.layers import WindowLayers  # noqa: E402
 from sglang_ext.ranks.consensus import Consensus, Report, _decode  # noqa: E402
 from sglang_ext.ranks.resume_promises import MAX_ROUNDS, ResumeBook  # noqa: E402
 from sglang_ext.seam.states.state_pages import StatePages  # noqa: E402
+from sglang_ext.seam.window_inquiry import WindowInquiries  # noqa: E402
 from sglang_ext.seam.window_pages import WindowPages  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
@@ -275,7 +276,8 @@ def test_all_ranks_wait_while_a_remote_store_is_asked_on_one(ranks: list[Rank], 
     # What the other one does not have is not asked for any more.
     assert [len(question.tail) for question in asked] == [6, 4]
     assert asked[0].is_dropped
-    setattr(asked[1], how, True)
+    for question in asked:
+        setattr(question, how, True)
     while not asks.book.may_admit(HANDLE):
         step(ranks)
     assert asked[1].is_dropped
@@ -285,6 +287,46 @@ def test_all_ranks_wait_while_a_remote_store_is_asked_on_one(ranks: list[Rank], 
         assert rank.book.num_promised(HANDLE, rank.space, 0) == 2
     assert asks.store.stats().get("remote_lookups_late", 0) - late == (how == "is_late")
     for rank in ranks:
+        rank.book.leave(HANDLE)
+        assert not rank.store.arena._pins.any()
+
+
+def test_the_wait_for_a_remote_store_counts_from_the_first_question(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, (asks, other) = [50.0], ranks
+    lookups: list[Any] = []
+    hashes = np.frombuffer(random.Random(73).randbytes(32 * 6), np.uint8).reshape(6, 32)
+
+    def never_answered(lookup: Any) -> bool:
+        lookups.append(lookup)
+        return True
+
+    monkeypatch.setattr(asks.store, "ask_remote", never_answered)
+    inquiries = WindowInquiries(
+        asks.layers, asks.store, lambda *_: None, longest_s=2.0, clock=lambda: now_s[0]
+    )
+    for rank, num in ((asks, 2), (other, 4)):
+        rank.damage = 0.0
+        store_all(rank, hashes[:num], of_states=False)
+        ask = inquiries.ask if rank is asks else None
+        layers: Any = rank.windows
+        points = PromptPoints(layers, rank.store, rank.space, hashes, 6, ask)
+        rank.book.enter(HANDLE, ReusablePrefix(rank.space, hashes, 0, 255, points=points))
+    late = asks.store.stats().get("remote_lookups_late", 0)
+    now_s[0] += 1.5
+    step(ranks)  # a nearer place is asked for
+    assert [len(lookup.hashes) for lookup in lookups if not lookup.cancelled] == [2]
+    step(ranks)
+    assert not asks.book.may_admit(HANDLE)
+    now_s[0] += 0.5
+    for _ in range(MAX_ROUNDS):
+        step(ranks)
+    assert all(lookup.cancelled for lookup in lookups)
+    assert asks.store.stats()["remote_lookups_late"] - late == 1
+    for rank in ranks:
+        assert rank.book.may_admit(HANDLE)
+        assert rank.book.num_promised(HANDLE, rank.space, 0) == 2
         rank.book.leave(HANDLE)
         assert not rank.store.arena._pins.any()
 
