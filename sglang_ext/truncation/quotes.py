@@ -113,8 +113,8 @@ class StoredText:
             position = int(self._places[rows[0]]) * self._page_size + row
             if position == run.start:
                 return None  # that is where it would be found anyway
-            head = np.concatenate(self._heads[int(rows[0])])
-            return StoredRun(run.start, run.length, position, self._hashes[rows], head)
+            head_hashes = np.concatenate(self._heads[int(rows[0])])
+            return StoredRun(run.start, run.length, position, self._hashes[rows], head_hashes)
 
     def _head_of(self, pages: Hashes) -> tuple[Hashes, Hashes]:
         """A head's pages, in two parts: those that other conversations have, too, and the last.
