@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,9 @@ class StoredText:
         # _lock guards all that follows. By row of the index:
         self._hashes = lazy_zeros((max_pages, 32), np.uint8)
         self._places = lazy_zeros((max_pages,), np.int32)
-        self._heads: dict[int, Hashes] = {}
+        self._heads: dict[int, tuple[Hashes, Hashes]] = {}
+        # All but the last page of heads, once each, by the last of these: it is chained.
+        self._shared: WeakValueDictionary[bytes, Hashes] = WeakValueDictionary()
         self._keys: dict[int, tuple[int, bytes]] = {}
         self._rows: dict[tuple[int, bytes], int] = {}
         self._ages: deque[int] = deque()
@@ -83,7 +86,7 @@ class StoredText:
                 if row is not None:
                     parent, first = row, page + 1
                     break
-            head = hashes[:num_head_pages].copy()
+            head = self._head_of(hashes[:num_head_pages])
             while first < len(hashes):
                 rows = self._index.insert_chain(group, tokens[first * size :], parent)
                 for row in rows.tolist():
@@ -110,11 +113,25 @@ class StoredText:
             position = int(self._places[rows[0]]) * self._page_size + row
             if position == run.start:
                 return None  # that is where it would be found anyway
-            return StoredRun(
-                run.start, run.length, position, self._hashes[rows], self._heads[int(rows[0])]
-            )
+            head_hashes = np.concatenate(self._heads[int(rows[0])])
+            return StoredRun(run.start, run.length, position, self._hashes[rows], head_hashes)
 
-    def _note(self, row: int, group: int, place: int, digest: bytes, head: Hashes) -> None:
+    def _head_of(self, pages: Hashes) -> tuple[Hashes, Hashes]:
+        """A head's pages, in two parts: those that other conversations have, too, and the last.
+
+        A system prompt may have thousands of pages, and each turn of each conversation brings it.
+        Its last page may hold text behind it, so that one is a conversation's own.
+        """
+        most, last = pages[:-1], pages[-1:].copy()
+        name = most[-1:].tobytes()
+        shared = self._shared.get(name)
+        if shared is None:
+            shared = self._shared[name] = most.copy()
+        return shared, last
+
+    def _note(
+        self, row: int, group: int, place: int, digest: bytes, head: tuple[Hashes, Hashes]
+    ) -> None:
         self._hashes[row] = np.frombuffer(digest, np.uint8)
         self._places[row] = place
         self._heads[row] = head

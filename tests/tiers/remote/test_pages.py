@@ -6,11 +6,13 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
@@ -30,16 +32,19 @@ NONE = np.empty((0, 32), np.uint8)
 
 
 class Host:
-    """A server's page store, DRAM only, with the shared store."""
+    """A server's page store, DRAM and perhaps a disk, with the shared store."""
 
     def __init__(
         self, url: str, *, slots: int = 96, digest: bytes = DIGEST, policy: str,
-        share: PutShare = EVERY_PAGE,
+        share: PutShare = EVERY_PAGE, disk: Path | None = None,
     ) -> None:  # fmt: skip
         self.arena = HostArena(slots, SLOT)
         self.remote = open_store(url)
-        config = PageStoreConfig(remote_policy=policy, put_share=share)
-        self.store = PageStore(self.arena, PageIndex(256), None, config, remote=self.remote)
+        tier = None if disk is None else DiskTier(DiskConfig(disk, 64 << 20, 0))
+        config = PageStoreConfig("write_through", remote_policy=policy, put_share=share)
+        self.store = PageStore(self.arena, PageIndex(256), tier, config, remote=self.remote)
+        if tier is not None:
+            self.store.connect(tier)
         self.store.open_namespace(digest, {})
         self.space = self.store.space(digest)
         assert self.remote.wait_usable(WAIT_S)
@@ -248,6 +253,26 @@ def test_a_second_hit_is_what_uploads(make: Make) -> None:
     assert (
         one.remote.stats()["put_records"] == asked + 1
     )  # what was uploaded is not asked for again
+
+
+@pytest.mark.parametrize(("policy", "num_sent"), [("all", 1), ("second_hit", 5)])
+def test_what_an_earlier_run_left_on_disk_is_sent_by_second_hit_alone(
+    make: Make, server: RedisServer, tmp_path: Path, policy: str, num_sent: int
+) -> None:
+    """`all` are those that are saved, and what is reused is not saved again."""
+    old, new = pages("a", 4), pages("b", 1)
+    before = make(policy, disk=tmp_path)
+    before.save(old)
+    before.store.close(WAIT_S)
+    server.call("FLUSHALL")
+    after = make(policy, disk=tmp_path)
+    after.plan(old)
+    after.check(old)
+    after.save(new)
+    after.check(new)
+    assert until(lambda: (after.store.remote_stats() or {})["upload_queue"] == 0)
+    assert after.count("remote_written_pages") == num_sent
+    assert after.sizes(old).any() == (policy == "second_hit")
 
 
 def test_what_ranks_promised_is_a_second_hit_when_it_is_loaded(make: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tracemalloc
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,6 +216,34 @@ def test_stored_text_is_found_behind_the_head_and_the_oldest_goes_first() -> Non
     assert text.find(7, prompt, 3, 8) is None
     last = np.concatenate([talks[2][:3], talks[2][20:]])
     assert text.find(7, last, 3, 8) is not None
+
+
+def test_conversations_under_one_long_system_prompt_keep_its_pages_once() -> None:
+    """Each turn brings it: kept with each, a hundred thousand turns would take gigabytes."""
+    num_head, num_talks = 1000, 50
+    text, random = StoredText(4, 2048), np.random.default_rng(1)
+    prompt = np.arange(4 * num_head - 2, dtype=np.int32)  # its last page has text behind it
+    chain = random.integers(0, 256, (num_head - 1, 32), np.uint8)
+    rests = [np.arange(10, dtype=np.int32) + 10_000 * (i + 1) for i in range(num_talks)]
+    ends = [random.integers(0, 256, (3, 32), np.uint8) for _ in rests]
+
+    def add(number: int) -> None:
+        tokens = np.concatenate([prompt, rests[number]])
+        text.add(7, tokens, np.concatenate([chain, ends[number]]), num_head)
+
+    add(0)
+    tracemalloc.start()
+    for number in range(1, num_talks):
+        add(number)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(text) == num_head - 1 + 3 * num_talks
+    assert taken < num_talks * 32 * num_head / 4, taken
+    for rest, pages in zip(rests, ends, strict=True):
+        run = text.find(7, np.concatenate([prompt, rest[2:]]), len(prompt), 8)
+        assert run is not None
+        assert run.position == len(prompt) + 2
+        assert (run.head_hashes == np.concatenate([chain, pages[:1]])).all(), "its own last page"
 
 
 def test_a_pipe_in_the_place_of_the_secret_holds_no_start_up(tmp_path: Path) -> None:
