@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.property.media.media_world import MediaWorld
 from tests.property.worlds.coverage import missing, run_until_all_seen
-from tests.property.worlds.media_world import MediaWorld
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 

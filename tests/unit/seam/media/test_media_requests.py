@@ -13,7 +13,7 @@ import torch
 from sglang_ext.identity.media import CARRIER, images_of
 from sglang_ext.provenance.request_state import state_of
 from sglang_ext.seam.media.page_digests import media_table
-from tests.property.worlds.media_world import (
+from tests.property.media.media_world import (
     MediaRequest,
     MediaWorld,
     image_item,
