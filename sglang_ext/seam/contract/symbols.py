@@ -240,12 +240,14 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.managers.io_struct", "GenerateReqInput"): "parallel_sample_num mm_hashes",
         ("srt.managers.io_struct", "TokenizedGenerateReqInput"): "mm_inputs",
         ("srt.managers.schedule_batch", "MultimodalDataItem"): (
-            "modality offsets format feature model_specific_data"
+            "modality offsets format feature model_specific_data precomputed_embeddings"
         ),
         ("srt.managers.schedule_batch", "MultimodalProcessorOutput"): (
             "mm_items padded_input_ids input_ids"
         ),
-        ("srt.managers.schedule_batch", "MultimodalInputs"): "mm_items mrope_positions",
+        ("srt.managers.schedule_batch", "MultimodalInputs"): (
+            "mm_items mrope_positions mrope_position_delta"
+        ),
         ("srt.managers.io_struct", "BatchTokenIDOutput"): "cached_tokens_details",
         ("srt.managers.io_struct", "BatchStrOutput"): "cached_tokens_details",
         ("srt.managers.io_struct", "BaseReq"): "rid",
