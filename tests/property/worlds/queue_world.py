@@ -27,8 +27,7 @@ from sglang_ext.tiers.store.types import (
     WRITE_DROPPED,
     Rows,
 )
-from tests.property.worlds.taint_world import PAGE, Request, World
-from tests.property.worlds.text_model import OfTextModel
+from tests.property.worlds.taint_world import PAGE, Request, TextScheduler, World
 
 MAX_WAITING, MAX_RUNNING = 14, 3
 
@@ -47,7 +46,7 @@ class SlowDisk(FileIO):
         return super().preadv(fd, buffers, offset)
 
 
-class QueueWorld(OfTextModel, World):
+class QueueWorld(TextScheduler, World):
     """One server with a queue; `step` does one random thing."""
 
     def __init__(

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -166,6 +166,20 @@ class Request:
 
 class Wrong(AssertionError):
     """What the plugin says of a page is not what is in it."""
+
+
+class TextScheduler:
+    """What the plugin asks SGLang's scheduler for, of a model without images.
+
+    Attributes:
+        waiting_queue: of nobody.
+        server_args: SGLang's.
+        model_config: SGLang's.
+    """
+
+    waiting_queue: Any = ()
+    server_args: ClassVar[Any] = SimpleNamespace()
+    model_config: ClassVar[Any] = SimpleNamespace(is_multimodal=False)
 
 
 class World:

@@ -29,10 +29,10 @@ from tests.property.worlds.taint_world import (
     IDENTITY,
     PAGE,
     Request,
+    TextScheduler,
     World,
     Wrong,
 )
-from tests.property.worlds.text_model import OfTextModel
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # isort: skip
 from sglang.srt.mem_cache.radix_cache import RadixKey  # isort: skip
@@ -120,7 +120,7 @@ class TruncationWorld(World):
             hash_of=page_hasher(PAGE),
             tokenizer=None,
         )
-        self.cache.bind_scheduler(OfTextModel(), self.truncator)
+        self.cache.bind_scheduler(TextScheduler(), self.truncator)
         # Fingerprints of rows of exact prompts that ended and may be quoted: whose each is, its
         # head and its token.
         self.known: dict[int, set[tuple[Tenant, tuple[int, ...], int]]] = {}

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -67,7 +67,6 @@ from sglang_ext.tiers.records.record import parse_header  # noqa: E402
 from sglang_ext.tiers.remote.remote_store import RemoteStore  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
 from sglang_ext.tiers.store.types import READY  # noqa: E402
-from tests.property.worlds.text_model import OfTextModel  # noqa: E402
 
 PAGE, HEADS, DIM = 4, 2, 16
 FULL, WINDOWED = (2, 5), (0, 1, 3, 4, 6)  # the model's layers
@@ -176,8 +175,16 @@ class WrongKVError(AssertionError):
     """Rows or pages are not what they are taken for."""
 
 
-class WindowWorld(OfTextModel):
-    """One server's cache; `step` does one random thing."""
+class WindowWorld:
+    """One server's cache; `step` does one random thing.
+
+    Attributes:
+        server_args: what the plugin asks SGLang's scheduler for, which the world stands for.
+        model_config: as these; the model has no images.
+    """
+
+    server_args: ClassVar[Any] = SimpleNamespace()
+    model_config: ClassVar[Any] = SimpleNamespace(is_multimodal=False)
 
     def __init__(
         self,
