@@ -122,6 +122,11 @@ def has_nameable_pages(req: Any) -> bool:
     )
 
 
+def is_alone(req: Any) -> bool:
+    """Whether a request was kept alone."""
+    return str(req.extra_key or "").startswith(_ALONE)
+
+
 def keep_alone(req: Any) -> None:
     """Gives a request a part of the tree of its own: nothing there is shared with any other."""
     req.extra_key = f"{_ALONE}{req.rid}"

@@ -104,7 +104,7 @@ def _part_from_another_turn(scheduler: Any, req: Any, message: Any) -> None:
 
 def _made(scheduler: Any, req: Any, message: Any) -> None:
     if isinstance(scheduler.tree_cache, HierKVRadixCache):
-        scheduler.tree_cache.media.made(req)
+        scheduler.tree_cache.media.made(req, getattr(message, "session_params", None))
 
 
 def _after_images(result: None, self: Any, *args: Any, **kwargs: Any) -> None:

@@ -20,7 +20,7 @@ from sglang_ext.identity.media import (
     keyed_identity,
     note_images,
 )
-from sglang_ext.identity.tenancy import keep_alone
+from sglang_ext.identity.tenancy import is_alone, keep_alone
 from sglang_ext.seam.media.page_digests import media_table
 from sglang_ext.seam.page_hash import hex_hashes_of
 from sglang_ext.seam.radix_tree import RadixTree
@@ -28,6 +28,8 @@ from sglang_ext.settings.images import image_facts, why_not_images
 from sglang_ext.tiers.store.types import StoreCounters
 
 logger = logging.getLogger(__name__)
+
+_CUT = "_hier_kv_cut"  # of a session: what a turn has of the one before was cut
 
 
 class MediaRequests:
@@ -81,13 +83,21 @@ class MediaRequests:
         """Whether a request's images, if it has any, may still be named: the end came before it."""
         return not images_of(req) or not self._why_not
 
-    def made(self, req: Any) -> None:
+    def made(self, req: Any, session_params: Any = None) -> None:
         """A request was made, without its images yet: its tokens must all be of text.
 
         Those of a session's turn may stand for images of turns before, and a client may send any.
+
+        Args:
+            req: the request.
+            session_params: of the client's message, of a turn of a session.
         """
-        if self._has_images and _has_wide(req.origin_input_ids or ()):
+        if not self._has_images:
+            return
+        if _has_wide(req.origin_input_ids or ()):
             note_images(req, ())
+        if req.session is not None and getattr(session_params, "offset", None):
+            setattr(req.session, _CUT, True)
 
     def arrived(self, req: Any) -> None:
         """A request was given its images, and its tokens the numbers that stand for them."""
@@ -125,8 +135,15 @@ class MediaRequests:
     def begin_match(self, key: Any, req: Any, result: Any) -> Any:
         """The device match of a request, or an empty one where it is of other images.
 
-        SGLang's tree knows images by their numbers alone. A node's hashes know them all.
+        SGLang's tree knows images by their numbers alone. A node's hashes know them all. A turn
+        behind what was cut of its session lies where the images lay that were there before, though
+        its tokens may be of text alone: SGLang keeps their positions. Nobody goes on from it.
         """
+        is_cut = getattr(req.session, _CUT, False) and req.multimodal_inputs is not None
+        if is_cut and not is_alone(req):
+            keep_alone(req)
+            note_images(req, ())
+            return self._tree.match(key[:0])
         if not images_of(req) or not result.device_prefix_len:
             return result
         own = hex_hashes_of(key[: result.device_prefix_len], self._tree.page_size)

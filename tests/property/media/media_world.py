@@ -154,7 +154,7 @@ class MediaWorld(World):
         self._next += 1
         if named:
             self.cache.media.made(
-                SimpleNamespace(origin_input_ids=array("q", [1]))  # text alone, as it is made
+                SimpleNamespace(origin_input_ids=array("q", [1]), session=None)  # without images
             )
             self.cache.media.arrived(req)
         return req

@@ -260,6 +260,21 @@ def test_a_turn_of_a_session_with_images_is_not_named(make: Make) -> None:
     assert images_of(req) == ()
 
 
+def test_nobody_goes_on_from_a_turn_behind_what_was_cut_of_its_session(make: Make) -> None:
+    """SGLang puts its text where the images lay that were cut away."""
+    world = make()
+    session = SimpleNamespace(session_id="s", streaming=False)
+    for offset in (4, None):  # the next turn has the positions, too
+        turn = world.make(TEXT, [], named=False)
+        turn.session = session  # type: ignore[assignment]
+        world.cache.media.made(turn, SimpleNamespace(offset=offset))
+        turn.multimodal_inputs = SimpleNamespace(mm_items=[image_item(0, SPAN)])
+        world.run_to_end(turn)
+        assert not tiers(turn)
+    assert not tiers(ask(world))
+    assert tiers(ask(world)) == {"device": WHOLE}
+
+
 def test_after_a_change_of_weights_images_are_not_named(make: Make) -> None:
     """SGLang's cache of what its encoder made of images outlives the encoder's weights."""
     world = make()
