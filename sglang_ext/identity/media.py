@@ -23,7 +23,6 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 # SGLang's: what stands for an image is at least this, and every token of a text is less.
 FIRST_PAD = 1_000_000
@@ -62,6 +61,8 @@ def content_digest(modality: str, feature: Any, details: dict[str, Any]) -> byte
 
 def _feed(digest: Any, value: Any) -> None:
     """Adds a value: its kind, its size, its bytes, so that no two values add the same."""
+    import torch  # here only: hints and commands know tenants, and run without it
+
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized:
             raise UnknownContentError(f"a tensor on {value.device}")
