@@ -116,7 +116,10 @@ def test_a_file_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     lines: list[bytes] = []
     while len(lines) < 1000 - num_dropped:
         lines += filter(None, [reader.readline().strip()])
-    assert [json.loads(line)["number"] for line in lines] == list(range(1000 - num_dropped))
+    # Where the log's thread first looked when the queue was full, those in the middle were dropped.
+    numbers = [json.loads(line)["number"] for line in lines]
+    assert len(numbers) == 1000 - num_dropped
+    assert numbers == sorted(set(numbers))
     log.close()
     assert reader.read() == b""  # the file was closed
     reader.close()
