@@ -312,6 +312,7 @@ class Rank:
         self.linker = self
         self.hier_linker = self
         self.hit_markers: dict[str, Any] = {}
+        self.media = SimpleNamespace(end=lambda reason: None)  # no prompt has images
         self._searches: list[Any] = []
         self.stages = wire if isinstance(wire, Stages) else None
         self.admission = self._admission_of(wire)
