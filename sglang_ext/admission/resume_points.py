@@ -34,7 +34,7 @@ class ResumePoint(NamedTuple):
 
 
 class PlaceQuestion(Protocol):
-    """What a remote store is asked of one prompt; `window_question.py`.
+    """What a remote store is asked of one prompt; `window_question.py`, which needs torch.
 
     Attributes:
         end: pages behind the device prefix after which the prompt can be resumed; None: no further

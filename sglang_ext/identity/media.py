@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -219,20 +220,25 @@ class Media:
         self.binding = binding
 
 
+class _Hides(threading.local):
+    """Whether a thread names nothing by images; a process may have caches on several threads."""
+
+    all = False
+
+
 class MediaTable:
-    """Images of the requests that are there, by their numbers. Scheduler's thread only.
+    """Images of the requests that are there, by their numbers. A scheduler's thread only.
 
     A number stands for one image at a time. An image is forgotten with the last request that has
     it: then no page of it is named any more.
     """
 
-    _is_hidden = False
-
     def __init__(self) -> None:
         self._by_pad: WeakValueDictionary[int, Media] = WeakValueDictionary()
+        self._hides = _Hides()
 
     def __bool__(self) -> bool:
-        return bool(self._by_pad) and not self._is_hidden
+        return bool(self._by_pad) and not self._hides.all
 
     @contextmanager
     def for_pages_of(self, req: Any) -> Iterator[None]:
@@ -241,11 +247,11 @@ class MediaTable:
         Another request may have the same numbers, and KV that is not of these images: what it
         leaves in the tree must not go by their names, whoever else has them now.
         """
-        before, self._is_hidden = self._is_hidden, not images_of(req)
+        before, self._hides.all = self._hides.all, not images_of(req)
         try:
             yield
         finally:
-            self._is_hidden = before
+            self._hides.all = before
 
     def enter(self, pads: tuple[int, ...], binding: bytes) -> Media | None:
         """The image; whoever holds it keeps it. None: a number of it stands for another image."""

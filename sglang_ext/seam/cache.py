@@ -362,7 +362,9 @@ class HierKVRadixCache(UnifiedRadixCache):
         return owner_slot(secret, tenant, NUM_OWNERS)
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        """SGLang's insert, with what the pages are worth."""
+        """SGLang's insert, with what the pages are worth; none where they are of other images."""
+        if not self.media.may_insert(req, up_to):
+            return
 
         def insert() -> None:
             super(HierKVRadixCache, self).checkpoint_into_tree(req, up_to=up_to, **kwargs)

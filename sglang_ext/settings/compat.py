@@ -32,6 +32,7 @@ from sglang_ext.settings.speculation import (
     outside_speculation,
 )
 from sglang_ext.settings.stages import WITHOUT_STAGES, outside_stages
+from sglang_ext.settings.untried import has_attention_dp
 
 DEFAULT_PAGE_SIZE = 64
 # By name, as the classes of other devices and pools are subclasses of these.
@@ -146,14 +147,13 @@ def check_kind(name: str) -> None:
 
 def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) -> None:
     """Refuses what was not tried with window layers that have a pool of their own."""
-    attention_dp = (read("attn_dp_size") or 1) > 1 or read("enable_dp_attention")
     # In one pool SGLang would have no room for layers of two shapes.
     advice = _WINDOW_ADVICE if kind == _WINDOW_KINDS[0] else _STATE_ADVICE
     for expected, found in (
         *_of_hybrid_ranks(read),
         (
             "no --hier-kv-remote-url and data parallel attention",
-            config.remote_url if attention_dp else "",
+            config.remote_url if has_attention_dp(read) else "",
         ),
         ("--hier-kv-codec none", config.codec or "none"),
         ("--hier-kv-truncation off", config.truncation),
@@ -200,10 +200,9 @@ def _of_hybrid_ranks(read: Callable[[str], Any]) -> list[tuple[str, Any]]:
 
     Data parallel attention may be asked for by its older name, which is that of whole schedulers.
     """
-    is_attention_dp = read("enable_dp_attention") or (read("attn_dp_size") or 1) > 1
     return [
         ("--pp-size 1", read("pp_size") or 1),
-        ("--dp-size 1", 1 if is_attention_dp else read("dp_size") or 1),
+        ("--dp-size 1", 1 if has_attention_dp(read) else read("dp_size") or 1),
         ("--nnodes 1", read("nnodes") or 1),
     ]
 
@@ -227,7 +226,7 @@ def _check_values(
         )
     for expected, found in outside_stages(read, config):
         _refuse(expected, found, WITHOUT_STAGES)
-    if (read("attn_dp_size") or 1) > 1 or read("enable_dp_attention"):
+    if has_attention_dp(read):
         _check_attention_dp(read, config)
         if (read("nnodes") or 1) > 1:
             _refuse(

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.settings.untried import adapters_and_sessions, on, outside
+from sglang_ext.settings.indexed import KIND as INDEXED
+from sglang_ext.settings.untried import adapters_and_sessions, has_attention_dp, on, outside
 
 NGRAM = "NGRAM"
 EAGLE = "EAGLE"  # SGLang's name of NEXTN, too
 # Of these the draft layer of their own checkpoint was tried, whose rows are as theirs.
-LATENT_KINDS = ("mla", "indexed")
+LATENT_KINDS = ("mla", INDEXED)
 # Those whose draft's KV of a token depends on the next one.
 KEYED_BY_PAIRS = (EAGLE, "EAGLE3")
 WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
@@ -46,7 +47,7 @@ def outside_speculation(
         ("no --speculative-adaptive", on(read("speculative_adaptive"))),
     ]
     if kind not in LATENT_KINDS or algorithm != EAGLE:
-        found.append(("no data parallel attention", on(_has_data_parallel_attention(read))))
+        found.append(("no data parallel attention", on(has_attention_dp(read))))
     if algorithm != NGRAM:
         found += [
             *_outside_kinds(algorithm, kind),
@@ -60,10 +61,6 @@ def outside_speculation(
             found.append(("full attention in every layer", "a model with other layers"))
         found += _outside_masks(read, kind)
     yield from outside(found, f"with --speculative-algorithm {algorithm}")
-
-
-def _has_data_parallel_attention(read: Callable[[str], Any]) -> bool:
-    return (read("attn_dp_size") or 1) > 1 or bool(read("enable_dp_attention"))
 
 
 def _outside_kinds(algorithm: str, kind: str) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,15 @@ def on(value: Any) -> str:
     return "it" if value else ""
 
 
+def has_attention_dp(read: Callable[[str], Any]) -> bool:
+    """Whether data parallel attention is asked for, by its name or by its older one.
+
+    Args:
+        read: an argument's value by its name.
+    """
+    return (read("attn_dp_size") or 1) > 1 or bool(read("enable_dp_attention"))
+
+
 def adapters_and_sessions(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
     """What is expected and what came, where a request's KV may follow from its tokens alone.
 

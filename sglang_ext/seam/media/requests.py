@@ -22,7 +22,7 @@ from sglang_ext.identity.media import (
 )
 from sglang_ext.identity.tenancy import is_alone, keep_alone
 from sglang_ext.seam.media.page_digests import media_table
-from sglang_ext.seam.page_hash import hex_hashes_of
+from sglang_ext.seam.page_hash import hex_hashes_of, request_key
 from sglang_ext.seam.radix_tree import RadixTree
 from sglang_ext.settings.images import image_facts, why_not_images
 from sglang_ext.tiers.store.types import StoreCounters
@@ -46,6 +46,7 @@ class MediaRequests:
         self._secret = ""
         self._facts = ""
         self._has_images = False
+        self._has_named = False  # there may be pages on the device that go by images
         self._why_not = "the scheduler is not built"
 
     def begin(self, scheduler: Any, *, is_plain: bool) -> None:
@@ -72,6 +73,7 @@ class MediaRequests:
                 "hier-kv: requests with images are served and neither stored nor loaded: %s",
                 self._why_not,
             )
+        self._has_named = not self._why_not
 
     def end(self, reason: str) -> None:
         """From now on none is named."""
@@ -144,21 +146,57 @@ class MediaRequests:
             keep_alone(req)
             note_images(req, ())
             return self._tree.match(key[:0])
-        if not images_of(req) or not result.device_prefix_len:
+        if not result.device_prefix_len or not self._is_compared(req):
             return result
-        own = hex_hashes_of(key[: result.device_prefix_len], self._tree.page_size)
-        if self._tree.path_hashes(result.last_device_node) == own:
+        if self._holds(req, key[: result.device_prefix_len], result.last_device_node):
             return result
         self._counters.add("mismatched_device_images")
         self._part(req)
         note_images(req, ())
         return self._tree.match(key[:0])
 
+    def may_insert(self, req: Any, up_to: int) -> bool:
+        """Whether what the tree has of a request's tokens is of its own images, before an insert.
+
+        SGLang's insert binds a request to what the tree has already. A match ends before the last
+        token of a prompt, so the page of that was not compared, nor what came in since. From the
+        first False on a request keeps its rows to itself: SGLang's own mark of such a request.
+        """
+        if not self._is_compared(req):
+            return True
+        key = request_key(req, up_to, self._tree.page_size)
+        num_pages, node_id = self._tree.device_prefix(key)
+        if not num_pages or self._holds(req, key[: num_pages * self._tree.page_size], node_id):
+            return True
+        self._counters.add("mismatched_device_images")
+        self._conflicts(req)
+        req.skip_radix_cache_insert = True
+        note_images(req, ())
+        return False
+
+    def _is_compared(self, req: Any) -> bool:
+        """Whether a request has images, of which the tree may hold others under their numbers."""
+        return self._has_named and images_of(req) is not None
+
+    def _holds(self, req: Any, key: Any, node_id: Any) -> bool:
+        """Whether the pages of a request's key are those on the path to a node, with their images.
+
+        Those of a request of which nothing is proved are named as SGLang names them, and so are
+        never those of an image that was.
+        """
+        with media_table.for_pages_of(req):
+            own = hex_hashes_of(key, self._tree.page_size)
+        return self._tree.path_hashes(node_id)[: len(own)] == own
+
     def _part(self, req: Any) -> None:
         """A number of a request's images stands for another image: it shares nothing at all."""
+        self._conflicts(req)
+        keep_alone(req)
+
+    def _conflicts(self, req: Any) -> None:
+        """Counts and logs that a number of a request's images stands for another image."""
         self._counters.add("image_name_conflicts")
         logger.warning("hier-kv: images of request %s go by numbers of other images", req.rid)
-        keep_alone(req)
 
 
 def _proved(item: Any, secret: str) -> Item | None:

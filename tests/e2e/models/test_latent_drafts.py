@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from sglang_ext.device.layout import HEADER_BYTES, PageLayout
-from sglang_ext.tiers.records.checks import seal
 from testkit.drafts.nextn import KINDS, NEXTN, PLAIN, rows_of, write_nextn_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.requests import flush_device
@@ -23,7 +22,7 @@ from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import GIB, by_tier, settled, state
 from tests.e2e.models import test_speculation as speculation
-from tests.e2e.models.test_speculation import assert_same, guesses, records, share
+from tests.e2e.models.test_speculation import assert_same, guesses, lose_part, records, share
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -99,11 +98,7 @@ def lose_draft_rows(folder: Path, kind: str) -> int:
     assert HEADER_BYTES < first < end
     for path, start, record in list(records(folder)):
         assert record[first:end].any()
-        record[first:end] = 0
-        seal(record)
-        with path.open("r+b") as file:
-            file.seek(start)
-            file.write(record.tobytes())
+        lose_part(path, start, record, first, end)
         num += 1
     return num
 

@@ -225,6 +225,15 @@ def layout_of(item_bytes: int, draft_layers: int = 0) -> PageLayout:
     return PageLayout(PAGE, rows, rows, item_bytes)
 
 
+def lose_part(path: Path, at: int, record: Any, first: int, end: int) -> None:
+    """Zeros in place of a record's bytes `[first, end)`; it stays sound."""
+    record[first:end] = 0
+    seal(record)
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(record.tobytes())
+
+
 def lose_draft_layers(folder: Path, draft_layers: int, texts: Sequence[Sequence[int]]) -> None:
     """Zeros in place of the drafts' KV, in the records of texts, which are otherwise sound."""
     first, end = (layout_of(2, layers).tail_offset for layers in (0, draft_layers))
@@ -236,11 +245,7 @@ def lose_draft_layers(folder: Path, draft_layers: int, texts: Sequence[Sequence[
         assert record[first:end].any()
         if parse_header(record)[0].page_hash not in keys:
             continue
-        record[first:end] = 0
-        seal(record)
-        with path.open("r+b") as file:
-            file.seek(start)
-            file.write(record.tobytes())
+        lose_part(path, start, record, first, end)
         num += 1
     assert num >= sum(len(text) // PAGE - 1 for text in texts)
 

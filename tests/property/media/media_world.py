@@ -23,8 +23,6 @@ from runtime_cpu import inprocess
 inprocess.prepare()
 
 from sglang.srt.mem_cache import utils  # noqa: E402
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # noqa: E402
-from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 
 from sglang_ext.identity.media import CARRIER, FIRST_PAD, keyed_identity  # noqa: E402
 from sglang_ext.seam.media.page_digests import install_page_digests  # noqa: E402
@@ -171,25 +169,6 @@ class MediaWorld(World):
         req = self.make(tokens, items, num_new=self.rng.randint(0, 4))
         self.enqueue(req)
         return req
-
-    def enqueue(self, req: Request) -> None:
-        self.match(req)
-        matched = req.prefix_len + req.host_hit_length
-        self.cache.prefetch_from_storage(
-            req.cache_request_handle,
-            req.last_node,
-            array("q", req.tokens[matched : len(req.tokens) - 1]),
-            matched_prefix_tokens=array("q", req.tokens[:matched]),
-            extra_key=req.extra_key,
-        )
-        self.waiting.append(req)
-
-    def match(self, req: Request) -> None:
-        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1)
-        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
-        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
-        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
-        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
 
     def run_to_end(self, req: MediaRequest) -> MediaRequest:
         """From its arrival to its end; saves land. As the base's `run`."""

@@ -140,6 +140,7 @@ class Request:
     session_id: None = None
     kv_rotation_base: None = None
     swa_branching_seqlen: None = None
+    skip_radix_cache_insert: bool = False
     lock: Any = None
     last_node: Any = None
     prefix_len: int = 0
@@ -406,12 +407,13 @@ class World:
             req.last_node,
             array("q", req.tokens[matched:limit]),
             matched_prefix_tokens=array("q", req.tokens[:matched]),
+            extra_key=req.extra_key,
         )
         self.waiting.append(req)
 
     def match(self, req: Request) -> None:
         """As `match_kv_cache` does."""
-        key = RadixKey(req.full_untruncated_fill_ids, None, limit=len(req.tokens) - 1)
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1)
         result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
         req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
         req.kv.cache_protected_len = req.prefix_len if protected is None else protected
@@ -488,7 +490,8 @@ class World:
     def insert(self, req: Request, up_to: int) -> None:
         for page, key in enumerate(self.keys(req.tokens[:up_to])):
             self._positions[bytes.fromhex(key)] = page * PAGE
-        self.cache.checkpoint(req, up_to=up_to)
+        if not req.skip_radix_cache_insert:
+            self.cache.checkpoint(req, up_to=up_to)
 
     def checkpoint(self, req: Request, up_to: int) -> None:
         self.insert(req, up_to)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -225,3 +228,28 @@ def test_a_pages_digest_depends_on_its_images_their_order_and_their_extent() -> 
     names = {page_digest(text, each) for text in (plain, b"q" * 32) for each in runs}
     assert len(names) == 12
     assert plain not in names
+
+
+def test_a_thread_hides_images_from_itself_alone() -> None:
+    """Ranks of one process, as in the tests' worlds, insert at once, and end in any order."""
+    table = MediaTable()
+    media = table.enter(PADS, b"a" * 32)
+    text, began, end = SimpleNamespace(), threading.Event(), threading.Event()
+
+    def insert() -> bool:
+        with table.for_pages_of(text):
+            began.set()
+            assert end.wait(300)
+            return bool(table)
+
+    with ThreadPoolExecutor(1) as pool:
+        hidden = pool.submit(insert)
+        assert began.wait(300)
+        assert table
+        with table.for_pages_of(text):
+            assert not table
+            end.set()
+            assert not hidden.result()
+        assert pool.submit(table.__bool__).result()
+    assert table
+    del media

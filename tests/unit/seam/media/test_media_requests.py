@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,9 +44,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         world.close()
 
 
-def ask(world: MediaWorld, *items: Any, **options: Any) -> MediaRequest:
+def ask(world: MediaWorld, *items: Any, text: list[int] = TEXT, **options: Any) -> MediaRequest:
     """One request from its arrival to its end; nobody has it then."""
-    req = world.run_to_end(world.make(TEXT, list(items), **options))
+    req = world.run_to_end(world.make(text, list(items), **options))
     world.cache.matching_request = None
     return req
 
@@ -110,6 +111,45 @@ def test_two_requests_at_once_with_images_of_the_same_number(make: Make) -> None
     assert not tiers(first)
     del first, second, req
     assert tiers(ask(world, image_item(0, SPAN))) == {"device": WHOLE}
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_the_device_has_another_image_on_the_last_page_of_a_prompt(
+    make: Make, proved: bool
+) -> None:
+    """A match ends before a prompt's last token, so only the insert meets the page of that."""
+    world = make()
+    text, span = TEXT[:12], (9, 10)
+    first, second = image_item(0, span), image_item(2, span)
+    ask(world, first, text=text)
+    if not proved:
+        second.identity = None
+    req = ask(world, second, text=text)  # the world checks the rows
+    assert images_of(req) == ()
+    assert count(world, "mismatched_device_images") == 1
+    assert tiers(ask(world, first, text=text)) == {"device": 8}
+    world.only_on_disk()
+    assert tiers(ask(world, first, text=text)) == {"disk": 8}
+
+
+def test_another_image_comes_to_the_device_while_a_prompt_is_computed(make: Make) -> None:
+    """A request of which nothing is proved has the numbers of an image that somebody has."""
+    world = make()
+    text = [*TEXT[:12], *range(1, 9)]
+    somebody = world.make(text, [image_item(0, (9, 14))], num_new=4)
+    world.enqueue(somebody)
+    world.wait_for(partial(world.admit, somebody, 8))
+    unproved = image_item(2, (9, 14))
+    unproved.identity = None
+    ask(world, unproved, text=text)
+    while somebody in world.running:
+        world.go_on(somebody)  # the world checks the rows that it attends to
+    world.settle()
+    assert images_of(somebody) == ()
+    world.only_on_disk()
+    del somebody
+    again = ask(world, image_item(0, (9, 14)), text=text)
+    assert tiers(again) == {"disk": 8}, "the pages before the image"
 
 
 def test_what_an_unproved_request_leaves_on_the_device_goes_by_no_images_name(make: Make) -> None:
