@@ -171,8 +171,8 @@ def _comes_late(folder: str) -> bool:
 def num_children(args: Sequence[str]) -> list[int]:
     """For each process that a server starts, in order, how many that one starts.
 
-    A controller starts the schedulers where they are data parallel, the server itself otherwise;
-    the detokenizer comes behind them. Nodes have as many schedulers each; those behind the first
+    A controller starts the schedulers where these are whole and data parallel. Where attention alone
+    is, the server starts them, and a controller behind them. The detokenizer comes last. Nodes have as many schedulers each; those behind the first
     have no detokenizer, and the copy that waits to be one ends with its node.
     """
     num_ranks = _value(args, _RANK_OPTIONS) * _value(args, _STAGE_OPTIONS)
@@ -182,9 +182,9 @@ def num_children(args: Sequence[str]) -> list[int]:
     )
     if num_data * num_attention_data == 1:
         return [0] * (num_ranks + 1)
-    if num_attention_data == 1 and _ATTENTION_DATA_SWITCH not in args:
-        num_ranks *= num_data
-    return [num_ranks, 0]
+    if num_attention_data > 1 or _ATTENTION_DATA_SWITCH in args:
+        return [0] * (num_ranks + 2)
+    return [num_ranks * num_data, 0]
 
 
 def _value(args: Sequence[str], options: Sequence[str]) -> int:

@@ -60,8 +60,8 @@ def test_what_decides_about_imports_or_was_not_tried_needs_a_start(tmp_path: Pat
         (["--pp-size", "2", "--tp-size", "2"], [0, 0, 0, 0, 0]),
         (["--dp-size", "2"], [2, 0]),
         (["--tp-size", "2", "--dp-size", "2"], [4, 0]),
-        (["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"], [4, 0]),
-        (["--tp-size", "4", "--attn-dp-size", "2"], [4, 0]),
+        (["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"], [0] * 6),
+        (["--tp-size", "4", "--attn-dp-size", "2"], [0] * 6),
     ],
 )
 def test_processes_are_counted_by_who_starts_them(args: list[str], expected: list[int]) -> None:
