@@ -13,9 +13,11 @@ of the other paths have run. A path's next turn is sent when its last one has be
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -136,11 +138,18 @@ def hit_rate(samples: Iterable[Sample]) -> float:
 
 def load_texts(tokenizer: Tokenizer, folder: Path = ASSETS / "text") -> list[list[int]]:
     """Token ids of the bundled documents that are long enough, in name order."""
+    return [list(ids) for ids in _encoded(tokenizer, folder)]
+
+
+@functools.cache
+def _encoded(tokenizer: Tokenizer, folder: Path) -> tuple[array[int], ...]:
+    """As `load_texts`. Many tests of a process want texts, and encoding all takes a second."""
     files = sorted(path for path in folder.rglob("*.*") if path.name != "COPYRIGHT")
     encoded = [tokenizer.encode(path.read_text(encoding="utf-8")).ids for path in files]
-    return [ids for ids in encoded if len(ids) >= _MIN_TEXT_TOKENS]
+    return tuple(array("q", ids) for ids in encoded if len(ids) >= _MIN_TEXT_TOKENS)
 
 
+@functools.cache
 def load_tokenizer(folder: Path = ASSETS / "tinylm") -> Tokenizer:
     """The bundled model's tokenizer."""
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
