@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+PREBUILT := $(VENV)/.prebuilt
 SGLANG := sglang==0.5.23
 # Releases that are looked at, not installed: the tested ones, and two that are refused.
 RELEASES := 0.5.20 0.5.21 0.5.22 0.5.23
@@ -38,7 +39,7 @@ help:
 	@echo "make gpu-kit a tar for a machine with a CUDA device: kernels and copies, without SGLang or a network"
 	@echo "make serve   SGLang in the foreground on the CPU; PORT=, MODEL=, ARGS='--enable-hier-kv ...'"
 
-dev: $(STAMP)
+dev: $(STAMP) $(PREBUILT)
 
 # SGLang comes without its dependencies, which are for GPUs; the extra `cpu` has what it needs here.
 $(STAMP): pyproject.toml runtime_cpu/constraints.txt runtime_cpu/system-packages.sh
@@ -46,11 +47,15 @@ $(STAMP): pyproject.toml runtime_cpu/constraints.txt runtime_cpu/system-packages
 	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
 	$(PY) -m pip install --quiet --no-input -c runtime_cpu/constraints.txt -e '.[cpu,dev]'
 	$(PY) -m pip install --quiet --no-input --no-deps $(SGLANG)
+	touch $@
+
+# Loops that every server would compile at its start; nothing that only reads the tree needs them.
+$(PREBUILT): $(STAMP)
 	$(PY) -m runtime_cpu.prebuild
 	$(VENV)/bin/hier-kv prebuild
 	touch $@
 
-demo: $(STAMP)
+demo: $(STAMP) $(PREBUILT)
 	$(PY) -m bench.demo
 
 check: $(STAMP)
@@ -67,18 +72,18 @@ contract: $(STAMP)
 dist: $(STAMP)
 	$(PY) -m testkit.release
 
-test: $(STAMP)
+test: $(STAMP) $(PREBUILT)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(SELECTED)
 	@echo "make test: all tests passed"
 
-late: $(STAMP)
+late: $(STAMP) $(PREBUILT)
 	HIER_KV_TEST_LATE_THREADS=$(LATE) HIER_KV_TEST_LATE_SCHEDULER=$(LATE) \
 	  $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SELECTED)
 
 pythons: $(STAMP)
 	$(PY) -m testkit.pythons
 
-bench: $(STAMP)
+bench: $(STAMP) $(PREBUILT)
 	$(PY) -m bench $(CASE) $(BENCH_ARGS)
 
 # The theme's notice of its successor is none of ours, and would be a warning.
@@ -89,7 +94,7 @@ gpu-kit: $(STAMP)
 	$(PY) -m bench.gpu.kit
 
 # `exec`: no shell stays between make and the server.
-serve: $(STAMP)
+serve: $(STAMP) $(PREBUILT)
 	@exec $(PY) runtime_cpu/launch.py --model-path $(MODEL) --port $(PORT) $(ARGS)
 
 clean:
