@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -205,74 +204,73 @@ def _layouts(
     return found
 
 
+@dataclass(frozen=True)
 class Media:
-    """An image of which requests are there; found by the numbers that stand for it.
+    """An image of a request.
 
     Attributes:
-        pads: the numbers.
+        pads: the numbers that stand for it.
         binding: 32 bytes, of `bindings`.
     """
 
-    __slots__ = ("__weakref__", "binding", "pads")
-
-    def __init__(self, pads: tuple[int, ...], binding: bytes) -> None:
-        self.pads = pads
-        self.binding = binding
+    pads: tuple[int, ...]
+    binding: bytes
 
 
-class _Hides(threading.local):
-    """Whether a thread names nothing by images; a process may have caches on several threads."""
+def are_told_apart(images: Sequence[Media]) -> bool:
+    """Whether no number stands for two images of these."""
+    by_pad: dict[int, bytes] = {}
+    return all(
+        by_pad.setdefault(pad, image.binding) == image.binding
+        for image in images
+        for pad in image.pads
+    )
 
-    all = False
+
+def images_of_tokens(
+    tokens: Positions, images: Sequence[Media]
+) -> tuple[npt.NDArray[np.intp], list[bytes]]:
+    """Which image each token `[n]` stands for: index into the bindings, -1 for none.
+
+    Args:
+        tokens: i64 `[n]`.
+        images: those that are told apart by their numbers.
+    """
+    by_pad = {pad: image.binding for image in images for pad in image.pads}
+    which = np.full(len(tokens), -1, np.intp)
+    wide = np.flatnonzero(tokens >= FIRST_PAD)
+    found: dict[bytes, int] = {}
+    pads, place = np.unique(tokens[wide], return_inverse=True)
+    known = [by_pad.get(pad) for pad in pads.tolist()]
+    index = [-1 if b is None else found.setdefault(b, len(found)) for b in known]
+    which[wide] = np.array(index, np.intp)[place]
+    return which, list(found)
 
 
-class MediaTable:
-    """Images of the requests that are there, by their numbers. A scheduler's thread only.
+class Naming(threading.local):
+    """Whose pages a thread names just now: by that request's images, and by no other's.
 
-    A number stands for one image at a time. An image is forgotten with the last request that has
-    it: then no page of it is named any more.
+    So what a page is named by follows from its request alone. It may not depend on which others are
+    there: the ranks of a server free their requests at moments of their own, and would name a page
+    differently. Nor does what a request leaves in the tree whose images are not proved go by the
+    images of others that have its numbers.
     """
 
-    def __init__(self) -> None:
-        self._by_pad: WeakValueDictionary[int, Media] = WeakValueDictionary()
-        self._hides = _Hides()
+    _req: Any = None
 
-    def __bool__(self) -> bool:
-        return bool(self._by_pad) and not self._hides.all
+    @property
+    def images(self) -> tuple[Media, ...]:
+        """Images of that request; empty where nothing of it may be named, or nobody's are."""
+        return images_of(self._req) or ()
 
     @contextmanager
-    def for_pages_of(self, req: Any) -> Iterator[None]:
-        """Inside, only pages of a request whose images are known are named by images.
-
-        Another request may have the same numbers, and KV that is not of these images: what it
-        leaves in the tree must not go by their names, whoever else has them now.
-        """
-        before, self._hides.all = self._hides.all, not images_of(req)
+    def pages_of(self, req: Any) -> Iterator[None]:
+        """Inside, pages are those of a request."""
+        before, self._req = self._req, req
         try:
             yield
         finally:
-            self._hides.all = before
-
-    def enter(self, pads: tuple[int, ...], binding: bytes) -> Media | None:
-        """The image; whoever holds it keeps it. None: a number of it stands for another image."""
-        known = {self._by_pad.get(pad) for pad in pads} - {None}
-        if not known:
-            media = Media(pads, binding)
-            self._by_pad.update(dict.fromkeys(pads, media))
-            return media
-        media = known.pop()  # type: ignore[assignment]
-        return media if not known and (media.pads, media.binding) == (pads, binding) else None
-
-    def of_tokens(self, tokens: Positions) -> tuple[npt.NDArray[np.intp], list[bytes]]:
-        """Which image each token `[n]` stands for: index into the bindings, -1 for none."""
-        which = np.full(len(tokens), -1, np.intp)
-        wide = np.flatnonzero(tokens >= FIRST_PAD)
-        images: dict[bytes, int] = {}
-        pads, place = np.unique(tokens[wide], return_inverse=True)
-        known = [self._by_pad.get(pad) for pad in pads.tolist()]
-        index = [-1 if m is None else images.setdefault(m.binding, len(images)) for m in known]
-        which[wide] = np.array(index, np.intp)[place]
-        return which, list(images)
+            self._req = before
 
 
 def page_digest(plain: bytes, runs: Sequence[tuple[bytes, int]]) -> bytes:

@@ -42,7 +42,7 @@ from sglang_ext.ranks.stages import StagedLockstep, begin_min_reduce
 from sglang_ext.seam.device_tree import DeviceTree
 from sglang_ext.seam.kv_events import TierEventRecorder
 from sglang_ext.seam.linker import HierKVLinker
-from sglang_ext.seam.media.page_digests import media_table
+from sglang_ext.seam.media.page_digests import naming
 from sglang_ext.seam.media.requests import MediaRequests
 from sglang_ext.seam.metrics.reporter import MetricsReporter
 from sglang_ext.seam.metrics.spans import RequestSpans
@@ -293,6 +293,10 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Inserts a request's tokens in the tree; new nodes are queued for saving."""
+        with naming.pages_of(req):
+            self._checkpoint(req, up_to, **kwargs)
+
+    def _checkpoint(self, req: Any, up_to: int, **kwargs: Any) -> None:
         space = self.space_of(req)
         if space is not None and not self.only_saves:
             self._restore_last_page(req, space, up_to)
@@ -370,7 +374,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             super(HierKVRadixCache, self).checkpoint_into_tree(req, up_to=up_to, **kwargs)
 
         # SGLang 0.5.22 matches what it has just inserted; that asks for nothing.
-        with self.linker.unasked(), media_table.for_pages_of(req):
+        with self.linker.unasked(), naming.pages_of(req):
             self.taint.insert(req, up_to, insert)
 
     def _restore_last_page(self, req: Any, space: KeySpace, up_to: int) -> None:
@@ -438,7 +442,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         marker = self.linker.hit_markers.get(handle.rid)
         device_len = marker.device_hit_len if marker else len(matched_prefix_tokens)
         device_pages = device_len // self.page_size
-        hashes = hashes_of(key, self.page_size)
+        with naming.pages_of(req):
+            hashes = hashes_of(key, self.page_size)
         lineage = lineage_of(req)
         if lineage is not None:
             self.truncated.enqueue(req, lineage, space, device_pages, hashes, key)

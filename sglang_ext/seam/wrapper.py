@@ -21,6 +21,7 @@ from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex, hashes_t
 from sglang_ext.provenance.request_state import HitTier, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.seam.linker import HierKVLinker
+from sglang_ext.seam.media.page_digests import naming
 from sglang_ext.seam.radix_tree import RadixTree
 from sglang_ext.seam.states.state_pages import StatePages
 from sglang_ext.seam.window_inquiry import WindowInquiries
@@ -149,6 +150,10 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         """
         if not self._is_asked:
             return result
+        with naming.pages_of(req):
+            return self._match(key, req, result)
+
+    def _match(self, key: Any, req: Any, result: Any) -> Any:
         key, _ = key.maybe_to_bigram_view(self.cache.tree_core.is_eagle)
         result = self.cache.begin_match(key, req, result)
         self.hit_markers.pop(req.rid, None)  # a stale one would load pages of an older match

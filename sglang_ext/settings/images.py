@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+
+from sglang_ext.settings.untried import has_attention_dp
 
 # Models of which they are: their tokens see what is before them and no more, an image is to them
 # what an encoder makes of it, in the place of its tokens, and their rotation is by three axes.
@@ -29,8 +32,12 @@ def why_not_images(args: Any, architecture: str) -> str:
         return "speculative decoding"
     if args.disaggregation_mode != "null":
         return "prefill and decode servers"
-    if args.tp_size * args.pp_size * args.dp_size > 1 or args.nnodes > 1:
-        return "several ranks"
+    if args.pp_size > 1:
+        return "several pipeline stages"
+    if args.dp_size > 1 or has_attention_dp(partial(getattr, args)):
+        return "several schedulers"
+    if args.nnodes > 1:
+        return "several nodes"
     if args.tokenizer_worker_num > 1:
         return "several tokenizer workers, which name no images"
     if args.enable_mm_global_cache:

@@ -1,6 +1,6 @@
 """SGLang's page hash with the digests of the images that lie in a page; see `identity.media`.
 
-Pages of text keep SGLang's hashes, and while no request with images is there nothing is looked at.
+Pages of text keep SGLang's hashes, and outside of `naming.pages_of` nothing is looked at.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.identity.media import FIRST_PAD, MediaTable, page_digest
+from sglang_ext.identity.media import FIRST_PAD, Naming, images_of_tokens, page_digest
 
 # A request is matched many times while it waits. Of one with 8,000 tokens of images the hashes take
 # milliseconds to make. A page's is some 120 bytes, and a long prompt may have 100,000 pages.
 _MAX_REMEMBERED_PAGES = 1 << 17
 
-media_table = MediaTable()
-"""Images of the requests that are there, of this process."""
+naming = Naming()
+"""Whose pages are hashed, in this process; whoever has a request's pages hashed says so."""
 
 
 class HashMemo:
@@ -68,11 +68,12 @@ def install_page_digests() -> None:
     def get_native_hash(
         token_ids: Any, prior_digest: bytes | None, page_size: int | None = None
     ) -> str | list[str]:
-        if not media_table:
+        images = naming.images
+        if not images:
             return plain(token_ids, prior_digest, page_size)
         raw, num_tokens, width, _ = _native_hash_input(token_ids)
         tokens = np.asarray(raw, np.int64)[:num_tokens]
-        which, bindings = media_table.of_tokens(tokens)
+        which, bindings = images_of_tokens(tokens, images)
         if not bindings or width != 1:  # of pairs no request with images is named
             return plain(token_ids, prior_digest, page_size)
         tokens = np.where(which >= 0, FIRST_PAD, tokens)  # other servers have other numbers

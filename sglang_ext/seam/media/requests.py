@@ -15,13 +15,14 @@ from sglang_ext.identity.media import (
     FIRST_PAD,
     Item,
     Media,
+    are_told_apart,
     bindings,
     images_of,
     keyed_identity,
     note_images,
 )
 from sglang_ext.identity.tenancy import is_alone, keep_alone
-from sglang_ext.seam.media.page_digests import media_table
+from sglang_ext.seam.media.page_digests import naming
 from sglang_ext.seam.page_hash import hex_hashes_of, request_key
 from sglang_ext.seam.radix_tree import RadixTree
 from sglang_ext.settings.images import image_facts, why_not_images
@@ -108,12 +109,12 @@ class MediaRequests:
             return
         images = None
         if not self._why_not and req.session is None and images_of(req) is None:
-            images = self._entered(req, inputs)
+            images = self._images(req, inputs)
         self._counters.add("image_requests" if images else "unnamed_image_requests")
         note_images(req, images or ())
 
-    def _entered(self, req: Any, inputs: Any) -> tuple[Media, ...] | None:
-        """A request's images, in the table; None where something of them is not proved."""
+    def _images(self, req: Any, inputs: Any) -> tuple[Media, ...] | None:
+        """A request's images; None where something of them is not proved."""
         items = [_proved(item, self._secret) for item in inputs.mm_items]
         axes = inputs.mrope_positions
         if None in items or axes is None or axes.device.type != "cpu":
@@ -124,14 +125,13 @@ class MediaRequests:
         found = bindings(known, tokens, positions, self._facts)
         if found is None or not _goes_on(tokens, positions, inputs.mrope_position_delta):
             return None
-        media = [
-            media_table.enter(item.pads, binding)
-            for item, binding in zip(known, found, strict=True)
-        ]
-        entered = tuple(each for each in media if each is not None)
-        if len(entered) == len(media):
-            return entered
-        self._part(req)
+        images = tuple(
+            Media(item.pads, binding) for item, binding in zip(known, found, strict=True)
+        )
+        if are_told_apart(images):
+            return images
+        self._conflicts(req)
+        keep_alone(req)
         return None
 
     def begin_match(self, key: Any, req: Any, result: Any) -> Any:
@@ -150,9 +150,8 @@ class MediaRequests:
             return result
         if self._holds(req, key[: result.device_prefix_len], result.last_device_node):
             return result
-        self._counters.add("mismatched_device_images")
-        self._part(req)
-        note_images(req, ())
+        self._conflicts(req)
+        keep_alone(req)
         return self._tree.match(key[:0])
 
     def may_insert(self, req: Any, up_to: int) -> bool:
@@ -168,10 +167,8 @@ class MediaRequests:
         num_pages, node_id = self._tree.device_prefix(key)
         if not num_pages or self._holds(req, key[: num_pages * self._tree.page_size], node_id):
             return True
-        self._counters.add("mismatched_device_images")
         self._conflicts(req)
         req.skip_radix_cache_insert = True
-        note_images(req, ())
         return False
 
     def _is_compared(self, req: Any) -> bool:
@@ -184,19 +181,15 @@ class MediaRequests:
         Those of a request of which nothing is proved are named as SGLang names them, and so are
         never those of an image that was.
         """
-        with media_table.for_pages_of(req):
+        with naming.pages_of(req):
             own = hex_hashes_of(key, self._tree.page_size)
         return self._tree.path_hashes(node_id)[: len(own)] == own
 
-    def _part(self, req: Any) -> None:
-        """A number of a request's images stands for another image: it shares nothing at all."""
-        self._conflicts(req)
-        keep_alone(req)
-
     def _conflicts(self, req: Any) -> None:
-        """Counts and logs that a number of a request's images stands for another image."""
+        """A number of a request's images stands for another image: it shares nothing any more."""
         self._counters.add("image_name_conflicts")
         logger.warning("hier-kv: images of request %s go by numbers of other images", req.rid)
+        note_images(req, ())
 
 
 def _proved(item: Any, secret: str) -> Item | None:

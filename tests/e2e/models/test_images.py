@@ -7,87 +7,31 @@ on with its disk.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from testkit.images.vision_model import IMAGE, picture, write_vision_model
 from testkit.server import Server
-from tests.e2e.hier_server import GIB, settled, state, tokens_and_logprobs
+from tests.e2e.hier_server import GIB, settled, state
 from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
+from tests.e2e.models.image_prompts import (
+    BASE,
+    HEADER_BYTES,
+    PAGE_BYTES,
+    PLUGIN,
+    Prompt,
+    answers,
+    ask,
+    check_right,
+    prompts,
+    words,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-PAGE = 64
-NUM_TOKENS = 12
-TOLERANCE = 2e-3  # how far rounding takes a log-probability; another image takes it to 1 and more
-BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend", "--dtype", "float32"]
-BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
-BASE += ["--image-processor-backend", "pil", "--sleep-on-idle"]
-PLUGIN = ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]
-PLUGIN += ["--hier-kv-prefetch-timeout-ms", "60000", "--hier-kv-disk-size", "0.5"]
-PLUGIN += ["--hier-kv-disk-segment-size", "0.01"]
-SLOT_BYTES = 135_168
-WORDS = ("server", "page", "writes", "reads", "disk", "before", "asked", "of", "the", "it")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A text with images in it."""
-
-    text: str
-    images: tuple[str, ...]
-
-
-def words(seed: int, count: int) -> str:
-    rng = random.Random(seed)
-    return " ".join(rng.choice(WORDS) for _ in range(count)) + " "
-
-
-def prompts() -> list[Prompt]:
-    """Images begin anywhere in a page, end in another one, and are alone or several."""
-    found = []
-    for seed, (before, size, behind) in enumerate(
-        [
-            (3, (8, 8), 90),
-            (60, (5, 13), 40),
-            (75, (16, 16), 5),
-            (120, (3, 3), 150),
-            (40, (9, 30), 1),
-        ]
-    ):
-        image = picture(seed, width=size[0], height=size[1])
-        found.append(Prompt(words(seed, before) + IMAGE + words(seed + 50, behind), (image,)))
-    two = words(7, 30) + IMAGE + words(8, 20) + IMAGE + words(9, 30)
-    found.append(Prompt(two, (picture(20), picture(21, width=4))))
-    return found
-
-
-def ask(server: Server, prompt: Prompt, num: int = NUM_TOKENS, **fields: Any) -> dict[str, Any]:
-    return server.generate(
-        text=prompt.text,
-        image_data=list(prompt.images),
-        sampling_params={"max_new_tokens": num, "ignore_eos": True, "temperature": 0},
-        return_logprob=True,
-        **fields,
-    )
-
-
-def answers(server: Server, which: Sequence[Prompt]) -> list[Any]:
-    return [ask(server, prompt) for prompt in which]
-
-
-def check_right(found: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """Answers are those of another computation, but for rounding."""
-    for answer, right in zip(found, wanted, strict=True):
-        tokens, logprobs = tokens_and_logprobs(answer)
-        right_tokens, right_logprobs = tokens_and_logprobs(right)
-        assert tokens == right_tokens
-        assert logprobs == pytest.approx(right_logprobs, abs=TOLERANCE)
 
 
 @dataclass
@@ -101,7 +45,7 @@ class World:
 
 
 def hier_server(world_model: Path, folder: Path, *args: str, host_pages: int = 400) -> Server:
-    host = f"{(host_pages + 0.5) * SLOT_BYTES / GIB:.9f}"
+    host = f"{(host_pages + 0.5) * (PAGE_BYTES + HEADER_BYTES) / GIB:.9f}"
     tiers = ["--hier-kv-host-size", host, "--hier-kv-disk-dir", str(folder / "disk")]
     return Server([*BASE, *PLUGIN, *tiers, *args], model=str(world_model), stop="kill")
 

@@ -65,7 +65,8 @@ def scheduler(**options: Any) -> Any:
         "_hier_kv_secret": SECRET, "enable_precise_embedding_interpolation": False,
         "enable_lora": False, "lora_paths": None, "speculative_algorithm": None,
         "disaggregation_mode": "null", "tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1,
-        "enable_mm_global_cache": False, "tokenizer_worker_num": 1,
+        "attn_dp_size": 1, "enable_dp_attention": False, "enable_mm_global_cache": False,
+        "tokenizer_worker_num": 1,
     }  # fmt: skip
     config = SimpleNamespace(architectures=[NAMEABLE_IMAGES[0]])
     model = SimpleNamespace(is_multimodal=True, hf_config=config)
@@ -161,11 +162,16 @@ class MediaWorld(World):
         """A request enters the queue, with none, one or two images in it."""
         tokens = self.tokens()
         items: list[Any] = []
+        proved = self.rng.random() < 0.9
         at = self.rng.choice((2, 3, 4, 7, 9))
         while at < len(tokens) - 2 and len(items) < 2 and self.rng.random() < 0.8:
             length = min(self.rng.choice((1, 2, 3, 5, 9)), len(tokens) - 1 - at)
-            items.append(image_item(self.rng.randrange(5), (at, at + length - 1)))
+            # Those that are not proved go by SGLang's names, one image by one number.
+            image = self.rng.randrange(5 if proved else NUM_PADS)
+            items.append(image_item(image, (at, at + length - 1)))
             at += length + self.rng.choice((1, 2, 5))
+        if items and not proved:
+            items[0].identity = None
         req = self.make(tokens, items, num_new=self.rng.randint(0, 4))
         self.enqueue(req)
         return req

@@ -44,8 +44,10 @@ def test_no_request_attends_to_another_image(make: Make, seed: int) -> None:
         world.drain()
 
     shown = (
-        "image_requests", "unnamed_image_requests", "image_name_conflicts", "loaded_pages",
-        "mismatched_device_images",
-    )  # fmt: skip
+        "image_requests",
+        "unnamed_image_requests",
+        "loaded_pages",
+        "image_name_conflicts",
+    )
     run_until_all_seen(one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS)
     print(world.counts, world.store.stats())

@@ -1,8 +1,7 @@
-"""Digests of images, what of a prompt they say, and the table of those that are there."""
+"""Digests of images, what of a prompt they say, and which of them tokens stand for."""
 
 from __future__ import annotations
 
-import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,11 +16,16 @@ from sglang_ext.identity.media import (
     CARRIER,
     FIRST_PAD,
     Item,
-    MediaTable,
+    Media,
+    Naming,
     UnknownContentError,
+    are_told_apart,
     bindings,
     content_digest,
+    images_of,
+    images_of_tokens,
     keyed_identity,
+    note_images,
     page_digest,
 )
 
@@ -190,34 +194,25 @@ def test_text_behind_an_image_must_begin_behind_its_furthest_position() -> None:
     assert bindings([one], prompt(40, one), where, "m") is None
 
 
-# ---- the table ----
+# ---- the images of a request ----
 
 
-def test_a_number_stands_for_one_image_as_long_as_a_request_has_it() -> None:
-    table = MediaTable()
-    assert not table
-    first = table.enter(PADS, b"a" * 32)
-    assert table
-    assert table.enter(PADS, b"a" * 32) is first
-    assert table.enter(PADS, b"b" * 32) is None
-    assert table.enter((*OTHER[:3], PADS[0]), b"b" * 32) is None, "one number is enough"
-    assert table.enter(PADS[:1], b"a" * 32) is None
-    del first
-    gc.collect()
-    assert not table
-    assert table.enter(PADS, b"b" * 32) is not None
+def test_a_number_stands_for_one_image_of_a_request() -> None:
+    first = Media(PADS, b"a" * 32)
+    assert are_told_apart([])
+    assert are_told_apart([first, first, Media(OTHER, b"b" * 32)])
+    assert not are_told_apart([first, Media(PADS, b"b" * 32)])
+    assert not are_told_apart([first, Media((*OTHER[:3], PADS[0]), b"b" * 32)]), "one is enough"
 
 
 def test_tokens_are_told_apart_by_the_images_that_they_stand_for() -> None:
-    table = MediaTable()
-    kept = [table.enter(PADS, b"a" * 32), table.enter(OTHER, b"b" * 32)]
+    both = [Media(PADS, b"a" * 32), Media(OTHER, b"b" * 32)]
     tokens = np.array([5, *PADS, *PADS[:2], 7, *OTHER, *PADS, FIRST_PAD, 3])
-    which, images = table.of_tokens(tokens)
+    which, images = images_of_tokens(tokens, both)
     assert [images[index] if index >= 0 else None for index in which] == [
         None, *[b"a" * 32] * 6, None, *[b"b" * 32] * 4, *[b"a" * 32] * 4, None, None,
     ]  # fmt: skip
-    assert all(kept)
-    which, images = table.of_tokens(np.arange(5))
+    which, images = images_of_tokens(np.arange(5), both)
     assert not images
     assert (which == -1).all()
 
@@ -230,26 +225,29 @@ def test_a_pages_digest_depends_on_its_images_their_order_and_their_extent() -> 
     assert plain not in names
 
 
-def test_a_thread_hides_images_from_itself_alone() -> None:
-    """Ranks of one process, as in the tests' worlds, insert at once, and end in any order."""
-    table = MediaTable()
-    media = table.enter(PADS, b"a" * 32)
-    text, began, end = SimpleNamespace(), threading.Event(), threading.Event()
+def test_pages_are_named_by_the_images_of_one_request_on_each_thread() -> None:
+    """Ranks of one process, as in the tests' worlds, hash at once, and end in any order."""
+    naming = Naming()
+    with_images, text = SimpleNamespace(), SimpleNamespace()
+    note_images(with_images, (Media(PADS, b"a" * 32),))
+    began, end = threading.Event(), threading.Event()
 
-    def insert() -> bool:
-        with table.for_pages_of(text):
+    def insert() -> tuple[Media, ...]:
+        with naming.pages_of(text):
             began.set()
             assert end.wait(300)
-            return bool(table)
+            return naming.images
 
-    with ThreadPoolExecutor(1) as pool:
+    assert naming.images == ()
+    with naming.pages_of(with_images), ThreadPoolExecutor(1) as pool:
         hidden = pool.submit(insert)
         assert began.wait(300)
-        assert table
-        with table.for_pages_of(text):
-            assert not table
-            end.set()
-            assert not hidden.result()
-        assert pool.submit(table.__bool__).result()
-    assert table
-    del media
+        assert naming.images == images_of(with_images)
+        with naming.pages_of(text):
+            assert naming.images == ()
+        end.set()
+        assert hidden.result() == ()
+        assert naming.images == images_of(with_images)
+        note_images(with_images, ())
+        assert naming.images == (), "it turned out that nothing of it may be named"
+    assert naming.images == ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +20,11 @@ inprocess.prepare()
 from sglang.srt.mem_cache import utils  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 
-from sglang_ext.identity.media import FIRST_PAD, Media, page_digest  # noqa: E402
-from sglang_ext.seam.media import page_digests  # noqa: E402
+from sglang_ext.identity.media import FIRST_PAD, Media, note_images, page_digest  # noqa: E402
 from sglang_ext.seam.media.page_digests import (  # noqa: E402
     HashMemo,
     install_page_digests,
-    media_table,
+    naming,
 )
 
 PAGE = 4
@@ -33,11 +34,9 @@ A, B = b"a" * 32, b"b" * 32
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "get_native_hash", utils.get_native_hash)  # put back behind the test
     install_page_digests()
-    yield
-    assert not media_table, "a test kept an image"
 
 
 def image(length: int, pads: tuple[int, ...] = PADS) -> list[int]:
@@ -49,18 +48,19 @@ def hashes(tokens: list[int], prior: str | None = None, extra_key: str | None = 
     return list(utils.get_storage_hash_str(key, prior, page_size=PAGE))
 
 
-def enter(binding: bytes, pads: tuple[int, ...] = PADS) -> Media:
-    media = media_table.enter(pads, binding)
-    assert media is not None
-    return media
+@contextmanager
+def images(*known: Media) -> Iterator[None]:
+    """Pages are those of a request with these images."""
+    req = SimpleNamespace()
+    note_images(req, known)
+    with naming.pages_of(req):
+        yield
 
 
-def of(binding: bytes, tokens: list[int], **more: Any) -> list[str]:
-    """Hashes while a request with that image is there, and nobody else."""
-    media = enter(binding)
-    found = hashes(tokens, **more)
-    del media
-    return found
+def of(binding: bytes, tokens: list[int], pads: tuple[int, ...] = PADS) -> list[str]:
+    """Hashes for a request with that image."""
+    with images(Media(pads, binding)):
+        return hashes(tokens)
 
 
 def test_images_with_equal_numbers_share_the_pages_before_them_and_none_else() -> None:
@@ -74,10 +74,9 @@ def test_images_with_equal_numbers_share_the_pages_before_them_and_none_else() -
 def test_text_is_hashed_as_ever_with_images_around_and_without() -> None:
     tokens = list(range(1, 20))
     before = hashes(tokens, extra_key="who")
-    media = enter(A)
-    assert hashes(tokens, extra_key="who") == before
-    assert hashes([*tokens[:8], *image(4)])[:2] == hashes(tokens)[:2]
-    del media
+    with images(Media(PADS, A)):
+        assert hashes(tokens, extra_key="who") == before
+        assert hashes([*tokens[:8], *image(4)])[:2] == hashes(tokens)[:2]
 
 
 @pytest.mark.parametrize("start", range(9))
@@ -102,42 +101,49 @@ def test_an_image_changes_every_page_that_it_lies_in_or_before(start: int, lengt
 
 
 def test_the_order_of_images_counts_and_where_they_lie() -> None:
-    both = [enter(A), enter(B, OTHER)]
-    names = [
-        hashes([1, *image(2), 2, *image(2, OTHER), 3, 4]),
-        hashes([1, *image(2, OTHER), 2, *image(2), 3, 4]),
-        hashes([1, 2, *image(2), *image(2, OTHER), 3, 4]),
-        hashes([1, *image(3), *image(2, OTHER), 3, 4]),
-    ]
+    with images(Media(PADS, A), Media(OTHER, B)):
+        names = [
+            hashes([1, *image(2), 2, *image(2, OTHER), 3, 4]),
+            hashes([1, *image(2, OTHER), 2, *image(2), 3, 4]),
+            hashes([1, 2, *image(2), *image(2, OTHER), 3, 4]),
+            hashes([1, *image(3), *image(2, OTHER), 3, 4]),
+        ]
     assert len({name for found in names for name in found}) == 8
-    del both
 
 
 def test_a_chain_goes_on_from_where_a_node_ends() -> None:
     tokens = [1, 2, *image(9), 3, 4, 5, 6, 7]
-    media = enter(A)
-    whole = hashes(tokens)
-    for page in range(1, len(whole)):
-        rest = hashes(tokens[page * PAGE :], whole[page - 1])
-        assert rest == whole[page:]
-    assert utils.get_hash_str(array("q", tokens[:PAGE]), None) == whole[0], "one page, no list"
-    del media
+    with images(Media(PADS, A)):
+        whole = hashes(tokens)
+        for page in range(1, len(whole)):
+            rest = hashes(tokens[page * PAGE :], whole[page - 1])
+            assert rest == whole[page:]
+        assert utils.get_hash_str(array("q", tokens[:PAGE]), None) == whole[0], "one page, no list"
 
 
 def test_which_numbers_stand_for_an_image_is_not_in_a_page() -> None:
     """Another server's are others."""
     ours = of(A, [1, *image(6), 2, 3, 4])
-    media = enter(A, OTHER)
-    assert hashes([1, *image(6, OTHER), 2, 3, 4])[: len(ours)] == ours
-    del media
+    assert of(A, [1, *image(6, OTHER), 2, 3, 4], OTHER)[: len(ours)] == ours
 
 
 def test_numbers_of_no_known_image_are_hashed_as_tokens() -> None:
     tokens = [1, *image(3, OTHER), 2, 3, 4, 5]
-    before = hashes(tokens)
-    media = enter(A)
-    assert hashes(tokens) == before
-    del media
+    assert of(A, tokens) == hashes(tokens)
+
+
+def test_images_of_other_requests_are_known_to_nobody_else() -> None:
+    tokens = [1, *image(3), 2, 3, 4, 5]
+    plain = hashes(tokens)
+    text = SimpleNamespace()
+    with images(Media(PADS, A)):
+        own = hashes(tokens)
+        with naming.pages_of(text):
+            assert hashes(tokens) == plain
+        with images(Media(PADS, B)):
+            assert hashes(tokens) == of(B, tokens) != own
+        assert hashes(tokens) == own
+    assert hashes(tokens) == plain
 
 
 def test_hashes_are_remembered_of_so_many_pages_and_no_more() -> None:
@@ -166,8 +172,9 @@ def test_hashes_name_tokens_and_images_and_nothing_else(tokens: list[int], cut: 
     """What a page is named by can be told from its tokens and the images that they stand for."""
     names: dict[str, Any] = {}
     for first, second in ((A, B), (B, A), (A, b"c" * 32)):
-        media = [enter(first, PADS[:2]), enter(second, OTHER[:2])]
-        found = hashes(tokens)
+        both = Media(PADS[:2], first), Media(OTHER[:2], second)
+        with images(*both):
+            found = hashes(tokens)
         said = [first if t in PADS else second if t in OTHER else None for t in tokens]
         for page, name in enumerate(found):
             end = (page + 1) * PAGE
@@ -178,7 +185,6 @@ def test_hashes_name_tokens_and_images_and_nothing_else(tokens: list[int], cut: 
             assert names.setdefault(name, meaning) == meaning
         at = min(cut, len(found))
         if at:
-            assert found[at:] == hashes(tokens[at * PAGE :], found[at - 1])
-        del media
-    assert page_digests.media_table is media_table
+            with images(*both):
+                assert found[at:] == hashes(tokens[at * PAGE :], found[at - 1])
     assert hashlib.sha256().digest() not in map(bytes.fromhex, names)

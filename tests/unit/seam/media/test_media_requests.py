@@ -13,7 +13,6 @@ import torch
 
 from sglang_ext.identity.media import CARRIER, images_of
 from sglang_ext.provenance.request_state import state_of
-from sglang_ext.seam.media.page_digests import media_table
 from tests.property.media.media_world import (
     MediaRequest,
     MediaWorld,
@@ -73,7 +72,6 @@ def test_an_image_comes_back_from_the_device_from_dram_and_from_disk(make: Make)
     world.only_on_disk()
     assert tiers(ask(world, image_item(0, SPAN))) == {"disk": WHOLE}
     assert count(world, "image_requests") == 4
-    assert not media_table, "an image is forgotten with its last request"
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
@@ -94,23 +92,37 @@ def test_the_device_has_another_image_of_the_same_number(make: Make) -> None:
     req = ask(world, image_item(2, SPAN))  # the world checks the rows that it attends to
     assert not tiers(req)
     assert images_of(req) == ()
-    assert count(world, "mismatched_device_images") == 1
+    assert count(world, "image_name_conflicts") == 1
     flush(world)
     assert tiers(ask(world, image_item(2, SPAN))) == {"host": NUM_BEFORE}, "nothing was kept of it"
 
 
 def test_two_requests_at_once_with_images_of_the_same_number(make: Make) -> None:
+    """The later one shares nothing, whichever was made first, and whatever lies in the store."""
     world = make()
     first = world.make(TEXT, [image_item(0, SPAN)])
     second = world.make(TEXT, [image_item(2, SPAN)])
-    assert images_of(first)
-    assert images_of(second) == ()
     for req in (second, first):
-        world.run_to_end(req)
+        assert images_of(req)
+        world.run_to_end(req)  # the world checks the rows that it attends to
     assert count(world, "image_name_conflicts") == 1
+    assert images_of(second)
+    assert images_of(first) == ()
     assert not tiers(first)
-    del first, second, req
-    assert tiers(ask(world, image_item(0, SPAN))) == {"device": WHOLE}
+    assert tiers(ask(world, image_item(2, SPAN))) == {"device": WHOLE}
+    world.only_on_disk()
+    assert tiers(ask(world, image_item(2, SPAN))) == {"disk": WHOLE}
+
+
+def test_a_number_that_stands_for_two_images_of_one_request(make: Make) -> None:
+    world = make()
+    for _ in range(2):
+        req = ask(world, image_item(0, (5, 9)), image_item(2, (12, 14)))  # its rows are checked
+        assert images_of(req) == ()
+        assert not tiers(req)
+    assert count(world, "image_name_conflicts") == 2
+    assert images_of(world.make(TEXT, [image_item(0, (5, 9)), image_item(0, (12, 16))]))
+    assert images_of(world.make(TEXT, [image_item(0, (5, 9)), image_item(0, (12, 14))])) == ()
 
 
 @pytest.mark.parametrize("proved", [True, False])
@@ -126,7 +138,7 @@ def test_the_device_has_another_image_on_the_last_page_of_a_prompt(
         second.identity = None
     req = ask(world, second, text=text)  # the world checks the rows
     assert images_of(req) == ()
-    assert count(world, "mismatched_device_images") == 1
+    assert count(world, "image_name_conflicts") == 1
     assert tiers(ask(world, first, text=text)) == {"device": 8}
     world.only_on_disk()
     assert tiers(ask(world, first, text=text)) == {"disk": 8}
@@ -160,7 +172,7 @@ def test_what_an_unproved_request_leaves_on_the_device_goes_by_no_images_name(ma
     unproved.identity = None
     world.run_to_end(world.make(TEXT, [unproved]))
     world.run_to_end(somebody)  # the world checks the rows that it attends to
-    assert count(world, "mismatched_device_images") == 1
+    assert count(world, "image_name_conflicts") == 1
     assert not tiers(somebody)
     world.only_on_disk()
     assert not tiers(ask(world, image_item(0, SPAN))), "nothing was stored under its name"
@@ -332,7 +344,8 @@ def test_after_a_change_of_weights_images_are_not_named(make: Make) -> None:
     "options",
     [
         {"enable_lora": True}, {"lora_paths": ["x"]}, {"speculative_algorithm": "EAGLE"},
-        {"disaggregation_mode": "prefill"}, {"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2},
+        {"disaggregation_mode": "prefill"}, {"pp_size": 2}, {"dp_size": 2},
+        {"tp_size": 2, "attn_dp_size": 2}, {"tp_size": 2, "enable_dp_attention": True},
         {"nnodes": 2}, {"enable_mm_global_cache": True}, {"tokenizer_worker_num": 2},
     ],
     ids=str,

@@ -1,0 +1,82 @@
+"""What the tests of prompts with images share: servers' arguments, prompts and checks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from testkit.images.vision_model import IMAGE, picture
+from testkit.server import Server
+from tests.e2e.hier_server import tokens_and_logprobs
+
+PAGE = 64
+NUM_TOKENS = 12
+TOLERANCE = 2e-3  # how far rounding takes a log-probability; another image takes it to 1 and more
+BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend", "--dtype", "float32"]
+BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
+BASE += ["--image-processor-backend", "pil", "--sleep-on-idle"]
+PLUGIN = ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]
+PLUGIN += ["--hier-kv-prefetch-timeout-ms", "60000", "--hier-kv-disk-size", "0.5"]
+PLUGIN += ["--hier-kv-disk-segment-size", "0.01"]
+HEADER_BYTES = 4096
+PAGE_BYTES = 131_072  # of the small Qwen2.5-VL, K and V
+WORDS = ("server", "page", "writes", "reads", "disk", "before", "asked", "of", "the", "it")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text with images in it."""
+
+    text: str
+    images: tuple[str, ...]
+
+
+def words(seed: int, count: int) -> str:
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(count)) + " "
+
+
+def prompts() -> list[Prompt]:
+    """Images begin anywhere in a page, end in another one, and are alone or several."""
+    found = []
+    for seed, (before, size, behind) in enumerate(
+        [
+            (3, (8, 8), 90),
+            (60, (5, 13), 40),
+            (75, (16, 16), 5),
+            (120, (3, 3), 150),
+            (40, (9, 30), 1),
+        ]
+    ):
+        image = picture(seed, width=size[0], height=size[1])
+        found.append(Prompt(words(seed, before) + IMAGE + words(seed + 50, behind), (image,)))
+    two = words(7, 30) + IMAGE + words(8, 20) + IMAGE + words(9, 30)
+    found.append(Prompt(two, (picture(20), picture(21, width=4))))
+    return found
+
+
+def ask(server: Server, prompt: Prompt, num: int = NUM_TOKENS, **fields: Any) -> dict[str, Any]:
+    return server.generate(
+        text=prompt.text,
+        image_data=list(prompt.images),
+        sampling_params={"max_new_tokens": num, "ignore_eos": True, "temperature": 0},
+        return_logprob=True,
+        **fields,
+    )
+
+
+def answers(server: Server, which: Sequence[Prompt]) -> list[Any]:
+    return [ask(server, prompt) for prompt in which]
+
+
+def check_right(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Answers are those of another computation, but for rounding."""
+    for answer, right in zip(found, wanted, strict=True):
+        tokens, logprobs = tokens_and_logprobs(answer)
+        right_tokens, right_logprobs = tokens_and_logprobs(right)
+        assert tokens == right_tokens
+        assert logprobs == pytest.approx(right_logprobs, abs=TOLERANCE)

@@ -1,0 +1,151 @@
+"""Ranks of one server whose prompts have images that go by one number decide alike.
+
+Each rank frees its requests at moments of its own, as interpreters do, and has a page store that is
+late by its own chance and loses pages; what a row says of itself is checked as in `media_world`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.identity.media import Media, Naming, images_of
+from sglang_ext.ranks.consensus import RankDivergenceError
+from tests.property.media.media_world import MediaWorld
+from tests.property.worlds import ranks_world
+from tests.property.worlds.rank_of_many import RankOfMany, run_worlds
+from tests.property.worlds.taint_world import Request
+
+STEPS = 400
+NUM_LOADS = 12
+MOST_KEPT = 8
+SEEDS = int(os.environ.get("HIER_KV_MEDIA_RANK_SEEDS", "1"))
+CASES = {
+    "two": [{"host_pages": 24}, {"host_pages": 16}],
+    "three": [{}, {"host_pages": 18}, {"host_pages": 36}],
+}
+
+
+class MediaRank(MediaWorld, RankOfMany):
+    """One rank."""
+
+    def begin(self, number: int, seed: int) -> None:
+        super().begin(number, seed)
+        self.number = number
+        self._kept: list[Any] = []  # requests that ended, and which nobody but this rank has
+
+    def one_round(self) -> None:
+        """See `RankOfMany`."""
+        for _ in range(STEPS):
+            self.step()
+        self.drain()
+
+    def step(self) -> None:
+        """As the world's; now and then a request is given up."""
+        if self.rng.random() < 0.01 and self.waiting:
+            req = self.waiting.pop(self.rng.randrange(len(self.waiting)))
+            self.cache.release_aborted_request(req.cache_request_handle)
+        else:
+            super().step()
+        self.note()
+        self.may_lose()
+        if self._kept and self.own.random() < 0.3:
+            del self._kept[self.own.randrange(len(self._kept))]
+
+    def note(self) -> None:
+        """What has to be alike: what was decided, and what SGLang's tree and pool came to."""
+        counters = self.store.counters.snapshot()
+        self.trace.append((
+            dict(self.counts),
+            [(req.rid, req.extra_key, images_of(req)) for req in self.waiting],
+            [(req.rid, req.prefix_len, req.skip_radix_cache_insert) for req in self.running],
+            [counters.get(f"{name}_requests", 0) for name in ("image", "unnamed_image")],
+            counters.get("image_name_conflicts", 0),
+            len(self.cache.linker.pending_offloads),
+            sorted(self.cache.linker.hit_markers),
+            int(self.allocator.available_size()),
+            int(self.cache.full_protected_size()),
+        ))  # fmt: skip
+
+    def admit(self, req: Request, chunk: int | None = None) -> bool:
+        admitted = super().admit(req, chunk)
+        self.trace.append((admitted, req.rid, req.prefix_len))
+        self.counts["loaded"] += bool(admitted and req.host_hit_length and images_of(req))
+        return admitted
+
+    def finish(self, req: Request) -> None:
+        super().finish(req)
+        if len(self._kept) < MOST_KEPT and self.own.random() < 0.5:
+            self._kept.append(req)
+
+    def retract(self, req: Request) -> None:
+        """As the world's; SGLang puts it in the queue anew."""
+        super().retract(req)
+        self.waiting.remove(req)
+        self.enqueue(req)
+
+    def _do_flush(self) -> bool | None:
+        if self.running or self.waiting:
+            return False
+        self.cache.quiesce()
+        return super()._do_flush()
+
+    def settle(self) -> None:
+        """As the world's, with what all ranks have saved."""
+        self.cache.quiesce()
+        super().settle()
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("own", CASES.values(), ids=list(CASES))
+def test_ranks_decide_alike(
+    own: list[dict[str, Any]], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = run_worlds(
+        MediaRank, tmp_path, monkeypatch, seed=seed, num_loads=NUM_LOADS, own=own,
+    )  # fmt: skip
+    for rank in ranks[1:]:
+        pairs = zip(ranks[0].trace, rank.trace, strict=True)
+        assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
+    counts = ranks[0].store.stats()
+    print(ranks[0].counts, counts, [rank.num_lost for rank in ranks])
+    assert all(rank.num_lost for rank in ranks)
+    for name in ("image_requests", "unnamed_image_requests", "image_name_conflicts"):
+        assert counts[name], name
+
+
+def test_ranks_that_forget_images_at_moments_of_their_own_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they would, if images were forgotten with the last request that is there."""
+    first: list[threading.Thread] = []
+    num_asked = 0
+
+    def images(self: Naming) -> tuple[Media, ...]:
+        nonlocal num_asked
+        num_asked += threading.current_thread() in first
+        forgets = threading.current_thread() in first and num_asked % 20 == 0
+        return () if forgets else images_of(self._req) or ()
+
+    class Forgetful(MediaRank):
+        """One of two."""
+
+        def one_round(self) -> None:
+            if not self.number:
+                first.append(threading.current_thread())
+            super().one_round()
+
+    monkeypatch.setattr(Naming, "images", property(images))
+    monkeypatch.setattr(ranks_world, "WAIT_S", 5.0)
+    with pytest.raises(RankDivergenceError):
+        run_worlds(Forgetful, tmp_path, monkeypatch, seed=1, num_loads=NUM_LOADS, own=CASES["two"])
