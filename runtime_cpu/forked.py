@@ -171,9 +171,10 @@ def _comes_late(folder: str) -> bool:
 def num_children(args: Sequence[str]) -> list[int]:
     """For each process that a server starts, in order, how many that one starts.
 
-    A controller starts the schedulers where these are whole and data parallel. Where attention alone
-    is, the server starts them, and a controller behind them. The detokenizer comes last. Nodes have as many schedulers each; those behind the first
-    have no detokenizer, and the copy that waits to be one ends with its node.
+    A controller starts the schedulers where these are whole and data parallel. Where attention
+    alone is, the server starts them, and a controller behind them. The detokenizer comes last.
+    Nodes have as many schedulers each; those behind the first have no detokenizer, and the copy
+    that waits to be one ends with its node.
     """
     num_ranks = _value(args, _RANK_OPTIONS) * _value(args, _STAGE_OPTIONS)
     num_ranks //= _value(args, _NODE_OPTIONS)
