@@ -33,13 +33,13 @@ from tests.e2e.hier_server import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-AT_BOUNDARIES = [pages * PAGE + step for pages in (1, 2, 3, 4, 6, 8, 12) for step in (-1, 0, 1)]
-BETWEEN = [3, 100, 290, 333, 500, 777, 900, 1111, 1357, 1600, 1727, 1800]
+AT_BOUNDARIES = [pages * PAGE + step for pages in (1, 2, 4, 8, 12) for step in (-1, 0, 1)]
+BETWEEN = [3, 100, 333, 777, 1357, 1800]
 LENGTHS = [*AT_BOUNDARIES, *BETWEEN]
 
-NUM_CONCURRENT = 32
+NUM_CONCURRENT = 20
 IN_FLIGHT = 8
-NUM_RUNS = 4
+NUM_RUNS = 3
 MAX_DELAY_S = 0.1
 POOL = ["--max-total-tokens", "65536", "--page-size", str(PAGE)]
 
@@ -113,7 +113,7 @@ def ask_all(server: Server, prompts: Sequence[Sequence[int]], seed: int) -> list
 
     def send(delay_s: float, prompt: Sequence[int]) -> dict[str, Any]:
         time.sleep(delay_s)
-        return ask(server, prompt, 16)
+        return ask(server, prompt, 8)
 
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         return [tokens_and_logprobs(a) for a in pool.map(send, delays_s, prompts)]
@@ -196,6 +196,7 @@ def test_triton_kernels_in_the_real_linker_are_bit_equal(tmp_path: Path) -> None
     page = 4
     args = [*hier_args(tmp_path, host_pages=2000), "--max-total-tokens", "4096"]
     args += ["--page-size", str(page), "--hier-kv-kernels", "triton"]
+    args += ["--json-model-override-args", '{"num_hidden_layers": 2}']
     env = {"TRITON_INTERPRET": "1"}
     with Server(args, log_path=tmp_path / "server.log", env=env, stop="kill") as server:
         prompt = next(real_prompts([2 * page + 1], seed=9))
