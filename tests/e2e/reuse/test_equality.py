@@ -80,11 +80,11 @@ def reference(
 ) -> Reference:
     log = tmp_path_factory.mktemp("reference") / "server.log"
     with Server(POOL, log_path=log, stop="kill") as server:
-        first = [tokens_and_logprobs(ask(server, prompt)) for prompt in prompts]
-        answers = [ask(server, prompt) for prompt in prompts]
+        first = [tokens_and_logprobs(ask(server, prompt, 3)) for prompt in prompts]
+        answers = [ask(server, prompt, 3) for prompt in prompts]
         # Filled one at a time: the prefix is then the same KV in every server.
         for prompt in concurrent_prompts:
-            ask(server, prompt)
+            ask(server, prompt, 3)
         runs = [ask_all(server, concurrent_prompts, seed) for seed in range(NUM_RUNS)]
     cached = [int(answer["meta_info"]["cached_tokens"]) for answer in answers]
     assert cached == [(len(prompt) - 1) // PAGE * PAGE for prompt in prompts]
@@ -124,12 +124,12 @@ def test_one_at_a_time_all_answers_are_bit_equal(
 ) -> None:
     firsts, from_host = [], []
     for prompt in prompts:
-        firsts.append(tokens_and_logprobs(ask(server, prompt)))
+        firsts.append(tokens_and_logprobs(ask(server, prompt, 3)))
         flush_device(server)
-        from_host.append(ask(server, prompt))
+        from_host.append(ask(server, prompt, 3))
     settled(server)
     flush_device(server)
-    from_disk = [ask(server, prompt) for prompt in prompts]
+    from_disk = [ask(server, prompt, 3) for prompt in prompts]
 
     assert firsts == reference.first
     for answers, tier in ((from_host, "host"), (from_disk, "disk")):
@@ -149,7 +149,7 @@ def test_with_concurrency_no_more_differs_than_between_plain_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for prompt in concurrent_prompts:
-        ask(server, prompt)
+        ask(server, prompt, 3)
     runs = []
     for seed in range(NUM_RUNS, 2 * NUM_RUNS):
         flush_device(server)
