@@ -16,6 +16,14 @@ from bench.faults.tally import Tallies
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_answers() -> Iterator[None]:
+    """Of three tokens, of a prefill and of two decode steps: faults change what is before them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bench.faults.prompts.MAX_NEW_TOKENS", 3)
+        yield
+
+
 @pytest.fixture(scope="module")
 def source() -> PromptSource:
     return PromptSource(1)

@@ -11,10 +11,11 @@ from testkit.requests import flush_device
 from testkit.server import Server
 from tests.e2e.hier_server import ask, by_tier, real_prompts, settled, tokens_and_logprobs
 
+NUM_TOKENS = 4  # of an answer; the last one is not computed
 _CLIENTS = 6
 
 
-def answers(server: Server, prompts: Sequence[Sequence[int]], num: int = 12) -> list[Any]:
+def answers(server: Server, prompts: Sequence[Sequence[int]], num: int = NUM_TOKENS) -> list[Any]:
     """Asks for the prompts one after the other, for `num` tokens each."""
     return [ask(server, prompt, num) for prompt in prompts]
 

@@ -120,7 +120,7 @@ def settle(server: Server) -> None:
 
 
 def answers(server: Server, prompts: list[list[int]], group: int) -> list[Any]:
-    return [ask(server, prompt, 8, routed_dp_rank=group) for prompt in prompts]
+    return [ask(server, prompt, 3, routed_dp_rank=group) for prompt in prompts]
 
 
 def check_close(found: list[Any], wanted: list[Any], tolerance: float) -> None:

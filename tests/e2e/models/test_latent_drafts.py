@@ -30,8 +30,8 @@ PAGE = 64
 # What the small models' drafts guess right at least, so that one sees where fewer are. An index of
 # fp8 values chooses others for the draft than for the model now and then (0.37 are right with one).
 LEAST = 0.3
-LENGTHS = [400, 577]  # of pairs the second has whole pages
-turns = partial(speculation.turns, lengths=LENGTHS, num_new=40)
+LENGTHS = [436, 577]  # of pairs the second has whole pages; the first's answer fills one
+turns = partial(speculation.turns, lengths=LENGTHS, num_new=24)
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend", *NEXTN]
 BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
 BASE += ["--max-total-tokens", "8192", "--enable-hier-kv"]

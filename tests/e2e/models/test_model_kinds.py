@@ -189,7 +189,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def ask(server: Server, prompt: list[int]) -> tuple[Any, dict[str, int]]:
     reply = server.generate(
         input_ids=prompt,
-        sampling_params={"max_new_tokens": 8, "ignore_eos": True},
+        sampling_params={"max_new_tokens": 3, "ignore_eos": True},
         return_logprob=True,
     )
     meta = reply["meta_info"]

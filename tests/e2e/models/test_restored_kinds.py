@@ -40,7 +40,7 @@ from tests.e2e.models.hybrid_answers import answers, cached, check_hits, drop_de
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE, HEADER_BYTES = 64, 4096
-LENGTHS = [40, 130, 320, 333, 700, 1000]
+LENGTHS = [40, 130, 320, 702, 1000]  # the answer to one fills its page
 TURNS = 3
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
 BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
@@ -144,13 +144,14 @@ def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[Any]
         after_turn: called behind each turn.
     """
     (shared,) = real_prompts([3 * PAGE + 20], seed=5)
-    texts = list(real_prompts([150] * 2 * TURNS, seed=6))
+    # The first answers fill a page.
+    texts = list(real_prompts([165] * 2 * TURNS, seed=6))
     told = [list(shared), list(shared)]
     out = []
     for turn in range(TURNS):
         for chat, prompt in enumerate(told):
             prompt += texts[chat * TURNS + turn]
-            answer = ask(server, prompt, 30, cache_salt=salt)
+            answer = ask(server, prompt, 10, cache_salt=salt)
             prompt += answer["output_ids"]
             out.append(answer)
         after_turn()

@@ -35,7 +35,7 @@ Answer = dict[str, Any]
 
 
 def ask(server: Server, prompt: list[int], salt: str, **custom: Any) -> Answer:
-    params = {"max_new_tokens": 8, "ignore_eos": True, "custom_params": custom}
+    params = {"max_new_tokens": 3, "ignore_eos": True, "custom_params": custom}
     return server.generate(
         input_ids=prompt, sampling_params=params, return_logprob=True, cache_salt=salt
     )

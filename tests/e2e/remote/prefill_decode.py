@@ -31,8 +31,10 @@ from tests.e2e.hier_server import (
 )
 from tests.e2e.remote.test_remote import eventually
 
-# No answer ends with a page: whether its last token is computed is chance.
-ANSWER_TOKENS = 90
+# Lengths of what is said in the turns, of which each answer begins in a page and ends in the next
+# one, and none with a page: whether its last token is computed is chance.
+FIRST_TOKENS, ANSWER_TOKENS = 6 * PAGE + 54, 20
+TURN_TOKENS = 2 * PAGE - ANSWER_TOKENS
 PATIENCE_S = 300.0
 SAME = ["--page-size", str(PAGE), "--chunked-prefill-size", "256", "--max-total-tokens", "8192"]
 DECODE = ["--disaggregation-decode-enable-radix-cache"]

@@ -17,8 +17,10 @@ from testkit.server import TINYLM, Server, ServerError
 from tests.e2e.hier_server import PAGE, ask, by_tier, real_prompts, state
 from tests.e2e.remote.prefill_decode import (
     ANSWER_TOKENS,
+    FIRST_TOKENS,
     PATIENCE_S,
     SAME,
+    TURN_TOKENS,
     Pair,
     Turn,
     converse,
@@ -31,14 +33,14 @@ from tests.e2e.updates.weight_models import strange, variant
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-NUM_TURNS = 6
+NUM_TURNS = 4
 
 
 @pytest.fixture(scope="module")
 def turns(tmp_path_factory: pytest.TempPathFactory) -> list[Turn]:
     """A plain server's conversation."""
     folder = tmp_path_factory.mktemp("plain")
-    parts = list(real_prompts([600, *[120] * (NUM_TURNS - 1)], seed=3))
+    parts = list(real_prompts([FIRST_TOKENS, *[TURN_TOKENS] * (NUM_TURNS - 1)], seed=3))
     with Server([*SAME], log_path=folder / "log", stop="kill", start_timeout_s=PATIENCE_S) as plain:
         return plain_turns(plain, parts)
 
@@ -56,7 +58,7 @@ def test_a_conversation_reuses_what_the_decode_server_wrote(pair: Pair, turns: l
 def test_kv_of_other_weights_is_used_and_not_stored(pair: Pair, tmp_path: Path) -> None:
     """The prefill server's weights change; whose KV comes is told by its mark alone."""
     other = variant(tmp_path / "other", strange(1))
-    first, second, third = real_prompts([300, 300, 300], seed=4)
+    first, second, third = real_prompts([310, 310, 310], seed=4)
     update(pair.prefill, other)
     before = stored(pair)
     pair.ask(first)
@@ -65,7 +67,7 @@ def test_kv_of_other_weights_is_used_and_not_stored(pair: Pair, tmp_path: Path) 
     update(pair.decode, other)
     pair.ask(second)
     assert counted(pair.decode, "received_foreign_requests") == [1]
-    assert stored(pair)["saved_pages"] == before["saved_pages"] + (300 + ANSWER_TOKENS - 1) // PAGE
+    assert stored(pair)["saved_pages"] == before["saved_pages"] + (310 + ANSWER_TOKENS - 1) // PAGE
     for server in pair.servers:
         update(server, TINYLM)
     pair.ask(third)
@@ -74,7 +76,7 @@ def test_kv_of_other_weights_is_used_and_not_stored(pair: Pair, tmp_path: Path) 
 
 def test_kv_of_other_tokens_is_used_and_not_stored(pair: Pair) -> None:
     """As where each server makes tokens of a text by a chat template of its own."""
-    prompt, other = real_prompts([300, 300], seed=6)
+    prompt, other = real_prompts([310, 310], seed=6)
     before, foreign = stored(pair), counted(pair.decode, "received_foreign_requests")[0]
     pair.ask(prompt, prefilled=other)
     assert counted(pair.decode, "received_foreign_requests") == [foreign + 1]
@@ -95,7 +97,7 @@ def update(server: Server, model: Path) -> None:
 
 def test_what_comes_for_the_room_of_an_aborted_request_is_used_and_not_stored(pair: Pair) -> None:
     """Parts that were to go to the first one's rows may come to those of the second."""
-    (prompt,) = real_prompts([300], seed=7)
+    (prompt,) = real_prompts([310], seed=7)
     room = 2_000_000
     before, foreign = stored(pair), counted(pair.decode, "received_foreign_requests")[0]
     with lone_request(pair, pair.decode, prompt, room) as abort:
@@ -120,7 +122,7 @@ def num_awaiting_kv(pair: Pair) -> int:
 
 def test_a_request_that_is_aborted_before_it_has_a_place_leaves_nothing(pair: Pair) -> None:
     """Only the prefill server hears of it, so no decode server ever takes its KV."""
-    (prompt,) = real_prompts([300], seed=5)
+    (prompt,) = real_prompts([310], seed=5)
     pair.ask(prompt)
     counted(pair.prefill, "saved_pages")
     flush_device(pair.prefill)
@@ -129,7 +131,7 @@ def test_a_request_that_is_aborted_before_it_has_a_place_leaves_nothing(pair: Pa
         abort()
     eventually(lambda: num_waiting(pair) == 0, PATIENCE_S)
     prefilled, _ = pair.ask(prompt)
-    assert by_tier(prefilled)["host"] == 300 // PAGE * PAGE
+    assert by_tier(prefilled)["host"] == 310 // PAGE * PAGE
 
 
 @contextmanager

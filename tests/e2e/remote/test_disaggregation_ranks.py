@@ -17,8 +17,10 @@ from tests.e2e.hier_server import PAGE, real_prompts, settled
 from tests.e2e.remote.latent_model import write_latent_model
 from tests.e2e.remote.prefill_decode import (
     ANSWER_TOKENS,
+    FIRST_TOKENS,
     PATIENCE_S,
     SAME,
+    TURN_TOKENS,
     Pair,
     Turn,
     converse,
@@ -36,7 +38,7 @@ ENV = {**ENVIRONMENT, ENV_LOST_MARKS: "1"}
 
 
 def known_turns(folder: Path, args: list[str], model: Path) -> list[Turn]:
-    parts = list(real_prompts([400, *[120] * (NUM_TURNS - 1)], seed=3))
+    parts = list(real_prompts([FIRST_TOKENS, *[TURN_TOKENS] * (NUM_TURNS - 1)], seed=3))
     server = Server(
         [*SAME, *args],
         model=model,
@@ -63,7 +65,7 @@ def _check_that_all_ranks_leave_what_is_foreign_to_one(pair: Pair) -> None:
 
     What is asked next goes on from what both have.
     """
-    prompts = list(real_prompts([300, 300], seed=8))
+    prompts = list(real_prompts([310, 310], seed=8))
     before = counted(pair.decode, "saved_pages"), counted(pair.decode, "duplicate_pages")
     pair.ask(prompts[0], room=FIRST_LOST_ROOM)
     assert counted(pair.decode, "received_foreign_requests") == [1, 1]
@@ -71,7 +73,7 @@ def _check_that_all_ranks_leave_what_is_foreign_to_one(pair: Pair) -> None:
     pair.ask(prompts[0])
     pair.ask(prompts[1])
     assert counted(pair.decode, "received_foreign_requests") == [1, 1]
-    num_pages = 2 * ((300 + ANSWER_TOKENS - 1) // PAGE)
+    num_pages = 2 * ((310 + ANSWER_TOKENS - 1) // PAGE)
     assert counted(pair.decode, "saved_pages") == [each + num_pages for each in before[0]]
 
 

@@ -33,7 +33,8 @@ from tests.e2e.updates.weight_models import strange, variant
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-FIRST_TOKENS, ANSWER_TOKENS, SECOND_TOKENS = 1000, 40, 300
+# An answer fills a page.
+FIRST_TOKENS, ANSWER_TOKENS, SECOND_TOKENS = 1014, 16, 300
 REUSABLE = (FIRST_TOKENS + ANSWER_TOKENS - 1) // PAGE  # pages that the first turn leaves
 SECRET = "hunter2"
 

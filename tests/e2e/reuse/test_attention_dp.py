@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 RANKS = (0, 1)
 HOST_PAGES = 14  # of each group; a page has twice the heads of the bundled model's
-NUM_TOKENS = 4  # of an answer: ranks in step on two cores take long for each
+NUM_TOKENS = 3  # of an answer: ranks in step on two cores take long for each
 PROMPTS = list(real_prompts([150, 280, 210], seed=3))
 FILLERS = list(real_prompts([1000, 950], seed=4))  # more pages than DRAM has
 POOL = ["--max-total-tokens", "4096", "--page-size", str(PAGE)]

@@ -33,13 +33,13 @@ from tests.e2e.hier_server import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-AT_BOUNDARIES = [pages * PAGE + step for pages in (1, 2, 3, 4, 6, 8, 12) for step in (-1, 0, 1)]
-BETWEEN = [3, 100, 290, 333, 500, 777, 900, 1111, 1357, 1600, 1727, 1800]
+AT_BOUNDARIES = [pages * PAGE + step for pages in (1, 2, 4, 8, 12) for step in (-1, 0, 1)]
+BETWEEN = [3, 100, 333, 777, 1357, 1800]
 LENGTHS = [*AT_BOUNDARIES, *BETWEEN]
 
-NUM_CONCURRENT = 32
+NUM_CONCURRENT = 20
 IN_FLIGHT = 8
-NUM_RUNS = 4
+NUM_RUNS = 3
 MAX_DELAY_S = 0.1
 POOL = ["--max-total-tokens", "65536", "--page-size", str(PAGE)]
 
@@ -80,11 +80,11 @@ def reference(
 ) -> Reference:
     log = tmp_path_factory.mktemp("reference") / "server.log"
     with Server(POOL, log_path=log, stop="kill") as server:
-        first = [tokens_and_logprobs(ask(server, prompt)) for prompt in prompts]
-        answers = [ask(server, prompt) for prompt in prompts]
+        first = [tokens_and_logprobs(ask(server, prompt, 3)) for prompt in prompts]
+        answers = [ask(server, prompt, 3) for prompt in prompts]
         # Filled one at a time: the prefix is then the same KV in every server.
         for prompt in concurrent_prompts:
-            ask(server, prompt)
+            ask(server, prompt, 3)
         runs = [ask_all(server, concurrent_prompts, seed) for seed in range(NUM_RUNS)]
     cached = [int(answer["meta_info"]["cached_tokens"]) for answer in answers]
     assert cached == [(len(prompt) - 1) // PAGE * PAGE for prompt in prompts]
@@ -113,7 +113,7 @@ def ask_all(server: Server, prompts: Sequence[Sequence[int]], seed: int) -> list
 
     def send(delay_s: float, prompt: Sequence[int]) -> dict[str, Any]:
         time.sleep(delay_s)
-        return ask(server, prompt, 16)
+        return ask(server, prompt, 8)
 
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         return [tokens_and_logprobs(a) for a in pool.map(send, delays_s, prompts)]
@@ -124,12 +124,12 @@ def test_one_at_a_time_all_answers_are_bit_equal(
 ) -> None:
     firsts, from_host = [], []
     for prompt in prompts:
-        firsts.append(tokens_and_logprobs(ask(server, prompt)))
+        firsts.append(tokens_and_logprobs(ask(server, prompt, 3)))
         flush_device(server)
-        from_host.append(ask(server, prompt))
+        from_host.append(ask(server, prompt, 3))
     settled(server)
     flush_device(server)
-    from_disk = [ask(server, prompt) for prompt in prompts]
+    from_disk = [ask(server, prompt, 3) for prompt in prompts]
 
     assert firsts == reference.first
     for answers, tier in ((from_host, "host"), (from_disk, "disk")):
@@ -149,7 +149,7 @@ def test_with_concurrency_no_more_differs_than_between_plain_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for prompt in concurrent_prompts:
-        ask(server, prompt)
+        ask(server, prompt, 3)
     runs = []
     for seed in range(NUM_RUNS, 2 * NUM_RUNS):
         flush_device(server)
@@ -196,6 +196,7 @@ def test_triton_kernels_in_the_real_linker_are_bit_equal(tmp_path: Path) -> None
     page = 4
     args = [*hier_args(tmp_path, host_pages=2000), "--max-total-tokens", "4096"]
     args += ["--page-size", str(page), "--hier-kv-kernels", "triton"]
+    args += ["--json-model-override-args", '{"num_hidden_layers": 2}']
     env = {"TRITON_INTERPRET": "1"}
     with Server(args, log_path=tmp_path / "server.log", env=env, stop="kill") as server:
         prompt = next(real_prompts([2 * page + 1], seed=9))

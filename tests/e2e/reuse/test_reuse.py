@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    workload = make_workload(num_chats=NUM_CHATS, num_documents=NUM_DOCUMENTS)
+    workload = make_workload(num_chats=NUM_CHATS, num_documents=NUM_DOCUMENTS, max_new_tokens=6)
     folder = tmp_path_factory.mktemp("reuse")
     pool_tokens = workload.working_set_tokens // 8 // PAGE * PAGE
     host_pages = workload.working_set_tokens // 4 // PAGE

@@ -26,6 +26,15 @@ with Server(["--max-total-tokens", "2048"], stop="kill") as server:
 """
 
 
+_IMPORT = """
+from testkit.server import Server
+first = Server([])
+from runtime_cpu import inprocess
+inprocess.prepare()
+print(first._env == Server([])._env)
+"""
+
+
 def _wait_until(reached: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 300.0
     while not reached():
@@ -65,6 +74,14 @@ def test_servers_end_with_a_process_that_was_killed() -> None:
     holder.wait()
     holder.stdout.close()
     _wait_until(lambda: not _session(session))
+
+
+def test_a_process_that_imports_sglang_itself_still_forks_servers() -> None:
+    """SGLang sets variables as it is imported; a server with another environment is not forked."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", _IMPORT]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=False)
+    assert done.stdout.split()[-1:] == [b"True"], done.stderr.decode()[-2000:]
 
 
 def _session(number: int) -> list[int]:

@@ -36,7 +36,7 @@ from tests.e2e.updates.weight_ways import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_CLIENTS = 6
-PROMPTS = list(real_prompts([200 + 37 * (n % 9) for n in range(24)], seed=8))
+PROMPTS = list(real_prompts([200 + 37 * (n % 9) for n in range(16)], seed=8))
 COMMON = ["--max-total-tokens", "16384", "--page-size", str(PAGE), "--sleep-on-idle"]
 # The other model and the bundled one in turns, by each way that takes requests meanwhile.
 UPDATES: list[tuple[Update, str]] = [

@@ -25,7 +25,7 @@ from tests.e2e.updates.weight_ways import IPC_ENVIRONMENT, LORA, UNPINNED, WAYS,
 pytestmark = pytest.mark.e2e
 
 COMMON = ["--max-total-tokens", "16384", "--page-size", "64"]
-NUM_NEW_TOKENS = 6
+NUM_NEW_TOKENS = 3
 QUIET = [list(range(100 + 7 * n, 100 + 7 * n + 200 + 64 * n)) for n in range(3)]
 BURST = [[(n * 997 + 13 * i) % 4000 + 90 for i in range(330)] for n in range(6)]
 Answer = tuple[list[int], list[Any]]
