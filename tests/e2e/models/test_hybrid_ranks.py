@@ -191,10 +191,10 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
     served: Served, restarted: Server
 ) -> None:
     rng = random.Random(9)
-    prompts = branching_prompts(rng, 4, 12)
+    prompts = branching_prompts(rng, 4, 16)
     prompts += prompts
 
-    found = answers_at_once(restarted, prompts, rng, 24)
+    found = answers_at_once(restarted, prompts, rng, 40)
     # How much of it was reused is a matter of who came first; what was left behind is not.
     settled(restarted)
     flush_device(restarted)

@@ -190,6 +190,7 @@ def test_two_ranks_load_index_rows_of_which_one_keeps_all(tmp_path: Path) -> Non
         eventually(partial(is_connected, server))
         answers(server, prompts)
         repeat = answers(server, prompts)
+        settled(server)  # or what leaves DRAM may not be on disk yet
         answers(server, others)
         drop_device(server)
         found = answers(server, prompts)

@@ -268,7 +268,7 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
 ) -> None:
     """Branches anywhere, evictions of both pools and all tiers, and what is restored in between."""
     rng = random.Random(9)
-    prompts = branching_prompts(rng, 6, 14)
+    prompts = branching_prompts(rng, 6, 18)
     prompts += prompts
 
     found = answers_at_once(restarted, prompts, rng, 70)

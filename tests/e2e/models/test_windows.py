@@ -207,7 +207,7 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
 ) -> None:
     """Branches anywhere, evictions of both pools and all tiers, and what is restored in between."""
     rng = random.Random(9)
-    prompts = branching_prompts(rng, 6, 28)
+    prompts = branching_prompts(rng, 6, 40)
     with server_of(model, tmp_path, pool=3072, host_pages=150) as server:
         found = answers_at_once(server, prompts, rng, 70)
         counted = state(server)["host"]
