@@ -198,8 +198,8 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
     # How much of it was reused is a matter of who came first; what was left behind is not.
     settled(restarted)
     flush_device(restarted)
-    again = answers(restarted, prompts[:12], 3)
-    check_by_transformers(served, [*prompts, *prompts[:12]], [*found, *again])
+    again = answers(restarted, prompts[:16], 3)
+    check_by_transformers(served, [*prompts, *prompts[:16]], [*found, *again])
     from_tiers = sum(by_tier(a).get("host", 0) + by_tier(a).get("disk", 0) for a in again)
     counted = state(restarted)
     print(f"{from_tiers} tokens from the tiers; {counted['host']}")
