@@ -374,7 +374,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             super(HierKVRadixCache, self).checkpoint_into_tree(req, up_to=up_to, **kwargs)
 
         # SGLang 0.5.22 matches what it has just inserted; that asks for nothing.
-        with self.linker.unasked(), naming.pages_of(req):
+        with self.linker.unasked():
             self.taint.insert(req, up_to, insert)
 
     def _restore_last_page(self, req: Any, space: KeySpace, up_to: int) -> None:

@@ -18,10 +18,10 @@ from sglang_ext.identity.media import Media, Naming, images_of
 from sglang_ext.ranks.consensus import RankDivergenceError
 from tests.property.media.media_world import MediaWorld
 from tests.property.worlds import ranks_world
-from tests.property.worlds.rank_of_many import RankOfMany, run_worlds
+from tests.property.worlds.rank_of_many import run_worlds
 from tests.property.worlds.taint_world import Request
+from tests.property.worlds.world_ranks import WorldRank
 
-STEPS = 400
 NUM_LOADS = 12
 MOST_KEPT = 8
 SEEDS = int(os.environ.get("HIER_KV_MEDIA_RANK_SEEDS", "1"))
@@ -31,25 +31,20 @@ CASES = {
 }
 
 
-class MediaRank(MediaWorld, RankOfMany):
+class MediaRank(WorldRank, MediaWorld):
     """One rank."""
+
+    num_steps = 400
 
     def begin(self, number: int, seed: int) -> None:
         super().begin(number, seed)
         self.number = number
         self._kept: list[Any] = []  # requests that ended, and which nobody but this rank has
 
-    def one_round(self) -> None:
-        """See `RankOfMany`."""
-        for _ in range(STEPS):
-            self.step()
-        self.drain()
-
     def step(self) -> None:
         """As the world's; now and then a request is given up."""
         if self.rng.random() < 0.01 and self.waiting:
-            req = self.waiting.pop(self.rng.randrange(len(self.waiting)))
-            self.cache.release_aborted_request(req.cache_request_handle)
+            self.give_up_one()
         else:
             super().step()
         self.note()
@@ -66,10 +61,7 @@ class MediaRank(MediaWorld, RankOfMany):
             [(req.rid, req.prefix_len, req.skip_radix_cache_insert) for req in self.running],
             [counters.get(f"{name}_requests", 0) for name in ("image", "unnamed_image")],
             counters.get("image_name_conflicts", 0),
-            len(self.cache.linker.pending_offloads),
-            sorted(self.cache.linker.hit_markers),
-            int(self.allocator.available_size()),
-            int(self.cache.full_protected_size()),
+            *self.of_sglang(),
         ))  # fmt: skip
 
     def admit(self, req: Request, chunk: int | None = None) -> bool:
@@ -88,17 +80,6 @@ class MediaRank(MediaWorld, RankOfMany):
         super().retract(req)
         self.waiting.remove(req)
         self.enqueue(req)
-
-    def _do_flush(self) -> bool | None:
-        if self.running or self.waiting:
-            return False
-        self.cache.quiesce()
-        return super()._do_flush()
-
-    def settle(self) -> None:
-        """As the world's, with what all ranks have saved."""
-        self.cache.quiesce()
-        super().settle()
 
 
 @pytest.fixture(autouse=True)

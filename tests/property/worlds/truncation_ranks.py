@@ -32,13 +32,12 @@ from sglang_ext.tiers.records.record import HEADER_BYTES
 from sglang_ext.tiers.store import KeySpace, LoadTicket
 from sglang_ext.truncation.agreed_quotes import AgreedQuotes
 from sglang_ext.truncation.lineage import QuoteLineage, lineage_of
-from tests.property.worlds.rank_of_many import RankOfMany
 from tests.property.worlds.taint_world import HEADS, LAYERS, Request, Wrong
 from tests.property.worlds.truncation_world import CONTEXT, TruncationWorld
+from tests.property.worlds.world_ranks import WorldRank
 
 _FIRST, _ROTATED = 8, 16  # elements of a head that are rotated
 _TOLERANCE = 0.05  # of values up to 2, rounded to bfloat16 three times
-STEPS = 250
 MOST_LATE_STEPS = 30  # of a reading, behind the copy
 STEPS_A_CLEAR = 170
 TEXT_LOSS = 0.1  # of a conversation, on one rank alone
@@ -51,8 +50,10 @@ def rope() -> LayerRope:
     return LayerRope(RopeSpec(cos, sin, _ROTATED, _FIRST, False, "eager"), movable=True)
 
 
-class TruncationRank(TruncationWorld, RankOfMany):
+class TruncationRank(WorldRank, TruncationWorld):
     """One rank."""
+
+    num_steps = 250
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
         ropes = [rope() for _ in range(LAYERS)]
@@ -101,20 +102,13 @@ class TruncationRank(TruncationWorld, RankOfMany):
 
     # ---- what is done ----
 
-    def one_round(self) -> None:
-        """See `RankOfMany`."""
-        for _ in range(STEPS):
-            self.step()
-        self.drain()
-
     def step(self) -> None:
         """As the world's; now and then promises are void, and a request is given up."""
         kind = self.rng.random()
         if kind < 0.01:
             self.cache.weights_change()
         elif kind < 0.02 and self.waiting:
-            req = self.waiting.pop(self.rng.randrange(len(self.waiting)))
-            self.cache.release_aborted_request(req.cache_request_handle)
+            self.give_up_one()
         else:
             super().step()
         self.note()
@@ -126,10 +120,7 @@ class TruncationRank(TruncationWorld, RankOfMany):
             dict(self.counts),
             [req.rid for req in self.waiting],
             [(req.rid, req.prefix_len, state_of(req).taint) for req in self.running],
-            len(self.cache.linker.pending_offloads),
-            sorted(self.cache.linker.hit_markers),
-            int(self.allocator.available_size()),
-            int(self.cache.full_protected_size()),
+            *self.of_sglang(),
         ))  # fmt: skip
 
     def admit(self, req: Request, chunk: int | None = None) -> bool:
@@ -148,17 +139,6 @@ class TruncationRank(TruncationWorld, RankOfMany):
         """As the world's; SGLang puts it in the queue anew."""
         super().retract(req)
         self.enqueue(req)
-
-    def _do_flush(self) -> bool | None:
-        if self.running or self.waiting:
-            return False
-        self.cache.quiesce()
-        return super()._do_flush()
-
-    def settle(self) -> None:
-        """As the world's, with what all ranks have saved."""
-        self.cache.quiesce()
-        super().settle()
 
 
 class OneCopyRank(TruncationRank):
