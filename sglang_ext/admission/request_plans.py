@@ -22,23 +22,23 @@ class RequestPlans:
 
     Args:
         store: DRAM and disk.
-        cost: says how much of a prefix is worth its time; None: all of it.
+        decider: says how much of a prefix is worth its time; None: all of it.
 
     Attributes:
         planned: the requests with a plan, by number.
     """
 
-    def __init__(self, store: PageStore, cost: LoadOrCompute | None) -> None:
+    def __init__(self, store: PageStore, decider: LoadOrCompute | None) -> None:
         self._store = store
-        self._cost = cost
+        self._decider = decider
         self.planned: dict[int, WaitingRequest] = {}
 
     def make(self, waiting: WaitingRequest, priority: int) -> None:
         """Makes a request's plan, or makes it anew, of what is stored and fits now."""
         prefix, old = waiting.prefix, waiting.plan
         num = waiting.num_asked = waiting.num_usable
-        if self._cost is not None:
-            num = self._cost.num_pages(waiting)
+        if self._decider is not None:
+            num = self._decider.num_pages(waiting)
             waiting.num_asked = num
         sizes, plan = waiting.remote_sizes(), None
         if num:

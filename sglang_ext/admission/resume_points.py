@@ -63,7 +63,7 @@ class PlaceQuestion(Protocol):
 
 
 Ask = Callable[[KeySpace, Hashes, Hashes, int, int], PlaceQuestion | None]
-"""Asks of a prompt's pages behind the device and of the one behind these: `WindowInquiries.ask`."""
+"""Asks of a prompt's pages behind the device and of the one behind these: `WindowQuestions.ask`."""
 
 
 class Resumption(Protocol):

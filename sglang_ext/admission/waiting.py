@@ -85,7 +85,7 @@ class WaitingRoom:
             the scheduler would have run it.
         num_still_on_device: how many leading pages of a `ReusablePrefix.device_anchor` still are;
             None where that cannot be told.
-        cost: decides under `cost`; None for the other policies.
+        decider: decides under `cost`; None for the other policies.
         clock: seconds; monotonic.
 
     It has many methods because a request's way through the queue is one: each is a step of it.
@@ -98,18 +98,18 @@ class WaitingRoom:
         prefetch_policy: str,
         prefetch_timeout_ms: float,
         num_still_on_device: Callable[[Any], int] | None = None,
-        cost: LoadOrCompute | None = None,
+        decider: LoadOrCompute | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._policy = prefetch_policy
         self._timeout_s = prefetch_timeout_ms / 1e3
         self._num_still_on_device = num_still_on_device
-        self._cost = cost
+        self._decider = decider
         self._clock = clock
         self._waiting: dict[Hashable, WaitingRequest] = {}
         self._by_number: dict[int, WaitingRequest] = {}
-        self._plans = RequestPlans(store, cost)
+        self._plans = RequestPlans(store, decider)
         self._turns = Turns(self._plans, self._look) if store.lookahead is None else None
         self._asking: dict[int, WaitingRequest] = {}  # those whose look-up is open, by number
         self._next_number = 0
@@ -135,8 +135,8 @@ class WaitingRoom:
         self._waiting[handle] = self._by_number[number] = waiting
         self._came.append(handle)
         self._changed = True
-        if self._cost is not None and not isinstance(handle, Prefetch):
-            self._cost.enter(waiting)
+        if self._decider is not None and not isinstance(handle, Prefetch):
+            self._decider.enter(waiting)
         self._ask(waiting)
         if self._turns is not None and found.total:
             self._turns.arrive(waiting)
@@ -165,8 +165,8 @@ class WaitingRoom:
         self._stop_asking(waiting)
         del self._by_number[waiting.number]
         self._left.add(handle)
-        if self._cost is not None:
-            self._cost.leave(waiting)
+        if self._decider is not None:
+            self._decider.leave(waiting)
         if self._store.lookahead is not None:
             self._store.lookahead.leave(waiting.number)
             if not admitted:
@@ -177,8 +177,8 @@ class WaitingRoom:
         """Every request leaves."""
         for handle in list(self._waiting):
             self.leave(handle)
-        if self._cost is not None:
-            self._cost.end_probe()
+        if self._decider is not None:
+            self._decider.end_probe()
 
     def remote_pages(self, handle: Hashable) -> tuple[int, int]:
         """(first page of the prompt, number) of what the remote store had of a request's pages."""
@@ -257,7 +257,7 @@ class WaitingRoom:
         self.hold(handle)
         if not self._is_late(waiting):
             return False
-        if self._cost is None:
+        if self._decider is None:
             self._store.counters.add("prefetch_timeouts")
         self._plans.give_up(waiting)
         self._stop_asking(waiting)
@@ -275,7 +275,7 @@ class WaitingRoom:
         waiting = self._waiting.get(handle)
         if waiting is None or self._policy == "best_effort" or waiting.gave_up:
             return Readiness.READY
-        if self._cost is not None and waiting.late:
+        if self._decider is not None and waiting.late:
             return Readiness.READY
         if waiting.ready or not min(waiting.found.total, waiting.num_usable):
             # Its time runs from when the scheduler would have run it, as with pages on their way.
@@ -284,7 +284,7 @@ class WaitingRoom:
             return Readiness.WAITING if asks else Readiness.READY
         if not self._is_late(waiting):
             return Readiness.WAITING
-        if self._cost is not None:
+        if self._decider is not None:
             # It will do with what it has; others may go on up to there, see `most_pages`.
             waiting.late = True
             self._stop_asking(waiting)
@@ -305,7 +305,7 @@ class WaitingRoom:
             end_page: end of those that are pinned for it.
         """
         waiting = self._waiting.get(handle)
-        if self._cost is None or waiting is None:
+        if self._decider is None or waiting is None:
             return NO_LIMIT
         first, estimate = waiting.prefix.num_on_device, waiting.estimate
         if waiting.late or waiting.does_with_less:
@@ -319,7 +319,7 @@ class WaitingRoom:
     def limit(self, handle: Hashable, most_pages: int) -> None:
         """Not all ranks would use more leading pages of a request: its plan brings no more."""
         waiting = self._waiting.get(handle)
-        if self._cost is None or waiting is None or most_pages == waiting.limit:
+        if self._decider is None or waiting is None or most_pages == waiting.limit:
             return
         grows, waiting.limit = most_pages > waiting.limit, most_pages
         plan, stored = waiting.plan, waiting.prefix.num_on_device + waiting.found.total
@@ -379,8 +379,8 @@ class WaitingRoom:
                 continue
             self._changed = True
             self._ask_for_more(waiting)
-            if self._cost is not None:
-                self._cost.learn(waiting)
+            if self._decider is not None:
+                self._decider.learn(waiting)
             if self._turns is not None:
                 self._turns.arrive(waiting)
 
@@ -393,8 +393,8 @@ class WaitingRoom:
         if self._policy == "wait_complete":
             return True  # every call of the store has a deadline
         limit_s = self._timeout_s
-        if self._cost is not None:
-            limit_s = self._cost.answer_wait_s(waiting)
+        if self._decider is not None:
+            limit_s = self._decider.answer_wait_s(waiting)
         # A store that does not answer one request is not waited for by the next.
         waited_s = max(self._now_s - waiting.held_since_s, self._store.remote_stalled_s)
         if waited_s < limit_s:
@@ -412,8 +412,8 @@ class WaitingRoom:
     def _is_late(self, waiting: WaitingRequest) -> bool:
         if self._policy == "wait_complete" or waiting.held_since_s is None:
             return False
-        if self._cost is not None:
-            return not self._cost.should_hold(waiting)
+        if self._decider is not None:
+            return not self._decider.should_hold(waiting)
         return self._now_s - waiting.held_since_s >= self._timeout_s
 
     def _follow_order(self, order: Sequence[Hashable]) -> None:

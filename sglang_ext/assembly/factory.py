@@ -45,8 +45,8 @@ from sglang_ext.assembly.state_setup import (
 from sglang_ext.assembly.window_setup import (
     bound_ropes,
     read_layers,
-    window_inquiries,
     window_layers,
+    window_questions_of,
     with_windows,
 )
 from sglang_ext.codec.page_codec import PageCodec
@@ -212,7 +212,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         ),
         timer,
         _decider(config, store, layout, cost, timer) if may_decide else None,
-        window_inquiries(linker.windows, store, config),
+        window_questions_of(linker.windows, store, config),
         shares_pages=one_copy is not None,
     )
 

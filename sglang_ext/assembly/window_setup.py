@@ -14,7 +14,7 @@ from sglang_ext.device.rope_discovery import LayerRope, type_of_attention
 from sglang_ext.device.windows.blocks import BlockGroups
 from sglang_ext.device.windows.layers import WindowLayers
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.seam.window_inquiry import Enter, WindowInquiries
+from sglang_ext.seam.window_questions import Enter, WindowQuestions
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.store import PageStore
 
@@ -92,11 +92,11 @@ def _copier_of(part: DevicePool, groups: LayerGroups | BlockGroups, full: PageCo
     return full.for_pool(part, bound_ropes(part), layout)
 
 
-def window_inquiries(
+def window_questions_of(
     layers: WindowLayers | None, store: PageStore, config: HierKVConfig
-) -> Callable[[Enter], WindowInquiries] | None:
+) -> Callable[[Enter], WindowQuestions] | None:
     """What lets requests wait for what a remote store has of their windows; None without both."""
     if layers is None or not config.remote_url:
         return None
     longest_s = 0.0 if config.prefetch_policy == "best_effort" else config.prefetch_timeout_ms / 1e3
-    return lambda enter: WindowInquiries(layers, store, enter, longest_s)
+    return lambda enter: WindowQuestions(layers, store, enter, longest_s)

@@ -155,9 +155,9 @@ class LearnedKind:
         num_levels: of what `build` makes.
         build: from chunks `[S, T, C]`, the dtype's name, head dim and a note on their origin.
         is_calibrated: a file of it may lie beside the model (`hier-kv calibrate`).
-        of_rank: what a file says of one tensor parallel rank's heads: of its content, the channels
-            of a plane on the rank, its number and that of all ranks; raises `CodecError`. None
-            where a part of it is of no use.
+        of_rank: `of_rank(content, num_channels, rank, num_ranks)` is the part of a file's content
+            for one tensor parallel rank's heads, `num_channels` of a plane; raises `CodecError`.
+            None where a part is of no use.
     """
 
     suffix: str

@@ -24,7 +24,8 @@ class TokenSpan:
         pages: i64 `[n]`, their pages, as indices into `Composition.hashes`.
         first_row: row of the first page with which they begin.
         num_tokens: how many they are.
-        shift: as in `Source`; 0 where they keep their positions.
+        shift: the token at position t of the prompt is token t + shift of the stored chain; 0 where
+            they keep their positions.
     """
 
     pages: I64

@@ -136,7 +136,7 @@ def owner_slot(secret: bytes, tenant: Tenant, num_slots: int) -> int:
 def _shown(value: Any) -> str:
     """A value in a refusal; what may be long or deep is named by its type alone."""
     if isinstance(value, int) and not -(10**9) < value < 10**9:
-        return "a larger number"  # Python writes none of over 4,300 digits
+        return "a number of ten or more digits"  # Python writes none of over 4,300
     if value is None or isinstance(value, str | int | float):
         return repr(str(value)[:80])
     return f"one of type {type(value).__name__}"

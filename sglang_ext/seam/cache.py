@@ -50,7 +50,7 @@ from sglang_ext.seam.page_hash import hashes_of, request_key, whole_pages_key
 from sglang_ext.seam.radix_tree import RadixTree
 from sglang_ext.seam.session_turns import SessionTurns
 from sglang_ext.seam.taint import TaintKeeper
-from sglang_ext.seam.window_inquiry import Enter, WindowInquiries
+from sglang_ext.seam.window_questions import Enter, WindowQuestions
 from sglang_ext.seam.wrapper import HierKVLinkerWrapper
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.quotas import parse_quotas
@@ -79,9 +79,9 @@ class CacheParts:
         config: the settings.
         metrics: what publishes counts.
         forward_timer: measures forwards for the cost model; None without one.
-        cost: decides between loading and computing; None where everything is loaded.
-        inquiries: makes what asks a remote store for windows, given how a request enters; None
-            where there is nothing to ask for.
+        decider: decides between loading and computing; None where everything is loaded.
+        window_questions: makes what asks a remote store for windows, given how a request enters;
+            None where there is nothing to ask for.
         shares_pages: one rank of this one's group keeps the pages of all.
     """
 
@@ -90,8 +90,8 @@ class CacheParts:
     config: HierKVConfig
     metrics: MetricsReporter
     forward_timer: ForwardTimer | None = None
-    cost: LoadOrCompute | None = None
-    inquiries: Callable[[Enter], WindowInquiries] | None = None
+    decider: LoadOrCompute | None = None
+    window_questions: Callable[[Enter], WindowQuestions] | None = None
     shares_pages: bool = False
 
 
@@ -142,16 +142,16 @@ class HierKVRadixCache(UnifiedRadixCache):
             else None,
             prefetch_policy=config.prefetch_policy,
             prefetch_timeout_ms=config.prefetch_timeout_ms,
-            cost=parts.cost,
+            decider=parts.decider,
         )
         group = group_of(self)
         tree = RadixTree(self, config.tree_core)
         num_pages = int(self.token_to_kv_pool_allocator.size) // self.page_size
         pages = DeviceProvenance(2 * num_pages + _SPARE_MARKS, tree.live_hashes)
-        inquiries: WindowInquiries | None = None
-        if parts.inquiries is not None:
-            inquiries = parts.inquiries(self._enter)
-        self.linker = HierKVLinkerWrapper(self, linker, tree, pages, inquiries)
+        window_questions: WindowQuestions | None = None
+        if parts.window_questions is not None:
+            window_questions = parts.window_questions(self._enter)
+        self.linker = HierKVLinkerWrapper(self, linker, tree, pages, window_questions)
         self._follow_tiers(config, linker.store, num_pages)
         self.taint = TaintKeeper(pages, tree, self.linker, self.req_to_token_pool)
         self.misses = MissKeeper(linker.store, self.page_size, by_tenant=bool(self._quotas.shares))
@@ -459,11 +459,11 @@ class HierKVRadixCache(UnifiedRadixCache):
                 look_again = partial(what_resumes, layers, space, path, num_on_device, limit)
                 hashes, resumes_at = look_again()
                 resumable = resumes_at - num_on_device
-                if self.linker.inquiries is None:  # else the remote store is asked, once
+                if self.linker.window_questions is None:  # else the remote store is asked, once
                     reach = path[: num_on_device + layers.most_pages][:limit]
             else:
-                inquiries = self.linker.inquiries
-                ask = None if inquiries is None else inquiries.ask
+                window_questions = self.linker.window_questions
+                ask = None if window_questions is None else window_questions.ask
                 points = PromptPoints(layers, self.store, space, path, limit, ask)
         anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
@@ -477,8 +477,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         if waiting is not None:
             resumes_at = resumes_at if points is None else waiting.prefix.resumes_at
             state_of(req).wanted = Wanted(path, waiting, resumes_at)
-        if self.linker.inquiries is not None and points is None:
-            self.linker.inquiries.begin(handle, prefix, key, tail, limit, resumable)
+        if self.linker.window_questions is not None and points is None:
+            self.linker.window_questions.begin(handle, prefix, key, tail, limit, resumable)
         if self.quotes is not None and images_of(req) is None:
             size = self.page_size
             self.quotes.begin(req, space, num_on_device * size, found.total * size)
@@ -617,7 +617,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     @property
     def _searches(self) -> list[Any]:
         """What looks for more than a waiting request's prefix."""
-        return [each for each in (self.quotes, self.linker.inquiries) if each is not None]
+        return [each for each in (self.quotes, self.linker.window_questions) if each is not None]
 
     def _drop_search(self, handle: Any) -> None:
         for search in self._searches:
@@ -641,8 +641,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Once a scheduler step: plans follow the queue, finished saves release their nodes."""
         if self.device_tree is not None:
             self.device_tree.new_step()
-        if self.linker.inquiries is not None:
-            self.linker.inquiries.step()
+        if self.linker.window_questions is not None:
+            self.linker.window_questions.step()
         self._drop_outputs(self.admission.step())
         self.metrics_reporter_hier.maybe_publish()
 

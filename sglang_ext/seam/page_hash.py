@@ -1,6 +1,8 @@
 """SGLang's radix keys and page hashes, for everything in the plugin that names pages.
 
-A page's hash is chained from the root of its prompt, so equal hashes mean equal prefixes. With an
+A page's hash is chained from the root of its prompt, so equal hashes mean equal prefixes: SGLang
+hashes the tokens, `extra_key` and salt. Model and weights are in no hash; they are the namespace
+beside it (`identity/namespace.py`). With an
 EAGLE draft model SGLang's keys are of pairs, each token with the next one, as its draft's KV of a
 token depends on the next one: then N tokens are N - 1 pairs, and a page is named by P + 1 tokens.
 """

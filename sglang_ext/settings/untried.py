@@ -1,4 +1,4 @@
-"""What the modes that were not tried with everything say of what they were not tried with."""
+"""Refusals of modes that were run with some of SGLang's arguments only: rows, and their words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def on(value: Any) -> str:
-    """What came where a switch should be off: "" where it is off."""
+    """The words for a switch that came on and should be off; "" where it is off."""
     return "it" if value else ""
 
 

@@ -14,11 +14,12 @@ everything that decides start_k+1 is part of it already. A longer prompt with th
 therefore goes through the same places, then perhaps further ones.
 
 Two things differ from turn to turn without the content: where the turn ends, which only says how
-many of the places are passed, and the room that its output wants. Room counts in classes: the
-places are those of a window of `(context - head) * q^j`, for the j that is the last not below the
-window that this turn has, with q = (3 + ratio) / 4, which is 7/8 for a ratio of a half. Within a
-class more room only passes a place earlier. From class to class the places differ: each has its
-own sequence, to which a conversation comes back with its room.
+many of the places are passed, and the room that its output wants. So that a little more or less of
+`max_new_tokens` does not move the places, room counts in classes: the places are those of a window
+of `(context - head) * q^j`, for the largest j that leaves it no smaller than the window of this
+turn, with q = (3 + ratio) / 4, which is 7/8 for a ratio of a half. Within a class more room may
+pass one place more, earlier in the conversation, and moves none. Another class has other places;
+a conversation that asks for its old room again comes back to those of before.
 """
 
 from __future__ import annotations

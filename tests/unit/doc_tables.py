@@ -1,9 +1,10 @@
-"""Tables of the documents, as the code has them: flags, and what is served and what refused."""
+"""Tables of the documents, as the code has them: flags, threads, what is served or refused."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
+from sglang_ext.assembly.threads import FRONT, SCHEDULER, THREADS
 from sglang_ext.settings.arguments import FREE, LIMITED, flag
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.model_kinds import MODEL_KINDS, SERVED_MODES
@@ -59,6 +60,20 @@ def free_table() -> str:
         shown = " ".join(f"`{flag(name)}`" for name in names if not name.startswith("_"))
         lines.append(f"| {about} | {shown} |")
     return "\n".join(lines)
+
+
+def thread_table() -> str:
+    """All threads, SGLang's own first; docs/architecture.md holds exactly this."""
+    lines = [
+        "| thread | runs in | may wait for |",
+        "|---|---|---|",
+        f"| SGLang's scheduler | `seam/` | {SCHEDULER} |",
+    ]
+    for each in THREADS:
+        names = ", ".join(f"`{name}`" for name in each.names)
+        only = f" (with {each.only_with})" if each.only_with else ""
+        lines.append(f"| {names}{only} | `{each.runs_in}` | {each.may_wait_for} |")
+    return "\n".join([*lines, f"| those of the front process | `seam/hooks/front.py` | {FRONT} |"])
 
 
 def all_tables() -> dict[str, str]:

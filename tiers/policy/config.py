@@ -26,11 +26,9 @@ class PolicyConfig:
         pin_share: pinned pages leave last while they are no more than this share of a tier.
         shares: of each tier that tenants have by right, each above 0, at most 1 together; tenant n
             has the n-th, from 1 on, and 0 stands for all others, who have the rest.
-        capacity_pages: pages of the tier for which return times and base order are compared;
-            0 for `num_rows`.
 
     Raises:
-        ValueError: the order is not known, or the capacity is negative.
+        ValueError: the order is not known, or a share is none.
     """
 
     order: str = "lru"
@@ -38,7 +36,6 @@ class PolicyConfig:
     return_times: bool = True
     pin_share: float = 0.0
     shares: tuple[float, ...] = ()
-    capacity_pages: int = 0
 
     def __post_init__(self) -> None:
         base_order(self.order)
@@ -48,10 +45,6 @@ class PolicyConfig:
             raise ValueError(f"shares are up to {MAX_TENANTS}, each above 0, got {self.shares}")
         if sum(self.shares) > 1 + 1e-9:
             raise ValueError(f"shares are at most 1 together, got {sum(self.shares):g}")
-        if self.capacity_pages < 0:
-            raise ValueError(
-                f"capacity_pages is a number of pages or 0 for all rows, got {self.capacity_pages}"
-            )
 
 
 LEAST_RECENT: Final = PolicyConfig(lookahead=False, return_times=False)

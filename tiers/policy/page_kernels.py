@@ -15,19 +15,16 @@ from sglang_ext.tiers.compiled import compiled
 NONE = -1
 _CAP = 255
 
-# A class is (turn, path length, uses) in four steps each, or "last page of its path" and turn, or
-# "left behind": a conversation that was cut has gone on without the page, or "in use": a request
-# that has not ended yet computed it or came to reuse it. Those behind these are from hints: the
-# conversation is over, somebody pinned it or said that it may leave one tier (then it stands there
-# in that class instead of its own), or it comes back in a time of this length.
-NUM_INNER = 64
-LEFT_BEHIND = NUM_INNER + 4
-IN_USE = LEFT_BEHIND + 1
-NUM_LEARNED = IN_USE + 1  # of which return times are learned
-ENDED = NUM_LEARNED
-PINNED = ENDED + 1
-DEMOTED = PINNED + 1
-HINTED = DEMOTED + 1  # the first of them
+# Classes of pages, in this order:
+NUM_INNER = 64  # turn, length of the path and uses, four steps each
+# Then four: the last page of a path, by turn.
+LEFT_BEHIND = NUM_INNER + 4  # a conversation that was cut has gone on without the page
+IN_USE = LEFT_BEHIND + 1  # a request that has not ended computed it or came to reuse it
+NUM_LEARNED = IN_USE + 1  # return times are learned of all up to here; those behind are of hints
+ENDED = NUM_LEARNED  # the conversation is over
+PINNED = ENDED + 1  # somebody pinned it
+DEMOTED = PINNED + 1  # it may leave one tier, and has this class there instead of its own
+HINTED = DEMOTED + 1  # the first of those that come back in a time of this length
 NUM_HINTED = 27  # bins of ages: see `return_kernels.age_bin`
 NUM_CLASSES = HINTED + NUM_HINTED
 

@@ -1,4 +1,6 @@
-"""The placement policy: what the queue needs, what to fetch ahead and what may leave.
+"""The placement policy: what is known of pages and of the queue, and what to fetch ahead.
+
+What leaves a tier is decided by this knowledge in `tier_lists.py`.
 
 Source: AttentionStore, section 3.3. Pure: clock, queue and pages are arguments. The same code
 decides in the server, where a row is a row of the page index, and in `python -m bench policies`,
@@ -29,7 +31,9 @@ _DEFAULT = PolicyConfig()
 
 
 class PlacementPolicy:
-    """Decides which pages to fetch ahead and which may leave.
+    """What is known of pages and of the queue; decides which pages to fetch ahead.
+
+    `add_tier` makes the lists (`TierLists`) that decide by it which pages leave that tier.
 
     A path is the rows of a prefix, root first. A request is any hashable id. Rows that do not exist
     are passed over. Not locked: the owner's lock is held around every call. Each call costs time in

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.compiled import compiled
 from sglang_ext.tiers.linked_rows import NONE, append, cut
-from sglang_ext.tiers.policy.page_kernels import IN_USE, LEFT_BEHIND, NUM_INNER
-from sglang_ext.tiers.policy.page_kernels import NUM_LEARNED as NUM_CLASSES
+from sglang_ext.tiers.policy.page_kernels import IN_USE, LEFT_BEHIND, NUM_INNER, NUM_LEARNED
 
 WAYS = 8
 NUM_BINS = 27  # of age: three in two octaves from half a second to a day, the last one open
@@ -23,11 +22,11 @@ _FIRST_S = 0.5
 _BINS_PER_OCTAVE = 1.5
 _PRIOR = 16.0  # returns that a class is taken to have seen at the common rate
 
-# Slots of `counts`
+# Places of `counts`
 HITS_BASE, HITS_SCORE, ONLY_ONE, USES, SIZE_BASE, SIZE_SCORE, STAMP = range(7)
 
 
-class GhostCache(NamedTuple):
+class SampledPages(NamedTuple):
     """Sampled pages, in sets of `WAYS`; and the statistics.
 
     Attributes:
@@ -37,11 +36,11 @@ class GhostCache(NamedTuple):
         base_prev, base_next, score_prev, score_next: i32 per slot, lists of the two caches; -2
             in `*_prev` where the page is not in that cache.
         base_ends: i32[2, 1], oldest and youngest of the base cache.
-        score_ends: i32[2, NUM_CLASSES], of each class of the other.
+        score_ends: i32[2, NUM_LEARNED], of each class of the other.
         stamp: i64 per slot, when it was linked last.
-        hits: f64[NUM_CLASSES, NUM_BINS], returns by class and age.
-        exits: f64[NUM_CLASSES, NUM_BINS], pages that left the directory unreturned.
-        scores: f64[NUM_CLASSES, NUM_BINS].
+        hits: f64[NUM_LEARNED, NUM_BINS], returns by class and age.
+        exits: f64[NUM_LEARNED, NUM_BINS], pages that left the directory unreturned.
+        scores: f64[NUM_LEARNED, NUM_BINS].
         counts: i64[7].
     """
 
@@ -61,18 +60,18 @@ class GhostCache(NamedTuple):
     counts: npt.NDArray[np.int64]
 
 
-def new_directory(num_slots: int) -> GhostCache:
+def new_directory(num_slots: int) -> SampledPages:
     """An empty directory; `num_slots` is a power of two and at least `WAYS`."""
     links: list[Any] = [np.full(num_slots, -2, np.int32) for _ in range(4)]
-    tables: list[Any] = [np.zeros((NUM_CLASSES, NUM_BINS)) for _ in range(3)]
-    make: Any = GhostCache
-    directory: GhostCache = make(
+    tables: list[Any] = [np.zeros((NUM_LEARNED, NUM_BINS)) for _ in range(3)]
+    make: Any = SampledPages
+    directory: SampledPages = make(
         np.zeros(num_slots, np.uint64),
         np.zeros(num_slots, np.uint8),
         np.zeros(num_slots),
         *links,
         np.full((2, 1), NONE, np.int32),
-        np.full((2, NUM_CLASSES), NONE, np.int32),
+        np.full((2, NUM_LEARNED), NONE, np.int32),
         np.zeros(num_slots, np.int64),
         *tables,
         np.zeros(7, np.int64),
@@ -153,7 +152,7 @@ def _slot_of(directory: Any, name: Any, h: Any, now_s: float) -> Any:
 def _shrink_score_cache(directory: Any, now_s: float) -> None:
     d = directory
     best, best_score, best_stamp = NONE, 0.0, 0
-    for kind in range(NUM_CLASSES):
+    for kind in range(NUM_LEARNED):
         slot = d.score_ends[0, kind]
         if slot == NONE:
             continue
@@ -292,8 +291,8 @@ def rescore(directory: Any, now_s: float, decay: float) -> None:
         widths[k] = _FIRST_S * 2.0 ** (k / _BINS_PER_OCTAVE) - low
     wide_hits = np.zeros((3, NUM_BINS))
     wide_risk = np.zeros((3, NUM_BINS))
-    risk = np.zeros((NUM_CLASSES, NUM_BINS))
-    for kind in range(NUM_CLASSES):
+    risk = np.zeros((NUM_LEARNED, NUM_BINS))
+    for kind in range(NUM_LEARNED):
         reached = 0.0
         for k in range(NUM_BINS - 1, -1, -1):
             reached += d.hits[kind, k] + lost[kind, k]
@@ -301,7 +300,7 @@ def rescore(directory: Any, now_s: float, decay: float) -> None:
         wide_hits[_wider_class(kind)] += d.hits[kind]
         wide_risk[_wider_class(kind)] += risk[kind]
     hazard = np.empty(NUM_BINS)
-    for kind in range(NUM_CLASSES):
+    for kind in range(NUM_LEARNED):
         wide = _wider_class(kind)
         returned, expected = _PRIOR, _PRIOR
         for k in range(NUM_BINS):

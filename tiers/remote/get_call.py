@@ -26,7 +26,7 @@ _OTHERS = frozenset(
 )
 
 
-class Reading:
+class GetState:
     """The state of one call. One thread.
 
     The first values of a group of requests are fetched together with the parts that the group

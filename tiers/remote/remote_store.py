@@ -25,7 +25,7 @@ from sglang_ext.tiers.remote.base import (
     value_name,
 )
 from sglang_ext.tiers.remote.breaker import BreakerConfig
-from sglang_ext.tiers.remote.get_call import Reading
+from sglang_ext.tiers.remote.get_call import GetState
 from sglang_ext.tiers.remote.guard import Guard
 from sglang_ext.tiers.remote.items import GetRequest, GetResult, HeadResult, OnResult, PutItem
 from sglang_ext.tiers.remote.put_call import Writing
@@ -202,7 +202,7 @@ class RemoteStore:
             One result a request, in order.
         """
         names = self._names([request.key for request in requests])
-        reading = Reading(names, requests, on_result, self._part_bytes, self._seals)
+        reading = GetState(names, requests, on_result, self._part_bytes, self._seals)
         deadline = self._deadline(timeout_s)
         error = self._guard.run(
             lambda: reading.run(self._engine, deadline), failed=reading.is_all_garbage
@@ -434,7 +434,7 @@ class RemoteStore:
             return found
         return [error if item is Outcome.UNAVAILABLE else item for item in found]
 
-    def _count_reads(self, reading: Reading) -> None:
+    def _count_reads(self, reading: GetState) -> None:
         self.counters.add("get_records", len(reading.results))
         self.counters.add("get_bytes", reading.num_bytes)
         for result in reading.results:

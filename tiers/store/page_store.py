@@ -29,8 +29,8 @@ from sglang_ext.tiers.store.gate import Gate
 from sglang_ext.tiers.store.key_spaces import KeySpaces
 from sglang_ext.tiers.store.movers.lookahead import LookAhead
 from sglang_ext.tiers.store.movers.promoter import Promoter
-from sglang_ext.tiers.store.movers.read_meter import OnMeasured, ReadMeter
 from sglang_ext.tiers.store.movers.spiller import Spiller
+from sglang_ext.tiers.store.movers.transfer_meter import OnMeasured, TransferMeter
 from sglang_ext.tiers.store.remote.coded_remote import OpenCoded
 from sglang_ext.tiers.store.remote.leaving_pages import LeavingPages
 from sglang_ext.tiers.store.remote.put_share import EVERY_PAGE, PutShare
@@ -125,7 +125,7 @@ class PageStore:
             config: the settings.
             transcoder: codes pages for the disk; None stores them as they are, and treats records
                 that are coded as misses.
-            on_read: takes measurements of the disk's speed; see `ReadMeter`.
+            on_read: takes measurements of the disk's speed; see `TransferMeter`.
             keep_raw: says when the transcoder is not worth its time; None: it always is.
             remote: a store that other servers share; None for none. Closed with this one.
             on_fetch: takes measurements of its speed.
@@ -144,8 +144,7 @@ class PageStore:
         self._packed = transcoder is not None and transcoder.encodes
         policy: PlacementPolicy | None = None
         if config.placement is not None:
-            placement = replace(config.placement, capacity_pages=arena.num_slots)
-            policy = PlacementPolicy(index.capacity, placement)
+            policy = PlacementPolicy(index.capacity, config.placement)
         self._spaces = KeySpaces()
         self._clock = clock
         self._books = Books(
@@ -162,8 +161,8 @@ class PageStore:
         )
         self.gate = Gate(self.counters, self.end_load)
         self.lookahead = LookAhead(self._books, policy) if policy is not None else None
-        self._fetch_meter = ReadMeter(on_fetch)
-        self._read_meter = ReadMeter(on_read, clock)
+        self._fetch_meter = TransferMeter(on_fetch)
+        self._read_meter = TransferMeter(on_read, clock)
         self._remote: RemotePages | None = None
         self._leaving: LeavingPages | None = None
         self._spiller: Spiller | None = None

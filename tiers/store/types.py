@@ -174,7 +174,7 @@ class Plan:
         self.num_reserved = 0
         self.failed = False
         self.slots: Slots = np.empty(0, np.int32)  # pinned by this plan; guarded by the store
-        # A page could not be fetched for want of a slot, or is in another request's hands.
+        # No slot was free for a page, or another request fetches it: worth planning again later.
         self.lacked_room = False
         self.fetch_failed = False  # the remote store did not give what it said it had
         # Which pages of the prefix came from the remote store; written by the thread that fetches.

@@ -1,4 +1,4 @@
-"""What the load path asks of a device: streams, events, copies, memory.
+"""What the load path and the save path ask of a device: streams, events, copies, memory.
 
 As on CUDA: work that is queued on a stream runs in its order, at any time after it was queued; an
 event stands for what was queued on a stream when it was recorded; nothing else orders anything.

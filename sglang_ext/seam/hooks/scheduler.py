@@ -108,7 +108,7 @@ def _made(scheduler: Any, req: Any, message: Any) -> None:
 
 
 def _after_images(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
-    """One that is not made of a client's message stays one of which nothing is known."""
+    """A request was given its images. Of one that SGLang made itself, no client, none are known."""
     cache = getattr(new_requests.scheduler, "tree_cache", None)
     if isinstance(cache, HierKVRadixCache):
         cache.media.arrived(self)

@@ -201,7 +201,7 @@ class QueueWorld(TextScheduler, World):
         for child, row in zip(self._names(could_go), could_go.tolist(), strict=True):
             parent = self.parents.get(child)
             if parent in places and places.get(child, len(places)) > places[parent]:
-                if rows[parent] not in books.table.lineage.above(row)[:1]:
+                if rows[parent] not in books.table.parents.above(row)[:1]:
                     self.num_unknown_links += 1
                     continue
                 # Raised later: this runs on the store's threads too.

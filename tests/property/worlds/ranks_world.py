@@ -307,7 +307,7 @@ class Rank:
         self.by_cost = policy == "cost" and not reads
         self.waiting_room = WaitingRoom(
             self.store, prefetch_policy=policy, prefetch_timeout_ms=TIMEOUT_MS,
-            cost=self._load_or_compute() if self.by_cost else None,
+            decider=self._load_or_compute() if self.by_cost else None,
         )  # fmt: skip
         self.linker = self
         self.hier_linker = self

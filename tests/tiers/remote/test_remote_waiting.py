@@ -65,7 +65,7 @@ class Server:
             self.store,
             prefetch_policy=policy,
             prefetch_timeout_ms=timeout_ms,
-            cost=judge if policy == "cost" else None,
+            decider=judge if policy == "cost" else None,
         )
         assert self.remote.wait_usable(WAIT_S)
 

@@ -56,7 +56,7 @@ class Rig:
         self.space = self.store.space(DIGEST)
         self.judge = LoadOrCompute(self.store, self.cost, page_tokens=P, kv_bytes_per_page=KV)
         self.room = WaitingRoom(
-            self.store, prefetch_policy="cost", prefetch_timeout_ms=200, cost=self.judge
+            self.store, prefetch_policy="cost", prefetch_timeout_ms=200, decider=self.judge
         )
 
     def save(self, hashes: Hashes) -> None:

@@ -23,8 +23,8 @@ from sglang_ext.device.windows.layers import WindowLayers  # noqa: E402
 from sglang_ext.ranks.consensus import Consensus, Report, _decode  # noqa: E402
 from sglang_ext.ranks.resume_promises import MAX_ROUNDS, ResumeBook  # noqa: E402
 from sglang_ext.seam.states.state_pages import StatePages  # noqa: E402
-from sglang_ext.seam.window_inquiry import WindowInquiries  # noqa: E402
 from sglang_ext.seam.window_pages import WindowPages  # noqa: E402
+from sglang_ext.seam.window_questions import WindowQuestions  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
@@ -303,13 +303,13 @@ def test_the_wait_for_a_remote_store_counts_from_the_first_question(
         return True
 
     monkeypatch.setattr(asks.store, "ask_remote", never_answered)
-    inquiries = WindowInquiries(
+    window_questions = WindowQuestions(
         asks.layers, asks.store, lambda *_: None, longest_s=2.0, clock=lambda: now_s[0]
     )
     for rank, num in ((asks, 2), (other, 4)):
         rank.damage = 0.0
         store_all(rank, hashes[:num], of_states=False)
-        ask = inquiries.ask if rank is asks else None
+        ask = window_questions.ask if rank is asks else None
         layers: Any = rank.windows
         points = PromptPoints(layers, rank.store, rank.space, hashes, 6, ask)
         rank.book.enter(HANDLE, ReusablePrefix(rank.space, hashes, 0, 255, points=points))

@@ -172,5 +172,5 @@ def test_without_a_head_nothing_of_it_is_kept_young(make: Make) -> None:
     lookahead.expect("cut", rig.space, np.ascontiguousarray(chat[6:]), 0)
     rows = rig.books.table.index.lookup(chat, rig.space.number)
     assert rig.books.table.index.lru_tail(6).tolist() == rows[:6][::-1].tolist()
-    assert rig.books.table.lineage.above(int(rows[9])).tolist() == rows[6:9][::-1].tolist()
+    assert rig.books.table.parents.above(int(rows[9])).tolist() == rows[6:9][::-1].tolist()
     rig.store.check()

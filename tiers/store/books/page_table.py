@@ -85,7 +85,7 @@ class PageTable:
         self.lock = threading.Lock()
         self.arena, self.index = arena, index
         self.policy, self.order, self.disk_order = policy, order, disk_order
-        self.lineage = PageParents(index.capacity)
+        self.parents = PageParents(index.capacity)
         self.lost = LostPages(index.capacity)
         self.waits = PageWaits()
         self.in_flight = InFlight(self.lock)
@@ -227,7 +227,7 @@ class PageTable:
         if why is not None and len(live):
             self.lost.note(*self.index.keys(live), why)
         self.take_off_disk(live)
-        self.lineage.forget(live)
+        self.parents.forget(live)
         self.policy.forget(live)
         self.waits.end(live, failed=True)  # the next page of these rows is another's
         return self.index.remove(rows)
@@ -241,12 +241,12 @@ class PageTable:
         """Makes a run of a path the most recent, and its predecessors more recent than the run."""
         self.index.lru_touch(rows[::-1])
         if len(rows) and rows[0] >= 0:
-            self.index.lru_touch(self.lineage.above(int(rows[0])))
+            self.index.lru_touch(self.parents.above(int(rows[0])))
         self.policy.touched(rows, self.now_s())
 
     def link(self, path: Rows) -> None:
         """Notes which page follows which."""
-        self.lineage.link(path)
+        self.parents.link(path)
         self.policy.link(path, self.now_s())
 
     def assign(self, rows: Rows, tenant: int) -> None:

@@ -34,9 +34,9 @@ class Saves:
         disk_floor: the best that the disk tier keeps: what its codec makes of an exact page.
 
     Attributes:
-        on_published: told of pages that became known, or known better: number of their key space,
-            hashes, rows of the path that leads to them, -1 for unknown pages, and theirs. Called
-            with the lock held.
+        on_published: told of pages that became known, or known better, with the lock held: the
+            number of their key space, their hashes, and the rows of the whole path, ancestors
+            first and then the pages themselves; -1 for those of which nothing is known.
     """
 
     def __init__(

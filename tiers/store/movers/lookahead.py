@@ -186,7 +186,7 @@ class LookAhead:
             left = self._policy.leave_behind(rows[first:end], table.now_s())
             if not len(left):
                 return
-            table.lineage.depart(rows[:first], rows[end:])
+            table.parents.depart(rows[:first], rows[end:])
             table.counters.add("left_behind_pages", len(left))
             if table.order.left_never_return:
                 table.index.lru_sink(left[::-1])

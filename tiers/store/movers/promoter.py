@@ -19,7 +19,7 @@ from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.disk_coding import PageDecoder
 from sglang_ext.tiers.store.executor import Executor, Job, Work
 from sglang_ext.tiers.store.movers.piece_size import PieceSize
-from sglang_ext.tiers.store.movers.read_meter import ReadMeter
+from sglang_ext.tiers.store.movers.transfer_meter import TransferMeter
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan, Rows, Slots
 from sglang_ext.tiers.transcoder import PageTranscoder
 
@@ -72,14 +72,14 @@ class Promoter(Work):
         disk: Tier,
         executor: Executor,
         transcoder: PageTranscoder | None = None,
-        meter: ReadMeter | None = None,
+        meter: TransferMeter | None = None,
         decoded: DecodedPages | None = None,
         rules: PageRules | None = None,
     ) -> None:
         self._table, self._lookups, self._plans = books.table, books.lookups, books.plans
         self._disk = disk
         self._decoder = PageDecoder(transcoder, self._table.arena.slot_bytes, decoded, rules)
-        self._meter = meter or ReadMeter()
+        self._meter = meter or TransferMeter()
         self._lock = threading.Condition()
         # Of the plans that begin now; noted under _lock.
         self._piece = PieceSize(PIECE_S, MIN_PIECE_BYTES, MAX_PIECE_BYTES)

@@ -25,7 +25,7 @@ from sglang_ext.tiers.remote.items import GetRequest
 from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
-from sglang_ext.tiers.store.movers.read_meter import ReadMeter
+from sglang_ext.tiers.store.movers.transfer_meter import TransferMeter
 from sglang_ext.tiers.store.remote.coded_remote import CodedRemote, Lookup, OpenCoded
 from sglang_ext.tiers.store.remote.fetch_queue import FetchQueue
 from sglang_ext.tiers.store.remote.put_share import EVERY_PAGE, PutShare
@@ -54,7 +54,7 @@ class RemotePages:
         books: Books,
         remote: RemoteStore,
         policy: str,
-        meter: ReadMeter | None = None,
+        meter: TransferMeter | None = None,
         decoded: DecodedPages | None = None,
         open_coded: OpenCoded | None = None,
         rules: PageRules | None = None,
@@ -90,7 +90,7 @@ class RemotePages:
             self._coded = open_coded(books, remote, self._decoded, self._rules)
         self.uploads = RemoteUploads(books.table, books.loads, remote, policy, self._coded, share)
         self._lookups: FetchQueue[Lookup] = FetchQueue(_FETCH_QUEUE)
-        self._meter = meter or ReadMeter()
+        self._meter = meter or TransferMeter()
         slot_bytes = self._table.arena.slot_bytes
         self._fetch_pages = max(1, min(_FETCH_PAGES, _FETCH_BYTES // slot_bytes))
         self._closing = threading.Event()

@@ -146,9 +146,13 @@ class Rig:
 
     def settle(self) -> None:
         assert self.store.wait_idle(300)
-        spills = self.store._books.spills.entries
-        self.until(lambda: not spills and not self.arena._pins.any())
+        self.until(self._is_settled)
         self.store.check()
+
+    def _is_settled(self) -> bool:
+        books = self.store._books
+        with books.table.lock:  # without it a batch is seen neither in the queue nor pinned
+            return not books.spills.entries and not self.arena._pins.any()
 
     def clean(self) -> None:
         """Has everything written, also by a policy that would wait with it."""

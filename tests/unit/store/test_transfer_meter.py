@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_ext.tiers.policy.cost_model import TransferBacklog
-from sglang_ext.tiers.store.movers.read_meter import ReadMeter
+from sglang_ext.tiers.store.movers.transfer_meter import TransferMeter
 
 
 class Rig:
@@ -14,7 +14,7 @@ class Rig:
     def __init__(self) -> None:
         self.now_s = 50.0
         self.measured: list[tuple[int, float, int, float]] = []
-        self.meter = ReadMeter(lambda *four: self.measured.append(four), lambda: self.now_s)
+        self.meter = TransferMeter(lambda *four: self.measured.append(four), lambda: self.now_s)
 
 
 def test_reads_that_overlap_count_once() -> None:

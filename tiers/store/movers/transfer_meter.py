@@ -18,7 +18,7 @@ OnMeasured = Callable[[int, float, int, float], None]
 """Called with bytes read, seconds of reading, raw bytes decoded, seconds of decoding."""
 
 
-class ReadMeter:
+class TransferMeter:
     """Counts what is queued and in flight, and measures. Thread-safe; every call is O(1).
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.windows.layers import WindowLayers, resume_length
-from sglang_ext.seam.window_inquiry import WindowInquiries
+from sglang_ext.seam.window_questions import WindowQuestions
 
 GROUPS, PAGES = 2, 2
 LAYERS = WindowLayers(PAGES, 64, (None,) * GROUPS, [])  # type: ignore[arg-type]
@@ -33,14 +33,14 @@ class Store:
     def page_states(self, space: Any, hashes: Any) -> Any:
         return np.array([row.tobytes() in self.here for row in hashes], np.uint8), None
 
-    def ask_remote(self, inquiry: Any) -> bool:
-        self.questions.append(inquiry)
+    def ask_remote(self, question: Any) -> bool:
+        self.questions.append(question)
         return True
 
     def answer(self) -> None:
-        for inquiry in self.questions:
-            inquiry.sizes = np.ones(leading(inquiry.hashes, self.remote), np.int64)
-            inquiry.done = True
+        for question in self.questions:
+            question.sizes = np.ones(leading(question.hashes, self.remote), np.int64)
+            question.done = True
         self.questions.clear()
 
 
@@ -70,7 +70,7 @@ def test_what_is_wished_for_is_there_and_is_the_furthest_of_what_was_asked_for()
         least = resumable(tail, here)
         entered: dict[str, ReusablePrefix] = {}
         store = Store(here, remote)
-        inquiries = WindowInquiries(
+        window_questions = WindowQuestions(
             LAYERS,
             store,  # type: ignore[arg-type]
             partial(enter, entered),
@@ -78,13 +78,13 @@ def test_what_is_wished_for_is_there_and_is_the_furthest_of_what_was_asked_for()
         )
         space: Any = SimpleNamespace()
         wish = ReusablePrefix(space, hashes[:above], above, 0)
-        inquiries.begin("one", wish, None, tail, num, least)
+        window_questions.begin("one", wish, None, tail, num, least)
         for _ in range(20):
             if store.questions:
-                assert not inquiries.may_admit("one")
-            inquiries.step()
+                assert not window_questions.may_admit("one")
+            window_questions.step()
             store.answer()
-        assert inquiries.may_admit("one")
+        assert window_questions.may_admit("one")
         num_full = leading(tail, here)
         num_full += leading(tail[num_full:], remote)
         best = resumable(tail[:num_full], here | remote)
@@ -121,7 +121,7 @@ def enter(entered: dict[Any, ReusablePrefix], handle: Any, wish: ReusablePrefix,
 def test_a_store_that_does_not_answer_is_waited_for_as_long_as_was_said() -> None:
     hashes = np.frombuffer(random.Random(1).randbytes(32 * 4), np.uint8).reshape(-1, 32)
     now, store = [0.0], Store(set(), set())
-    inquiries = WindowInquiries(
+    window_questions = WindowQuestions(
         LAYERS,
         store,  # type: ignore[arg-type]
         lambda handle, wish, key: None,
@@ -129,15 +129,15 @@ def test_a_store_that_does_not_answer_is_waited_for_as_long_as_was_said() -> Non
         clock=lambda: now[0],
     )
     space: Any = SimpleNamespace()
-    inquiries.begin("one", ReusablePrefix(space, hashes[:0], 0, 0), None, hashes, 4, 0)
+    window_questions.begin("one", ReusablePrefix(space, hashes[:0], 0, 0), None, hashes, 4, 0)
     (asked,) = store.questions
-    assert not inquiries.may_admit("one")
+    assert not window_questions.may_admit("one")
     now[0] = 2.0
-    assert inquiries.may_admit("one")
+    assert window_questions.may_admit("one")
     assert asked.cancelled
     store.remote_stalled_s = 3.0
-    inquiries.begin("two", ReusablePrefix(space, hashes[:0], 0, 0), None, hashes, 4, 0)
-    assert inquiries.may_admit("two")
+    window_questions.begin("two", ReusablePrefix(space, hashes[:0], 0, 0), None, hashes, 4, 0)
+    assert window_questions.may_admit("two")
 
 
 def test_a_rank_is_told_of_the_last_page_only_where_all_of_it_is_there() -> None:
@@ -152,14 +152,14 @@ def test_a_rank_is_told_of_the_last_page_only_where_all_of_it_is_there() -> None
         remote = {row.tobytes() for row in (*tail, *LAYERS.entries(tail))}
         remote |= {part for part in parts if rng.random() < 0.8}
         store = Store(here, remote)
-        inquiries = WindowInquiries(
+        window_questions = WindowQuestions(
             LAYERS,
             store,  # type: ignore[arg-type]
             lambda handle, wish, key: None,
             longest_s=30.0,
         )
         space: Any = SimpleNamespace()
-        question = inquiries.ask(space, tail, last, 0, 0)
+        question = window_questions.ask(space, tail, last, 0, 0)
         assert question is not None
         while not question.step():
             store.answer()
@@ -174,11 +174,11 @@ def test_a_rank_is_told_of_the_last_page_only_where_all_of_it_is_there() -> None
 def test_nothing_is_asked_for_a_rank_that_waits_for_nothing() -> None:
     hashes = np.frombuffer(random.Random(1).randbytes(32 * 4), np.uint8).reshape(-1, 32)
     store, space = Store(set(), set()), SimpleNamespace()
-    inquiries = WindowInquiries(
+    window_questions = WindowQuestions(
         LAYERS,
         store,  # type: ignore[arg-type]
         lambda handle, wish, key: None,
         longest_s=0.0,
     )
-    assert inquiries.ask(space, hashes, hashes[:0], 0, 0) is None  # type: ignore[arg-type]
+    assert window_questions.ask(space, hashes, hashes[:0], 0, 0) is None  # type: ignore[arg-type]
     assert not store.questions

@@ -41,7 +41,7 @@ class _Asked:
     question: WindowQuestion
 
 
-class WindowInquiries:
+class WindowQuestions:
     """The open questions, by the requests' handles.
 
     Args:
