@@ -279,6 +279,7 @@ def order_share(paths: Sequence[Ids], capacity: int, order: str, num_waiting: in
 def rows(
     paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: Sequence[int],
     page_bytes: int, write_policy: str = "write_through", hints: Sequence[str] = (), seed: int = 7,
+    *, queue_only: bool = False,
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Names and figures of one capacity, a share of the footprint."""
     footprint = len(np.unique(np.concatenate(paths)))
@@ -296,6 +297,8 @@ def rows(
     for num in known:
         runs: list[tuple[str, PolicyConfig | None, list[RequestHints | None] | None]]
         runs = [("on", PolicyConfig(), None), ("off", None, None)]
+        if queue_only:
+            runs.append(("on, queue only", PolicyConfig(return_times=False), None))
         times = return_times(paths, prefill_s, num or len(paths))
         for kind in hints:
             config = PolicyConfig(pin_share=PIN_SHARE)
@@ -328,6 +331,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--hints", nargs="+", default=(), choices=HINTS, help="clients say when chats come back"
     )
+    parser.add_argument(
+        "--queue-only", action="store_true", help="look-ahead without learned return times, too"
+    )
     parser.add_argument("--seed", type=int, default=7, help="of noisy and of shuffled hints")
     flags = parser.parse_args(arguments)
     lines = read_trace(flags.trace, limit=1500 if flags.quick else None)
@@ -344,6 +350,7 @@ def main(arguments: Sequence[str]) -> None:
             flags.write_policy,
             flags.hints,
             flags.seed,
+            queue_only=flags.queue_only,
         ):
             print(f"{name:42} {figures}", flush=True)
 
