@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang_ext.seam import kv_events  # noqa: E402
 from sglang_ext.seam.kv_events import TierEventRecorder  # noqa: E402
 from sglang_ext.seam.page_hash import hashes_of  # noqa: E402
-from sglang_ext.tiers.remote.base import RemoteKey  # noqa: E402
+from sglang_ext.tiers.remote.base import Outcome, RemoteKey  # noqa: E402
 from sglang_ext.tiers.store.remote import sightings  # noqa: E402
 from testkit.kv_reader import KvIndex  # noqa: E402
 from testkit.remote.redis_server import RedisServer, redis_binary  # noqa: E402
@@ -221,3 +221,19 @@ def test_nothing_is_believed_when_more_happened_than_was_kept(
     assert one.host.count("kv_events_overrun") == 1
     one.host.sizes(hashes)
     assert one.told(0) == PAGES
+
+
+def test_a_page_is_there_at_any_of_its_levels_and_silence_says_nothing() -> None:
+    heard = sightings.Sightings()
+    page, other = bytes(32), bytes([1]) * 32
+    keys = [RemoteKey(OTHER, page, b"", level) for level in ("hier.2", "raw")]
+    keys += [RemoteKey(OTHER, other, b"", level) for level in ("hier.2", "raw")]
+    heard.hear(keys, [Outcome.OK, Outcome.MISSING, Outcome.MISSING, Outcome.REJECTED])
+    heard.hear(keys[:2], [Outcome.TIMEOUT, Outcome.UNAVAILABLE])
+    heard.hear(keys[1:2], [Outcome.KEPT])
+    taken = heard.take()
+    assert taken is not None
+    assert [(each.page_hash, each.is_there) for each in taken] == [
+        (page, True), (other, False), (page, True),
+    ]  # fmt: skip
+    assert not heard.take()
