@@ -411,6 +411,7 @@ def test_an_answer_made_in_the_background_is_kept_with_its_report(
         raw = client.responses.with_raw_response.retrieve(queued.id)
         assert "x-hier-kv" not in raw.headers  # of another HTTP request, which had no prompt
         assert raw.parse().usage == answer.usage
+        assert answer.usage is not None
         return answer.usage.input_tokens_details
 
     ask(200)

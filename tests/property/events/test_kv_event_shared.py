@@ -148,7 +148,8 @@ def test_a_damaged_value_is_not_there(make: Any, redis: RedisServer) -> None:
     two.compute(0)
     two.host.sizes(hashes)
     assert two.told(0) == PAGES
-    for name in redis.call("KEYS", "*"):
+    names: Any = redis.call("KEYS", "*")
+    for name in names:
         redis.call("SETRANGE", name, "600", "damage")
     two.host.plan(hashes)
     assert two.told(0) == 0

@@ -99,14 +99,14 @@ class Pins:
 
 
 @compiled
-def _may_give(pages: Any, timers: Any, row: int, owner: int, due_s: float) -> bool:
+def _may_give(pages: Any, timers: Any, row: Any, owner: int, due_s: float) -> Any:
     """Whether a pin of an owner may give way to one that ends at a time."""
     mine = pages.pinned[row] == GIVES_WAY and timers.owner[row] == owner
     return mine and timers.due_s[row] < due_s
 
 
 @compiled
-def _at_once(timers: Any, row: int, other: int) -> bool:
+def _at_once(timers: Any, row: Any, other: Any) -> Any:
     """Whether another page, or none, was pinned with one."""
     return other != NONE and timers.due_s[other] == timers.due_s[row]
 
