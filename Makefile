@@ -33,7 +33,7 @@ help:
 	@echo "make dist    wheel and source archive, checked and installed on their own"
 	@echo "make test    all tests; TESTS=unit for some, WORKERS=1 for one at a time"
 	@echo "make late    tests while the plugin's threads are late at random; TESTS=e2e/reuse LATE=1:2000"
-	@echo "make pythons unit and tier tests under the other Pythons that are supported and here"
+	@echo "make pythons unit and tier tests, and some with servers, under the other Pythons that are supported and here"
 	@echo "make bench   benchmarks; CASE=serve BENCH_ARGS='--json build/serve.json' for one"
 	@echo "make docs    the documents as a site, in build/site"
 	@echo "make gpu-kit a tar for a machine with a CUDA device: kernels and copies, without SGLang or a network"

@@ -22,6 +22,7 @@ from sglang_ext.cli.stored.commands import add_commands as add_stored_commands
 from sglang_ext.cli.warm.command import add_command as add_warm
 
 _ENV_API_KEY = "SGLANG_HIER_KV_API_KEY"
+_MAX_EVERY_S = 86400
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{chosen.command} needs {error.name}, which is not installed here; run it where SGLang"
             " is, or pip install 'sglang-hier-kv[sglang]'."
         )
-    except (ValueError, OSError, ImportError) as error:
+    except KeyboardInterrupt:
+        return 130  # as of a program that the signal ended
+    except OSError as error:
+        said = str(error)
+        if error.filename is not None and error.strerror:
+            said = f"{str(error.filename)!r}: {error.strerror}"
+    except (ValueError, ImportError) as error:
         said = str(error)
     print(f"hier-kv: {said}", file=sys.stderr)  # noqa: T201
     return 1
@@ -166,8 +173,10 @@ def _top(chosen: argparse.Namespace) -> int:
     from sglang_ext.cli.server_stats import State, fetch
     from sglang_ext.cli.server_stats import describe as lines_of
 
-    if chosen.every <= 0 or (chosen.count is not None and chosen.count < 1):
-        raise ValueError("--every and --count must be above 0")
+    if not 0 < chosen.every <= _MAX_EVERY_S:
+        raise ValueError(f"--every must be above 0 and at most {_MAX_EVERY_S} s")
+    if chosen.count is not None and chosen.count < 1:
+        raise ValueError("--count must be above 0")
     before: list[State] = []
     looked_s, num_looks = time.monotonic(), 0
     with contextlib.suppress(KeyboardInterrupt):

@@ -49,6 +49,12 @@ def server_info(url: str, api_key: str = "", timeout_s: float = _TIMEOUT_S) -> A
     address = address_of(url, "/server_info")
     try:
         return ask(address, api_key, timeout_s=timeout_s)
+    except urllib.error.HTTPError as error:
+        if error.code not in (401, 403):
+            raise _no_server(address, error) from error
+        raise ServerStatsError(
+            f"{address} answers {error.code}: {reason_of(error)}; give SGLang's --api-key"
+        ) from error
     except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         raise _no_server(address, error) from error
 

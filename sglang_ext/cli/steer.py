@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
 import os
 import sys
 import urllib.error
@@ -76,14 +77,17 @@ def admin_key_of(chosen: argparse.Namespace) -> str:
 def _steer(chosen: argparse.Namespace) -> int:
     from sglang_ext.cli.server_stats import ServerStatsError, address_of, ask, reason_of
 
-    address = address_of(chosen.url, "/hier_kv/steer")
+    address, body = address_of(chosen.url, "/hier_kv/steer"), body_of(chosen)
     try:
-        answer = ask(address, admin_key_of(chosen), body_of(chosen))
+        answer = ask(address, admin_key_of(chosen), body)
+        lines = lines_of(answer)
     except urllib.error.HTTPError as error:
         raise ServerStatsError(f"{address} answers {error.code}: {reason_of(error)}") from error
-    except http.client.HTTPException as error:
-        raise ServerStatsError(f"{address} gives no answer ({error}).") from error
-    print(json.dumps(answer) if chosen.json else "\n".join(lines_of(answer)))  # noqa: T201
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
+        raise ServerStatsError(f"{address} gives no answer ({error}); is it up?") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ServerStatsError(f"{address} answers as no server with --enable-hier-kv") from error
+    print(json.dumps(answer) if chosen.json else "\n".join(lines))  # noqa: T201
     return 0
 
 
@@ -99,13 +103,22 @@ def lines_of(answer: Any) -> list[str]:
 
 
 def body_of(chosen: argparse.Namespace) -> dict[str, Any]:
-    """What the server is asked for."""
+    """What the server is asked for.
+
+    Raises:
+        ValueError: a file cannot be read as what it should be, or a time is none.
+    """
     body: dict[str, Any]
-    if chosen.text is not None:
-        is_stdin = chosen.text == "-"
-        body = {"text": sys.stdin.read() if is_stdin else Path(chosen.text).read_text("utf-8")}
-    else:
-        body = {"input_ids": json.loads(Path(chosen.ids).read_text("utf-8"))}
+    path = chosen.ids if chosen.text is None else chosen.text
+    try:
+        text = sys.stdin.read() if chosen.text == "-" else Path(path).read_text("utf-8")
+        body = {"input_ids": json.loads(text)} if chosen.text is None else {"text": text}
+    except (ValueError, RecursionError) as error:
+        expected = "a JSON list of token ids" if chosen.text is None else "text in UTF-8"
+        raise ValueError(f"{path}: expected {expected} ({error})") from error
+    for name in _TIMES:
+        if (seconds := getattr(chosen, name)) is not None and not 0 < seconds < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0 s, got {seconds:g}")
     body |= {name: True for name in _FLAGS if getattr(chosen, name)}
     names = ("cache_salt", "extra_key", *_TIMES)
     given = {name: getattr(chosen, name) for name in names}

@@ -1,9 +1,10 @@
 """SGLang's KV events, with those of the tiers below the device: for routers that know who has what.
 
 SGLang tells of pages on the device (medium `GPU`). Here pages are followed on: `CPU_PINNED` is
-DRAM, `DISK` the disk. A router that reads a page's tokens and its parent from an event can find it
-without asking, so only pages whose tokens are known are told of: those that this process had on the
-device. What a store that servers share has is not told: it drops pages and tells nobody.
+DRAM, `DISK` the disk, `EXTERNAL` a store that servers share. A router that reads a page's tokens
+and its parent from an event can find it without asking, so only pages whose tokens are known are
+told of: those that this process had on the device. A shared store drops pages and tells nobody: of
+it is told what this process last found out (`Sightings`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, Stora
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
 from sglang_ext.device.transfers import Hashes
+from sglang_ext.tiers.remote.items import OnKnown
 from sglang_ext.tiers.store.gate import Gate
+from sglang_ext.tiers.store.remote.sightings import Sightings
 from sglang_ext.tiers.store.types import ON_DISK, READY, StoreCounters
 
 # Pages told of in one go, on the scheduler's thread: each takes some microseconds.
@@ -30,6 +33,10 @@ _PAGES_A_TURN = 2048
 _MAX_MOVED = 1 << 17
 # Pages in the tiers that are told of, about 700 bytes each; more stay untold, and are counted.
 _MAX_TOLD = 1 << 19
+# Those of them that a shared store has. Of more, the ones that were used longest ago are taken back
+# unasked: nobody says when they go, and what this server has itself must find room.
+_MAX_SHARED = 1 << 18
+_SHARED = 64  # beside READY and ON_DISK in `_Page.told`
 
 
 class FollowedStore(Protocol):
@@ -38,11 +45,14 @@ class FollowedStore(Protocol):
     counters: StoreCounters
     gate: Gate
 
-    def follow(self, on_moved: Callable[[Hashes], None]) -> None:
-        """Has somebody told of pages that move."""
+    def follow(self, on_moved: Callable[[Hashes], None], on_known: OnKnown) -> None:
+        """Has somebody told of pages that move, and what is found out of the shared store."""
 
     def tiers_of(self, hashes: Hashes) -> npt.NDArray[np.uint8]:
         """Where pages are now."""
+
+    def open_spaces(self) -> set[tuple[bytes, bytes]]:
+        """Namespace and adapter of what may be used now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +105,7 @@ class TierEventRecorder(KVCacheEventRecorder):
             lora_names=device.lora_names,
         )
         disk = StorageMedium.DISK if records_on_disk else StorageMedium.CPU
-        self._media = {READY: StorageMedium.CPU, ON_DISK: disk}
+        self._media = {READY: StorageMedium.CPU, ON_DISK: disk, _SHARED: StorageMedium.EXTERNAL}
         self._store = store
         self._epoch = store.gate.epoch
         self._max_seen_pages = max_seen_pages
@@ -105,12 +115,14 @@ class TierEventRecorder(KVCacheEventRecorder):
         # Of these, in order: those to look at, and those that are to be taken back before.
         self._pending: OrderedDict[bytes, None] = OrderedDict()
         self._gone: OrderedDict[bytes, None] = OrderedDict()
+        self._shared: OrderedDict[bytes, None] = OrderedDict()  # in the store, by their last use
+        self._sightings = Sightings()
         self._moved: deque[Hashes] = deque()  # guarded by _lock, as is the next
         self._num_moved = 0  # pages in it, and those that it had no room for
         self._lock = threading.Lock()
         self._queue = device.take()
         if self.enabled:
-            store.follow(self._hear)
+            store.follow(self._hear, self._sightings.hear)
 
     # ---- what happens ----
 
@@ -169,14 +181,16 @@ class TierEventRecorder(KVCacheEventRecorder):
                     self._seen.move_to_end(key)
                 parent = block
         while len(self._seen) > self._max_seen_pages:
-            self._seen.popitem(last=False)
+            self._shared.pop(self._seen.popitem(last=False)[0], None)
 
     def _follow(self) -> None:
         """Tells of pages that moved."""
         if self._epoch is not self._store.gate.epoch:
             self._epoch = self._store.gate.epoch
             self._gone.update(dict.fromkeys(self._told))
+            self._lose_shared(len(self._shared))
         self._take_moved()
+        self._take_sightings()
         num_left = _PAGES_A_TURN
         gone = _first(self._gone, num_left)
         if gone:
@@ -185,7 +199,9 @@ class TierEventRecorder(KVCacheEventRecorder):
         keys = _first(self._pending, num_left)
         if keys:
             rows = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
-            self._say(keys, self._store.tiers_of(rows).tolist())
+            tiers = self._store.tiers_of(rows).tolist()
+            shared = [_SHARED if key in self._shared else 0 for key in keys]
+            self._say(keys, [here | there for here, there in zip(tiers, shared, strict=True)])
 
     def _take_moved(self) -> None:
         """Pages that moved and that one can tell of are looked at next."""
@@ -202,6 +218,30 @@ class TierEventRecorder(KVCacheEventRecorder):
                 key = row.tobytes()
                 if key in self._told or key in self._seen:
                     self._pending[key] = None
+
+    def _take_sightings(self) -> None:
+        """What was found out of the shared store is told next; of other weights it says nothing."""
+        sightings = self._sightings.take()
+        if sightings is None:
+            self._store.counters.add("kv_events_overrun")
+            self._lose_shared(len(self._shared))
+            return
+        spaces = self._store.open_spaces() if sightings else set()
+        for namespace, lora, key, is_there in sightings:
+            if (namespace, lora) not in spaces or (key not in self._told and key not in self._seen):
+                continue
+            if is_there != (key in self._shared):
+                self._pending[key] = None
+            if is_there:
+                self._shared[key] = None
+                self._shared.move_to_end(key)
+            else:
+                self._shared.pop(key, None)
+        self._lose_shared(len(self._shared) - _MAX_SHARED)
+
+    def _lose_shared(self, num: int) -> None:
+        """The first of the pages in the shared store are said to be there no more."""
+        self._pending.update(dict.fromkeys(_first(self._shared, max(0, num))))
 
     def _say(self, keys: list[bytes], tiers: list[int]) -> None:
         """Says where pages are, as far as that is news."""

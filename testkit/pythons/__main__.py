@@ -1,10 +1,10 @@
-"""The tests without servers under the other Pythons: ``python -m testkit.pythons [VERSION...]``.
+"""Tests under the other Pythons, some with servers: ``python -m testkit.pythons [VERSION...]``.
 
 Makes an environment for each in ``build/pythons``, once, with the pinned packages; 6 GB, as torch
 comes with CUDA where no other build of it is found. torch is the one that SGLang's release pins,
 which is newer than the CPU build that `make dev` installs; ``--torch`` takes another. Its own
 triton is taken. SGLang is installed without its dependencies, as `make dev` does. ``--tests`` runs
-others, with servers, too.
+others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from testkit.pythons import interpreters
 from testkit.pythons.interpreters import ROOT
 
 ENVIRONMENTS = ROOT / "build" / "pythons"
-TESTS = ("tests/unit", "tests/tiers")
+# Of those with servers: restored answers bit for bit, every interface of SGLang's, its events.
+TESTS = (
+    "tests/unit",
+    "tests/tiers",
+    "tests/e2e/reuse/test_equality.py",
+    "tests/e2e/start/test_interfaces.py",
+    "tests/e2e/reuse/test_kv_events.py",
+)
 _CHOSEN_BY_TORCH = re.compile(r"(torch|triton)\b(?!-)")
 
 

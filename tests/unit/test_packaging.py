@@ -140,7 +140,7 @@ def test_the_package_list_names_every_package() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
-    tracked = ["pyproject.toml", "README.md", "LICENSE", "sglang_ext", *LINKED]
+    tracked = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "sglang_ext", *LINKED]
     source = tmp_path / "source"
     source.mkdir()
     subprocess.run(["cp", "-a", *(str(ROOT / name) for name in tracked), str(source)], check=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -38,3 +41,33 @@ def test_the_wheel_is_tested_under_the_other_pythons_that_are_here(
     assert [each.is_tested for each in found if each.built == Path("a.tar.gz")] == [False]
     said = capsys.readouterr().out.splitlines()
     assert said == [f"wheel, Python {version}: not on this machine" for version in rest]
+
+
+@pytest.fixture(scope="module")
+def setup() -> ModuleType:
+    """`setup.py`, of which nothing is run."""
+    spec = importlib.util.spec_from_file_location("hier_kv_setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_into_the_tree_lead_to_the_repository_where_it_has_an_address(
+    setup: ModuleType,
+) -> None:
+    text = "[a](docs/a.md#b), [s](https://s) and [here](#b)\n![d](docs/d.png)\n"
+    assert setup.description(text, "https://host/us/it", "1.2") == (
+        "[a](https://host/us/it/blob/v1.2/docs/a.md#b), [s](https://s) and [here](#b)\n"
+        "![d](https://host/us/it/raw/v1.2/docs/d.png)\n"
+    )
+    assert setup.description(text, "", "1.2") == "a, [s](https://s) and [here](#b)\n\n"
+
+
+def test_the_description_on_pypi_has_no_link_that_leads_nowhere(setup: ModuleType) -> None:
+    text = setup.published_description()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.splitlines()[0] == readme.splitlines()[0]
+    assert len(re.findall(r"\]\((?!https?:|#)", readme)) > 30
+    assert re.findall(r"\]\((?!https?:|#)", text) == []

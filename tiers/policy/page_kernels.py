@@ -41,7 +41,7 @@ class Pages(NamedTuple):
         tail: u8, pages behind it in that path, saturating.
         shared: u8, 1 once a path departed from another one behind it.
         kind: u8, class, but `PINNED` and `DEMOTED`.
-        pinned: u8, 1 while the page is pinned.
+        pinned: u8, not 0 while the page is pinned; see `hints/pins.py`.
         tenant: u8, whose share it counts towards, 0 for all that have none.
         last_s: f64, time of its last use, or from which its age counts in its class.
         first: i64, logical time of its first use.

@@ -279,7 +279,9 @@ class PlacementPolicy:
             return 0
         return self._lives.limit(self.pages, _as_rows(path), ttl_s, owner, now_s)
 
-    def pin(self, path: Rows, now_s: float, *, owner: int, seconds: float) -> tuple[int, int]:
+    def pin(
+        self, path: Rows, now_s: float, *, owner: int, seconds: float, gives_way: bool = False
+    ) -> tuple[int, int]:
         """Somebody wants a conversation to stay for a time.
 
         Its pages leave behind all others that nobody waits for, while no more than
@@ -290,6 +292,7 @@ class PlacementPolicy:
             now_s: time.
             owner: below `NUM_OWNERS`, who has them pinned.
             seconds: from now, above 0, at most `timers.MAX_S`.
+            gives_way: a request says so; see `Pins.pin`.
 
         Returns:
             Pages that are pinned since this call, and pages for which there was no room.
@@ -297,7 +300,10 @@ class PlacementPolicy:
         if not self.config.lookahead:
             return 0, 0
         most = int(self.config.pin_share * self._capacity)
-        new, refused = self.pins.pin(self.pages, _as_rows(path), seconds, owner, most, now_s)
+        new, lost, refused = self.pins.pin(
+            self.pages, _as_rows(path), seconds, owner, most, now_s, gives_way=gives_way
+        )
+        self._reclassified(lost)
         self._reclassified(new)
         return len(new), refused
 

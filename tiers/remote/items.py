@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sglang_ext.tiers.records.record import ByteArray, RecordMeta
@@ -63,3 +63,6 @@ class PutItem(NamedTuple):
 
 OnResult = Callable[[int, GetResult], None]
 """Called with a request's position and its result, in order, on the thread that called `get`."""
+
+OnKnown = Callable[[Sequence[RemoteKey], Sequence[Outcome]], None]
+"""Called at the end of a call, on its thread, with what was asked and one outcome each."""

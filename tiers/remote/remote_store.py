@@ -27,7 +27,14 @@ from sglang_ext.tiers.remote.base import (
 from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.tiers.remote.get_call import GetState
 from sglang_ext.tiers.remote.guard import Guard
-from sglang_ext.tiers.remote.items import GetRequest, GetResult, HeadResult, OnResult, PutItem
+from sglang_ext.tiers.remote.items import (
+    GetRequest,
+    GetResult,
+    HeadResult,
+    OnKnown,
+    OnResult,
+    PutItem,
+)
 from sglang_ext.tiers.remote.put_call import Writing
 from sglang_ext.tiers.remote.ranges import RangeReading, RangeRequest
 from sglang_ext.tiers.remote.record_values import (
@@ -149,6 +156,7 @@ class RemoteStore:
         self._bad: OrderedDict[str, None] = OrderedDict()  # names; guarded by _lock
         self._used: OrderedDict[str, None] = OrderedDict()  # names to renew; guarded by _lock
         self._full_until_s = 0.0  # guarded by _lock
+        self._on_known: OnKnown | None = None
         self._guard = Guard(
             engine,
             self.counters,
@@ -170,6 +178,10 @@ class RemoteStore:
     def wait_usable(self, timeout_s: float) -> bool:
         """Waits until the store answers; False when that takes longer."""
         return self._guard.wait_usable(timeout_s)
+
+    def watch(self, on_known: OnKnown) -> None:
+        """Has somebody told how each key fared in calls from now on; it must return at once."""
+        self._on_known = on_known
 
     def stats(self) -> dict[str, int]:
         """Counts since start and the breaker's state, flat; docs/remote.md lists the names."""
@@ -209,6 +221,7 @@ class RemoteStore:
         )
         reading.fill_up(error or Outcome.UNAVAILABLE)
         self._count_reads(reading)
+        self._tell([item.key for item in requests], [item.outcome for item in reading.results])
         return reading.results
 
     def read_ranges(
@@ -238,6 +251,7 @@ class RemoteStore:
         self.counters.add("range_bytes", reading.num_bytes)
         read = zip(names, reading.results, strict=True)
         self._note_used([name for name, result in read if result.outcome is Outcome.OK])
+        self._tell([item.key for item in requests], [item.outcome for item in reading.results])
         return reading.results
 
     def facts(
@@ -270,6 +284,7 @@ class RemoteStore:
         """What `read_ranges` brought is not what it should be: a miss until it is stored anew."""
         self.counters.error(f"rejected_{kind}")
         self._note_bad([name for name in self._names([key]) if name])
+        self._tell([key], [Outcome.REJECTED])
 
     def rejected(self, keys: Sequence[RemoteKey]) -> list[bool]:
         """Which keys have a value that proved to be bad here and was not stored anew from here.
@@ -297,12 +312,14 @@ class RemoteStore:
     def head(self, keys: Sequence[RemoteKey], timeout_s: float | None = None) -> list[HeadResult]:
         """Reads the headers of records: which there are, how long and how good. One round trip."""
         names = self._names(keys)
-        return [
+        heads = [
             HeadResult(Outcome.OK, found.meta, found.total_bytes)
             if isinstance(found, HeaderFacts)
             else HeadResult(found)
             for found in self._facts(keys, names, self._deadline(timeout_s))
         ]
+        self._tell(keys, [head.outcome for head in heads])
+        return heads
 
     def exists(self, keys: Sequence[RemoteKey], timeout_s: float | None = None) -> list[Outcome]:
         """Says for each key whether the store has a value: OK, MISSING, or why that is unknown."""
@@ -361,6 +378,7 @@ class RemoteStore:
             for name in writing.stored:
                 self._bad.pop(name, None)
         self._note_used(writing.kept)
+        self._tell([item.key for item in items], outcomes)
         return self._count_puts(outcomes, writing.stored_bytes)
 
     def delete(self, keys: Sequence[RemoteKey], timeout_s: float | None = None) -> int:
@@ -397,6 +415,10 @@ class RemoteStore:
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.after(self._config.timeout_s if timeout_s is None else timeout_s)
+
+    def _tell(self, keys: Sequence[RemoteKey], outcomes: Sequence[Outcome]) -> None:
+        if self._on_known is not None:
+            self._on_known(keys, outcomes)
 
     def _names(self, keys: Sequence[RemoteKey]) -> list[str]:
         """Names of the keys; "" for one that is none."""

@@ -18,6 +18,7 @@ from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
 from sglang_ext.tiers.policy.cost_model import TransferBacklog
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.quality import ANY, Qualities
+from sglang_ext.tiers.remote.items import OnKnown
 from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.books.lost_pages import Absence
@@ -262,14 +263,21 @@ class PageStore:
 
     # ---- pages ----
 
-    def follow(self, on_moved: Callable[[Hashes], None]) -> None:
+    def follow(self, on_moved: Callable[[Hashes], None], on_known: OnKnown) -> None:
         """Has somebody told of pages that come to a tier or leave one, from any thread.
 
         Args:
             on_moved: takes hashes u8 `[N, 32]`, of any key space. Must return at once: it is called
                 under the store's lock. Where the pages are once it has returned, `tiers_of` tells.
+            on_known: of pages in the remote store, as calls find it out (`Sightings.hear`).
         """
         self._books.table.on_moved = on_moved
+        if self._remote is not None:
+            self._remote.watch(on_known)
+
+    def open_spaces(self) -> set[tuple[bytes, bytes]]:
+        """Namespace and adapter of the key spaces that this epoch has used."""
+        return {(each.digest, each.lora) for each in self._spaces.all() if self.gate.is_open(each)}
 
     def tiers_of(self, hashes: Hashes) -> npt.NDArray[np.uint8]:
         """Which tiers have pages, of any key space that this epoch has used.

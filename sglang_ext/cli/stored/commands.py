@@ -154,6 +154,8 @@ def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
         from sglang_ext.tiers.errors import TierError
 
         try:
+            if not chosen.place:  # a variable that is not set; `Path` takes it for the folder here
+                raise ValueError("a folder or a URL is expected, got an empty text")
             return command(chosen)
         except PermissionError as error:
             path = error.filename or chosen.place

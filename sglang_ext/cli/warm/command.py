@@ -94,6 +94,8 @@ def _look_back(
 
 
 def _check(chosen: argparse.Namespace) -> None:
+    if chosen.files[0].startswith(("http://", "https://")):  # taken for the file that is left out
+        raise ValueError(f"a FILE is expected behind {chosen.files[0]}")
     if not 1 <= chosen.concurrency <= _MOST_AT_A_TIME:
         raise ValueError(f"--concurrency must be 1 to {_MOST_AT_A_TIME}, got {chosen.concurrency}")
     for flag, seconds in (("--timeout-s", chosen.timeout_s), ("--pin-s", chosen.pin_s)):

@@ -13,6 +13,7 @@ numpy only, and takes seconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,8 @@ def calibrate_model(
 
     options = options or CalibrationOptions()
     tell = progress or (lambda _: None)
+    if model_path.startswith(("/", "./", "../", "~")) and not Path(model_path).is_dir():
+        raise ValueError(f"{model_path} is no folder; name a model's folder, or a model of a hub")
     model = CausalLm(model_path, device=device)
     windows, prefix = cut_windows(model, texts, options)
     held_out, windows = windows[: options.held_out], windows[options.held_out :]

@@ -59,7 +59,7 @@ def _do(
 
     def say(what: RequestHints | None) -> None:
         if lookahead is not None and what is not None:
-            hand_on(lookahead, space, hashes, cache.hint_owner(tenant), what)
+            hand_on(lookahead, space, hashes, cache.hint_owner(tenant), what, by_operator=True)
 
     if lookahead is not None and steering.unpin:
         done["unpinned"] = lookahead.unpin(space, hashes)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 
 PAGE, NUM_PROMPTS = 16, 40
 PROMPT_TOKENS = 12 * PAGE + 3
-TIERS = {"CPU_PINNED", "DISK"}
+TIERS, EXTERNAL = {"CPU_PINNED", "DISK"}, {"EXTERNAL"}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, endpoint: str) -> Iterator[
     # DRAM holds half of the prompts (60 pages of 64 tokens), the disk all, the device three.
     args = [*hier_args(folder, host_pages=60, disk_gb=0.5), "--page-size", str(PAGE)]
     args += ["--max-total-tokens", str(3 * 16 * PAGE), "--max-running-requests", "1"]
-    args += publishing(endpoint)
+    shared = folder / "shared"
+    shared.mkdir()
+    args += ["--hier-kv-remote-url", f"file://{shared}?size=1GB", *publishing(endpoint)]
     with Server(args, log_path=folder / "server.log", stop="kill") as running:
         yield running
 
@@ -54,6 +56,9 @@ def test_a_router_knows_what_a_request_reuses(server: Server, endpoint: str) -> 
         whole = PROMPT_TOKENS // PAGE * PAGE
         reader.until(lambda index: all(index.prefix(ids, PAGE, TIERS) == whole for ids in prompts))
         settled(server)
+        reader.until(
+            lambda index: all(index.prefix(ids, PAGE, EXTERNAL) == whole for ids in prompts)
+        )
         assert sum(reader.prefix(ids, PAGE, {"GPU"}) == whole for ids in prompts) <= 3
         assert any(reader.prefix(ids, PAGE, {"CPU_PINNED"}) < whole for ids in prompts)
         for ids in prompts[::5]:

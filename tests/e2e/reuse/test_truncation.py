@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("truncation")
     args = [*hier_args(folder, host_pages=600, disk_gb=0.2), "--page-size", str(PAGE)]
     args += ["--context-length", str(CONTEXT), "--max-total-tokens", "4096"]
-    args += ["--hier-kv-truncation", "overflow"]
+    args += ["--hier-kv-truncation", "overflow", "--enable-response-store"]
     with Server(args, log_path=folder / "server.log", stop="kill", start_timeout_s=400) as running:
         yield running
 
@@ -385,6 +386,43 @@ def test_a_client_of_responses_sees_reuse_and_what_was_dropped(
     else:
         assert header["host"] > 0
         assert cut_header == details.hier_kv
+
+
+def test_an_answer_made_in_the_background_is_kept_with_its_report(
+    server: Server, client: openai.OpenAI
+) -> None:
+    pytest.importorskip("openai_harmony", reason="SGLang has no /v1/responses without it")
+
+    def ask(num_tokens: int) -> Any:
+        system, user = chat_about(num_tokens, 250)
+        queued = client.responses.create(
+            model=client.models.list().data[0].id,
+            instructions=system["content"],
+            input=[user],
+            max_output_tokens=4,
+            temperature=0,
+            background=True,
+            store=True,
+        )
+        assert queued.usage is None
+        while (answer := client.responses.retrieve(queued.id)).status in ("queued", "in_progress"):
+            time.sleep(0.05)
+        assert answer.status in ("completed", "incomplete"), answer
+        raw = client.responses.with_raw_response.retrieve(queued.id)
+        assert "x-hier-kv" not in raw.headers  # of another HTTP request, which had no prompt
+        assert raw.parse().usage == answer.usage
+        assert answer.usage is not None
+        return answer.usage.input_tokens_details
+
+    ask(200)
+    settled(server)
+    flush_device(server)
+    details = ask(200)
+    assert details.hier_kv == {"device": 0, "host": details.cached_tokens, "disk": 0, "remote": 0}
+    assert details.cached_tokens > 0
+    details = ask(700)
+    assert details.hier_kv["cut_prompts"] == 1
+    assert details.hier_kv["dropped"] > 0
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -219,8 +219,8 @@ def test_right_hints_give_more_hits_and_wrong_ones_no_fewer() -> None:
     assert hits["none"] + 0.03 < hits["noisy"] <= optimum, hits
     assert hits["none"] + 0.01 < hits["ttl"] <= optimum, hits
     assert min(hits["shuffled"], hits["ttl-short"]) >= hits["none"] - 0.01, hits
-    # What all want to pin takes the share and no more; here that is 1 point.
-    assert hits["pin-all"] >= hits["none"] - 0.02, hits
+    # Where all want to pin, what was used last is pinned.
+    assert hits["pin-all"] >= hits["none"] - 0.01, hits
 
 
 def test_a_hint_is_the_time_to_when_the_conversation_comes_next() -> None:

@@ -242,3 +242,87 @@ def test_owners_are_those_of_hints() -> None:
     policy = _pinning(1)
     policy.pin(_chat(0), 5.0, owner=NUM_OWNERS - 1, seconds=60.0)
     assert policy.pins.held(NUM_OWNERS - 1) == 10
+
+
+def _by_request(policy: PlacementPolicy, chat: int, now_s: float, **how: float) -> tuple[int, int]:
+    """A request has its chat of ten pages pinned for a minute."""
+    owner, seconds = int(how.get("owner", 0)), how.get("seconds", 60.0)
+    return policy.pin(_chat(chat), now_s, owner=owner, seconds=seconds, gives_way=True)
+
+
+def _pinned_chats(policy: PlacementPolicy) -> list[int]:
+    """Of how many pages of each chat the pins are: of an owner alone 26 may be."""
+    num = len(np.flatnonzero(policy.pages.known)) // 10
+    return [int((policy.pages.pinned[_chat(chat)] != 0).sum()) for chat in range(num)]
+
+
+def test_who_pins_everything_has_its_latest_pinned() -> None:
+    policy = _pinning(6, share=0.2)
+    for chat in range(6):
+        assert _by_request(policy, chat, 5.0 + chat) == (10, 0)
+        policy.expire(5.0 + chat)
+    assert _pinned_chats(policy) == [0, 0, 0, 6, 10, 10]
+    assert (policy.pages.pinned[_chat(3)] != 0).tolist() == [True] * 6 + [False] * 4
+    assert policy.pins.held(0) == len(policy.pins) == policy.tiers[0].num_pinned == 26
+    assert _by_request(policy, 3, 20.0) == (4, 0)
+    assert _pinned_chats(policy) == [0, 0, 0, 10, 6, 10]
+
+
+@pytest.mark.parametrize("seconds", [20.0, 300.0, 7_000.0, 80_000.0])
+@pytest.mark.parametrize("now_s", [5.0, 250.0, 16_380.0, 1e6 + 0.5])
+def test_the_pins_that_end_first_give_way_however_far_off(seconds: float, now_s: float) -> None:
+    policy = _pinning(4, share=0.2)
+    _by_request(policy, 0, now_s, seconds=seconds * 2.2)
+    _by_request(policy, 1, now_s, seconds=seconds)
+    assert _by_request(policy, 2, now_s, seconds=seconds / 3) == (6, 4)  # ends before the others
+    assert _by_request(policy, 3, now_s, seconds=seconds * 4) == (10, 0)
+    assert _pinned_chats(policy) == [10, 6, 0, 10]
+
+
+def test_an_operators_pins_neither_give_way_nor_take() -> None:
+    policy = _pinning(5, share=0.2)
+    assert policy.pin(_chat(0), 5.0, owner=0, seconds=600.0) == (10, 0)
+    _by_request(policy, 0, 6.0, seconds=6000.0)  # of a request that repeats it, too
+    assert _by_request(policy, 1, 6.0) == (10, 0)
+    assert _by_request(policy, 2, 7.0) == (10, 0)
+    assert _pinned_chats(policy)[0] == 10
+    assert policy.pin(_chat(3), 8.0, owner=0, seconds=6000.0) == (0, 10)
+    assert _by_request(policy, 4, 9.0, owner=1) == (10, 0)
+    assert _by_request(policy, 3, 10.0) == (10, 0)
+    assert _pinned_chats(policy)[0] == _pinned_chats(policy)[4] == 10
+
+
+def test_pins_give_way_in_bounded_time() -> None:
+    """Pins of others are passed over, so many a call; then it is as if there was no room."""
+    policy = PlacementPolicy(20_000, PolicyConfig(pin_share=1.0))
+    policy.add_tier(20_000)
+    path = _rows(range(20_000))
+    policy.used(path, 1.0)
+    policy.pin(path[:9_900], 5.0, owner=1, seconds=60.0)
+    policy.pin(path[9_900:14_950], 5.0, owner=0, seconds=61.0, gives_way=True)
+    assert policy.pin(path[15_000:15_010], 5.0, owner=0, seconds=600.0, gives_way=True) == (0, 10)
+
+
+_REQUESTS = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(0, 2), st.floats(0.5, 500.0), st.booleans()),
+    max_size=40,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(share=st.sampled_from([0.05, 0.2, 0.5]), steps=_REQUESTS)
+def test_an_owner_has_no_more_for_what_gave_way(
+    share: float, steps: list[tuple[int, int, float, bool]]
+) -> None:
+    policy, now_s = _pinning(6, share), 10.0
+    for chat, owner, seconds, gives_way in steps:
+        stays = set(np.flatnonzero(policy.pages.pinned == 1).tolist())
+        policy.pin(_chat(chat), now_s, owner=owner, seconds=seconds, gives_way=gives_way)
+        rows = np.flatnonzero(policy.pages.pinned)
+        assert stays <= set(rows.tolist())
+        assert len(rows) == len(policy.pins) == policy.tiers[0].num_pinned <= int(share * 256)
+        assert sum(policy.pins.held(each) for each in range(3)) == len(rows)
+        now_s += 1.0
+        policy.expire(now_s)
+    policy.expire(now_s + 600.0)
+    assert len(policy.pins) == 0

@@ -17,7 +17,7 @@ from sglang_ext.tiers.linked_rows import NONE, append, cut
 
 _FINE_BITS, _WIDE_BITS = 8, 6
 _NUM_FINE, _NUM_WIDE = 1 << _FINE_BITS, 1 << _WIDE_BITS
-_NUM_SLOTS = _NUM_FINE + 2 * _NUM_WIDE
+NUM_SLOTS = _NUM_FINE + 2 * _NUM_WIDE
 MAX_S = float(1 << (_FINE_BITS + 2 * _WIDE_BITS))
 _SECONDS_A_CALL = 1 << 16
 
@@ -54,7 +54,7 @@ def new_timers(num_rows: int) -> Timers:
         np.zeros(num_rows, np.int32),
         np.zeros(num_rows),
         np.zeros(num_rows, np.uint8),
-        np.full((2, _NUM_SLOTS), NONE, np.int32),
+        np.full((2, NUM_SLOTS), NONE, np.int32),
         np.zeros(2, np.int64),
     )
 
@@ -141,6 +141,25 @@ def clear(timers: Any, rows: Any) -> Any:
             num += 1
     timers.counts[NUM_ROWS] -= num
     return num
+
+
+@compiled
+def slot_at(timers: Any, place: int) -> Any:
+    """The slots by what is in them, which is over sooner in one place than in all that follow.
+
+    Args:
+        timers: The columns.
+        place: From 0 to `NUM_SLOTS` - 1.
+    """
+    start = timers.counts[NEXT]
+    if place < _NUM_FINE:
+        return (start + place) & (_NUM_FINE - 1)
+    place -= _NUM_FINE
+    # What begins in the second of now stands in narrower slots.
+    if place < _NUM_WIDE:
+        return _NUM_FINE + (((start >> _FINE_BITS) + place + 1) & (_NUM_WIDE - 1))
+    wide = (start >> (_FINE_BITS + _WIDE_BITS)) + place - _NUM_WIDE + 1
+    return _NUM_FINE + _NUM_WIDE + (wide & (_NUM_WIDE - 1))
 
 
 @compiled

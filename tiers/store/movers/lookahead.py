@@ -258,7 +258,10 @@ class LookAhead:
         table.counters.add("ttl_pages", num)
         table.counters.add("hints_not_followed", int(num == 0))
 
-    def pin(self, space: KeySpace, hashes: Hashes, *, owner: int, seconds: float) -> None:
+    def pin(
+        self, space: KeySpace, hashes: Hashes, *, owner: int, seconds: float,
+        gives_way: bool = False,
+    ) -> None:  # fmt: skip
         """Somebody wants a conversation to stay for a time; see `PlacementPolicy.pin`.
 
         Args:
@@ -266,11 +269,14 @@ class LookAhead:
             hashes: u8 `[N, 32]`, its pages from the root on.
             owner: who has it pinned, below `NUM_OWNERS`.
             seconds: from now, above 0.
+            gives_way: a request says so; later ones of the owner may take its room.
         """
         table = self._table
         with table.lock:
             rows = table.index.prefix_rows(hashes, space.number)
-            num, refused = self._policy.pin(rows, table.now_s(), owner=owner, seconds=seconds)
+            num, refused = self._policy.pin(
+                rows, table.now_s(), owner=owner, seconds=seconds, gives_way=gives_way
+            )
         table.counters.add("pinned_pages", num)
         table.counters.add("pins_refused_pages", refused)
 

@@ -21,7 +21,7 @@ from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.page_rules import AnyPage, PageRules
 from sglang_ext.tiers.records.record import HEADER_BYTES, RecordError, parse_header
 from sglang_ext.tiers.remote.base import Outcome
-from sglang_ext.tiers.remote.items import GetRequest
+from sglang_ext.tiers.remote.items import GetRequest, OnKnown
 from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
@@ -105,6 +105,10 @@ class RemotePages:
         self._remote.reject(remote_key(space, page_hash), "unusable")
         if self._coded is not None:
             self._coded.blame(space, page_hash)
+
+    def watch(self, on_known: OnKnown) -> None:
+        """Has somebody told what calls find out; see `RemoteStore.watch`."""
+        self._remote.watch(on_known)
 
     def ask(self, remote_lookup: RemoteLookup) -> bool:
         """Asks the store for pages; False when it will not be asked. Does not block."""

@@ -1,0 +1,148 @@
+"""Commands with arguments that cannot be, and at other servers: a sentence, no traceback."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext import cli
+from sglang_ext.cli import main
+
+# By path: status and body.
+ANSWERS = {
+    "plain": (200, b'{"internal_states": [{"memory_usage": {}}]}'),
+    "page": (200, b"<html>"),
+    "list": (200, b"[1]"),
+    "deep": (200, b"[" * 200_000),
+    "keyed": (401, b'{"error": "a key is wanted"}'),
+    "broken": (500, b"out of order"),
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Of servers that are none of ours, one behind each name of `ANSWERS`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, body = ANSWERS[self.path.split("/")[1]]
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the commands are given."""
+    (tmp_path / "text").write_text("a text")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 1) -> str:
+    """The one line that a command ends with."""
+    assert main(arguments) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("hier-kv: ")
+    assert captured.err.count("\n") == 1
+    return captured.err.removeprefix("hier-kv: ")
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("stats",),
+        ("top", "--count", "1"),
+        ("steer", "--text", "text", "--locate"),
+        ("warm", "text"),
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.usefixtures("folder")
+def test_another_server_is_one_sentence(
+    url: str, name: str, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, command[0], f"{url}/{name}", *command[1:])
+    assert f"{url}/{name}" in text
+    if name == "keyed":
+        assert "a key is wanted" in text
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("stats",), ("top",), ("steer", "--text", "text", "--locate"), ("warm", "text")],
+    ids=lambda words: words[0],
+)
+@pytest.mark.usefixtures("folder")
+def test_where_nobody_answers_is_said(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, command[0], "http://127.0.0.1:1", *command[1:])
+    assert "http://127.0.0.1:1/" in text
+    assert "refused" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("top", "--every", "nan"), "--every must be"),
+        (("top", "--every", "inf"), "--every must be"),
+        (("top", "--count", "0"), "--count must be"),
+        (("steer", "--text", "bytes", "--locate"), "bytes: expected text"),
+        (("steer", "--ids", "text", "--locate"), "text: expected a JSON list"),
+        (("steer", "--text", "none", "--locate"), "'none': No such file"),
+        (("steer", "--text", "text", "--pin-s", "nan"), "--pin-s must be above 0"),
+        (("steer", "--text", "text", "--returns-in-s", "-1"), "--returns-in-s must be above 0"),
+        (("warm", "http://127.0.0.1:1"), "a FILE is expected"),
+        (("calibrate", "/none"), "/none is no folder"),
+        (("keygen", "text"), "'text': File exists"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("folder")
+def test_what_cannot_be_is_named(
+    arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if arguments[0] == "calibrate":
+        pytest.importorskip("torch")
+    assert expected in said(capsys, *arguments)
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("verify",), ("prune", "--all")], ids=str)
+@pytest.mark.usefixtures("folder")
+def test_an_empty_name_is_not_the_folder_here(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "empty text" in said(capsys, *command, "", status=2)
+
+
+def test_an_interrupt_ends_a_command_silently(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(chosen: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_stats", interrupted)
+    assert main(["stats"]) == 130
+    assert capsys.readouterr().err == ""
