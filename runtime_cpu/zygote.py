@@ -31,6 +31,8 @@ from typing import Any
 
 from setproctitle import getproctitle, setproctitle
 
+from runtime_cpu.imported_names import index_imported_names
+
 SERVER_MODULE = "sglang.launch_server"
 # What a server's processes import before they look at their arguments. `SERVER_MODULE` itself is
 # not among them: it runs as the main module of each server.
@@ -262,6 +264,7 @@ def main() -> None:
     setproctitle(getproctitle())  # it finds its room only while the environment is untouched
     for module in PRELOADED:
         importlib.import_module(module)
+    index_imported_names()
     gc.collect()
     gc.freeze()  # what was imported is never walked again, so its pages stay shared
     forked = Zygote(control).serve()
