@@ -65,4 +65,5 @@ class _Index:
 
 
 def _modules() -> list[ModuleType]:
-    return [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    entries: list[Any] = list(sys.modules.values())  # some are no modules
+    return [module for module in entries if isinstance(module, ModuleType)]

@@ -73,7 +73,7 @@ def quality(answer: dict[str, Any]) -> str:
 
 def ask_exact(server: Server, prompt: list[int]) -> dict[str, Any]:
     """As `ask`, from exact KV only."""
-    params = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    params: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     params["custom_params"] = {"hier_kv_exact": True}
     return server.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
 
