@@ -50,9 +50,11 @@ $(STAMP): pyproject.toml runtime_cpu/constraints.txt runtime_cpu/system-packages
 	touch $@
 
 # Loops that every server would compile at its start; nothing that only reads the tree needs them.
+# Those of other dtypes are for tests, which would compile them in several processes at a time.
 $(PREBUILT): $(STAMP)
 	$(PY) -m runtime_cpu.prebuild
 	$(VENV)/bin/hier-kv prebuild
+	$(VENV)/bin/hier-kv prebuild --dtype fp16 fp32 --codec none
 	touch $@
 
 demo: $(STAMP) $(PREBUILT)

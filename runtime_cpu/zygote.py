@@ -31,6 +31,8 @@ from typing import Any
 
 from setproctitle import getproctitle, setproctitle
 
+from runtime_cpu.imported_names import index_imported_names
+
 SERVER_MODULE = "sglang.launch_server"
 # What a server's processes import before they look at their arguments. `SERVER_MODULE` itself is
 # not among them: it runs as the main module of each server.
@@ -256,12 +258,29 @@ def _tell(status: socket.socket, message: dict[str, int]) -> None:
         status.sendall(json.dumps(message).encode() + b"\n")
 
 
+def _load_loops() -> None:
+    """Has the compiled loops ready that every scheduler with the plugin would load from disk."""
+    import torch
+
+    from sglang_ext.kernels import rope
+    from sglang_ext.tiers.host import HostArena
+    from sglang_ext.tiers.index import PageIndex
+    from sglang_ext.tiers.policy import PolicyConfig
+    from sglang_ext.tiers.store import PageStore, PageStoreConfig
+
+    settings = PageStoreConfig(placement=PolicyConfig())
+    PageStore(HostArena(2, 4096), PageIndex(64), None, settings).close()  # ends its threads
+    rope.warm_up(torch.bfloat16)
+
+
 def main() -> None:
     """Imports SGLang, then serves; a forked process goes on as a server."""
     control = socket.socket(fileno=int(sys.argv[1]))
     setproctitle(getproctitle())  # it finds its room only while the environment is untouched
     for module in PRELOADED:
         importlib.import_module(module)
+    _load_loops()
+    index_imported_names()
     gc.collect()
     gc.freeze()  # what was imported is never walked again, so its pages stay shared
     forked = Zygote(control).serve()

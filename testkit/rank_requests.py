@@ -87,7 +87,9 @@ def make_requests(num_requests: int, seed: int) -> list[RankRequest]:
     return [request for one in rounds for request in one]
 
 
-def send_all(server: Server, requests: Sequence[RankRequest], name: str) -> list[Served]:
+def send_all(
+    server: Server, requests: Sequence[RankRequest], name: str, num_tokens: int = _NEW_TOKENS
+) -> list[Served]:
     """Sends the requests in order, several at a time, and aborts those that are to be."""
 
     def send(request: RankRequest) -> Served:
@@ -97,7 +99,7 @@ def send_all(server: Server, requests: Sequence[RankRequest], name: str) -> list
             timer = threading.Timer(request.abort_after_s, _abort, (server, rid))
             timer.start()
         try:
-            body = ask(server, request.prompt, rid=rid)
+            body = ask(server, request.prompt, num_tokens, rid=rid)
         except ServerError:
             if timer is None:
                 raise
@@ -112,11 +114,13 @@ def send_all(server: Server, requests: Sequence[RankRequest], name: str) -> list
         return list(pool.map(send, requests))
 
 
-def ask(server: Server, prompt: list[int], **fields: Any) -> dict[str, Any]:
+def ask(
+    server: Server, prompt: list[int], num_tokens: int = _NEW_TOKENS, **fields: Any
+) -> dict[str, Any]:
     """One greedy request with log-probabilities."""
     return server.generate(
         input_ids=prompt,
-        sampling_params={"max_new_tokens": _NEW_TOKENS, "ignore_eos": True},
+        sampling_params={"max_new_tokens": num_tokens, "ignore_eos": True},
         return_logprob=True,
         **fields,
     )

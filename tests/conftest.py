@@ -22,6 +22,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 # Three test files run at a time, and an idle scheduler would spin on a core that others need.
 os.environ.setdefault("CPU_IDLE_SLEEP_MS", "50")
 
+# Several test files run at a time, and torch's threads spin at their barriers where others want the
+# cores. Before torch is imported; servers have one thread anyway.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A server that is forked from a process which has imported SGLang starts in a third of the time.
 os.environ.setdefault("HIER_KV_FORK_SERVERS", "1")
 

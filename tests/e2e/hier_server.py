@@ -15,6 +15,9 @@ from testkit.server import Server
 from testkit.workload import Reply, load_texts, load_tokenizer, reply_of
 
 PAGE = 64
+# Of an answer: the first token is computed in a prefill and each other one in a decode step, all
+# over the same prefix. A step takes as long as a short prompt, and more of them show nothing else.
+NUM_TOKENS = 3
 # A page of tinylm in DRAM or on disk: 8 layers, K and V, 2 heads of 64 in bfloat16, and a header.
 SLOT_BYTES = 266_240
 GIB = 1 << 30
@@ -69,7 +72,7 @@ def missed(answer: dict[str, Any]) -> dict[str, int]:
 
 
 def ask(
-    server: Server, prompt: Sequence[int], num_tokens: int = 8, **fields: Any
+    server: Server, prompt: Sequence[int], num_tokens: int = NUM_TOKENS, **fields: Any
 ) -> dict[str, Any]:
     """One greedy request of a fixed answer length, with the log-probabilities of the answer."""
     return server.generate(

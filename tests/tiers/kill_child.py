@@ -1,17 +1,22 @@
 """Writes pages as fast as it can until it is killed, logging each page that was acknowledged.
 
-Arguments: folder, log file, first page number, direct_io, layout ("slots" or "packed", and "-tag"
-or "-encrypt" where a key is set), step, count. `step` is where the process kills itself at the
+Each line of its input, a list in JSON, makes it fork a writer, which so need not import anything:
+it prints the writer's pid, and the exit code once it has ended.
+
+Of a line: folder, log file, first page number, direct_io, layout ("slots" or "packed", and "-tag"
+or "-encrypt" where a key is set), step, count. `step` is where the writer kills itself at the
 `count`-th time: a failpoint of the tier, "record" (half-way through writing records) or "footer"
-(half-way through a footer); "none" leaves it to the parent.
+(half-way through a footer); "none" leaves it to the test.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,15 +80,33 @@ class TearingDisk(FileIO):
         return super().pwritev(fd, buffers, offset)
 
 
+PAGES = load("tier_pages")
+BOOKS = load("page_books")
+
+
 def main() -> None:
-    folder, log_path, first, direct_io, layout, step, count = sys.argv[1:]
-    pages = load("tier_pages")
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                write(*json.loads(line))
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def write(
+    folder: str, log_path: str, first: str, direct_io: str, layout: str, step: str, count: str
+) -> None:
+    """Ends only with the process."""
     layout, *modes = layout.split("-")
     reused, mode = "reused" in modes, "".join(each for each in modes if each != "reused")
     packed = layout == "packed"
-    make = pages.make_record if packed else pages.make_slot
+    make = PAGES.make_record if packed else PAGES.make_slot
     disk_context.MIN_RUN_BYTES = (
-        2 * pages.PACKED_SLOT_BYTES
+        2 * PAGES.PACKED_SLOT_BYTES
     )  # several runs in each write, on two threads
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     countdown = Countdown(step, int(count))
@@ -114,10 +137,10 @@ def main() -> None:
     tier.on_drop = on_drop
     tier.on_moved = on_moved
     tier.is_hot = lambda digest, hashes: hashes[:, 0] % 2 == 0
-    found = tier.open_namespace(pages.NAMESPACE, pages.PACKED_SLOT_BYTES, {}, packed=packed)
+    found = tier.open_namespace(PAGES.NAMESPACE, PAGES.PACKED_SLOT_BYTES, {}, packed=packed)
     books = None
     if reused:
-        books = load("page_books").PageBooks(
+        books = BOOKS.PageBooks(
             int(first), lambda at: os.write(log, f"gone {at.segment} {at.block}\n".encode())
         )
         books.connect(tier)
@@ -127,13 +150,13 @@ def main() -> None:
     while True:
         batch = range(number, number + int(rng.integers(1, 13)))
         number = batch.stop
-        records = [make(n, slot_bytes=pages.PACKED_SLOT_BYTES) for n in batch]
-        locations = tier.write(pages.NAMESPACE, records)
+        records = [make(n, slot_bytes=PAGES.PACKED_SLOT_BYTES) for n in batch]
+        locations = tier.write(PAGES.NAMESPACE, records)
         if books is not None:
-            hashes = [pages.key(n) for n in batch]
+            hashes = [PAGES.key(n) for n in batch]
             books.add(hashes, locations, [record.size // 4096 for record in records])
         lines = [
-            f"page {pages.key(n).hex()} {at.segment} {at.block}\n"
+            f"page {PAGES.key(n).hex()} {at.segment} {at.block}\n"
             for n, at in zip(batch, locations, strict=True)
             if at is not None
         ]

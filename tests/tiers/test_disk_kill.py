@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ from tests.tiers.protection_cases import seals
 from tests.tiers.tier_pages import NAMESPACE, PACKED_SLOT_BYTES, is_right
 
 CHILD = Path(__file__).with_name("kill_child.py")
+WRITER_S = 300.0  # no writer lives for so long
 Page = tuple[bytes, Location]
 
 FORCED = [
@@ -52,7 +57,64 @@ FORCED_REUSED = [
 ]
 
 
+class Writers:
+    """Processes that write, one at a time, each a fork of one that has imported what it needs."""
+
+    def __init__(self, errors: Path) -> None:
+        self._errors = errors
+        with errors.open("wb") as file:
+            self._nursery = subprocess.Popen(
+                [sys.executable, str(CHILD)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+
+    def start(self, *arguments: str) -> int:
+        """Starts one; returns its pid."""
+        assert self._nursery.stdin is not None
+        self._nursery.stdin.write(json.dumps(arguments) + "\n")
+        self._nursery.stdin.flush()
+        return self._number()
+
+    def wait(self, pid: int) -> int:
+        """Returns how the one that runs ended."""
+        too_late = threading.Timer(WRITER_S, self._give_up, (pid,))
+        too_late.start()
+        try:
+            return self._number()
+        finally:
+            too_late.cancel()
+
+    def errors(self) -> str:
+        """What they have written to stderr."""
+        return self._errors.read_text()
+
+    def close(self) -> None:
+        with self._nursery:  # closes its input
+            pass
+
+    def _number(self) -> int:
+        assert self._nursery.stdout is not None
+        line = self._nursery.stdout.readline()
+        assert line, self.errors()
+        return int(line)
+
+    def _give_up(self, pid: int) -> None:
+        self._nursery.kill()  # first, or it would tell of a killed writer
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
+    made = Writers(tmp_path_factory.mktemp("writers") / "errors")
+    yield made
+    made.close()
+
+
 def run_child(
+    writers: Writers,
     folder: Path,
     log: Path,
     index: int,
@@ -66,21 +128,15 @@ def run_child(
     """Runs the child until it is dead; the parent kills it where `step` is "none"."""
     mode = "auto" if index % 2 else "off"
     layout = ("packed" if packed else "slots") + key + ("-reused" if reused else "")
-    command = [sys.executable, str(CHILD), str(folder), str(log), str((index + 1) * 1_000_000)]
-    command += [mode, layout, step, str(count)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as child:
-        if step == "none":
-            while not log.exists() or log.stat().st_size < 1000:
-                assert child.poll() is None
-                time.sleep(0.005)
-            time.sleep(random.Random(index).uniform(0.0, 0.4))
-            child.kill()
-        try:
-            _, errors = child.communicate(timeout=300)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            raise
-    assert child.returncode == -signal.SIGKILL, errors.decode()
+    first = str((index + 1) * 1_000_000)
+    pid = writers.start(str(folder), str(log), first, mode, layout, step, str(count))
+    if step == "none":
+        while not log.exists() or log.stat().st_size < 1000:
+            assert Path(f"/proc/{pid}").exists(), writers.errors()
+            time.sleep(0.005)
+        time.sleep(random.Random(index).uniform(0.0, 0.4))
+        os.kill(pid, signal.SIGKILL)
+    assert writers.wait(pid) == -signal.SIGKILL, writers.errors()
 
 
 def replay(pages: set[Page], log: Path) -> set[Page]:
@@ -127,19 +183,23 @@ def found_after_restart(folder: Path, key: str = "") -> set[Page]:
 
 
 @pytest.mark.parametrize("layout", ["slots", "both"])
-def test_acknowledged_pages_survive_33_kills_in_one_folder(tmp_path: Path, layout: str) -> None:
+def test_acknowledged_pages_survive_33_kills_in_one_folder(
+    tmp_path: Path, writers: Writers, layout: str
+) -> None:
     """With `both` the processes take turns, as when a codec is switched on and off."""
     folder, log = tmp_path / "disk", tmp_path / "log"
     points = FORCED + [("none", 0)] * 8
     random.Random(0).shuffle(points)
-    assert _kill_and_look(folder, log, points, layout) > 3000
+    assert _kill_and_look(writers, folder, log, points, layout) > 3000
 
 
 @pytest.mark.parametrize("key", ["-tag", "-encrypt"])
-def test_acknowledged_pages_survive_kills_where_a_key_is_set(tmp_path: Path, key: str) -> None:
+def test_acknowledged_pages_survive_kills_where_a_key_is_set(
+    tmp_path: Path, writers: Writers, key: str
+) -> None:
     """Every page that is found was written with the key, and the rest of the folder is not."""
     points = FORCED[2::3] + [("none", 0)] * 2
-    assert _kill_and_look(tmp_path / "disk", tmp_path / "log", points, "both", key) > 500
+    assert _kill_and_look(writers, tmp_path / "disk", tmp_path / "log", points, "both", key) > 500
     with DiskTier(DiskConfig(tmp_path / "disk", max_bytes=8 << 20, min_free_bytes=0)) as tier:
         assert not len(tier.open_namespace(NAMESPACE, PACKED_SLOT_BYTES, {}))
         assert set(tier.stats().errors) == {"locked_segment"}
@@ -147,6 +207,7 @@ def test_acknowledged_pages_survive_kills_where_a_key_is_set(tmp_path: Path, key
 
 
 def _kill_and_look(
+    writers: Writers,
     folder: Path,
     log: Path,
     points: list[tuple[str, int]],
@@ -161,7 +222,7 @@ def _kill_and_look(
     for index, (step, count) in enumerate(points):
         log.unlink(missing_ok=True)
         packed = layout == "packed" or (layout == "both" and index % 4 > 0)
-        run_child(folder, log, index, step, count, packed=packed, key=key, reused=reused)
+        run_child(writers, folder, log, index, step, count, packed=packed, key=key, reused=reused)
         pages = replay(pages, log)
         num_acknowledged += log.read_text().count("page ")
         found = found_after_restart(folder, key)
@@ -174,7 +235,7 @@ def _kill_and_look(
 
 @pytest.mark.parametrize(("layout", "key"), [("slots", ""), ("packed", "-encrypt")])
 def test_acknowledged_pages_survive_20_kills_of_segments_filled_again(
-    tmp_path: Path, layout: str, key: str
+    tmp_path: Path, writers: Writers, layout: str, key: str
 ) -> None:
     """A page that was given up may be found or not; one that was not given up is found."""
     points = FORCED_REUSED + [("none", 0)] * 3
@@ -182,4 +243,4 @@ def test_acknowledged_pages_survive_20_kills_of_segments_filled_again(
     # The first fills the disk; from then on every record takes the place of another one.
     points.insert(0, ("reuse:opened", 2))
     folder, log = tmp_path / "disk", tmp_path / "log"
-    assert _kill_and_look(folder, log, points, layout, key, reused=True) > 500
+    assert _kill_and_look(writers, folder, log, points, layout, key, reused=True) > 500

@@ -11,6 +11,7 @@ import ast
 import os
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -97,10 +98,13 @@ def _imported(name: str, path: Path) -> Iterator[str]:
                 yield full if full in MODULES else base
 
 
-IMPORTS = {
-    name: sorted({each for each in _imported(name, path) if each != name})
-    for name, path in MODULES.items()
-}
+@cache
+def _imports() -> dict[str, list[str]]:
+    """What each module imports; not at import, as every worker of a run collects all tests."""
+    return {
+        name: sorted({each for each in _imported(name, path) if each != name})
+        for name, path in MODULES.items()
+    }
 
 
 def _room(module: str) -> int:
@@ -142,7 +146,7 @@ def test_every_room_is_there() -> None:
 def test_imports_go_down() -> None:
     upward = {
         (name, other)
-        for name, others in IMPORTS.items()
+        for name, others in _imports().items()
         for other in others
         if other in MODULES and other != "sglang_ext" and name != "sglang_ext"
         if _room(other) < _room(name)
@@ -156,7 +160,7 @@ def test_no_circle_of_modules() -> None:
 
     def visit(name: str, trail: list[str]) -> None:
         state[name] = False
-        for other in IMPORTS[name]:
+        for other in _imports()[name]:
             if other not in MODULES:
                 continue
             if name.startswith(f"{other}.") and _is_package(other):
@@ -180,7 +184,7 @@ def _is_package(name: str) -> bool:
 def test_only_the_seam_names_sglang() -> None:
     named = {
         name
-        for name, others in IMPORTS.items()
+        for name, others in _imports().items()
         if name.startswith("sglang_ext.") and not name.startswith("sglang_ext.seam.")
         if any(other.partition(".")[0] == "sglang" for other in others)
     }
@@ -191,7 +195,7 @@ def test_the_product_needs_no_test_tools() -> None:
     outside = ("bench", "testkit", "tests", "runtime_cpu")
     assert [
         (name, other)
-        for name, others in IMPORTS.items()
+        for name, others in _imports().items()
         if name.startswith("sglang_ext")
         for other in others
         if other.partition(".")[0] in outside

@@ -44,6 +44,7 @@ class SGLangSource:
         self._wheel: zipfile.ZipFile | None = None
         self._folder = place
         self._modules: dict[str, ast.Module | None] = {}
+        self._attributes: dict[ast.ClassDef, set[str]] = {}
         if place.is_file() and zipfile.is_zipfile(place):
             self._wheel = zipfile.ZipFile(place)
         elif not (place / "srt").is_dir():
@@ -77,7 +78,7 @@ class SGLangSource:
                 return None
             node = found
         found = _find(_statements(node), last)
-        if found is None and isinstance(node, ast.ClassDef) and last in _assigned_attributes(node):
+        if found is None and isinstance(node, ast.ClassDef) and last in self._assigned(node):
             return Shape("", "")
         if isinstance(found, _Function):
             content = self.read(path) or b""
@@ -92,6 +93,11 @@ class SGLangSource:
             except (SyntaxError, ValueError):  # written for a newer Python, or not Python
                 self._modules[path] = None
         return self._modules[path]
+
+    def _assigned(self, holder: ast.ClassDef) -> set[str]:
+        if holder not in self._attributes:
+            self._attributes[holder] = _assigned_attributes(holder)
+        return self._attributes[holder]
 
     def _find_version(self) -> str:
         content = self.read("_version.py") or b""

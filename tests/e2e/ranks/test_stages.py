@@ -29,13 +29,12 @@ from testkit.rank_requests import (
     Answer,
     Served,
     answer_of,
-    ask,
     make_requests,
     send_all,
 )
 from testkit.server import Server, ServerError
 from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import PAGE, by_tier, host_gb, real_prompts
+from tests.e2e.hier_server import NUM_TOKENS, PAGE, ask, by_tier, host_gb, real_prompts
 from tests.e2e.ranks.untied_model import write_untied_model
 from tests.e2e.two_nodes import TwoNodes
 
@@ -134,7 +133,9 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         on_device = [ask(server, prompt) for prompt in prompts]
     with setup.hier() as nodes:
         server = nodes[0]
-        mixed = send_all(server, make_requests(NUM_REQUESTS[setup.way], seed=1), "mixed")
+        mixed = send_all(
+            server, make_requests(NUM_REQUESTS[setup.way], seed=1), "mixed", NUM_TOKENS
+        )
         _flush(server)
         for prompt in prompts:
             ask(server, prompt)

@@ -12,6 +12,7 @@ from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.server import TINYLM, Server
 from testkit.workload import ASSETS
 from tests.e2e.hier_server import (
+    NUM_TOKENS,
     PAGE,
     SLOT_BYTES,
     ask,
@@ -72,7 +73,8 @@ def quality(answer: dict[str, Any]) -> str:
 
 def ask_exact(server: Server, prompt: list[int]) -> dict[str, Any]:
     """As `ask`, from exact KV only."""
-    params = {"max_new_tokens": 8, "ignore_eos": True, "custom_params": {"hier_kv_exact": True}}
+    params: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    params["custom_params"] = {"hier_kv_exact": True}
     return server.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
 
 

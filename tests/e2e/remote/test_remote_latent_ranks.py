@@ -22,7 +22,15 @@ from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import PAGE, ask, by_tier, real_prompts, state, tokens_and_logprobs
+from tests.e2e.hier_server import (
+    NUM_TOKENS,
+    PAGE,
+    ask,
+    by_tier,
+    real_prompts,
+    state,
+    tokens_and_logprobs,
+)
 from tests.e2e.remote.latent_model import write_latent_model
 from tests.e2e.remote.test_remote import SECRET, Store, eventually, make_server
 
@@ -169,7 +177,7 @@ def _check_restored(server: Server, prompt: list[int], tier: str, expected: Any)
 def _check_mixed(server: Server) -> None:
     """Requests and aborts at once, in DRAM of few pages; then answers are still a device hit's."""
     reused: Counter[str] = Counter()
-    for served in send_all(server, make_requests(NUM_REQUESTS, seed=1), "mixed"):
+    for served in send_all(server, make_requests(NUM_REQUESTS, seed=1), "mixed", NUM_TOKENS):
         reused.update(served.by_tier)
     assert reused["host"] + reused["disk"] + reused["remote"] > 0, reused
     assert counts(server, "evicted_pages")[0] > 0

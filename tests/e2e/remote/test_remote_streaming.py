@@ -15,7 +15,7 @@ import pytest
 from testkit.remote.proxy import Network, Proxy
 from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.server import Server
-from tests.e2e.hier_server import ask, by_tier, real_prompts
+from tests.e2e.hier_server import NUM_TOKENS, ask, by_tier, real_prompts
 from tests.e2e.remote.test_remote_coded import PROFILE, host, quality, start, upload
 from tests.e2e.updates.weight_models import slower
 
@@ -60,7 +60,7 @@ def fetched(server: Server, prompt: list[int]) -> Fetched:
     before = counts(server)
     answer = ask(server, prompt)
     found = Fetched(*(now - then for now, then in zip(counts(server), before, strict=True)))
-    assert len(answer["output_ids"]) == 8
+    assert len(answer["output_ids"]) == NUM_TOKENS
     assert (by_tier(answer).get("remote", 0) > 0) == (found.num_pages > 0)
     assert quality(answer) == ("lossy" if found.num_pages else "")
     return found

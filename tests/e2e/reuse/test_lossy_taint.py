@@ -10,6 +10,7 @@ import pytest
 from testkit.requests import flush_device
 from testkit.server import Server
 from tests.e2e.hier_server import (
+    NUM_TOKENS,
     PAGE,
     ask,
     by_tier,
@@ -31,7 +32,7 @@ def quality(answer: dict[str, Any]) -> str:
     return str(details.get("hier_kv", {}).get("quality", ""))
 
 
-def ask_exact(server: Server, prompt: list[int], num_tokens: int = 8) -> dict[str, Any]:
+def ask_exact(server: Server, prompt: list[int], num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
     return server.generate(
         input_ids=prompt,
         sampling_params={

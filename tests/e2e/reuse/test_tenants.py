@@ -53,6 +53,13 @@ TENANTS = (
 )  # fmt: skip
 
 
+# To who forgets a key or a salt two of them are one; who joins both takes two others for one.
+NEAR = (
+    (Keys("a", "bc"), Keys("ab", "c")), (Keys("a", "b"), Keys("a", "bc")),
+    (Keys("abc"), Keys("", "abc")), (Keys("a"), Keys("ab")), (Keys("ab", "c"), Keys("ab")),
+)  # fmt: skip
+
+
 class Item(NamedTuple):
     """A prompt that somebody sends; the items of a step are sent in one request.
 
@@ -166,10 +173,12 @@ class Round(NamedTuple):
 
 
 def rounds(seed: int = 0) -> list[Round]:
-    """Random tenants; in every fourth round both are unnamed."""
+    """Random tenants, and near ones in turn; in every fourth round both are unnamed."""
     rng, out = random.Random(seed), []
     for number in range(ROUNDS):
         a, b = rng.sample(TENANTS, 2) if number % 4 else (UNNAMED, UNNAMED)
+        if number % 2:
+            a, b = NEAR[number // 2 % len(NEAR)]
         ways = ANY_TENANTS if a == b else OTHER_TENANTS
         way = ways[(number if number % 4 else number // 4) % len(ways)]
         keys = {"A": a.of_round(number), "B": b.of_round(number)}

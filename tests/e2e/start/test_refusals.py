@@ -21,6 +21,7 @@ from testkit.requests import flush_device
 from testkit.server import ROOT, TINYLM, Server, ServerError
 from testkit.sglang_copy import SglangCopy
 from tests.e2e.hier_server import (
+    NUM_TOKENS,
     PAGE,
     SLOT_BYTES,
     ask,
@@ -532,7 +533,7 @@ def churn(server: Server) -> dict[str, Any]:
     found = settled(server)
     # The oldest prompt has left DRAM; whether or not the disk has it, the answer is right.
     flush_device(server)
-    assert len(ask(server, prompts[0])["output_ids"]) == 8
+    assert len(ask(server, prompts[0])["output_ids"]) == NUM_TOKENS
     return found
 
 
@@ -557,7 +558,7 @@ def test_a_folder_of_another_live_server_is_refused(full: tuple[Server, Path]) -
     assert found, log[-4000:]
     assert f"in use by process {server.scheduler_pid}" in found[-1]
     assert "folder of its own" in found[-1]
-    assert len(ask(server, [5] * 100)["output_ids"]) == 8  # the first one goes on
+    assert len(ask(server, [5] * 100)["output_ids"]) == NUM_TOKENS  # the first one goes on
 
 
 def test_a_full_disk_tier_serves_and_gives_places_to_new_pages(tmp_path: Path) -> None:

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import os
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -29,10 +26,10 @@ from sglang_ext.codec import Codec, CodecError, create_codec
 from sglang_ext.codec.hier.profile import Profile
 from sglang_ext.kernels import rans
 from tests.faults.codec_mutations import Source
+from tests.faults.fuzz.checked_loops import add_flag, run_checked
 from tests.faults.guarded_arrays import GuardedPool
 from tests.unit.codec.codec_cases import make_planes, make_profile, random_bits, special_planes
 
-_ROOT = Path(__file__).parents[3]
 _HANG_S = 60
 _ARM_EVERY = 200  # cases; so many must end within _HANG_S
 _MEMORY_EVERY = 101
@@ -203,11 +200,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="decoders whose name begins so")
     parser.add_argument("--verbose", action="store_true", help="progress, and all reasons")
+    add_flag(parser)
     arguments = parser.parse_args()
-    if os.environ.get("NUMBA_BOUNDSCHECK") != "1":
-        cache = _ROOT / "build" / "numba-boundscheck"
-        environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(cache)}
-        os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]], environment)
+    run_checked(__spec__.name, unoptimised=arguments.unoptimised)
     targets = fuzz(arguments.cases, arguments.seed, arguments.only, arguments.verbose)
     for target in targets:
         print(

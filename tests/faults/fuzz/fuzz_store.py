@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import os
-import sys
 import tempfile
 import time
 import tracemalloc
@@ -26,10 +24,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.faults.fuzz.checked_loops import add_flag, run_checked
 from tests.faults.hostile_pages import clear_device
 from tests.faults.hostile_targets import Target, all_targets
 
-_ROOT = Path(__file__).parents[3]
 _HANG_S = 120
 _ARM_EVERY = 100  # cases; so many must end within _HANG_S
 _MEMORY_EVERY = 97
@@ -111,13 +109,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="targets whose name begins so")
     parser.add_argument("--kernels", choices=("numba", "triton"), default="numba")
+    add_flag(parser)
     arguments = parser.parse_args()
-    wanted = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(_ROOT / "build/numba-boundscheck")}
-    if arguments.kernels == "triton":
-        wanted["TRITON_INTERPRET"] = "1"
-    if any(os.environ.get(name) != value for name, value in wanted.items()):
-        command = [sys.executable, "-m", __spec__.name, *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **wanted})
+    more = {"TRITON_INTERPRET": "1"} if arguments.kernels == "triton" else {}
+    run_checked(__spec__.name, unoptimised=arguments.unoptimised, **more)
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hier-kv-fuzz-") as folder:
         tallies = fuzz(

@@ -202,7 +202,7 @@ def test_simulator_and_server_decide_by_the_same_functions(
 
 def test_right_hints_give_more_hits_and_wrong_ones_no_fewer() -> None:
     """80 chats of six pages, most of which seldom come; a request has a last page of its own."""
-    chats = (np.random.default_rng(5).zipf(1.2, 1200) % 80).tolist()
+    chats = (np.random.default_rng(5).zipf(1.2, 600) % 80).tolist()
     paths = [
         np.append(np.arange(6 * chat, 6 * chat + 6), 1000 + number)
         for number, chat in enumerate(chats)

@@ -1,0 +1,50 @@
+"""Forged records and bad streams, in processes that any wrong step ends.
+
+A few cases each: nearly all of the time they compile loops with bounds checks, which both keep in
+one folder. So they are one file, of which nothing runs beside another.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+NUM_CASES = int(os.environ.get("HIER_KV_FUZZ_CASES", "1000"))
+# So many are done sooner than loops are made fast.
+FEW = 10_000
+
+
+def lines_of(module: str, marks: tuple[str, ...]) -> list[str]:
+    """The lines of a fuzzer with one of some marks, once all of its cases have passed."""
+    command = [sys.executable, "-m", f"tests.faults.fuzz.{module}", "--cases", str(NUM_CASES)]
+    command += ["--unoptimised"] if NUM_CASES <= FEW else []
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stdout[-1000:], done.stderr[-4000:])
+    assert f"all {NUM_CASES} cases passed" in done.stdout
+    return [line for line in done.stdout.splitlines() if any(mark in line for mark in marks)]
+
+
+@pytest.mark.slow
+def test_what_is_forged_is_a_page_or_a_miss() -> None:
+    lines = lines_of("fuzz_store", (" served, ",))
+    assert len(lines) == 9
+    for line in lines:
+        # Forgeries that never get past the first checks would show nothing.
+        assert int(line.split(" served")[0].rsplit(" ", 1)[1]) > 0, line
+
+
+@pytest.mark.slow
+def test_bad_streams_are_refused_or_decode() -> None:
+    guarded, *lines = lines_of("fuzz_codec", (" cases, ", "guarded arrays"))
+    assert "guarded arrays" in guarded
+    assert len(lines) > 15
+    for line in lines:
+        decoder, figures = line.split(": ")
+        decoded = int(figures.split(" decoded")[0].rsplit(" ", 1)[1])
+        # Mutations that no decoder gets past its first checks would show nothing.
+        assert decoded > 0 or decoder == "profile", line
