@@ -24,6 +24,14 @@ SPECIAL = {
     "<|video_pad|>": VOCABULARY + 3,
 }
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+# As that of the published model.
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' or 'image' in c or 'image_url' in c %}" + IMAGE + "{% else %}"
+    "{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 # Pixels of an image's side that one of its tokens stands for.
 TOKEN_SIDE = 28
 _PROCESSOR = {
@@ -64,6 +72,7 @@ def write_vision_model(folder: Path, *, seed: int = 0) -> Path:
     path.write_text(json.dumps(tokenizer))
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "</s>"}))
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
     (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR))
     return folder
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -18,11 +19,14 @@ from testkit.images.vision_model import IMAGE, picture, write_vision_model
 from testkit.server import Server
 from tests.e2e.hier_server import GIB, settled, state
 from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
+from tests.e2e.models.image_chats import Said, converse, questions
 from tests.e2e.models.image_prompts import (
     BASE,
     HEADER_BYTES,
+    PAGE,
     PAGE_BYTES,
     PLUGIN,
+    TOLERANCE,
     Prompt,
     answers,
     ask,
@@ -32,6 +36,8 @@ from tests.e2e.models.image_prompts import (
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+LARGE = ("--max-total-tokens", "16384")
 
 
 @dataclass
@@ -47,6 +53,7 @@ class World:
 def hier_server(world_model: Path, folder: Path, *args: str, host_pages: int = 400) -> Server:
     host = f"{(host_pages + 0.5) * (PAGE_BYTES + HEADER_BYTES) / GIB:.9f}"
     tiers = ["--hier-kv-host-size", host, "--hier-kv-disk-dir", str(folder / "disk")]
+    tiers += ["--enable-cache-report"]
     return Server([*BASE, *PLUGIN, *tiers, *args], model=str(world_model), stop="kill")
 
 
@@ -54,28 +61,91 @@ def hier_server(world_model: Path, folder: Path, *args: str, host_pages: int = 4
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("images")
     model = write_vision_model(folder / "model")
-    args = [*BASE, "--max-total-tokens", "16384"]
+    args = [*BASE, *LARGE, "--enable-cache-report"]
     with (
         Server(args, model=str(model), stop="kill") as plain,
-        hier_server(model, folder, "--max-total-tokens", "16384") as hier,
+        hier_server(model, folder, *LARGE) as hier,
     ):
         yield World(plain, hier, model, folder)
 
 
+@dataclass
+class Chat:
+    """What plain SGLang answers in a chat with images, and again from its device.
+
+    Attributes:
+        first: whole answers.
+        hits: again, whole ones and streamed ones, which leave log-probabilities out here and there.
+    """
+
+    first: list[Said]
+    hits: dict[bool, list[Said]]
+
+    @classmethod
+    def on(cls, plain: Server) -> Self:
+        """Of a server."""
+        first = converse(plain, streamed=False)
+        replies = [said.text for said in first]
+        again = {
+            streamed: converse(plain, replies, streamed=streamed) for streamed in (False, True)
+        }
+        return cls(first, again)
+
+    @property
+    def replies(self) -> list[str]:
+        """Of the assistant."""
+        return [said.text for said in self.first]
+
+    def check_first(self, server: Server) -> None:
+        """Each turn goes on from the one before."""
+        found = converse(server, self.replies, streamed=False)
+        assert [said.cached for said in found] == [said.cached for said in self.first]
+        assert found[2].cached > found[1].cached > 100
+        for said, right in zip(found, self.first, strict=True):
+            assert said.text == right.text
+            assert said.logprobs == pytest.approx(right.logprobs, abs=TOLERANCE)
+
+    def check_again(self, server: Server, tier: str, *, streamed: bool) -> None:
+        """As the device hits of plain SGLang, and each turn says from where it has what."""
+        found = converse(server, self.replies, streamed=streamed)
+        for said, right in zip(found, self.hits[streamed], strict=True):
+            assert (said.text, said.logprobs) == (right.text, right.logprobs)
+            assert said.cached == right.cached == (said.num_prompt - 1) // PAGE * PAGE
+            assert sum(said.tiers.values()) == said.cached
+        assert found[0].tiers == {tier: found[0].cached}
+        assert found[2].tiers[tier] >= PAGE
+
+    def check_others(self, server: Server, **whose: str) -> None:
+        """The same images under another salt, or another key, were nobody's."""
+        found = converse(server, self.replies, streamed=False, **whose)
+        assert [said.cached for said in found] == [said.cached for said in self.first]
+        assert found[0].cached == 0
+        assert [said.text for said in found] == self.replies
+
+
 def test_images_come_back_from_dram_and_from_disk(world: World, tmp_path: Path) -> None:
-    """Bit for bit as they do from the device of plain SGLang."""
+    """Bit for bit as they do from the device of plain SGLang; those of a chat, too."""
     which = prompts()
     computed = answers(world.plain, which)
     hits = answers(world.plain, which)
-    with hier_server(world.model, tmp_path, "--max-total-tokens", "16384") as server:
+    chat = Chat.on(world.plain)
+    with hier_server(world.model, tmp_path, *LARGE) as server:
         check_right(answers(server, which), computed)
         assert values(answers(server, which)) == values(hits)
+        chat.check_first(server)
         drop_device(server)
         check_hits(answers(server, which), hits, "host", above=1000)
+        chat.check_again(server, "host", streamed=True)
+        drop_device(server)
+        chat.check_again(server, "host", streamed=False)
+        chat.check_others(server, cache_salt="another")
+        chat.check_others(server, extra_key="another")
         settled(server)
-        assert state(server)["host"]["image_requests"] == 3 * len(which)
-    with hier_server(world.model, tmp_path, "--max-total-tokens", "16384") as server:
+        assert state(server)["host"]["image_requests"] == 3 * len(which) + 5 * len(questions())
+    with hier_server(world.model, tmp_path, *LARGE) as server:
         check_hits(answers(server, which), hits, "disk", above=1000)
+        chat.check_again(server, "disk", streamed=True)
+        chat.check_others(server, cache_salt="yet another")
 
 
 def test_another_image_in_the_same_text_is_another_prompt(world: World) -> None:
