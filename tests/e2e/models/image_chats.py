@@ -92,9 +92,11 @@ def _say(client: openai.OpenAI, chat: list[Message], streamed: bool, extra: Any)
     body = {"ignore_eos": True, **extra}
     if streamed:
         common |= {"stream": True, "stream_options": {"include_usage": True}}
-    answer: Any = client.chat.completions.create(messages=chat, extra_body=body, **common)
+    create: Any = client.chat.completions.create
+    answer = create(messages=chat, extra_body=body, **common)
     pieces = list(answer) if streamed else [answer]
-    text, logprobs, usage = "", [], None
+    text, usage = "", None
+    logprobs: list[Any] = []
     for piece in pieces:
         for choice in piece.choices:
             message = choice.delta if streamed else choice.message
