@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -47,11 +48,12 @@ def content_digest(modality: str, feature: Any, details: dict[str, Any]) -> byte
 
     Args:
         modality: `IMAGE` and the like.
-        feature: what the processor made of it: tensors in host memory, arrays, lists of them.
+        feature: what the processor made of it: tensors, arrays, lists of them. Those on a GPU are
+            waited for.
         details: what else it made of it, by name, as grids and seconds a frame.
 
     Raises:
-        UnknownContentError: something is of another kind, or lies on a device.
+        UnknownContentError: something is of another kind, or lies on another device.
     """
     digest = hashlib.sha256(_CONTENT)
     for value in (modality, feature, {k: v for k, v in details.items() if k != CARRIER}):
@@ -64,9 +66,7 @@ def _feed(digest: Any, value: Any) -> None:
     import torch  # here only: hints and commands know tenants, and run without it
 
     if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized:
-            raise UnknownContentError(f"a tensor on {value.device}")
-        flat = value.detach().contiguous().reshape(-1)
+        flat = _on_host(value).contiguous().reshape(-1)
         _head(digest, f"tensor {value.dtype} {tuple(value.shape)}", flat.nbytes)
         if flat.numel():
             digest.update(flat.view(torch.uint8).numpy().data)
@@ -96,6 +96,20 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(text)
     else:
         raise UnknownContentError(type(value).__name__)
+
+
+def _on_host(tensor: Any) -> Any:
+    """A plain tensor in host memory; one on a GPU is copied, behind all that was queued there."""
+    import torch
+
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise UnknownContentError(f"a tensor of layout {tensor.layout}")
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)  # whichever stream makes it
+        return tensor.detach().cpu()
+    if tensor.device.type != "cpu":
+        raise UnknownContentError(f"a tensor on {tensor.device}")
+    return tensor.detach()
 
 
 def _head(digest: Any, kind: str, size: int) -> None:
@@ -156,14 +170,20 @@ def bindings(
         lengths = [last - first + 1 for first, last in item.spans]
         _feed(digest, [facts, lengths])
         if layouts is not None:
-            _feed(digest, [layout for which, layout in layouts if which == index])
+            _feed(digest, layouts[index])
         found.append(digest.digest())
     return found
 
 
 def _spans_hold(items: Sequence[Item], spans: list[tuple[Span, int]], tokens: Positions) -> bool:
-    """Whether items stand for exactly those tokens that are of no text, in order, without gaps."""
+    """Whether items stand for exactly those tokens that are of no text, in order, without gaps.
+
+    One behind the other: which part of an image a token stands for follows from how many tokens
+    before it stand for it, and would not between the runs of two equal ones.
+    """
     if not all(item.spans and list(item.spans) == sorted(item.spans) for item in items):
+        return False
+    if len(list(groupby(index for _, index in spans))) != len(items):
         return False
     expected, behind = np.zeros(len(tokens), np.int64), 0
     for (first, last), index in spans:
@@ -179,18 +199,19 @@ def _spans_hold(items: Sequence[Item], spans: list[tuple[Span, int]], tokens: Po
 
 def _layouts(
     spans: list[tuple[Span, int]], axes: Positions, num_tokens: int
-) -> list[tuple[int, Positions]] | None:
+) -> dict[int, list[Positions]] | None:
     """Positions inside each run of an image's tokens, from where the run begins.
 
     Text goes on by one a token on all axes, behind an image from its furthest position: so where
     everything is follows from what is before, and two prompts with equal prefixes agree there.
 
     Returns:
-        The run's item and i64 `[A, n]`; None where it is not so.
+        By item, i64 `[A, n]` of each of its runs; None where it is not so.
     """
     if axes.ndim != 2 or axes.shape[1] != num_tokens:
         return None
-    found, at, position = [], 0, 0
+    found: dict[int, list[Positions]] = {}
+    at, position = 0, 0
     for (first, last), index in [*spans, ((num_tokens, num_tokens - 1), -1)]:
         text = np.arange(position, position + first - at)
         if not (axes[:, at:first] == text).all():
@@ -199,7 +220,7 @@ def _layouts(
         if index < 0:
             break
         inside = axes[:, first : last + 1]
-        found.append((index, inside - position))
+        found.setdefault(index, []).append(inside - position)
         at, position = last + 1, int(inside.max()) + 1
     return found
 

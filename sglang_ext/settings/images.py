@@ -7,14 +7,24 @@ from typing import Any
 
 from sglang_ext.settings.untried import has_attention_dp
 
-# Models of which they are: their tokens see what is before them and no more, an image is to them
-# what an encoder makes of it, in the place of its tokens, and their rotation is by three axes.
-NAMEABLE_IMAGES = (
+# Models of which they are: their tokens see what is before them and no more, and an image is to
+# them what an encoder makes of it alone, in the place of its tokens. Of these the rotation is by
+# three axes, and where a token lies on them depends on the images before;
+ALONG_AXES = (
+    "Glm4vForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
 )
+# of these a token lies where the prompt has it. LLaVA's format with the encoder of Pixtral: with
+# another one, SGLang's front does not say where an image lies, and it stays without a name.
+ALONG_THE_PROMPT = (
+    "InternVLChatModel",
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+)
+NAMEABLE_IMAGES = ALONG_AXES + ALONG_THE_PROMPT
 
 
 def why_not_images(args: Any, architecture: str) -> str:
@@ -34,8 +44,8 @@ def why_not_images(args: Any, architecture: str) -> str:
         return "prefill and decode servers"
     if args.pp_size > 1:
         return "several pipeline stages"
-    if args.dp_size > 1 or has_attention_dp(partial(getattr, args)):
-        return "several schedulers"
+    if has_attention_dp(partial(getattr, args)):
+        return "data parallel attention"
     if args.nnodes > 1:
         return "several nodes"
     if args.tokenizer_worker_num > 1:

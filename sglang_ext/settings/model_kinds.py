@@ -49,7 +49,7 @@ MODEL_KINDS = {
         "exact; moved where the rotation of all layers is understood; coded; prompts with images "
         'of some models ("Images" below)',
         "tests/e2e/models/test_model_kinds.py; tests/e2e/models/test_images.py; "
-        "tests/e2e/models/test_image_ranks.py",
+        "tests/e2e/models/test_image_models.py; tests/e2e/models/test_image_ranks.py",
     ),
     "mla": ModelKind(
         "one latent row a token (MLA)",

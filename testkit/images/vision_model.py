@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from testkit.images.tokens import add_tokens
 from testkit.published_model import copy_tokenizer
 
 NUM_LAYERS = 4
@@ -24,6 +25,14 @@ SPECIAL = {
     "<|video_pad|>": VOCABULARY + 3,
 }
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+# As that of the published model.
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' or 'image' in c or 'image_url' in c %}" + IMAGE + "{% else %}"
+    "{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 # Pixels of an image's side that one of its tokens stands for.
 TOKEN_SIDE = 28
 _PROCESSOR = {
@@ -54,16 +63,8 @@ def write_vision_model(folder: Path, *, seed: int = 0) -> Path:
         model = Qwen2_5_VLForConditionalGeneration(_config())
     model.to(torch.float32).save_pretrained(folder)
     copy_tokenizer(folder)
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    tokenizer["added_tokens"] += [
-        {"id": number, "content": text, **plain, "special": True}
-        for text, number in SPECIAL.items()
-    ]
-    path.write_text(json.dumps(tokenizer))
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "</s>"}))
+    add_tokens(folder, SPECIAL)
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
     (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR))
     return folder
 

@@ -25,7 +25,7 @@ from sglang_ext.identity.tenancy import is_alone, keep_alone
 from sglang_ext.seam.media.page_digests import naming
 from sglang_ext.seam.page_hash import hex_hashes_of, request_key
 from sglang_ext.seam.radix_tree import RadixTree
-from sglang_ext.settings.images import image_facts, why_not_images
+from sglang_ext.settings.images import ALONG_AXES, image_facts, why_not_images
 from sglang_ext.tiers.store.types import StoreCounters
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class MediaRequests:
         self._secret = ""
         self._facts = ""
         self._has_images = False
+        self._has_axes = False  # the model rotates by several of them
         self._has_named = False  # there may be pages on the device that go by images
         self._why_not = "the scheduler is not built"
 
@@ -63,6 +64,7 @@ class MediaRequests:
             return
         architecture = model.hf_config.architectures[0]
         self._facts = image_facts(args, architecture)
+        self._has_axes = architecture in ALONG_AXES
         self._secret = args._hier_kv_secret
         self._why_not = why_not_images(args, architecture)
         if not self._tree.shows_nodes:
@@ -117,11 +119,11 @@ class MediaRequests:
         """A request's images; None where something of them is not proved."""
         items = [_proved(item, self._secret) for item in inputs.mm_items]
         axes = inputs.mrope_positions
-        if None in items or axes is None or axes.device.type != "cpu":
+        if None in items or not self._are_expected(axes):
             return None
         known = [item for item in items if item is not None]
         tokens = np.asarray(req.origin_input_ids, np.int64)
-        positions = axes.numpy().astype(np.int64)
+        positions = None if axes is None else axes.numpy().astype(np.int64)
         found = bindings(known, tokens, positions, self._facts)
         if found is None or not _goes_on(tokens, positions, inputs.mrope_position_delta):
             return None
@@ -133,6 +135,15 @@ class MediaRequests:
         self._conflicts(req)
         keep_alone(req)
         return None
+
+    def _are_expected(self, axes: Any) -> bool:
+        """Whether positions on axes are there, in host memory, exactly where the model has axes.
+
+        Without them SGLang finds out later where such a model's tokens are.
+        """
+        if axes is None or not self._has_axes:
+            return axes is None and not self._has_axes
+        return bool(axes.device.type == "cpu")
 
     def begin_match(self, key: Any, req: Any, result: Any) -> Any:
         """The device match of a request, or an empty one where it is of other images.
@@ -207,9 +218,12 @@ def _proved(item: Any, secret: str) -> Item | None:
 def _goes_on(tokens: Any, positions: Any, delta: Any) -> bool:
     """Whether what is generated behind a prompt lies where a prompt of the same tokens has it.
 
-    SGLang goes on from a difference that it was handed; from the first axis of the prompt's last
-    token, once the request was retracted, which is right behind text alone.
+    Without axes it does. With them SGLang goes on from a difference that it was handed; from the
+    first axis of the prompt's last token, once the request was retracted, which is right behind
+    text alone.
     """
+    if positions is None:
+        return True
     follows = delta is not None and delta.numel() == 1
     follows = follows and int(delta) == int(positions.max()) + 1 - len(tokens)
     return bool(follows) and int(tokens[-1]) < FIRST_PAD

@@ -11,7 +11,7 @@ import pytest
 
 from testkit.images.vision_model import IMAGE, picture
 from testkit.server import Server
-from tests.e2e.hier_server import tokens_and_logprobs
+from tests.e2e.hier_server import GIB, tokens_and_logprobs
 
 PAGE = 64
 NUM_TOKENS = 12
@@ -23,7 +23,7 @@ PLUGIN = ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]
 PLUGIN += ["--hier-kv-prefetch-timeout-ms", "60000", "--hier-kv-disk-size", "0.5"]
 PLUGIN += ["--hier-kv-disk-segment-size", "0.01"]
 HEADER_BYTES = 4096
-PAGE_BYTES = 131_072  # of the small Qwen2.5-VL, K and V
+PAGE_BYTES = 131_072  # of each of the small models, K and V
 WORDS = ("server", "page", "writes", "reads", "disk", "before", "asked", "of", "the", "it")
 
 
@@ -40,8 +40,12 @@ def words(seed: int, count: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(count)) + " "
 
 
-def prompts() -> list[Prompt]:
-    """Images begin anywhere in a page, end in another one, and are alone or several."""
+def prompts(placeholder: str = IMAGE) -> list[Prompt]:
+    """Images begin anywhere in a page, end in another one, and are alone or several.
+
+    Args:
+        placeholder: what an image is in the text.
+    """
     found = []
     for seed, (before, size, behind) in enumerate(
         [
@@ -53,10 +57,21 @@ def prompts() -> list[Prompt]:
         ]
     ):
         image = picture(seed, width=size[0], height=size[1])
-        found.append(Prompt(words(seed, before) + IMAGE + words(seed + 50, behind), (image,)))
-    two = words(7, 30) + IMAGE + words(8, 20) + IMAGE + words(9, 30)
+        found.append(Prompt(words(seed, before) + placeholder + words(seed + 50, behind), (image,)))
+    two = words(7, 30) + placeholder + words(8, 20) + placeholder + words(9, 30)
     found.append(Prompt(two, (picture(20), picture(21, width=4))))
+    found.append(Prompt(two, (picture(22), picture(22))))  # a thing shown twice
+    # More than a page of text behind them: what a hit leaves to compute has none of them in it, of
+    # which an encoder would make another rounding alone than all together.
+    many = tuple(picture(30 + n, width=1, height=1) for n in range(8))
+    text = words(10, 20) + (placeholder + words(11, 2)) * len(many) + words(12, 90)
+    found.append(Prompt(text, many))
     return found
+
+
+def host_size(num_pages: float) -> str:
+    """Value of `--hier-kv-host-size`, of one rank with all heads."""
+    return f"{(num_pages + 0.5) * (PAGE_BYTES + HEADER_BYTES) / GIB:.9f}"
 
 
 def ask(server: Server, prompt: Prompt, num: int = NUM_TOKENS, **fields: Any) -> dict[str, Any]:

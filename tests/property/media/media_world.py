@@ -26,7 +26,7 @@ from sglang.srt.mem_cache import utils  # noqa: E402
 
 from sglang_ext.identity.media import CARRIER, FIRST_PAD, keyed_identity  # noqa: E402
 from sglang_ext.seam.media.page_digests import install_page_digests  # noqa: E402
-from sglang_ext.settings.images import NAMEABLE_IMAGES  # noqa: E402
+from sglang_ext.settings.images import ALONG_AXES, ALONG_THE_PROMPT  # noqa: E402
 from tests.property.worlds.taint_world import Request, World  # noqa: E402
 
 SECRET = "s" * 64
@@ -39,12 +39,12 @@ def pads_of(number: int) -> tuple[int, ...]:
     return tuple(PAD + 8 * number + n for n in range(4))
 
 
-def image_item(image: int, span: Span, *, number: int | None = None, secret: str = SECRET) -> Any:
+def image_item(image: int, *spans: Span, number: int | None = None, secret: str = SECRET) -> Any:
     """An image as a scheduler is handed it.
 
     Args:
         image: which one.
-        span: first and last token.
+        spans: first and last token of each run of its tokens.
         number: what it goes by; other images do, too.
         secret: of the server whose front named it.
     """
@@ -52,14 +52,14 @@ def image_item(image: int, span: Span, *, number: int | None = None, secret: str
     pads = pads_of(image % NUM_PADS if number is None else number)
     return SimpleNamespace(
         image=image,
-        offsets=[span],
+        offsets=list(spans),
         identity=keyed_identity(secret, content),
         model_specific_data={CARRIER: content},
         padding_values=lambda: pads,
     )
 
 
-def scheduler(**options: Any) -> Any:
+def scheduler(architecture: str = ALONG_AXES[0], **options: Any) -> Any:
     """What of SGLang's scheduler is asked whether images can be named."""
     args = {
         "_hier_kv_secret": SECRET, "enable_precise_embedding_interpolation": False,
@@ -68,7 +68,7 @@ def scheduler(**options: Any) -> Any:
         "attn_dp_size": 1, "enable_dp_attention": False, "enable_mm_global_cache": False,
         "tokenizer_worker_num": 1,
     }  # fmt: skip
-    config = SimpleNamespace(architectures=[NAMEABLE_IMAGES[0]])
+    config = SimpleNamespace(architectures=[architecture])
     model = SimpleNamespace(is_multimodal=True, hf_config=config)
     return SimpleNamespace(server_args=SimpleNamespace(**args | options), model_config=model)
 
@@ -79,33 +79,43 @@ class MediaRequest(Request):
 
     Attributes:
         items: its images.
+        has_axes: the model has positions on axes for them.
         multimodal_inputs: as SGLang has them.
         num_reused: tokens of the prompt, when it was last admitted.
     """
 
     items: tuple[Any, ...] = ()
     num_reused: int = 0
+    has_axes: bool = True
     multimodal_inputs: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.items:
             place = torch.arange(len(self.tokens)).expand(3, -1)
+            delta = torch.zeros(1, 1, dtype=torch.int64)
             self.multimodal_inputs = SimpleNamespace(
                 mm_items=self.items,
-                mrope_positions=place,
-                mrope_position_delta=torch.zeros(1, 1, dtype=torch.int64),
+                mrope_positions=place if self.has_axes else None,
+                mrope_position_delta=delta if self.has_axes else None,
             )
 
 
 class MediaWorld(World):
-    """As its base; `step` does one random thing."""
+    """As its base; `step` does one random thing.
+
+    Attributes:
+        has_axes: the model rotates by several; without them an image may be several runs of tokens.
+    """
+
+    has_axes = True
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
         patch.setattr(utils, "get_native_hash", utils.get_native_hash)
         install_page_digests()
         super().__init__(folder, patch, seed, lossy=False, **options)
-        self.cache.media.begin(scheduler(), is_plain=True)
+        architecture = (ALONG_AXES if self.has_axes else ALONG_THE_PROMPT)[0]
+        self.cache.media.begin(scheduler(architecture), is_plain=True)
         self.num_waits = 0
 
     def row_values(self, tokens: list[int], end: int) -> torch.Tensor:
@@ -147,9 +157,12 @@ class MediaWorld(World):
         """
         tokens = list(tokens)
         for item in items:
-            ((first, last),) = item.offsets
-            tokens[first : last + 1] = np.resize(item.padding_values(), last - first + 1).tolist()
-        req = MediaRequest(f"r{self._next}", tokens, num_new, False, items=tuple(items))
+            for first, last in item.offsets:
+                number = np.resize(item.padding_values(), last - first + 1)
+                tokens[first : last + 1] = number.tolist()
+        req = MediaRequest(
+            f"r{self._next}", tokens, num_new, False, items=tuple(items), has_axes=self.has_axes
+        )
         self._next += 1
         if named:
             self.cache.media.made(
@@ -168,7 +181,10 @@ class MediaWorld(World):
             length = min(self.rng.choice((1, 2, 3, 5, 9)), len(tokens) - 1 - at)
             # Those that are not proved go by SGLang's names, one image by one number.
             image = self.rng.randrange(5 if proved else NUM_PADS)
-            items.append(image_item(image, (at, at + length - 1)))
+            spans = [(at, at + length - 1)]
+            if length > 4 and not self.has_axes:
+                spans = [(at, at + 1), (at + 3, at + length - 1)]
+            items.append(image_item(image, *spans))
             at += length + self.rng.choice((1, 2, 5))
         if items and not proved:
             items[0].identity = None
@@ -194,6 +210,6 @@ def meaning(req: Any) -> list[int | None]:
     """Which image each token of a request stands for."""
     found: list[int | None] = [None] * len(req.tokens)
     for item in req.items:
-        ((first, last),) = item.offsets
-        found[first : last + 1] = [item.image] * (last - first + 1)
+        for first, last in item.offsets:
+            found[first : last + 1] = [item.image] * (last - first + 1)
     return found

@@ -25,8 +25,8 @@ Make = Callable[..., MediaWorld]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     worlds: list[MediaWorld] = []
 
-    def build(seed: int = 1, **options: Any) -> MediaWorld:
-        worlds.append(MediaWorld(tmp_path / str(len(worlds)), monkeypatch, seed, **options))
+    def build(seed: int, kind: type[MediaWorld], **options: Any) -> MediaWorld:
+        worlds.append(kind(tmp_path / str(len(worlds)), monkeypatch, seed, **options))
         return worlds[-1]
 
     yield build
@@ -34,9 +34,16 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         world.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+class WithoutAxes(MediaWorld):
+    """Of a model whose tokens lie where the prompt has them."""
+
+    has_axes = False
+
+
+@pytest.mark.parametrize("seed", range(6))
 def test_no_request_attends_to_another_image(make: Make, seed: int) -> None:
-    world = make(seed, policy=("write_through", "write_back")[seed % 2])
+    kind = MediaWorld if seed < 4 else WithoutAxes
+    world = make(seed, kind=kind, policy=("write_through", "write_back")[seed % 2])
 
     def one_round() -> None:
         for _ in range(500):

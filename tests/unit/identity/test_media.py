@@ -108,6 +108,13 @@ def test_no_digest_is_taken_of_what_is_not_understood(value: Any) -> None:
         content_digest("IMAGE", None, {"detail": value})
 
 
+@pytest.mark.gpu
+def test_where_an_image_lies_is_not_in_its_digest() -> None:
+    feature = torch.arange(4096, dtype=torch.float32).reshape(64, 64)
+    on_device = feature.cuda().T
+    assert content_digest("IMAGE", on_device, {}) == content_digest("IMAGE", feature.T, {})
+
+
 def test_a_name_inside_a_server_needs_its_secret() -> None:
     assert keyed_identity("a", b"1" * 32) == keyed_identity("a", b"1" * 32)
     assert keyed_identity("a", b"1" * 32) != keyed_identity("b", b"1" * 32)
@@ -165,6 +172,14 @@ def test_spans_that_cannot_be_are_not_named(spans: tuple[tuple[int, int], ...]) 
     each = item("a", *spans)
     tokens = prompt(40, item("a", (10, 17)))
     assert bindings([each], tokens, None, "m") is None
+
+
+def test_images_must_lie_one_behind_the_other() -> None:
+    """Of two equal ones whose rows alternate, nothing says which row is whose."""
+    in_turn = [item("a", (2, 3), (5, 6)), item("a", (8, 9), (11, 12))]
+    assert bindings(in_turn, prompt(20, *in_turn), None, "m") is not None
+    mixed = [item("a", (2, 3), (8, 9)), item("a", (5, 6), (11, 12))]
+    assert bindings(mixed, prompt(20, *mixed), None, "m") is None
 
 
 def test_items_must_stand_for_exactly_the_tokens_that_are_no_text() -> None:

@@ -258,6 +258,21 @@ def test_positions_that_do_not_follow_from_the_images_are_not_stored(make: Make)
     assert images_of(other) == ()
 
 
+def test_models_whose_tokens_lie_where_the_prompt_has_them(make: Make) -> None:
+    """Positions on axes are then of another model, and a prompt may end with an image."""
+    world = make()
+    world.cache.media.begin(scheduler("InternVLChatModel"), is_plain=True)
+    assert images_of(world.make(TEXT, [image_item(0, SPAN)])) == ()
+    world.has_axes = False
+    rows = image_item(0, (5, 8), (10, 13), (15, 16))
+    ask(world, rows)
+    world.only_on_disk()
+    assert tiers(ask(world, rows)) == {"disk": WHOLE}
+    flush(world)
+    assert sum(tiers(ask(world, image_item(0, (5, 8), (10, 16)))).values()) == NUM_BEFORE
+    assert images_of(world.make(TEXT, [image_item(1, (5, len(TEXT) - 1))]))
+
+
 @pytest.mark.parametrize("delta", [None, torch.ones(1, 1), torch.zeros(1, 2)])
 def test_positions_behind_the_prompt_must_follow_from_it(make: Make, delta: Any) -> None:
     """What is generated is stored, too, and is to lie where it would in a longer prompt."""
@@ -344,8 +359,9 @@ def test_after_a_change_of_weights_images_are_not_named(make: Make) -> None:
     "options",
     [
         {"enable_lora": True}, {"lora_paths": ["x"]}, {"speculative_algorithm": "EAGLE"},
-        {"disaggregation_mode": "prefill"}, {"pp_size": 2}, {"dp_size": 2},
-        {"tp_size": 2, "attn_dp_size": 2}, {"tp_size": 2, "enable_dp_attention": True},
+        {"disaggregation_mode": "prefill"}, {"pp_size": 2},
+        {"tp_size": 2, "attn_dp_size": 2},
+        {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
         {"nnodes": 2}, {"enable_mm_global_cache": True}, {"tokenizer_worker_num": 2},
     ],
     ids=str,
@@ -354,6 +370,15 @@ def test_servers_on_which_images_are_not_named(make: Make, options: dict[str, An
     world = make()
     world.cache.media.begin(scheduler(**options), is_plain=True)
     assert images_of(world.make(TEXT, [image_item(0, SPAN)])) == ()
+
+
+@pytest.mark.parametrize("options", [{"dp_size": 2}, {"tp_size": 2}], ids=str)
+def test_servers_of_several_ranks_on_which_images_are_named(
+    make: Make, options: dict[str, Any]
+) -> None:
+    world = make()
+    world.cache.media.begin(scheduler(**options), is_plain=True)
+    assert images_of(world.make(TEXT, [image_item(0, SPAN)]))
 
 
 def test_models_of_which_images_are_not_named(make: Make) -> None:
