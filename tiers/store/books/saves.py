@@ -19,6 +19,7 @@ from sglang_ext.tiers.store.books.write_policy import WritePolicy
 from sglang_ext.tiers.store.types import (
     ON_DISK,
     READY,
+    WRITE_DROPPED,
     Hashes,
     KeySpace,
     Rows,
@@ -166,9 +167,12 @@ class Saves:
             return total
 
     def _only_in_dram(self, path: Rows) -> Slots:
-        """Slots of those pages of a path that DRAM alone has."""
+        """Slots of those pages of a path that DRAM alone has, and would lose for others."""
         rows = path[path >= 0]
-        alone = (self._index.flags[rows] & (READY | ON_DISK)) == READY
+        flags = self._index.flags[rows]
+        alone = (flags & (READY | ON_DISK)) == READY
+        if self._writing.back:  # others are written before they leave
+            alone &= (flags & WRITE_DROPPED) != 0
         slots: Slots = self._index.host_slot[rows[alone]]
         return slots
 
