@@ -45,11 +45,16 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.policies.paper")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the paper's size")
     parser.add_argument("--only", default="", help="set-ups whose name has this in it")
+    parser.add_argument("--write-policy", default="write_through", help="the server's flag")
     flags = parser.parse_args(arguments)
     if not 0 < flags.scale <= 1:
         parser.error(f"--scale must be above 0 and at most 1, came {flags.scale:g}")
     jobs = paper_jobs(flags.scale)
-    chosen = [job for job in jobs if flags.only in job.name]
+    chosen = [
+        replace(job, system=replace(job.system, write_policy=flags.write_policy))
+        for job in jobs
+        if flags.only in job.name
+    ]
     if not chosen:
         names = ", ".join(job.name for job in jobs)
         parser.error(f"--only must be a part of one of {names}; came {flags.only!r}")

@@ -32,6 +32,7 @@ from sglang_ext.assembly.draft_setup import (
 )
 from sglang_ext.assembly.index_setup import index_facts
 from sglang_ext.assembly.key_setup import Trust, build_trust
+from sglang_ext.assembly.limits import LARGE_DISK, tell_limits
 from sglang_ext.assembly.one_copy import OneCopy, agree_on_one_copy, may_keep_one_copy, reader_store
 from sglang_ext.assembly.policy_setup import placement_of
 from sglang_ext.assembly.remote_setup import are_alike, open_remote, put_share
@@ -99,8 +100,6 @@ from sglang_ext.tiers.store.types import StoreCounters
 
 logger = logging.getLogger(__name__)
 
-# A disk so many times as large as DRAM has room for DRAM's pages, too: they outlast a crash there.
-_LARGE_DISK = 16
 # Pages of other adapters and of namespaces opened later need rows too.
 _INDEX_SLACK = 1.25
 
@@ -201,6 +200,8 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     # How long a stage computes says little of how long a prompt does.
     may_decide = disk_or_remote and place.pp_size == 1
     _tell_sizes(config, store, ctx.params.page_size, is_bound=pool.has_index)
+    if not is_hybrid:  # of a hybrid's pages, which are of several kinds, not all are loaded
+        tell_limits(config, store, ctx.params.page_size, int(ctx.model_config.context_len))
     return CacheParts(
         linker,
         _identity(
@@ -487,7 +488,7 @@ def _build_store(
 def _store_config(config: HierKVConfig, share: PutShare, *, is_hybrid: bool) -> PageStoreConfig:
     record_bytes = config.disk_bytes or config.coded_host_bytes
     write_policy = config.write_policy
-    if write_policy == "auto" and record_bytes > _LARGE_DISK * config.host_bytes:
+    if write_policy == "auto" and record_bytes > LARGE_DISK * config.host_bytes:
         write_policy = "write_through"
     return PageStoreConfig(
         write_policy,

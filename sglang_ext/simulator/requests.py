@@ -37,7 +37,7 @@ class Store:
                 read_bytes_per_s=system.disk_gb_s * 1e9,
                 write_bytes_per_s=system.disk_write_gb_s * 1e9,
             )  # fmt: skip
-            self.server = virtual_store(sizes, placement)
+            self.server = virtual_store(sizes, placement, system.write_policy)
         self._page_tokens = system.page_tokens
         self._seen = np.zeros(num_pages, np.bool_)
         self._prompts: dict[int, Hashes] = {}  # of what waits

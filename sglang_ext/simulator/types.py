@@ -82,6 +82,7 @@ class System:
             behind the cut is computed anew.
         truncation_ratio: share of the window that an overflow drops, oldest first.
         overlap_load: a load from DRAM runs beside the prefill, layer by layer; otherwise before it.
+        write_policy: when pages are written to disk, as `--hier-kv-write-policy` has it.
     """
 
     page_tokens: int
@@ -98,6 +99,7 @@ class System:
     truncation: bool = True
     truncation_ratio: float = 0.5
     overlap_load: bool = True
+    write_policy: str = "write_through"
 
     def __post_init__(self) -> None:
         for name in (

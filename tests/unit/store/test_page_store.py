@@ -158,6 +158,26 @@ def test_saving_children_keeps_the_path_to_them(make: Make) -> None:
     assert rig.ready(pages("b", 5)) == 2
 
 
+@pytest.mark.parametrize("disk", [False, True])
+def test_no_page_gives_way_to_what_comes_behind_it(make: Make, *, disk: bool) -> None:
+    """A prompt larger than DRAM is saved chunk by chunk: what is behind a gap is of no use."""
+    rig = make(disk=disk)
+    rig.io.fail_writes = True  # what the disk does not take may leave DRAM
+    rig.save(pages("a", 2))
+    rig.settle()
+    long = pages("long", 12)
+    for start in (0, 4):
+        rig.save(long[start : start + 4], long[:start])
+        rig.settle()
+    assert rig.ready(pages("a", 2)) == 0
+    assert rig.ready(long) == 8
+    assert rig.save(long[8:], long[:8]) == 0
+    assert rig.ready(long) == 8
+    assert rig.count("lost_pages") == 2
+    assert rig.save(pages("b", 2)) == 2  # they leave for others as ever
+    assert rig.ready(long) == 6
+
+
 def test_a_use_keeps_a_page_young(make: Make) -> None:
     rig = make(disk=False)
     rig.save(pages("a", 4))

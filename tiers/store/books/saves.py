@@ -16,7 +16,16 @@ from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.plan_pins import PlanPins
 from sglang_ext.tiers.store.books.spill_queue import SpillQueue
 from sglang_ext.tiers.store.books.write_policy import WritePolicy
-from sglang_ext.tiers.store.types import Hashes, KeySpace, Rows, SaveTicket, Slots
+from sglang_ext.tiers.store.types import (
+    ON_DISK,
+    READY,
+    WRITE_DROPPED,
+    Hashes,
+    KeySpace,
+    Rows,
+    SaveTicket,
+    Slots,
+)
 
 # How often one save has plans yield: what they held may be on its way to disk, and of no use yet.
 _MAX_YIELDS = 4
@@ -79,9 +88,12 @@ class Saves:
             table.link(path)
             table.touch(path)  # before room is made: the path must not be pushed out by its child
             self._room.note_save(len(pages))
+            kept = self._only_in_dram(path)
+            table.pin(kept)  # what comes behind a gap would be of no use
             slots = self._room.alloc_for_save(len(pages), space.tenant)
             if before_plans:
                 slots = self._alloc_of_plans(slots, len(pages), space.tenant)
+            table.unpin(kept)
             num = len(slots)
             refused = pages[num:]
             why = Absence.NOT_SAVED if before_plans else None  # a fetch: nothing is lost
@@ -153,6 +165,16 @@ class Saves:
                 self._table.arena.free(slots[slots != NO_SLOT])
                 total += self._table.remove(rows, Absence.CLEARED)
             return total
+
+    def _only_in_dram(self, path: Rows) -> Slots:
+        """Slots of those pages of a path that DRAM alone has, and would lose for others."""
+        rows = path[path >= 0]
+        flags = self._index.flags[rows]
+        alone = (flags & (READY | ON_DISK)) == READY
+        if self._writing.back:  # others are written before they leave
+            alone &= (flags & WRITE_DROPPED) != 0
+        slots: Slots = self._index.host_slot[rows[alone]]
+        return slots
 
     def _alloc_of_plans(self, slots: Slots, count: int, tenant: int) -> Slots:
         """Adds to some slots, up to a count, what plans of waiting requests give up for a save."""

@@ -1,0 +1,48 @@
+"""What a server says at start of sizes that cost something."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.tiers.store import PageStore
+
+logger = logging.getLogger(__name__)
+
+LARGE_DISK: Final = 16
+"""A disk so many times as large as DRAM has room for DRAM's pages: they outlast a crash there."""
+
+
+def tell_limits(
+    config: HierKVConfig, store: PageStore, page_size: int, context_tokens: int
+) -> None:
+    """Says at start what these sizes cost: what is of no use of a long prompt, and held twice.
+
+    Args:
+        config: the settings.
+        store: with its DRAM.
+        page_size: tokens of a page.
+        context_tokens: of the longest prompt.
+    """
+    if not store.keeps_pages:
+        return
+    most = store.max_lone_plan_pages * page_size
+    if most < context_tokens:
+        logger.warning(
+            "hier-kv: of a prompt of more than %d tokens (the context has %d) only so many are "
+            "loaded, and the rest is computed, as no more finds room in DRAM at a time; "
+            "--hier-kv-host-size %.3g times as large has room for all",
+            most,
+            context_tokens,
+            context_tokens / most,
+        )
+    record_bytes = config.disk_bytes or config.coded_host_bytes
+    if config.write_policy == "write_through" and (
+        0 < record_bytes <= LARGE_DISK * config.host_bytes
+    ):
+        logger.info(
+            "hier-kv: what DRAM holds lies below it, too; with --hier-kv-write-policy auto both "
+            "together hold up to %.0f %% more once that is full",
+            100 * config.host_bytes / record_bytes,
+        )
