@@ -16,7 +16,7 @@ from sglang_ext.settings.flags import add_flags, config_from_namespace
 from sglang_ext.settings.values import flag_name
 
 if TYPE_CHECKING:
-    from sglang_ext.assembly.doctor import Check
+    from sglang_ext.assembly.doctor.checks import Check
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
-    from sglang_ext.assembly.doctor import check_sglang, look
+    from sglang_ext.assembly.doctor.checks import check_sglang, look
 
     if chosen.contract:
         checks = [check_sglang(Path(chosen.contract))]

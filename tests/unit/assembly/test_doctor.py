@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from runtime_cpu import inprocess
-from sglang_ext.assembly import doctor, machine_speed
+from sglang_ext.assembly.doctor import checks as looks
+from sglang_ext.assembly.doctor import machine_speed
 from sglang_ext.cli import main
 from sglang_ext.seam.contract.symbols import SYMBOLS, Use
 from testkit.hybrids.window_model import write_window_model
@@ -80,7 +81,7 @@ def test_another_release_is_looked_at_and_every_difference_is_listed(
 def test_a_limit_of_locked_memory_is_told_where_there_is_a_gpu(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_GPU", tmp_path)
+    monkeypatch.setattr(looks, "_GPU", tmp_path)
     monkeypatch.setattr(resource, "getrlimit", lambda what: (65_536, 65_536))
     status, checks = run(capsys, *SMALL)
     assert status == 0
@@ -125,7 +126,7 @@ def test_a_host_tier_that_no_numa_node_holds_is_told(
         half_kb = free << 19
         lines = [f"Node {number} {name}: {half_kb} kB" for name in ("MemFree", "FilePages")]
         (node / "meminfo").write_text("\n".join(lines))
-    monkeypatch.setattr(doctor, "_NODES", tmp_path)
+    monkeypatch.setattr(looks, "_NODES", tmp_path)
     checks = run(capsys, "--hier-kv-host-size", "2")[1]
     assert checks["numa"]["state"] == state
     assert len(free_gb) == 1 or f"{len(free_gb)} NUMA nodes" in checks["numa"]["text"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from sglang_ext.assembly.machine_speed import measure_disk, measure_dram
+from sglang_ext.assembly.doctor.machine_speed import measure_disk, measure_dram
 from sglang_ext.assembly.preflight import check_machine
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.source import ContractError, SGLangSource
