@@ -179,11 +179,12 @@ def _spans_hold(items: Sequence[Item], spans: list[tuple[Span, int]], tokens: Po
     """Whether items stand for exactly those tokens that are of no text, in order, without gaps.
 
     One behind the other: which part of an image a token stands for follows from how many tokens
-    before it stand for it, and would not between the runs of two equal ones.
+    before it stand for it, and would not between the runs of two equal ones. In the order of the
+    prompt, as SGLang lays what an encoder makes of them one after the other over their tokens.
     """
     if not all(item.spans and list(item.spans) == sorted(item.spans) for item in items):
         return False
-    if len(list(groupby(index for _, index in spans))) != len(items):
+    if [index for index, _ in groupby(index for _, index in spans)] != list(range(len(items))):
         return False
     expected, behind = np.zeros(len(tokens), np.int64), 0
     for (first, last), index in spans:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_ext.identity.media import (
     CARRIER,
+    FIRST_PAD,
     UnknownContentError,
     content_digest,
     keyed_identity,
@@ -33,14 +34,21 @@ async def around_tokenizing_one(
 
     Names the images of a request by all that the model is given of them. SGLang would hash them,
     too, in each scheduler; it does not where they have a name.
+
+    Raises:
+        ValueError: a client's tokens are numbers that stand for images. In a batch with images,
+            SGLang would put rows of those there, and all behind them would be off.
     """
+    is_nameable = self.model_config.hf_config.architectures[0] in NAMEABLE_IMAGES
+    if is_nameable and _has_wide(getattr(obj, "input_ids", None)):
+        raise ValueError("input_ids has numbers in it that stand for no token of the model's.")
     tokenized = await original(self, obj, *args, **kwargs)
     inputs = getattr(tokenized, "mm_inputs", None)
     items = [] if inputs is None else getattr(inputs, "mm_items", None) or []
     # Who names images himself wants SGLang's names of them.
     if not items or getattr(obj, "mm_hashes", None) or not all(map(_is_raw_image, items)):
         return tokenized
-    if self.model_config.hf_config.architectures[0] not in NAMEABLE_IMAGES:
+    if not is_nameable:
         return tokenized
     went_to_thread(self)
     loop = asyncio.get_running_loop()
@@ -48,6 +56,14 @@ async def around_tokenizing_one(
     if contents is not None:
         _name(inputs, items, contents, self.server_args._hier_kv_secret)
     return tokenized
+
+
+def _has_wide(token_ids: Any) -> bool:
+    """Whether any of a client's tokens is none of a text. SGLang sees what is no list of them."""
+    try:
+        return bool(token_ids) and max(token_ids) >= FIRST_PAD
+    except TypeError:
+        return False
 
 
 def _is_raw_image(item: Any) -> bool:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 BACKEND = "hier_kv"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _REQUEST = "sglang.srt.managers.schedule_batch.Req"
+_OUT_OF_PLACE = "The prompt has tokens in it that stand for images where none of its images is."
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 
 
@@ -112,6 +113,8 @@ def _after_images(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
     cache = getattr(new_requests.scheduler, "tree_cache", None)
     if isinstance(cache, HierKVRadixCache):
         cache.media.arrived(self)
+        if not cache.media.are_in_place(self):
+            self.set_finish_with_abort(_OUT_OF_PLACE)
 
 
 def _before_run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

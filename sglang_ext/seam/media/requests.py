@@ -6,6 +6,7 @@ Every method runs on the scheduler's thread.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,19 @@ class MediaRequests:
         self._counters.add("image_requests" if images else "unnamed_image_requests")
         note_images(req, images or ())
 
+    def are_in_place(self, req: Any) -> bool:
+        """Whether a request's tokens stand for its images exactly where these are said to lie.
+
+        SGLang lays what an encoder makes of all images of a batch over all tokens of the batch that
+        stand for one, in order. With one token too many each image behind it, other requests' too,
+        is a row off, and what is computed of those goes by their right names. InternVL's tokens
+        are replaced between `<img>` and `</img>`, which a text may have in it as well.
+        """
+        inputs = req.multimodal_inputs
+        if self._why_not or inputs is None:
+            return True
+        return stand_in_place(np.asarray(req.origin_input_ids, np.int64), inputs.mm_items)
+
     def _images(self, req: Any, inputs: Any) -> tuple[Media, ...] | None:
         """A request's images; None where something of them is not proved."""
         items = [_proved(item, self._secret) for item in inputs.mm_items]
@@ -213,6 +227,28 @@ def _proved(item: Any, secret: str) -> Item | None:
         return None
     pads = tuple(int(pad) for pad in item.padding_values())
     return Item(content, tuple((int(first), int(last)) for first, last in spans), pads)
+
+
+def stand_in_place(tokens: Any, items: Sequence[Any]) -> bool:
+    """Whether the numbers of images, of each kind by itself, are in a prompt where its items say.
+
+    Args:
+        tokens: i64 `[T]`, the prompt.
+        items: SGLang's. What of one lies behind the prompt's end was cut off.
+    """
+    by_kind: dict[Any, list[Any]] = {}
+    for item in items:
+        by_kind.setdefault(getattr(item, "modality", None), []).append(item)
+    is_known = tokens < FIRST_PAD
+    for alike in by_kind.values():
+        lies = np.zeros(len(tokens), bool)
+        for first, last in (span for item in alike for span in item.offsets or ()):
+            lies[first : last + 1] = True
+        stands = np.isin(tokens, [pad for item in alike for pad in item.padding_values()])
+        if not np.array_equal(lies, stands):
+            return False
+        is_known |= stands
+    return bool(is_known.all())
 
 
 def _goes_on(tokens: Any, positions: Any, delta: Any) -> bool:

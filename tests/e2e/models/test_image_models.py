@@ -7,6 +7,7 @@ what is right; of the plugin's, one is killed, and another one goes on with its 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,3 +103,40 @@ def test_images_come_back_from_dram_and_from_disk(kind: Kind, tmp_path: Path) ->
         other_one = ask(server, alike[2])
         check_right([other_one], right[2:])
         assert cached([other_one])[0] < 2 * PAGE, "the text before the image, and no more"
+
+
+def test_a_text_with_marks_of_images_in_it_shifts_nobodys_images(tmp_path: Path) -> None:
+    """SGLang takes what is between `<img>` and `</img>` for the image, whoever wrote it.
+
+    Of one token there, it would lay rows of the encoder one token off over all images behind it in
+    the batch.
+    """
+    model = str(intern_model.write_internvl(tmp_path / "model"))
+    large = [*BASE, *LARGE, "--chunked-prefill-size", "4096"]
+    image = intern_model.IMAGE
+    prompt = Prompt(words(1, 60) + image + words(2, 90), (picture(5),))
+    long = Prompt(words(3, 1500) + image, (picture(6),))
+    shifting = Prompt(words(4, 8) + "<img>a</img>" + image + words(5, 4), (picture(7),))
+    with Server(large, model=model, stop="kill") as plain:
+        right = answers(plain, [prompt])
+    with Server(
+        [*large, *PLUGIN, "--hier-kv-host-size", host_size(400)], model=model, stop="kill"
+    ) as server:
+
+        def refused(which: Prompt) -> bool:
+            try:
+                ask(server, which)
+            except ServerError as error:
+                return error.status == 400
+            return False
+
+        with ThreadPoolExecutor(8) as pool:  # all but the first wait, and are computed together
+            waits = pool.submit(ask, server, long)
+            wrong = [pool.submit(refused, shifting) for _ in range(3)]
+            found = pool.submit(ask, server, prompt)
+            check_right([found.result()], right)
+            assert all(each.result() for each in wrong)
+            waits.result()
+        drop(server)
+        check_right(found_again := answers(server, [prompt]), right)
+        assert cached(found_again)[0] > 3 * PAGE

@@ -232,6 +232,14 @@ def test_tokens_are_told_apart_by_the_images_that_they_stand_for() -> None:
     assert (which == -1).all()
 
 
+def test_images_in_another_order_than_the_prompts_are_not_named() -> None:
+    """SGLang would lay the second one's rows over the tokens of the first."""
+    first, second = item("a", (3, 8)), item("b", (12, 15))
+    tokens = prompt(40, first, second)
+    assert bindings([first, second], tokens, None, "m") is not None
+    assert bindings([second, first], tokens, None, "m") is None
+
+
 def test_a_pages_digest_depends_on_its_images_their_order_and_their_extent() -> None:
     plain, a, b = b"p" * 32, b"a" * 32, b"b" * 32
     runs = [[(a, 1)], [(b, 1)], [(a, 1), (b, 1)], [(b, 1), (a, 1)], [(a, 2)], [(a, 1), (a, 1)]]

@@ -117,3 +117,13 @@ def test_what_is_left_as_sglang_has_it(
         assert each.identity is None
         assert CARRIER not in each.model_specific_data
         assert _proved(each, SECRET) is None
+
+
+def test_a_client_may_not_send_numbers_of_images_as_tokens() -> None:
+    """A batch with images would have one of their rows there, and all behind it off by one."""
+    for tokens in ([5, FIRST_PAD], [FIRST_PAD + (1 << 61)]):
+        with pytest.raises(ValueError, match="no token"):
+            named(image(), input_ids=tokens)
+    assert CARRIER in named(image(), input_ids=[5, FIRST_PAD - 1]).mm_items[0].model_specific_data
+    named(image(), architecture="Other", input_ids=[FIRST_PAD])  # nothing of it is stored
+    named(image(), input_ids=[[1], "no token"])  # SGLang says what is wrong with it
