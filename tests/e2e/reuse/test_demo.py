@@ -39,8 +39,8 @@ def test_what_comes_back_is_not_computed_again(
     reused = sum(one.reused for one in served)
     # A busy machine may compute a short prefix sooner than it reads it.
     assert reused >= 0.7 * reusable, [(one.reusable, one.by_tier) for one in served]
-    for tier in ("host", "disk"):
-        assert sum(one.by_tier.get(tier, 0) for one in served) > 0
+    # DRAM has half of what comes round: whether anything comes before it has left it is chance.
+    assert sum(one.by_tier.get("disk", 0) for one in served) > 0
     size_foretells(served, tmp_path, tokens // PAGE // 2)
 
 
