@@ -234,8 +234,12 @@ def stand_in_place(tokens: Any, items: Sequence[Any]) -> bool:
 
     Args:
         tokens: i64 `[T]`, the prompt.
-        items: SGLang's. What of one lies behind the prompt's end was cut off.
+        items: SGLang's. What of one lies behind the prompt's end was cut off. Where none says where
+            it lies (LLaVA with another encoder than Pixtral's), the model lays each request's own
+            rows over that request's own tokens.
     """
+    if all(item.offsets is None for item in items):
+        return True
     by_kind: dict[Any, list[Any]] = {}
     for item in items:
         by_kind.setdefault(getattr(item, "modality", None), []).append(item)

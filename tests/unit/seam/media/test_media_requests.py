@@ -338,6 +338,14 @@ def test_each_kind_of_item_has_numbers_of_its_own_in_place(make: Make) -> None:
     assert not world.cache.media.are_in_place(req)
 
 
+def test_images_of_which_nobody_says_where_they_lie_are_served(make: Make) -> None:
+    world = make()
+    item = image_item(0, SPAN)
+    req = world.make(TEXT, [item])
+    item.offsets = None
+    assert world.cache.media.are_in_place(req)
+
+
 def test_a_request_that_lost_its_images_stays_what_it_was(make: Make) -> None:
     world = make()
     named, unnamed = (world.make(TEXT, [image_item(0, SPAN)]) for _ in range(2))
