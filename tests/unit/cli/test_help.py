@@ -11,9 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import pytest
 
 from sglang_ext.cli import main, make_parser
 from sglang_ext.cli.doctor import next_steps
+from tests.unit.cli.stub_server import QuietHandler, serving
 
 STATE = {
     "internal_states": [
@@ -66,7 +65,7 @@ def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
 def url() -> Iterator[str]:
     """Of something that answers as a server does."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def answer(self, said: Any) -> None:
             self.send_response(200)
             self.end_headers()
@@ -78,13 +77,8 @@ def url() -> Iterator[str]:
         def do_POST(self) -> None:
             self.answer(STEERED)
 
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving(Handler) as url:
+        yield url
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from sglang_ext.cli.server_stats import ServerStatsError, describe, fetch, trouble
+from tests.unit.cli.stub_server import QuietHandler, serving
 
 Serve = Callable[[bytes], str]
 
@@ -17,24 +17,16 @@ Serve = Callable[[bytes], str]
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Makes a server that says the same to everybody; its URL."""
-    servers: list[ThreadingHTTPServer] = []
+    with ExitStack() as servers:
 
-    def make(said: bytes) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.wfile.write(said.replace(b"PATH", self.path.encode()))
+        def make(said: bytes) -> str:
+            class Handler(QuietHandler):
+                def do_GET(self) -> None:
+                    self.wfile.write(said.replace(b"PATH", self.path.encode()))
 
-            def log_message(self, *_: Any) -> None: ...
+            return servers.enter_context(serving(Handler))
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield make
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        yield make
 
 
 def state(**host: int) -> dict[str, Any]:

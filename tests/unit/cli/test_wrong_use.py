@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sglang_ext import cli
 from sglang_ext.cli import main
+from tests.unit.cli.stub_server import QuietHandler, serving
 
 # By path: status and body.
 ANSWERS = {
@@ -29,7 +27,7 @@ ANSWERS = {
 def url() -> Iterator[str]:
     """Of servers that are none of ours, one behind each name of `ANSWERS`."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, body = ANSWERS[self.path.split("/")[1]]
@@ -40,13 +38,8 @@ def url() -> Iterator[str]:
 
         do_POST = do_GET
 
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving(Handler) as url:
+        yield url
 
 
 @pytest.fixture
