@@ -22,6 +22,7 @@ BASE += ["--image-processor-backend", "pil", "--sleep-on-idle"]
 PLUGIN = ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]
 PLUGIN += ["--hier-kv-prefetch-timeout-ms", "60000", "--hier-kv-disk-size", "0.5"]
 PLUGIN += ["--hier-kv-disk-segment-size", "0.01"]
+LARGE = ("--max-total-tokens", "16384")  # a device that keeps all of a test's prompts
 HEADER_BYTES = 4096
 PAGE_BYTES = 131_072  # of each of the small models, K and V
 WORDS = ("server", "page", "writes", "reads", "disk", "before", "asked", "of", "the", "it")

@@ -21,6 +21,7 @@ from tests.e2e.hier_server import settled
 from tests.e2e.models.hybrid_answers import cached, check_hits, values
 from tests.e2e.models.image_prompts import (
     BASE,
+    LARGE,
     PAGE,
     PLUGIN,
     TOLERANCE,
@@ -34,8 +35,6 @@ from tests.e2e.models.image_prompts import (
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-LARGE = ("--max-total-tokens", "16384")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, val
 from tests.e2e.models.image_chats import Said, converse, questions
 from tests.e2e.models.image_prompts import (
     BASE,
+    LARGE,
     PAGE,
     PLUGIN,
     TOLERANCE,
@@ -39,7 +40,6 @@ from tests.e2e.models.image_prompts import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-LARGE = ("--max-total-tokens", "16384")
 LONG = 60  # tokens of an answer that nobody waits for
 
 
