@@ -95,12 +95,14 @@ class Reply:
         cached_tokens: prompt tokens that were not computed.
         by_tier: the same by tier, as the plugin reports them; empty from plain SGLang.
         seconds: time to the whole answer.
+        num_retractions: how often SGLang took its rows away while it ran, and ran it anew.
     """
 
     output_ids: tuple[int, ...]
     cached_tokens: int
     by_tier: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    num_retractions: int = 0
 
 
 @dataclass(frozen=True)
@@ -358,4 +360,10 @@ class _Run:
 def reply_of(answer: dict[str, Any], seconds: float = 0.0) -> Reply:
     """Reads an answer of SGLang's ``/generate``."""
     meta = answer["meta_info"]
-    return Reply(tuple(answer["output_ids"]), int(meta["cached_tokens"]), by_tier(meta), seconds)
+    return Reply(
+        tuple(answer["output_ids"]),
+        int(meta["cached_tokens"]),
+        by_tier(meta),
+        seconds,
+        int(meta["num_retractions"]),
+    )
