@@ -27,6 +27,7 @@ from bench.policies.jobs import Figures, Job, simulate
 from bench.policies.order import ORDERS, order_figures
 from bench.policies.plan import DISKS_GB, FULL, QUICK, chat_jobs
 from bench.policies.workloads.models import LLAMA_13B, LLAMA_65B
+from sglang_ext.tiers.store import DEFAULT_POLICY
 
 MODELS = (LLAMA_13B, LLAMA_65B)
 POLICIES = ("lookahead", "off", "lru", "waiting", "belady")
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.policies.paper")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the paper's size")
     parser.add_argument("--only", default="", help="set-ups whose name has this in it")
-    parser.add_argument("--write-policy", default="write_through", help="the server's flag")
+    parser.add_argument("--write-policy", default=DEFAULT_POLICY, help="the server's flag")
     flags = parser.parse_args(arguments)
     if not 0 < flags.scale <= 1:
         parser.error(f"--scale must be above 0 and at most 1, came {flags.scale:g}")

@@ -44,6 +44,7 @@ from sglang_ext.simulator.virtual_store import (
     virtual_store,
 )
 from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.store import DEFAULT_POLICY
 from sglang_ext.tiers.store.types import Hashes
 
 SHARES = (0.05, 0.2, 0.5)
@@ -278,7 +279,7 @@ def order_share(paths: Sequence[Ids], capacity: int, order: str, num_waiting: in
 
 def rows(
     paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: Sequence[int],
-    page_bytes: int, write_policy: str = "write_through", hints: Sequence[str] = (), seed: int = 7,
+    page_bytes: int, write_policy: str = DEFAULT_POLICY, hints: Sequence[str] = (), seed: int = 7,
     *, queue_only: bool = False,
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Names and figures of one capacity, a share of the footprint."""
@@ -327,7 +328,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--known", type=int, nargs="+", default=KNOWN, help="0: all of them")
     parser.add_argument("--kv-bytes-per-token", type=int, default=KV_BYTES_PER_TOKEN)
-    parser.add_argument("--write-policy", default="write_through", help="the server's flag")
+    parser.add_argument("--write-policy", default=DEFAULT_POLICY, help="the server's flag")
     parser.add_argument(
         "--hints", nargs="+", default=(), choices=HINTS, help="clients say when chats come back"
     )

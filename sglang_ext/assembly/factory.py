@@ -32,7 +32,7 @@ from sglang_ext.assembly.draft_setup import (
 )
 from sglang_ext.assembly.index_setup import index_facts
 from sglang_ext.assembly.key_setup import Trust, build_trust
-from sglang_ext.assembly.limits import LARGE_DISK, tell_limits
+from sglang_ext.assembly.limits import tell_limits
 from sglang_ext.assembly.one_copy import OneCopy, agree_on_one_copy, may_keep_one_copy, reader_store
 from sglang_ext.assembly.policy_setup import placement_of
 from sglang_ext.assembly.remote_setup import are_alike, open_remote, put_share
@@ -95,7 +95,13 @@ from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy.cost_model import CostModel
-from sglang_ext.tiers.store import EVERY_PAGE, PageStore, PageStoreConfig, PutShare
+from sglang_ext.tiers.store import (
+    EVERY_PAGE,
+    PageStore,
+    PageStoreConfig,
+    PutShare,
+    policy_for_sizes,
+)
 from sglang_ext.tiers.store.types import StoreCounters
 
 logger = logging.getLogger(__name__)
@@ -487,11 +493,8 @@ def _build_store(
 
 def _store_config(config: HierKVConfig, share: PutShare, *, is_hybrid: bool) -> PageStoreConfig:
     record_bytes = config.disk_bytes or config.coded_host_bytes
-    write_policy = config.write_policy
-    if write_policy == "auto" and record_bytes > LARGE_DISK * config.host_bytes:
-        write_policy = "write_through"
     return PageStoreConfig(
-        write_policy,
+        policy_for_sizes(config.write_policy, config.host_bytes, record_bytes),
         config.event_log,
         placement_of(config, is_hybrid=is_hybrid),
         config.remote_policy,

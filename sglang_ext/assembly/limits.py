@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Final
 
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.tiers.store import PageStore
+from sglang_ext.tiers.store import DEFAULT_POLICY, PageStore, policy_for_sizes
 
 logger = logging.getLogger(__name__)
-
-LARGE_DISK: Final = 16
-"""A disk so many times as large as DRAM has room for DRAM's pages: they outlast a crash there."""
 
 
 def tell_limits(
@@ -38,11 +34,11 @@ def tell_limits(
             context_tokens / most,
         )
     record_bytes = config.disk_bytes or config.coded_host_bytes
-    if config.write_policy == "write_through" and (
-        0 < record_bytes <= LARGE_DISK * config.host_bytes
-    ):
+    default = policy_for_sizes(DEFAULT_POLICY, config.host_bytes, record_bytes)
+    if config.write_policy == "write_through" != default and record_bytes:
         logger.info(
-            "hier-kv: what DRAM holds lies below it, too; with --hier-kv-write-policy auto both "
+            "hier-kv: what DRAM holds lies below it, too; with --hier-kv-write-policy %s both "
             "together hold up to %.0f %% more once that is full",
+            DEFAULT_POLICY,
             100 * config.host_bytes / record_bytes,
         )

@@ -156,7 +156,7 @@ class HierKVConfig:
         choices=("pre", "delta"),
     )
     write_policy: str = _knob(
-        "write_through",
+        "auto",  # the store's DEFAULT_POLICY
         "write_through writes every saved page to disk in the background; selective only pages "
         "that were hit once; write_back pages that are about to leave DRAM, where they are worth "
         "more than what they displace, and a page that comes back to DRAM gives its place on disk "

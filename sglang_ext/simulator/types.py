@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.tiers.store import DEFAULT_POLICY
+
 Ids = npt.NDArray[np.int64]
 
 
@@ -99,7 +101,7 @@ class System:
     truncation: bool = True
     truncation_ratio: float = 0.5
     overlap_load: bool = True
-    write_policy: str = "write_through"
+    write_policy: str = DEFAULT_POLICY
 
     def __post_init__(self) -> None:
         for name in (

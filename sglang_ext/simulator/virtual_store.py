@@ -31,7 +31,12 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.memory import map_anonymous
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
-from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from sglang_ext.tiers.store import (
+    DEFAULT_POLICY,
+    PageStore,
+    PageStoreConfig,
+    policy_for_sizes,
+)
 from sglang_ext.tiers.store.executor import Executor, Job, Work
 from sglang_ext.tiers.store.types import Hashes, SaveTicket
 
@@ -237,7 +242,7 @@ class ServerStore:
 
 
 def virtual_store(
-    sizes: StoreSizes, placement: PolicyConfig | None, write_policy: str = "write_through"
+    sizes: StoreSizes, placement: PolicyConfig | None, write_policy: str = DEFAULT_POLICY
 ) -> ServerStore:
     """A store without threads and without bytes, over a clock that stands still.
 
@@ -268,8 +273,9 @@ def virtual_store(
         )
         disk = DiskTier(config, io=HeaderIO(slot_bytes))
     num_pages = max(1024, int((sizes.host_pages + sizes.disk_pages) * _INDEX_SLACK))
+    writing = policy_for_sizes(write_policy, sizes.host_pages, sizes.disk_pages)
     store = PageStore(
-        arena, PageIndex(num_pages), disk, PageStoreConfig(write_policy, placement=placement),
+        arena, PageIndex(num_pages), disk, PageStoreConfig(writing, placement=placement),
         clock=clock, executor=executor,
     )  # fmt: skip
     if disk is not None:

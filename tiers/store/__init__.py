@@ -8,6 +8,7 @@ is in a page is the plugin's business.
 """
 
 from sglang_ext.tiers.store.books.lost_pages import Absence
+from sglang_ext.tiers.store.books.write_policy import DEFAULT_POLICY, policy_for_sizes
 from sglang_ext.tiers.store.gate import LivePages
 from sglang_ext.tiers.store.page_store import PageStore, PageStoreConfig
 from sglang_ext.tiers.store.remote.put_share import EVERY_PAGE, PutShare
@@ -21,6 +22,7 @@ from sglang_ext.tiers.store.types import (
 )
 
 __all__ = [
+    "DEFAULT_POLICY",
     "EVERY_PAGE",
     "Absence",
     "Epoch",
@@ -33,4 +35,5 @@ __all__ = [
     "PutShare",
     "SaveTicket",
     "TierCounts",
+    "policy_for_sizes",
 ]

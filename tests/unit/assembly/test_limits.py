@@ -10,7 +10,12 @@ from sglang_ext.assembly.limits import tell_limits
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from sglang_ext.tiers.store import (
+    DEFAULT_POLICY,
+    PageStore,
+    PageStoreConfig,
+    policy_for_sizes,
+)
 
 PAGE_TOKENS = 16
 
@@ -57,3 +62,10 @@ def test_what_is_held_twice_is_told_where_the_disk_is_small(
     assert "--hier-kv-write-policy auto" in said
     assert "25 % more" in said
     assert told(17.0) == told(4.0, "auto") == told(4.0, "write_back") == []
+
+
+def test_by_default_a_small_disk_adds_up_with_dram_and_a_large_one_has_all() -> None:
+    assert HierKVConfig().write_policy == DEFAULT_POLICY
+    assert policy_for_sizes(DEFAULT_POLICY, 10, 160) == "auto"
+    assert policy_for_sizes(DEFAULT_POLICY, 10, 161) == "write_through"
+    assert policy_for_sizes("write_back", 10, 161) == "write_back"

@@ -175,27 +175,32 @@ def _called() -> Iterator[set[str]]:
         threading.setprofile(None)
 
 
+# Whether it is called is chance: where a page is about to leave DRAM and just being written.
+BY_CHANCE = {"dram_order.py:DramOrder.put_back"}
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "auto"])
 def test_simulator_and_server_decide_by_the_same_functions(
-    lines: list[Line], tmp_path: Path
+    lines: list[Line], tmp_path: Path, write_policy: str
 ) -> None:
     """The same requests through a store as a server builds it: threads, clock, bytes and all."""
     paths = [line.hash_ids for line in lines]
     sizes = replace(SIZES, page_bytes=SLOT_BYTES - HEADER_BYTES)
     replay = partial(Replay, paths, 40, [0.0] * len(paths))
-    with _called() as simulated, virtual_store(sizes, PolicyConfig()) as server:
+    with _called() as simulated, virtual_store(sizes, PolicyConfig(), write_policy) as server:
         in_simulator = replay().run(server)
     idle = _Idle()
     with _called() as served:
         disk = DiskTier(DiskConfig(tmp_path / "disk", SIZES.disk_pages * SLOT_BYTES, 0))
         arena = HostArena(SIZES.host_pages, SLOT_BYTES)
-        settings = PageStoreConfig(placement=PolicyConfig())
+        settings = PageStoreConfig(write_policy, placement=PolicyConfig())
         idle.store = PageStore(arena, PageIndex(1024), disk, settings)
         idle.store.connect(disk)
         with ServerStore(idle.store, disk, VirtualClock(), idle) as server:
             in_server = replay().run(server)
     modules = {call.split(":")[0] for call in served}
     assert {"waiting.py", "dram_order.py", "tier_lists.py", "placement.py"} <= modules
-    assert simulated == served
+    assert simulated - BY_CHANCE == served - BY_CHANCE
     assert in_simulator.reusable == in_server.reusable
     assert in_simulator.hit_share == pytest.approx(in_server.hit_share, abs=0.03)
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from sglang_ext.tiers.store.books.orders.dram_order import DramOrder
+
+DEFAULT_POLICY: Final = "auto"
+# Times DRAM from which on it is not worth its writes that DRAM and disk hold different pages.
+LARGE_DISK: Final = 16
+
+
+def policy_for_sizes(name: str, dram: int, records: int) -> str:
+    """The policy that a setting means for tiers of these sizes, both in bytes or both in pages."""
+    return "write_through" if name == "auto" and records > LARGE_DISK * dram else name
 
 
 class WritePolicy:
