@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
+import hashlib
 import importlib.util
 import json
 import os
@@ -19,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
-from runtime_cpu.zygote import Job
+from runtime_cpu.zygote import Job, lock_of
 
 # Variables that are read when a server runs. Others may decide what an import does.
 _READ_LATE = (
@@ -30,6 +32,8 @@ _READ_LATE = (
     *("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_", "SGLANG_CHECK_KV_PAGE_INVARIANTS"),
     *("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"),  # at the first product of matrices
 )
+_ROOT = Path(__file__).resolve().parent.parent
+_OWN = "PYTEST_"  # variables of one of pytest's processes
 _PATH = "PYTHONPATH"
 _IMPORTED_AT_START = ("sitecustomize", "usercustomize")
 _NODE_OPTIONS = ("--nnodes",)
@@ -94,19 +98,21 @@ class ForkedServer:
 
 
 class Nursery:
-    """One zygote, started when it is first needed, that ends with this process. Thread-safe.
+    """A zygote, started when it is first needed, that ends with who uses it. Thread-safe.
 
     Args:
         env: environment in which SGLang is imported.
         log_path: file for what the import prints.
+        folder: processes with the same one, and the same environment, share a zygote, which ends
+            with the last of them. Its path is short, as a socket's has to be.
     """
 
-    def __init__(self, env: Mapping[str, str], log_path: Path) -> None:
+    def __init__(self, env: Mapping[str, str], log_path: Path, folder: Path) -> None:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None  # guarded by _lock
-        self._process: subprocess.Popen[bytes] | None = None  # guarded by _lock
         self._base = dict(env)
         self._log_path = log_path
+        self._folder = folder
 
     def can_start(self, args: Sequence[str], env: Mapping[str, str]) -> bool:
         """Whether a server with these would be the same when it is forked."""
@@ -139,26 +145,52 @@ class Nursery:
         return ForkedServer(ours)
 
     def _connected(self) -> socket.socket:
-        if self._control is None or self._process is None or self._process.poll() is not None:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._log_path.parent.mkdir(parents=True, exist_ok=True)
-            with theirs, self._log_path.open("ab") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "runtime_cpu.zygote", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=self._base,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
-            atexit.register(self._end, self._control, self._process)
+        """The socket to the zygote; it sends nothing, so what can be read is its end."""
+        if self._control is None or select.select([self._control], [], [], 0.0)[0]:
+            self._control = self._connect(self._folder / self._digest())
+            atexit.register(self._control.close)
         return self._control
 
-    @staticmethod
-    def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        control.close()  # it ends, and its servers with it
-        process.wait()
+    def _digest(self) -> str:
+        """What a process has to have alike to share a zygote."""
+        folders = self._base.get(_PATH, "").split(os.pathsep)
+        alike = {_PATH: [folder for folder in folders if folder not in ("", str(_ROOT))]}
+        for name in self._base.keys() - {_PATH}:
+            if not name.startswith((*_READ_LATE, _OWN)):
+                alike[name] = [self._base[name]]
+        return hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _connect(self, path: Path) -> socket.socket:
+        """Connects to the zygote that listens there, and starts it where none does."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with lock_of(path).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                control.connect(str(path))
+            except (FileNotFoundError, ConnectionRefusedError):
+                path.unlink(missing_ok=True)  # of one that was killed
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                    listener.bind(str(path))
+                    listener.listen()
+                    control.connect(str(path))  # before it starts, so that it has somebody
+                    self._start_zygote(listener)
+        return control
+
+    def _start_zygote(self, listener: socket.socket) -> None:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "runtime_cpu.zygote", str(listener.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=_ROOT,
+                env=self._base,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        process.returncode = 0  # nobody waits for it: others may use it for longer
 
 
 def _comes_late(folder: str) -> bool:

@@ -6,8 +6,8 @@ servers. A forked server runs the same module with the same arguments as ``pytho
 sglang.launch_server``. Its children get what they run pickled through a pipe, as `multiprocessing`
 spawns them, but wake up in a copy of the process as it was before the server began.
 
-The zygote has one thread, or no copy of it would be sound. It ends, and its servers with it, when
-the other end of its control socket is closed.
+The zygote has one thread, or no copy of it would be sound. Several processes may use it: servers
+end when who asked for them closes its socket, and the zygote when nobody is left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from setproctitle import getproctitle, setproctitle
 
@@ -189,68 +190,104 @@ def _extend_path(path: str) -> None:
 
 
 class Zygote:
-    """Forks a server for each request on a control socket, and tells how each ended.
+    """Forks a server for each request of its clients, and tells how each ended.
 
     Args:
-        control: takes requests, each with two descriptors: the server's log, and a socket that is
-            sent the pid first and the exit code last.
+        listener: where clients connect; the first one has. A request comes with two descriptors:
+            the server's log, and a socket that is sent the pid first and the exit code last.
     """
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
-        self._servers: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: pid and its socket
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._clients: set[socket.socket] = set()
+        self._servers: dict[int, Forked] = {}  # by pidfd
 
     def serve(self) -> tuple[Job, int] | None:
-        """Serves requests until the control socket is closed.
+        """Serves requests until no client is left.
 
         Returns:
             In a forked process what it is to run, and the log's descriptor; None in the zygote.
         """
         while True:
-            control_fd = self._control.fileno()
-            readable, _, _ = select.select([control_fd, *self._servers], [], [])
+            sources: list[socket.socket | int] = [self._listener, *self._clients, *self._servers]
+            readable, _, _ = select.select(sources, [], [])
             for ready in readable:
-                if ready != control_fd:
+                if isinstance(ready, int):
                     self._reap(ready)
-                    continue
-                data, fds, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 2)
-                if not data:
-                    self._kill_all()
-                    return None
-                forked = self._fork(Job(**json.loads(data)), fds)
-                if forked is not None:
+                elif ready is self._listener:
+                    self._clients.add(ready.accept()[0])
+                elif (forked := self._answer(ready)) is not None:
                     return forked
+            if not self._clients and not self._servers and self._may_end():
+                return None
 
-    def _fork(self, job: Job, fds: Sequence[int]) -> tuple[Job, int] | None:
+    def _answer(self, client: socket.socket) -> tuple[Job, int] | None:
+        try:
+            data, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE_BYTES, 2)
+        except ConnectionResetError:
+            data = b""
+        if data:
+            return self._fork(Job(**json.loads(data)), fds, client)
+        self._clients.remove(client)
+        client.close()
+        for server in self._servers.values():
+            if server.client is client:
+                _kill(server.pid)
+        return None
+
+    def _may_end(self) -> bool:
+        """Gives its place up, unless somebody has just connected."""
+        path = Path(self._listener.getsockname())
+        with contextlib.suppress(FileNotFoundError), lock_of(path).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if select.select([self._listener], [], [], 0.0)[0]:
+                return False
+            path.unlink()
+        return True
+
+    def _fork(self, job: Job, fds: Sequence[int], client: socket.socket) -> tuple[Job, int] | None:
         log_fd, status_fd = fds
         status = socket.socket(fileno=status_fd)
         pid = os.fork()
         if pid == 0:
-            status.close()
-            self._control.close()
-            for pidfd, (_, other) in self._servers.items():
+            for own in (status, self._listener, *self._clients):
+                own.close()
+            for pidfd, other in self._servers.items():
                 os.close(pidfd)
-                other.close()
+                other.status.close()
             return job, log_fd
         os.close(log_fd)
-        self._servers[os.pidfd_open(pid)] = pid, status
+        self._servers[os.pidfd_open(pid)] = Forked(pid, status, client)
         _tell(status, {"pid": pid})
         return None
 
     def _reap(self, pidfd: int) -> None:
-        pid, status = self._servers.pop(pidfd)
+        server = self._servers.pop(pidfd)
         os.close(pidfd)
-        _, code = os.waitpid(pid, 0)
-        _tell(status, {"returncode": os.waitstatus_to_exitcode(code)})
-        status.close()
+        _, code = os.waitpid(server.pid, 0)
+        _tell(server.status, {"returncode": os.waitstatus_to_exitcode(code)})
+        server.status.close()
 
-    def _kill_all(self) -> None:
-        for pid, _ in self._servers.values():
-            # Itself first: one that was just forked leads no group yet, and no child of it could
-            # be missed once it is gone.
-            for kill in (os.kill, os.killpg):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(pid, signal.SIGKILL)
+
+class Forked(NamedTuple):
+    """A server that runs: its main process, who is told of it, and who asked for it."""
+
+    pid: int
+    status: socket.socket
+    client: socket.socket
+
+
+def lock_of(path: Path) -> Path:
+    """A file whose lock is held by who connects to a zygote's socket, or takes that away."""
+    return path.with_name(f"{path.name}.lock")
+
+
+def _kill(pid: int) -> None:
+    # Itself first: one that was just forked leads no group yet, and no child of it could be missed
+    # once it is gone.
+    for kill in (os.kill, os.killpg):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
 
 
 def _tell(status: socket.socket, message: dict[str, int]) -> None:
@@ -275,7 +312,7 @@ def _load_loops() -> None:
 
 def main() -> None:
     """Imports SGLang, then serves; a forked process goes on as a server."""
-    control = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[1]))
     setproctitle(getproctitle())  # it finds its room only while the environment is untouched
     for module in PRELOADED:
         importlib.import_module(module)
@@ -283,7 +320,7 @@ def main() -> None:
     index_imported_names()
     gc.collect()
     gc.freeze()  # what was imported is never walked again, so its pages stay shared
-    forked = Zygote(control).serve()
+    forked = Zygote(listener).serve()
     if forked is not None:
         _run_server(*forked)
 

@@ -51,7 +51,8 @@ _QUIET_OPTIONS = ("--skip-server-warmup", "--log-level-http", "warning")
 _QUIET_ENVIRONMENT = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 # Set: servers are forked from one process that has imported SGLang, which takes 20 s of a core less
-# each. For tests: memory is shared between servers, which a measurement may notice.
+# each. For tests: memory is shared between servers, which a measurement may notice. A folder; all
+# processes with the same one share that process.
 FORK_SERVERS = "HIER_KV_FORK_SERVERS"
 
 _LOG_TAIL_CHARS = 4_000
@@ -430,7 +431,8 @@ class Server:
 @functools.cache
 def _nursery(release: Path | None) -> Nursery:
     name = f"zygote-{os.getpid()}{f'-{release.name}' if release else ''}.log"
-    return Nursery(on_path(_environment(release)), ROOT / "build" / "logs" / name)
+    log_path, folder = ROOT / "build" / "logs" / name, Path(os.environ[FORK_SERVERS])
+    return Nursery(on_path(_environment(release)), log_path, folder)
 
 
 def _environment(release: Path | None) -> dict[str, str]:

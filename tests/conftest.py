@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -27,7 +30,11 @@ os.environ.setdefault("CPU_IDLE_SLEEP_MS", "50")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A server that is forked from a process which has imported SGLang starts in a third of the time.
-os.environ.setdefault("HIER_KV_FORK_SERVERS", "1")
+# All that run tests, and what tests run, share that process.
+if "HIER_KV_FORK_SERVERS" not in os.environ:
+    _folder = tempfile.mkdtemp(prefix="hier-kv-zygotes-")
+    atexit.register(shutil.rmtree, _folder, ignore_errors=True)
+    os.environ["HIER_KV_FORK_SERVERS"] = _folder
 
 # Every server is three processes, which would compile the plugin's modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -111,12 +111,14 @@ def run(quick: bool, seed: int | None = None) -> dict[str, Any]:
 @contextlib.contextmanager
 def _forked_servers() -> Iterator[None]:
     """Forks all servers from one process that has imported SGLang."""
-    asked = FORK_SERVERS in os.environ
-    os.environ.setdefault(FORK_SERVERS, "1")
-    try:
+    if FORK_SERVERS in os.environ:
         yield
-    finally:
-        if not asked:
+        return
+    with tempfile.TemporaryDirectory(prefix="hier-kv-zygotes-") as folder:
+        os.environ[FORK_SERVERS] = folder
+        try:
+            yield
+        finally:
             del os.environ[FORK_SERVERS]
 
 

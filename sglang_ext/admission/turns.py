@@ -37,12 +37,12 @@ class Turns:
         """A scheduler step begins. A request whose plan gave way to a save waits for its turn."""
         self._left = _TURNS_AT_ONCE
         for waiting in self._plans.take_back_yielded():
-            waiting.had_turn, waiting.gave_up = False, True
+            waiting.had_turn, waiting.waits_no_more = False, True
 
     def arrive(self, waiting: WaitingRequest) -> None:
         """A request came, or the remote store answered: plans what DRAM has room for now."""
         self._plans.make(waiting, priority=waiting.number)
-        waiting.gave_up = waiting.plan is None or waiting.plan.starved
+        waiting.waits_no_more = waiting.plan is None or waiting.plan.starved
 
     def take(self, waiting: WaitingRequest, now_s: float) -> bool:
         """The scheduler would run a request; False when its plan should be improved first."""
@@ -59,7 +59,7 @@ class Turns:
             return False
         plan = waiting.plan
         waiting.had_turn = True
-        waiting.gave_up = plan is not None and plan.starved
+        waiting.waits_no_more = plan is not None and plan.starved
         waiting.ready = plan is not None and plan.done
         return True
 

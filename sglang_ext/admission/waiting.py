@@ -248,7 +248,7 @@ class WaitingRoom:
         if waiting is None or self._policy == "best_effort":
             return True
         if self._turns is None or self._turns.take(waiting, self._now_s):
-            if waiting.gave_up:
+            if waiting.waits_no_more:
                 return True
             if waiting.ready or (waiting.plan is None and not waiting.found.total):
                 return not self._awaits_answer(waiting)
@@ -261,7 +261,7 @@ class WaitingRoom:
             self._store.counters.add("prefetch_timeouts")
         self._plans.give_up(waiting)
         self._stop_asking(waiting)
-        waiting.gave_up = waiting.had_turn = waiting.late = True
+        waiting.waits_no_more = waiting.had_turn = waiting.late = True
         return True
 
     # ---- with several ranks, which decide together (`promises.py`) ----
@@ -273,7 +273,7 @@ class WaitingRoom:
         a plan pins can be promised.
         """
         waiting = self._waiting.get(handle)
-        if waiting is None or self._policy == "best_effort" or waiting.gave_up:
+        if waiting is None or self._policy == "best_effort" or waiting.waits_no_more:
             return Readiness.READY
         if self._decider is not None and waiting.late:
             return Readiness.READY
@@ -455,7 +455,7 @@ class WaitingRoom:
             self._plans.defer(waiting)
         window = [self._by_number[number] for number in numbers]
         for position, waiting in enumerate(window):
-            if waiting.gave_up or (waiting.plan is None and not waiting.found.total):
+            if waiting.waits_no_more or (waiting.plan is None and not waiting.found.total):
                 continue
             if waiting.plan is not None:
                 waiting.plan.priority = position

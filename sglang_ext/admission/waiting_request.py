@@ -166,10 +166,10 @@ class Estimate:
 class WaitingRequest:
     """A waiting request.
 
-    Whether it has a `plan`, had its turn, is `ready`, gave up or is `late` are asked one by one,
-    as any of them may hold with any other: a plan that gave way to a save (`gave_up`) is made again
-    at the turn, one that is `ready` may be of a request that is `late`. Only these are tied: who is
-    late was held first (`held_since_s`), and who is `ready` has a plan.
+    Whether it has a `plan`, had its turn, is `ready`, `waits_no_more` or is `late` are asked one by
+    one, as any of them may hold with any other: a plan that gave way to a save (`waits_no_more`) is
+    made again at the turn, one that is `ready` may be of a request that is `late`. Only these are
+    tied: who is late was held first (`held_since_s`), and who is `ready` has a plan.
 
     Attributes:
         handle: SGLang's name of it.
@@ -181,7 +181,7 @@ class WaitingRequest:
         ready: the plan brought what it can, as of this step.
         held_since_s: when it was first held back.
         let_go_s: when it was first not held back any more; None while it is, or if it never was.
-        gave_up: its deadline is over, or DRAM has no room for it.
+        waits_no_more: its deadline is over, or DRAM has no room for it.
         asked: without look-ahead: its place among those that the scheduler would have run, by when
             it first would; None: it would not yet.
         had_turn: without look-ahead: its plan was made, or looked at, when the scheduler would
@@ -210,7 +210,7 @@ class WaitingRequest:
     ready: bool = False
     held_since_s: float | None = None
     let_go_s: float | None = None
-    gave_up: bool = False
+    waits_no_more: bool = False
     asked: int | None = None
     had_turn: bool = False
     was_first: bool = False
@@ -284,7 +284,7 @@ class WaitingRequest:
             return False
         plan = self.plan
         lacks = plan is not None and (plan.short or plan.failed)
-        return self.gave_up or (self.ready and lacks)
+        return self.waits_no_more or (self.ready and lacks)
 
     def remote_sizes(self) -> npt.NDArray[np.int64] | None:
         """Bytes of the pages below the device that the remote store has; 0 for the others."""

@@ -14,7 +14,7 @@ from sglang_ext.device.rope_discovery import LayerRope, type_of_attention
 from sglang_ext.device.windows.blocks import BlockGroups
 from sglang_ext.device.windows.layers import WindowLayers
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.seam.window_questions import Enter, WindowQuestions
+from sglang_ext.seam.hybrids.window_questions import Enter, WindowQuestions
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.store import PageStore
 

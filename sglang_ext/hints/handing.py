@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_ext.hints.request_hints import RequestHints
 from sglang_ext.tiers.store import KeySpace
-from sglang_ext.tiers.store.movers.lookahead import LookAhead
+from sglang_ext.tiers.store.lookahead import LookAhead
 from sglang_ext.tiers.store.types import Hashes
 
 

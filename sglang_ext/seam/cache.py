@@ -40,6 +40,7 @@ from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, group_of_stage, min_reduce
 from sglang_ext.ranks.stages import StagedLockstep, begin_min_reduce
 from sglang_ext.seam.device_tree import DeviceTree
+from sglang_ext.seam.hybrids.window_questions import Enter, WindowQuestions
 from sglang_ext.seam.kv_events import TierEventRecorder
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.media.page_digests import naming
@@ -50,7 +51,6 @@ from sglang_ext.seam.page_hash import hashes_of, request_key, whole_pages_key
 from sglang_ext.seam.radix_tree import RadixTree
 from sglang_ext.seam.session_turns import SessionTurns
 from sglang_ext.seam.taint import TaintKeeper
-from sglang_ext.seam.window_questions import Enter, WindowQuestions
 from sglang_ext.seam.wrapper import HierKVLinkerWrapper
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.quotas import parse_quotas

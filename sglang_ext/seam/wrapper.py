@@ -20,12 +20,12 @@ from sglang_ext.admission.admission import Admission
 from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex, hashes_to_hex
 from sglang_ext.provenance.request_state import HitTier, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
+from sglang_ext.seam.hybrids.state_pages import StatePages
+from sglang_ext.seam.hybrids.window_pages import WindowPages
+from sglang_ext.seam.hybrids.window_questions import WindowQuestions
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.media.page_digests import naming
 from sglang_ext.seam.radix_tree import RadixTree
-from sglang_ext.seam.states.state_pages import StatePages
-from sglang_ext.seam.window_pages import WindowPages
-from sglang_ext.seam.window_questions import WindowQuestions
 from sglang_ext.tiers.records.quality import Qualities
 from sglang_ext.tiers.store import KeySpace
 from sglang_ext.truncation.lineage import lineage_of

@@ -1,10 +1,10 @@
 """The page store: which pages lie in DRAM and on disk, and how they move between the two.
 
-`page_store.py` is the facade. `books/` holds the state of every page under one lock
-(`books.py`), `movers/` writes pages to disk (`spiller.py`) and reads them back
-(`promoter.py`), `remote/` moves them to and from a remote store. `types.py` has the words that the
-parts share, and `gate.py` stops what is of weights that are gone. Everything here moves bytes; what
-is in a page is the plugin's business.
+`page_store.py` is the facade; `lookahead.py` has the scheduler's waiting queue. `books/` holds the
+state of every page under one lock (`books.py`), `movers/` writes pages to disk (`spiller.py`) and
+reads them back (`promoter.py`), `remote/` moves them to and from a remote store. `types.py` has the
+words that the parts share, and `gate.py` stops what is of weights that are gone. Everything here
+moves bytes; what is in a page is the plugin's business.
 """
 
 from sglang_ext.tiers.store.books.lost_pages import Absence

@@ -28,7 +28,7 @@ from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.executor import Executor, Threads
 from sglang_ext.tiers.store.gate import Gate
 from sglang_ext.tiers.store.key_spaces import KeySpaces
-from sglang_ext.tiers.store.movers.lookahead import LookAhead
+from sglang_ext.tiers.store.lookahead import LookAhead
 from sglang_ext.tiers.store.movers.promoter import Promoter
 from sglang_ext.tiers.store.movers.spiller import Spiller
 from sglang_ext.tiers.store.movers.transfer_meter import OnMeasured, TransferMeter

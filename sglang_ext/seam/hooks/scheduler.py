@@ -18,8 +18,8 @@ from sglang_ext.seam.hooks.disaggregation import register_disaggregation_hooks
 from sglang_ext.seam.hooks.drafts import register_draft_hook
 from sglang_ext.seam.hooks.hooking import check_hooks, hook
 from sglang_ext.seam.hooks.new_requests import new_requests
-from sglang_ext.seam.hooks.steering import steer
 from sglang_ext.seam.hooks.steering_endpoint import CARRIER
+from sglang_ext.seam.hooks.steering_scheduler import steer
 from sglang_ext.seam.hooks.truncation import build_truncator, register_truncation_hooks
 from sglang_ext.seam.hooks.weights import register_weight_hooks
 from sglang_ext.seam.reuse_report import DETAILS_KEY, pack_details, pack_quality

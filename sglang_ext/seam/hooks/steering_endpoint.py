@@ -11,7 +11,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sglang_ext.hints.steering import parse_body, to_text
+from sglang_ext.hints.steering_request import parse_body, to_text
 from sglang_ext.seam.hooks.body_bound import Message, Receive, Send
 from sglang_ext.seam.reuse_report import DETAILS_KEY
 

@@ -42,8 +42,10 @@ def _wait_until(reached: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_forked_server_looks_and_ends_like_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FORK_SERVERS, "1")
+def test_a_forked_server_looks_and_ends_like_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FORK_SERVERS, os.environ.get(FORK_SERVERS) or str(tmp_path))
     with Server(["--max-total-tokens", "2048"]) as server:
         titles = [" ".join(process.cmdline()) for process in server.tree()]
         assert "-m sglang.launch_server" in titles[0]
@@ -59,21 +61,26 @@ def test_a_forked_server_looks_and_ends_like_another(monkeypatch: pytest.MonkeyP
         assert not server.tree()
 
 
-def test_servers_end_with_a_process_that_was_killed() -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLD],
-        cwd=ROOT,
-        env={**os.environ, FORK_SERVERS: "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdout is not None
-    session = int(holder.stdout.readline())
-    assert _session(session)
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    holder.stdout.close()
-    _wait_until(lambda: not _session(session))
+def test_servers_end_with_a_process_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of others, who share what forks them, do not."""
+    monkeypatch.setenv(FORK_SERVERS, os.environ.get(FORK_SERVERS) or str(tmp_path))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", _HOLD]
+    with (
+        Server(["--max-total-tokens", "2048"], stop="kill") as own,
+        subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as holder,
+    ):
+        assert holder.stdout is not None
+        session = int(holder.stdout.readline())
+        assert _session(session)
+        zygotes = {psutil.Process(each).ppid() for each in (own.pid, session)}
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        _wait_until(lambda: not _session(session))
+        assert own.generate(text="Hello", sampling_params={"max_new_tokens": 1})
+    assert len(zygotes) == 1
 
 
 def test_a_process_that_imports_sglang_itself_still_forks_servers() -> None:

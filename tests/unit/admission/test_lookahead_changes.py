@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.tiers.store.movers.lookahead import LookAhead
+from sglang_ext.tiers.store.lookahead import LookAhead
 from sglang_ext.tiers.store.types import Rows
 from tests.unit.store.store_rig import NONE, Make, Rig, pages, rigs
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import psutil
 
-from runtime_cpu.zygote import Zygote
+from runtime_cpu.zygote import Forked, Zygote
 from testkit.watchdog import Watchdog
 
 _STARTS_A_SERVER = """
@@ -96,9 +96,11 @@ def test_a_server_that_leads_no_group_yet_ends_with_the_zygote() -> None:
     ours, theirs = socket.socketpair()
     with subprocess.Popen(["sleep", "100"]) as forked, ours, theirs:
         zygote = Zygote(ours)
-        zygote._servers[os.pidfd_open(forked.pid)] = forked.pid, theirs
+        zygote._clients.add(ours)
+        zygote._servers[os.pidfd_open(forked.pid)] = Forked(forked.pid, ours, ours)
+        theirs.close()
         try:
-            zygote._kill_all()
+            zygote._answer(ours)
             until(lambda: forked.poll() is not None)
         finally:
             forked.kill()

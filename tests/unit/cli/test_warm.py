@@ -19,7 +19,7 @@ from sglang_ext.cli import main
 from sglang_ext.cli.warm.command import Summary
 from sglang_ext.cli.warm.documents import read_documents
 from sglang_ext.cli.warm.server import Keys, Served, WarmedServer, WarmError
-from sglang_ext.hints.steering import parse_body
+from sglang_ext.hints.steering_request import parse_body
 
 PAGE = 64
 

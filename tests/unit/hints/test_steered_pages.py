@@ -13,7 +13,7 @@ import pytest
 from runtime_cpu import inprocess
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.admission.waiting_request import ReusablePrefix
-from sglang_ext.hints.steering import parse_body, to_text
+from sglang_ext.hints.steering_request import parse_body, to_text
 from sglang_ext.tiers.records.quality import ANY
 from tests.unit.store.store_rig import Make, Rig, pages, rigs
 
@@ -39,7 +39,7 @@ def _cache(rig: Rig, room: WaitingRoom) -> Any:
 
 def test_what_is_said_with_a_prefetch_holds_when_the_pages_are_there(make: Make) -> None:
     inprocess.prepare()
-    from sglang_ext.seam.hooks.steering import steer
+    from sglang_ext.seam.hooks.steering_scheduler import steer
     from sglang_ext.seam.page_hash import hashes_of, whole_pages_key
 
     rig = make(slots=30, lookahead=True, pin_share=0.5)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from bench.faults.inject import Control, environment
 from runtime_cpu import launch
 from runtime_cpu.forked import Nursery, num_children
+from runtime_cpu.zygote import Zygote
+from testkit.server import ROOT
 from testkit.slow import ENV_JITTER, ENV_SPEED_FILE, on_path
 
 
 def is_forked(tmp_path: Path, variables: dict[str, str], *args: str) -> bool:
     base = launch.environment()
-    nursery = Nursery(on_path(base), tmp_path / "log")
+    nursery = Nursery(on_path(base), tmp_path / "log", tmp_path)
     return nursery.can_start(args, on_path({**base, **variables}))
 
 
@@ -66,3 +70,50 @@ def test_what_decides_about_imports_or_was_not_tried_needs_a_start(tmp_path: Pat
 )
 def test_processes_are_counted_by_who_starts_them(args: list[str], expected: list[int]) -> None:
     assert num_children(args) == expected
+
+
+class Counted(Nursery):
+    """Holds the socket of each zygote that it would have started."""
+
+    started: ClassVar[list[socket.socket]] = []
+
+    def _start_zygote(self, listener: socket.socket) -> None:
+        self.started.append(listener.dup())
+
+
+def test_processes_share_a_zygote_and_start_another_where_it_was_killed(tmp_path: Path) -> None:
+    def connected(nursery: Nursery) -> int:
+        nursery._connected()
+        return len(Counted.started)
+
+    paths = {"a": "", "b": str(ROOT)}
+    one, two = (
+        Counted({"A": "1", "PYTEST_X": each, "PYTHONPATH": path}, tmp_path / "log", tmp_path)
+        for each, path in paths.items()
+    )
+    assert connected(one) == connected(two) == connected(one) == 1
+    assert connected(Counted({"A": "2"}, tmp_path / "log", tmp_path)) == 2, "imports may differ"
+    Counted.started[0].close()
+    assert connected(one) == connected(two) == 3
+
+
+def test_a_zygote_ends_with_its_last_client_unless_another_one_has_come(tmp_path: Path) -> None:
+    nursery = Counted({}, tmp_path / "log", tmp_path)
+    first = nursery._connected()
+    zygote = Zygote(Counted.started[-1])
+    zygote._clients.add(zygote._listener.accept()[0])
+    second = Counted({}, tmp_path / "log", tmp_path)._connected()
+    first.close()
+    assert zygote._answer(zygote._clients.copy().pop()) is None
+    assert not zygote._clients
+    assert not zygote._may_end()
+    second.close()
+    assert zygote.serve() is None
+    assert connects_anew(nursery)
+
+
+def connects_anew(nursery: Counted) -> bool:
+    before = len(Counted.started)
+    nursery._control = None
+    nursery._connected()
+    return len(Counted.started) == before + 1

@@ -17,7 +17,7 @@ inprocess.prepare()
 
 from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
-from sglang_ext.seam.states.state_pages import StatePages  # noqa: E402
+from sglang_ext.seam.hybrids.state_pages import StatePages  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402

@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.windows.layers import WindowLayers, resume_length
-from sglang_ext.seam.window_questions import WindowQuestions
+from sglang_ext.seam.hybrids.window_questions import WindowQuestions
 
 GROUPS, PAGES = 2, 2
 LAYERS = WindowLayers(PAGES, 64, (None,) * GROUPS, [])  # type: ignore[arg-type]

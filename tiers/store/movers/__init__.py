@@ -1,4 +1,4 @@
-"""What moves pages between DRAM and disk: writing behind, and fetching ahead for the queue.
+"""What moves pages between DRAM and disk: writing behind, and reading for the plans of requests.
 
 The spiller and the promoter have threads, which block on the disk and never under the store's lock.
 """

@@ -2,10 +2,8 @@
 
 SGLang's tree keeps a state at the end of some nodes: where a prompt or a chunk of one ended, where
 two prompts part, where an answer was when it was last looked at. It goes on behind a prefix only
-where it has the state. So a hit is the longest prefix of which the full layers' pages are all
-stored and behind whose last page a whole state is; what is behind it is computed. Every state that
-the tree keeps on the path of a request is saved when the request enters the tree. Scheduler's
-thread only.
+where it has the state. Every state that the tree keeps on the path of a request is saved when the
+request enters the tree. Scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -18,10 +16,11 @@ import torch
 from sglang_ext.device.states.snapshots import Snapshots, furthest_resume, part_hashes
 from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
 from sglang_ext.provenance.request_state import state_of
+from sglang_ext.seam.hybrids.resumable_pages import ResumablePages
 from sglang_ext.seam.page_hash import request_key
 from sglang_ext.seam.radix_tree import RadixTree
 from sglang_ext.tiers.store import KeySpace, PageStore
-from sglang_ext.tiers.store.types import READY, Rows
+from sglang_ext.tiers.store.types import Rows
 
 # So many places are looked at where a part of a state is. Behind evictions not all may be there.
 _MOST_PLACES = 8
@@ -34,16 +33,13 @@ class StateSaver(Protocol):
         """Queues the state of a node; False when it is refused."""
 
 
-class StatePages:
-    """The states of one cache.
+class StatePages(ResumablePages):
+    """The states of one cache; a prompt is resumed behind a page that has a whole one.
 
     Args:
         snapshots: how they are stored.
-        store: DRAM and disk.
-        tree: SGLang's.
-        saver: what saves.
-        offers_stored: what is stored is offered to it, too, once a request: of several ranks, each
-            has to offer the same, whatever it has.
+        store: see `ResumablePages`, as the rest.
+        saver: what saves; what is stored is offered to it once a request.
     """
 
     def __init__(
@@ -55,50 +51,11 @@ class StatePages:
         *,
         offers_stored: bool = False,
     ) -> None:
+        super().__init__(store, tree, offers_stored=offers_stored)
         self._snapshots = snapshots
-        self._store = store
-        self._tree = tree
         self._saver = saver
-        self._offers_stored = offers_stored
 
     # ---- hits ----
-
-    def num_loadable(self, space: KeySpace, tail: Hashes, max_quality: int) -> int:
-        """Pages behind a device prefix that can be loaded, and be gone on behind, now.
-
-        Args:
-            space: where they belong.
-            tail: u8 `[N, 32]`, the pages from the prefix on.
-            max_quality: the worst that may be loaded.
-        """
-        num = self._store.ready_prefix(space, tail, max_quality)
-        return self._resume(space, tail[:num], READY)
-
-    def wish(
-        self, space: KeySpace, hashes: Hashes, num_on_device: int, limit: int
-    ) -> tuple[Hashes, int]:
-        """What a request that waits could reuse, in the order in which it is of use.
-
-        Args:
-            space: where its pages belong.
-            hashes: u8 `[N, 32]`, its pages from the root on.
-            num_on_device: leading ones that are on the device.
-            limit: pages that can be loaded at most; the next one is asked for all the same, when
-                all those before can be, as a prompt's last page is (`_restore_last_page`).
-
-        Returns:
-            The pages up to where it can be resumed, and the state there; and how many pages behind
-            the device prefix the former are.
-        """
-        tail = hashes[num_on_device:limit]
-        num = self._store.locate_prefix(space, tail).total
-        end = self._resume(space, tail[: min(num, self.most_pages)], 0xFF)
-        wanted = [hashes[: num_on_device + end]]
-        if end:
-            wanted.append(self._snapshots.entries(tail[end - 1]))
-        if num_on_device + end == limit < len(hashes):
-            wanted.append(hashes[limit : limit + 1])
-        return np.concatenate(wanted), end
 
     def pages_between(self, first: int, end: int) -> Rows:
         """Which page the keys of a wish's state are of; see `wish`.
@@ -120,10 +77,13 @@ class StatePages:
             return 0
         flags = self._store.page_states(space, part_hashes(tail, 0))[0]
         for end in furthest_resume(flags & np.uint8(states) != 0, _MOST_PLACES):
-            flags = self._store.page_states(space, self._snapshots.entries(tail[end - 1]))[0]
+            flags = self._store.page_states(space, self._beside(tail, end))[0]
             if (flags & np.uint8(states) != 0).all():
                 return end
         return 0
+
+    def _beside(self, tail: Hashes, end: int) -> Hashes:
+        return self._snapshots.entries(tail[end - 1])
 
     def branch_at(self, device_len: int, num_stored: int, grid: int) -> int:
         """Tokens behind which others are likely to go on, as the pages up to there are stored.

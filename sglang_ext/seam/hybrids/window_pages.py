@@ -1,10 +1,9 @@
 """Window layers of a hybrid model: where a prompt can be resumed, and what is saved for it.
 
 SGLang's tree goes on behind a prefix only where the window layers' KV of the last window is there.
-So a hit is the longest prefix whose full layers' pages are all stored and whose last window's pages
-of the window layers are, too. These are saved where a prompt is likely to be resumed: at the end of
-a prompt and of its answer, where a request went on behind another's prefix, and where it would have
-if the window had been there. Scheduler's thread only.
+It is saved where a prompt is likely to be resumed: at the end of a prompt and of its answer, where
+a request went on behind another's prefix, and where it would have if the window had been there.
+Scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ import torch
 from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
 from sglang_ext.device.windows.layers import WindowLayers, resume_length
 from sglang_ext.provenance.request_state import find_state, state_of
+from sglang_ext.seam.hybrids.resumable_pages import ResumablePages
 from sglang_ext.seam.page_hash import request_key
 from sglang_ext.seam.radix_tree import RadixTree, TreeNode
 from sglang_ext.tiers.store import KeySpace, PageStore
-from sglang_ext.tiers.store.types import READY, Rows
+from sglang_ext.tiers.store.types import Rows
 
 
 class WindowSaver(Protocol):
@@ -30,16 +30,13 @@ class WindowSaver(Protocol):
         """Queues the window layers of some pages of a node; False when it is refused."""
 
 
-class WindowPages:
+class WindowPages(ResumablePages):
     """The window layers' pages of one cache.
 
     Args:
         layers: how they are stored.
-        store: DRAM and disk.
-        tree: SGLang's.
+        store: see `ResumablePages`, as the rest.
         saver: what saves.
-        offers_stored: what is stored is offered to it, too: of several ranks, each has to offer the
-            same, whatever it has.
     """
 
     def __init__(
@@ -51,51 +48,11 @@ class WindowPages:
         *,
         offers_stored: bool = False,
     ) -> None:
+        super().__init__(store, tree, offers_stored=offers_stored)
         self._layers = layers
-        self._store = store
-        self._tree = tree
         self._saver = saver
-        self._offers_stored = offers_stored
 
     # ---- hits ----
-
-    def num_loadable(self, space: KeySpace, tail: Hashes, max_quality: int) -> int:
-        """Pages behind a device prefix that can be loaded, and be gone on behind, now.
-
-        Args:
-            space: where they belong.
-            tail: u8 `[N, 32]`, the pages from the prefix on. Of the prefix SGLang's tree has the
-                window, or it would be no prefix.
-            max_quality: the worst that may be loaded.
-        """
-        num = self._store.ready_prefix(space, tail, max_quality)
-        return self._resume(space, tail[:num], READY)
-
-    def wish(
-        self, space: KeySpace, hashes: Hashes, num_on_device: int, limit: int
-    ) -> tuple[Hashes, int]:
-        """What a request that waits could reuse, in the order in which it is of use.
-
-        Args:
-            space: where its pages belong.
-            hashes: u8 `[N, 32]`, its pages from the root on.
-            num_on_device: leading ones that are on the device.
-            limit: pages that can be loaded at most; the next one is asked for all the same, when
-                all those before can be, as a prompt's last page is (`_restore_last_page`).
-
-        Returns:
-            The pages up to where it can be resumed, and the window layers' pages for that; and how
-            many pages behind the device prefix the former are.
-        """
-        tail = hashes[num_on_device:limit]
-        num = self._store.locate_prefix(space, tail).total
-        end = self._resume(space, tail[: min(num, self.most_pages)], 0xFF)
-        wanted = [hashes[: num_on_device + end]]
-        if end:
-            wanted.append(self._layers.entries(tail[self._layers.window_of(end)]))
-        if num_on_device + end == limit < len(hashes):
-            wanted.append(self.parts(hashes[limit : limit + 1]))
-        return np.concatenate(wanted), end
 
     def pages_between(self, first: int, end: int) -> Rows:
         """Which pages the windows' keys in a wish are of; see `wish`.
@@ -125,6 +82,9 @@ class WindowPages:
         flags = self._store.page_states(space, self._layers.entries(tail))[0]
         there = (flags.reshape(self._layers.num_groups, -1) & np.uint8(states) != 0).all(axis=0)
         return resume_length(np.ones(len(tail), np.bool_), there, self._layers.num_pages)
+
+    def _beside(self, tail: Hashes, end: int) -> Hashes:
+        return self._layers.entries(tail[self._layers.window_of(end)])
 
     # ---- saves ----
 

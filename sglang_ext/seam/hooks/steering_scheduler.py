@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import RequestHints
-from sglang_ext.hints.steering import Steering, from_text
+from sglang_ext.hints.steering_request import Steering, from_text
 from sglang_ext.identity.tenancy import Tenant, tree_key
 from sglang_ext.seam.page_hash import hashes_of, whole_pages_key
 from sglang_ext.tiers.records.quality import ANY
@@ -27,7 +27,7 @@ def steer(cache: HierKVRadixCache, text: str) -> dict[str, Any]:
 
     Args:
         cache: whose pages.
-        text: from `hints.steering.to_text`.
+        text: from `hints.steering_request.to_text`.
     """
     steering, token_ids = from_text(text)
     space = cache.identity.space_now(cache.store)
