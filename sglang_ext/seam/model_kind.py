@@ -17,6 +17,9 @@ _STATE_ARCHITECTURES = (
     "Qwen3_5MoeForConditionalGeneration",
 )
 
+# The same, with latent rows in the layers that have no state.
+_LATENT_STATE_ARCHITECTURES = ("KimiLinearForCausalLM",)
+
 # Those of which SGLang keeps states with pages of one token only.
 _WITHOUT_SNAPSHOTS = (
     "Lfm2ForCausalLM",
@@ -112,12 +115,14 @@ def _state_kind(model_config: Any) -> str:
     architecture = model_config.hf_config.architectures[0]
     if architecture in _WITHOUT_SNAPSHOTS:
         return "state without pages"
-    is_plain = (
-        architecture in _STATE_ARCHITECTURES
-        and model_config.attention_arch == AttentionArch.MHA
-        and not model_config.is_hybrid_swa
-    )
-    return "state" if is_plain else "state of another kind"
+    for kind, architectures, rows in (
+        ("state", _STATE_ARCHITECTURES, AttentionArch.MHA),
+        ("state beside latent rows", _LATENT_STATE_ARCHITECTURES, AttentionArch.MLA),
+    ):
+        is_plain = architecture in architectures and model_config.attention_arch == rows
+        if is_plain and not model_config.is_hybrid_swa:
+            return kind
+    return "state of another kind"
 
 
 def _index_kind(model_config: Any) -> str:

@@ -25,7 +25,7 @@ from sglang_ext.settings.disaggregation import (
 )
 from sglang_ext.settings.indexed import KIND as INDEXED
 from sglang_ext.settings.indexed import outside_index
-from sglang_ext.settings.model_kinds import MODEL_KINDS, WITHOUT
+from sglang_ext.settings.model_kinds import MODEL_KINDS, STATE_KINDS, WITHOUT
 from sglang_ext.settings.speculation import (
     KEYED_BY_PAIRS,
     WITHOUT_SPECULATION,
@@ -116,8 +116,8 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     check_kind(resolved.model_kind)
     if resolved.model_kind in _WINDOW_KINDS:
         _check_windows(resolved.values.get, config, resolved.model_kind)
-    if resolved.model_kind == "state":
-        _check_states(resolved.values.get, config)
+    if resolved.model_kind in STATE_KINDS:
+        _check_states(resolved.values.get, config, resolved.model_kind)
     if resolved.model_kind == INDEXED:
         for expected, found in outside_index(resolved.values.get, config):
             _refuse(expected, found, f"change it, or {WITHOUT}")
@@ -175,9 +175,12 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) 
             _refuse(f"{expected} with sliding-window layers", f"{found}", advice)
 
 
-def _check_states(read: Callable[[str], Any], config: HierKVConfig) -> None:
+def _check_states(read: Callable[[str], Any], config: HierKVConfig, kind: str) -> None:
     """Refuses what was not tried with layers that have a state a sequence."""
+    # SGLang spreads the heads of KDA over all ranks, and its pool those of a group.
+    shares_steps = kind != STATE_KINDS[0] and has_attention_dp(read)
     for expected, found in (
+        ("no data parallel attention", "it" if shares_steps else ""),
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
         *_of_hybrid_ranks(read),
         ("--hier-kv-codec none", config.codec or "none"),

@@ -118,6 +118,13 @@ MODEL_KINDS = {
         "tests/e2e/models/test_hybrid_ranks.py; "
         "tests/property/hybrids/test_state_interleavings.py",
     ),
+    "state beside latent rows": ModelKind(
+        "a state a sequence (KDA) beside one latent row a token (MLA)",
+        "Kimi Linear",
+        "as the states above, without data parallel attention; run with a small model with two "
+        "experts, of which each token takes both, on a CPU, by one rank and by two",
+        "tests/e2e/models/test_states.py; tests/e2e/models/test_hybrid_ranks.py",
+    ),
     "state without pages": ModelKind(
         "a state a sequence, behind single tokens and not behind pages",
         "LFM2, Zaya, Jet Nemotron",
@@ -128,11 +135,11 @@ MODEL_KINDS = {
         "a model whose states it keeps with --page-size 1 only",
     ),
     "state of another kind": ModelKind(
-        "a state a sequence of another kind, or beside latent rows or windows",
-        "Kimi Linear, Bailing, Inkling, GLM-5 Next, Mamba without attention",
+        "a state a sequence of another kind, or beside windows",
+        "Kimi K3, Bailing, Inkling, GLM-5 Next, Mamba without attention",
         "these were never tried",
         "",
-        "attention in every layer, or Mamba2 or a gated delta rule beside full attention",
+        "attention in every layer, or Mamba2, a gated delta rule or KDA beside full attention",
         "a hybrid model with other states",
     ),
     "indexed": ModelKind(
@@ -171,6 +178,9 @@ MODEL_KINDS = {
         "a model for which SGLang disables it",
     ),
 }
+
+# Those that SGLang's tree keeps states of, behind pages.
+STATE_KINDS = ("state", "state beside latent rows")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from testkit.published_model import PublishedModel, copy_tokenizer
 
 CHUNK = 64
+_KIMI_LAYERS = {"M": "linear_attention", "*": "full_attention"}
 # What all of them have; random weights so large that answers depend on every token.
 COMMON: dict[str, Any] = {
     "vocab_size": 4096,
@@ -174,6 +175,34 @@ def _falcon_h1() -> Any:
     )
 
 
+def _kimi_linear() -> Any:
+    """Kimi Linear: KDA and latent rows (MLA) without rotation 3:1, experts behind the first layer.
+
+    Each token takes all experts: two computations that differ by rounding choose the same.
+    """
+    from transformers import KimiLinearConfig
+
+    pattern = "MMM*MMM*"
+    return KimiLinearConfig(
+        **COMMON,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=len(pattern),
+        layer_types=[_KIMI_LAYERS[kind] for kind in pattern],
+        num_key_value_heads=4,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        linear_num_heads=4,
+        linear_head_dim=32,
+        num_experts=2,
+        num_experts_per_token=2,
+        num_shared_experts=1,
+        routed_scaling_factor=1.0,
+    )
+
+
 STATE_MODELS = {
     "granite": StateModel(
         _granite, "GraniteMoeHybridForCausalLM",
@@ -201,6 +230,11 @@ STATE_MODELS = {
         page_values=4 * 2 * 64 * 1 * 32,
         conv_values=4 * 3 * (6 * 32 + 2 * 32), matrix_values=4 * 6 * 32 * 32,
         dtype_name="bfloat16",
+    ),
+    "kimi_linear": StateModel(
+        _kimi_linear, "KimiLinearForCausalLM",
+        page_values=2 * 64 * (64 + 16),
+        conv_values=6 * 3 * (3 * 4 * 32), matrix_values=6 * 4 * 32 * 32,
     ),
 }  # fmt: skip
 
@@ -233,16 +267,42 @@ def write_model(folder: Path, kind: StateModel, *, seed: int = 0) -> Path:
                 if parameter.endswith(".A_log"):  # states that last for hundreds of tokens
                     values.uniform_(-7.0, -1.0)
     model.to(config.dtype).save_pretrained(folder)
-    _name_layers_as_published(folder / "config.json")
+    publish(folder)
     copy_tokenizer(folder)
     return folder
 
 
-def _name_layers_as_published(path: Path) -> None:
-    """Nemotron-H's layers as a pattern; SGLang does not know the names that transformers writes."""
+def publish(folder: Path) -> None:
+    """Gives a folder that transformers wrote the published names, where SGLang reads no others."""
+    path = folder / "config.json"
     config = json.loads(path.read_text())
-    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
     if config["model_type"] == "nemotron_h":
+        letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
         layers = config.pop("layers_block_type")
         config["hybrid_override_pattern"] = "".join(letters[layer] for layer in layers)
-        path.write_text(json.dumps(config, indent=2))
+    elif config["model_type"] == "kimi_linear":
+        _publish_kimi_linear(folder, config)
+    path.write_text(json.dumps(config, indent=2))
+
+
+def _publish_kimi_linear(folder: Path, config: dict[str, Any]) -> None:
+    """Layers are numbered from one, and those in front have no experts."""
+    from safetensors.torch import load_file, save_file
+
+    layers = list(enumerate(config.pop("layer_types"), 1))
+    config["linear_attn_config"] = {
+        "kda_layers": [number for number, kind in layers if kind == _KIMI_LAYERS["M"]],
+        "full_attn_layers": [number for number, kind in layers if kind == _KIMI_LAYERS["*"]],
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+    num_dense = config.pop("mlp_layer_types").count("dense")
+    config |= {"first_k_dense_replace": num_dense, "moe_layer_freq": 1, "mla_use_nope": True}
+    path = folder / "model.safetensors"
+    tensors = load_file(path) if path.exists() else {}
+    for layer in range(num_dense):
+        prefix = f"model.layers.{layer}."
+        for name in [name for name in tensors if name.startswith(f"{prefix}block_sparse_moe.")]:
+            tensors[name.replace(".block_sparse_moe.", ".mlp.")] = tensors.pop(name)
+    save_file(tensors, path, metadata={"format": "pt"})

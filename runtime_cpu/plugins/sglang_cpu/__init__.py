@@ -43,7 +43,7 @@ def _create(runner: Any) -> Any:
         from .speculation import prepare_speculation
 
         prepare_speculation()
-    bind_kernels()
+    bind_kernels(runner.model)
     bind_shared_expert()
     bind_indexer(NAME)
     rotate_in_place(runner.model)

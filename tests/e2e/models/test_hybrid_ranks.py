@@ -11,6 +11,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +79,23 @@ def _open_windows(folder: Path) -> Any:
     return MellumForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-_STATES = STATE_MODELS["qwen3_next"]
+def _with_states(name: str, page_bytes: int) -> Kind:
+    model = STATE_MODELS[name]
+    return Kind(
+        partial(write_state_model, name=name), model.open, page_bytes, 5e-4,
+        ["--dtype", model.dtype_name, "--max-mamba-cache-size", "60"],
+        {"SGLANG_MAMBA_CONV_DTYPE": model.dtype_name}, [130, 1290],
+    )  # fmt: skip
+
+
 KINDS = {
     "windows": Kind(write_window_model, _open_windows, 16_384, 0.2, [], {}, [128, 1280]),
-    "states": Kind(
-        lambda folder: write_state_model(folder, "qwen3_next"), _STATES.open,
-        _STATES.page_bytes // 2, 5e-4,
-        ["--dtype", _STATES.dtype_name, "--max-mamba-cache-size", "60"],
-        {"SGLANG_MAMBA_CONV_DTYPE": _STATES.dtype_name}, [130, 1290],
+    "states": _with_states("qwen3_next", STATE_MODELS["qwen3_next"].page_bytes // 2),
+    # Each rank has the latent row of every token, and its share of the states.
+    "states-beside-latent-rows": _with_states(
+        "kimi_linear", STATE_MODELS["kimi_linear"].page_bytes
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

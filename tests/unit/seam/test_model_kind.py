@@ -19,6 +19,7 @@ from sglang_ext.seam.model_kind import model_kind  # noqa: E402
 from sglang_ext.settings.compat import check_kind  # noqa: E402
 from testkit.hybrids.index_model import CONFIGS  # noqa: E402
 from testkit.hybrids.shaped_models import SHAPED_MODELS  # noqa: E402
+from testkit.hybrids.state_model import STATE_MODELS, publish  # noqa: E402
 from testkit.hybrids.step_model import write_step_model  # noqa: E402
 
 
@@ -76,4 +77,23 @@ def test_an_index_of_a_row_a_token_is_told_from_others(
     tmp_path: Path, name: str, changes: dict[str, Any], kind: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
+    assert model_kind(config_of(tmp_path)) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kind"),
+    [
+        ("qwen3_next", {}, "state"),
+        ("kimi_linear", {}, "state beside latent rows"),
+        # Of which SGLang reads the same configuration.
+        ("kimi_linear", {"architectures": ["KimiK3LinearForCausalLM"]}, "state of another kind"),
+    ],
+)
+def test_states_are_told_by_what_lies_beside_them(
+    tmp_path: Path, name: str, changes: dict[str, Any], kind: str
+) -> None:
+    config = STATE_MODELS[name].make_config()
+    config.architectures = changes.get("architectures", [STATE_MODELS[name].class_name])
+    config.save_pretrained(tmp_path)
+    publish(tmp_path)
     assert model_kind(config_of(tmp_path)) == kind

@@ -199,6 +199,21 @@ def test_what_was_not_tried_with_states_is_refused_with_them_alone(
     check_resolved(resolved("state", tp_size=2, attn_dp_size=2, **kept), HierKVConfig())
 
 
+def test_states_beside_latent_rows_are_refused_what_states_are_and_data_parallel_attention() -> (
+    None
+):
+    kind, kept = "state beside latent rows", {"mamba_radix_cache_strategy": "extra_buffer"}
+    check_resolved(resolved(kind, tp_size=2, **kept), HierKVConfig())
+    for values, config, words in (
+        ({"attn_dp_size": 2}, HierKVConfig(), "no data parallel attention with layers that have"),
+        ({"pp_size": 2}, HierKVConfig(), "--pp-size 1 with layers that have a state"),
+        ({}, HierKVConfig(remote_url="file:///d"), "no --hier-kv-remote-url"),
+        ({"mamba_radix_cache_strategy": "no_buffer"}, HierKVConfig(), "extra_buffer with layers"),
+    ):
+        with pytest.raises(HierKVConfigError, match=words):
+            check_resolved(resolved(kind, **{**kept, **values}), config)
+
+
 @pytest.mark.parametrize("strategy", ["no_buffer", "extra_buffer_lazy"])
 def test_states_are_taken_where_the_tree_keeps_them(strategy: str) -> None:
     with pytest.raises(HierKVConfigError, match="--mamba-radix-cache-strategy extra_buffer with"):
