@@ -23,6 +23,9 @@ _DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 _YES, _NO = ("true", "1", "yes", "y"), ("false", "0", "no", "n")  # as SGLang reads them
 _TRANSFERS = ("mooncake", "mooncake_tcp")
 _KINDS = ("mha", "mla")
+# Drafts whose rows SGLang sends with the target's. Others it does not take for a decode server that
+# keeps a tree; NEXTN is its other name of EAGLE.
+_DRAFTS = ("EAGLE", "EAGLE3", "NEXTN")
 _RELEASE, _OLDER = "SGLang 0.5.23", "0.5.22"
 
 
@@ -46,6 +49,7 @@ def outside_disaggregation(
     if mode not in (PREFILL, DECODE):
         return
     backend = read("disaggregation_transfer_backend") or _TRANSFERS[0]
+    algorithm = read("speculative_algorithm")
     found = [
         (_RELEASE, release if release.startswith(_OLDER) else ""),
         ("--dp-size 1", read("dp_size") or 1),
@@ -56,7 +60,10 @@ def outside_disaggregation(
             "a model of K and V of every head, or of one latent row a token",
             "one of another kind" if kind not in _KINDS else "",
         ),
-        ("no --speculative-algorithm", read("speculative_algorithm")),
+        (
+            "--speculative-algorithm EAGLE, EAGLE3 or NEXTN, or none",
+            "" if algorithm in _DRAFTS else algorithm,
+        ),
         *adapters_and_sessions(read),
         ("--hier-kv-codec none", config.codec or "none"),
         ("--hier-kv-truncation off", config.truncation),

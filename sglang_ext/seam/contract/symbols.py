@@ -128,6 +128,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (f"{_PD}.decode", "DecodeTransferQueue"): (
             "_commit_transfer_to_req pop_transferred resolve_deferred_releases _defer_release"
         ),
+        # What a decode server keeps of a request that it retracts: no draft's rows.
+        (f"{_PD}.decode", "DecodePreallocQueue"): "resume_retracted_reqs",
+        ("srt.managers.schedule_batch", "Req"): "reset_for_retract",
+        ("srt.mem_cache.common", ""): "checkpoint_kv_cache release_kv_cache",
         (f"{_PD}.utils", "MetadataBuffers"): "__init__ set_buf get_buf",
         # Which rows of a hybrid's window layers a load fills, and which a tree's node has.
         (_WINDOWS, "SWAComponent"): (
@@ -316,7 +320,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "origin_input_ids origin_input_ids_unpadded extra_key cache_salt lora_id session "
             "skip_radix_cache_insert discard_output_reason cached_tokens last_node sampling_params "
             "time_stats bootstrap_host bootstrap_room metadata_buffer_index disagg_kv_sender "
-            "logprob_start_len extend_end multimodal_inputs"
+            "logprob_start_len extend_end multimodal_inputs output_ids"
         ),
         ("srt.managers.schedule_batch", "ScheduleBatch"): (
             "reqs forward_mode hicache_consumer_index launch_ts extend_lens prefix_lens input_ids "
@@ -335,12 +339,13 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "disagg_prefill_bootstrap_queue disagg_decode_prealloc_queue disagg_metadata_buffers "
             "pp_group attn_tp_group tp_worker spec_algorithm internal_state"
         ),
-        (f"{_PD}.prefill", "PrefillBootstrapQueue"): "queue",
+        (f"{_PD}.prefill", "PrefillBootstrapQueue"): "queue kv_manager",
         (f"{_PD}.decode", "DecodeTransferQueue"): "scheduler metadata_buffers queue",
         (f"{_PD}.decode", "DecodeRequest"): "req metadata_buffer_index kv_receiver",
         # Which rank a request's KV is sent to.
-        (f"{_PD}.decode", "DecodePreallocQueue"): "kv_manager",
-        (f"{_PD}.common.conn", "CommonKVManager"): "transfer_infos",
+        (f"{_PD}.decode", "DecodePreallocQueue"): "kv_manager tree_cache scheduler",
+        (f"{_PD}.common.conn", "CommonKVManager"): "transfer_infos kv_args",
+        (f"{_PD}.base.conn", "KVArgs"): "kv_data_ptrs",
         (f"{_PD}.common.conn", "CommonKVSender"): "kv_mgr",
         (f"{_PD}.common.conn", "CommonKVReceiver"): "kv_mgr bootstrap_infos abort_notified",
         (f"{_PD}.mooncake.conn", "MooncakeKVManager"): "get_session_id",

@@ -7,6 +7,11 @@ metadata travels with the KV, in rows that are padded; the padding takes the mar
 `identity/handover.py`. A decode server keeps what it was sent out of its tree, and so out of the
 tiers, where the mark is not its own, on all ranks where it is not so on one; what the mark says of
 the KV's quality it keeps with the request.
+
+With a draft model its rows travel with the target's. A draft's row of a prompt's last token depends
+on the first one of the answer, which the prefill server says. And what SGLang keeps of a request
+that it retracts are the target's rows alone: where such a request goes on, its draft's rows are
+what another one left.
 """
 
 from __future__ import annotations
@@ -21,9 +26,11 @@ import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.handover import FOREIGN, NUM_WORDS, Handover, Mark, no_mark
 from sglang_ext.provenance.request_state import find_state, state_of, wants_exact
 from sglang_ext.seam.cache import HierKVRadixCache
+from sglang_ext.seam.hooks.drafts import draft_runners
 from sglang_ext.seam.hooks.hooking import hook
 from sglang_ext.tiers.records.quality import Quality
 
@@ -41,9 +48,31 @@ def register_disaggregation_hooks() -> None:
     hook(f"{_DECODE}.DecodeTransferQueue._commit_transfer_to_req", _after_arrival)
     hook(f"{_DECODE}.DecodeTransferQueue._defer_release", _after_giving_up)
     hook(f"{_DECODE}.DecodeTransferQueue._do_release", _before_release, "before")
+    hook(f"{_DECODE}.DecodePreallocQueue.resume_retracted_reqs", _after_resuming)
     hook(
         f"{_DECODE}.SchedulerDisaggregationDecodeMixin.process_decode_queue", _before_step, "before"
     )
+
+
+def check_transfer(scheduler: Any, cache: HierKVRadixCache) -> None:
+    """Refuses to store rows on a decode server that no prefill server sends.
+
+    Raises:
+        HierKVConfigError: one sentence; on either server, as both are built alike.
+    """
+    queues = scheduler.disagg_prefill_bootstrap_queue, scheduler.disagg_decode_prealloc_queue
+    for queue in queues:
+        if queue is None:
+            continue
+        sent = set(queue.kv_manager.kv_args.kv_data_ptrs)
+        pool = cache.hier_linker.copier.pool
+        left = [rows for rows in (*pool.k, *pool.v) if rows.data_ptr() not in sent]
+        if left:
+            raise HierKVConfigError(
+                "--enable-hier-kv needs SGLang to send all rows of a page from prefill servers to "
+                f"decode servers, got {len(left)} kinds of rows that it does not send; leave "
+                "--disaggregation-mode out for this model."
+            )
 
 
 def _around_sending(
@@ -77,7 +106,7 @@ def _after_arrival(result: None, queue: Any, decode_req: Any) -> None:
         req.skip_radix_cache_insert = True
         return
     # All ranks take the same requests in the same order: SGLang has agreed on what has arrived.
-    quality = cache.admission.agree_on_worst(_quality_here(cache, queue, req, sent))
+    quality = cache.admission.agree_on_worst(_quality_here(cache, queue, decode_req, sent))
     if quality == FOREIGN:
         req.skip_radix_cache_insert = True
         cache.store.counters.add("received_foreign_requests")
@@ -93,15 +122,46 @@ def _after_arrival(result: None, queue: Any, decode_req: Any) -> None:
             _refuse_inexact(req)
 
 
-def _quality_here(cache: HierKVRadixCache, queue: Any, req: Any, sent: list[int]) -> int:
+def _quality_here(cache: HierKVRadixCache, queue: Any, decode_req: Any, sent: list[int]) -> int:
     """The quality of the KV that came to this rank; `FOREIGN` where it may not be stored."""
+    req = decode_req.req
     kv_manager = queue.scheduler.disagg_decode_prealloc_queue.kv_manager
     own = _handover_of(cache, req, kv_manager.get_session_id())
     if own is None or not any(sent) or _shares_room(queue, req):
         return FOREIGN
     if req.bootstrap_room in cache.given_up_rooms:
         return FOREIGN
+    if _has_drafts(queue.scheduler) and not _goes_on_as_sent(queue, decode_req):
+        return FOREIGN
     return own.quality_of(sent)
+
+
+def _has_drafts(scheduler: Any) -> bool:
+    return bool(draft_runners(scheduler.tp_worker.model_runner))
+
+
+def _goes_on_as_sent(queue: Any, decode_req: Any) -> bool:
+    """Whether the answer goes on with the token for which the draft's last row was computed.
+
+    It does not where SGLang has a retracted request's KV computed anew (`/pause_generation`): the
+    prefill server samples a token, and the request goes on with the one that was answered before.
+    """
+    said = decode_req.req.output_ids
+    first = int(queue.metadata_buffers.output_ids[decode_req.metadata_buffer_index][0])
+    return len(said) > 0 and said[-1] == first
+
+
+def _after_resuming(resumed: list[Any], queue: Any, *args: Any, **kwargs: Any) -> None:
+    """Retracted requests have rows again: SGLang kept the target's, and not the draft's.
+
+    They are answered, and enter neither the tree nor a tier. All ranks resume the same ones.
+    """
+    cache = queue.tree_cache
+    if not isinstance(cache, HierKVRadixCache) or not _has_drafts(queue.scheduler):
+        return
+    for req in resumed:
+        req.skip_radix_cache_insert = True
+    cache.store.counters.add("unsaved_retracted_requests", len(resumed))
 
 
 def _refuse_inexact(req: Any) -> None:

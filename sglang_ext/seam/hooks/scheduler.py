@@ -14,7 +14,7 @@ from sglang_ext.provenance.miss_counts import told
 from sglang_ext.provenance.request_state import find_state, wants_exact
 from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
-from sglang_ext.seam.hooks.disaggregation import register_disaggregation_hooks
+from sglang_ext.seam.hooks.disaggregation import check_transfer, register_disaggregation_hooks
 from sglang_ext.seam.hooks.drafts import register_draft_hook
 from sglang_ext.seam.hooks.hooking import check_hooks, hook
 from sglang_ext.seam.hooks.new_requests import new_requests
@@ -84,6 +84,7 @@ def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     self.enable_unified_cache_external_linker = True
     self.enable_lmcache = True
     cache.bind_scheduler(self, build_truncator(self, cache.hier_config, cache.page_size))
+    check_transfer(self, cache)
     run_self_check(self, cache)
     ropes = cache.hier_linker.copier.ropes
     cache.identity.add_rope(rope_digest(ropes, cache.hier_config.rope))

@@ -55,6 +55,8 @@ class Pair:
         args: of both, beside those of a plain server.
         model: of both.
         env: of both.
+        disk_gb: of each; 0 for no disk.
+        decode_env: of the decode server alone.
     """
 
     def __init__(
@@ -64,20 +66,24 @@ class Pair:
         *,
         model: Path = TINYLM,
         env: Mapping[str, str] | None = None,
+        disk_gb: float = 0,
+        decode_env: Mapping[str, str] | None = None,
     ) -> None:
         self.port = free_port()
         self._rooms = count(1)
-        self._args, self._model, self._env = args, model, env
+        self._args, self._model, self._disk_gb = args, model, disk_gb
         shared = folder / "shared"
-        shared.mkdir(parents=True)
+        shared.mkdir(parents=True, exist_ok=True)
         self._store = f"file://{shared}?size=1GB"
-        self.prefill = self._server(folder / "prefill", [])
-        self.decode = self._server(folder / "decode", DECODE)
+        self.prefill = self._server(folder / "prefill", [], env)
+        decode_env = {**(env or {}), **(decode_env or {})}
+        self.decode = self._server(folder / "decode", DECODE, decode_env or None)
         self.servers = [self.prefill, self.decode]
 
-    def _server(self, folder: Path, own: Sequence[str]) -> Server:
-        folder.mkdir()
-        args = [*SAME, *hier_args(folder, disk_gb=0), "--hier-kv-remote-url", self._store]
+    def _server(self, folder: Path, own: Sequence[str], env: Mapping[str, str] | None) -> Server:
+        folder.mkdir(exist_ok=True)
+        tiers = hier_args(folder, disk_gb=self._disk_gb, policy="wait_complete")
+        args = [*SAME, *tiers, "--hier-kv-remote-url", self._store]
         # What is stored is waited for: the machine may be busy with others.
         args += ["--hier-kv-prefetch-policy", "wait_complete", *self._args]
         args += ["--disaggregation-mode", folder.name, *own]
@@ -87,7 +93,7 @@ class Pair:
             args,
             model=self._model,
             log_path=folder / "log",
-            env=self._env,
+            env=env,
             stop="kill",
             start_timeout_s=PATIENCE_S,
         )
@@ -176,11 +182,21 @@ class Turn(NamedTuple):
         prompt: with all that was said before.
         answer: tokens and log-probabilities.
         num_known: pages that were known before it.
+        guesses: of a draft model, how many were right and how many there were; None without one.
     """
 
     prompt: list[int]
     answer: tuple[list[int], list[float]]
     num_known: int
+    guesses: tuple[int, int] | None = None
+
+
+def guesses_of(answer: Any) -> tuple[int, int] | None:
+    """How many guesses of a draft were right in an answer, and how many there were."""
+    facts = answer["meta_info"]
+    if "spec_num_proposed_drafts" not in facts:
+        return None
+    return facts["spec_num_correct_drafts"], facts["spec_num_proposed_drafts"]
 
 
 def plain_turns(plain: Server, parts: Sequence[list[int]]) -> list[Turn]:
@@ -192,7 +208,7 @@ def plain_turns(plain: Server, parts: Sequence[list[int]]) -> list[Turn]:
         prompt = [*prompt, *part]
         answer = ask(plain, prompt, ANSWER_TOKENS)
         assert answer["meta_info"]["cached_tokens"] == num_known * PAGE
-        turns.append(Turn(prompt, tokens_and_logprobs(answer), num_known))
+        turns.append(Turn(prompt, tokens_and_logprobs(answer), num_known, guesses_of(answer)))
         prompt = [*prompt, *answer["output_ids"]]
     return turns
 
@@ -215,6 +231,7 @@ def converse(pair: Pair, turns: Sequence[Turn]) -> None:
         assert reused["remote"] == (turn.num_known - num_prompt_pages) * PAGE, (number, reused)
         assert reused["remote"] or not number
         assert tokens_and_logprobs(decoded) == turn.answer, number
+        assert guesses_of(decoded) == turn.guesses, number
         num_prompt_pages = len(turn.prompt) // PAGE
         received = counted(pair.decode, "received_requests")
         assert received == [number + 1] * len(received)

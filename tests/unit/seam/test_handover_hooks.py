@@ -15,11 +15,12 @@ inprocess.prepare()
 
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST  # noqa: E402
 
+from sglang_ext.errors import HierKVConfigError  # noqa: E402
 from sglang_ext.identity.handover import FOREIGN, GivenUpRooms  # noqa: E402
 from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
 from sglang_ext.provenance.request_state import find_state, state_of  # noqa: E402
 from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
-from sglang_ext.seam.hooks import disaggregation  # noqa: E402
+from sglang_ext.seam.hooks import disaggregation, drafts  # noqa: E402
 from sglang_ext.seam.media.requests import MediaRequests  # noqa: E402
 from sglang_ext.settings.quotas import parse_quotas  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
@@ -29,6 +30,7 @@ from sglang_ext.tiers.store import PageStore, PageStoreConfig  # noqa: E402
 
 TOKENS = array("q", range(100))
 RECEIVER, DUMMY = "10.0.0.2:1234", "dummy"  # names of ranks
+FIRST = 17  # token of an answer
 
 
 class Cache(HierKVRadixCache):
@@ -71,6 +73,7 @@ def request(room: int, tokens: array[int] = TOKENS, **more: Any) -> Any:
         "to_finish": None,
         "sampling_params": SimpleNamespace(custom_params=None),
         "disagg_kv_sender": sender_to(room, DUMMY, RECEIVER),
+        "output_ids": array("q", [FIRST]),
         **more,
     }
     return SimpleNamespace(**fields)
@@ -83,9 +86,15 @@ class Servers:
         self.cache = Cache()
         self.buffers = SimpleNamespace(output_ids=torch.zeros((1, 16), dtype=torch.int32))
         self.waiting: list[Any] = []
+        self.runner = SimpleNamespace()
+
+    def speculate(self) -> None:
+        """Both with a draft model."""
+        setattr(self.runner, drafts._ATTRIBUTE, (object(),))
 
     def send(self, req: Any) -> None:
         scheduler = SimpleNamespace(tree_cache=self.cache, disagg_metadata_buffers=self.buffers)
+        self.buffers.output_ids[0, 0] = FIRST  # as SGLang's `set_buf` says it
         disaggregation._around_sending(lambda *args: None, scheduler, req, True)
 
     def receive(self, req: Any) -> bool:
@@ -94,12 +103,21 @@ class Servers:
         kv_manager = SimpleNamespace(get_session_id=lambda: RECEIVER)
         waiting = SimpleNamespace(kv_manager=kv_manager)
         queue = SimpleNamespace(
-            scheduler=SimpleNamespace(tree_cache=self.cache, disagg_decode_prealloc_queue=waiting),
+            scheduler=self.scheduler(disagg_decode_prealloc_queue=waiting),
             metadata_buffers=self.buffers,
             queue=[*(SimpleNamespace(req=each) for each in self.waiting), arrived],
         )
         disaggregation._after_arrival(None, queue, arrived)
         return not req.skip_radix_cache_insert
+
+    def scheduler(self, **more: Any) -> Any:
+        worker = SimpleNamespace(model_runner=self.runner)
+        return SimpleNamespace(tree_cache=self.cache, tp_worker=worker, **more)
+
+    def resume(self, *reqs: Any) -> None:
+        """Requests that the decode server retracted have rows again."""
+        queue = SimpleNamespace(tree_cache=self.cache, scheduler=self.scheduler())
+        disaggregation._after_resuming(list(reqs), queue)
 
     def give_up(self, req: Any) -> None:
         """The decode server aborts a request whose KV is on its way."""
@@ -126,6 +144,61 @@ def test_kv_of_the_same_tokens_is_stored_once() -> None:
     assert servers.receive(request(7))
     assert not servers.receive(request(7))  # the row was read
     assert servers.num_foreign == 1
+
+
+@pytest.mark.parametrize("has_draft", [False, True])
+@pytest.mark.parametrize("output_ids", [array("q", [FIRST + 1]), array("q")])
+def test_a_drafts_last_row_is_of_the_token_that_was_sent(
+    output_ids: array[int], has_draft: bool
+) -> None:
+    """A request whose KV is computed anew goes on with the token that it had answered."""
+    servers = Servers()
+    if has_draft:
+        servers.speculate()
+    servers.send(request(7))
+    assert servers.receive(request(7))
+    servers.send(request(7))
+    assert servers.receive(request(7, output_ids=output_ids)) == (not has_draft)
+    assert servers.num_foreign == has_draft
+
+
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_a_request_that_goes_on_without_its_drafts_rows_is_not_stored(has_draft: bool) -> None:
+    servers = Servers()
+    if has_draft:
+        servers.speculate()
+    reqs = [request(7), request(8)]
+    servers.resume(*reqs)
+    assert [req.skip_radix_cache_insert for req in reqs] == [has_draft] * 2
+    assert servers.counted("unsaved_retracted_requests") == 2 * has_draft
+
+
+class Rows:
+    """A layer's rows of a pool, by where they lie."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def data_ptr(self) -> int:
+        return self.at
+
+
+QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+def test_rows_that_are_not_sent_are_no_part_of_a_page(queue: str) -> None:
+    """As a draft's would be, where SGLang sends none: what lies in their place is stored then."""
+    pool = SimpleNamespace(k=(Rows(1), Rows(2)), v=(Rows(3),))
+    cache: Any = SimpleNamespace(hier_linker=SimpleNamespace(copier=SimpleNamespace(pool=pool)))
+    sent = SimpleNamespace(kv_data_ptrs=[1, 2, 3])
+    of_queue = SimpleNamespace(kv_manager=SimpleNamespace(kv_args=sent))
+    scheduler = SimpleNamespace(**{name: of_queue if name == queue else None for name in QUEUES})
+    disaggregation.check_transfer(scheduler, cache)
+    sent.kv_data_ptrs = [1, 3]
+    with pytest.raises(HierKVConfigError, match="got 1 kinds of rows that it does not send"):
+        disaggregation.check_transfer(scheduler, cache)
+    disaggregation.check_transfer(SimpleNamespace(**dict.fromkeys(QUEUES)), cache)
 
 
 @pytest.mark.parametrize("tokens", [TOKENS[:-1], TOKENS[:-1] + array("q", [5])])

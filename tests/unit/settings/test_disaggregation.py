@@ -34,6 +34,25 @@ def test_what_was_tried_is_served(mode: str) -> None:
     check(mode)
 
 
+DRAFTS = {"speculative_eagle_topk": 1, "speculative_num_steps": 3, "attention_backend": "triton"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("algorithm", "kind"), [("EAGLE", "mha"), ("EAGLE3", "mha"), ("EAGLE", "mla")]
+)
+def test_drafts_are_served_where_a_server_of_its_own_would_be(
+    mode: str, algorithm: str, kind: str
+) -> None:
+    check(mode, kind, speculative_algorithm=algorithm, **DRAFTS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_layer_by_its_other_name_is_served(mode: str) -> None:
+    values = {"disaggregation_mode": mode, **SERVED, "speculative_algorithm": "NEXTN"}
+    check_arguments(SimpleNamespace(**values), HierKVConfig())
+
+
 def test_mooncake_by_its_name_for_tcp_is_served() -> None:
     by_name = {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "mooncake_tcp"}
     check_arguments(SimpleNamespace(**by_name), HierKVConfig())
@@ -47,7 +66,8 @@ def test_mooncake_by_its_name_for_tcp_is_served() -> None:
         ({"attn_dp_size": 2, "tp_size": 1}, "no --attn-dp-size", "it"),
         ({"enable_dp_attention": True}, "no --enable-dp-attention", "it"),
         ({"nnodes": 2}, "--nnodes 1", "2"),
-        ({"speculative_algorithm": "NGRAM"}, "no --speculative-algorithm", "NGRAM"),
+        ({"speculative_algorithm": "NGRAM"}, "-algorithm EAGLE, EAGLE3 or NEXTN, or none", "NGRAM"),
+        ({"speculative_algorithm": "STANDALONE"}, "EAGLE3 or NEXTN, or none", "STANDALONE"),
         ({"enable_lora": True}, "no --enable-lora", "it"),
         ({"lora_paths": ["a"]}, "no --enable-lora", "it"),
         ({"enable_streaming_session": True}, "no --enable-streaming-session", "it"),
