@@ -88,7 +88,7 @@ class Saves:
             table.link(path)
             table.touch(path)  # before room is made: the path must not be pushed out by its child
             self._room.note_save(len(pages))
-            kept = self._only_in_dram(path)
+            kept = self._only_in_dram(path) if len(pages) else np.empty(0, np.int32)
             table.pin(kept)  # what comes behind a gap would be of no use
             slots = self._room.alloc_for_save(len(pages), space.tenant)
             if before_plans:
