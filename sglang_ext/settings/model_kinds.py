@@ -212,10 +212,11 @@ SERVED_MODES = (
     ServedMode(
         "pipeline stages (`--pp-size`), of one or several tensor parallel ranks, on one node or "
         "several",
-        "exact; without codec, truncation, remote store, speculation, adapters or sessions; no "
-        "hybrids or models with rows of an index; where weights change, nothing until a restart; "
-        "run on a CPU",
-        "tests/e2e/ranks/test_stages.py",
+        "exact; with codecs that lose nothing, but none in the remote store; without truncation, "
+        "speculation, adapters or sessions; no hybrids or models with rows of an index; where "
+        "weights change, nothing until a restart; run on a CPU, with latent rows (a small DeepSeek "
+        "V3) by two stages of one rank, with a remote store on one node",
+        "tests/e2e/ranks/test_stages.py; tests/e2e/ranks/test_more_stages.py",
     ),
     ServedMode(
         "several whole schedulers (`--dp-size`)",

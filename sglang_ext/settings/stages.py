@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.lossless import lossy_or_calibrated_codec
 from sglang_ext.settings.untried import adapters_and_sessions, on, outside
 
 WITHOUT_STAGES = "change it or leave --pp-size out"
@@ -24,6 +25,7 @@ def outside_stages(read: Callable[[str], Any], config: HierKVConfig) -> Iterator
     """
     if (read("pp_size") or 1) == 1:
         return
+    remote_codec = f"remote={config.of_tier('codec', 'remote')}"
     rows = (
         ("--dp-size 1", read("dp_size") or 1),
         ("--attn-dp-size 1", read("attn_dp_size") or 1),
@@ -35,9 +37,10 @@ def outside_stages(read: Callable[[str], Any], config: HierKVConfig) -> Iterator
         ("--disaggregation-mode null", read("disaggregation_mode") or "null"),
         ("no --speculative-algorithm", read("speculative_algorithm") or ""),
         *adapters_and_sessions(read),
-        ("--hier-kv-codec none", config.codec or "none"),
+        ("a --hier-kv-codec that loses nothing", lossy_or_calibrated_codec(config)),
+        ("--hier-kv-codec remote=none", remote_codec),
+        ("no --hier-kv-profile", on(config.profile)),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
-        ("no --hier-kv-remote-url", on(config.remote_url)),
     )
     yield from outside(rows, "with several pipeline stages")

@@ -251,26 +251,39 @@ def test_two_requests_do_not_wait_for_each_others_room(
 
 
 STAGE_CASES = [
-    (2, 2, "timeout", True), (3, 3, "wait_complete", True), (4, 2, "timeout", False),
-    (5, 5, "best_effort", True),
+    (2, 2, "timeout", True, False), (3, 3, "wait_complete", True, False),
+    (4, 2, "timeout", False, False), (5, 5, "best_effort", True, False),
+    (2, 2, "wait_complete", False, True), (4, 4, "timeout", False, True),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_ranks", "num_stages", "policy", "changes"), STAGE_CASES)
+@pytest.mark.parametrize(("num_ranks", "num_stages", "policy", "changes", "remote"), STAGE_CASES)
 def test_stages_decide_alike_in_steps_that_lie_apart(
     num_ranks: int,
     num_stages: int,
     policy: str,
     changes: bool,
+    remote: bool,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """None waits for a later one in the same step, and pages are what the weights of now make."""
+    """None waits for a later one in the same step, and pages are what the weights of now make.
+
+    What is not in DRAM lies on a disk of each rank's own, or in its remote store.
+    """
     caplog.set_level(logging.CRITICAL)
-    shown = ("admitted", "held", "loaded", "last page", "saved", "cleared")
+    brought = "remote_promoted_pages" if remote else "promoted_pages"
+    shown = ["admitted", "held", "loaded", "last page", "saved", "cleared"]
+    shown += [f"rank {rank}: {brought}" for rank in range(num_ranks)]
+    seen: Counter[str] = Counter()
+
+    def note(ranks: list[ranks_world.Rank]) -> None:
+        for number, rank in enumerate(ranks):
+            seen[f"rank {number}: {brought}"] += rank.store.stats().get(brought, 0)
+
     run_worlds(
-        tmp_path, Counter(), shown, num_ranks=num_ranks, policy=policy, changes=changes,
-        num_stages=num_stages,
+        tmp_path, seen, shown, note, num_ranks=num_ranks, policy=policy, changes=changes,
+        remote=remote, num_stages=num_stages,
     )  # fmt: skip
 
 

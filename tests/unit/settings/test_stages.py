@@ -53,10 +53,13 @@ def test_what_was_not_tried_with_stages_is_refused_with_them_alone(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"codec": "zstd"}, "--hier-kv-codec none with several pipeline stages, got zstd"),
+        ({"codec": "hier", "disk_dir": "/d"}, "that loses nothing with several pipeline stages"),
+        ({"codec": "host=hier"}, "that loses nothing with several pipeline stages, got hier"),
+        ({"codec": "remote=zstd"}, "--hier-kv-codec remote=none with several"),
+        ({"codec": "disk=zstd,remote=zstd"}, "remote=none with several"),
+        ({"profile": "/p"}, "no --hier-kv-profile with several pipeline stages"),
         ({"truncation": "overflow"}, "--hier-kv-truncation off with several"),
         ({"tree_core": "rust"}, "--hier-kv-tree-core python with several"),
-        ({"remote_url": "redis://h"}, "no --hier-kv-remote-url with several"),
     ],
 )
 def test_settings_that_were_not_tried_with_stages_are_refused_with_them_alone(
@@ -65,7 +68,12 @@ def test_settings_that_were_not_tried_with_stages_are_refused_with_them_alone(
     with pytest.raises(HierKVConfigError) as caught:
         check(config=config, **STAGES)
     assert words in str(caught.value)
-    check(config=config)
+
+
+@pytest.mark.parametrize("codec", ["", "none", "zstd", "lossless", "host=zstd", "disk=lossless"])
+def test_stages_keep_coded_what_codecs_give_back_bit_for_bit_and_share_it_raw(codec: str) -> None:
+    tiers = {"disk_dir": "/d", "disk_size": 1.0, "remote_url": "file:///s?size=1GB"}
+    check(config={"codec": codec, **tiers}, **STAGES)
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
