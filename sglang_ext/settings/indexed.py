@@ -30,12 +30,12 @@ def outside_index(read: Callable[[str], Any], config: HierKVConfig) -> Iterator[
         *adapters_and_sessions(read),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
-        ("a --hier-kv-codec that loses nothing", _lossy_codec(config)),
+        ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
     )
     yield from outside(rows, "with rows of an index beside latent ones")
 
 
-def _lossy_codec(config: HierKVConfig) -> str:
+def lossy_codec(config: HierKVConfig) -> str:
     """A codec of the settings that does not give back every bit; "" where there is none."""
     used = {config.of_tier("codec", tier) for tier in CODED_TIERS}
     lossy = [name for name in sorted(used) if name in codec_ids() and codec_class(name).lossy]
