@@ -178,7 +178,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     feeds = CostFeeds(cost, layout.kv_bytes, StoreCounters())
     # Of window layers' parts and of states no quality is kept on the device; no draft's page is
     # ever coded.
-    # With prefill and decode servers no codec was tried.
+    # With prefill and decode servers no lossy codec was tried.
     exact_only = is_bound or is_disaggregated(ctx.server_args.disaggregation_mode)
     rules = LocalPages(layout, ropes, config.rope, exact_only=exact_only)
     share = put_share(place) if alike and one_copy is None else EVERY_PAGE

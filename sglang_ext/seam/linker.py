@@ -125,6 +125,11 @@ class HierKVLinker(UnifiedCacheLinker):
         )
 
     @property
+    def device_rows(self) -> list[torch.Tensor]:
+        """The rows of which pages are made, of all layers: window layers and drafts, too."""
+        return [rows for each in self._copiers for rows in (*each.pool.k, *each.pool.v)]
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether the model has window layers in a pool of their own, or states."""
         return self.windows is not None or self.snapshots is not None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.lossless import lossy_codec
 from sglang_ext.settings.untried import adapters_and_sessions, on, outside
 
 PREFILL, DECODE = "prefill", "decode"
@@ -22,7 +23,7 @@ _STAGING = "SGLANG_DISAGG_STAGING_BUFFER"  # KV that leaves by way of a copy was
 _DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 _YES, _NO = ("true", "1", "yes", "y"), ("false", "0", "no", "n")  # as SGLang reads them
 _TRANSFERS = ("mooncake", "mooncake_tcp")
-_KINDS = ("mha", "mla")
+_KINDS = ("mha", "mla", "swa")
 # Drafts whose rows SGLang sends with the target's. Others it does not take for a decode server that
 # keeps a tree; NEXTN is its other name of EAGLE.
 _DRAFTS = ("EAGLE", "EAGLE3", "NEXTN")
@@ -57,7 +58,7 @@ def outside_disaggregation(
         ("no --enable-dp-attention", on(read("enable_dp_attention"))),
         ("--nnodes 1", read("nnodes") or 1),
         (
-            "a model of K and V of every head, or of one latent row a token",
+            "a model of K and V of every head, alike in all layers, or of one latent row a token",
             "one of another kind" if kind not in _KINDS else "",
         ),
         (
@@ -65,7 +66,7 @@ def outside_disaggregation(
             "" if algorithm in _DRAFTS else algorithm,
         ),
         *adapters_and_sessions(read),
-        ("--hier-kv-codec none", config.codec or "none"),
+        ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
         (

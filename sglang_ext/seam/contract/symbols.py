@@ -121,15 +121,18 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         # When a request's KV leaves for another server, and in which rows its metadata travels.
         (f"{_PD}.prefill", "SchedulerDisaggregationPrefillMixin"): (
-            "send_kv_chunk process_prefill_chunk process_batch_result_disagg_prefill "
-            "maybe_send_cached_prefix_chunk"
+            "send_kv_chunk _send_kv_chunk process_prefill_chunk maybe_send_cached_prefix_chunk "
+            "process_batch_result_disagg_prefill"
         ),
         # That all ranks take what has arrived in the same order.
         (f"{_PD}.decode", "DecodeTransferQueue"): (
             "_commit_transfer_to_req pop_transferred resolve_deferred_releases _defer_release"
         ),
-        # What a decode server keeps of a request that it retracts: no draft's rows.
-        (f"{_PD}.decode", "DecodePreallocQueue"): "resume_retracted_reqs",
+        # What a decode server keeps of a request that it retracts: no draft's rows; and for which
+        # rows of window layers it has room, and which of them come.
+        (f"{_PD}.decode", "DecodePreallocQueue"): (
+            "resume_retracted_reqs _swa_tail_len _uses_swa_tail_prealloc pop_preallocated"
+        ),
         ("srt.managers.schedule_batch", "Req"): "reset_for_retract",
         ("srt.mem_cache.common", ""): "checkpoint_kv_cache release_kv_cache",
         (f"{_PD}.utils", "MetadataBuffers"): "__init__ set_buf get_buf",
@@ -199,7 +202,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (_POOLS, "KVCache"): "register_layer_transfer_counter",
         (_POOLS, "HybridReqToTokenPool"): "register_layer_transfer_counter",
         ("srt.mem_cache.allocator.swa", "SWATokenToKVPoolAllocator"): (
-            "translate_loc_from_full_to_swa set_full_to_swa_mapping"
+            "translate_loc_from_full_to_swa set_full_to_swa_mapping free_swa_segment"
         ),
         ("srt.configs.model_config", "ModelConfig"): "get_num_kv_heads get_swa_num_kv_heads",
         ("srt.speculative.spec_info", "SpeculativeAlgorithm"): "is_none",
@@ -332,12 +335,15 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (f"{_PARTS}.weight_updater", "SchedulerWeightUpdaterManager"): "offload_tags _session",
         (f"{_TRACES}.req_time_stats", "ReqTimeStatsBase"): "trace_ctx",
         (f"{_TRACES}.trace", "TraceReqContext"): "tracing_enable",
-        ("srt.managers.schedule_batch", "ReqKvInfo"): "holds_kv cache_protected_len req_pool_idx",
+        ("srt.managers.schedule_batch", "ReqKvInfo"): (
+            "holds_kv cache_protected_len req_pool_idx get_evicted_seqlen set_evicted_seqlen"
+        ),
         (_SCHEDULER, "Scheduler"): (
             "enable_unified_cache_external_linker enable_lmcache waiting_queue tree_cache "
             "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req dp_attn_adapter "
             "disagg_prefill_bootstrap_queue disagg_decode_prealloc_queue disagg_metadata_buffers "
-            "pp_group attn_tp_group tp_worker spec_algorithm internal_state"
+            "pp_group attn_tp_group tp_worker spec_algorithm internal_state sliding_window_size "
+            "model_config"
         ),
         (f"{_PD}.prefill", "PrefillBootstrapQueue"): "queue kv_manager",
         (f"{_PD}.decode", "DecodeTransferQueue"): "scheduler metadata_buffers queue",
@@ -345,7 +351,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         # Which rank a request's KV is sent to.
         (f"{_PD}.decode", "DecodePreallocQueue"): "kv_manager tree_cache scheduler",
         (f"{_PD}.common.conn", "CommonKVManager"): "transfer_infos kv_args",
-        (f"{_PD}.base.conn", "KVArgs"): "kv_data_ptrs",
+        (f"{_PD}.base.conn", "KVArgs"): "kv_data_ptrs state_data_ptrs",
         (f"{_PD}.common.conn", "CommonKVSender"): "kv_mgr",
         (f"{_PD}.common.conn", "CommonKVReceiver"): "kv_mgr bootstrap_infos abort_notified",
         (f"{_PD}.mooncake.conn", "MooncakeKVManager"): "get_session_id",

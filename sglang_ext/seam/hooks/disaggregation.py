@@ -12,6 +12,9 @@ With a draft model its rows travel with the target's. A draft's row of a prompt'
 on the first one of the answer, which the prefill server says. And what SGLang keeps of a request
 that it retracts are the target's rows alone: where such a request goes on, its draft's rows are
 what another one left.
+
+Of window layers the last window travels. SGLang takes rows for a page more where a prompt ends with
+a page, and its tree would have them as that window's: they are given back when the rest has come.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.handover import FOREIGN, NUM_WORDS, Handover, Mark, no_mark
@@ -64,15 +68,36 @@ def check_transfer(scheduler: Any, cache: HierKVRadixCache) -> None:
     for queue in queues:
         if queue is None:
             continue
-        sent = set(queue.kv_manager.kv_args.kv_data_ptrs)
-        pool = cache.hier_linker.copier.pool
-        left = [rows for rows in (*pool.k, *pool.v) if rows.data_ptr() not in sent]
+        args = queue.kv_manager.kv_args
+        sent = set(args.kv_data_ptrs).union(*args.state_data_ptrs)
+        left = [rows for rows in cache.hier_linker.device_rows if rows.data_ptr() not in sent]
         if left:
             raise HierKVConfigError(
                 "--enable-hier-kv needs SGLang to send all rows of a page from prefill servers to "
                 f"decode servers, got {len(left)} kinds of rows that it does not send; leave "
                 "--disaggregation-mode out for this model."
             )
+        if cache.hier_linker.windows is not None:
+            _check_windows(scheduler, cache.page_size)
+
+
+def _check_windows(scheduler: Any, page_size: int) -> None:
+    """Refuses windows of which nobody knows where the sent ones begin.
+
+    Raises:
+        HierKVConfigError: one sentence.
+    """
+    window = int(scheduler.sliding_window_size)
+    # With a shorter one a prompt's last page in the tree would have no window.
+    expected = f"windows of a page ({page_size} tokens) or more"
+    found = f"one of {window} tokens" if window < page_size else ""
+    if scheduler.model_config.attention_chunk_size:
+        expected, found = "layers that see a window", "layers that see a chunk of the sequence"
+    if found:
+        raise HierKVConfigError(
+            f"--enable-hier-kv needs {expected} with --disaggregation-mode, got {found}; choose "
+            "another --page-size or leave --disaggregation-mode out."
+        )
 
 
 def _around_sending(
@@ -113,6 +138,7 @@ def _after_arrival(result: None, queue: Any, decode_req: Any) -> None:
         _warn_once()
         return
     cache.store.counters.add("received_requests")
+    _give_unsent_back(cache, queue.scheduler, req)
     state_of(req).note_received(quality)
     if req.last_node is not None:  # of its rows this server's own are never asked for again
         cache.taint.admit(req)
@@ -151,13 +177,34 @@ def _goes_on_as_sent(queue: Any, decode_req: Any) -> bool:
     return len(said) > 0 and said[-1] == first
 
 
+def _give_unsent_back(cache: HierKVRadixCache, scheduler: Any, req: Any) -> None:
+    """Window layers' rows before those that were sent are SGLang's again; nobody wrote them.
+
+    As it gives them away itself when the window has gone on.
+    """
+    if cache.hier_linker.windows is None:
+        return
+    kv, size = req.kv, cache.page_size
+    first = kv.get_evicted_seqlen(ComponentType.SWA)
+    window = len(req.full_untruncated_fill_ids) - int(scheduler.sliding_window_size)
+    sent = max(kv.cache_protected_len, window) // size * size  # as both ends of the transfer say
+    if sent <= first:
+        return
+    rows = cache.req_to_token_pool.req_to_token[kv.req_pool_idx, first:sent]
+    cache.token_to_kv_pool_allocator.free_swa_segment(rows, start_pos=first)
+    kv.set_evicted_seqlen(ComponentType.SWA, sent)
+
+
 def _after_resuming(resumed: list[Any], queue: Any, *args: Any, **kwargs: Any) -> None:
     """Retracted requests have rows again: SGLang kept the target's, and not the draft's.
 
-    They are answered, and enter neither the tree nor a tier. All ranks resume the same ones.
+    Nor has it kept the window layers' rows that it gave away before, for which it takes some. They
+    are answered, and enter neither the tree nor a tier. All ranks resume the same ones.
     """
     cache = queue.tree_cache
-    if not isinstance(cache, HierKVRadixCache) or not _has_drafts(queue.scheduler):
+    if not isinstance(cache, HierKVRadixCache):
+        return
+    if not _has_drafts(queue.scheduler) and not cache.hier_linker.is_hybrid:
         return
     for req in resumed:
         req.skip_radix_cache_insert = True

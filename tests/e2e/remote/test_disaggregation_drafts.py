@@ -20,7 +20,15 @@ from testkit.drafts.eagle import DRAFTS, write_eagle3_config, write_eagle_draft
 from testkit.drafts.nextn import NEXTN, PLAIN, write_nextn_model
 from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.server import TINYLM, Server
-from tests.e2e.hier_server import PAGE, ask, by_tier, hier_args, real_prompts, settled
+from tests.e2e.hier_server import (
+    PAGE,
+    ask,
+    by_tier,
+    hier_args,
+    real_prompts,
+    settled,
+    tokens_and_logprobs,
+)
 from tests.e2e.models.test_speculation import records
 from tests.e2e.remote.prefill_decode import (
     FIRST_TOKENS,
@@ -34,7 +42,6 @@ from tests.e2e.remote.prefill_decode import (
     guesses_of,
     plain_turns,
     running_pair,
-    tokens_and_logprobs,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -101,24 +108,29 @@ def share(turns: Iterable[Turn]) -> float:
 Stored = dict[tuple[str, bytes], bytes]
 
 
-def stored(folder: Path) -> Stored:
-    """What each page has, of all layers and the draft's, by its rank's folder and its hash."""
-    return {
-        (str(path.parent.relative_to(folder)), parse_header(record)[0].page_hash): record[
-            HEADER_BYTES:
-        ].tobytes()
-        for path, _, record in records(folder)
-    }
+def stored(folder: Path, *, are_alike: bool = False) -> Stored:
+    """What each page has, of all layers and the draft's, by its rank's folder and its hash.
+
+    Args:
+        folder: of a disk.
+        are_alike: all ranks have the same rows, and some of them, or one, keep a page.
+    """
+    found: Stored = {}
+    for path, _, record in records(folder):
+        rank = "" if are_alike else str(path.parent.relative_to(folder))
+        content = record[HEADER_BYTES:].tobytes()
+        assert found.setdefault((rank, parse_header(record)[0].page_hash), content) == content
+    return found
 
 
-def check_bytes(pair: Pair, folder: Path, one: Path) -> None:
+def check_bytes(pair: Pair, folder: Path, one: Path, *, are_alike: bool) -> None:
     """The two servers' pages are those of the one: none differs, and the decode server has all."""
     for server in pair.servers:
         settled(server, PATIENCE_S)
-    known = stored(one / "disk")
+    known = stored(one / "disk", are_alike=are_alike)
     assert known
     for name in ("prefill", "decode"):
-        found = stored(folder / name / "disk")
+        found = stored(folder / name / "disk", are_alike=are_alike)
         differ = [key for key, content in found.items() if known.get(key) != content]
         assert not differ, (name, len(differ), len(found), len(known))
         assert name == "prefill" or found.keys() == known.keys()
@@ -150,7 +162,7 @@ def test_the_drafts_rows_are_handed_on_and_come_back(
         assert tokens_and_logprobs(decoded) == last.answer
         assert guesses_of(decoded) == last.guesses
         assert not any(counted(pair.decode, "received_foreign_requests"))
-        check_bytes(pair, folder, tmp_path / "one")
+        check_bytes(pair, folder, tmp_path / "one", are_alike=kind == "nextn")
 
 
 RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}

@@ -38,8 +38,10 @@ class Cache(HierKVRadixCache):
 
     def __init__(self) -> None:
         store = PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig())
-        transport = SimpleNamespace(store=store, wait_restored=lambda: None)
-        self.linker: Any = SimpleNamespace(cache_linker=transport)
+        self.transport = SimpleNamespace(
+            store=store, wait_restored=lambda: None, windows=None, is_hybrid=False
+        )
+        self.linker: Any = SimpleNamespace(cache_linker=self.transport)
         self.identity = ModelIdentity(torch.nn.Linear(3, 3), {}, {}, dict)
         self._quotas = parse_quotas("")
         # What this server has of a request, and what another rank found of what came.
@@ -112,7 +114,9 @@ class Servers:
 
     def scheduler(self, **more: Any) -> Any:
         worker = SimpleNamespace(model_runner=self.runner)
-        return SimpleNamespace(tree_cache=self.cache, tp_worker=worker, **more)
+        return SimpleNamespace(
+            tree_cache=self.cache, tp_worker=worker, sliding_window_size=32, **more
+        )
 
     def resume(self, *reqs: Any) -> None:
         """Requests that the decode server retracted have rows again."""
@@ -162,15 +166,68 @@ def test_a_drafts_last_row_is_of_the_token_that_was_sent(
     assert servers.num_foreign == has_draft
 
 
-@pytest.mark.parametrize("has_draft", [False, True])
-def test_a_request_that_goes_on_without_its_drafts_rows_is_not_stored(has_draft: bool) -> None:
+@pytest.mark.parametrize("lacks", ["nothing", "a draft's rows", "a window's"])
+def test_a_request_that_goes_on_without_some_rows_is_not_stored(lacks: str) -> None:
     servers = Servers()
-    if has_draft:
+    if lacks == "a draft's rows":
         servers.speculate()
+    servers.cache.transport.is_hybrid = lacks == "a window's"
     reqs = [request(7), request(8)]
     servers.resume(*reqs)
-    assert [req.skip_radix_cache_insert for req in reqs] == [has_draft] * 2
-    assert servers.counted("unsaved_retracted_requests") == 2 * has_draft
+    is_left = lacks != "nothing"
+    assert [req.skip_radix_cache_insert for req in reqs] == [is_left] * 2
+    assert servers.counted("unsaved_retracted_requests") == 2 * is_left
+
+
+class Kv:
+    """What SGLang has of a request's rows.
+
+    Args:
+        shared: leading tokens whose rows are the tree's.
+        first: the first token for which there are rows of window layers.
+    """
+
+    req_pool_idx = 0
+
+    def __init__(self, shared: int, first: int) -> None:
+        self.cache_protected_len = shared
+        self.first = first
+
+    def get_evicted_seqlen(self, component: Any) -> int:
+        return self.first
+
+    def set_evicted_seqlen(self, component: Any, length: int) -> None:
+        self.first = length
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "shared", "first", "given_back"),
+    [
+        (64, 0, 16, range(16, 32)),  # of whole pages: a page before the window
+        (65, 0, 32, range(0)),
+        (79, 0, 32, range(0)),
+        (80, 32, 32, range(32, 48)),
+        (70, 48, 32, range(32, 48)),  # what the device has of the window is not sent
+        (20, 0, 0, range(0)),
+    ],
+)
+def test_rows_of_window_layers_that_nobody_fills_are_given_back(
+    num_tokens: int, shared: int, first: int, given_back: range
+) -> None:
+    servers, found = Servers(), []
+    allocator = SimpleNamespace(
+        free_swa_segment=lambda rows, start_pos: found.append((rows.tolist(), start_pos))
+    )
+    cache = servers.cache
+    cache.transport.windows = object()
+    cache.tree_core = SimpleNamespace(page_size=16)
+    cache.req_to_token_pool = SimpleNamespace(req_to_token=torch.arange(100)[None])
+    cache.token_to_kv_pool_allocator = allocator
+    tokens, kv = TOKENS[:num_tokens], Kv(shared, first)
+    servers.send(request(7, tokens))
+    assert servers.receive(request(7, tokens, kv=kv))
+    assert found == ([(list(given_back), first)] if given_back else [])
+    assert kv.first == (given_back.stop if given_back else first)
 
 
 class Rows:
@@ -186,19 +243,49 @@ class Rows:
 QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
 
 
+def scheduler_that_sends(queue: str, kv: list[int], windows: list[int], **more: Any) -> Any:
+    """A server of a kind of queue, which sends what lies at some addresses."""
+    args = SimpleNamespace(kv_data_ptrs=kv, state_data_ptrs=[windows] if windows else [])
+    of_queue = SimpleNamespace(kv_manager=SimpleNamespace(kv_args=args))
+    return SimpleNamespace(**{**dict.fromkeys(QUEUES), queue: of_queue, **more})
+
+
+def cache_of(windows: Any = None, *addresses: int) -> Any:
+    rows = [Rows(at) for at in addresses]
+    return SimpleNamespace(
+        hier_linker=SimpleNamespace(device_rows=rows, windows=windows), page_size=64
+    )
+
+
 @pytest.mark.parametrize("queue", QUEUES)
 def test_rows_that_are_not_sent_are_no_part_of_a_page(queue: str) -> None:
     """As a draft's would be, where SGLang sends none: what lies in their place is stored then."""
-    pool = SimpleNamespace(k=(Rows(1), Rows(2)), v=(Rows(3),))
-    cache: Any = SimpleNamespace(hier_linker=SimpleNamespace(copier=SimpleNamespace(pool=pool)))
-    sent = SimpleNamespace(kv_data_ptrs=[1, 2, 3])
-    of_queue = SimpleNamespace(kv_manager=SimpleNamespace(kv_args=sent))
-    scheduler = SimpleNamespace(**{name: of_queue if name == queue else None for name in QUEUES})
-    disaggregation.check_transfer(scheduler, cache)
-    sent.kv_data_ptrs = [1, 3]
+    cache = cache_of(None, 1, 2, 3)
+    disaggregation.check_transfer(scheduler_that_sends(queue, [1, 2, 3], []), cache)
+    disaggregation.check_transfer(scheduler_that_sends(queue, [1, 2], [3]), cache)
     with pytest.raises(HierKVConfigError, match="got 1 kinds of rows that it does not send"):
-        disaggregation.check_transfer(scheduler, cache)
+        disaggregation.check_transfer(scheduler_that_sends(queue, [1, 3], []), cache)
     disaggregation.check_transfer(SimpleNamespace(**dict.fromkeys(QUEUES)), cache)
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+@pytest.mark.parametrize(
+    ("window", "chunk", "found"),
+    [(64, None, ""), (63, None, "one of 63 tokens"), (64, 64, "a chunk of the sequence")],
+)
+def test_windows_that_are_not_sent_whole_are_refused(
+    queue: str, window: int, chunk: int | None, found: str
+) -> None:
+    facts = {
+        "sliding_window_size": window,
+        "model_config": SimpleNamespace(attention_chunk_size=chunk),
+    }
+    scheduler, cache = scheduler_that_sends(queue, [1], [2], **facts), cache_of(object(), 1, 2)
+    if not found:
+        disaggregation.check_transfer(scheduler, cache)
+        return
+    with pytest.raises(HierKVConfigError, match=found):
+        disaggregation.check_transfer(scheduler, cache)
 
 
 @pytest.mark.parametrize("tokens", [TOKENS[:-1], TOKENS[:-1] + array("q", [5])])

@@ -34,7 +34,11 @@ def test_what_was_tried_is_served(mode: str) -> None:
     check(mode)
 
 
-DRAFTS = {"speculative_eagle_topk": 1, "speculative_num_steps": 3, "attention_backend": "triton"}
+DRAFTS: dict[str, Any] = {
+    "speculative_eagle_topk": 1,
+    "speculative_num_steps": 3,
+    "attention_backend": "triton",
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -45,6 +49,13 @@ def test_drafts_are_served_where_a_server_of_its_own_would_be(
     mode: str, algorithm: str, kind: str
 ) -> None:
     check(mode, kind, speculative_algorithm=algorithm, **DRAFTS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_codecs_that_lose_nothing_are_served(mode: str, kind: str) -> None:
+    codec = "host=lossless,disk=lossless,remote=lossless"
+    check(mode, kind, {"codec": codec, "remote_url": "file:///mnt/kv"})
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -96,8 +107,8 @@ def test_arguments_that_were_not_tried_are_refused(
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"codec": "lossless"}, "--hier-kv-codec none"),
-        ({"codec": "remote=hier", "remote_url": "file:///mnt/kv"}, "--hier-kv-codec none"),
+        ({"codec": "hier"}, "a --hier-kv-codec that loses nothing"),
+        ({"codec": "remote=hier", "remote_url": "file:///mnt/kv"}, "codec that loses nothing"),
         ({"truncation": "overflow"}, "--hier-kv-truncation off"),
         ({"tree_core": "rust"}, "--hier-kv-tree-core python"),
     ],
@@ -110,7 +121,7 @@ def test_settings_that_were_not_tried_are_refused(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["swa", "state"])
+@pytest.mark.parametrize("kind", ["swa of two shapes", "state", "indexed"])
 def test_other_models_are_refused(mode: str, kind: str) -> None:
     with pytest.raises(HierKVConfigError, match=f"a token with --disaggregation-mode {mode}"):
         check(mode, kind)

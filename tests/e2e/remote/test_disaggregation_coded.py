@@ -1,0 +1,65 @@
+"""Prefill and decode servers whose pages are coded without loss, in DRAM, on disk and in the store.
+
+What the pair answers is what one server answers that has all on its device and codes nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.tiers.records.record import parse_header
+from testkit.rank_requests import ENVIRONMENT, WAYS
+from testkit.server import TINYLM
+from tests.e2e.hier_server import PAGE, by_tier, real_prompts, tokens_and_logprobs
+from tests.e2e.models.test_speculation import records
+from tests.e2e.remote.latent_model import write_latent_model
+from tests.e2e.remote.prefill_decode import (
+    FIRST_TOKENS,
+    TURN_TOKENS,
+    converse,
+    counted,
+    plain_turns,
+    running_pair,
+)
+from tests.e2e.remote.test_disaggregation_drafts import (
+    DISK_GB,
+    NUM_TURNS,
+    SetUp,
+    one_server,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+CODEC = ["--hier-kv-codec", "host=lossless,disk=lossless,remote=lossless"]
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("mha", 1), ("mla", 2)])
+def test_what_is_coded_without_loss_comes_back_as_it_was(
+    kind: str, num_ranks: int, tmp_path: Path
+) -> None:
+    model = TINYLM if kind == "mha" else write_latent_model(tmp_path / "model")
+    made = SetUp([], model, {})
+    if num_ranks > 1:
+        made = SetUp(WAYS["tp"], model, ENVIRONMENT)
+    parts = list(real_prompts([FIRST_TOKENS, *[TURN_TOKENS] * (NUM_TURNS - 1)], seed=3))
+    with one_server(made, tmp_path / "one") as server:
+        turns = plain_turns(server, parts)
+    folder = tmp_path / "pair"
+    how: dict[str, Any] = {"model": made.model, "env": made.env, "disk_gb": DISK_GB}
+    with running_pair(folder, [*made.args, *CODEC], **how) as pair:
+        converse(pair, turns[:-1])
+    for name in ("prefill", "decode"):
+        codecs = {parse_header(record)[0].codec for _, _, record in records(folder / name)}
+        assert codecs == {"lossless"}
+    with running_pair(folder, [*made.args, *CODEC], **how) as pair:  # after a kill -9 of both
+        last = turns[-1]
+        prefilled, decoded = pair.ask(last.prompt)
+        reused = {"disk": 0, "remote": 0, **by_tier(prefilled)}
+        assert reused["disk"] + reused["remote"] == last.num_known * PAGE, reused
+        assert reused["remote"] > 0  # the answer before, which the decode server wrote
+        assert tokens_and_logprobs(decoded) == last.answer
+        assert not any(counted(pair.decode, "received_foreign_requests"))
+        assert not any(counted(pair.decode, "received_inexact_requests"))
