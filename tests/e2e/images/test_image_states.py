@@ -7,7 +7,6 @@ on with its disk. Chunks of prompts end inside of images, where SGLang keeps sta
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +70,8 @@ class Plain:
 
 def turns() -> list[Prompt]:
     """A conversation with an image in each turn; a turn is all before, and more."""
-    text, images, found = "", (), []
+    text, found = "", []
+    images: tuple[str, ...] = ()
     for turn in range(4):
         text += words(300 + turn, 40) + IMAGE + words(400 + turn, 30)
         images = (*images, picture(300 + turn, width=6 + turn))
@@ -114,9 +114,7 @@ def plain_answers(model: Path, ranks: int = 1) -> Plain:
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def plain(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Plain]:
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Plain:
     folder = tmp_path_factory.mktemp(f"image-states-{request.param}")
     return plain_answers(write_image_model(folder / "model", KINDS[request.param]))
 

@@ -54,8 +54,8 @@ def conflicts(world: StateMediaWorld) -> int:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_request_goes_on_from_the_state_of_another_image(make: Make, seed: int) -> None:
-    options: dict[str, Any] = [{}, {"policy": "write_back"}, {"num_states": 26}][seed % 3]
-    world = make(seed, host_pages=200, **options)
+    options: list[dict[str, Any]] = [{}, {"policy": "write_back"}, {"num_states": 26}]
+    world = make(seed, host_pages=200, **options[seed % 3])
 
     def one_round() -> None:
         for _ in range(500):
