@@ -53,6 +53,7 @@ from sglang_ext.seam.session_turns import SessionTurns
 from sglang_ext.seam.taint import TaintKeeper
 from sglang_ext.seam.wrapper import HierKVLinkerWrapper
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.images import PLAIN, STATES
 from sglang_ext.settings.quotas import parse_quotas
 from sglang_ext.tiers.policy import NUM_OWNERS
 from sglang_ext.tiers.records.quality import Quality
@@ -217,6 +218,15 @@ class HierKVRadixCache(UnifiedRadixCache):
         return bool(self.tree_core.is_eagle)
 
     @property
+    def _kept_of_a_token(self) -> str:
+        """What SGLang keeps of a token, where images may be beside it; see `settings.images`."""
+        if self._keys_are_pairs:
+            return "pairs"
+        if self.linker.states is not None:
+            return STATES
+        return "windows" if self.hier_linker.is_hybrid else PLAIN
+
+    @property
     def hier_linker(self) -> HierKVLinker:
         """The transport."""
         return self.linker.cache_linker
@@ -251,8 +261,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         """
         self.scheduler, self.truncator = scheduler, truncator
         self.only_saves = getattr(scheduler, "disagg_decode_prealloc_queue", None) is not None
-        is_plain = not self.hier_linker.is_hybrid and not self._keys_are_pairs
-        self.media.begin(scheduler, is_plain=is_plain)
+        self.media.begin(scheduler, keeps=self._kept_of_a_token)
         if truncator is not None and truncator.allows_match:
             self.quotes = self._search_for_quotes(truncator)
             logger.info(
@@ -303,6 +312,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.release_plan(req.cache_request_handle)
         with self.linker.saving(req, space):
             super().checkpoint(req, up_to=up_to, **kwargs)
+        if not has_nameable_pages(req):
+            space = None  # the tree has others' images in the place of its own
         if space is not None and self.linker.windows is not None:
             self.linker.windows.save(req, space, up_to)
         if space is not None and self.linker.states is not None:
@@ -368,6 +379,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """SGLang's insert, with what the pages are worth; none where they are of other images."""
         if not self.media.may_insert(req, up_to):
+            self._keep_state_out(req)
             return
 
         def insert() -> None:
@@ -376,6 +388,16 @@ class HierKVRadixCache(UnifiedRadixCache):
         # SGLang 0.5.22 matches what it has just inserted; that asks for nothing.
         with self.linker.unasked():
             self.taint.insert(req, up_to, insert)
+
+    def _keep_state_out(self, req: Any) -> None:
+        """An insert is left out: what SGLang's would have done with a request's state.
+
+        One that ended hands its states to the tree, or the tree frees them; SGLang does not look
+        again behind an insert.
+        """
+        if req.finished():
+            for component in self.components.values():
+                component.cleanup_after_caching_req(req, is_finished=True)
 
     def _restore_last_page(self, req: Any, space: KeySpace, up_to: int) -> None:
         """Puts the stored KV of a prompt's last page in place of what was just recomputed.
@@ -537,8 +559,19 @@ class HierKVRadixCache(UnifiedRadixCache):
         """The device match of a request, before what the tiers have is added to it."""
         # The request is not among the arguments of the prefetch call that follows its match.
         self.matching_request = req
-        result = self.media.begin_match(key, req, result)
-        return self.taint.begin_match(key, req, result)
+        usable = self.media.begin_match(key, req, result)
+        if usable is not result:
+            self._leave_state(req)
+        return self.taint.begin_match(key, req, usable)
+
+    def _leave_state(self, req: Any) -> None:
+        """Another request's state is not copied: of what was matched nothing is used.
+
+        SGLang notes which state a match leads to before it asks for more, and takes the request's
+        own for filled then.
+        """
+        if req.kv.mamba_cow_src_index is not None:
+            req.kv.mamba_cow_src_index, req.kv.mamba_needs_clear = None, True
 
     @rank_consensus(same_params=True, same_results=True)
     def check_prefetch_progress(self, handle: Any) -> bool:

@@ -24,18 +24,34 @@ ALONG_THE_PROMPT = (
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
 )
-NAMEABLE_IMAGES = ALONG_AXES + ALONG_THE_PROMPT
+# What SGLang keeps: K and V of all layers in one pool, or a state a sequence beside them.
+PLAIN, STATES = "plain", "states"
+# Along axes, too. Their states are behind pages, and named by the page that they are behind.
+WITH_STATES = (
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+_KEEPS = dict.fromkeys(ALONG_AXES + ALONG_THE_PROMPT, PLAIN) | dict.fromkeys(WITH_STATES, STATES)
+NAMEABLE_IMAGES = tuple(_KEEPS)
 
 
-def why_not_images(args: Any, architecture: str) -> str:
+def has_axes(architecture: str) -> bool:
+    """Whether where a token lies depends on the images before it."""
+    return architecture in ALONG_AXES + WITH_STATES
+
+
+def why_not_images(args: Any, architecture: str, keeps: str) -> str:
     """Why they are served only; empty where they are saved and loaded.
 
     Args:
         args: SGLang's arguments, resolved.
         architecture: of the model.
+        keeps: what of a token: `PLAIN`, `STATES`, or another word.
     """
     if architecture not in NAMEABLE_IMAGES:
         return f"{architecture} was not tried"
+    if _KEEPS[architecture] != keeps:
+        return "a model of this kind"
     if args.enable_lora or args.lora_paths:
         return "adapters"
     if args.speculative_algorithm is not None:

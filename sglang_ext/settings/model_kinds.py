@@ -48,8 +48,8 @@ MODEL_KINDS = {
         "full layers with `--disable-hybrid-swa-memory`",
         "exact; moved where the rotation of all layers is understood; coded; prompts with images "
         'of some models ("Images" below)',
-        "tests/e2e/models/test_model_kinds.py; tests/e2e/models/test_images.py; "
-        "tests/e2e/models/test_image_models.py; tests/e2e/models/test_image_ranks.py",
+        "tests/e2e/models/test_model_kinds.py; tests/e2e/images/test_images.py; "
+        "tests/e2e/images/test_image_models.py; tests/e2e/images/test_image_ranks.py",
     ),
     "mla": ModelKind(
         "one latent row a token (MLA)",
@@ -108,14 +108,13 @@ MODEL_KINDS = {
     ),
     "state": ModelKind(
         "a state a sequence beside K and V of every head (Mamba2, gated delta rule)",
-        "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5 (prompts with images are neither "
-        "stored nor loaded)",
+        "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5",
         "exact, at the positions at which SGLang's tree keeps a state, by one rank or several "
         "tensor parallel ones, without codec, remote store, truncation, adapters or sessions; run "
         "on a CPU with a small model of each, those of Granite 4 and Nemotron-H without experts, "
-        "by two ranks Qwen3-Next alone",
+        'by two ranks Qwen3-Next and Qwen3.5; prompts with images of Qwen3.5 ("Images" below)',
         "tests/e2e/models/test_states.py; tests/e2e/models/test_restored_kinds.py; "
-        "tests/e2e/models/test_hybrid_ranks.py; "
+        "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/images/test_image_states.py; "
         "tests/property/hybrids/test_state_interleavings.py",
     ),
     "state beside latent rows": ModelKind(

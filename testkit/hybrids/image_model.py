@@ -1,22 +1,26 @@
-"""Qwen3.5 as it is published: with experts, and with an encoder of images, which nothing here uses.
+"""Qwen3.5 as it is published, dense and with experts: with an encoder of images.
 
-Its weights are random and small, in the format of transformers.
+Its weights are random and small, in the format of transformers. An image's tokens lie on three axes
+of the rotation; a token stands for 28 pixels' square.
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from testkit.hybrids.state_model import COMMON, StateModel, write_model
+from testkit.images.tokens import add_tokens
+from testkit.images.vision_model import SPECIAL, TOKEN_SIDE, VOCABULARY
+from testkit.published_model import class_of_transformers
 
-_LAYERS = 4
 _IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "processor_class": "Qwen3VLProcessor",
-    "size": {"longest_edge": 65536, "shortest_edge": 1024},
-    "patch_size": 4,
+    "size": {"longest_edge": 1024 * TOKEN_SIDE**2, "shortest_edge": TOKEN_SIDE**2},
+    "patch_size": TOKEN_SIDE // 2,
     "temporal_patch_size": 2,
     "merge_size": 2,
     "image_mean": [0.5, 0.5, 0.5],
@@ -24,13 +28,13 @@ _IMAGES = {
 }
 
 
-def _config() -> Any:
-    """Each token takes all experts: two computations that differ by rounding choose the same."""
-    from transformers import Qwen3_5MoeConfig
-
+def _config(name: str, **fields: Any) -> Any:
+    """The configuration of a class of transformers, with these fields of the text beside others."""
     text = {
         **COMMON,
-        "num_hidden_layers": _LAYERS,
+        **fields,
+        "vocab_size": VOCABULARY + len(SPECIAL),
+        "num_hidden_layers": 4,
         "layer_types": ["linear_attention"] * 3 + ["full_attention"],
         "full_attention_interval": 4,
         "num_key_value_heads": 2,
@@ -39,10 +43,6 @@ def _config() -> Any:
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "num_experts": 2,
-        "num_experts_per_tok": 2,
         "partial_rotary_factor": 0.25,
         "rope_parameters": {
             "rope_type": "default",
@@ -53,36 +53,51 @@ def _config() -> Any:
         },
     }
     images = {
-        "depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2,
-        "out_hidden_size": text["hidden_size"], "num_position_embeddings": 16, "patch_size": 4,
-        "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
+        "out_hidden_size": text["hidden_size"], "num_position_embeddings": 64,
+        "patch_size": TOKEN_SIDE // 2, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "initializer_range": 0.1,
     }  # fmt: skip
-    return Qwen3_5MoeConfig(
+    return class_of_transformers(name)(
         text_config=text,
         vision_config=images,
-        image_token_id=10,
-        video_token_id=11,
-        vision_start_token_id=12,
-        vision_end_token_id=13,
+        image_token_id=SPECIAL["<|image_pad|>"],
+        video_token_id=SPECIAL["<|video_pad|>"],
+        vision_start_token_id=SPECIAL["<|vision_start|>"],
+        vision_end_token_id=SPECIAL["<|vision_end|>"],
         tie_word_embeddings=False,
     )
 
 
-IMAGE_MODEL = StateModel(
-    _config, "Qwen3_5MoeForConditionalGeneration",
-    page_values=1 * 2 * 64 * 2 * 64,
-    conv_values=3 * 3 * (3 * 4 * 32), matrix_values=3 * 4 * 32 * 32,
-)  # fmt: skip
+def _kind(name: str, **fields: Any) -> StateModel:
+    return StateModel(
+        partial(_config, f"{name}Config", **fields), f"{name}ForConditionalGeneration",
+        page_values=1 * 2 * 64 * 2 * 64,
+        conv_values=3 * 3 * (3 * 4 * 32), matrix_values=3 * 4 * 32 * 32,
+    )  # fmt: skip
 
 
-def write_image_model(folder: Path, *, seed: int = 0) -> Path:
+# Each token takes all experts: two computations that differ by rounding choose the same.
+IMAGE_MODEL = _kind(
+    "Qwen3_5Moe",
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+    num_experts=2,
+    num_experts_per_tok=2,
+)
+DENSE_IMAGE_MODEL = _kind("Qwen3_5", intermediate_size=256)
+
+
+def write_image_model(folder: Path, kind: StateModel = IMAGE_MODEL, *, seed: int = 0) -> Path:
     """Writes configuration, weights, tokenizer and image processor into a new folder; returns it.
 
     Args:
         folder: made here.
+        kind: with experts or dense.
         seed: of the weights.
     """
-    write_model(folder, IMAGE_MODEL, seed=seed)
+    write_model(folder, kind, seed=seed)
+    add_tokens(folder, SPECIAL)
     path = folder / "config.json"
     config = json.loads(path.read_text())
     # As published. SGLang's default is others, whose weights nobody would fill.

@@ -183,6 +183,9 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "__init__ inc_lock_ref dec_lock_ref root_node_handle _apply_cache_actions "
             "mamba_evictable_size"
         ),
+        ("srt.mem_cache.unified_cache.components.base", "TreeComponent"): (
+            "cleanup_after_caching_req"
+        ),
         (_TREE, "UnifiedTreeCore"): (
             "match_prefix match_full_device_prefix collect_full_device_indices node_by_id "
             "root_node_handle get_hash_values get_prefix_hash_values"
@@ -308,7 +311,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.layers.radix_attention", "RadixAttention"): "layer_id attn_type",
         (_UNIFIED, "UnifiedRadixCache"): (
             "session tree_core linker req_to_token_pool token_to_kv_pool_allocator page_size "
-            "pp_size"
+            "pp_size components"
         ),
         ("srt.session.session_controller", "Session"): "_inflight session_id streaming",
         ("srt.session.streaming_session", "StreamingSession"): "slots",
@@ -336,7 +339,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (f"{_TRACES}.req_time_stats", "ReqTimeStatsBase"): "trace_ctx",
         (f"{_TRACES}.trace", "TraceReqContext"): "tracing_enable",
         ("srt.managers.schedule_batch", "ReqKvInfo"): (
-            "holds_kv cache_protected_len req_pool_idx get_evicted_seqlen set_evicted_seqlen"
+            "holds_kv cache_protected_len req_pool_idx get_evicted_seqlen set_evicted_seqlen "
+            "mamba_cow_src_index mamba_needs_clear"
         ),
         (_SCHEDULER, "Scheduler"): (
             "enable_unified_cache_external_linker enable_lmcache waiting_queue tree_cache "

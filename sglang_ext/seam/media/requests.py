@@ -26,7 +26,7 @@ from sglang_ext.identity.tenancy import is_alone, keep_alone
 from sglang_ext.seam.media.page_digests import naming
 from sglang_ext.seam.page_hash import hex_hashes_of, request_key
 from sglang_ext.seam.radix_tree import RadixTree
-from sglang_ext.settings.images import ALONG_AXES, image_facts, why_not_images
+from sglang_ext.settings.images import has_axes, image_facts, why_not_images
 from sglang_ext.tiers.store.types import StoreCounters
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,12 @@ class MediaRequests:
         self._has_named = False  # there may be pages on the device that go by images
         self._why_not = "the scheduler is not built"
 
-    def begin(self, scheduler: Any, *, is_plain: bool) -> None:
+    def begin(self, scheduler: Any, *, keeps: str) -> None:
         """The scheduler is built: sees whether images can be named on this server.
 
         Args:
             scheduler: SGLang's.
-            is_plain: K and V of every layer lie in one pool, and keys are of single tokens.
+            keeps: what SGLang keeps of a token, a word of `settings.images`.
         """
         args, model = scheduler.server_args, scheduler.model_config
         self._has_images = bool(model.is_multimodal)
@@ -65,13 +65,11 @@ class MediaRequests:
             return
         architecture = model.hf_config.architectures[0]
         self._facts = image_facts(args, architecture)
-        self._has_axes = architecture in ALONG_AXES
+        self._has_axes = has_axes(architecture)
         self._secret = args._hier_kv_secret
-        self._why_not = why_not_images(args, architecture)
+        self._why_not = why_not_images(args, architecture, keeps)
         if not self._tree.shows_nodes:
             self._why_not = "a tree in Rust"
-        if not is_plain:
-            self._why_not = "a model of this kind"
         if self._why_not:
             logger.info(
                 "hier-kv: requests with images are served and neither stored nor loaded: %s",

@@ -7,6 +7,7 @@ of another one is seen wherever a request attends to it.
 
 from __future__ import annotations
 
+import random
 import zlib
 from array import array
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from sglang.srt.mem_cache import utils  # noqa: E402
 
 from sglang_ext.identity.media import CARRIER, FIRST_PAD, keyed_identity  # noqa: E402
 from sglang_ext.seam.media.page_digests import install_page_digests  # noqa: E402
-from sglang_ext.settings.images import ALONG_AXES, ALONG_THE_PROMPT  # noqa: E402
+from sglang_ext.settings.images import ALONG_AXES, ALONG_THE_PROMPT, PLAIN  # noqa: E402
 from tests.property.worlds.taint_world import Request, World  # noqa: E402
 
 SECRET = "s" * 64
@@ -92,13 +93,24 @@ class MediaRequest(Request):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.items:
-            place = torch.arange(len(self.tokens)).expand(3, -1)
-            delta = torch.zeros(1, 1, dtype=torch.int64)
-            self.multimodal_inputs = SimpleNamespace(
-                mm_items=self.items,
-                mrope_positions=place if self.has_axes else None,
-                mrope_position_delta=delta if self.has_axes else None,
-            )
+            self.multimodal_inputs = inputs_of(self.items, len(self.tokens), self.has_axes)
+
+
+def inputs_of(items: Any, num_tokens: int, has_axes: bool) -> Any:
+    """What SGLang's scheduler has of a request's images.
+
+    Args:
+        items: of `image_item`.
+        num_tokens: of the prompt.
+        has_axes: the model has positions on axes for them.
+    """
+    place = torch.arange(num_tokens).expand(3, -1)
+    delta = torch.zeros(1, 1, dtype=torch.int64)
+    return SimpleNamespace(
+        mm_items=items,
+        mrope_positions=place if has_axes else None,
+        mrope_position_delta=delta if has_axes else None,
+    )
 
 
 class MediaWorld(World):
@@ -115,7 +127,7 @@ class MediaWorld(World):
         install_page_digests()
         super().__init__(folder, patch, seed, lossy=False, **options)
         architecture = (ALONG_AXES if self.has_axes else ALONG_THE_PROMPT)[0]
-        self.cache.media.begin(scheduler(architecture), is_plain=True)
+        self.cache.media.begin(scheduler(architecture), keeps=PLAIN)
         self.num_waits = 0
 
     def row_values(self, tokens: list[int], end: int) -> torch.Tensor:
@@ -155,13 +167,13 @@ class MediaWorld(World):
             num_new: tokens to compute behind the prompt.
             named: the hooks saw it; else it is one that nothing is known of.
         """
-        tokens = list(tokens)
-        for item in items:
-            for first, last in item.offsets:
-                number = np.resize(item.padding_values(), last - first + 1)
-                tokens[first : last + 1] = number.tolist()
         req = MediaRequest(
-            f"r{self._next}", tokens, num_new, False, items=tuple(items), has_axes=self.has_axes
+            f"r{self._next}",
+            with_images(tokens, items),
+            num_new,
+            False,
+            items=tuple(items),
+            has_axes=self.has_axes,
         )
         self._next += 1
         if named:
@@ -174,20 +186,7 @@ class MediaWorld(World):
     def arrive(self, *args: Any, **options: Any) -> Request:
         """A request enters the queue, with none, one or two images in it."""
         tokens = self.tokens()
-        items: list[Any] = []
-        proved = self.rng.random() < 0.9
-        at = self.rng.choice((2, 3, 4, 7, 9))
-        while at < len(tokens) - 2 and len(items) < 2 and self.rng.random() < 0.8:
-            length = min(self.rng.choice((1, 2, 3, 5, 9)), len(tokens) - 1 - at)
-            # Those that are not proved go by SGLang's names, one image by one number.
-            image = self.rng.randrange(5 if proved else NUM_PADS)
-            spans = [(at, at + length - 1)]
-            if length > 4 and not self.has_axes:
-                spans = [(at, at + 1), (at + 3, at + length - 1)]
-            items.append(image_item(image, *spans))
-            at += length + self.rng.choice((1, 2, 5))
-        if items and not proved:
-            items[0].identity = None
+        items = some_images(self.rng, len(tokens), has_axes=self.has_axes)
         req = self.make(tokens, items, num_new=self.rng.randint(0, 4))
         self.enqueue(req)
         return req
@@ -204,6 +203,35 @@ class MediaWorld(World):
     def finish(self, req: Request) -> None:
         super().finish(req)
         req.multimodal_inputs = None  # type: ignore[attr-defined]  # as SGLang does
+
+
+def with_images(tokens: list[int], items: list[Any]) -> list[int]:
+    """A prompt with the numbers of images in the place of some of its tokens."""
+    tokens = list(tokens)
+    for item in items:
+        for first, last in item.offsets:
+            number = np.resize(item.padding_values(), last - first + 1)
+            tokens[first : last + 1] = number.tolist()
+    return tokens
+
+
+def some_images(rng: random.Random, num_tokens: int, *, has_axes: bool) -> list[Any]:
+    """None, one or two images anywhere in a prompt; in a tenth of the prompts not proved."""
+    items: list[Any] = []
+    proved = rng.random() < 0.9
+    at = rng.choice((2, 3, 4, 7, 9))
+    while at < num_tokens - 2 and len(items) < 2 and rng.random() < 0.8:
+        length = min(rng.choice((1, 2, 3, 5, 9)), num_tokens - 1 - at)
+        # Those that are not proved go by SGLang's names, one image by one number.
+        image = rng.randrange(5 if proved else NUM_PADS)
+        spans = [(at, at + length - 1)]
+        if length > 4 and not has_axes:
+            spans = [(at, at + 1), (at + 3, at + length - 1)]
+        items.append(image_item(image, *spans))
+        at += length + rng.choice((1, 2, 5))
+    if items and not proved:
+        items[0].identity = None
+    return items
 
 
 def meaning(req: Any) -> list[int | None]:

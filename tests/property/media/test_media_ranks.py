@@ -17,7 +17,9 @@ import pytest
 from sglang_ext.identity.media import Media, Naming, images_of
 from sglang_ext.ranks.consensus import RankDivergenceError
 from tests.property.media.media_world import MediaWorld
+from tests.property.media.state_media_world import StateMediaWorld
 from tests.property.worlds import ranks_world
+from tests.property.worlds.hybrid_ranks import StateRank
 from tests.property.worlds.rank_of_many import run_worlds
 from tests.property.worlds.taint_world import Request
 from tests.property.worlds.world_ranks import WorldRank
@@ -82,6 +84,19 @@ class MediaRank(WorldRank, MediaWorld):
         self.enqueue(req)
 
 
+class StateMediaRank(StateRank, StateMediaWorld):
+    """One rank of a model with states."""
+
+    def note(self, kind: str) -> None:
+        super().note(kind)
+        counters = self.store.counters.snapshot()
+        self.trace.append((
+            [(req.rid, req.extra_key, images_of(req)) for req in (*self.waiting, *self.running)],
+            [counters.get(f"{name}_requests", 0) for name in ("image", "unnamed_image")],
+            counters.get("image_name_conflicts", 0),
+        ))  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
@@ -102,6 +117,21 @@ def test_ranks_decide_alike(
     print(ranks[0].counts, counts, [rank.num_lost for rank in ranks])
     assert all(rank.num_lost for rank in ranks)
     for name in ("image_requests", "unnamed_image_requests", "image_name_conflicts"):
+        assert counts[name], name
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_ranks_of_a_model_with_states_decide_alike(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [{"host_pages": 64}, {"host_pages": 40}]
+    ranks = run_worlds(StateMediaRank, tmp_path, monkeypatch, seed=seed, num_loads=6, own=own)
+    pairs = zip(*(rank.trace for rank in ranks), strict=True)
+    assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
+    counts = ranks[0].store.stats()
+    print(ranks[0].counts, counts, [rank.num_lost for rank in ranks])
+    assert all(rank.num_lost for rank in ranks)
+    for name in ("image_requests", "unnamed_image_requests", "saved_states"):
         assert counts[name], name
 
 

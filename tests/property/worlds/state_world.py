@@ -208,14 +208,14 @@ class StateWorld(WindowWorld):
 
     def write_state(self, slot: Any, req: Request, end: int) -> None:
         tenant = (req.extra_key, req.cache_salt)
-        values = self.state_values(req.tokens[:end], tenant, self.identity.weights)
+        values = self.state_values(self.meant(req)[:end], tenant, self.identity.weights)
         for tensor, value in zip(self.snapshots.pool.tensors, values, strict=True):
             tensor[:, int(slot)] = value
 
     def check_state(self, req: Request, end: int) -> None:
         """What a request is about to go on from is its own state, at this position."""
         tenant = (req.extra_key, req.cache_salt)
-        values = self.state_values(req.tokens[:end], tenant, self.identity.weights)
+        values = self.state_values(self.meant(req)[:end], tenant, self.identity.weights)
         slot = int(req.kv.mamba_pool_idx)
         for tensor, value in zip(self.snapshots.pool.tensors, values, strict=True):
             if not torch.equal(tensor[:, slot], value):
@@ -223,6 +223,8 @@ class StateWorld(WindowWorld):
 
     def forward(self, req: Request, start: int, end: int) -> None:
         """Computes tokens [start, end) on the rows before them and on its state."""
+        if not start and (req.kv.mamba_cow_src_index is not None or not req.kv.mamba_needs_clear):
+            raise WrongKVError(f"{req.rid} begins with a state that is not empty")
         if req.kv.mamba_cow_src_index is not None:
             slot = req.kv.mamba_pool_idx.unsqueeze(0)
             self.req_pool.copy_mamba_state(req.kv.mamba_cow_src_index, slot)
@@ -273,8 +275,9 @@ class StateWorld(WindowWorld):
     def note_pages(self, req: Request) -> None:
         """Remembers what every page and part of a state of a request has to hold, by its key."""
         tenant = (req.extra_key, req.cache_salt)
+        meant = self.meant(req)
         for page, key in enumerate(self.keys(req.tokens, *tenant)):
-            tokens = req.tokens[: (page + 1) * PAGE]
+            tokens = meant[: (page + 1) * PAGE]
             page_hash = np.frombuffer(bytes.fromhex(key), np.uint8)
             self.made[page_hash.tobytes()] = (0, tenant, tokens)
             for part in range(self.snapshots.num_parts):

@@ -58,6 +58,7 @@ from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from sglang_ext.tiers.records.quality import Quality  # noqa: E402
 from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, parse_header, write_meta  # noqa: E402
+from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
 from sglang_ext.tiers.store.reader_store import ReaderStore  # noqa: E402
 from sglang_ext.tiers.store.types import READY  # noqa: E402
@@ -201,6 +202,7 @@ class World:
         with_disk: bool = True,
         disk_bytes: int = 16 << 20,
         io: FileIO | None = None,
+        seals: RecordSeals = CHECKSUMS,
         placement: PolicyConfig | None = None,
         prefetch_policy: str = "timeout",
         of_pairs: bool = False,
@@ -240,7 +242,7 @@ class World:
             disk_config = DiskConfig(
                 folder / "disk", disk_bytes, 0, min(256 << 10, disk_bytes // 4), direct_io="off"
             )
-            disk = DiskTier(disk_config, io=io)
+            disk = DiskTier(disk_config, seals=seals, io=io)
         codec: LossyCodec | None = None
         if lossy and keeps:
             codec = LossyCodec(self.layout, raw_share, random.Random(seed + 1))

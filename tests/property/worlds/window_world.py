@@ -321,7 +321,11 @@ class WindowWorld:
 
     def of_request(self, req: Request, end: int) -> torch.Tensor:
         tenant = (req.extra_key, req.cache_salt)
-        return self.prints(req.tokens[:end], tenant, self.identity.weights)
+        return self.prints(self.meant(req)[:end], tenant, self.identity.weights)
+
+    def meant(self, req: Request) -> list[int]:
+        """What the tokens of a request stand for."""
+        return req.tokens
 
     def layer_rows(self) -> list[tuple[int, bool, torch.Tensor, int]]:
         """(model's layer, whether it has a window, K or V, 0 or 1) of every buffer."""
@@ -379,16 +383,16 @@ class WindowWorld:
     def note_pages(self, req: Request) -> None:
         """Remembers what every page of a request has to hold, by its key."""
         tenant = (req.extra_key, req.cache_salt)
-        keys = self.keys(req.tokens, *tenant)
+        keys, meant = self.keys(req.tokens, *tenant), self.meant(req)
         for page, key in enumerate(keys):
-            tokens = req.tokens[: (page + 1) * PAGE]
+            tokens = meant[: (page + 1) * PAGE]
             self.made[bytes.fromhex(key)] = (0, tenant, tokens)
         if not keys:
             return
         hashes = np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, 32)
         for group in range(self.num_groups):
             for page, key in enumerate(group_hashes(hashes, group)):
-                tokens = req.tokens[: (page + 1) * PAGE]
+                tokens = meant[: (page + 1) * PAGE]
                 self.made[key.tobytes()] = (group + 1, tenant, tokens)
 
     def check_store(self) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from sglang_ext.identity.media import CARRIER, images_of
 from sglang_ext.provenance.request_state import state_of
+from sglang_ext.settings.images import PLAIN
 from tests.property.media.media_world import (
     MediaRequest,
     MediaWorld,
@@ -261,7 +262,7 @@ def test_positions_that_do_not_follow_from_the_images_are_not_stored(make: Make)
 def test_models_whose_tokens_lie_where_the_prompt_has_them(make: Make) -> None:
     """Positions on axes are then of another model, and a prompt may end with an image."""
     world = make()
-    world.cache.media.begin(scheduler("InternVLChatModel"), is_plain=True)
+    world.cache.media.begin(scheduler("InternVLChatModel"), keeps=PLAIN)
     assert images_of(world.make(TEXT, [image_item(0, SPAN)])) == ()
     world.has_axes = False
     rows = image_item(0, (5, 8), (10, 13), (15, 16))
@@ -409,7 +410,7 @@ def test_after_a_change_of_weights_images_are_not_named(make: Make) -> None:
 )  # fmt: skip
 def test_servers_on_which_images_are_not_named(make: Make, options: dict[str, Any]) -> None:
     world = make()
-    world.cache.media.begin(scheduler(**options), is_plain=True)
+    world.cache.media.begin(scheduler(**options), keeps=PLAIN)
     assert images_of(world.make(TEXT, [image_item(0, SPAN)])) == ()
 
 
@@ -418,17 +419,17 @@ def test_servers_of_several_ranks_on_which_images_are_named(
     make: Make, options: dict[str, Any]
 ) -> None:
     world = make()
-    world.cache.media.begin(scheduler(**options), is_plain=True)
+    world.cache.media.begin(scheduler(**options), keeps=PLAIN)
     assert images_of(world.make(TEXT, [image_item(0, SPAN)]))
 
 
 def test_models_of_which_images_are_not_named(make: Make) -> None:
     world = make()
-    world.cache.media.begin(scheduler(), is_plain=False)
+    world.cache.media.begin(scheduler(), keeps="windows")
     assert images_of(world.make(TEXT, [image_item(0, SPAN)])) == ()
     other = scheduler()
     other.model_config.hf_config.architectures = ["Gemma3ForConditionalGeneration"]
-    world.cache.media.begin(other, is_plain=True)
+    world.cache.media.begin(other, keeps=PLAIN)
     assert images_of(world.make(TEXT, [image_item(0, SPAN)])) == ()
 
 

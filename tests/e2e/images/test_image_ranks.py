@@ -17,24 +17,28 @@ from typing import Any
 
 import pytest
 
+from testkit.images import intern_model
 from testkit.images.vision_model import IMAGE, picture, write_vision_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import GIB, settled
-from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
-from tests.e2e.models.image_prompts import (
+from tests.e2e.images.image_prompts import (
     BASE,
     HEADER_BYTES,
+    PAGE,
     PAGE_BYTES,
     PLUGIN,
     TOLERANCE,
     Prompt,
     ask,
     check_right,
+    drop,
+    is_refused,
     prompts,
     words,
 )
+from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -164,6 +168,37 @@ def test_an_unnamed_image_beside_named_ones_is_neither_stored_nor_loaded(served:
     host = served.at_first["host"]
     assert host["unnamed_image_requests"] == 2
     assert not host.get("image_name_conflicts")
+
+
+def test_a_text_with_marks_of_images_in_it_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """Each rank decides for itself, of the same tokens, and goes on with the others' requests.
+
+    As in `test_image_models`: SGLang takes what is between `<img>` and `</img>` for the image.
+    """
+    model = intern_model.write_internvl(tmp_path / "model")
+    image = intern_model.IMAGE
+    large = ["--max-total-tokens", "16384", "--chunked-prefill-size", "4096"]
+    which = [Prompt(words(1 + n, 60) + image + words(5 + n, 90), (picture(n),)) for n in range(2)]
+    long = Prompt(words(3, 1500) + image, (picture(6),))
+    shifting = Prompt(words(4, 8) + "<img>a</img>" + image + words(5, 4), (picture(7),))
+    with ranks(model, *large) as server:
+        right = answers(server, which)
+    for way in ([], ["--enable-broadcast-mm-inputs-process"]):
+        folder = tmp_path / str(len(way))
+        folder.mkdir()
+        with ranks(model, *large, *way, folder=folder, host_pages=400) as server:
+            with ThreadPoolExecutor(8) as pool:  # the first is computed, and the others together
+                waits = pool.submit(say, server, long)
+                wrong = [pool.submit(is_refused, server, shifting) for _ in range(3)]
+                found = [pool.submit(say, server, prompt) for prompt in which]
+                check_right([each.result() for each in found], right)
+                assert all(each.result() for each in wrong)
+                waits.result()
+            drop(server)
+            again = answers(server, which)
+            check_right(again, right)
+            assert min(cached(again)) > 3 * PAGE, "what was stored beside them is theirs"
+            assert is_refused(server, shifting), "both ranks are there, and decide as before"
 
 
 def test_many_at_once_on_small_devices(served: Served) -> None:

@@ -12,7 +12,7 @@ import openai
 
 from testkit.images.vision_model import picture
 from testkit.server import Server
-from tests.e2e.models.image_prompts import words
+from tests.e2e.images.image_prompts import words
 
 NUM_TOKENS = 8
 Message = dict[str, Any]

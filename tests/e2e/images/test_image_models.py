@@ -15,11 +15,9 @@ import pytest
 
 from testkit.images import glm_model, intern_model, pixtral_models
 from testkit.images.vision_model import picture
-from testkit.requests import let_go
-from testkit.server import Server, ServerError
+from testkit.server import Server
 from tests.e2e.hier_server import settled
-from tests.e2e.models.hybrid_answers import cached, check_hits, values
-from tests.e2e.models.image_prompts import (
+from tests.e2e.images.image_prompts import (
     BASE,
     LARGE,
     PAGE,
@@ -29,10 +27,13 @@ from tests.e2e.models.image_prompts import (
     answers,
     ask,
     check_right,
+    drop,
     host_size,
+    is_refused,
     prompts,
     words,
 )
+from tests.e2e.models.hybrid_answers import cached, check_hits, values
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -56,20 +57,6 @@ KINDS = {
     "Mistral 3": Kind(pixtral_models.write_mistral3, pixtral_models.IMAGE),
     "Pixtral": Kind(pixtral_models.write_pixtral, pixtral_models.IMAGE),
 }
-
-
-def drop(server: Server) -> None:
-    """Leaves nothing on the device, and all that was computed in a tier.
-
-    SGLang's front has no cache to clear for processors of LLaVA's family, and fails behind a flush.
-    """
-    settled(server)
-    let_go(server)
-    try:
-        server.post("/flush_cache")
-    except ServerError as error:
-        if error.status != 500:  # what it answers where it did not flush is 400
-            raise
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
@@ -121,17 +108,9 @@ def test_a_text_with_marks_of_images_in_it_shifts_nobodys_images(tmp_path: Path)
     with Server(
         [*large, *PLUGIN, "--hier-kv-host-size", host_size(400)], model=model, stop="kill"
     ) as server:
-
-        def refused(which: Prompt) -> bool:
-            try:
-                ask(server, which)
-            except ServerError as error:
-                return error.status == 400
-            return False
-
         with ThreadPoolExecutor(8) as pool:  # all but the first wait, and are computed together
             waits = pool.submit(ask, server, long)
-            wrong = [pool.submit(refused, shifting) for _ in range(3)]
+            wrong = [pool.submit(is_refused, server, shifting) for _ in range(3)]
             found = pool.submit(ask, server, prompt)
             check_right([found.result()], right)
             assert all(each.result() for each in wrong)

@@ -21,9 +21,8 @@ from testkit.rank_requests import ENVIRONMENT
 from testkit.requests import flush_device, num_on_their_way
 from testkit.server import Server
 from tests.e2e.hier_server import settled, state
-from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
-from tests.e2e.models.image_chats import Said, converse, questions
-from tests.e2e.models.image_prompts import (
+from tests.e2e.images.image_chats import Said, converse, questions
+from tests.e2e.images.image_prompts import (
     BASE,
     LARGE,
     PAGE,
@@ -37,6 +36,7 @@ from tests.e2e.models.image_prompts import (
     prompts,
     words,
 )
+from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

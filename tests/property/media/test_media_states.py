@@ -1,0 +1,150 @@
+"""Images of which several go by one number, and states: see `state_media_world`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.identity.media import images_of
+from tests.property.media.media_world import image_item
+from tests.property.media.state_media_world import StateMediaRequest, StateMediaWorld
+from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.window_world import PAGE
+
+pytestmark = pytest.mark.usefixtures("scheduler_waits")
+
+SEEDS = int(os.environ.get("HIER_KV_MEDIA_STATE_SEEDS", "3"))
+ROUNDS = 8
+TEXT = [100 + at for at in range(6 * PAGE + 1)]
+SPAN = (5, 16)  # begins and ends within pages
+WHOLE = 6 * PAGE
+INSIDE = 4 * PAGE  # the last place in the image for a state
+Make = Callable[..., StateMediaWorld]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    worlds: list[StateMediaWorld] = []
+
+    def build(seed: int = 1, **options: Any) -> StateMediaWorld:
+        worlds.append(StateMediaWorld(tmp_path / str(len(worlds)), monkeypatch, seed, **options))
+        return worlds[-1]
+
+    yield build
+    for world in worlds:
+        world.close()
+
+
+def ask(
+    world: StateMediaWorld, *items: Any, text: list[int] = TEXT, chunk: int | None = None
+) -> StateMediaRequest:
+    """One request from its arrival to its end; the world checks what it goes on from."""
+    req = world.run_to_end(world.make(text, list(items)), chunk)
+    world.cache.matching_request = None
+    return req
+
+
+def conflicts(world: StateMediaWorld) -> int:
+    return world.store.counters.snapshot().get("image_name_conflicts", 0)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_no_request_goes_on_from_the_state_of_another_image(make: Make, seed: int) -> None:
+    options: list[dict[str, Any]] = [{}, {"policy": "write_back"}, {"num_states": 26}]
+    world = make(seed, host_pages=200, **options[seed % 3])
+
+    def one_round() -> None:
+        for _ in range(500):
+            world.step()
+        world.drain()
+
+    shown = (
+        "image_requests",
+        "unnamed_image_requests",
+        "loaded_pages",
+        "saved_states",
+        "image_name_conflicts",
+    )
+    run_until_all_seen(one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS)
+    print(world.counts, world.store.stats())
+
+
+@pytest.mark.parametrize("where", ["dram", "disk"])
+def test_a_state_behind_and_inside_of_an_image_comes_back(make: Make, where: str) -> None:
+    """And of another image, by the same number, none does."""
+    world = make(host_pages=200)
+    drop = world.flush if where == "dram" else world.only_on_disk
+    ask(world, image_item(0, SPAN), chunk=2 * PAGE)  # as are those behind it
+    drop()
+    assert ask(world, image_item(0, SPAN)).num_loaded == WHOLE
+    drop()
+    other_end = [*TEXT[:18], *range(1, 8)]
+    assert ask(world, image_item(0, SPAN), text=other_end).num_loaded == INSIDE
+    drop()
+    assert ask(world, image_item(2, SPAN)).num_loaded == 0
+    assert not conflicts(world)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_device_has_the_state_of_another_image(make: Make, is_late: bool) -> None:
+    """A match leads to it; of one that is admitted SGLang notes it before anything else is asked.
+
+    It is there before the request comes, or while that waits.
+    """
+    world = make(host_pages=200)
+    req = world.make(TEXT, [image_item(2, SPAN)])
+    if is_late:
+        world.enqueue(req)
+    ask(world, image_item(0, SPAN))
+    if is_late:
+        world.wait_for(lambda: world.admit(req))  # the world checks that its state is empty
+        world.drain()
+    else:
+        world.run_to_end(req)
+    assert images_of(req) == ()
+    assert conflicts(world) == 1
+    world.check_nothing_is_held()
+    assert ask(world, image_item(2, SPAN)).num_loaded == 0, "nothing was kept of it"
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_an_insert_that_meets_another_image_leaves_no_state_behind(
+    make: Make, proved: bool
+) -> None:
+    """A match ends before the image, as its state does; the insert of what ends meets its page."""
+    world = make(host_pages=200)
+    text = TEXT[:13]
+    first, second = image_item(0, (9, 11)), image_item(2, (9, 11))
+    ask(world, first, text=text, chunk=8)
+    if not proved:
+        second.identity = None
+    saved = world.store.stats()["saved_states"]
+    req = world.make(text, [second], num_new=0)
+    world.run_to_end(req)
+    assert images_of(req) == ()
+    assert conflicts(world) == 1
+    assert world.store.stats()["saved_states"] == saved
+    world.check_nothing_is_held()  # no state is lost
+    assert ask(world, first, text=text).num_loaded == 12
+
+
+def test_a_request_that_ends_meets_another_image_on_the_page_it_filled(make: Make) -> None:
+    """Its prompt ended within that page, which was in no tree yet. Its states are given back."""
+    world = make(host_pages=200)
+    text = TEXT[: 2 * PAGE + 3]
+    req = world.make(text, [image_item(2, (9, 9))], num_new=3)
+    world.enqueue(req)
+    world.wait_for(lambda: world.admit(req))
+    longer = [*text, *(TEXT[11:20])]
+    world.rng.randrange = lambda *_: longer[len(req.tokens)]  # type: ignore[method-assign]
+    ask(world, image_item(0, (9, 9)), text=longer)
+    while req in world.running:
+        world.go_on(req)  # checks that it gave its state back
+    assert images_of(req) == ()
+    assert conflicts(world) == 1
+    world.settle()
+    world.check_nothing_is_held()
