@@ -23,9 +23,9 @@ from bench.stream.content import HEAD_DIM, NUM_CHANNELS, NUM_LAYERS, NUM_PLANES,
 from bench.stream.links import GBPS
 from sglang_ext.codec import create_codec
 from sglang_ext.codec.page_codec import CodedShape
+from sglang_ext.coded_remote.coded import coded_pages
+from sglang_ext.coded_remote.remote_codec import RemotePageCodec
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_PRE, PageLayout, write_tail
-from sglang_ext.remote.coded import coded_pages
-from sglang_ext.remote.remote_codec import RemotePageCodec
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import ANY

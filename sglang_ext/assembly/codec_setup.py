@@ -14,12 +14,12 @@ from sglang_ext.codec.base import CodecError, LearnedKind
 from sglang_ext.codec.calibration.profile_paths import find_profile
 from sglang_ext.codec.page_codec import CodedShape, PageCodec, parse_level
 from sglang_ext.codec.registry import kind_of
+from sglang_ext.coded_remote.remote_codec import RemotePageCodec
 from sglang_ext.device.layout import PageLayout
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.namespace import digest_model
 from sglang_ext.ranks.rank import Exchange, RankPlace
-from sglang_ext.remote.remote_codec import RemotePageCodec
 from sglang_ext.settings.config import HierKVConfig
 
 logger = logging.getLogger(__name__)

@@ -51,6 +51,8 @@ from sglang_ext.assembly.window_setup import (
     with_windows,
 )
 from sglang_ext.codec.page_codec import PageCodec
+from sglang_ext.coded_remote.coded import coded_pages
+from sglang_ext.coded_remote.remote_codec import RemotePageCodec
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import LAYOUT_VERSION, PageLayout
 from sglang_ext.device.local_pages import LocalPages
@@ -67,8 +69,6 @@ from sglang_ext.kernels import rope as rope_kernels
 from sglang_ext.ranks.lockstep import exchange, group_of
 from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.ranks.same_settings import agree_on_settings, await_all, settings_of
-from sglang_ext.remote.coded import coded_pages
-from sglang_ext.remote.remote_codec import RemotePageCodec
 from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
 from sglang_ext.seam.hash_fallback import ensure_page_hash
 from sglang_ext.seam.hooks.drafts import algorithm_of, draft_runners

@@ -91,7 +91,7 @@ THREADS: Final = (
     ),
     PluginThread(
         ("hier-kv-stream-*",),
-        "remote/streams.py",
+        "coded_remote/streams.py",
         "the store (two of them), decoding (one)",
         "a coded store",
     ),

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sglang_ext.codec.page_codec import CodedShape
+from sglang_ext.coded_remote.remote_codec import RemotePageCodec
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_NAMES, ROPE_PRE, U8, PageLayout, write_tail
 from sglang_ext.device.local_pages import LocalPages
@@ -18,7 +19,6 @@ from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.kernels import rope as cpu_kernels
 from sglang_ext.kernels.rope import RopeSpec
-from sglang_ext.remote.remote_codec import RemotePageCodec
 from sglang_ext.tiers.records.record import RecordMeta, parse_header, write_meta
 from sglang_ext.tiers.store.types import Epoch, KeySpace
 from tests.faults.guarded_arrays import GuardedPool

@@ -17,12 +17,12 @@ import xxhash
 from sglang_ext.codec import CodecError
 from sglang_ext.codec.hier.profile import Profile
 from sglang_ext.codec.page_codec import TAIL_LENGTH
+from sglang_ext.coded_remote.lookup import Finder
+from sglang_ext.coded_remote.publish import Publisher
+from sglang_ext.coded_remote.remote_codec import RemotePageCodec
+from sglang_ext.coded_remote.run import parts_of
+from sglang_ext.coded_remote.transfer import read_parts
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_BOUND, ROPE_DELTA, U8, write_tail
-from sglang_ext.remote.lookup import Finder
-from sglang_ext.remote.publish import Publisher
-from sglang_ext.remote.remote_codec import RemotePageCodec
-from sglang_ext.remote.run import parts_of
-from sglang_ext.remote.transfer import read_parts
 from sglang_ext.tiers.base import Location, ReadRequest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierError

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_ext.coded_remote.coded import coded_pages
 from sglang_ext.device.copier import CopyError
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_BOUND, ROPE_DELTA, ROPE_PRE, U8, write_tail
 from sglang_ext.kernels.rope import PagedView, gpu
-from sglang_ext.remote.coded import coded_pages
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex

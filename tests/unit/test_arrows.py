@@ -35,7 +35,7 @@ ROOMS = (
     "sglang_ext.ranks",
     "sglang_ext.admission",
     "sglang_ext.settings",
-    "sglang_ext.remote",
+    "sglang_ext.coded_remote",
     "sglang_ext.streaming",
     "sglang_ext.codec",
     "sglang_ext.device",

@@ -316,6 +316,25 @@ def _look_anew(stale: Any, ends: Any, num_ends: int, home: int) -> Any:
 
 
 @compiled
+def _value(
+    pages: Any, hints: Any, scores: Any, row: int, kind: int, may_stay: bool, by_hint: bool,
+    left_first: bool, by_score: bool, now_s: float,
+) -> float:  # fmt: skip
+    """How much a list's next page is worth: the least leaves. 0.0: it goes by the base order."""
+    if may_stay:
+        return float(np.inf)
+    if kind == DEMOTED:
+        return -1.0
+    if by_hint and kind >= HINTED:
+        return float(hint_kernels.value(hints, pages.last_s, row, now_s))
+    if by_hint or (left_first and kind == LEFT_BEHIND):
+        return -1.0
+    if by_score:
+        return float(hint_kernels.score(hints, scores, pages, row, now_s))
+    return 0.0
+
+
+@compiled
 def evict_unwanted(
     lists: Any, pages: Any, hints: Any, head: Any, scores: Any, by_score: bool, lookahead: bool,
     young: bool, left_first: bool, most_pinned: int, now_s: float, may_give: Any, out: Any,
@@ -365,18 +384,11 @@ def evict_unwanted(
                     stamps[i] = sign * lists.stamp[row]
                     by_hint[i] = kind >= ENDED and kind != PINNED and kind != DEMOTED
                     by_hint[i] = by_hint[i] and hint_kernels.is_followed(hints, kind, row)
-                    if kind == PINNED and lists.counts[PINS] <= most_pinned:
-                        values[i] = np.inf
-                    elif kind == DEMOTED:
-                        values[i] = -1.0
-                    elif by_hint[i] and kind >= HINTED:
-                        values[i] = hint_kernels.value(hints, pages.last_s, row, now_s)
-                    elif by_hint[i] or (left_first and kind == LEFT_BEHIND):
-                        values[i] = -1.0
-                    elif by_score:
-                        values[i] = hint_kernels.score(hints, scores, pages, row, now_s)
-                    else:
-                        values[i] = 0.0
+                    may_stay = kind == PINNED and lists.counts[PINS] <= most_pinned
+                    values[i] = _value(
+                        pages, hints, scores, row, kind, may_stay, by_hint[i], left_first,
+                        by_score, now_s,
+                    )  # fmt: skip
             if rows[i] == NONE:
                 continue
             if by_hint[i] and kind >= HINTED:

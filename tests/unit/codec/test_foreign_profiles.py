@@ -21,7 +21,7 @@ from sglang_ext.codec.learned import LearnedFolder
 from sglang_ext.codec.memo import Memo
 from sglang_ext.codec.profile_file import _HEAD, ARRAYS, INTS, num_array_bytes
 from sglang_ext.codec.registry import kind_of
-from sglang_ext.remote.remote_codec import RemotePageCodec
+from sglang_ext.coded_remote.remote_codec import RemotePageCodec
 from sglang_ext.tiers.records.record import RecordMeta, parse_header
 from tests.faults.hostile_pages import DIM, LAYERS, SHAPE, codec_of, page, profile
 from tests.unit.codec.codec_cases import make_profile

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.codec.registry import kind_of
+from sglang_ext.coded_remote.coded import coded_pages
+from sglang_ext.coded_remote.remote_codec import RemotePageCodec
 from sglang_ext.device.layout import HEADER_BYTES, U8
-from sglang_ext.remote.coded import coded_pages
-from sglang_ext.remote.remote_codec import RemotePageCodec
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_ext.remote import lookup
+from sglang_ext.coded_remote import lookup
 from sglang_ext.tiers.records.quality import ANY, Quality
 from sglang_ext.tiers.records.record import parse_header
 from sglang_ext.tiers.store import PutShare

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.remote.link import LinkMeter
-from sglang_ext.remote.probe import Probe, Prober
-from sglang_ext.remote.publish import Publisher
-from sglang_ext.remote.run import FetchedSpan, Speeds
-from sglang_ext.remote.transfer import Part
+from sglang_ext.coded_remote.link import LinkMeter
+from sglang_ext.coded_remote.probe import Probe, Prober
+from sglang_ext.coded_remote.publish import Publisher
+from sglang_ext.coded_remote.run import FetchedSpan, Speeds
+from sglang_ext.coded_remote.transfer import Part
 from sglang_ext.streaming import LinkEstimator
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex

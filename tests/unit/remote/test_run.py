@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang_ext.coded_remote.lookup import FoundPage
+from sglang_ext.coded_remote.run import FetchedSpan, Speeds
 from sglang_ext.device.layout import U8
-from sglang_ext.remote.lookup import FoundPage
-from sglang_ext.remote.run import FetchedSpan, Speeds
 from sglang_ext.streaming import LinkEstimator
 from sglang_ext.tiers.records.record import parse_header
 from sglang_ext.tiers.remote.base import RemoteKey

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sglang_ext.remote.lookup import FoundPage
-from sglang_ext.remote.publish import Publisher
-from sglang_ext.remote.run import FetchedSpan, parts_of
-from sglang_ext.remote.transfer import Part
+from sglang_ext.coded_remote.lookup import FoundPage
+from sglang_ext.coded_remote.publish import Publisher
+from sglang_ext.coded_remote.run import FetchedSpan, parts_of
+from sglang_ext.coded_remote.transfer import Part
 from sglang_ext.streaming import LinkEstimator
 from sglang_ext.tiers.policy.cost_model import PROBE_BYTES, PROBE_SHARE
 from sglang_ext.tiers.records.record import RAW_CODEC, ByteArray

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sglang_ext.remote.lookup import FoundPage
-from sglang_ext.remote.run import FetchedSpan
+from sglang_ext.coded_remote.lookup import FoundPage
+from sglang_ext.coded_remote.run import FetchedSpan
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.record import (
     RAW_CODEC,

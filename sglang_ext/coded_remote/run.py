@@ -12,8 +12,8 @@ import numpy as np
 
 from sglang_ext.codec.base import Codec
 from sglang_ext.codec.registry import codec_class, codec_ids
-from sglang_ext.remote.lookup import FoundPage
-from sglang_ext.remote.transfer import Part
+from sglang_ext.coded_remote.lookup import FoundPage
+from sglang_ext.coded_remote.transfer import Part
 from sglang_ext.streaming import (
     ChunkFetch,
     ChunkOffer,

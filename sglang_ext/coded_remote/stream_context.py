@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_ext.remote.lookup import FoundPage
-from sglang_ext.remote.run import FetchedSpan
+from sglang_ext.coded_remote.lookup import FoundPage
+from sglang_ext.coded_remote.run import FetchedSpan
 from sglang_ext.streaming import ChunkFetch
 from sglang_ext.tiers.store.remote.coded_remote import Lookup
 

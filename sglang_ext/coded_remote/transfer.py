@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sglang_ext.remote.lookup import FoundPage
+from sglang_ext.coded_remote.lookup import FoundPage
 from sglang_ext.tiers.records.record import ByteArray
 from sglang_ext.tiers.remote.base import Outcome
 from sglang_ext.tiers.remote.items import GetRequest, GetResult

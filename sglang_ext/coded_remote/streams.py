@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang_ext.remote.link import LinkMeter
-from sglang_ext.remote.lookup import Finder, runs_of
-from sglang_ext.remote.probe import Probe, Prober
-from sglang_ext.remote.publish import Publisher
-from sglang_ext.remote.run import FetchedSpan, Partial, Speeds
-from sglang_ext.remote.stream_context import Context, Decode, Job
-from sglang_ext.remote.transfer import Part, read_parts
+from sglang_ext.coded_remote.link import LinkMeter
+from sglang_ext.coded_remote.lookup import Finder, runs_of
+from sglang_ext.coded_remote.probe import Probe, Prober
+from sglang_ext.coded_remote.publish import Publisher
+from sglang_ext.coded_remote.run import FetchedSpan, Partial, Speeds
+from sglang_ext.coded_remote.stream_context import Context, Decode, Job
+from sglang_ext.coded_remote.transfer import Part, read_parts
 from sglang_ext.streaming import LinkEstimator, LinkShare
 from sglang_ext.tiers.records.record import ByteArray
 from sglang_ext.tiers.remote.remote_store import RemoteStore

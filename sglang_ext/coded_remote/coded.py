@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sglang_ext.remote.lookup import Finder
-from sglang_ext.remote.publish import Publisher
-from sglang_ext.remote.streams import RemoteStreams
+from sglang_ext.coded_remote.lookup import Finder
+from sglang_ext.coded_remote.publish import Publisher
+from sglang_ext.coded_remote.streams import RemoteStreams
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.remote.base import Outcome, level_name
 from sglang_ext.tiers.remote.remote_store import RemoteStore
