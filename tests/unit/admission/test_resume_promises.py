@@ -22,9 +22,9 @@ from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E40
 from sglang_ext.device.windows.layers import WindowLayers  # noqa: E402
 from sglang_ext.ranks.consensus import Consensus, Report, _decode  # noqa: E402
 from sglang_ext.ranks.resume_promises import MAX_ROUNDS, ResumeBook  # noqa: E402
+from sglang_ext.seam.places.window_questions import WindowQuestions  # noqa: E402
 from sglang_ext.seam.states.state_pages import StatePages  # noqa: E402
 from sglang_ext.seam.window_pages import WindowPages  # noqa: E402
-from sglang_ext.seam.window_questions import WindowQuestions  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
@@ -240,7 +240,7 @@ class Question:
     def __init__(self, tail: Any) -> None:
         self.tail = tail
         self.end: int | None = None
-        self.window_keys = self.last_keys = tail[:0]
+        self.resume_keys = self.last_keys = tail[:0]
         self.is_late = self.is_over = self.is_dropped = False
 
     def step(self) -> bool:

@@ -1,27 +1,42 @@
-"""Asks a remote store where the prompts of waiting requests of a model with windows can be resumed.
+"""Asks a remote store where the prompts of waiting requests of a hybrid model can be resumed.
 
-See `WindowQuestion`. With one rank, what is found becomes what the waiting request could reuse; of
-several ranks each asks, and they agree on what to do with it (`ranks/resume_promises.py`).
+See `WindowQuestion` and `StateQuestion`. With one rank, what is found becomes what the waiting
+request could reuse; of several ranks each asks, and they agree on what to do with it
+(`ranks/resume_promises.py`).
 Scheduler's thread only; never blocks.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from sglang_ext.admission.resume_points import PlaceQuestion
 from sglang_ext.admission.waiting_request import ReusablePrefix
-from sglang_ext.admission.window_question import WindowQuestion
 from sglang_ext.device.transfers import Hashes
-from sglang_ext.device.windows.layers import WindowLayers
 from sglang_ext.tiers.store import KeySpace, PageStore
 
 Enter = Callable[[Hashable, ReusablePrefix, Any], Any]
 """Puts a request into the waiting room anew: its handle, what it could reuse, and its key."""
+
+
+class Question(PlaceQuestion, Protocol):
+    """A question about one prompt.
+
+    Attributes:
+        tail: u8 `[N, 32]`, the pages behind its device prefix that could be loaded.
+    """
+
+    tail: Hashes
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer is waited for."""
 
 
 @dataclass
@@ -38,14 +53,13 @@ class _Asked:
     prefix: ReusablePrefix
     key: Any
     last: Hashes
-    question: WindowQuestion
+    question: Question
 
 
-class WindowQuestions:
+class PlaceQuestions(ABC):
     """The open questions, by the requests' handles.
 
     Args:
-        layers: how window layers are stored.
         store: DRAM, disk and the remote store.
         enter: puts a request into the waiting room anew, with another prefix.
         longest_s: for how long a request waits for its answer; 0: not at all.
@@ -54,13 +68,11 @@ class WindowQuestions:
 
     def __init__(
         self,
-        layers: WindowLayers,
         store: PageStore,
         enter: Enter,
         longest_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._layers = layers
         self._store = store
         self._enter = enter
         self._longest_s = longest_s
@@ -83,7 +95,7 @@ class WindowQuestions:
             prefix: what it could reuse of what is here.
             key: SGLang's, of its pages.
             tail: u8 `[N, 32]`, the pages behind its device prefix.
-            limit: pages from the root on that can be there at most; see `WindowPages.wish`.
+            limit: pages from the root on that can be there at most; see `Resumption.wish`.
             least: pages of these that it can reuse without the remote store.
         """
         self.drop(handle)
@@ -95,7 +107,7 @@ class WindowQuestions:
 
     def ask(
         self, space: KeySpace, tail: Hashes, last: Hashes, least: int, max_quality: int
-    ) -> WindowQuestion | None:
+    ) -> Question | None:
         """Asks for one of several ranks, which follows the question itself; None: it does not.
 
         Args:
@@ -107,17 +119,18 @@ class WindowQuestions:
         """
         if not self._longest_s:
             return None
-        keys = np.concatenate([last, self._layers.entries(last)]) if len(last) else last
-        question = self._question(space, tail, keys, least, max_quality)
+        question = self._question(space, tail, self._of_last(last), least, max_quality)
         return question if question.is_open else None
 
+    @abstractmethod
     def _question(
         self, space: KeySpace, tail: Hashes, last: Hashes, least: int, max_quality: int
-    ) -> WindowQuestion:
-        return WindowQuestion(
-            self._layers, self._store, space, tail, last, least, max_quality, self._longest_s,
-            self._clock,
-        )  # fmt: skip
+    ) -> Question:
+        """Asks the store; see `begin`, and `last` is keys of what is of use with all of `tail`."""
+
+    @abstractmethod
+    def _of_last(self, last: Hashes) -> Hashes:
+        """Keys of what is put in place of a prompt's last page, u8 `[n, 32]`, by that page's."""
 
     def may_admit(self, handle: Hashable) -> bool:
         """False while a request should wait for the answer."""
@@ -154,9 +167,9 @@ class WindowQuestions:
         """A request can reuse what is there up to `end`, wherever that is."""
         prefix, question = asked.prefix, asked.question
         above = prefix.hashes[: prefix.num_on_device]
-        wanted = [above, question.tail[:end], question.window_keys]
+        wanted = [above, question.tail[:end], question.resume_keys]
         if end == len(question.tail):
-            wanted += [asked.last, self._layers.entries(asked.last)]
+            wanted.append(self._of_last(asked.last))
         hashes, resumes_at = np.concatenate(wanted), prefix.num_on_device + end
         prefix = replace(prefix, hashes=hashes, look_again=None, resumes_at=resumes_at)
         self._enter(handle, prefix, asked.key)
