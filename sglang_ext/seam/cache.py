@@ -471,39 +471,56 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.truncated.enqueue(req, lineage, space, device_pages, hashes, key)
             return
         num_on_device = min(device_pages, num_pages)
-        layers = self.linker.resumption
-        path, tail, limit, resumable = hashes, hashes[num_on_device:], num_pages, 0
-        resumes_at, look_again, points, reach = None, None, None, None
-        if layers is not None:
-            tail = tail[: layers.most_pages]
-            limit = (len(req.full_untruncated_fill_ids) - 1) // self.page_size
-            if self.admission.decides_alone:
-                look_again = partial(what_resumes, layers, space, path, num_on_device, limit)
-                hashes, resumes_at = look_again()
-                resumable = resumes_at - num_on_device
-                if self.linker.place_questions is None:  # else the remote store is asked, once
-                    reach = path[: num_on_device + layers.most_pages][:limit]
-            else:
-                place_questions = self.linker.place_questions
-                ask = None if place_questions is None else place_questions.ask
-                points = PromptPoints(layers, self.store, space, path, limit, ask)
-        anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
-        prefix = ReusablePrefix(
-            space, hashes, num_on_device, max_quality_of(req), anchor, num_tokens, look_again,
-            points, resumes_at, reach,
-        )  # fmt: skip
+        prefix = self._prefix_of(req, space, hashes, num_on_device, num_tokens)
         self._note_enqueued(req, prefix, device_pages)  # before its plan begins to move its pages
         found = self.admission.enter(handle, prefix, key)
         waiting = self.waiting_room.find(handle)
         if waiting is not None:
-            resumes_at = resumes_at if points is None else waiting.prefix.resumes_at
-            state_of(req).wanted = Wanted(path, waiting, resumes_at)
-        if self.linker.place_questions is not None and points is None:
-            self.linker.place_questions.begin(handle, prefix, key, tail, limit, resumable)
+            resumes_at = (prefix if prefix.points is None else waiting.prefix).resumes_at
+            state_of(req).wanted = Wanted(hashes, waiting, resumes_at)
+        questions, layers = self.linker.place_questions, self.linker.resumption
+        if questions is not None and layers is not None and prefix.resumes_at is not None:
+            tail = hashes[num_on_device:][: layers.most_pages]
+            resumable = prefix.resumes_at - num_on_device
+            questions.begin(handle, prefix, key, tail, self._num_resumable(req), resumable)
         if self.quotes is not None and images_of(req) is None:
             size = self.page_size
             self.quotes.begin(req, space, num_on_device * size, found.total * size)
+
+    def _prefix_of(
+        self, req: Any, space: KeySpace, path: Hashes, num_on_device: int, num_tokens: int
+    ) -> ReusablePrefix:
+        """What a request that enters the queue could reuse; a hybrid's, where it is resumed.
+
+        Args:
+            req: SGLang's request.
+            space: of its pages.
+            path: u8 `[N, 32]`, hashes of its pages from the root on.
+            num_on_device: leading ones that are on the device.
+            num_tokens: of its prompt.
+        """
+        layers, hashes = self.linker.resumption, path
+        resumes_at, look_again, points, reach = None, None, None, None
+        questions = self.linker.place_questions
+        if layers is not None and self.admission.decides_alone:
+            limit = self._num_resumable(req)
+            look_again = partial(what_resumes, layers, space, path, num_on_device, limit)
+            hashes, resumes_at = look_again()
+            if questions is None:  # else the remote store is asked, once
+                reach = path[: num_on_device + layers.most_pages][:limit]
+        elif layers is not None:
+            ask = None if questions is None else questions.ask
+            points = PromptPoints(layers, self.store, space, path, self._num_resumable(req), ask)
+        anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
+        return ReusablePrefix(
+            space, hashes, num_on_device, max_quality_of(req), anchor, num_tokens, look_again,
+            points, resumes_at, reach,
+        )  # fmt: skip
+
+    def _num_resumable(self, req: Any) -> int:
+        """Pages of a prompt behind which it can be resumed: its last token is computed."""
+        return int((len(req.full_untruncated_fill_ids) - 1) // self.page_size)
 
     def _tokens_to_find(self, req: Any, tokens: Any) -> Any:
         """A prompt's tokens, with its last one where that ends a page.

@@ -157,14 +157,14 @@ def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[Any]
         after_turn: called behind each turn.
     """
     (shared,) = real_prompts([3 * PAGE + 20], seed=5)
-    # The first answers fill a page.
-    texts = list(real_prompts([165] * 2 * TURNS, seed=6))
+    # The first answers fill a page, with a token that is not the last one.
+    texts = list(real_prompts([171] * 2 * TURNS, seed=6))
     told = [list(shared), list(shared)]
     out = []
     for turn in range(TURNS):
         for chat, prompt in enumerate(told):
             prompt += texts[chat * TURNS + turn]
-            answer = ask(server, prompt, 10, cache_salt=salt)
+            answer = ask(server, prompt, cache_salt=salt)
             prompt += answer["output_ids"]
             out.append(answer)
         after_turn()
