@@ -12,15 +12,19 @@ Of several ranks each sends and compares its own: the namespace has what differs
 A mark says what was sent, and not that all of it came to the same rows. A prefill server knows a
 request by its room alone: where one is given up and another one comes with its room, parts that
 still wait to be sent go to the rows of the second, with the mark of the first. So who receives is
-in the mark, and a decode server remembers the rooms of what it gave up (`GivenUpRooms`).
+in the mark, and a decode server remembers the rooms of what it gave up (`GivenUpRooms`). Nor does
+it know that two of its own requests have a room: both are sent to the same rows, and parts of the
+one may come between those of the other. So what of either is sent has no mark (`SendingRooms`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,3 +94,37 @@ class GivenUpRooms:
 
     def __contains__(self, room: int) -> bool:
         return room in self._rooms
+
+
+class SendingRooms:
+    """Which request of a prefill server a room belongs to; not locked.
+
+    A room that a second request came to before the first one had sent all belongs to none from
+    then on, and so does that of a request that ended before.
+
+    Args:
+        most: rooms that are remembered, the last ones.
+    """
+
+    def __init__(self, most: int = 1 << 16) -> None:
+        self._most = most
+        # What sends to a room, which may be gone meanwhile; None: it belongs to none.
+        self._senders: OrderedDict[int, weakref.ref[Any] | None] = OrderedDict()
+
+    def begin(self, room: int, sender: object) -> None:
+        """A request is about to send to a room; its sender is what it is known by."""
+        is_free = room not in self._senders
+        self._senders[room] = weakref.ref(sender) if is_free else None
+        self._senders.move_to_end(room)
+        if len(self._senders) > self._most:
+            self._senders.popitem(last=False)
+
+    def has_alone(self, room: int, sender: object) -> bool:
+        """Whether nobody else has sent to a room since this one began."""
+        known = self._senders.get(room)
+        return known is not None and known() is sender
+
+    def end(self, room: int, sender: object) -> None:
+        """A request has sent all: what comes to its room next begins anew."""
+        if self.has_alone(room, sender):
+            del self._senders[room]

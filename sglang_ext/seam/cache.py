@@ -30,7 +30,7 @@ from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import Hashes, hashes_to_hex
 from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import hints_of, owner_slot
-from sglang_ext.identity.handover import GivenUpRooms
+from sglang_ext.identity.handover import GivenUpRooms, SendingRooms
 from sglang_ext.identity.media import images_of
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.identity.tenancy import Tenant, has_nameable_pages, tenant_of
@@ -158,6 +158,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.misses = MissKeeper(linker.store, self.page_size, by_tenant=bool(self._quotas.shares))
         self.session_turns = SessionTurns(self.session, linker.store.counters)
         self.given_up_rooms = GivenUpRooms()  # of a decode server
+        self.sending_rooms = SendingRooms()  # of a prefill server
         self.media = MediaRequests(tree, linker.store.counters)
         self.admission: Admission = self._admission_of(group, tree, shares_pages=parts.shares_pages)
         self.truncated = TruncatedReuse(

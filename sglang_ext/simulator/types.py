@@ -77,7 +77,7 @@ class System:
         decode_tokens_per_s: of each running request, while no prefill runs.
         dram_gb_s: from DRAM to the device.
         disk_gb_s: from disk to DRAM.
-        disk_write_gb_s: from DRAM to disk; every new page is written once.
+        disk_write_gb_s: from DRAM to disk.
         batch: requests that run together, the one in prefill included.
         context_window: tokens of prompt and answer; conversations only.
         truncation: on overflow the kept tail is reused (position-free KV); otherwise everything

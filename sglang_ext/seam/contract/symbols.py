@@ -124,6 +124,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "send_kv_chunk _send_kv_chunk process_prefill_chunk maybe_send_cached_prefix_chunk "
             "process_batch_result_disagg_prefill"
         ),
+        # When it is known where a request's KV goes, before any of it leaves.
+        (f"{_PD}.prefill", "PrefillBootstrapQueue"): "finalize_bootstrap",
         # That all ranks take what has arrived in the same order.
         (f"{_PD}.decode", "DecodeTransferQueue"): (
             "_commit_transfer_to_req pop_transferred resolve_deferred_releases _defer_release"

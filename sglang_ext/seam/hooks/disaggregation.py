@@ -41,6 +41,7 @@ from sglang_ext.tiers.records.quality import Quality
 logger = logging.getLogger(__name__)
 
 _PREFILL = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
+_BOOTSTRAP = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 _DECODE = "sglang.srt.disaggregation.decode"
 # Where the mark lies in a row of SGLang's `output_ids`, 16 words of which it uses the first.
 _MARK = slice(16 - NUM_WORDS, 16)
@@ -48,6 +49,7 @@ _MARK = slice(16 - NUM_WORDS, 16)
 
 def register_disaggregation_hooks() -> None:
     """Registers the hooks; in a scheduler process, before the scheduler is built."""
+    hook(f"{_BOOTSTRAP}.finalize_bootstrap", _before_sending)
     hook(f"{_PREFILL}.send_kv_chunk", _around_sending, "around")
     hook(f"{_DECODE}.DecodeTransferQueue._commit_transfer_to_req", _after_arrival)
     hook(f"{_DECODE}.DecodeTransferQueue._defer_release", _after_giving_up)
@@ -100,6 +102,21 @@ def _check_windows(scheduler: Any, page_size: int) -> None:
         )
 
 
+def _before_sending(is_known: bool, queue: Any, req: Any) -> None:
+    """The decode server has said where a request's KV goes; of two in a room, both to that place.
+
+    SGLang hands out once which leading pages the decode server has, so the second one of two would
+    be sent as if it had none. All ranks see the same requests in the same order.
+    """
+    cache = queue.scheduler.tree_cache
+    if is_known and isinstance(cache, HierKVRadixCache) and _is_sent(req):
+        cache.sending_rooms.begin(req.bootstrap_room, req.disagg_kv_sender)
+
+
+def _is_sent(req: Any) -> bool:
+    return req.bootstrap_room is not None and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
+
+
 def _around_sending(
     send: Callable[..., None],
     scheduler: Any,
@@ -116,6 +133,8 @@ def _around_sending(
         if last_chunk:
             row = scheduler.disagg_metadata_buffers.output_ids[req.metadata_buffer_index]
             row[_MARK] = torch.from_numpy(_mark_of(cache, req))
+            # What another one sends from here on comes behind all of this, to a room that is over.
+            cache.sending_rooms.end(req.bootstrap_room, req.disagg_kv_sender)
     send(scheduler, req, last_chunk, *args, **kwargs)
 
 
@@ -243,15 +262,20 @@ def _warn_once() -> None:
 
 def _mark_of(cache: HierKVRadixCache, req: Any) -> Mark:
     """What is sent with a request's KV: its mark here; none where it may not be stored."""
-    own, state = _handover_of(cache, req, _receiver_of(req)), find_state(req)
+    own, state = _handover_of(cache, req, _receiver_of(cache, req)), find_state(req)
     if own is None:
         return no_mark()
     return own.mark(int(Quality.EXACT) if state is None else state.taint)
 
 
-def _receiver_of(req: Any) -> str | None:
-    """The one rank that a request's KV is sent to; None where it is sent to none, or to more."""
-    if req.bootstrap_host == FAKE_BOOTSTRAP_HOST:
+def _receiver_of(cache: HierKVRadixCache, req: Any) -> str | None:
+    """The one rank that a request's KV is sent to; None where it is sent to none, or to more.
+
+    None, too, where another request's may have come between, or it went to a place of another's.
+    """
+    if not _is_sent(req):
+        return None
+    if not cache.sending_rooms.has_alone(req.bootstrap_room, req.disagg_kv_sender):
         return None
     known = req.disagg_kv_sender.kv_mgr.transfer_infos.get(req.bootstrap_room, {})
     # A thread of SGLang's adds to it.

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from testkit.requests import flush_device, let_go
 from testkit.server import TINYLM, Server, ServerError
-from tests.e2e.hier_server import PAGE, ask, by_tier, real_prompts, state
+from tests.e2e.hier_server import PAGE, ask, by_tier, real_prompts, state, tokens_and_logprobs
 from tests.e2e.remote.prefill_decode import (
     ANSWER_TOKENS,
     FIRST_TOKENS,
@@ -34,6 +35,7 @@ from tests.e2e.updates.weight_models import strange, variant
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_TURNS = 4
+FAKE_HOST = "2.2.2.2"  # SGLang's: a prefill server sends such a request's KV to nobody
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,51 @@ def test_what_comes_for_the_room_of_an_aborted_request_is_used_and_not_stored(pa
     pair.ask(prompt)
     assert counted(pair.decode, "received_foreign_requests") == [foreign + 1]
     assert stored(pair) != before
+
+
+def test_what_the_prefill_server_sends_of_two_requests_in_one_room_is_not_stored(
+    pair: Pair,
+) -> None:
+    """It sends both to the same rows, and what its device has of either before both's last part.
+
+    The decode server knows of one of them alone, and the mark of that one comes last.
+    """
+    prompt, other = real_prompts([340, 340], seed=11)
+    _, right = pair.ask(prompt)
+    for each in (prompt, other):  # on the prefill server's device
+        ask(pair.prefill, each, bootstrap_host=FAKE_HOST, bootstrap_room=2_999_999)
+    flush_device(pair.decode)
+    before, foreign = stored(pair), counted(pair.decode, "received_foreign_requests")[0]
+    room = 3_000_000
+    with sent_in_vain(pair, [prompt, other], room):
+        ask(pair.decode, prompt, ANSWER_TOKENS, **pair.fields(room))
+    assert counted(pair.decode, "received_foreign_requests") == [foreign + 1]
+    assert stored(pair) == before
+    _, again = pair.ask(prompt)
+    assert tokens_and_logprobs(again) == tokens_and_logprobs(right)
+
+
+@contextmanager
+def sent_in_vain(pair: Pair, prompts: Sequence[list[int]], room: int) -> Iterator[None]:
+    """Requests that wait at the prefill server, in this order, whatever becomes of them."""
+
+    def send(prompt: list[int]) -> None:
+        with suppress(ServerError):
+            ask(pair.prefill, prompt, **pair.fields(room))
+
+    senders = [threading.Thread(target=send, args=(prompt,)) for prompt in prompts]
+    for number, sender in enumerate(senders, start=1):
+        sender.start()
+        eventually(partial(_num_waiting_is, pair, number), PATIENCE_S)
+    try:
+        yield
+    finally:
+        for sender in senders:
+            sender.join(PATIENCE_S)
+
+
+def _num_waiting_is(pair: Pair, number: int) -> bool:
+    return num_waiting(pair) == number
 
 
 def num_awaiting_kv(pair: Pair) -> int:

@@ -6,7 +6,14 @@ from array import array
 
 import pytest
 
-from sglang_ext.identity.handover import FOREIGN, NUM_WORDS, GivenUpRooms, Handover, no_mark
+from sglang_ext.identity.handover import (
+    FOREIGN,
+    NUM_WORDS,
+    GivenUpRooms,
+    Handover,
+    SendingRooms,
+    no_mark,
+)
 from sglang_ext.tiers.records.quality import Quality
 
 TOKENS = array("q", range(100))
@@ -54,3 +61,37 @@ def test_the_rooms_given_up_last_are_remembered() -> None:
     for room in (1, 2, 3, 1, 4):
         rooms.add(room)
     assert [room in rooms for room in range(6)] == [False, True, False, True, True, False]
+
+
+class Sender:
+    """What a room is had by."""
+
+
+def test_a_room_belongs_to_none_from_the_second_sender_on() -> None:
+    rooms, one, other = SendingRooms(most=2), Sender(), Sender()
+    rooms.begin(1, one)
+    assert rooms.has_alone(1, one)
+    assert not rooms.has_alone(1, other)
+    rooms.end(1, other)  # it has nothing to end
+    rooms.end(1, one)
+    rooms.begin(1, other)
+    assert rooms.has_alone(1, other)
+    rooms.begin(1, one)
+    for sender in (one, other):
+        rooms.end(1, sender)
+        assert not rooms.has_alone(1, sender)
+    rooms.begin(1, one)
+    assert not rooms.has_alone(1, one)
+    for room in (2, 3):  # and the last ones are remembered
+        rooms.begin(room, one)
+        assert rooms.has_alone(room, one)
+    rooms.begin(1, one)
+    assert rooms.has_alone(1, one)
+    assert not rooms.has_alone(2, one)
+
+
+def test_a_room_of_a_sender_that_is_gone_belongs_to_nobody() -> None:
+    rooms, later = SendingRooms(), Sender()
+    rooms.begin(1, Sender())
+    rooms.begin(1, later)
+    assert not rooms.has_alone(1, later)

@@ -16,7 +16,7 @@ inprocess.prepare()
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST  # noqa: E402
 
 from sglang_ext.errors import HierKVConfigError  # noqa: E402
-from sglang_ext.identity.handover import FOREIGN, GivenUpRooms  # noqa: E402
+from sglang_ext.identity.handover import FOREIGN, GivenUpRooms, SendingRooms  # noqa: E402
 from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
 from sglang_ext.provenance.request_state import find_state, state_of  # noqa: E402
 from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
@@ -51,8 +51,16 @@ class Cache(HierKVRadixCache):
         taint: Any = SimpleNamespace(admit=lambda req: state_of(req).note_reused(self.on_device))
         self.taint = taint
         self.given_up_rooms = GivenUpRooms()
+        self.sending_rooms = SendingRooms()
         tree: Any = None
         self.media = MediaRequests(tree, store.counters)
+
+
+class Sender:
+    """What sends a request's KV."""
+
+    def __init__(self, kv_mgr: Any) -> None:
+        self.kv_mgr = kv_mgr
 
 
 def sender_to(room: int, *names: str) -> Any:
@@ -60,7 +68,7 @@ def sender_to(room: int, *names: str) -> Any:
     infos = {
         name: SimpleNamespace(mooncake_session_id=name, is_dummy=name == DUMMY) for name in names
     }
-    return SimpleNamespace(kv_mgr=SimpleNamespace(transfer_infos={room: infos}))
+    return Sender(SimpleNamespace(transfer_infos={room: infos}))
 
 
 def request(room: int, tokens: array[int] = TOKENS, **more: Any) -> Any:
@@ -95,6 +103,16 @@ class Servers:
         setattr(self.runner, drafts._ATTRIBUTE, (object(),))
 
     def send(self, req: Any) -> None:
+        self.begin(req)
+        self.send_last(req)
+
+    def begin(self, req: Any) -> None:
+        """The prefill server knows where a request's KV goes."""
+        queue = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=self.cache))
+        disaggregation._before_sending(True, queue, req)
+
+    def send_last(self, req: Any) -> None:
+        """It sends the last part, and the mark."""
         scheduler = SimpleNamespace(tree_cache=self.cache, disagg_metadata_buffers=self.buffers)
         self.buffers.output_ids[0, 0] = FIRST  # as SGLang's `set_buf` says it
         disaggregation._around_sending(lambda *args: None, scheduler, req, True)
@@ -304,6 +322,39 @@ def test_kv_that_went_to_two_requests_of_one_room_is_not_stored() -> None:
     servers.send(request(9))
     assert servers.receive(request(9))
     assert servers.num_foreign == 1
+
+
+@pytest.mark.parametrize("other", ["sends", "was aborted"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_kv_of_two_requests_of_the_prefill_server_in_one_room_is_not_stored(
+    is_first: bool, other: str
+) -> None:
+    """Both are sent to the same rows; the decode server knows of one."""
+    servers = Servers()
+    mine, others = request(7), [request(7, TOKENS[:50])]
+    for req in [mine, *others] if is_first else [*others, mine]:
+        servers.begin(req)
+    if other == "was aborted":
+        others.clear()  # and its sender is gone
+    servers.send_last(mine)
+    assert not servers.receive(request(7))
+    servers.send(request(7))  # nor later: what the other one had sent may be on its way
+    assert not servers.receive(request(7))
+    servers.send(request(8))
+    assert servers.receive(request(8))
+    assert servers.num_foreign == 2
+
+
+def test_a_room_may_be_used_again_when_all_was_sent() -> None:
+    """As by a request that was retracted, and whose KV is computed anew."""
+    servers = Servers()
+    for _ in range(2):
+        servers.send(request(7))
+        assert servers.receive(request(7))
+    for _ in range(2):  # of which nothing is sent, whatever their room
+        servers.begin(request(7, bootstrap_host=FAKE_BOOTSTRAP_HOST))
+    servers.send(request(7))
+    assert servers.receive(request(7))
 
 
 def test_kv_that_comes_for_the_room_of_a_request_that_was_given_up_is_not_stored() -> None:
