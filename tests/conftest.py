@@ -23,7 +23,7 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # Three test files run at a time, and an idle scheduler would spin on a core that others need.
-os.environ.setdefault("CPU_IDLE_SLEEP_MS", "50")
+os.environ.setdefault("CPU_IDLE_SLEEP_MS", "200")
 
 # Several test files run at a time, and torch's threads spin at their barriers where others want the
 # cores. Before torch is imported; servers have one thread anyway.

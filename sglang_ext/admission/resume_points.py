@@ -34,7 +34,7 @@ class ResumePoint(NamedTuple):
 
 
 class PlaceQuestion(Protocol):
-    """What a remote store is asked of one prompt; `window_question.py`, which needs torch.
+    """What a remote store is asked of one prompt; `window_question.py`, `state_question.py`.
 
     Attributes:
         end: pages behind the device prefix after which the prompt can be resumed; None: no further
@@ -44,8 +44,8 @@ class PlaceQuestion(Protocol):
     end: int | None
 
     @property
-    def window_keys(self) -> Hashes:
-        """Keys of the windows that going on behind `end` takes."""
+    def resume_keys(self) -> Hashes:
+        """Keys of the windows or the state that going on behind `end` takes."""
 
     @property
     def last_keys(self) -> Hashes:
@@ -63,7 +63,7 @@ class PlaceQuestion(Protocol):
 
 
 Ask = Callable[[KeySpace, Hashes, Hashes, int, int], PlaceQuestion | None]
-"""Asks of a prompt's pages behind the device and of the one behind these: `WindowQuestions.ask`."""
+"""Asks of a prompt's pages behind the device and of the one behind these: `PlaceQuestions.ask`."""
 
 
 class Resumption(Protocol):
@@ -216,7 +216,7 @@ class PromptPoints:
         assert question.end is not None
         end = first + question.end
         last = question.last_keys if shows_last else question.last_keys[:0]
-        keys = np.concatenate([self._hashes[:end], question.window_keys, last])
+        keys = np.concatenate([self._hashes[:end], question.resume_keys, last])
         pages = [np.arange(end), self._layers.pages_between(first, end), np.full(len(last), end)]
         num_stored = max(end, self._num_stored(first))
         end_page = end + (len(last) > 0)

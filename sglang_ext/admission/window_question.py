@@ -87,7 +87,7 @@ class WindowQuestion:
         return max(self._clock() - self._since_s, self._store.remote_stalled_s) >= self._longest_s
 
     @property
-    def window_keys(self) -> Hashes:
+    def resume_keys(self) -> Hashes:
         """Keys of the window layers' pages that going on behind `end` takes; u8 `[n, 32]`."""
         assert self.end is not None
         return self._layers.entries(self.tail[self._layers.window_of(self.end)])

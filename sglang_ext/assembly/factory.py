@@ -45,9 +45,9 @@ from sglang_ext.assembly.state_setup import (
 )
 from sglang_ext.assembly.window_setup import (
     bound_ropes,
+    place_questions_of,
     read_layers,
     window_layers,
-    window_questions_of,
     with_windows,
 )
 from sglang_ext.codec.page_codec import PageCodec
@@ -219,7 +219,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
         ),
         timer,
         _decider(config, store, layout, cost, timer) if may_decide else None,
-        window_questions_of(linker.windows, store, config),
+        place_questions_of(linker.windows, snapshots, store, config),
         shares_pages=one_copy is not None,
     )
 

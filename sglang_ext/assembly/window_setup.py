@@ -11,10 +11,13 @@ from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import LayerGroups
 from sglang_ext.device.pools import DevicePool, HybridPools
 from sglang_ext.device.rope_discovery import LayerRope, type_of_attention
+from sglang_ext.device.states.snapshots import Snapshots
 from sglang_ext.device.windows.blocks import BlockGroups
 from sglang_ext.device.windows.layers import WindowLayers
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.seam.hybrids.window_questions import Enter, WindowQuestions
+from sglang_ext.seam.hybrids.place_questions import Enter, PlaceQuestions
+from sglang_ext.seam.hybrids.state_questions import StateQuestions
+from sglang_ext.seam.hybrids.window_questions import WindowQuestions
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.store import PageStore
 
@@ -92,11 +95,21 @@ def _copier_of(part: DevicePool, groups: LayerGroups | BlockGroups, full: PageCo
     return full.for_pool(part, bound_ropes(part), layout)
 
 
-def window_questions_of(
-    layers: WindowLayers | None, store: PageStore, config: HierKVConfig
-) -> Callable[[Enter], WindowQuestions] | None:
-    """What lets requests wait for what a remote store has of their windows; None without both."""
-    if layers is None or not config.remote_url:
+def place_questions_of(
+    layers: WindowLayers | None,
+    snapshots: Snapshots | None,
+    store: PageStore,
+    config: HierKVConfig,
+) -> Callable[[Enter], PlaceQuestions] | None:
+    """What lets requests wait for what a remote store has of their windows, or their states.
+
+    None without these, or without a store.
+    """
+    if not config.remote_url:
         return None
     longest_s = 0.0 if config.prefetch_policy == "best_effort" else config.prefetch_timeout_ms / 1e3
-    return lambda enter: WindowQuestions(layers, store, enter, longest_s)
+    if layers is not None:
+        return lambda enter: WindowQuestions(layers, store, enter, longest_s)
+    if snapshots is not None:
+        return lambda enter: StateQuestions(snapshots, store, enter, longest_s)
+    return None

@@ -40,7 +40,7 @@ from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, group_of_stage, min_reduce
 from sglang_ext.ranks.stages import StagedLockstep, begin_min_reduce
 from sglang_ext.seam.device_tree import DeviceTree
-from sglang_ext.seam.hybrids.window_questions import Enter, WindowQuestions
+from sglang_ext.seam.hybrids.place_questions import Enter, PlaceQuestions
 from sglang_ext.seam.kv_events import TierEventRecorder
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.media.page_digests import naming
@@ -81,8 +81,8 @@ class CacheParts:
         metrics: what publishes counts.
         forward_timer: measures forwards for the cost model; None without one.
         decider: decides between loading and computing; None where everything is loaded.
-        window_questions: makes what asks a remote store for windows, given how a request enters;
-            None where there is nothing to ask for.
+        place_questions: makes what asks a remote store for windows or states, given how a request
+            enters; None where there is nothing to ask for.
         shares_pages: one rank of this one's group keeps the pages of all.
     """
 
@@ -92,7 +92,7 @@ class CacheParts:
     metrics: MetricsReporter
     forward_timer: ForwardTimer | None = None
     decider: LoadOrCompute | None = None
-    window_questions: Callable[[Enter], WindowQuestions] | None = None
+    place_questions: Callable[[Enter], PlaceQuestions] | None = None
     shares_pages: bool = False
 
 
@@ -149,10 +149,10 @@ class HierKVRadixCache(UnifiedRadixCache):
         tree = RadixTree(self, config.tree_core)
         num_pages = int(self.token_to_kv_pool_allocator.size) // self.page_size
         pages = DeviceProvenance(2 * num_pages + _SPARE_MARKS, tree.live_hashes)
-        window_questions: WindowQuestions | None = None
-        if parts.window_questions is not None:
-            window_questions = parts.window_questions(self._enter)
-        self.linker = HierKVLinkerWrapper(self, linker, tree, pages, window_questions)
+        place_questions: PlaceQuestions | None = None
+        if parts.place_questions is not None:
+            place_questions = parts.place_questions(self._enter)
+        self.linker = HierKVLinkerWrapper(self, linker, tree, pages, place_questions)
         self._follow_tiers(config, linker.store, num_pages)
         self.taint = TaintKeeper(pages, tree, self.linker, self.req_to_token_pool)
         self.misses = MissKeeper(linker.store, self.page_size, by_tenant=bool(self._quotas.shares))
@@ -223,7 +223,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         if self._keys_are_pairs:
             return "pairs"
         if self.linker.states is not None:
-            return STATES
+            return "states and a remote store" if self.hier_config.remote_url else STATES
         return "windows" if self.hier_linker.is_hybrid else PLAIN
 
     @property
@@ -471,39 +471,56 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.truncated.enqueue(req, lineage, space, device_pages, hashes, key)
             return
         num_on_device = min(device_pages, num_pages)
-        layers = self.linker.resumption
-        path, tail, limit, resumable = hashes, hashes[num_on_device:], num_pages, 0
-        resumes_at, look_again, points, reach = None, None, None, None
-        if layers is not None:
-            tail = tail[: layers.most_pages]
-            limit = (len(req.full_untruncated_fill_ids) - 1) // self.page_size
-            if self.admission.decides_alone:
-                look_again = partial(what_resumes, layers, space, path, num_on_device, limit)
-                hashes, resumes_at = look_again()
-                resumable = resumes_at - num_on_device
-                if self.linker.window_questions is None:  # else the remote store is asked, once
-                    reach = path[: num_on_device + layers.most_pages][:limit]
-            else:
-                window_questions = self.linker.window_questions
-                ask = None if window_questions is None else window_questions.ask
-                points = PromptPoints(layers, self.store, space, path, limit, ask)
-        anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         num_tokens = max(len(tokens), len(req.full_untruncated_fill_ids))
-        prefix = ReusablePrefix(
-            space, hashes, num_on_device, max_quality_of(req), anchor, num_tokens, look_again,
-            points, resumes_at, reach,
-        )  # fmt: skip
+        prefix = self._prefix_of(req, space, hashes, num_on_device, num_tokens)
         self._note_enqueued(req, prefix, device_pages)  # before its plan begins to move its pages
         found = self.admission.enter(handle, prefix, key)
         waiting = self.waiting_room.find(handle)
         if waiting is not None:
-            resumes_at = resumes_at if points is None else waiting.prefix.resumes_at
-            state_of(req).wanted = Wanted(path, waiting, resumes_at)
-        if self.linker.window_questions is not None and points is None:
-            self.linker.window_questions.begin(handle, prefix, key, tail, limit, resumable)
+            resumes_at = (prefix if prefix.points is None else waiting.prefix).resumes_at
+            state_of(req).wanted = Wanted(hashes, waiting, resumes_at)
+        questions, layers = self.linker.place_questions, self.linker.resumption
+        if questions is not None and layers is not None and prefix.resumes_at is not None:
+            tail = hashes[num_on_device:][: layers.most_pages]
+            resumable = prefix.resumes_at - num_on_device
+            questions.begin(handle, prefix, key, tail, self._num_resumable(req), resumable)
         if self.quotes is not None and images_of(req) is None:
             size = self.page_size
             self.quotes.begin(req, space, num_on_device * size, found.total * size)
+
+    def _prefix_of(
+        self, req: Any, space: KeySpace, path: Hashes, num_on_device: int, num_tokens: int
+    ) -> ReusablePrefix:
+        """What a request that enters the queue could reuse; a hybrid's, where it is resumed.
+
+        Args:
+            req: SGLang's request.
+            space: of its pages.
+            path: u8 `[N, 32]`, hashes of its pages from the root on.
+            num_on_device: leading ones that are on the device.
+            num_tokens: of its prompt.
+        """
+        layers, hashes = self.linker.resumption, path
+        resumes_at, look_again, points, reach = None, None, None, None
+        questions = self.linker.place_questions
+        if layers is not None and self.admission.decides_alone:
+            limit = self._num_resumable(req)
+            look_again = partial(what_resumes, layers, space, path, num_on_device, limit)
+            hashes, resumes_at = look_again()
+            if questions is None:  # else the remote store is asked, once
+                reach = path[: num_on_device + layers.most_pages][:limit]
+        elif layers is not None:
+            ask = None if questions is None else questions.ask
+            points = PromptPoints(layers, self.store, space, path, self._num_resumable(req), ask)
+        anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
+        return ReusablePrefix(
+            space, hashes, num_on_device, max_quality_of(req), anchor, num_tokens, look_again,
+            points, resumes_at, reach,
+        )  # fmt: skip
+
+    def _num_resumable(self, req: Any) -> int:
+        """Pages of a prompt behind which it can be resumed: its last token is computed."""
+        return int((len(req.full_untruncated_fill_ids) - 1) // self.page_size)
 
     def _tokens_to_find(self, req: Any, tokens: Any) -> Any:
         """A prompt's tokens, with its last one where that ends a page.
@@ -654,7 +671,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     @property
     def _searches(self) -> list[Any]:
         """What looks for more than a waiting request's prefix."""
-        return [each for each in (self.quotes, self.linker.window_questions) if each is not None]
+        return [each for each in (self.quotes, self.linker.place_questions) if each is not None]
 
     def _drop_search(self, handle: Any) -> None:
         for search in self._searches:
@@ -678,8 +695,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         """Once a scheduler step: plans follow the queue, finished saves release their nodes."""
         if self.device_tree is not None:
             self.device_tree.new_step()
-        if self.linker.window_questions is not None:
-            self.linker.window_questions.step()
+        if self.linker.place_questions is not None:
+            self.linker.place_questions.step()
         self._drop_outputs(self.admission.step())
         self.metrics_reporter_hier.maybe_publish()
 

@@ -20,9 +20,9 @@ from sglang_ext.admission.admission import Admission
 from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex, hashes_to_hex
 from sglang_ext.provenance.request_state import HitTier, max_quality_of, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
+from sglang_ext.seam.hybrids.place_questions import PlaceQuestions
 from sglang_ext.seam.hybrids.state_pages import StatePages
 from sglang_ext.seam.hybrids.window_pages import WindowPages
-from sglang_ext.seam.hybrids.window_questions import WindowQuestions
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.media.page_digests import naming
 from sglang_ext.seam.radix_tree import RadixTree
@@ -79,12 +79,12 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         cache_linker: the transport.
         tree: the cache's.
         pages: quality of the pages in the tree.
-        window_questions: what of window layers' pages is asked of a remote store; None without one.
+        place_questions: what a remote store is asked of windows or states; None without one.
 
     Attributes:
         windows: the window layers' pages; None of a model without.
         states: the states of its layers; None of a model without.
-        window_questions: as given.
+        place_questions: as given.
     """
 
     cache: LinkedCache
@@ -101,7 +101,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         cache_linker: HierKVLinker,
         tree: RadixTree,
         pages: DeviceProvenance,
-        window_questions: WindowQuestions | None = None,
+        place_questions: PlaceQuestions | None = None,
     ) -> None:
         super().__init__(cache, cache_linker)
         self._tree = tree
@@ -118,7 +118,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             self.states = StatePages(
                 cache_linker.snapshots, cache_linker.store, tree, self, offers_stored=is_one_of_many
             )
-        self.window_questions = window_questions
+        self.place_questions = place_questions
 
     @property
     def resumption(self) -> WindowPages | StatePages | None:

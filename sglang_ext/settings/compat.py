@@ -187,7 +187,10 @@ def _check_states(read: Callable[[str], Any], config: HierKVConfig, kind: str) -
         ("--hier-kv-codec none", config.codec or "none"),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
-        ("no --hier-kv-remote-url", config.remote_url),
+        (
+            "no --hier-kv-remote-url and several ranks",
+            config.remote_url if (read("tp_size") or 1) > 1 else "",
+        ),
         ("no --speculative-algorithm", read("speculative_algorithm") or ""),
         ("no --enable-lora", "it" if read("enable_lora") or read("lora_paths") else ""),
         ("no --enable-streaming-session", "it" if read("enable_streaming_session") else ""),

@@ -110,9 +110,10 @@ MODEL_KINDS = {
         "a state a sequence beside K and V of every head (Mamba2, gated delta rule)",
         "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5",
         "exact, at the positions at which SGLang's tree keeps a state, by one rank or several "
-        "tensor parallel ones, without codec, remote store, truncation, adapters or sessions; run "
-        "on a CPU with a small model of each, those of Granite 4 and Nemotron-H without experts, "
-        'by two ranks Qwen3-Next and Qwen3.5; prompts with images of Qwen3.5 ("Images" below)',
+        "tensor parallel ones, these without a remote store, without codec, truncation, adapters "
+        "or sessions; run on a CPU with a small model of each, those of Granite 4 and Nemotron-H "
+        "without experts, by two ranks Qwen3-Next and Qwen3.5, with a remote store Qwen3-Next; "
+        'prompts with images of Qwen3.5 ("Images" below)',
         "tests/e2e/models/test_states.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/images/test_image_states.py; "
         "tests/property/hybrids/test_state_interleavings.py",
@@ -123,7 +124,8 @@ MODEL_KINDS = {
         "as the states above, without data parallel attention and without "
         "`--cuda-graph-backend-prefill breakable`; run with a small model with two experts, of "
         "which each token takes both, on a CPU, by one rank and by two",
-        "tests/e2e/models/test_states.py; tests/e2e/models/test_hybrid_ranks.py",
+        "tests/e2e/models/test_states.py; tests/e2e/models/test_hybrid_ranks.py; "
+        "tests/e2e/models/test_restored_kinds.py",
     ),
     "state without pages": ModelKind(
         "a state a sequence, behind single tokens and not behind pages",

@@ -69,7 +69,7 @@ def check_transfer(scheduler: Any, cache: HierKVRadixCache) -> None:
         if queue is None:
             continue
         args = queue.kv_manager.kv_args
-        sent = set(args.kv_data_ptrs).union(*args.state_data_ptrs)
+        sent = {at for part in (args.kv_data_ptrs, *args.state_data_ptrs) for at in part}
         left = [rows for rows in cache.hier_linker.device_rows if rows.data_ptr() not in sent]
         if left:
             raise HierKVConfigError(

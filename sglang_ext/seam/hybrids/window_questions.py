@@ -1,55 +1,28 @@
-"""Asks a remote store where the prompts of waiting requests of a model with windows can be resumed.
-
-See `WindowQuestion`. With one rank, what is found becomes what the waiting request could reuse; of
-several ranks each asks, and they agree on what to do with it (`ranks/resume_promises.py`).
-Scheduler's thread only; never blocks.
-"""
+"""Asks a remote store where prompts of a model with windows can be resumed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
-from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.admission.window_question import WindowQuestion
 from sglang_ext.device.transfers import Hashes
 from sglang_ext.device.windows.layers import WindowLayers
+from sglang_ext.seam.hybrids.place_questions import Enter, PlaceQuestions
 from sglang_ext.tiers.store import KeySpace, PageStore
 
-Enter = Callable[[Hashable, ReusablePrefix, Any], Any]
-"""Puts a request into the waiting room anew: its handle, what it could reuse, and its key."""
 
-
-@dataclass
-class _Asked:
-    """A request whose question is open.
-
-    Attributes:
-        prefix: what it could reuse of what is here.
-        key: SGLang's, of its pages.
-        last: u8 `[0 or 1, 32]`, a prompt's last page, which is computed and then replaced.
-        question: about the pages behind its device prefix.
-    """
-
-    prefix: ReusablePrefix
-    key: Any
-    last: Hashes
-    question: WindowQuestion
-
-
-class WindowQuestions:
-    """The open questions, by the requests' handles.
+class WindowQuestions(PlaceQuestions):
+    """Those of a model with windows.
 
     Args:
         layers: how window layers are stored.
-        store: DRAM, disk and the remote store.
-        enter: puts a request into the waiting room anew, with another prefix.
-        longest_s: for how long a request waits for its answer; 0: not at all.
-        clock: seconds; monotonic.
+        store: see `PlaceQuestions`.
+        enter: the same.
+        longest_s: the same.
+        clock: the same.
     """
 
     def __init__(
@@ -60,56 +33,8 @@ class WindowQuestions:
         longest_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(store, enter, longest_s, clock)
         self._layers = layers
-        self._store = store
-        self._enter = enter
-        self._longest_s = longest_s
-        self._clock = clock
-        self._open: dict[Hashable, _Asked] = {}
-
-    def begin(
-        self,
-        handle: Hashable,
-        prefix: ReusablePrefix,
-        key: Any,
-        tail: Hashes,
-        limit: int,
-        least: int,
-    ) -> None:
-        """Asks for what is not here, if there is a store to ask.
-
-        Args:
-            handle: a request that just entered the queue.
-            prefix: what it could reuse of what is here.
-            key: SGLang's, of its pages.
-            tail: u8 `[N, 32]`, the pages behind its device prefix.
-            limit: pages from the root on that can be there at most; see `WindowPages.wish`.
-            least: pages of these that it can reuse without the remote store.
-        """
-        self.drop(handle)
-        limit = max(0, limit - prefix.num_on_device)
-        tail, last = tail[:limit], tail[limit : limit + 1]
-        question = self._question(prefix.space, tail, last[:0], least, prefix.max_quality)
-        if question.is_open:
-            self._open[handle] = _Asked(prefix, key, last, question)
-
-    def ask(
-        self, space: KeySpace, tail: Hashes, last: Hashes, least: int, max_quality: int
-    ) -> WindowQuestion | None:
-        """Asks for one of several ranks, which follows the question itself; None: it does not.
-
-        Args:
-            space: where the pages belong.
-            tail: u8 `[N, 32]`, the pages behind a device prefix that could be loaded.
-            last: u8 `[0 or 1, 32]`, a prompt's last page, behind them.
-            least: see `begin`.
-            max_quality: the worst that may be loaded.
-        """
-        if not self._longest_s:
-            return None
-        keys = np.concatenate([last, self._layers.entries(last)]) if len(last) else last
-        question = self._question(space, tail, keys, least, max_quality)
-        return question if question.is_open else None
 
     def _question(
         self, space: KeySpace, tail: Hashes, last: Hashes, least: int, max_quality: int
@@ -119,44 +44,5 @@ class WindowQuestions:
             self._clock,
         )  # fmt: skip
 
-    def may_admit(self, handle: Hashable) -> bool:
-        """False while a request should wait for the answer."""
-        asked = self._open.get(handle)
-        if asked is None:
-            return True
-        if not asked.question.is_late:
-            return False
-        if self._longest_s:
-            self._store.counters.add("remote_lookups_late")
-        self.drop(handle)
-        return True
-
-    def drop(self, handle: Hashable) -> None:
-        """Nobody waits for the answer any more; unknown handles are ignored."""
-        asked = self._open.pop(handle, None)
-        if asked is not None:
-            asked.question.drop()
-
-    def drop_all(self) -> None:
-        """As `drop`, for all requests."""
-        for handle in list(self._open):
-            self.drop(handle)
-
-    def step(self) -> None:
-        """Once a scheduler step: takes answers, and asks on."""
-        for handle, asked in list(self._open.items()):
-            if asked.question.step():
-                self.drop(handle)
-                if asked.question.end is not None:
-                    self._enter_with(handle, asked, asked.question.end)
-
-    def _enter_with(self, handle: Hashable, asked: _Asked, end: int) -> None:
-        """A request can reuse what is there up to `end`, wherever that is."""
-        prefix, question = asked.prefix, asked.question
-        above = prefix.hashes[: prefix.num_on_device]
-        wanted = [above, question.tail[:end], question.window_keys]
-        if end == len(question.tail):
-            wanted += [asked.last, self._layers.entries(asked.last)]
-        hashes, resumes_at = np.concatenate(wanted), prefix.num_on_device + end
-        prefix = replace(prefix, hashes=hashes, look_again=None, resumes_at=resumes_at)
-        self._enter(handle, prefix, asked.key)
+    def _of_last(self, last: Hashes) -> Hashes:
+        return np.concatenate([last, self._layers.entries(last)]) if len(last) else last

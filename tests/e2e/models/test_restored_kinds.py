@@ -24,6 +24,7 @@ from testkit.hybrids.chunk_model import (
 )
 from testkit.hybrids.image_model import IMAGE_MODEL, write_image_model
 from testkit.hybrids.shaped_models import SHAPED_MODELS, write_shaped_model
+from testkit.hybrids.state_model import STATE_MODELS, write_state_model
 from testkit.hybrids.step_model import (
     HEAD_DIM,
     KV_HEADS,
@@ -84,6 +85,16 @@ def _of_two_shapes(name: str, tolerance: float, *args: str) -> Kind:
     )  # fmt: skip
 
 
+def _with_states(name: str, tier: str) -> Kind:
+    """Layers with a state a sequence."""
+    model = STATE_MODELS[name]
+    return Kind(
+        partial(write_state_model, name=name), model.open, model.page_bytes, 5e-4,
+        model.class_name, ["--dtype", model.dtype_name, "--max-mamba-cache-size", "100"],
+        {"SGLANG_MAMBA_CONV_DTYPE": model.dtype_name}, tier=tier,
+    )  # fmt: skip
+
+
 KINDS = {
     "chunks": Kind(
         write_chunk_model, open_chunk_model, NUM_FULL_LAYERS * 2 * PAGE * 2 * 32 * 2, 0.25,
@@ -100,6 +111,8 @@ KINDS = {
         ["--dtype", IMAGE_MODEL.dtype_name, "--max-mamba-cache-size", "100"],
         {"SGLANG_MAMBA_CONV_DTYPE": IMAGE_MODEL.dtype_name},
     ),
+    "states-in-a-store": _with_states("qwen3_next", "remote"),
+    "states-beside-latent-rows-in-a-store": _with_states("kimi_linear", "remote"),
     "two-shapes-gemma": _of_two_shapes("gemma", 5e-3),
     "two-shapes-mimo": _of_two_shapes("mimo", 5e-4, "--trust-remote-code"),
 }  # fmt: skip
@@ -144,14 +157,14 @@ def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[Any]
         after_turn: called behind each turn.
     """
     (shared,) = real_prompts([3 * PAGE + 20], seed=5)
-    # The first answers fill a page.
-    texts = list(real_prompts([165] * 2 * TURNS, seed=6))
+    # The first answers fill a page, with a token that is not the last one.
+    texts = list(real_prompts([171] * 2 * TURNS, seed=6))
     told = [list(shared), list(shared)]
     out = []
     for turn in range(TURNS):
         for chat, prompt in enumerate(told):
             prompt += texts[chat * TURNS + turn]
-            answer = ask(server, prompt, 10, cache_salt=salt)
+            answer = ask(server, prompt, cache_salt=salt)
             prompt += answer["output_ids"]
             out.append(answer)
         after_turn()

@@ -237,8 +237,8 @@ NO_STATES = {
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
     "a store": (
-        ["--hier-kv-remote-url", "file://@/states-granite?size=1GB"],
-        "no --hier-kv-remote-url",
+        ["--tp-size", "2", "--hier-kv-remote-url", "file://@/states-granite?size=1GB"],
+        "no --hier-kv-remote-url and several ranks",
     ),
     "lazy states": (
         ["--mamba-radix-cache-strategy", "extra_buffer_lazy"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -13,9 +14,13 @@ import pytest
 
 from sglang_ext.device.layout import ROPE_BOUND, write_tail
 from sglang_ext.device.transfers import hashes_from_hex
+from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
+from sglang_ext.tiers.remote.breaker import BreakerConfig
 from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.hostile_engine import HostileEngine
 from tests.property.worlds.state_world import StateWorld
 from tests.property.worlds.window_world import PAGE, Request
+from tests.tiers.protection_cases import protected_store
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # isort: skip
 
@@ -51,6 +56,36 @@ def test_no_request_goes_on_from_what_is_not_its_own(make: Make, name: str, seed
         world.one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS
     )
     print(name, seed, world.counts, world.store.stats())
+
+
+# How records are protected, and what the store does.
+REMOTE: dict[str, tuple[str, dict[str, Any]]] = {
+    "honest": ("plain", {}),
+    "swaps parts": ("plain", {"lies": 0.2, "dies": 0.05}),
+    "says that pages are not exact": ("plain", {"lies": 0.2, "coarse": True}),
+    "forges headers": ("tag", {"lies": 0.2, "forges": True}),
+}
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("name", REMOTE)
+def test_a_store_that_servers_share_gives_no_other_part_of_a_state(
+    make: Make, name: str, seed: int
+) -> None:
+    mode, behaviour = REMOTE[name]
+    engine = HostileEngine(random.Random(seed + 3), **behaviour)
+    config = RemoteStoreConfig(breaker=BreakerConfig(first_wait_s=0.01, max_wait_s=0.05))
+    remote = RemoteStore(config=config, **protected_store(engine, mode))
+    assert remote.wait_usable(300.0)
+    world = make(seed, host_pages=32, disk_bytes=0, remote=remote)
+
+    def unseen() -> list[str]:
+        stats = {**world.store.stats(), "lies": engine.num_lies}
+        shown = ["remote_promoted_pages", "saved_states"]
+        return missing(stats, tuple(shown + ["lies"] * bool(behaviour.get("lies"))))
+
+    run_until_all_seen(world.one_round, unseen, num_rounds=ROUNDS)
+    print(name, seed, engine.num_lies, world.counts, world.store.stats())
 
 
 def test_what_left_of_a_state_is_saved_again_as_it_was(make: Make) -> None:

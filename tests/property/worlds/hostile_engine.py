@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sglang_ext.device.states.snapshots import part_hashes
 from sglang_ext.device.windows.layers import group_hashes
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.records.record import HEADER_BYTES, parse_header, write_meta
@@ -89,10 +90,13 @@ class HostileEngine(DictEngine):
             return seal(bytearray(slot.tobytes()))
         parts = name.split(":")
         mine = bytes.fromhex(parts[3])
-        others = []
-        for group in range(3):
-            key = group_hashes(np.frombuffer(mine, np.uint8)[None], group)[0].tobytes()
-            others.append(":".join((*parts[:3], key.hex(), *parts[4:])))
+        page = np.frombuffer(mine, np.uint8)[None]
+        keys = [group_hashes(page, group) for group in range(3)]
+        # Of a state, from a page to a part of it, from a part to its page, and to another part.
+        keys += [part_hashes(page, part) for part in range(3)]
+        keys += [part_hashes(part_hashes(page, one), part) for one in range(3) for part in range(3)]
+        others = [":".join((*parts[:3], key[0].tobytes().hex(), *parts[4:])) for key in keys]
+        others = [other for other in others if other != name]
         known = [other for other in others if other in self.values]
         other = self._rng.choice(known if known and self._rng.random() < 0.7 else [*self.values])
         value = self.values[other]

@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.unified_cache.components import mamba
 
 from sglang_ext.assembly.policy_setup import placement_of
 from sglang_ext.assembly.state_setup import attention_layers, num_model_layers, snapshots_of
-from sglang_ext.assembly.window_setup import bound_ropes
+from sglang_ext.assembly.window_setup import bound_ropes, place_questions_of
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.local_pages import LocalPages
 from sglang_ext.device.pools import describe_pools
@@ -48,6 +48,7 @@ from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.record import parse_header
+from sglang_ext.tiers.remote import RemoteStore
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
 from sglang_ext.tiers.store.types import READY
 
@@ -76,6 +77,7 @@ class StateWorld(WindowWorld):
         disk_bytes: int = 16 << 20,
         prefetch_policy: str = "timeout",
         lookahead: str = "on",
+        remote: RemoteStore | None = None,
         is_one_of_many: bool = False,
     ) -> None:
         patch.setattr(
@@ -132,6 +134,7 @@ class StateWorld(WindowWorld):
         config = HierKVConfig(
             tree_core="python", prefetch_policy=prefetch_policy, lookahead=lookahead,
             pin_share=0.25 if lookahead == "on" else 0.0,
+            remote_url="file://there" if remote is not None else "",
             prefetch_timeout_ms=300.0,
         )  # fmt: skip
         self.store = PageStore(
@@ -139,6 +142,7 @@ class StateWorld(WindowWorld):
             PageIndex(4096),
             self.disk,
             PageStoreConfig(policy, placement=placement_of(config, is_hybrid=True)),
+            remote=remote,
             rules=LocalPages(self.layout, ropes, "pre", exact_only=True),
         )
         if self.disk is not None:
@@ -163,7 +167,10 @@ class StateWorld(WindowWorld):
                 snapshots=snapshots,
                 attention_layers=attention_layers(self.kv_pool),
             )
-            return CacheParts(linker, identity, config, metrics)
+            return CacheParts(
+                linker, identity, config, metrics,
+                place_questions=place_questions_of(None, snapshots, self.store, config),
+            )  # fmt: skip
 
         self.cache = HierKVRadixCache(params, make_parts)
         self.cache.bind_scheduler(self)

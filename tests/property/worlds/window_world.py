@@ -45,7 +45,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
 from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
 from sglang_ext.assembly.policy_setup import placement_of  # noqa: E402
-from sglang_ext.assembly.window_setup import bound_ropes, window_layers, window_questions_of  # noqa: E402
+from sglang_ext.assembly.window_setup import bound_ropes, place_questions_of, window_layers  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.layout import LayerGroups, PageLayout  # noqa: E402
 from sglang_ext.device.local_pages import LocalPages  # noqa: E402
@@ -284,7 +284,7 @@ class WindowWorld:
             )
             return CacheParts(
                 linker, identity, config, metrics,
-                window_questions=window_questions_of(windows, self.store, config),
+                place_questions=place_questions_of(windows, None, self.store, config),
             )  # fmt: skip
 
         self.cache = HierKVRadixCache(params, make_parts)
@@ -774,8 +774,8 @@ class WindowWorld:
         """No lock, row, plan or question outlives the requests."""
         assert not self.cache.linker.pending_offloads
         assert not self.cache.linker.hit_markers
-        window_questions = self.cache.linker.window_questions
-        assert window_questions is None or not window_questions._open
+        place_questions = self.cache.linker.place_questions
+        assert place_questions is None or not place_questions._open
         self.cache.evict(EvictParams(num_tokens=1 << 20, swa_num_tokens=1 << 20))
         for each in (self.allocator.full_attn_allocator, self.allocator.swa_attn_allocator):
             assert each.available_size() == each.size, "rows are lost"

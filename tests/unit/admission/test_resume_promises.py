@@ -240,7 +240,7 @@ class Question:
     def __init__(self, tail: Any) -> None:
         self.tail = tail
         self.end: int | None = None
-        self.window_keys = self.last_keys = tail[:0]
+        self.resume_keys = self.last_keys = tail[:0]
         self.is_late = self.is_over = self.is_dropped = False
 
     def step(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import rms_norm
@@ -22,8 +24,8 @@ def test_a_row_without_a_slot_leaves_all_states_as_they_are() -> None:
     torch.manual_seed(0)
     pool, before = torch.randn(2, SLOTS, H, K, K).unbind(0)
     pool.copy_(before)
-    weights = {"A_log": torch.zeros(H), "dt_bias": torch.zeros(H * K)}
-    tokens = {name: torch.randn(1, 2, H, K) for name in ("q", "k", "v")}
+    weights: dict[str, Any] = {"A_log": torch.zeros(H), "dt_bias": torch.zeros(H * K)}
+    tokens: dict[str, Any] = {name: torch.randn(1, 2, H, K) for name in ("q", "k", "v")}
     slots, gates = torch.tensor([2, -1]), torch.randn(1, 2, H, K)
     delta_attention.fused_sigmoid_gating_delta_rule_update(
         **weights,
@@ -54,7 +56,7 @@ def test_a_row_without_a_slot_leaves_all_states_as_they_are() -> None:
 
 
 def test_gates_with_a_bound_are_refused() -> None:
-    tokens = {name: torch.randn(1, 1, H, K) for name in ("q", "k", "v")}
+    tokens: dict[str, Any] = {name: torch.randn(1, 1, H, K) for name in ("q", "k", "v")}
     with pytest.raises(NotImplementedError, match="without a lower bound"):
         delta_attention.fused_sigmoid_gating_delta_rule_update(
             **tokens,

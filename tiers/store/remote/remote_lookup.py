@@ -25,6 +25,8 @@ _PAGES_AT_ONCE = 64
 
 # (key space, page hashes, max quality) -> bytes of each leading page that the store has.
 FindSizes = Callable[[KeySpace, Hashes, int], list[int]]
+# The same -> index of the first page that the store has; None where it has none of them.
+FindFirst = Callable[[KeySpace, Hashes, int], int | None]
 
 
 class RemoteLookup:
@@ -35,12 +37,24 @@ class RemoteLookup:
         hashes: u8 `[N, 32]`, the pages asked for.
         first_page: index in the prompt of the first of them; the asker's own.
         max_quality: no page from the first worse one on.
+        seeks: whether the first of these that the store has is asked for, and not all of them.
         sizes: i64 `[n]`, bytes of the leading pages that the store has; complete when `done`.
+        first: index of the page that was sought; None where there is none; complete when `done`.
         done: the answer is there, or there will be none.
         cancelled: nobody waits for the answer any more.
     """
 
-    def __init__(self, space: KeySpace, hashes: Hashes, first_page: int, max_quality: int) -> None:
+    def __init__(
+        self,
+        space: KeySpace,
+        hashes: Hashes,
+        first_page: int,
+        max_quality: int,
+        *,
+        seeks: bool = False,
+    ) -> None:
+        self.seeks = seeks
+        self.first: int | None = None
         self.space = space
         self.hashes = hashes
         self.first_page = first_page
@@ -55,11 +69,15 @@ class RemoteLookupThread:
 
     Args:
         find_sizes: asks the store; may block, must not raise for what the store does.
+        find_first: the same, of a page that is sought.
         counters: where questions are counted.
     """
 
-    def __init__(self, find_sizes: FindSizes, counters: StoreCounters) -> None:
+    def __init__(
+        self, find_sizes: FindSizes, find_first: FindFirst, counters: StoreCounters
+    ) -> None:
         self._find_sizes = find_sizes
+        self._find_first = find_first
         self._counters = counters
         self._queue: queue.Queue[RemoteLookup | None] = queue.Queue(_QUEUED)
         self._began_s: float | None = None  # when the call in the thread's hands began
@@ -104,7 +122,8 @@ class RemoteLookupThread:
                 break
             try:
                 if not self._closing.is_set():
-                    self._answer(remote_lookup)
+                    answer = self._seek if remote_lookup.seeks else self._answer
+                    answer(remote_lookup)
             except Exception:
                 self._counters.add("remote_failures")
                 logger.exception("hier-kv: the remote store could not be asked for pages")
@@ -129,3 +148,19 @@ class RemoteLookupThread:
                 break
         remote_lookup.sizes = np.array(sizes, np.int64)
         self._counters.add("remote_found_pages", len(sizes))
+
+    def _seek(self, remote_lookup: RemoteLookup) -> None:
+        hashes, at = remote_lookup.hashes, 0
+        while not remote_lookup.cancelled and at < len(hashes):
+            self._began_s = time.monotonic()
+            try:
+                found = self._find_first(
+                    remote_lookup.space, hashes[at : at + _PAGES_AT_ONCE], remote_lookup.max_quality
+                )
+            finally:
+                self._began_s = None
+            if found is not None:
+                remote_lookup.first = at + found
+                self._counters.add("remote_found_pages")
+                return
+            at += _PAGES_AT_ONCE

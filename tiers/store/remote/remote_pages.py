@@ -98,7 +98,9 @@ class RemotePages:
             target=self._run_lookups, name="hier-kv-remote-fetch", daemon=True
         )
         self._thread.start()
-        self._lookup_thread = RemoteLookupThread(self._sizes, self._table.counters)
+        self._lookup_thread = RemoteLookupThread(
+            self._sizes, partial(_find_first, remote), self._table.counters
+        )
 
     def blame(self, space: KeySpace, page_hash: bytes) -> None:
         """A page that may have come from the store cannot be used. Does not block."""
@@ -327,3 +329,14 @@ class RemotePages:
 def num_leading(sizes: npt.NDArray[np.int64]) -> int:
     """How many leading pages have a size."""
     return len(sizes) if sizes.all() else int(np.argmin(sizes > 0))
+
+
+def _find_first(
+    remote: RemoteStore, space: KeySpace, hashes: Hashes, max_quality: int
+) -> int | None:
+    """The first page that a store has and that is good enough; see `FindFirst`."""
+    keys = [remote_key(space, row.tobytes()) for row in hashes]
+    for at, head in enumerate(remote.head(keys)):
+        if head.meta is not None and head.meta.quality <= max_quality:
+            return at
+    return None

@@ -166,7 +166,7 @@ def test_a_rank_is_told_of_the_last_page_only_where_all_of_it_is_there() -> None
         assert question.end == num
         is_there = all(part in here | remote for part in parts)
         assert [row.tobytes() for row in question.last_keys] == parts * is_there
-        assert (question.window_keys == LAYERS.entries(tail[LAYERS.window_of(num)])).all()
+        assert (question.resume_keys == LAYERS.entries(tail[LAYERS.window_of(num)])).all()
         told.add(is_there)
     assert told == {False, True}
 
