@@ -567,6 +567,8 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.spans.matched(params.req, self.waiting_room.find)
             if params.req.session is not None:
                 self.session_turns.meet(params.req)
+            if params.cow_mamba:
+                self._leave_state(params.req)
         result = super().match_prefix(params)
         if self.only_saves and params.req is not None:
             # Of a decode server SGLang does not ask the linker, whose match does this elsewhere.
@@ -583,12 +585,14 @@ class HierKVRadixCache(UnifiedRadixCache):
         return self.taint.begin_match(key, req, usable)
 
     def _leave_state(self, req: Any) -> None:
-        """Another request's state is not copied: of what was matched nothing is used.
+        """No state is copied for a request that does not run: it begins with an empty one.
 
-        SGLang notes which state a match leads to before it asks for more, and takes the request's
-        own for filled then.
+        Until a match or a load says otherwise. Of another image's match nothing is used, and SGLang
+        has noted by then which state that leads to. And where a request that was matched found no
+        room, SGLang takes away what it noted and leaves a session's turn its slot, in which is what
+        others left there: a later match without a state would go on from that.
         """
-        if req.kv.mamba_cow_src_index is not None:
+        if req.kv.holds_mamba and not req.kv.holds_kv:
             req.kv.mamba_cow_src_index, req.kv.mamba_needs_clear = None, True
 
     @rank_consensus(same_params=True, same_results=True)

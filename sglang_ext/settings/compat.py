@@ -181,6 +181,7 @@ def _check_states(read: Callable[[str], Any], config: HierKVConfig, kind: str) -
     shares_steps = kind != STATE_KINDS[0] and has_attention_dp(read)
     for expected, found in (
         ("no data parallel attention", "it" if shares_steps else ""),
+        *_of_captured_prefills(read, kind),
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
         *_of_hybrid_ranks(read),
         ("--hier-kv-codec none", config.codec or "none"),
@@ -199,6 +200,17 @@ def _check_states(read: Callable[[str], Any], config: HierKVConfig, kind: str) -
             _refuse(
                 f"{expected} with layers that have a state a sequence", f"{found}", _STATE_ADVICE
             )
+
+
+def _of_captured_prefills(read: Callable[[str], Any], kind: str) -> list[tuple[str, Any]]:
+    """(what is expected, what was found) of prefills that replay a graph.
+
+    SGLang captures KDA in a breakable one, layers and all, and a replay does not wait at them for
+    the states that are loaded. Others it breaks off at, and of a full one it waits in front.
+    """
+    graphs = getattr(read("cuda_graph_config"), "prefill", None)
+    is_captured = kind != STATE_KINDS[0] and getattr(graphs, "backend", "") == "breakable"
+    return [("no --cuda-graph-backend-prefill breakable", "it" if is_captured else "")]
 
 
 def _of_hybrid_ranks(read: Callable[[str], Any]) -> list[tuple[str, Any]]:

@@ -121,8 +121,9 @@ MODEL_KINDS = {
     "state beside latent rows": ModelKind(
         "a state a sequence (KDA) beside one latent row a token (MLA)",
         "Kimi Linear",
-        "as the states above, without data parallel attention; run with a small model with two "
-        "experts, of which each token takes both, on a CPU, by one rank and by two",
+        "as the states above, without data parallel attention and without "
+        "`--cuda-graph-backend-prefill breakable`; run with a small model with two experts, of "
+        "which each token takes both, on a CPU, by one rank and by two",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_hybrid_ranks.py; "
         "tests/e2e/models/test_restored_kinds.py",
     ),

@@ -282,7 +282,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.disaggregation.kv_events", "BlockStored"): (
             "block_hashes parent_block_hash token_ids block_size cache_salt lora_name"
         ),
-        ("srt.mem_cache.base_prefix_cache", "MatchPrefixParams"): "key",
+        ("srt.mem_cache.base_prefix_cache", "MatchPrefixParams"): "key req cow_mamba",
         ("srt.mem_cache.base_prefix_cache", "MatchResult"): (
             "device_prefix_len last_device_node best_match_node last_host_node host_hit_length "
             "cache_actions swa_host_hit_length full_kv_hit_length mamba_host_hit_length "
@@ -337,12 +337,15 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.model_executor.model_runner", "ModelRunnerOutput"): "logits_output",
         ("srt.managers.tp_worker", "BaseTpWorker"): "model_runner",
         ("srt.distributed.parallel_state", "GroupCoordinator"): "world_size",
+        ("srt.model_executor.cuda_graph_config", "CudaGraphConfig"): "prefill",
+        ("srt.model_executor.cuda_graph_config", "PhaseConfig"): "backend",
+        ("srt.model_executor.cuda_graph_config", "Backend"): "BREAKABLE",
         (f"{_PARTS}.weight_updater", "SchedulerWeightUpdaterManager"): "offload_tags _session",
         (f"{_TRACES}.req_time_stats", "ReqTimeStatsBase"): "trace_ctx",
         (f"{_TRACES}.trace", "TraceReqContext"): "tracing_enable",
         ("srt.managers.schedule_batch", "ReqKvInfo"): (
             "holds_kv cache_protected_len req_pool_idx get_evicted_seqlen set_evicted_seqlen "
-            "mamba_cow_src_index mamba_needs_clear"
+            "holds_mamba mamba_cow_src_index mamba_needs_clear"
         ),
         (_SCHEDULER, "Scheduler"): (
             "enable_unified_cache_external_linker enable_lmcache waiting_queue tree_cache "

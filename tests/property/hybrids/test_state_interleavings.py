@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from sglang_ext.tiers.remote.breaker import BreakerConfig
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.hostile_engine import HostileEngine
 from tests.property.worlds.state_world import StateWorld
-from tests.property.worlds.window_world import PAGE
+from tests.property.worlds.window_world import PAGE, Request
 from tests.tiers.protection_cases import protected_store
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
@@ -105,6 +108,36 @@ def test_what_left_of_a_state_is_saved_again_as_it_was(make: Make) -> None:
     assert world.store.page_states(space, entries)[0].all()
     world.flush()
     assert world.run([*tokens, 79]).num_loaded == 3 * PAGE
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_turn_that_was_refused_once_begins_with_no_state_of_others(
+    make: Make, is_stored: bool
+) -> None:
+    """A turn of an ordinary session keeps the slot of its first match, which nobody has written.
+
+    What it matched leaves the device while it waits; then it comes back from DRAM, or is computed.
+    """
+    world = make(disk_bytes=0, host_pages=200)
+    tokens = [1 + at % 50 for at in range(3 * PAGE + 2)]
+    first = Request("first", list(tokens), 0)
+    world.enqueue(first)
+    world.wait_for(lambda: world.admit(first))
+    while world.running:
+        world.go_on(first)
+    world.settle()
+    session = SimpleNamespace(session_id="s", streaming=False)
+    turn = Request("turn", [*tokens, 79], 0, session=session)
+    world.enqueue(turn)
+    world.refuse(turn)
+    assert turn.kv.holds_mamba
+    world.cache.evict(EvictParams(num_tokens=1 << 20, mamba_num=1 << 20))
+    world.poison()
+    if not is_stored:
+        world.cache.clear_storage_backend()
+    world.wait_for(lambda: world.admit(turn))  # the world checks what it begins with
+    assert bool(turn.num_loaded) == is_stored
+    world.drain()
 
 
 def test_a_part_with_another_position_is_a_miss(make: Make) -> None:

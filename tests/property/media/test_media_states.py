@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,3 +149,17 @@ def test_a_request_that_ends_meets_another_image_on_the_page_it_filled(make: Mak
     assert conflicts(world) == 1
     world.settle()
     world.check_nothing_is_held()
+
+
+def test_a_turn_that_met_another_image_and_found_no_room_begins_with_no_state(make: Make) -> None:
+    """Its match led to the state of the other image; its slot stays with it, and is as it was."""
+    world = make(host_pages=200)
+    session = SimpleNamespace(session_id="s", streaming=False)
+    turn = world.make(TEXT, [image_item(2, SPAN)], session=session)
+    world.enqueue(turn)
+    ask(world, image_item(0, SPAN))
+    world.refuse(turn)
+    assert turn.kv.holds_mamba
+    assert conflicts(world) == 1
+    world.wait_for(lambda: world.admit(turn))  # the world checks that its state is empty
+    world.drain()

@@ -397,6 +397,18 @@ class StateWorld(WindowWorld):
         self.running.append(req)
         return True
 
+    def refuse(self, req: Request) -> None:
+        """As the scheduler does where a request that it has matched finds no room.
+
+        What was noted of its state is void. Its slot is given back; that of a session's turn stays
+        with it, as SGLang takes it for the session's.
+        """
+        self.match(req, takes_state=True)
+        req.kv.mamba_cow_src_index, req.kv.mamba_needs_clear = None, False
+        if req.kv.holds_mamba and not req.session:
+            self.req_pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
+            req.kv.mamba_pool_idx = None
+
     def make_room_for_states(self, req: Request) -> None:
         """As `alloc_req_slots` does."""
         needed = 2 + (not req.kv.holds_mamba)

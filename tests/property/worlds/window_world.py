@@ -137,7 +137,7 @@ class Request:
     cache_salt: str | None = None
     lora_id: None = None
     priority: int = 0
-    session: None = None
+    session: Any = None
     session_id: None = None
     kv_rotation_base: None = None
     swa_branching_seqlen: int | None = None

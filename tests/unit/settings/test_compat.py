@@ -222,6 +222,19 @@ def test_states_beside_latent_rows_are_refused_what_states_are_and_data_parallel
             check_resolved(resolved(kind, **{**kept, **values}), config)
 
 
+def test_prefills_that_replay_kda_without_waiting_for_its_states_are_refused() -> None:
+    """SGLang leaves them out for these models, unless it is told to capture them."""
+    kept = {"mamba_radix_cache_strategy": "extra_buffer"}
+    config = SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
+    check_resolved(resolved("state", cuda_graph_config=config, **kept), HierKVConfig())
+    latent = "state beside latent rows"
+    with pytest.raises(HierKVConfigError, match="no --cuda-graph-backend-prefill breakable with"):
+        check_resolved(resolved(latent, cuda_graph_config=config, **kept), HierKVConfig())
+    for backend in ("disabled", "full"):  # of a full one SGLang waits in front
+        config.prefill.backend = backend
+        check_resolved(resolved(latent, cuda_graph_config=config, **kept), HierKVConfig())
+
+
 @pytest.mark.parametrize("strategy", ["no_buffer", "extra_buffer_lazy"])
 def test_states_are_taken_where_the_tree_keeps_them(strategy: str) -> None:
     with pytest.raises(HierKVConfigError, match="--mamba-radix-cache-strategy extra_buffer with"):
