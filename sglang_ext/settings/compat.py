@@ -45,6 +45,8 @@ _WINDOW_COMPONENT = "SWA"
 _STATE_COMPONENT = "MAMBA"
 _STATE_REQUEST_POOL = "HybridReqToTokenPool"
 _KEPT_STATES = "extra_buffer"  # the strategy under which SGLang's tree keeps states of pages
+# Their mixers are in a breakable graph: no eager part of SGLang's is around them.
+_WITHOUT_BREAKS = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM")
 _WINDOW_ADVICE = (
     "change it, or add --disable-hybrid-swa-memory, which keeps all layers' KV in one pool"
 )
@@ -63,6 +65,7 @@ class Resolved:
         defaults: by name.
         model_kind: a key of `MODEL_KINDS`.
         release: of SGLang; empty where it is not known.
+        architecture: of the model; empty where there is none.
     """
 
     values: Mapping[str, Any]
@@ -70,6 +73,7 @@ class Resolved:
     defaults: Mapping[str, Any]
     model_kind: str
     release: str = ""
+    architecture: str = ""
 
 
 def check_arguments(server_args: Any, config: HierKVConfig) -> None:
@@ -117,7 +121,7 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     if resolved.model_kind in _WINDOW_KINDS:
         _check_windows(resolved.values.get, config, resolved.model_kind)
     if resolved.model_kind in STATE_KINDS:
-        _check_states(resolved.values.get, config, resolved.model_kind)
+        _check_states(resolved, config)
     if resolved.model_kind == INDEXED:
         for expected, found in outside_index(resolved.values.get, config):
             _refuse(expected, found, f"change it, or {WITHOUT}")
@@ -175,13 +179,14 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) 
             _refuse(f"{expected} with sliding-window layers", f"{found}", advice)
 
 
-def _check_states(read: Callable[[str], Any], config: HierKVConfig, kind: str) -> None:
+def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
     """Refuses what was not tried with layers that have a state a sequence."""
+    read, kind = resolved.values.get, resolved.model_kind
     # SGLang spreads the heads of KDA over all ranks, and its pool those of a group.
     shares_steps = kind != STATE_KINDS[0] and has_attention_dp(read)
     for expected, found in (
         ("no data parallel attention", "it" if shares_steps else ""),
-        *_of_captured_prefills(read, kind),
+        *_of_captured_prefills(read, kind, resolved.architecture),
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
         *_of_hybrid_ranks(read),
         ("--hier-kv-codec none", config.codec or "none"),
@@ -202,14 +207,18 @@ def _check_states(read: Callable[[str], Any], config: HierKVConfig, kind: str) -
             )
 
 
-def _of_captured_prefills(read: Callable[[str], Any], kind: str) -> list[tuple[str, Any]]:
+def _of_captured_prefills(
+    read: Callable[[str], Any], kind: str, architecture: str
+) -> list[tuple[str, Any]]:
     """(what is expected, what was found) of prefills that replay a graph.
 
     SGLang captures KDA in a breakable one, layers and all, and a replay does not wait at them for
-    the states that are loaded. Others it breaks off at, and of a full one it waits in front.
+    the states that are loaded. By reading, so it does with some models' Mamba2. At others' states
+    it breaks off, and of a full one it waits in front.
     """
     graphs = getattr(read("cuda_graph_config"), "prefill", None)
-    is_captured = kind != STATE_KINDS[0] and getattr(graphs, "backend", "") == "breakable"
+    has_no_breaks = kind != STATE_KINDS[0] or architecture in _WITHOUT_BREAKS
+    is_captured = has_no_breaks and getattr(graphs, "backend", "") == "breakable"
     return [("no --cuda-graph-backend-prefill breakable", "it" if is_captured else "")]
 
 

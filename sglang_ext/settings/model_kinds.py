@@ -113,7 +113,8 @@ MODEL_KINDS = {
         "tensor parallel ones, these without a remote store, without codec, truncation, adapters "
         "or sessions; run on a CPU with a small model of each, those of Granite 4 and Nemotron-H "
         "without experts, by two ranks Qwen3-Next and Qwen3.5, with a remote store Qwen3-Next; "
-        'prompts with images of Qwen3.5 ("Images" below)',
+        'prompts with images of Qwen3.5 ("Images" below); Granite 4 and Falcon-H1 without '
+        "`--cuda-graph-backend-prefill breakable`, SGLang's default on a GPU",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/images/test_image_states.py; "
         "tests/property/hybrids/test_state_interleavings.py",

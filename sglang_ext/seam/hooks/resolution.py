@@ -59,13 +59,19 @@ def resolved(server_args: Any) -> Resolved:
     fields = record_fields(type(server_args))
     given = getattr(server_args, "_raw_input", {})
     has_model = str(server_args.model_path).lower() not in ("none", "dummy")
+    model_config = model_config_of(server_args) if has_model else None
     return Resolved(
         values={field.name: resolution_result(server_args, field.name) for field in fields},
         given={field.name: given.get(field.name) for field in fields},
         defaults={field.name: _default(field) for field in fields},
-        model_kind=model_kind(model_config_of(server_args)) if has_model else "mha",
+        model_kind=model_kind(model_config) if has_model else "mha",
         release=version("sglang"),
+        architecture=_architecture(model_config) if has_model else "",
     )
+
+
+def _architecture(model_config: Any) -> str:
+    return next(iter(model_config.hf_config.architectures or ()), "")
 
 
 def _default(field: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -230,6 +231,10 @@ def test_prefills_that_replay_kda_without_waiting_for_its_states_are_refused() -
     latent = "state beside latent rows"
     with pytest.raises(HierKVConfigError, match="no --cuda-graph-backend-prefill breakable with"):
         check_resolved(resolved(latent, cuda_graph_config=config, **kept), HierKVConfig())
+    mixed = resolved("state", cuda_graph_config=config, **kept)
+    with pytest.raises(HierKVConfigError, match="no --cuda-graph-backend-prefill breakable with"):
+        check_resolved(replace(mixed, architecture="FalconH1ForCausalLM"), HierKVConfig())
+    check_resolved(replace(mixed, architecture="NemotronHForCausalLM"), HierKVConfig())
     for backend in ("disabled", "full"):  # of a full one SGLang waits in front
         config.prefill.backend = backend
         check_resolved(resolved(latent, cuda_graph_config=config, **kept), HierKVConfig())
