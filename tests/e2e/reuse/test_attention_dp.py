@@ -334,7 +334,7 @@ def test_ranks_agree_within_their_group_alone(rig: Rig) -> None:
     probes = rank_probe.fresh_counts(rig.folder / "probe")
     assert len(probes) == 2 * rig.group_size
     for probe in probes:
-        assert probe["steps"] > 200
+        assert probe["steps"] > 20  # how many is chance: idle ones count, too
         # A group of one agrees on nothing; else once a step, and again where it is flushed.
         assert min(probe["per_step"]) == rig.group_size - 1, probe
         assert (max(probe["per_step"]) == 0) == (rig.group_size == 1), probe
