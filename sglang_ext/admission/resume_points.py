@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from sglang_ext.admission.place_question import PlaceQuestion
 from sglang_ext.tiers.store import KeySpace, PageStore
 from sglang_ext.tiers.store.types import Hashes, Rows
 
@@ -31,35 +32,6 @@ class ResumePoint(NamedTuple):
     hashes: Hashes
     pages: Rows
     num_last: int
-
-
-class PlaceQuestion(Protocol):
-    """What a remote store is asked of one prompt; `window_question.py`, `state_question.py`.
-
-    Attributes:
-        end: pages behind the device prefix after which the prompt can be resumed; None: no further
-            than without the remote store, or not known yet.
-    """
-
-    end: int | None
-
-    @property
-    def resume_keys(self) -> Hashes:
-        """Keys of the windows or the state that going on behind `end` takes."""
-
-    @property
-    def last_keys(self) -> Hashes:
-        """Keys of the page behind all that was asked for, where it is there."""
-
-    @property
-    def is_late(self) -> bool:
-        """Whether it was waited for long enough."""
-
-    def step(self) -> bool:
-        """Once a scheduler step: takes an answer, and asks on; returns whether that was all."""
-
-    def drop(self) -> None:
-        """Nobody waits for the answer any more."""
 
 
 Ask = Callable[[KeySpace, Hashes, Hashes, int, int], PlaceQuestion | None]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from sglang_ext.admission.state_question import StateQuestion
+from sglang_ext.admission.window_question import WindowQuestion
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import LayerGroups
 from sglang_ext.device.pools import DevicePool, HybridPools
@@ -16,8 +18,6 @@ from sglang_ext.device.windows.blocks import BlockGroups
 from sglang_ext.device.windows.layers import WindowLayers
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.hybrids.place_questions import Enter, PlaceQuestions
-from sglang_ext.seam.hybrids.state_questions import StateQuestions
-from sglang_ext.seam.hybrids.window_questions import WindowQuestions
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.store import PageStore
 
@@ -109,7 +109,7 @@ def place_questions_of(
         return None
     longest_s = 0.0 if config.prefetch_policy == "best_effort" else config.prefetch_timeout_ms / 1e3
     if layers is not None:
-        return lambda enter: WindowQuestions(layers, store, enter, longest_s)
+        return lambda enter: PlaceQuestions(WindowQuestion, layers, store, enter, longest_s)
     if snapshots is not None:
-        return lambda enter: StateQuestions(snapshots, store, enter, longest_s)
+        return lambda enter: PlaceQuestions(StateQuestion, snapshots, store, enter, longest_s)
     return None

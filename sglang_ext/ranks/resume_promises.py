@@ -27,7 +27,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sglang_ext.admission.resume_points import PlaceQuestion, ResumePoint
+from sglang_ext.admission.place_question import PlaceQuestion
+from sglang_ext.admission.resume_points import ResumePoint
 from sglang_ext.admission.waiting_request import Readiness, ReusablePrefix
 from sglang_ext.ranks.consensus import AgreedRequest, RequestReport
 from sglang_ext.ranks.promises import Promise, PromiseBook, no_pages, part_of

@@ -45,6 +45,10 @@ class WindowLayers:
         """Keys of the window layers of some pages, u8 `[G * N, 32]`: of one group after another."""
         return np.concatenate([group_hashes(hashes, group) for group in range(self.num_groups)])
 
+    def page_keys(self, hashes: Hashes) -> Hashes:
+        """Keys of all parts of some pages: of the full layers, then group by group."""
+        return np.concatenate([hashes, self.entries(hashes)])
+
     def window_of(self, end: int) -> slice:
         """The pages that going on behind the first `end` pages needs."""
         return slice(max(0, end - self.num_pages), end)

@@ -9,34 +9,19 @@ Scheduler's thread only; never blocks.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from sglang_ext.admission.resume_points import PlaceQuestion
+from sglang_ext.admission.place_question import PlaceQuestion
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import Hashes
 from sglang_ext.tiers.store import KeySpace, PageStore
 
 Enter = Callable[[Hashable, ReusablePrefix, Any], Any]
 """Puts a request into the waiting room anew: its handle, what it could reuse, and its key."""
-
-
-class Question(PlaceQuestion, Protocol):
-    """A question about one prompt.
-
-    Attributes:
-        tail: u8 `[N, 32]`, the pages behind its device prefix that could be loaded.
-    """
-
-    tail: Hashes
-
-    @property
-    def is_open(self) -> bool:
-        """Whether an answer is waited for."""
 
 
 @dataclass
@@ -53,13 +38,15 @@ class _Asked:
     prefix: ReusablePrefix
     key: Any
     last: Hashes
-    question: Question
+    question: PlaceQuestion
 
 
-class PlaceQuestions(ABC):
+class PlaceQuestions:
     """The open questions, by the requests' handles.
 
     Args:
+        kind: of questions.
+        parts: how windows, or states, are stored.
         store: DRAM, disk and the remote store.
         enter: puts a request into the waiting room anew, with another prefix.
         longest_s: for how long a request waits for its answer; 0: not at all.
@@ -68,11 +55,15 @@ class PlaceQuestions(ABC):
 
     def __init__(
         self,
+        kind: type[PlaceQuestion],
+        parts: Any,
         store: PageStore,
         enter: Enter,
         longest_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._kind = kind
+        self._parts = parts
         self._store = store
         self._enter = enter
         self._longest_s = longest_s
@@ -107,7 +98,7 @@ class PlaceQuestions(ABC):
 
     def ask(
         self, space: KeySpace, tail: Hashes, last: Hashes, least: int, max_quality: int
-    ) -> Question | None:
+    ) -> PlaceQuestion | None:
         """Asks for one of several ranks, which follows the question itself; None: it does not.
 
         Args:
@@ -122,15 +113,17 @@ class PlaceQuestions(ABC):
         question = self._question(space, tail, self._of_last(last), least, max_quality)
         return question if question.is_open else None
 
-    @abstractmethod
     def _question(
         self, space: KeySpace, tail: Hashes, last: Hashes, least: int, max_quality: int
-    ) -> Question:
+    ) -> PlaceQuestion:
         """Asks the store; see `begin`, and `last` is keys of what is of use with all of `tail`."""
+        return self._kind(
+            self._parts, self._store, space, tail, last, least, max_quality, self._longest_s,
+            self._clock,
+        )  # fmt: skip
 
-    @abstractmethod
     def _of_last(self, last: Hashes) -> Hashes:
-        """Keys of what is put in place of a prompt's last page, u8 `[n, 32]`, by that page's."""
+        return self._kind.keys_of_last(self._parts, last)
 
     def may_admit(self, handle: Hashable) -> bool:
         """False while a request should wait for the answer."""

@@ -73,7 +73,7 @@ class WindowPages(ResumablePages):
 
     def parts(self, hashes: Hashes) -> Hashes:
         """Keys of all parts of some pages: of the full layers, then group by group."""
-        return np.concatenate([hashes, self._layers.entries(hashes)])
+        return self._layers.page_keys(hashes)
 
     def _resume(self, space: KeySpace, tail: Hashes, states: int) -> int:
         """Where stored pages can be gone on behind, when all full layers' parts are there."""

@@ -17,14 +17,15 @@ inprocess.prepare()
 from sglang_ext.admission.resume_points import PromptPoints  # noqa: E402
 from sglang_ext.admission.waiting import WaitingRoom  # noqa: E402
 from sglang_ext.admission.waiting_request import Readiness, ReusablePrefix  # noqa: E402
+from sglang_ext.admission.window_question import WindowQuestion  # noqa: E402
 from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
 from sglang_ext.device.windows.layers import WindowLayers  # noqa: E402
 from sglang_ext.ranks.consensus import Consensus, Report, _decode  # noqa: E402
 from sglang_ext.ranks.resume_promises import MAX_ROUNDS, ResumeBook  # noqa: E402
+from sglang_ext.seam.hybrids.place_questions import PlaceQuestions  # noqa: E402
 from sglang_ext.seam.hybrids.state_pages import StatePages  # noqa: E402
 from sglang_ext.seam.hybrids.window_pages import WindowPages  # noqa: E402
-from sglang_ext.seam.hybrids.window_questions import WindowQuestions  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
@@ -303,8 +304,13 @@ def test_the_wait_for_a_remote_store_counts_from_the_first_question(
         return True
 
     monkeypatch.setattr(asks.store, "ask_remote", never_answered)
-    window_questions = WindowQuestions(
-        asks.layers, asks.store, lambda *_: None, longest_s=2.0, clock=lambda: now_s[0]
+    window_questions = PlaceQuestions(
+        WindowQuestion,
+        asks.layers,
+        asks.store,
+        lambda *_: None,
+        longest_s=2.0,
+        clock=lambda: now_s[0],
     )
     for rank, num in ((asks, 2), (other, 4)):
         rank.damage = 0.0
@@ -335,7 +341,8 @@ def test_a_request_that_leaves_is_not_asked_for_any_more(ranks: list[Rank]) -> N
     hashes = np.frombuffer(random.Random(72).randbytes(32 * 6), np.uint8).reshape(6, 32)
     (rank, _), question = ranks, Question(hashes)
     layers: Any = rank.windows
-    points = PromptPoints(layers, rank.store, rank.space, hashes, 6, lambda *_: question)
+    ask: Any = lambda *_: question  # noqa: E731
+    points = PromptPoints(layers, rank.store, rank.space, hashes, 6, ask)
     rank.book.enter(HANDLE, ReusablePrefix(rank.space, hashes, 0, 255, points=points))
     assert not question.is_dropped
     rank.book.leave(HANDLE)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from sglang_ext.admission.state_question import StateQuestion
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.states.snapshots import part_hashes
-from sglang_ext.seam.hybrids.state_questions import StateQuestions
+from sglang_ext.seam.hybrids.place_questions import PlaceQuestions
 from tests.unit.seam.hybrids.test_window_questions import Store, leading
 
 PARTS = 3
@@ -36,11 +37,11 @@ class Seekable(Store):
         super().answer()
 
 
-def questions_of(store: Store, entered: dict[Any, ReusablePrefix]) -> StateQuestions:
+def questions_of(store: Store, entered: dict[Any, ReusablePrefix]) -> PlaceQuestions:
     def enter(handle: Any, prefix: ReusablePrefix, key: Any) -> None:
         entered[handle] = prefix
 
-    return StateQuestions(Parts(), store, enter, longest_s=30.0)  # type: ignore[arg-type]
+    return PlaceQuestions(StateQuestion, Parts(), store, enter, longest_s=30.0)  # type: ignore[arg-type]
 
 
 def test_what_is_wished_for_is_there_and_is_the_furthest_of_what_was_asked_for() -> None:
@@ -127,8 +128,9 @@ def test_an_answer_that_is_late_is_not_waited_for() -> None:
     hashes = np.frombuffer(bytes(32), np.uint8).reshape(1, 32)
     store = Seekable(set(), set())
     now = [0.0]
-    questions = StateQuestions(
-        Parts(),  # type: ignore[arg-type]
+    questions = PlaceQuestions(
+        StateQuestion,
+        Parts(),
         store,  # type: ignore[arg-type]
         lambda *_: None,
         longest_s=2.0,

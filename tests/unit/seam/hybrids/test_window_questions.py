@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.admission.window_question import WindowQuestion
 from sglang_ext.device.windows.layers import WindowLayers, resume_length
-from sglang_ext.seam.hybrids.window_questions import WindowQuestions
+from sglang_ext.seam.hybrids.place_questions import PlaceQuestions
 
 GROUPS, PAGES = 2, 2
 LAYERS = WindowLayers(PAGES, 64, (None,) * GROUPS, [])  # type: ignore[arg-type]
@@ -70,7 +71,8 @@ def test_what_is_wished_for_is_there_and_is_the_furthest_of_what_was_asked_for()
         least = resumable(tail, here)
         entered: dict[str, ReusablePrefix] = {}
         store = Store(here, remote)
-        window_questions = WindowQuestions(
+        window_questions = PlaceQuestions(
+            WindowQuestion,
             LAYERS,
             store,  # type: ignore[arg-type]
             partial(enter, entered),
@@ -121,7 +123,8 @@ def enter(entered: dict[Any, ReusablePrefix], handle: Any, wish: ReusablePrefix,
 def test_a_store_that_does_not_answer_is_waited_for_as_long_as_was_said() -> None:
     hashes = np.frombuffer(random.Random(1).randbytes(32 * 4), np.uint8).reshape(-1, 32)
     now, store = [0.0], Store(set(), set())
-    window_questions = WindowQuestions(
+    window_questions = PlaceQuestions(
+        WindowQuestion,
         LAYERS,
         store,  # type: ignore[arg-type]
         lambda handle, wish, key: None,
@@ -152,7 +155,8 @@ def test_a_rank_is_told_of_the_last_page_only_where_all_of_it_is_there() -> None
         remote = {row.tobytes() for row in (*tail, *LAYERS.entries(tail))}
         remote |= {part for part in parts if rng.random() < 0.8}
         store = Store(here, remote)
-        window_questions = WindowQuestions(
+        window_questions = PlaceQuestions(
+            WindowQuestion,
             LAYERS,
             store,  # type: ignore[arg-type]
             lambda handle, wish, key: None,
@@ -174,7 +178,8 @@ def test_a_rank_is_told_of_the_last_page_only_where_all_of_it_is_there() -> None
 def test_nothing_is_asked_for_a_rank_that_waits_for_nothing() -> None:
     hashes = np.frombuffer(random.Random(1).randbytes(32 * 4), np.uint8).reshape(-1, 32)
     store, space = Store(set(), set()), SimpleNamespace()
-    window_questions = WindowQuestions(
+    window_questions = PlaceQuestions(
+        WindowQuestion,
         LAYERS,
         store,  # type: ignore[arg-type]
         lambda handle, wish, key: None,
