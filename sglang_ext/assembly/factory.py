@@ -455,8 +455,7 @@ def _build_store(
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error
     factor = page_codec.max_pages_a_slot if page_codec is not None else 1
-    record_bytes = config.disk_bytes or config.coded_host_bytes
-    capacity = num_slots + factor * (record_bytes // layout.slot_bytes)
+    capacity = num_slots + factor * (config.record_bytes // layout.slot_bytes)
     index = PageIndex(max(1024, int(capacity * _INDEX_SLACK)))
     remote = open_remote(config.remote_url, trust) if config.remote_url else None
     keep_raw = None
@@ -492,9 +491,8 @@ def _build_store(
 
 
 def _store_config(config: HierKVConfig, share: PutShare, *, is_hybrid: bool) -> PageStoreConfig:
-    record_bytes = config.disk_bytes or config.coded_host_bytes
     return PageStoreConfig(
-        policy_for_sizes(config.write_policy, config.host_bytes, record_bytes),
+        policy_for_sizes(config.write_policy, config.host_bytes, config.record_bytes),
         config.event_log,
         placement_of(config, is_hybrid=is_hybrid),
         config.remote_policy,

@@ -33,12 +33,11 @@ def tell_limits(
             context_tokens,
             context_tokens / most,
         )
-    record_bytes = config.disk_bytes or config.coded_host_bytes
-    default = policy_for_sizes(DEFAULT_POLICY, config.host_bytes, record_bytes)
-    if config.write_policy == "write_through" != default and record_bytes:
+    default = policy_for_sizes(DEFAULT_POLICY, config.host_bytes, config.record_bytes)
+    if config.write_policy == "write_through" != default and config.record_bytes:
         logger.info(
             "hier-kv: what DRAM holds lies below it, too; with --hier-kv-write-policy %s both "
             "together hold up to %.0f %% more once that is full",
             DEFAULT_POLICY,
-            100 * config.host_bytes / record_bytes,
+            100 * config.host_bytes / config.record_bytes,
         )
