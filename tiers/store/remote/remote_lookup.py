@@ -6,12 +6,12 @@ the scheduler's thread does nothing but put a question there and look whether it
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -111,7 +111,7 @@ class RemoteLookupThread:
     def close(self, timeout_s: float) -> None:
         """Ends the thread after the call in its hands; what is left is never answered."""
         self._closing.set()
-        with contextlib.suppress(queue.Full):
+        with suppress(queue.Full):
             self._queue.put_nowait(None)
         self._thread.join(timeout_s)
 
@@ -134,15 +134,21 @@ class RemoteLookupThread:
             if rest is not None:
                 rest.done = True
 
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Around a call of the store: `stalled_s` counts from its begin."""
+        self._began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._began_s = None
+
     def _answer(self, remote_lookup: RemoteLookup) -> None:
         sizes: list[int] = []
         while not remote_lookup.cancelled and len(sizes) < len(remote_lookup.hashes):
             batch = remote_lookup.hashes[len(sizes) : len(sizes) + _PAGES_AT_ONCE]
-            self._began_s = time.monotonic()
-            try:
+            with self._calling():
                 found = self._find_sizes(remote_lookup.space, batch, remote_lookup.max_quality)
-            finally:
-                self._began_s = None
             sizes += found
             if len(found) < len(batch):
                 break
@@ -152,13 +158,9 @@ class RemoteLookupThread:
     def _seek(self, remote_lookup: RemoteLookup) -> None:
         hashes, at = remote_lookup.hashes, 0
         while not remote_lookup.cancelled and at < len(hashes):
-            self._began_s = time.monotonic()
-            try:
-                found = self._find_first(
-                    remote_lookup.space, hashes[at : at + _PAGES_AT_ONCE], remote_lookup.max_quality
-                )
-            finally:
-                self._began_s = None
+            batch = hashes[at : at + _PAGES_AT_ONCE]
+            with self._calling():
+                found = self._find_first(remote_lookup.space, batch, remote_lookup.max_quality)
             if found is not None:
                 remote_lookup.first = at + found
                 self._counters.add("remote_found_pages")

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.page_rules import AnyPage, PageRules
-from sglang_ext.tiers.records.record import HEADER_BYTES, RecordError, parse_header
-from sglang_ext.tiers.remote.base import Outcome
-from sglang_ext.tiers.remote.items import GetRequest, OnKnown
+from sglang_ext.tiers.records.record import HEADER_BYTES, RecordError, RecordMeta, parse_header
+from sglang_ext.tiers.remote.base import Outcome, RemoteKey
+from sglang_ext.tiers.remote.items import GetRequest, HeadResult, OnKnown
 from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
@@ -98,9 +98,7 @@ class RemotePages:
             target=self._run_lookups, name="hier-kv-remote-fetch", daemon=True
         )
         self._thread.start()
-        self._lookup_thread = RemoteLookupThread(
-            self._sizes, partial(_find_first, remote), self._table.counters
-        )
+        self._lookup_thread = RemoteLookupThread(self._sizes, self._first, self._table.counters)
 
     def blame(self, space: KeySpace, page_hash: bytes) -> None:
         """A page that may have come from the store cannot be used. Does not block."""
@@ -265,13 +263,29 @@ class RemotePages:
         found: list[tuple[int, int]] = []
         keys = [remote_key(space, row.tobytes()) for row in hashes]
         for key, head in zip(keys, self._remote.head(keys), strict=True):
-            if head.meta is None or head.meta.quality > max_quality:
+            meta = self._admitted(key, head, max_quality)
+            if meta is None:
                 break
-            if not self._rules.admits_header(head.meta, head.num_bytes - HEADER_BYTES):
-                self._remote.reject(key, "unsound")
-                break
-            found.append((head.meta.quality, head.num_bytes))
+            found.append((meta.quality, head.num_bytes))
         return found
+
+    def _first(self, space: KeySpace, hashes: Hashes, max_quality: int) -> int | None:
+        """The first page that the store has and is good enough; see `FindFirst`."""
+        keys = [remote_key(space, row.tobytes()) for row in hashes]
+        for at, (key, head) in enumerate(zip(keys, self._remote.head(keys), strict=True)):
+            if self._admitted(key, head, max_quality) is not None:
+                return at
+        return None
+
+    def _admitted(self, key: RemoteKey, head: HeadResult, max_quality: int) -> RecordMeta | None:
+        """A header of the store's that may be of the page, which is good enough; else None."""
+        meta = head.meta
+        if meta is None or meta.quality > max_quality:
+            return None
+        if not self._rules.admits_header(meta, head.num_bytes - HEADER_BYTES):
+            self._remote.reject(key, "unsound")
+            return None
+        return meta
 
     def _fetch(self, lookup: Lookup, first: int, last: int, quality: Sequence[int]) -> bool:
         """Reads pages [first, last) into DRAM; returns whether all are there now."""
@@ -329,14 +343,3 @@ class RemotePages:
 def num_leading(sizes: npt.NDArray[np.int64]) -> int:
     """How many leading pages have a size."""
     return len(sizes) if sizes.all() else int(np.argmin(sizes > 0))
-
-
-def _find_first(
-    remote: RemoteStore, space: KeySpace, hashes: Hashes, max_quality: int
-) -> int | None:
-    """The first page that a store has and that is good enough; see `FindFirst`."""
-    keys = [remote_key(space, row.tobytes()) for row in hashes]
-    for at, head in enumerate(remote.head(keys)):
-        if head.meta is not None and head.meta.quality <= max_quality:
-            return at
-    return None
