@@ -32,7 +32,7 @@ from sglang_ext.assembly.draft_setup import (
 )
 from sglang_ext.assembly.index_setup import index_facts
 from sglang_ext.assembly.key_setup import Trust, build_trust
-from sglang_ext.assembly.limits import tell_limits
+from sglang_ext.assembly.limits import record_bytes, tell_limits
 from sglang_ext.assembly.one_copy import OneCopy, agree_on_one_copy, may_keep_one_copy, reader_store
 from sglang_ext.assembly.policy_setup import placement_of
 from sglang_ext.assembly.remote_setup import are_alike, open_remote, put_share
@@ -455,7 +455,7 @@ def _build_store(
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error
     factor = page_codec.max_pages_a_slot if page_codec is not None else 1
-    capacity = num_slots + factor * (config.record_bytes // layout.slot_bytes)
+    capacity = num_slots + factor * (record_bytes(config) // layout.slot_bytes)
     index = PageIndex(max(1024, int(capacity * _INDEX_SLACK)))
     remote = open_remote(config.remote_url, trust) if config.remote_url else None
     keep_raw = None
@@ -492,7 +492,7 @@ def _build_store(
 
 def _store_config(config: HierKVConfig, share: PutShare, *, is_hybrid: bool) -> PageStoreConfig:
     return PageStoreConfig(
-        policy_for_sizes(config.write_policy, config.host_bytes, config.record_bytes),
+        policy_for_sizes(config.write_policy, config.host_bytes, record_bytes(config)),
         config.event_log,
         placement_of(config, is_hybrid=is_hybrid),
         config.remote_policy,

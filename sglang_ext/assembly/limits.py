@@ -10,6 +10,11 @@ from sglang_ext.tiers.store import DEFAULT_POLICY, PageStore, policy_for_sizes
 logger = logging.getLogger(__name__)
 
 
+def record_bytes(config: HierKVConfig) -> int:
+    """Bytes below DRAM where pages lie as records: of the disk, else of coded DRAM."""
+    return config.disk_bytes or config.coded_host_bytes
+
+
 def tell_limits(
     config: HierKVConfig, store: PageStore, page_size: int, context_tokens: int
 ) -> None:
@@ -33,11 +38,12 @@ def tell_limits(
             context_tokens,
             context_tokens / most,
         )
-    default = policy_for_sizes(DEFAULT_POLICY, config.host_bytes, config.record_bytes)
-    if config.write_policy == "write_through" != default and config.record_bytes:
+    below = record_bytes(config)
+    default = policy_for_sizes(DEFAULT_POLICY, config.host_bytes, below)
+    if config.write_policy == "write_through" != default and below:
         logger.info(
             "hier-kv: what DRAM holds lies below it, too; with --hier-kv-write-policy %s both "
             "together hold up to %.0f %% more once that is full",
             DEFAULT_POLICY,
-            100 * config.host_bytes / config.record_bytes,
+            100 * config.host_bytes / below,
         )

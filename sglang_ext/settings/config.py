@@ -494,11 +494,6 @@ class HierKVConfig:
         """Bytes of disk for segments; 0 without a disk tier."""
         return int(self.disk_size * GIB) if self.disk_dir else 0
 
-    @property
-    def record_bytes(self) -> int:
-        """Bytes below DRAM where pages lie as records: of the disk, else of coded DRAM."""
-        return self.disk_bytes or self.coded_host_bytes
-
     def to_dict(self) -> dict[str, Any]:
         """The settings as a dict of plain values, for pickling to other processes."""
         return asdict(self)

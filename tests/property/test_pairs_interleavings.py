@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.coverage import run_until_counted
 from tests.property.worlds.taint_world import IDENTITY, Request, World, Wrong
 
 ROUNDS = 8
@@ -48,16 +48,8 @@ def test_no_row_is_behind_which_another_token_came(
     shown = ["saved_pages", "loaded_pages", "restored_pages"]
     shown += ["promoted_pages"] if with_disk else ["saved_again_pages"]
 
-    def one_round() -> None:
-        for _ in range(500):
-            world.step()
-        world.drain()
-
     try:
-        run_until_all_seen(
-            one_round, lambda: missing(world.store.stats(), tuple(shown)), num_rounds=ROUNDS
-        )
-        print(world.counts, world.store.stats())
+        run_until_counted(world, tuple(shown), num_rounds=ROUNDS)
     finally:
         world.close()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.coverage import run_until_counted
 from tests.property.worlds.taint_world import World
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
@@ -41,13 +41,7 @@ def test_what_is_said_to_be_exact_is(make: Make, core: str, seed: int) -> None:
     policy = ("write_through", "write_back")[seed % 2]
     world = make(seed, core=core, policy=policy, raw_share=(0.0, 0.3)[seed // 2 % 2])
 
-    def one_round() -> None:
-        for _ in range(500):
-            world.step()
-        world.drain()
-
     shown = (
         "saved_lossy_pages", "loaded_lossy_pages", "replaced_pages", "device_replaced_pages",
     )  # fmt: skip
-    run_until_all_seen(one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS)
-    print(world.counts, world.store.stats())
+    run_until_counted(world, shown, num_rounds=ROUNDS)

@@ -129,6 +129,17 @@ def check_counts(server: Server) -> dict[str, Any]:
     return host
 
 
+def check_down_to_dram(server: Server, plain: Plain) -> None:
+    """Prompts and some of one shape, computed, then off the device, then from DRAM."""
+    which = prompts()
+    check_right(answers(server, which), plain.computed)
+    assert values(answers(server, which)) == values(plain.hits)
+    check_right(answers(server, ALIKE[:2]), plain.alike[:2])
+    drop_device(server)
+    check_hits(answers(server, which), plain.hits, "host", above=1000)
+    check_right(answers(server, ALIKE[1::-1]), plain.alike[1::-1])
+
+
 def test_images_and_states_come_back_from_dram_and_from_disk(plain: Plain, tmp_path: Path) -> None:
     """Bit for bit as they do from the device of plain SGLang; another image is another prompt."""
     which = prompts()
@@ -136,12 +147,7 @@ def test_images_and_states_come_back_from_dram_and_from_disk(plain: Plain, tmp_p
     assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 10 * TOLERANCE
     args = (*LARGE, *STATES)
     with server_of(plain.model, *args, folder=tmp_path) as server:
-        check_right(answers(server, which), plain.computed)
-        assert values(answers(server, which)) == values(plain.hits)
-        check_right(answers(server, ALIKE[:2]), plain.alike[:2])
-        drop_device(server)
-        check_hits(answers(server, which), plain.hits, "host", above=1000)
-        check_right(answers(server, ALIKE[1::-1]), plain.alike[1::-1])
+        check_down_to_dram(server, plain)
         drop_device(server)
         with ThreadPoolExecutor(6) as pool:  # of one shape, stored and new, beside texts
             found = list(pool.map(lambda prompt: ask(server, prompt), [*ALIKE[:3], *TEXTS]))
@@ -208,12 +214,7 @@ def test_two_ranks_keep_images_and_states(tmp_path: Path) -> None:
     plain = plain_answers(model, ranks=2)
     args = (*LARGE, *STATES)
     with server_of(model, *args, folder=tmp_path, ranks=2) as server:
-        check_right(answers(server, which), plain.computed)
-        assert values(answers(server, which)) == values(plain.hits)
-        check_right(answers(server, ALIKE[:2]), plain.alike[:2])
-        drop_device(server)
-        check_hits(answers(server, which), plain.hits, "host", above=1000)
-        check_right(answers(server, ALIKE[1::-1]), plain.alike[1::-1])
+        check_down_to_dram(server, plain)
         check_counts(server)
     small = ("--max-total-tokens", "3072", "--max-mamba-cache-size", "32")
     right = dict(zip(MANY, plain.many, strict=True))

@@ -217,7 +217,7 @@ def converse(pair: Pair, turns: Sequence[Turn], *, are_planned_again: bool = Fal
     """The same conversation with both, of which all is reused that the plain server reused.
 
     The devices are flushed, so the prefill server takes what it computed from DRAM, and answers
-    from the store.
+    from the store. In the end both have stored all that they will.
 
     Args:
         pair: both.
@@ -247,3 +247,17 @@ def converse(pair: Pair, turns: Sequence[Turn], *, are_planned_again: bool = Fal
     assert not any(counted(pair.decode, "received_inexact_requests"))
     assert not any(counted(pair.decode, "loaded_pages"))
     assert not any(counted(pair.prefill, "load_failures"))
+
+
+def check_last_turn(pair: Pair, last: Turn) -> Any:
+    """Of servers that just started: what is known comes from disk and store, some from the latter.
+
+    Returns:
+        What the decode server answered.
+    """
+    prefilled, decoded = pair.ask(last.prompt)
+    reused = {"disk": 0, "remote": 0, **by_tier(prefilled)}
+    assert reused["disk"] + reused["remote"] == last.num_known * PAGE, reused
+    assert reused["remote"] > 0  # the answer before, which the decode server wrote
+    assert tokens_and_logprobs(decoded) == last.answer
+    return decoded

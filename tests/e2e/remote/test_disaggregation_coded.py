@@ -13,12 +13,13 @@ import pytest
 from sglang_ext.tiers.records.record import parse_header
 from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.server import TINYLM
-from tests.e2e.hier_server import PAGE, by_tier, real_prompts, tokens_and_logprobs
+from tests.e2e.hier_server import real_prompts
 from tests.e2e.models.test_speculation import records
 from tests.e2e.remote.latent_model import write_latent_model
 from tests.e2e.remote.prefill_decode import (
     FIRST_TOKENS,
     TURN_TOKENS,
+    check_last_turn,
     converse,
     counted,
     plain_turns,
@@ -55,11 +56,6 @@ def test_what_is_coded_without_loss_comes_back_as_it_was(
         codecs = {parse_header(record)[0].codec for _, _, record in records(folder / name)}
         assert codecs == {"lossless"}
     with running_pair(folder, [*made.args, *CODEC], **how) as pair:  # after a kill -9 of both
-        last = turns[-1]
-        prefilled, decoded = pair.ask(last.prompt)
-        reused = {"disk": 0, "remote": 0, **by_tier(prefilled)}
-        assert reused["disk"] + reused["remote"] == last.num_known * PAGE, reused
-        assert reused["remote"] > 0  # the answer before, which the decode server wrote
-        assert tokens_and_logprobs(decoded) == last.answer
+        check_last_turn(pair, turns[-1])
         assert not any(counted(pair.decode, "received_foreign_requests"))
         assert not any(counted(pair.decode, "received_inexact_requests"))

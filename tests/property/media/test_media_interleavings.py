@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.property.media.media_world import MediaWorld
-from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.coverage import run_until_counted
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
@@ -45,16 +45,10 @@ def test_no_request_attends_to_another_image(make: Make, seed: int) -> None:
     kind = MediaWorld if seed < 4 else WithoutAxes
     world = make(seed, kind=kind, policy=("write_through", "write_back")[seed % 2])
 
-    def one_round() -> None:
-        for _ in range(500):
-            world.step()
-        world.drain()
-
     shown = (
         "image_requests",
         "unnamed_image_requests",
         "loaded_pages",
         "image_name_conflicts",
     )
-    run_until_all_seen(one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS)
-    print(world.counts, world.store.stats())
+    run_until_counted(world, shown, num_rounds=ROUNDS)

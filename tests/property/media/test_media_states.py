@@ -13,7 +13,7 @@ import pytest
 from sglang_ext.identity.media import images_of
 from tests.property.media.media_world import image_item
 from tests.property.media.state_media_world import StateMediaRequest, StateMediaWorld
-from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.coverage import run_until_counted
 from tests.property.worlds.window_world import PAGE
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
@@ -58,11 +58,6 @@ def test_no_request_goes_on_from_the_state_of_another_image(make: Make, seed: in
     options: list[dict[str, Any]] = [{}, {"policy": "write_back"}, {"num_states": 26}]
     world = make(seed, host_pages=200, **options[seed % 3])
 
-    def one_round() -> None:
-        for _ in range(500):
-            world.step()
-        world.drain()
-
     shown = (
         "image_requests",
         "unnamed_image_requests",
@@ -70,8 +65,7 @@ def test_no_request_goes_on_from_the_state_of_another_image(make: Make, seed: in
         "saved_states",
         "image_name_conflicts",
     )
-    run_until_all_seen(one_round, lambda: missing(world.store.stats(), shown), num_rounds=ROUNDS)
-    print(world.counts, world.store.stats())
+    run_until_counted(world, shown, num_rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("where", ["dram", "disk"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 MAX_ROUNDS = 40
 
@@ -31,3 +32,37 @@ def run_until_all_seen(
         if number >= num_rounds and not unseen():
             return
         assert number < MAX_ROUNDS * num_rounds, f"never happened: {unseen()}"
+
+
+class World(Protocol):
+    """What takes steps by chance, and counts."""
+
+    store: Any
+    counts: dict[str, int]
+
+    def step(self) -> None:
+        """One thing happens."""
+
+    def drain(self) -> None:
+        """All requests end."""
+
+
+def run_until_counted(
+    world: World, shown: Mapping[str, int] | tuple[str, ...], *, num_rounds: int
+) -> None:
+    """Rounds of 500 steps, behind each of which all ends, until its store has counted `shown`.
+
+    Raises:
+        AssertionError: see `run_until_all_seen`.
+    """
+
+    def one_round() -> None:
+        for _ in range(500):
+            world.step()
+        world.drain()
+
+    def unseen() -> list[str]:
+        return missing(world.store.stats(), shown)
+
+    run_until_all_seen(one_round, unseen, num_rounds=num_rounds)
+    print(world.counts, world.store.stats())

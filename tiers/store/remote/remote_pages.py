@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.page_rules import AnyPage, PageRules
-from sglang_ext.tiers.records.record import HEADER_BYTES, RecordError, RecordMeta, parse_header
-from sglang_ext.tiers.remote.base import Outcome, RemoteKey
-from sglang_ext.tiers.remote.items import GetRequest, HeadResult, OnKnown
+from sglang_ext.tiers.records.record import RecordError, parse_header
+from sglang_ext.tiers.remote.base import Outcome
+from sglang_ext.tiers.remote.items import GetRequest, OnKnown
 from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
@@ -29,6 +29,7 @@ from sglang_ext.tiers.store.movers.transfer_meter import TransferMeter
 from sglang_ext.tiers.store.remote.coded_remote import CodedRemote, Lookup, OpenCoded
 from sglang_ext.tiers.store.remote.fetch_queue import FetchQueue
 from sglang_ext.tiers.store.remote.put_share import EVERY_PAGE, PutShare
+from sglang_ext.tiers.store.remote.remote_heads import RemoteHeads
 from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup, RemoteLookupThread
 from sglang_ext.tiers.store.remote.upload_queue import RemoteUploads, remote_key
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan
@@ -85,6 +86,7 @@ class RemotePages:
         self._remote = remote
         self._decoded = decoded or DecodedPages()
         self._rules = rules or AnyPage()
+        self._heads = RemoteHeads(remote, self._rules)
         self._coded: CodedRemote | None = None
         if open_coded is not None:
             self._coded = open_coded(books, remote, self._decoded, self._rules)
@@ -98,7 +100,9 @@ class RemotePages:
             target=self._run_lookups, name="hier-kv-remote-fetch", daemon=True
         )
         self._thread.start()
-        self._lookup_thread = RemoteLookupThread(self._sizes, self._first, self._table.counters)
+        self._lookup_thread = RemoteLookupThread(
+            self._sizes, self._heads.first, self._table.counters
+        )
 
     def blame(self, space: KeySpace, page_hash: bytes) -> None:
         """A page that may have come from the store cannot be used. Does not block."""
@@ -249,43 +253,14 @@ class RemotePages:
 
     def _stored(self, lookup: Lookup, first: int, last: int) -> list[int]:
         """Qualities of the leading pages of [first, last) that the remote store has."""
-        heads = self._heads(lookup.space, lookup.hashes[first:last], lookup.max_quality)
+        heads = self._heads.leading(lookup.space, lookup.hashes[first:last], lookup.max_quality)
         return [quality for quality, _ in heads]
 
     def _sizes(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[int]:
         """Bytes of the leading pages that the remote store has; see `FindSizes`."""
         if self._coded is not None:
             return self._coded.sizes(space, hashes, max_quality)
-        return [num_bytes for _, num_bytes in self._heads(space, hashes, max_quality)]
-
-    def _heads(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[tuple[int, int]]:
-        """(quality, bytes) of the leading pages that the remote store has and are good enough."""
-        found: list[tuple[int, int]] = []
-        keys = [remote_key(space, row.tobytes()) for row in hashes]
-        for key, head in zip(keys, self._remote.head(keys), strict=True):
-            meta = self._admitted(key, head, max_quality)
-            if meta is None:
-                break
-            found.append((meta.quality, head.num_bytes))
-        return found
-
-    def _first(self, space: KeySpace, hashes: Hashes, max_quality: int) -> int | None:
-        """The first page that the store has and is good enough; see `FindFirst`."""
-        keys = [remote_key(space, row.tobytes()) for row in hashes]
-        for at, (key, head) in enumerate(zip(keys, self._remote.head(keys), strict=True)):
-            if self._admitted(key, head, max_quality) is not None:
-                return at
-        return None
-
-    def _admitted(self, key: RemoteKey, head: HeadResult, max_quality: int) -> RecordMeta | None:
-        """A header of the store's that may be of the page, which is good enough; else None."""
-        meta = head.meta
-        if meta is None or meta.quality > max_quality:
-            return None
-        if not self._rules.admits_header(meta, head.num_bytes - HEADER_BYTES):
-            self._remote.reject(key, "unsound")
-            return None
-        return meta
+        return [num_bytes for _, num_bytes in self._heads.leading(space, hashes, max_quality)]
 
     def _fetch(self, lookup: Lookup, first: int, last: int, quality: Sequence[int]) -> bool:
         """Reads pages [first, last) into DRAM; returns whether all are there now."""

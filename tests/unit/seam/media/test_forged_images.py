@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,25 +15,12 @@ from sglang_ext.tiers.records.record import FORMAT_VERSION, HEADER_BYTES
 from tests.property.media.media_world import MediaRequest, MediaWorld, image_item
 from tests.property.worlds.taint_world import PAGE
 from tests.tiers.protection_cases import seals
+from tests.unit.seam.media.conftest import Make
 
 TEXT = [100 + at for at in range(6 * PAGE + 1)]
 SPAN = (5, 16)
 FORGED = 2  # a page of the image alone
 _VERSION_AT, _PROOF_AT = 4, 432  # in a header; see docs/formats.md
-Make = Callable[..., MediaWorld]
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    worlds: list[MediaWorld] = []
-
-    def build(**options: Any) -> MediaWorld:
-        worlds.append(MediaWorld(tmp_path / str(len(worlds)), monkeypatch, 1, **options))
-        return worlds[-1]
-
-    yield build
-    for world in worlds:
-        world.close()
 
 
 class Segment:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,26 +21,12 @@ from tests.property.media.media_world import (
     scheduler,
 )
 from tests.property.worlds.taint_world import PAGE
+from tests.unit.seam.media.conftest import Make
 
 TEXT = [100 + at for at in range(6 * PAGE + 1)]
 SPAN = (5, 16)  # begins and ends within pages
 NUM_BEFORE = SPAN[0] // PAGE * PAGE
 WHOLE = 6 * PAGE
-
-Make = Callable[..., MediaWorld]
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    worlds: list[MediaWorld] = []
-
-    def build(**options: Any) -> MediaWorld:
-        worlds.append(MediaWorld(tmp_path / str(len(worlds)), monkeypatch, 1, **options))
-        return worlds[-1]
-
-    yield build
-    for world in worlds:
-        world.close()
 
 
 def ask(world: MediaWorld, *items: Any, text: list[int] = TEXT, **options: Any) -> MediaRequest:
