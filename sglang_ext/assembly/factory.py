@@ -35,7 +35,7 @@ from sglang_ext.assembly.key_setup import Trust, build_trust
 from sglang_ext.assembly.limits import record_bytes, tell_limits
 from sglang_ext.assembly.one_copy import OneCopy, agree_on_one_copy, may_keep_one_copy, reader_store
 from sglang_ext.assembly.policy_setup import placement_of
-from sglang_ext.assembly.remote_setup import are_alike, open_remote, put_share
+from sglang_ext.assembly.remote_setup import are_alike, open_remote, put_share, text_time
 from sglang_ext.assembly.state_setup import (
     attention_layers,
     check_room,
@@ -473,7 +473,7 @@ def _build_store(
         on_fetch=feeds.on_fetch,
         open_coded=None
         if remote_codec is None
-        else coded_pages(remote_codec, feeds.cost.prefill_s, config.slo_ms / 1e3 or None),
+        else coded_pages(remote_codec, text_time(config, feeds.cost), config.slo_ms / 1e3 or None),
         rules=rules,
         counters=feeds.counters,
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.assembly.key_setup import Trust
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.ranks.rank import RankPlace
+from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.indexed import KIND as INDEXED
 from sglang_ext.tiers.access import shown
 from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig, open_engine, parse_remote_url
 from sglang_ext.tiers.store import PutShare
 
@@ -95,3 +98,14 @@ def put_share(place: RankPlace) -> PutShare:
     """
     ranks_of_node = place.tp_size // place.num_nodes
     return PutShare(place.tp_rank % ranks_of_node, ranks_of_node)
+
+
+def text_time(config: HierKVConfig, cost: CostModel) -> Callable[[int, int], float | None]:
+    """What fetches of coded pages take for the time to compute tokens behind others.
+
+    It is unknown, and all that is found is fetched, unless the settings let a request compute what
+    is stored: under `cost`, and where a time to the first token is to be kept.
+    """
+    if config.prefetch_policy == "cost" or config.slo_ms:
+        return cost.prefill_s
+    return lambda num_new, num_before: None
