@@ -79,11 +79,10 @@ def _size(chosen: argparse.Namespace) -> int:
     sizes = _sizes(chosen, traffic, model.bytes_per_token)
     found = []
     each = predict(traffic, model.bytes_per_token, sizes, chosen.disk_gb_s)
-    for number, prediction in enumerate(each, start=1):
+    _tell_progress(0, len(sizes))
+    for prediction in each:
         found.append(prediction)
-        if sys.stderr.isatty():
-            end = "\r" if number < len(sizes) else "\n"
-            print(f"simulated {number} of {len(sizes)} sizes", end=end, file=sys.stderr)  # noqa: T201
+        _tell_progress(len(found), len(sizes))
     best = choose(found)
     if chosen.json:
         shown = {
@@ -98,6 +97,12 @@ def _size(chosen: argparse.Namespace) -> int:
         return 0
     print("\n".join(_table(model, traffic, found, best)))  # noqa: T201
     return 0
+
+
+def _tell_progress(num_done: int, num: int) -> None:
+    if sys.stderr.isatty():
+        end = "\r" if num_done < num else "\n"
+        print(f"simulated {num_done} of {num} sizes", end=end, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _model(chosen: argparse.Namespace) -> Any:

@@ -22,6 +22,7 @@ _WARM_UP_SHARE = 0.4
 # A server is taken to be fast enough for its traffic: without reuse it would be busy half the time.
 _LOAD = 0.5
 _MOST_TURNS, _MOST_PAGES = 1_000_000, 50_000_000
+_MOST_CHATS_PER_HOUR = 1e9
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Chats:
             name = "chats-per-hour" if name == "per_hour" else name.replace("_", "-")
             what = "above 0" if is_above_0 else f"of at least {least:g}"
             raise ValueError(f"--{name} must be a number {what}, got {value:g}")
+        if self.per_hour > _MOST_CHATS_PER_HOUR:
+            raise ValueError(
+                f"--chats-per-hour must be at most {_MOST_CHATS_PER_HOUR:g}, got {self.per_hour:g}"
+            )
 
 
 @dataclass(frozen=True)

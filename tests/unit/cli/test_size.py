@@ -154,6 +154,7 @@ def test_the_bundled_model_has_the_size_that_servers_store() -> None:
         ([str(TINYLM), *SMALL, "--host-size", "1", "--disk-size", "1e-5"], "give --disk-size at l"),
         ([str(TINYLM), *SMALL, "--think-s", "-1"], "--think-s must be a number of at least 0"),
         ([str(TINYLM), *SMALL, "--first-tokens", "0"], "--first-tokens must be a number above 0"),
+        ([str(TINYLM), "--chats-per-hour", "1e300"], "--chats-per-hour must be at most 1e+09"),
         ([str(TINYLM), *SMALL, "--turns", "1e7"], "give shorter chats"),
         ([str(TINYLM), *SMALL, "--first-tokens", "1e12"], "give shorter chats"),
         ([str(TINYLM), *SMALL, "--disk-size", "4"], "--disk-size needs --host-size"),
