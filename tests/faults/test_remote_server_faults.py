@@ -232,6 +232,7 @@ def test_values_that_were_overwritten_are_misses(world: World) -> None:
         redis.call("SET", name, b"garbage" * 40_000)  # type: ignore[arg-type]
     world.forget()
     assert world.remote_tokens(world.prompts[1]) == 0
+    assert world.remote("error_rejected_bad_magic") > 0
     redis.call("FLUSHALL")
     world.forget()
     world.recover()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sglang_ext.tiers.records.record import ByteArray, RecordMeta
+from sglang_ext.tiers.records.record import ByteArray, RecordMeta, VerifyResult
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey
 
 
@@ -41,11 +41,13 @@ class HeadResult(NamedTuple):
         outcome: OK, or why there is no header.
         meta: what the header says; None without one.
         num_bytes: length of the record; 0 without one.
+        rejected: what is wrong with what is there; None where nothing is. It is not counted yet.
     """
 
     outcome: Outcome
     meta: RecordMeta | None = None
     num_bytes: int = 0
+    rejected: VerifyResult | None = None
 
 
 class PutItem(NamedTuple):

@@ -310,14 +310,12 @@ class RemoteStore:
         return self._config.timeout_s + num_bytes / self._config.write_bytes_per_s
 
     def head(self, keys: Sequence[RemoteKey], timeout_s: float | None = None) -> list[HeadResult]:
-        """Reads the headers of records: which there are, how long and how good. One round trip."""
+        """Reads the headers of records: which there are, how long and how good. One round trip.
+
+        One that is not the key's is told of and not counted: who takes it for a miss says `reject`.
+        """
         names = self._names(keys)
-        heads = [
-            HeadResult(Outcome.OK, found.meta, found.total_bytes)
-            if isinstance(found, HeaderFacts)
-            else HeadResult(found)
-            for found in self._facts(keys, names, self._deadline(timeout_s))
-        ]
+        heads = [_head_of(found) for found in self._facts(keys, names, self._deadline(timeout_s))]
         self._tell(keys, [head.outcome for head in heads])
         return heads
 
@@ -432,20 +430,20 @@ class RemoteStore:
 
     def _facts(
         self, keys: Sequence[RemoteKey], names: Sequence[str], deadline: Deadline
-    ) -> list[HeaderFacts | Outcome]:
-        """What the headers of records say, or why there is none."""
+    ) -> list[HeaderFacts | VerifyResult | Outcome]:
+        """What the headers of records say, what is wrong with them, or why there is none."""
         outs = np.zeros((len(keys), HEADER_BYTES), np.uint8)
         wanted = [index for index, name in enumerate(names) if name]
         fetches = [Fetch(names[index], outs[index]) for index in wanted]
-        found: list[HeaderFacts | Outcome] = [Outcome.MALFORMED] * len(keys)
+        found: list[HeaderFacts | VerifyResult | Outcome] = [Outcome.MALFORMED] * len(keys)
 
         def on_fetched(position: int, num_bytes: int) -> None:
             index = wanted[position]
-            facts = checked_facts(outs[index, :num_bytes], keys[index], seals=self._seals)
             if num_bytes == 0 or names[index] in bad:
                 found[index] = Outcome.MISSING
             else:
-                found[index] = Outcome.REJECTED if isinstance(facts, VerifyResult) else facts
+                start = outs[index, :num_bytes]
+                found[index] = checked_facts(start, keys[index], seals=self._seals)
 
         with self._lock:
             bad = {name for name in names if name in self._bad}
@@ -499,3 +497,11 @@ class RemoteStore:
             batch = names[first : first + 512]
             deadline = self._deadline(None)
             self._guard.run(lambda: self._engine.touch(batch, deadline))  # noqa: B023
+
+
+def _head_of(found: HeaderFacts | VerifyResult | Outcome) -> HeadResult:
+    if isinstance(found, HeaderFacts):
+        return HeadResult(Outcome.OK, found.meta, found.total_bytes)
+    if isinstance(found, VerifyResult):
+        return HeadResult(Outcome.REJECTED, rejected=found)
+    return HeadResult(found)

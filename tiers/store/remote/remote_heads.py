@@ -44,11 +44,14 @@ class RemoteHeads:
     ) -> Iterator[tuple[RecordMeta | None, int]]:
         """Each page's header, if it may be of the page and that is good enough; and its length.
 
-        Lazy: of what is not looked at nothing is rejected.
+        What is there and is not this page's is counted here: as no header of it is found, nobody
+        reads it whole. Lazy: of what is not looked at nothing is rejected.
         """
         keys = [remote_key(space, row.tobytes()) for row in hashes]
         for key, head in zip(keys, self._remote.head(keys), strict=True):
             meta = head.meta
+            if head.rejected is not None:
+                self._remote.reject(key, head.rejected.value)
             if meta is not None and meta.quality > max_quality:
                 meta = None
             if meta and not self._rules.admits_header(meta, head.num_bytes - HEADER_BYTES):
