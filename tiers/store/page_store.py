@@ -151,7 +151,7 @@ class PageStore:
         self._books = Books(
             arena,
             index,
-            has_disk=disk is not None,
+            disk_pages=None if disk is None else disk.max_bytes // arena.slot_bytes,
             write_policy=config.write_policy,
             counters=self.counters,
             events=self.events,
