@@ -183,6 +183,11 @@ class Tier(abc.ABC):
 
     persistent: bool = True
 
+    @property
+    @abc.abstractmethod
+    def max_bytes(self) -> int:
+        """Bound on the bytes of its records, of all namespaces together."""
+
     @abc.abstractmethod
     def open_namespace(
         self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False

@@ -96,8 +96,8 @@ def _report(sizes: Sizes, results: Mapping[str, Result]) -> Report:
     if sizes.scale < 1:
         report.notes.append(
             f"Quick: {sizes.scale:.0%} of the conversations with {sizes.scale:.0%} of the SSD and"
-            f" {sizes.host_scale:.0%} of DRAM, two models, and the first part of the trace. Only"
-            " the full run is comparable with the paper."
+            f" {sizes.host_scale:.0%} of DRAM, one model, and the first part of the trace; one"
+            " capacity of the other workloads. Only the full run is comparable with the paper."
         )
     return report
 

@@ -13,7 +13,6 @@ from bench.policies.workloads.bundled import BUNDLED
 from bench.policies.workloads.models import (
     CHAT_MODELS,
     LLAMA_13B,
-    LLAMA_65B,
     LLAMA_70B,
     MISTRAL_7B,
     MISTRAL_DECODE_STEP_S,
@@ -81,9 +80,7 @@ class Sizes:
 
 
 FULL = Sizes(1.0, 1.0, CHAT_MODELS, 500, 1200, None)
-QUICK = Sizes(
-    0.02, 0.15, (LLAMA_13B, LLAMA_65B), 30, 45, 500, (600.0,), (0.25,), False, (0.05, 0.2)
-)  # fmt: skip
+QUICK = Sizes(0.02, 0.15, (LLAMA_13B,), 30, 45, 500, (600.0,), (0.25,), False, (0.2,))
 
 
 def chat_jobs(sizes: Sizes) -> Iterator[Job]:

@@ -226,8 +226,9 @@ class HierKVConfig:
     )
     pin_share: float = _knob(
         0.05,
-        "Largest share of DRAM, and of the disk, that holds pages which clients had pinned "
-        "(docs/hints.md) back until nothing else is left to leave. 0: pins do nothing.",
+        "Largest share of the pages that DRAM and disk have room for that clients may have pinned "
+        "(docs/hints.md), and of what lies in either that pins hold back until nothing else is "
+        "left to leave. 0: pins do nothing.",
         metavar="SHARE",
     )
     quotas: str = _knob(

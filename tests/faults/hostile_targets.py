@@ -426,7 +426,7 @@ class CodedPages(Target):
         books = Books(
             HostArena(2, LAYOUT.slot_bytes),
             PageIndex(16),
-            has_disk=False,
+            disk_pages=None,
             write_policy="write_through",
             counters=counters,
             events=EventLog(""),

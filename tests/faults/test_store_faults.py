@@ -87,7 +87,7 @@ def test_pages_whose_segment_was_reclaimed_can_leave_dram(tmp_path: Path) -> Non
     log = tmp_path / "events"
     disk = DiskTier(DiskConfig(tmp_path / "disk", max_bytes=2 << 20, min_free_bytes=0))
     store = PageStore(
-        HostArena(64, SLOT_BYTES), PageIndex(1024), disk, PageStoreConfig(event_log=str(log))
+        HostArena(64, SLOT_BYTES), PageIndex(1024), disk, PageStoreConfig("write_through", str(log))
     )
     store.connect(disk)
     store.open_namespace(NAMESPACE, {})

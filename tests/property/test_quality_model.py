@@ -70,7 +70,7 @@ class Model:
         self.books = Books(
             self.arena,
             PageIndex(64),
-            has_disk=True,
+            disk_pages=64,
             write_policy=policy,
             counters=StoreCounters(),
             events=EventLog(""),
@@ -306,7 +306,7 @@ class Model:
         books = Books(
             HostArena(2, 4096),
             index,
-            has_disk=True,
+            disk_pages=64,
             write_policy="write_through",
             counters=StoreCounters(),
             events=EventLog(""),

@@ -74,6 +74,11 @@ class CachedDiskTier(Tier):
     def keeper(self, keeper: PageKeeper | None) -> None:
         self._disk.keeper = keeper
 
+    @property
+    def max_bytes(self) -> int:
+        """See `Tier.max_bytes`; the disk's, as all that lies in memory lies on disk too."""
+        return self._disk.max_bytes
+
     def open_namespace(
         self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False
     ) -> RecoveredPages:

@@ -101,6 +101,11 @@ class MemoryTier(Tier):
         self._next_id = 1  # guarded by _write_lock
         self._is_closed = False  # guarded by _lock, changed under both
 
+    @property
+    def max_bytes(self) -> int:
+        """See `Tier.max_bytes`."""
+        return self._max_bytes
+
     def open_namespace(
         self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False
     ) -> RecoveredPages:

@@ -137,6 +137,11 @@ class DiskTier(Tier):
         self._is_closed = False  # changed under _closing and the write lock; read under either
         self._num_reading = 0  # guarded by _closing
 
+    @property
+    def max_bytes(self) -> int:
+        """See `Tier.max_bytes`; of the segment files, whose footers it counts too."""
+        return self._config.max_bytes
+
     def open_namespace(
         self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False
     ) -> RecoveredPages:

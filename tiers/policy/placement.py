@@ -74,14 +74,17 @@ class PlacementPolicy:
         self.hints = hint_kernels.new_hints(num_rows)
         self._lives = Lives(num_rows)
         self.pins = Pins(num_rows)
-        self._capacity = 0  # pages, of all tiers
         self.tiers: list[TierLists] = []
         self._generation = np.zeros(num_rows, np.uint32)
         self._names = np.zeros(num_rows, np.uint64)
         self._clock = 0
 
-    def add_tier(self, capacity_pages: int) -> TierLists:
+    def add_tier(self, capacity_pages: int, size_pages: int | None = None) -> TierLists:
         """Eviction lists over all pages of one tier, for owners without an LRU list of their own.
+
+        Args:
+            capacity_pages: pages that may lie there; return times are learned for so many.
+            size_pages: pages that are sure to find room, of which pins take a share; None: as many.
 
         Raises:
             ValueError: there are eight already.
@@ -91,9 +94,10 @@ class PlacementPolicy:
         shared = PolicyState(
             self.config, self.num_rows, self.order, self.queue, self.pages, self.hints
         )
-        tier = TierLists(shared, 1 << len(self.tiers), capacity_pages)
+        if size_pages is None:
+            size_pages = capacity_pages
+        tier = TierLists(shared, 1 << len(self.tiers), capacity_pages, size_pages)
         self.tiers.append(tier)
-        self._capacity += capacity_pages
         return tier
 
     # ---- what waits ----
@@ -285,7 +289,8 @@ class PlacementPolicy:
         """Somebody wants a conversation to stay for a time.
 
         Its pages leave behind all others that nobody waits for, while no more than
-        `PolicyConfig.pin_share` of a tier are pinned. For uses and hints they are what they are.
+        `PolicyConfig.pin_share` of a tier are pinned. Of the sizes of all tiers together no more
+        than that share is pinned at all. For uses and hints they are what they are.
 
         Args:
             path: the conversation's pages, root first.
@@ -299,7 +304,7 @@ class PlacementPolicy:
         """
         if not self.config.lookahead:
             return 0, 0
-        most = int(self.config.pin_share * self._capacity)
+        most = int(self.config.pin_share * sum(tier.size_pages for tier in self.tiers))
         new, lost, refused = self.pins.pin(
             self.pages, _as_rows(path), seconds, owner, most, now_s, gives_way=gives_way
         )

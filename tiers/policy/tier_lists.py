@@ -52,17 +52,26 @@ class TierLists:
         return_times: the estimator of this tier and its guard.
     """
 
-    def __init__(self, shared: PolicyState, bit: int, capacity_pages: int) -> None:
+    def __init__(self, shared: PolicyState, bit: int, capacity_pages: int, size_pages: int) -> None:
         self._shared = shared
         self._bit = bit
         shares = shared.config.shares
         self._lists = kernels.new_lists(shared.num_rows, 1 + len(shares))
         self._shares = np.array([max(0.0, 1.0 - sum(shares)), *shares])
         self.return_times = ReturnTimes(capacity_pages, shared.order)
+        self._capacity_pages, self._size_pages = capacity_pages, size_pages
 
     def __len__(self) -> int:
         """Pages in the tier."""
         return int(self._lists.counts[kernels.COUNT])
+
+    @property
+    def size_pages(self) -> int:
+        """Pages that the tier has room for: as many as are sure to find it, or as lie here.
+
+        There are more of the latter where pages are coded, up to the capacity.
+        """
+        return max(self._size_pages, min(len(self), self._capacity_pages))
 
     @property
     def num_pinned(self) -> int:

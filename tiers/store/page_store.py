@@ -22,6 +22,7 @@ from sglang_ext.tiers.remote.items import OnKnown
 from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.books.lost_pages import Absence
+from sglang_ext.tiers.store.books.write_policy import DEFAULT_POLICY
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.disk_coding import KeepRaw
 from sglang_ext.tiers.store.events import EventLog
@@ -73,7 +74,7 @@ class PageStoreConfig:
         put_share: of these, the ones that this process puts; others are put by who holds the same.
     """
 
-    write_policy: str = "write_through"
+    write_policy: str = DEFAULT_POLICY
     event_log: str = ""
     placement: PolicyConfig | None = None
     remote_policy: str = "all"
@@ -151,7 +152,7 @@ class PageStore:
         self._books = Books(
             arena,
             index,
-            has_disk=disk is not None,
+            disk_pages=None if disk is None else disk.max_bytes // arena.slot_bytes,
             write_policy=config.write_policy,
             counters=self.counters,
             events=self.events,

@@ -65,7 +65,7 @@ def test_what_is_held_twice_is_told_where_the_disk_is_small(
 
 
 def test_by_default_a_small_disk_adds_up_with_dram_and_a_large_one_has_all() -> None:
-    assert HierKVConfig().write_policy == DEFAULT_POLICY
+    assert HierKVConfig().write_policy == PageStoreConfig().write_policy == DEFAULT_POLICY
     assert policy_for_sizes(DEFAULT_POLICY, 10, 160) == "auto"
     assert policy_for_sizes(DEFAULT_POLICY, 10, 161) == "write_through"
     assert policy_for_sizes("write_back", 10, 161) == "write_back"

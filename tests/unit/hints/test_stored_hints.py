@@ -114,6 +114,21 @@ def test_on_disk_what_is_pinned_stays_too(make: Make) -> None:
     assert rig.on_disk(first) == 16
 
 
+def test_the_share_is_of_the_room_in_dram_and_on_disk_and_not_of_the_rows_of_the_index(
+    make: Make,
+) -> None:
+    rig = make(slots=20, lookahead=True, max_bytes=80 * 8192, segment_bytes=16 * 8192,
+               pin_share=0.1, index=125)  # fmt: skip
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    for number in range(5):
+        chat = pages(f"chat-{number}", 10)
+        _serve(rig, chat)
+        rig.settle()
+        lookahead.pin(rig.space, chat, owner=number, seconds=600.0)
+    assert rig.store.stats()["pinned_now_pages"] == (20 + 80) // 10
+
+
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_what_is_demoted_is_written_and_leaves_dram_first_and_not_the_disk(
     make: Make, policy: str

@@ -140,6 +140,21 @@ def test_more_pins_in_a_tier_than_its_share_are_as_if_there_were_none() -> None:
     assert set(left[-7:].tolist()) <= set(_chat(2).tolist())
 
 
+def test_of_a_tier_with_more_pages_than_it_is_sure_to_hold_the_share_is_of_these() -> None:
+    """Coded pages are shorter than the room of a page."""
+    policy = PlacementPolicy(1024, PolicyConfig(pin_share=0.1))
+    disk = policy.add_tier(400, 40)
+    room = []
+    for number in range(12):
+        policy.used(_chat(number), float(number))
+        disk.enter(_chat(number))
+        policy.unpin(_rows(range(120)))
+        for owner in range(12):
+            policy.pin(_chat(number), 20.0, owner=owner, seconds=60.0)
+        room.append(len(policy.pins))
+    assert room == [4, 4, 4, 4, 5, 6, 7, 8, 9, 10, 10, 10]
+
+
 def test_worth_says_the_same_as_the_order() -> None:
     policy = _pinning(3)
     policy.pin(_chat(0), 5.0, owner=0, seconds=60.0)

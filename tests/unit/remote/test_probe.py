@@ -56,7 +56,7 @@ def prober(tmp_path: Path) -> Iterator[Prober]:
     books = Books(
         arena,
         PageIndex(64),
-        has_disk=False,
+        disk_pages=None,
         write_policy="write_through",
         counters=StoreCounters(),
         events=EventLog(""),

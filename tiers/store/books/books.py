@@ -51,7 +51,7 @@ class Books:
         arena: HostArena,
         index: PageIndex,
         *,
-        has_disk: bool,
+        disk_pages: int | None,
         write_policy: str,
         counters: StoreCounters,
         events: EventLog,
@@ -65,7 +65,8 @@ class Books:
         Args:
             arena: the slots.
             index: the rows.
-            has_disk: whether there is a disk tier.
+            disk_pages: pages of a slot's length that the disk tier has room for; None: there is
+                none.
             write_policy: see `PageStoreConfig`.
             counters: where things are counted.
             events: the store's log.
@@ -78,9 +79,10 @@ class Books:
         looks_ahead = policy is not None
         if policy is None:
             policy = PlacementPolicy(index.capacity, LEAST_RECENT)
+        has_disk = disk_pages is not None
         disk_first = has_disk and write_policy in ("write_through", "auto")
         order = DramOrder(arena, index, policy, disk_first=disk_first)
-        disk_order = DiskOrder(index, policy) if has_disk else None
+        disk_order = None if disk_pages is None else DiskOrder(index, policy, disk_pages)
         self.table = table = PageTable(
             arena, index, policy, order=order, disk_order=disk_order, counters=counters,
             events=events, clock=clock,

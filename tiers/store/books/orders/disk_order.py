@@ -26,11 +26,13 @@ class DiskOrder:
     Args:
         index: where pages lie.
         policy: what the queue needs.
+        size_pages: pages of a slot's length that the disk has room for. Coded ones are shorter, so
+            there may be more, up to the rows of the index.
     """
 
-    def __init__(self, index: PageIndex, policy: PlacementPolicy) -> None:
+    def __init__(self, index: PageIndex, policy: PlacementPolicy, size_pages: int) -> None:
         self._index = index
-        self._lists = policy.add_tier(index.capacity)
+        self._lists = policy.add_tier(index.capacity, min(size_pages, index.capacity))
         self._segments = SegmentRows(index.capacity)
 
     def enter(self, rows: Rows) -> None:
