@@ -31,6 +31,9 @@ _READ_LATE = (
     *("HIER_KV_TEST_", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "SGLANG_TRACE_ASYNC"),
     *("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_", "SGLANG_CHECK_KV_PAGE_INVARIANTS"),
     *("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"),  # at the first product of matrices
+    # When something is compiled. A process that imports some of transformers' models gets it set,
+    # and all servers behind that would start as ever.
+    "TORCHINDUCTOR_CACHE_DIR",
 )
 _ROOT = Path(__file__).resolve().parent.parent
 _OWN = "PYTEST_"  # variables of one of pytest's processes

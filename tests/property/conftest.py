@@ -47,15 +47,24 @@ class SchedulerWaits:
         @functools.wraps(real)
         def call(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == self._thread:
-                self.note(Path(sys._getframe(1).f_code.co_filename), name)
+                self.note(sys._getframe(1).f_code.co_filename, name)
             return real(*args, **kwargs)
 
         return call
 
-    def note(self, caller: Path, name: str) -> None:
+    def note(self, caller: str, name: str) -> None:
         """Something was asked of torch by the code of a file."""
-        if caller.is_relative_to(_PLUGIN) and caller not in _OF_THE_CPU:
-            self.seen.add(f"{caller.relative_to(_PLUGIN)}: {name}")
+        if (place := _place_of(caller)) is not None:
+            self.seen.add(f"{place}: {name}")
+
+
+@functools.cache
+def _place_of(caller: str) -> Path | None:
+    """Where in the plugin a file is that must not wait for a device; None for any other."""
+    path = Path(caller)
+    if not path.is_relative_to(_PLUGIN) or path in _OF_THE_CPU:
+        return None
+    return path.relative_to(_PLUGIN)
 
 
 @pytest.fixture

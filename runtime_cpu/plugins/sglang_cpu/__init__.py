@@ -10,6 +10,7 @@ from typing import Any
 
 from .models.admission import admit
 from .models.experts import bind_shared_expert
+from .models.parts import find_parts_by_name
 from .models.rotation import rotate_in_place
 from .sparse.indexer import allow_sparse_models, bind_indexer
 from .states import allow_snapshots, bind_kernels
@@ -27,6 +28,7 @@ def load() -> None:
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])
     admit(NAME)
+    find_parts_by_name()
     allow_snapshots()
     allow_sparse_models()
     # Importing the attention layers costs seconds, and only a scheduler process has them anyway.

@@ -8,6 +8,7 @@ tracks states by rules that are written down here again (`track_extend`, `track_
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,10 @@ class StateWorld(WindowWorld):
         self._next = 0
         self._branches: dict[str, int | None] = {}
         self._free: list[set[int]] = [set(), set()]
+        self._part_bytes = self.layout.tail_offset - 512
+        # Each check of the store looks at all states in it.
+        self._values_of = functools.lru_cache(maxsize=1024)(self._make_values)
+        self._bytes_of = functools.lru_cache(maxsize=1024)(self._make_bytes)
         self.poison()
 
     # ---- the model ----
@@ -200,18 +205,32 @@ class StateWorld(WindowWorld):
         self, tokens: list[int], tenant: tuple[str | None, ...], weights: int
     ) -> list[torch.Tensor]:
         """The state behind some tokens: `[L, ...]` of each tensor."""
-        (last,) = self.prints(tokens, tenant, weights)[-1:].float()
+        (last,) = self.prints(tokens, tenant, weights)[-1:].tolist()
+        return self._values_of(tuple(last))
+
+    def _make_values(self, last: tuple[float, ...]) -> list[torch.Tensor]:
+        """The state behind a token with these fingerprints; nobody may write to it."""
+        prints = torch.tensor(last)
         out = []
         for tensor in self.snapshots.pool.tensors:
             values = torch.empty(tensor.shape[0], *tensor.shape[2:])
             number = values[0].numel()
+            marks = prints.repeat(-(-number // len(prints)))[:number].reshape(values.shape[1:])
             for layer in range(len(values)):
-                marks = last.repeat(-(-number // len(last)))[:number].reshape(values.shape[1:])
                 values[layer] = torch.where(marks % 2 == layer % 2, marks, -marks - layer)
             if tensor.dtype == torch.float32:  # no two values of it alike
                 values += torch.arange(number).reshape(values.shape[1:]) * 512
             out.append(values.to(tensor.dtype))
         return out
+
+    def _make_bytes(self, last: tuple[float, ...]) -> bytes:
+        """That state as it lies in DRAM, put together here, not by what is tested."""
+        pieces = []
+        for values in self._values_of(last):
+            piece = values.contiguous().view(torch.uint8).numpy().tobytes()
+            pieces.append(piece + bytes(-len(piece) % 64))
+        whole = b"".join(pieces)
+        return whole + bytes(-len(whole) % self._part_bytes)
 
     def write_state(self, slot: Any, req: Request, end: int) -> None:
         tenant = (req.extra_key, req.cache_salt)
@@ -320,14 +339,10 @@ class StateWorld(WindowWorld):
     def check_part(
         self, slot: Any, part: int, tokens: list[int], tenant: Any, weights: int
     ) -> None:
-        """Compares with bytes that are put together here, not by what is tested."""
-        pieces = []
-        for values in self.state_values(tokens, tenant, weights):
-            piece = values.contiguous().view(torch.uint8).numpy().tobytes()
-            pieces.append(piece + bytes(-len(piece) % 64))
-        size = self.layout.tail_offset - 512
-        whole = b"".join(pieces)
-        whole += bytes(-len(whole) % size)
+        """Compares with what `_make_bytes` says."""
+        (last,) = self.prints(tokens, tenant, weights)[-1:].tolist()
+        size = self._part_bytes
+        whole = self._bytes_of(tuple(last))
         if slot[512 : 512 + size].tobytes() != whole[part * size : (part + 1) * size]:
             raise WrongKVError(f"part {part} of the state behind {len(tokens)} tokens")
 

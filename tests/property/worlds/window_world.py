@@ -9,6 +9,7 @@ window. Rows that are free are poison.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 import time
@@ -77,6 +78,22 @@ MAX_TOKENS = 80
 POISON = np.int16(-0x4080)  # -1 in bfloat16
 # 256 numbers that bfloat16 holds, for each byte of what a row says.
 _NUM_PRINTS = 8
+
+
+# The same pages are looked at again and again, and a checksum a token is most of what a world does.
+@functools.lru_cache(maxsize=1 << 13)
+def _prints(tokens: tuple[int, ...], tenant: tuple[str | None, ...], weights: int) -> torch.Tensor:
+    """See `WindowWorld.prints`; nobody may write to it."""
+    print_ = zlib.crc32(repr((weights, tenant)).encode())
+    other = print_ ^ 0x5A5A5A5A
+    rows = array("Q")
+    for token in tokens:
+        value = token.to_bytes(4, "little")
+        print_ = zlib.crc32(value, print_)
+        other = zlib.adler32(value, other) ^ print_ >> 7
+        rows.append((print_ & 0xFFFFFFFF) << 32 | other & 0xFFFFFFFF)
+    rows_bytes = np.array(rows, "<u8").view(np.uint8).reshape(-1, _NUM_PRINTS)
+    return torch.from_numpy(rows_bytes).to(torch.bfloat16)
 
 
 # (model's layer, K or V, 0 or 1, heads and their size, offset in a slot) of a block.
@@ -309,15 +326,7 @@ class WindowWorld:
         self, tokens: Sequence[int], tenant: tuple[str | None, ...], weights: int
     ) -> torch.Tensor:
         """What the row of each token says, in every layer; bfloat16 `[N, 8]`."""
-        print_ = zlib.crc32(repr((weights, tenant)).encode())
-        other = print_ ^ 0x5A5A5A5A
-        rows = []
-        for token in tokens:
-            print_ = zlib.crc32(token.to_bytes(4, "little"), print_)
-            other = zlib.adler32(token.to_bytes(4, "little"), other) ^ print_ >> 7
-            both = (print_ & 0xFFFFFFFF) << 32 | other & 0xFFFFFFFF
-            rows.append([both >> 8 * byte & 255 for byte in range(_NUM_PRINTS)])
-        return torch.tensor(rows, dtype=torch.bfloat16).reshape(-1, _NUM_PRINTS)
+        return _prints(tuple(tokens), tenant, weights)
 
     def of_request(self, req: Request, end: int) -> torch.Tensor:
         tenant = (req.extra_key, req.cache_salt)

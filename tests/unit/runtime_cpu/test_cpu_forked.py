@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -52,6 +55,22 @@ def test_what_decides_about_imports_or_was_not_tried_needs_a_start(tmp_path: Pat
     assert not is_forked(tmp_path, {"TRITON_INTERPRET": "1"})
     assert not is_forked(tmp_path, {"PYTHONPATH": str(tmp_path)})  # lacks the stand-ins
     assert is_forked(tmp_path, {"SGLANG_PP_LAYER_PARTITION": "5,3"}, "--pp-size", "2")
+
+
+def test_what_the_import_of_a_model_sets_changes_nothing(tmp_path: Path) -> None:
+    """A test that writes a model would make all starts behind it slow."""
+    code = (
+        "import os; before = dict(os.environ)\n"
+        "from testkit.published_model import class_of_transformers\n"
+        "for name in ('Glm4vForConditionalGeneration', 'Mistral3ForConditionalGeneration',"
+        " 'Qwen3NextForCausalLM', 'DeepseekV3ForCausalLM'): class_of_transformers(name)\n"
+        "print([each for each in os.environ.items() if each not in before.items()])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    added = dict(ast.literal_eval(done.stdout.splitlines()[-1]))
+    assert is_forked(tmp_path, added), added
 
 
 @pytest.mark.parametrize(
