@@ -34,7 +34,7 @@ from tests.e2e.updates.weight_models import strange, variant
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-NUM_TURNS = 4
+NUM_TURNS = 6
 FAKE_HOST = "2.2.2.2"  # SGLang's: a prefill server sends such a request's KV to nobody
 
 
