@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,13 +50,9 @@ def write_random_model(
 
 def class_of_transformers(name: str) -> Any:
     """One of transformers' classes."""
-    # With some, sentencepiece is imported, whose compiled types warn. Where warnings are errors
-    # the import ends half-way, unnoticed, and the process with a crash.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        import transformers
+    import transformers
 
-        return getattr(transformers, name)
+    return getattr(transformers, name)
 
 
 @dataclass(frozen=True)
