@@ -14,11 +14,7 @@ from sglang_ext.admission.waiting_request import UNKNOWN, Remote, WaitingRequest
 from sglang_ext.tiers.store import PageStore, Plan, TierCounts
 
 MAX_ATTEMPTS: Final = 8
-"""After so many attempts the pages that are there are used, if none may still make room.
-
-What is being written to disk, and what leads to it, leaves DRAM only behind that. So the last
-attempt is one behind the end of all writes that were under way at the first: a bounded number.
-"""
+"""After so many attempts that brought nothing the pages that are there are used."""
 
 
 class RequestPlans:
@@ -64,15 +60,6 @@ class RequestPlans:
                 waiting.found = TierCounts(0, 0, 0)
         else:
             self.planned[waiting.number] = waiting
-            if plan.short and not waiting.attempts:
-                waiting.room_mark = self._store.spill_mark()
-
-    def is_its_turn(self, waiting: WaitingRequest, now_s: float) -> bool:
-        """Whether a request that is short of room may try again; see `MAX_ATTEMPTS`."""
-        if now_s < waiting.next_plan_s:
-            return False
-        room_comes = not self._store.is_spilled(waiting.room_mark)
-        return waiting.may_plan_again(now_s, MAX_ATTEMPTS - 1 if room_comes else None)
 
     def make_in_place_of(
         self, waiting: WaitingRequest, priority: int, behind: Iterable[WaitingRequest]

@@ -478,9 +478,7 @@ class WaitingRoom:
             # What is fetched for it now would be lost with the plan.
             self._next_try_s = min(self._next_try_s, self._now_s + LONGEST_PAUSE_S)
             return self._plans.is_enough(waiting, waiting.plan)
-        elif not (
-            waiting.is_first_for_once(position) or self._plans.is_its_turn(waiting, self._now_s)
-        ):
+        elif not (waiting.is_first_for_once(position) or waiting.may_plan_again(self._now_s)):
             self._next_try_s = min(self._next_try_s, waiting.next_plan_s)
             return not waiting.plan.short
         else:

@@ -188,8 +188,6 @@ class WaitingRequest:
             have run it.
         was_first: with look-ahead: it stood at the head of the queue when its plan was last made
             or looked at for want of room.
-        attempts: to complete a plan that is short, since it came to the head.
-        room_mark: `PageStore.spill_mark` when it was first short of room there.
         evictions: `PageStore.num_wanted_evicted` when its pages were last looked for, or UNKNOWN
             when they have to be looked for again.
         remote: how far the remote store was asked.
@@ -217,7 +215,6 @@ class WaitingRequest:
     had_turn: bool = False
     was_first: bool = False
     attempts: int = 0
-    room_mark: int = 0
     pause_s: float = FIRST_PAUSE_S
     next_plan_s: float = 0.0
     remote: Remote = Remote.NOT_ASKED
@@ -315,17 +312,11 @@ class WaitingRequest:
             self.attempts, self.pause_s = 0, FIRST_PAUSE_S
         return came
 
-    def may_plan_again(self, now_s: float, most_attempts: int | None = None) -> bool:
-        """Whether the turn of a plan that is short has come; the pauses between turns grow.
-
-        Args:
-            now_s: the time.
-            most_attempts: they are not counted above that; None: all are.
-        """
+    def may_plan_again(self, now_s: float) -> bool:
+        """Whether the turn of a plan that is short has come; the pauses between turns grow."""
         if now_s < self.next_plan_s:
             return False
         self.next_plan_s = now_s + self.pause_s
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
-        if most_attempts is None or self.attempts < most_attempts:
-            self.attempts += 1
+        self.attempts += 1
         return True

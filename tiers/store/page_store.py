@@ -454,16 +454,6 @@ class PageStore:
         else:
             self._promoter.cancel(plan)
 
-    def spill_mark(self) -> int:
-        """What is on its way to disk now, for `is_spilled`."""
-        return self._books.spills.num_ever_queued
-
-    def is_spilled(self, mark: int) -> bool:
-        """Whether all that was on its way at a mark is on disk, or will never be."""
-        spills = self._books.spills
-        num_ever = spills.num_ever_queued  # first: what comes in between counts as not written
-        return num_ever - spills.num_pages() >= mark
-
     @property
     def max_planned_pages(self) -> int:
         """Pages that all plans together may pin."""

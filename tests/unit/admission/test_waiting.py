@@ -153,24 +153,6 @@ def test_a_plan_that_never_gets_all_its_room_is_used_as_it_is() -> None:
     assert steps >= MAX_ATTEMPTS - 1
 
 
-def test_a_plan_is_not_used_as_it_is_while_writes_may_make_room_for_the_rest() -> None:
-    store = Store(fits=3, is_writing=True)
-    room, clock = make_room(store)
-    room.enter("a", prefix())
-    for _ in range(4 * MAX_ATTEMPTS):
-        for plan in store.plans:
-            store.arrive(plan)
-        step(room, clock, "a", LONGEST_PAUSE_S)
-        assert not room.may_admit("a")
-    store.is_writing, store.fits = False, 4  # all of it is found, but for one page
-    step(room, clock, "a", LONGEST_PAUSE_S)
-    for plan in store.plans:
-        store.arrive(plan)
-    step(room, clock, "a")
-    assert room.may_admit("a")
-    assert len(store.plans[0].rows) == 4
-
-
 def test_the_deadline_runs_from_when_the_scheduler_would_have_run_it() -> None:
     store = Store()
     room, clock = make_room(store, "timeout", 50.0)

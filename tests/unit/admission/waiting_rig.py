@@ -31,7 +31,6 @@ class Store:
     counters: StoreCounters = field(default_factory=StoreCounters)
     plans: list[Plan] = field(default_factory=list)  # that are not cancelled
     requests: list[Any] = field(default_factory=list)  # in order
-    is_writing: bool = False  # what was on its way to disk when a request was short of room
     num_orders: int = 0
     num_lookups: int = 0
     num_plans: int = 0
@@ -60,12 +59,6 @@ class Store:
     def take_changed(self, most: int) -> list[Any]:
         taken, self.changed = self.changed[:most], self.changed[most:]
         return taken
-
-    def spill_mark(self) -> int:
-        return 1
-
-    def is_spilled(self, mark: int) -> bool:
-        return not (mark and self.is_writing)
 
     def set_order(self, order: Sequence[Any]) -> None:
         self.num_orders += 1

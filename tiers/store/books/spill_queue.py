@@ -48,7 +48,6 @@ class SpillQueue:
         ready: notified when there may be something to write; of the table's lock.
         entries: what is queued; guarded by the lock.
         num_spilling: pages taken from it and not finished; one writer at a time.
-        num_ever_queued: pages since the start; written under the lock.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class SpillQueue:
         self.entries: deque[SpillEntry] = deque()
         self.num_spilling = 0
         self._to_clear: set[bytes] = set()
-        self.num_ever_queued = 0
 
     def take_clears(self) -> list[bytes]:
         """Takes the namespaces that the disk is to clear; ends with `end_clears`."""
@@ -173,7 +171,6 @@ class SpillQueue:
             slots = self._index.host_slot[rows].copy()
             generations = self._table.arena.generation[slots].copy()
             self.entries.append(SpillEntry(space, rows, slots, generations))
-            self.num_ever_queued += len(rows)
             self.ready.notify()
 
     def queue_from_root(self, rows: Rows) -> None:
