@@ -43,6 +43,16 @@ def run(
     )
 
 
+def run_until_found(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Runs worlds with a mistake in them until one is found; threads decide when it shows."""
+    for seed in range(1, 9):
+        try:
+            run(folder / str(seed), patch, "other sizes", seed, num_loads=1000)
+        except AssertionError as error:
+            if "few prompts are resumed" not in str(error):
+                raise
+
+
 def searched(rank: TruncationRank) -> dict[str, int]:
     """What became of a rank's searches; the same on all."""
     names = ("quoting_requests", "quote_search_disagreements", "quote_search_timeouts")
@@ -86,7 +96,7 @@ def test_ranks_that_compose_of_what_they_have_themselves_are_found_out(
     monkeypatch.setattr(ranks_world, "WAIT_S", 10.0)
     monkeypatch.setattr(rank_of_many, "WAIT_S", 10.0)
     with pytest.raises(RankDivergenceError, match="do not hold the same"):
-        run(tmp_path, monkeypatch, "other sizes", 1, num_loads=1000)
+        run_until_found(tmp_path, monkeypatch)
 
 
 def test_ranks_that_take_what_they_find_themselves_are_found_out(
@@ -103,7 +113,7 @@ def test_ranks_that_take_what_they_find_themselves_are_found_out(
     monkeypatch.setattr(ranks_world, "WAIT_S", 10.0)
     monkeypatch.setattr(rank_of_many, "WAIT_S", 10.0)
     with pytest.raises(RankDivergenceError, match="do not hold the same"):
-        run(tmp_path, monkeypatch, "other sizes", 1, num_loads=1000)
+        run_until_found(tmp_path, monkeypatch)
 
 
 def test_k_that_was_moved_to_another_place_is_found_out(
@@ -119,4 +129,4 @@ def test_k_that_was_moved_to_another_place_is_found_out(
     monkeypatch.setattr(ranks_world, "WAIT_S", 10.0)
     monkeypatch.setattr(rank_of_many, "WAIT_S", 10.0)
     with pytest.raises(Wrong, match="is not that of its positions"):
-        run(tmp_path, monkeypatch, "other sizes", 1, num_loads=1000)
+        run_until_found(tmp_path, monkeypatch)
