@@ -167,6 +167,15 @@ def run_cut(
     )
 
 
+def run_mistaken(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """See `run_until_found`."""
+
+    def one(folder: Path, seed: int) -> None:
+        run_cut(folder, patch, seed, num_loads=1000)
+
+    rank_of_many.run_until_found(one, folder, patch)
+
+
 def test_prompts_that_are_cut_load_their_own_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,10 +201,8 @@ def test_a_reader_that_makes_a_prompt_of_what_it_was_not_told_is_found_out(
 
     everywhere = Lockstep.everywhere
     monkeypatch.setattr(Lockstep, "everywhere", not_told)
-    monkeypatch.setattr(ranks_world, "WAIT_S", 10.0)
-    monkeypatch.setattr(rank_of_many, "WAIT_S", 10.0)
     with pytest.raises(RankDivergenceError, match="do not hold the same waiting requests"):
-        run_cut(tmp_path, monkeypatch, num_loads=1000)
+        run_mistaken(tmp_path, monkeypatch)
 
 
 def test_pins_of_cut_prompts_that_end_too_early_are_found_out(
@@ -203,7 +210,5 @@ def test_pins_of_cut_prompts_that_end_too_early_are_found_out(
 ) -> None:
     """Each rank tells of readings as ended when it has only begun them."""
     monkeypatch.setattr(SharedReadings, "num_ended", property(len))
-    monkeypatch.setattr(ranks_world, "WAIT_S", 10.0)
-    monkeypatch.setattr(rank_of_many, "WAIT_S", 10.0)
     with pytest.raises(AssertionError, match="a page changed while it was read"):
-        run_cut(tmp_path, monkeypatch, num_loads=1000)
+        run_mistaken(tmp_path, monkeypatch)

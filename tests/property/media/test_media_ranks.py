@@ -18,9 +18,8 @@ from sglang_ext.identity.media import Media, Naming, images_of
 from sglang_ext.ranks.consensus import RankDivergenceError
 from tests.property.media.media_world import MediaWorld
 from tests.property.media.state_media_world import StateMediaWorld
-from tests.property.worlds import ranks_world
 from tests.property.worlds.hybrid_ranks import StateRank
-from tests.property.worlds.rank_of_many import run_worlds
+from tests.property.worlds.rank_of_many import run_until_found, run_worlds
 from tests.property.worlds.taint_world import Request
 from tests.property.worlds.world_ranks import WorldRank
 
@@ -157,6 +156,10 @@ def test_ranks_that_forget_images_at_moments_of_their_own_are_found_out(
             super().one_round()
 
     monkeypatch.setattr(Naming, "images", property(images))
-    monkeypatch.setattr(ranks_world, "WAIT_S", 5.0)
+
+    def one(folder: Path, seed: int) -> None:
+        own = CASES["two"]
+        run_worlds(Forgetful, folder, monkeypatch, seed=seed, num_loads=NUM_LOADS, own=own)
+
     with pytest.raises(RankDivergenceError):
-        run_worlds(Forgetful, tmp_path, monkeypatch, seed=1, num_loads=NUM_LOADS, own=CASES["two"])
+        run_until_found(one, tmp_path, monkeypatch)

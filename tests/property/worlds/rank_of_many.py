@@ -6,6 +6,7 @@ size, late by its own chance, and losing pages at random. What has to be alike g
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -24,10 +25,19 @@ from sglang_ext.seam import cache as cache_module  # noqa: E402
 from sglang_ext.tiers.store import PageStore  # noqa: E402
 from sglang_ext.tiers.store.types import READY  # noqa: E402
 from testkit.slow.store import add_jitter  # noqa: E402
-from tests.property.worlds.ranks_world import WAIT_S, Wire  # noqa: E402
+from tests.property.worlds import ranks_world  # noqa: E402
+from tests.property.worlds.ranks_world import Wire  # noqa: E402
 
 JITTER_S, LOSS = 0.001, 0.02
 MAX_ROUNDS = 20
+# Worlds with a mistake: so many may not show it, and so long they wait for one another then.
+MAX_WORLDS, SHORT_WAIT_S = 8, 10.0
+
+
+class TooFewLoadsError(AssertionError):
+    """The rounds are over, and fewer prompts were resumed than should have been."""
+
+
 _SLOW = ("saves.begin", "saves.finish", "plans.begin", "plans.finish_promotion")
 
 
@@ -130,7 +140,7 @@ def run_worlds(
                 counts = world.counts
                 if counts["loaded"] >= num_loads and counts["quoted"] >= num_quotes:
                     return
-            raise AssertionError(f"few prompts are resumed: {world.counts}")
+            raise TooFewLoadsError(f"few prompts are resumed: {world.counts}")
         except BaseException as error:
             errors.append(error)
             wire.abort()
@@ -138,7 +148,7 @@ def run_worlds(
     threads = [threading.Thread(target=run, args=(world,), daemon=True) for world in worlds]
     for thread in threads:
         thread.start()
-    end_s = time.monotonic() + 4 * WAIT_S
+    end_s = time.monotonic() + 4 * ranks_world.WAIT_S
     for thread in threads:
         thread.join(max(0.0, end_s - time.monotonic()))
     try:
@@ -150,3 +160,21 @@ def run_worlds(
         for world in worlds:
             world.close()
     return worlds
+
+
+def run_until_found(
+    run: Callable[[Path, int], object], folder: Path, patch: pytest.MonkeyPatch
+) -> None:
+    """Runs worlds with a mistake in them, until one raises what it leads to.
+
+    Threads decide when a mistake shows, so one seed's rounds may end before.
+
+    Args:
+        run: runs worlds in a folder by a seed; more loads than there will be keep them going.
+        folder: for all of them.
+        patch: undone with the test.
+    """
+    patch.setattr(ranks_world, "WAIT_S", SHORT_WAIT_S)
+    for seed in range(1, 1 + MAX_WORLDS):
+        with contextlib.suppress(TooFewLoadsError):
+            run(folder / str(seed), seed)

@@ -205,8 +205,12 @@ class StateWorld(WindowWorld):
         self, tokens: list[int], tenant: tuple[str | None, ...], weights: int
     ) -> list[torch.Tensor]:
         """The state behind some tokens: `[L, ...]` of each tensor."""
-        (last,) = self.prints(tokens, tenant, weights)[-1:].tolist()
-        return self._values_of(tuple(last))
+        return self._values_of(self._last_print(tokens, tenant, weights))
+
+    def _last_print(
+        self, tokens: list[int], tenant: tuple[str | None, ...], weights: int
+    ) -> tuple[float, ...]:
+        return tuple(self.prints(tokens, tenant, weights)[-1].tolist())
 
     def _make_values(self, last: tuple[float, ...]) -> list[torch.Tensor]:
         """The state behind a token with these fingerprints; nobody may write to it."""
@@ -340,9 +344,8 @@ class StateWorld(WindowWorld):
         self, slot: Any, part: int, tokens: list[int], tenant: Any, weights: int
     ) -> None:
         """Compares with what `_make_bytes` says."""
-        (last,) = self.prints(tokens, tenant, weights)[-1:].tolist()
         size = self._part_bytes
-        whole = self._bytes_of(tuple(last))
+        whole = self._bytes_of(self._last_print(tokens, tenant, weights))
         if slot[512 : 512 + size].tobytes() != whole[part * size : (part + 1) * size]:
             raise WrongKVError(f"part {part} of the state behind {len(tokens)} tokens")
 
