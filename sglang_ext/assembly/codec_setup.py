@@ -78,6 +78,8 @@ def build_page_codec(
     kv_dtype: torch.dtype,
     runner: Any,
     place: RankPlace,
+    *,
+    has_states: bool = False,
 ) -> PageCodec | None:
     """The codec of records; None where none are kept, or where codecs cannot see the pool.
 
@@ -91,6 +93,7 @@ def build_page_codec(
         runner: SGLang's model runner: the weights name what is learned about the model, and a
             calibrated profile may lie in the model's folder or the cache folder.
         place: this rank's; of a calibrated profile it takes what is of its own heads.
+        has_states: parts of states lie in slots of such pages.
 
     Raises:
         HierKVConfigError: codec, level or profile cannot be had with this model; one sentence.
@@ -99,7 +102,7 @@ def build_page_codec(
         return None
     codec_id = config.record_codec
     try:
-        shape = _shape(pool, layout, kv_dtype)
+        shape = _shape(pool, layout, kv_dtype, has_states=has_states)
         return PageCodec(
             shape,
             codec_id,
@@ -119,6 +122,8 @@ def build_remote_codec(
     kv_dtype: torch.dtype,
     runner: Any,
     place: RankPlace,
+    *,
+    has_states: bool = False,
 ) -> RemotePageCodec | None:
     """The codec of the remote store; None where pages travel raw. Arguments as above.
 
@@ -129,7 +134,7 @@ def build_remote_codec(
     if codec_id == "none":
         return None
     try:
-        shape = _shape(pool, layout, kv_dtype)
+        shape = _shape(pool, layout, kv_dtype, has_states=has_states)
         return RemotePageCodec(
             shape,
             codec_id,
@@ -141,10 +146,18 @@ def build_remote_codec(
         raise HierKVConfigError(f"--hier-kv-codec remote={codec_id}: {error}.") from error
 
 
-def _shape(pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype) -> CodedShape:
+def _shape(
+    pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype, *, has_states: bool
+) -> CodedShape:
     name = DTYPE_NAMES.get(kv_dtype)
     if name is None:
         raise CodecError(f"codecs know no KV dtype {kv_dtype}")
+    if has_states and layout.gaps:
+        # A part of a state is all bytes in front of the tail, and codecs see those of planes.
+        raise CodecError(
+            f"codecs need pages without bytes between K and V of a model with states, these have "
+            f"{sum(gap.stop - gap.start for gap in layout.gaps)}; give a larger --page-size"
+        )
     return CodedShape.of(layout, name, int(pool.k[0].shape[2]))
 
 

@@ -25,6 +25,7 @@ from sglang_ext.settings.disaggregation import (
 )
 from sglang_ext.settings.indexed import KIND as INDEXED
 from sglang_ext.settings.indexed import outside_index
+from sglang_ext.settings.lossless import lossy_codec
 from sglang_ext.settings.model_kinds import MODEL_KINDS, STATE_KINDS, WITHOUT
 from sglang_ext.settings.speculation import (
     KEYED_BY_PAIRS,
@@ -153,13 +154,16 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) 
     """Refuses what was not tried with window layers that have a pool of their own."""
     # In one pool SGLang would have no room for layers of two shapes.
     advice = _WINDOW_ADVICE if kind == _WINDOW_KINDS[0] else _STATE_ADVICE
+    codec = ("a --hier-kv-codec that loses nothing", lossy_codec(config))
+    if kind != _WINDOW_KINDS[0]:  # whose pages are not of planes of one width
+        codec = ("--hier-kv-codec none", config.codec or "none")
     for expected, found in (
         *_of_hybrid_ranks(read),
         (
             "no --hier-kv-remote-url and data parallel attention",
             config.remote_url if has_attention_dp(read) else "",
         ),
-        ("--hier-kv-codec none", config.codec or "none"),
+        codec,
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
         ("no --enable-lora", "it" if read("enable_lora") or read("lora_paths") else ""),
@@ -189,7 +193,7 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
         *_of_captured_prefills(read, kind, resolved.architecture),
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
         *_of_hybrid_ranks(read),
-        ("--hier-kv-codec none", config.codec or "none"),
+        ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
         (

@@ -90,20 +90,21 @@ def prompts() -> list[list[int]]:
 
 
 def server_of(
-    case: Case, folder: Path, *, pool: int, num_states: int = 100, host_pages: int = 0
+    case: Case, folder: Path, *more: str, pool: int, num_states: int = 100, host_pages: int = 0
 ) -> Server:
     """A server with DRAM for that many pages, and a disk; a plain one for none.
 
     Args:
         case: the model.
         folder: for the log and the disk.
+        more: of its arguments.
         pool: tokens that the full layers have room for.
         num_states: states that there is room for on the device.
         host_pages: pages, or parts of states, in DRAM.
     """
     dtype = case.kind.dtype_name
     args = [*BASE, "--dtype", dtype, "--max-total-tokens", str(pool)]
-    args += ["--max-mamba-cache-size", str(num_states)]
+    args += ["--max-mamba-cache-size", str(num_states), *more]
     if host_pages:
         args += ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]
         args += ["--hier-kv-host-size", f"{(host_pages + 0.5) * case.slot_bytes / GIB:.9f}"]
@@ -183,7 +184,7 @@ class Earlier:
     folder: Path
     first: list[Any]
     restored: list[Any]
-    counted: dict[str, Any]
+    state: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -191,10 +192,13 @@ def earlier(
     case: Case, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Earlier:
     folder = tmp_path_factory.mktemp("tiers")
-    with server_of(case, folder, pool=8192, host_pages=HOST_PAGES) as server:
+    codec = ["--hier-kv-codec", "lossless"]
+    with server_of(case, folder, *codec, pool=8192, host_pages=HOST_PAGES) as server:
         first = answers(server, prompts)
         drop_device(server)
-        return Earlier(folder, first, answers(server, prompts), settled(server)["host"])
+        restored = answers(server, prompts)
+        settled(server)
+        return Earlier(folder, first, restored, state(server))
 
 
 @pytest.fixture(scope="module")
@@ -237,13 +241,17 @@ def test_a_hit_from_dram_is_what_the_device_would_have_given(
 ) -> None:
     assert values(earlier.first) == values(plain.first)
     check_hits(earlier.restored, plain.repeat, "host")
-    assert earlier.counted["host_capacity_pages"] == HOST_PAGES  # as large as they should be
+    counted = earlier.state["host"]
+    assert counted["host_capacity_pages"] == HOST_PAGES  # as large as they should be
     # A state where each chunk ends and at the last place for one; an answer reaches no further.
     grid = case.kind.grid
     states = sum(-(-(n // grid) // (CHUNK // grid)) for n in LENGTHS)
-    assert earlier.counted["saved_states"] == states
+    assert counted["saved_states"] == states
     pages = sum(n // grid * (grid // PAGE) for n in LENGTHS)
-    assert earlier.counted["saved_pages"] == pages + case.num_parts * states
+    assert counted["saved_pages"] == pages + case.num_parts * states
+    assert earlier.state["disk"]["codec"]["pages_coded"] >= counted["saved_pages"], earlier.state[
+        "disk"
+    ]
 
 
 def test_a_hit_from_disk_after_a_restart_is_what_the_device_would_have_given(

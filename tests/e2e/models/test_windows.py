@@ -69,10 +69,10 @@ def chats() -> list[list[list[int]]]:
 
 
 def server_of(
-    model: Path, folder: Path, *, pool: int, host_pages: int = 0, store: str = ""
+    model: Path, folder: Path, *more: str, pool: int, host_pages: int = 0, store: str = ""
 ) -> Server:
     """A server with DRAM for that many pages, and a disk or a store; a plain one for none."""
-    args = [*BASE, "--max-total-tokens", str(pool)]
+    args = [*BASE, "--max-total-tokens", str(pool), *more]
     if host_pages:
         args += ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]
         args += ["--hier-kv-host-size", f"{(host_pages + 0.5) * SLOT_BYTES / GIB:.9f}"]
@@ -150,8 +150,8 @@ def test_a_hit_is_what_the_device_would_have_given_from_every_tier(
     model: Path, chats: list[list[list[int]]], plain: dict[str, Any], tmp_path: Path
 ) -> None:
     """From DRAM, from disk, and in a server started on the disk that another one left."""
-    prompts = plain["prompts"]
-    with server_of(model, tmp_path, pool=8192, host_pages=400) as server:
+    prompts, codec = plain["prompts"], ["--hier-kv-codec", "lossless"]
+    with server_of(model, tmp_path, *codec, pool=8192, host_pages=400) as server:
         assert values(answers(server, prompts)) == values(plain["first"])
         settled(server)
         flush_device(server)
@@ -164,8 +164,10 @@ def test_a_hit_is_what_the_device_would_have_given_from_every_tier(
         ended = sum((n + NUM_TOKENS - 1) // PAGE > n // PAGE for n in LENGTHS)
         most = needed + ended + WINDOW_GROUPS * (windows + ended * WINDOW_PAGES)
         assert found["saved_pages"] <= most, (found, most)
+        # Those of window layers, too.
+        assert state(server)["disk"]["codec"]["pages_coded"] > needed
     # Another one, after a kill -9, with a tenth of the room.
-    with server_of(model, tmp_path, pool=8192, host_pages=60) as server:
+    with server_of(model, tmp_path, *codec, pool=8192, host_pages=60) as server:
         check_hits(answers(server, prompts), plain["repeat"], "disk")
         talks = talk(server, chats, after_turn=lambda: drop_device(server))
     ours, theirs = sum(cached(talks)), sum(cached(plain["talks"]))
@@ -183,7 +185,8 @@ def test_what_one_server_computed_another_one_gets_from_their_store(
     prompts = plain["prompts"]
     (tmp_path / "shared").mkdir()
     store = f"file://{tmp_path / 'shared'}?size=1GB"
-    with server_of(model, tmp_path, pool=8192, host_pages=400, store=store) as server:
+    codec = ["--hier-kv-codec", "remote=lossless"]
+    with server_of(model, tmp_path, *codec, pool=8192, host_pages=400, store=store) as server:
         connected(server)
         assert values(answers(server, prompts)) == values(plain["first"])
         saved = settled(server)["host"]["saved_pages"]
@@ -191,7 +194,9 @@ def test_what_one_server_computed_another_one_gets_from_their_store(
         while state(server)["host"].get("remote_written_pages", 0) < saved:
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
-    with server_of(model, tmp_path, pool=8192, host_pages=400, store=store) as server:
+    sizes = [path.stat().st_size for path in (tmp_path / "shared").rglob("*") if path.is_file()]
+    assert sum(size < 0.8 * SLOT_BYTES for size in sizes) > sum(n // PAGE for n in LENGTHS)
+    with server_of(model, tmp_path, *codec, pool=8192, host_pages=400, store=store) as server:
         connected(server)
         check_hits(answers(server, prompts), plain["repeat"], "remote")
         # Of what they have in common nobody went on behind; behind its own end each still can.
