@@ -155,7 +155,8 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) 
     # In one pool SGLang would have no room for layers of two shapes.
     advice = _WINDOW_ADVICE if kind == _WINDOW_KINDS[0] else _STATE_ADVICE
     codec = ("a --hier-kv-codec that loses nothing", lossy_codec(config))
-    if kind != _WINDOW_KINDS[0]:  # whose pages are not of planes of one width
+    # Pages of two shapes are not of planes of one width.
+    if kind != _WINDOW_KINDS[0] or is_disaggregated(read("disaggregation_mode")):
         codec = ("--hier-kv-codec none", config.codec or "none")
     for expected, found in (
         *_of_hybrid_ranks(read),
@@ -164,6 +165,8 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) 
             config.remote_url if has_attention_dp(read) else "",
         ),
         codec,
+        # It leaves pages to be computed, and a window is no use without all of its pages.
+        ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
         ("no --enable-lora", "it" if read("enable_lora") or read("lora_paths") else ""),
@@ -187,6 +190,8 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
     """Refuses what was not tried with layers that have a state a sequence."""
     read, kind = resolved.values.get, resolved.model_kind
     # SGLang spreads the heads of KDA over all ranks, and its pool those of a group.
+    stored = config.of_tier("codec", "remote")
+    coded_store = "" if stored == "none" else f"remote={stored}"
     shares_steps = kind != STATE_KINDS[0] and has_attention_dp(read)
     for expected, found in (
         ("no data parallel attention", "it" if shares_steps else ""),
@@ -194,6 +199,8 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
         *_of_hybrid_ranks(read),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
+        # What is asked of a coded store is pages that follow one another.
+        ("no --hier-kv-codec for a remote store", coded_store),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
         (

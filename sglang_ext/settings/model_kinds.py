@@ -62,8 +62,8 @@ MODEL_KINDS = {
     "swa": ModelKind(
         "a second pool for layers that see a window or a chunk, with K and V of the same shape",
         "gpt-oss, Mellum, Laguna, Llama 4, Step 3.5",
-        "exact, at the saved position, by one rank or several tensor parallel ones, without codec, "
-        "truncation, adapters or sessions; run with a small Mellum on a CPU, and by one rank with "
+        "exact, at the saved position, by one rank or several tensor parallel ones, with codecs "
+        "that lose nothing, without truncation, adapters or sessions; run with a small Mellum on a CPU, and by one rank with "
         "a small Llama 4 and a small Step 3.5 without experts",
         "tests/e2e/models/test_windows.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_hybrid_ranks.py; "
@@ -72,8 +72,8 @@ MODEL_KINDS = {
     "swa of two shapes": ModelKind(
         "a second pool for the window's layers, with K and V of another shape",
         "Gemma 4 (prompts with images or sound are neither stored nor loaded), MiMo V2",
-        "exact, at the saved position, by one rank or several tensor parallel ones, with what is "
-        "refused for those of one shape; run on a CPU with a small model of each, without experts, "
+        "exact, at the saved position, by one rank or several tensor parallel ones, without codec "
+        "and with what is refused for those of one shape; run on a CPU with a small model of each, without experts, "
         "by one rank and by two, of which MiMo V2 had a remote store",
         "tests/e2e/models/test_restored_kinds.py; tests/unit/device/test_blocks.py; "
         "tests/property/hybrids/test_window_interleavings.py; "
@@ -110,8 +110,8 @@ MODEL_KINDS = {
         "a state a sequence beside K and V of every head (Mamba2, gated delta rule)",
         "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5",
         "exact, at the positions at which SGLang's tree keeps a state, by one rank or several "
-        "tensor parallel ones, these without a remote store, without codec, truncation, adapters "
-        "or sessions; run on a CPU with a small model of each, those of Granite 4 and Nemotron-H "
+        "tensor parallel ones, these without a remote store, with codecs that lose nothing in DRAM "
+        "and on disk, without truncation, adapters or sessions; run on a CPU with a small model of each, those of Granite 4 and Nemotron-H "
         "without experts, by two ranks Qwen3-Next and Qwen3.5, with a remote store Qwen3-Next; "
         'prompts with images of Qwen3.5 ("Images" below); Granite 4 and Falcon-H1 without '
         "`--cuda-graph-backend-prefill breakable`, SGLang's default on a GPU",

@@ -106,9 +106,9 @@ class Setup:
     model: Path
     folder: Path
 
-    def server(self, *, pool: int = 8192, host_pages: int = 0) -> Server:
+    def server(self, *more: str, pool: int = 8192, host_pages: int = 0) -> Server:
         """A server with DRAM for that many pages a rank, and a disk; a plain one for none."""
-        args = [*BASE, *self.kind.args, "--max-total-tokens", str(pool)]
+        args = [*BASE, *self.kind.args, "--max-total-tokens", str(pool), *more]
         env = {**ENVIRONMENT, **self.kind.env}
         if host_pages:
             num_bytes = 2 * (host_pages + 0.5) * (self.kind.page_bytes + HEADER_BYTES)
@@ -148,7 +148,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     prompts = list(real_prompts([*LENGTHS, *kind.lengths], seed=3))
     with setup.server() as server:
         first, repeat = answers(server, prompts), answers(server, prompts)
-    with setup.server(host_pages=400) as server:
+    with setup.server("--hier-kv-codec", "lossless", host_pages=400) as server:
         computed = answers(server, prompts)
         settled(server)
         flush_device(server)
@@ -226,7 +226,7 @@ def test_what_one_rank_alone_has_lost_is_computed(served: Served, restarted: Ser
         for at in range(len(content) // 8, len(content), 300_000):
             content[at] ^= 0xFF
         segment.write_bytes(content)
-    with setup.server(host_pages=400) as server:
+    with setup.server("--hier-kv-codec", "lossless", host_pages=400) as server:
         found = answers(server, served.prompts)
         damaged = state(server)["tp_ranks"]
     print(cached(found), [rank["host"] for rank in damaged])
@@ -234,7 +234,7 @@ def test_what_one_rank_alone_has_lost_is_computed(served: Served, restarted: Ser
     assert sum(cached(found)) < sum(cached(served.repeat))
     check_by_transformers(served, served.prompts, found)
     shutil.rmtree(setup.second_rank)
-    with setup.server(host_pages=400) as server:
+    with setup.server("--hier-kv-codec", "lossless", host_pages=400) as server:
         found = answers(server, served.prompts)
     assert cached(found) == [0] * len(found)
     assert values(found) == values(served.first)

@@ -213,11 +213,13 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
     """Branches anywhere, evictions of both pools and all tiers, and what is restored in between."""
     rng = random.Random(9)
     prompts = branching_prompts(rng, 6, 40)
-    with server_of(model, tmp_path, pool=3072, host_pages=150) as server:
+    codec = ["--hier-kv-codec", "host=lossless,disk=lossless", "--hier-kv-host-coded-share", "0.2"]
+    with server_of(model, tmp_path, *codec, pool=3072, host_pages=180) as server:
         found = answers_at_once(server, prompts, rng, 70)
-        counted = state(server)["host"]
+        counted, coded = state(server)["host"], state(server)["disk"]["coded_host"]
     for prompt, answer in zip(prompts, found, strict=True):
         assert by_transformers.furthest(prompt, answer) < TOLERANCE
     from_tiers = sum(by_tier(a).get("host", 0) + by_tier(a).get("disk", 0) for a in found)
     assert from_tiers > 20 * PAGE, (from_tiers, counted)
     assert counted.get("load_failures", 0) == counted.get("save_failures", 0) == 0
+    assert coded["hits"] > 0, coded

@@ -204,7 +204,7 @@ NO_WINDOWS = {
         ],
         "no --hier-kv-remote-url and data parallel attention",
     ),
-    "a codec": (["--hier-kv-codec", "host=zstd"], "--hier-kv-codec none"),
+    "a codec": (["--hier-kv-codec", "host=hier"], "a --hier-kv-codec that loses nothing"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
 }
@@ -233,7 +233,7 @@ STATES: dict[str, dict[str, Any]] = {
 # What states were not tried with.
 NO_STATES = {
     "whole schedulers": (["--dp-size", "2"], "--dp-size 1"),
-    "a codec": (["--hier-kv-codec", "host=zstd"], "--hier-kv-codec none"),
+    "a codec": (["--hier-kv-codec", "host=hier"], "a --hier-kv-codec that loses nothing"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
     "a store": (
@@ -485,15 +485,17 @@ def test_a_refused_argument_ends_the_real_command(tmp_path: Path) -> None:
     assert "Traceback" not in log
 
 
-def test_a_sliding_window_model_is_refused_with_a_codec(tmp_path: Path) -> None:
+def test_a_sliding_window_model_is_refused_with_a_codec_that_loses_something(
+    tmp_path: Path,
+) -> None:
     model = make_model(tmp_path / "model", **WINDOWS)
     args = ["--enable-hier-kv", *SMALL, "--load-format", "dummy", "--max-total-tokens", "4096"]
-    args += ["--hier-kv-codec", "host=zstd"]
+    args += ["--hier-kv-codec", "host=hier"]
     log, code, _ = start_fails(args, tmp_path / "server.log", model)
     assert code != 0
     found = sentences(log)
     assert found, log[-4000:]
-    assert "--hier-kv-codec none with sliding-window layers" in found[-1]
+    assert "a --hier-kv-codec that loses nothing with sliding-window layers" in found[-1]
     assert "--disable-hybrid-swa-memory" in found[-1]
     assert "Load weight" not in log
 

@@ -126,7 +126,12 @@ def test_a_tree_with_windows_is_taken_for_a_model_with_windows_alone() -> None:
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
         ({"enable_streaming_session": True}, HierKVConfig(), "no --enable-streaming-session"),
         ({"swa_prefix_tails": 4}, HierKVConfig(), "no --swa-prefix-tails"),
-        ({}, HierKVConfig(codec="lossless", disk_dir="/d"), "--hier-kv-codec none"),
+        ({}, HierKVConfig(codec="host=hier"), "a --hier-kv-codec that loses nothing"),
+        (
+            {},
+            HierKVConfig(codec="remote=lossless", remote_url="file:///d", slo_ms=5),
+            "--hier-kv-slo-ms 0 with sliding-window layers, got 5",
+        ),
         ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
         ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
     ],
@@ -139,6 +144,10 @@ def test_what_was_not_tried_with_windows_is_refused_with_them_alone(
         check_resolved(resolved("swa", **values), config)
     assert words in str(caught.value)
     check_resolved(resolved("swa"), HierKVConfig(remote_url="file:///d"))
+    coded = HierKVConfig(codec="disk=lossless,remote=zstd", disk_dir="/d", remote_url="file:///d")
+    check_resolved(resolved("swa"), coded)
+    with pytest.raises(HierKVConfigError, match="--hier-kv-codec none with sliding-window layers"):
+        check_resolved(resolved("swa", disaggregation_mode="prefill"), coded)
     check_resolved(resolved("swa", tp_size=2), HierKVConfig(remote_url="file:///d"))
     for values in ({"attn_dp_size": 2}, {"dp_size": 2, "enable_dp_attention": True}):
         check_resolved(resolved("swa", tp_size=2, **values), HierKVConfig())
@@ -182,7 +191,12 @@ def test_a_tree_with_states_is_taken_for_a_model_with_states_alone() -> None:
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
         ({"enable_streaming_session": True}, HierKVConfig(), "no --enable-streaming-session"),
         ({"enable_session_radix_cache": True}, HierKVConfig(), "no --enable-session-radix-cache"),
-        ({}, HierKVConfig(codec="lossless", disk_dir="/d"), "--hier-kv-codec none"),
+        ({}, HierKVConfig(codec="host=hier"), "a --hier-kv-codec that loses nothing"),
+        (
+            {},
+            HierKVConfig(codec="remote=lossless", remote_url="file:///d"),
+            "no --hier-kv-codec for a remote store with layers that have a state a sequence",
+        ),
         ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
         ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
         (
@@ -201,6 +215,8 @@ def test_what_was_not_tried_with_states_is_refused_with_them_alone(
     assert words in str(caught.value)
     check_resolved(resolved("state", **kept), HierKVConfig(remote_url="file:///d"))
     check_resolved(resolved("state", tp_size=2, **kept), HierKVConfig())
+    coded = HierKVConfig(codec="lossless", disk_dir="/d", remote_url="file:///d")
+    check_resolved(resolved("state", **kept), coded)
     check_resolved(resolved("state", tp_size=2, attn_dp_size=2, **kept), HierKVConfig())
 
 

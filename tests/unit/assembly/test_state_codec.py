@@ -1,0 +1,70 @@
+"""Parts of states, which are other bytes than K and V, through the codec of the pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_ext.assembly.codec_setup import build_page_codec
+from sglang_ext.device.layout import HEADER_BYTES, ROPE_BOUND, PageLayout, write_tail
+from sglang_ext.device.pools import DevicePool
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.ranks.rank import RankPlace
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.tiers.records.record import RecordMeta, write_meta
+
+LAYERS, HEAD_DIM = 2, 16
+ROW_BYTES = 2 * HEAD_DIM
+
+
+def codec_of(folder: Path, page_size: int, *, has_states: bool = True) -> tuple[PageLayout, Any]:
+    """Pages of so many tokens, and what codes them."""
+    own = tuple(torch.zeros(32, 1, HEAD_DIM, dtype=torch.bfloat16) for _ in range(LAYERS))
+    pool = DevicePool("mha", torch.bfloat16, own, own, 0, 32)
+    config = HierKVConfig(codec="lossless", disk_dir=str(folder), disk_size=1.0)
+    runner = SimpleNamespace(
+        server_args=SimpleNamespace(model_path=str(folder)), model=torch.nn.Linear(2, 2)
+    )
+    layout = PageLayout(page_size, (ROW_BYTES,) * LAYERS, (ROW_BYTES,) * LAYERS, 2)
+    place = RankPlace(0, 1)
+    codec = build_page_codec(
+        config, pool, layout, torch.bfloat16, runner, place, has_states=has_states
+    )
+    return layout, codec
+
+
+@pytest.mark.parametrize("kind", ["float32 values", "noise", "NaN and infinities", "zeros"])
+def test_every_bit_of_a_part_comes_back(kind: str, tmp_path: Path) -> None:
+    layout, codec = codec_of(tmp_path, 64)
+    rng = np.random.default_rng(3)
+    num_bytes = layout.tail_offset - HEADER_BYTES
+    content = {
+        "float32 values": rng.normal(size=num_bytes // 4).astype(np.float32).view(np.uint8),
+        "noise": rng.integers(0, 256, num_bytes, np.uint8),
+        "NaN and infinities": np.resize(
+            np.array([0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x8000], np.uint16), num_bytes // 2
+        ).view(np.uint8),
+        "zeros": np.zeros(num_bytes, np.uint8),
+    }[kind]
+    slot = np.zeros(layout.slot_bytes, np.uint8)
+    slot[HEADER_BYTES : layout.tail_offset] = content
+    payload = write_tail(slot, layout, rope_state=ROPE_BOUND, position=640)
+    meta = RecordMeta(b"h" * 32, b"n" * 32, b"", 640, 64, "bound")
+    write_meta(slot, meta, payload)
+    record = codec.encode(slot)
+    # What the slot held before means nothing.
+    out = rng.integers(0, 256, layout.slot_bytes, np.uint8)
+    assert codec.decode(record, out)
+    end = HEADER_BYTES + payload
+    assert np.array_equal(out[:end], slot[:end])
+
+
+def test_pages_with_bytes_that_no_codec_sees_are_refused(tmp_path: Path) -> None:
+    assert codec_of(tmp_path, 3, has_states=False)[0].gaps
+    with pytest.raises(HierKVConfigError, match=r"lossless: .* these have 128; give a larger"):
+        codec_of(tmp_path, 3)
