@@ -213,8 +213,8 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
     """Branches anywhere, evictions of both pools and all tiers, and what is restored in between."""
     rng = random.Random(9)
     prompts = branching_prompts(rng, 6, 40)
-    codec = ["--hier-kv-codec", "host=lossless,disk=lossless", "--hier-kv-host-coded-share", "0.2"]
-    with server_of(model, tmp_path, *codec, pool=3072, host_pages=180) as server:
+    codec = ["--hier-kv-codec", "host=lossless,disk=lossless", "--hier-kv-host-coded-share", "0.5"]
+    with server_of(model, tmp_path, *codec, pool=3072, host_pages=240) as server:
         found = answers_at_once(server, prompts, rng, 70)
         counted, coded = state(server)["host"], state(server)["disk"]["coded_host"]
     for prompt, answer in zip(prompts, found, strict=True):
