@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.assembly.codec_setup import build_page_codec
+from sglang_ext.assembly.codec_setup import DTYPE_NAMES, build_page_codec
+from sglang_ext.codec.registry import codec_class, codec_ids
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_BOUND, PageLayout, write_tail
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.errors import HierKVConfigError
@@ -19,28 +20,39 @@ from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 
 LAYERS, HEAD_DIM = 2, 16
-ROW_BYTES = 2 * HEAD_DIM
+CODECS = [name for name in codec_ids() if name != "none" and not codec_class(name).lossy]
 
 
-def codec_of(folder: Path, page_size: int, *, has_states: bool = True) -> tuple[PageLayout, Any]:
+def codec_of(
+    folder: Path,
+    page_size: int,
+    *,
+    codec: str = "lossless",
+    dtype: torch.dtype = torch.bfloat16,
+    has_states: bool = True,
+) -> tuple[PageLayout, Any]:
     """Pages of so many tokens, and what codes them."""
-    own = tuple(torch.zeros(32, 1, HEAD_DIM, dtype=torch.bfloat16) for _ in range(LAYERS))
-    pool = DevicePool("mha", torch.bfloat16, own, own, 0, 32)
-    config = HierKVConfig(codec="lossless", disk_dir=str(folder), disk_size=1.0)
+    own = tuple(torch.zeros(32, 1, HEAD_DIM, dtype=dtype) for _ in range(LAYERS))
+    pool = DevicePool("mha", dtype, own, own, 0, 32)
+    config = HierKVConfig(codec=codec, disk_dir=str(folder), disk_size=1.0)
     runner = SimpleNamespace(
         server_args=SimpleNamespace(model_path=str(folder)), model=torch.nn.Linear(2, 2)
     )
-    layout = PageLayout(page_size, (ROW_BYTES,) * LAYERS, (ROW_BYTES,) * LAYERS, 2)
+    rows = (dtype.itemsize * HEAD_DIM,) * LAYERS
+    layout = PageLayout(page_size, rows, rows, dtype.itemsize)
     place = RankPlace(0, 1)
-    codec = build_page_codec(
-        config, pool, layout, torch.bfloat16, runner, place, has_states=has_states
+    return layout, build_page_codec(
+        config, pool, layout, dtype, runner, place, has_states=has_states
     )
-    return layout, codec
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
 @pytest.mark.parametrize("kind", ["float32 values", "noise", "NaN and infinities", "zeros"])
-def test_every_bit_of_a_part_comes_back(kind: str, tmp_path: Path) -> None:
-    layout, codec = codec_of(tmp_path, 64)
+def test_every_bit_of_a_part_comes_back(
+    kind: str, dtype: torch.dtype, codec: str, tmp_path: Path
+) -> None:
+    layout, coder = codec_of(tmp_path, 64, codec=codec, dtype=dtype)
     rng = np.random.default_rng(3)
     num_bytes = layout.tail_offset - HEADER_BYTES
     content = {
@@ -56,10 +68,10 @@ def test_every_bit_of_a_part_comes_back(kind: str, tmp_path: Path) -> None:
     payload = write_tail(slot, layout, rope_state=ROPE_BOUND, position=640)
     meta = RecordMeta(b"h" * 32, b"n" * 32, b"", 640, 64, "bound")
     write_meta(slot, meta, payload)
-    record = codec.encode(slot)
+    record = coder.encode(slot)
     # What the slot held before means nothing.
     out = rng.integers(0, 256, layout.slot_bytes, np.uint8)
-    assert codec.decode(record, out)
+    assert coder.decode(record, out)
     end = HEADER_BYTES + payload
     assert np.array_equal(out[:end], slot[:end])
 
