@@ -155,8 +155,7 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) 
     # In one pool SGLang would have no room for layers of two shapes.
     advice = _WINDOW_ADVICE if kind == _WINDOW_KINDS[0] else _STATE_ADVICE
     codec = ("a --hier-kv-codec that loses nothing", lossy_codec(config))
-    # Pages of two shapes are not of planes of one width.
-    if kind != _WINDOW_KINDS[0] or is_disaggregated(read("disaggregation_mode")):
+    if kind != _WINDOW_KINDS[0]:  # whose pages are not of planes of one width
         codec = ("--hier-kv-codec none", config.codec or "none")
     for expected, found in (
         *_of_hybrid_ranks(read),

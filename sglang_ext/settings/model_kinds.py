@@ -63,8 +63,8 @@ MODEL_KINDS = {
         "a second pool for layers that see a window or a chunk, with K and V of the same shape",
         "gpt-oss, Mellum, Laguna, Llama 4, Step 3.5",
         "exact, at the saved position, by one rank or several tensor parallel ones, with codecs "
-        "that lose nothing, without truncation, adapters or sessions; run with a small Mellum on a CPU, and by one rank with "
-        "a small Llama 4 and a small Step 3.5 without experts",
+        "that lose nothing, without truncation, adapters or sessions; run with a small Mellum on "
+        "a CPU, and by one rank with a small Llama 4 and a small Step 3.5 without experts",
         "tests/e2e/models/test_windows.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_hybrid_ranks.py; "
         "tests/property/hybrids/test_window_interleavings.py",
@@ -73,8 +73,8 @@ MODEL_KINDS = {
         "a second pool for the window's layers, with K and V of another shape",
         "Gemma 4 (prompts with images or sound are neither stored nor loaded), MiMo V2",
         "exact, at the saved position, by one rank or several tensor parallel ones, without codec "
-        "and with what is refused for those of one shape; run on a CPU with a small model of each, without experts, "
-        "by one rank and by two, of which MiMo V2 had a remote store",
+        "and with what is refused for those of one shape; run on a CPU with a small model of "
+        "each, without experts, by one rank and by two, of which MiMo V2 had a remote store",
         "tests/e2e/models/test_restored_kinds.py; tests/unit/device/test_blocks.py; "
         "tests/property/hybrids/test_window_interleavings.py; "
         "tests/property/hybrids/test_hybrid_ranks_decide.py",
@@ -111,8 +111,9 @@ MODEL_KINDS = {
         "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5",
         "exact, at the positions at which SGLang's tree keeps a state, by one rank or several "
         "tensor parallel ones, these without a remote store, with codecs that lose nothing in DRAM "
-        "and on disk, without truncation, adapters or sessions; run on a CPU with a small model of each, those of Granite 4 and Nemotron-H "
-        "without experts, by two ranks Qwen3-Next and Qwen3.5, with a remote store Qwen3-Next; "
+        "and on disk, without truncation, adapters or sessions; run on a CPU with a small model "
+        "of each, those of Granite 4 and Nemotron-H without experts, by two ranks Qwen3-Next and "
+        "Qwen3.5, with a remote store Qwen3-Next; "
         'prompts with images of Qwen3.5 ("Images" below); Granite 4 and Falcon-H1 without '
         "`--cuda-graph-backend-prefill breakable`, SGLang's default on a GPU",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_restored_kinds.py; "
@@ -262,7 +263,7 @@ SERVED_MODES = (
         "exact; a decode server only saves, and what it wrote is loaded by prefill servers on the "
         "same remote store; by one rank or several tensor parallel ones, for models with K and V "
         "of every head, alike in window layers (without chunks), or with MLA, with drafts of "
-        "EAGLE, EAGLE3 or NEXTN, without lossy codec (with drafts and windows without any), "
+        "EAGLE, EAGLE3 or NEXTN, without lossy codec (with drafts without any), "
         "truncation, adapters or sessions; not run on a GPU",
         "tests/e2e/remote/test_disaggregation.py; tests/e2e/remote/test_disaggregation_ranks.py; "
         "tests/e2e/remote/test_disaggregation_drafts.py; "

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from sglang_ext.tiers.records.record import parse_header
+from testkit.hybrids.window_model import write_window_model
 from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.server import TINYLM
-from tests.e2e.hier_server import real_prompts
+from tests.e2e.hier_server import PAGE, by_tier, real_prompts, tokens_and_logprobs
 from tests.e2e.models.test_speculation import records
 from tests.e2e.remote.latent_model import write_latent_model
 from tests.e2e.remote.prefill_decode import (
@@ -26,6 +27,7 @@ from tests.e2e.remote.prefill_decode import (
     running_pair,
 )
 from tests.e2e.remote.test_disaggregation_drafts import (
+    ATTENTION,
     DISK_GB,
     NUM_TURNS,
     SetUp,
@@ -37,25 +39,37 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 CODEC = ["--hier-kv-codec", "host=lossless,disk=lossless,remote=lossless"]
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("mha", 1), ("mla", 2)])
+@pytest.mark.parametrize(("kind", "num_ranks"), [("mha", 1), ("mla", 2), ("windows", 1)])
 def test_what_is_coded_without_loss_comes_back_as_it_was(
     kind: str, num_ranks: int, tmp_path: Path
 ) -> None:
-    model = TINYLM if kind == "mha" else write_latent_model(tmp_path / "model")
-    made = SetUp([], model, {})
+    args: list[str] = []
+    match kind:
+        case "mha":
+            model = TINYLM
+        case "mla":
+            model = write_latent_model(tmp_path / "model")
+        case _:
+            args, model = ATTENTION, write_window_model(tmp_path / "model")
+    made = SetUp(args, model, {})
     if num_ranks > 1:
-        made = SetUp(WAYS["tp"], model, ENVIRONMENT)
+        made = SetUp([*args, *WAYS["tp"]], model, ENVIRONMENT)
     parts = list(real_prompts([FIRST_TOKENS, *[TURN_TOKENS] * (NUM_TURNS - 1)], seed=3))
     with one_server(made, tmp_path / "one") as server:
         turns = plain_turns(server, parts)
     folder = tmp_path / "pair"
     how: dict[str, Any] = {"model": made.model, "env": made.env, "disk_gb": DISK_GB}
     with running_pair(folder, [*made.args, *CODEC], **how) as pair:
-        converse(pair, turns[:-1])
+        converse(pair, turns[:-1], are_planned_again=kind == "windows")
     for name in ("prefill", "decode"):
         codecs = {parse_header(record)[0].codec for _, _, record in records(folder / name)}
         assert codecs == {"lossless"}
     with running_pair(folder, [*made.args, *CODEC], **how) as pair:  # after a kill -9 of both
-        check_last_turn(pair, turns[-1])
+        if kind == "windows":
+            prefilled, decoded = pair.ask(turns[-1].prompt)
+            assert sum(by_tier(prefilled).values()) == turns[-1].num_known * PAGE
+            assert tokens_and_logprobs(decoded) == turns[-1].answer
+        else:
+            check_last_turn(pair, turns[-1])
         assert not any(counted(pair.decode, "received_foreign_requests"))
         assert not any(counted(pair.decode, "received_inexact_requests"))

@@ -146,8 +146,6 @@ def test_what_was_not_tried_with_windows_is_refused_with_them_alone(
     check_resolved(resolved("swa"), HierKVConfig(remote_url="file:///d"))
     coded = HierKVConfig(codec="disk=lossless,remote=zstd", disk_dir="/d", remote_url="file:///d")
     check_resolved(resolved("swa"), coded)
-    with pytest.raises(HierKVConfigError, match="--hier-kv-codec none with sliding-window layers"):
-        check_resolved(resolved("swa", disaggregation_mode="prefill"), coded)
     check_resolved(resolved("swa", tp_size=2), HierKVConfig(remote_url="file:///d"))
     for values in ({"attn_dp_size": 2}, {"dp_size": 2, "enable_dp_attention": True}):
         check_resolved(resolved("swa", tp_size=2, **values), HierKVConfig())
