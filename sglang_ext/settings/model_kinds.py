@@ -140,7 +140,8 @@ MODEL_KINDS = {
     "state of another kind": ModelKind(
         "a state a sequence of another kind, or beside windows",
         "Kimi K3, Bailing, Inkling, GLM-5 Next, Mamba without attention",
-        "these were never tried",
+        "these were never tried: of Kimi K3 SGLang keeps what it keeps of Kimi Linear, but makes "
+        "the model with streams of CUDA and gates with a bound, which the CPU runtime lacks",
         "",
         "attention in every layer, or Mamba2, a gated delta rule or KDA beside full attention",
         "a hybrid model with other states",
