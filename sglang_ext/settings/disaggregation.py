@@ -23,7 +23,7 @@ _STAGING = "SGLANG_DISAGG_STAGING_BUFFER"  # KV that leaves by way of a copy was
 _DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 _YES, _NO = ("true", "1", "yes", "y"), ("false", "0", "no", "n")  # as SGLang reads them
 _TRANSFERS = ("mooncake", "mooncake_tcp")
-_KINDS = ("mha", "mla", "swa")
+_KINDS = ("mha", "mla", "indexed", "swa")
 # Drafts whose rows SGLang sends with the target's. Others it does not take for a decode server that
 # keeps a tree; NEXTN is its other name of EAGLE.
 _DRAFTS = ("EAGLE", "EAGLE3", "NEXTN")
@@ -58,8 +58,8 @@ def outside_disaggregation(
         ("no --enable-dp-attention", on(read("enable_dp_attention"))),
         ("--nnodes 1", read("nnodes") or 1),
         (
-            "a model of K and V of every head, alike in all layers, or of one latent row a token",
-            "one of another kind" if kind not in _KINDS else "",
+            "latent rows, with an index or none, or K and V of every head, alike in all layers",
+            "a model of another kind" if kind not in _KINDS else "",
         ),
         (
             "--speculative-algorithm EAGLE, EAGLE3 or NEXTN, or none",

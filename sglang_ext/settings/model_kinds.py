@@ -141,7 +141,8 @@ MODEL_KINDS = {
     "state of another kind": ModelKind(
         "a state a sequence of another kind, or beside windows",
         "Kimi K3, Bailing, Inkling, GLM-5 Next, Mamba without attention",
-        "these were never tried",
+        "these were never tried: of Kimi K3 SGLang keeps what it keeps of Kimi Linear, but makes "
+        "the model with streams of CUDA and gates with a bound, which the CPU runtime lacks",
         "",
         "attention in every layer, or Mamba2, a gated delta rule or KDA beside full attention",
         "a hybrid model with other states",
@@ -150,12 +151,13 @@ MODEL_KINDS = {
         "rows of an index beside the latent row (sparse attention)",
         "DeepSeek V3.2, GLM-5",
         "exact, at the saved position, index rows with the latent ones; by one rank or several "
-        "tensor parallel ones of one node, with data parallel attention, with their draft layer, "
-        "with codecs that lose nothing (without a draft layer), without truncation, adapters or "
-        "sessions; run with a small GLM-5 and a small DeepSeek V3.2, with experts in the draft "
-        "layer alone, on a CPU",
+        "tensor parallel ones of one node, with data parallel attention, with prefill and decode "
+        "servers, with their draft layer, with codecs that lose nothing (without a draft layer), "
+        "without truncation, adapters or sessions; run with a small GLM-5 and a small DeepSeek "
+        "V3.2, with experts in the draft layer alone, on a CPU",
         "tests/e2e/models/test_index.py; tests/e2e/models/test_latent_drafts.py; "
-        "tests/e2e/models/test_latent_attention_dp.py; tests/unit/device/test_index_pool.py",
+        "tests/e2e/models/test_latent_attention_dp.py; "
+        "tests/e2e/remote/test_disaggregation_index.py; tests/unit/device/test_index_pool.py",
     ),
     "sparse": ModelKind(
         "rows of an index that are kept in another way (sparse attention)",
@@ -262,11 +264,12 @@ SERVED_MODES = (
         "prefill and decode servers (`--disaggregation-mode`)",
         "exact; a decode server only saves, and what it wrote is loaded by prefill servers on the "
         "same remote store; by one rank or several tensor parallel ones, for models with K and V "
-        "of every head, alike in window layers (without chunks), or with MLA, with drafts of "
-        "EAGLE, EAGLE3 or NEXTN, without lossy codec (with drafts without any), "
-        "truncation, adapters or sessions; not run on a GPU",
+        "of every head, alike in window layers (without chunks), or with MLA, with an index or "
+        "without, with drafts of EAGLE, EAGLE3 or NEXTN, without lossy codec (with drafts "
+        "without any), truncation, adapters or sessions; not run on a GPU",
         "tests/e2e/remote/test_disaggregation.py; tests/e2e/remote/test_disaggregation_ranks.py; "
         "tests/e2e/remote/test_disaggregation_drafts.py; "
+        "tests/e2e/remote/test_disaggregation_index.py; "
         "tests/e2e/remote/test_disaggregation_windows.py; "
         "tests/e2e/remote/test_disaggregation_coded.py",
     ),

@@ -10,7 +10,8 @@ all its servers. In a scheduler process it does what these variables say, and el
 - `ENV_LATE_THREADS` and `ENV_LATE_SCHEDULER` are a seed and a number of milliseconds, `1:2000`: all
   threads of the plugin are late, or the scheduler is behind its answers (`threads.py`);
 - `ENV_LOST_MARKS` is the number of a tensor parallel rank of a decode server: the marks of requests
-  with a room from `FIRST_LOST_ROOM` on are lost on their way to it.
+  with a room from `FIRST_LOST_ROOM` on are lost on their way to it;
+- `ENV_UNNAMED_ROWS`: a decode server names no page for the last rows of an index of such requests.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from testkit.slow.threads import (
 ENV_SPEED_FILE = "HIER_KV_TEST_DISK_SPEED_FILE"
 ENV_JITTER = "HIER_KV_TEST_JITTER_MS"
 ENV_LOST_MARKS = "HIER_KV_TEST_LOST_MARKS"
+ENV_UNNAMED_ROWS = "HIER_KV_TEST_UNNAMED_ROWS"
 FIRST_LOST_ROOM = 1_000_000_000
 
 _FOLDER = Path(__file__).resolve().parent
@@ -60,6 +62,8 @@ def load() -> None:
         make_stores_late(float(os.environ[ENV_JITTER]) / 1e3)
     if os.environ.get(ENV_LOST_MARKS):
         lose_marks(int(os.environ[ENV_LOST_MARKS]))
+    if os.environ.get(ENV_UNNAMED_ROWS):
+        leave_rows_unnamed()
 
 
 def slow_down_disks(speed_file: Path) -> None:
@@ -108,3 +112,17 @@ def lose_marks(rank: int) -> None:
         return original(self, decode_req)
 
     DecodeTransferQueue._commit_transfer_to_req = without_mark
+
+
+def leave_rows_unnamed() -> None:
+    """A decode server waits for an index's rows of a page less than for latent ones."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    original = MooncakeKVManager.build_receiver_metadata_message
+
+    def of_fewer_pages(self: Any, *, state_indices: Any = None, **fields: Any) -> Any:
+        if state_indices and fields["bootstrap_room"] >= FIRST_LOST_ROOM:
+            state_indices = [pages[:-1] for pages in state_indices]
+        return original(self, state_indices=state_indices, **fields)
+
+    MooncakeKVManager.build_receiver_metadata_message = of_fewer_pages

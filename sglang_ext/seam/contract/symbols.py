@@ -143,10 +143,14 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "build_external_linker_transfer update_external_linker_load "
             "redistribute_on_node_split acquire_component_lock"
         ),
-        # How rows of an index lie in pages, which layers have any, and what a forward waits for.
+        # How rows of an index lie in pages, which layers have any, and what a forward waits for;
+        # which of them go to a decode server, and that a retracted request's come back to it.
         (_INDEX, "IndexKeyCache"): (
-            "__init__ _buffer_shape _kernel_view _layer_num_pages get_local_buffer"
+            "__init__ _buffer_shape _kernel_view _layer_num_pages get_local_buffer "
+            "state_buf_infos cpu_copy load_cpu_copy"
         ),
+        (_POOLS, "DSATokenToKVPool"): "get_state_buf_infos get_cpu_copy load_cpu_copy",
+        (f"{_PD}.mooncake.conn", "MooncakeKVManager"): "maybe_send_extra",
         # Which slot a load of a state fills, when a state is copied for a request, and which states
         # a tree's nodes keep.
         (_STATES, "MambaComponent"): (
@@ -328,7 +332,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "origin_input_ids origin_input_ids_unpadded extra_key cache_salt lora_id session "
             "skip_radix_cache_insert discard_output_reason cached_tokens last_node sampling_params "
             "time_stats bootstrap_host bootstrap_room metadata_buffer_index disagg_kv_sender "
-            "logprob_start_len extend_end multimodal_inputs output_ids"
+            "logprob_start_len extend_end multimodal_inputs output_ids disagg_decode_prefix_len"
         ),
         ("srt.managers.schedule_batch", "ScheduleBatch"): (
             "reqs forward_mode hicache_consumer_index launch_ts extend_lens prefix_lens input_ids "
@@ -360,11 +364,14 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         # Which rank a request's KV is sent to.
         (f"{_PD}.decode", "DecodePreallocQueue"): "kv_manager tree_cache scheduler",
         (f"{_PD}.common.conn", "CommonKVManager"): "transfer_infos kv_args",
-        (f"{_PD}.base.conn", "KVArgs"): "kv_data_ptrs state_data_ptrs",
+        (f"{_PD}.base.conn", "KVArgs"): "kv_data_ptrs state_data_ptrs state_types",
+        (f"{_PD}.base.conn", "StateType"): "DSA",
         (f"{_PD}.common.conn", "CommonKVSender"): "kv_mgr",
         (f"{_PD}.common.conn", "CommonKVReceiver"): "kv_mgr bootstrap_infos abort_notified",
         (f"{_PD}.mooncake.conn", "MooncakeKVManager"): "get_session_id",
-        (f"{_PD}.mooncake.conn", "TransferInfo"): "mooncake_session_id is_dummy",
+        (f"{_PD}.mooncake.conn", "TransferInfo"): (
+            "mooncake_session_id is_dummy dst_state_indices"
+        ),
         (f"{_PD}.utils", "MetadataBuffers"): "output_ids",
         ("srt.sampling.sampling_params", ""): "SamplingParams",
         ("srt.speculative.spec_info", ""): "SpeculativeAlgorithm",

@@ -15,6 +15,9 @@ what another one left.
 
 Of window layers the last window travels. SGLang takes rows for a page more where a prompt ends with
 a page, and its tree would have them as that window's: they are given back when the rest has come.
+
+Rows of an index travel behind the last part of the latent ones, to pages that the decode server
+names in a list of their own. Where some page that is sent is not in it, what comes has no mark.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from http import HTTPStatus
 from typing import Any
 
 import torch
+from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -72,7 +76,8 @@ def check_transfer(scheduler: Any, cache: HierKVRadixCache) -> None:
             continue
         args = queue.kv_manager.kv_args
         sent = {at for part in (args.kv_data_ptrs, *args.state_data_ptrs) for at in part}
-        left = [rows for rows in cache.hier_linker.device_rows if rows.data_ptr() not in sent]
+        rows = (each for each in cache.hier_linker.device_rows if each.numel())
+        left = [each for each in rows if each.data_ptr() not in sent]
         if left:
             raise HierKVConfigError(
                 "--enable-hier-kv needs SGLang to send all rows of a page from prefill servers to "
@@ -271,7 +276,8 @@ def _mark_of(cache: HierKVRadixCache, req: Any) -> Mark:
 def _receiver_of(cache: HierKVRadixCache, req: Any) -> str | None:
     """The one rank that a request's KV is sent to; None where it is sent to none, or to more.
 
-    None, too, where another request's may have come between, or it went to a place of another's.
+    None, too, where another request's may have come between, or it went to a place of another's, or
+    rows of an index do not all have a place.
     """
     if not _is_sent(req):
         return None
@@ -279,8 +285,26 @@ def _receiver_of(cache: HierKVRadixCache, req: Any) -> str | None:
         return None
     known = req.disagg_kv_sender.kv_mgr.transfer_infos.get(req.bootstrap_room, {})
     # A thread of SGLang's adds to it.
-    names = [each.mooncake_session_id for each in list(known.values()) if not each.is_dummy]
-    return names[0] if len(names) == 1 else None
+    places = [each for each in list(known.values()) if not each.is_dummy]
+    if len(places) != 1 or not _takes_all_index_rows(cache, req, places[0]):
+        return None
+    name: str = places[0].mooncake_session_id
+    return name
+
+
+def _takes_all_index_rows(cache: HierKVRadixCache, req: Any, place: Any) -> bool:
+    """Whether the decode server has named a page for the index rows of each one that is sent.
+
+    Of two lists that are not of one length SGLang sends what both have, and writes that to its log.
+    """
+    named = place.dst_state_indices
+    num_tokens = len(req.full_untruncated_fill_ids) - req.disagg_decode_prefix_len
+    num_pages = -(-num_tokens // cache.page_size)
+    return all(
+        at < len(named) and len(named[at]) == num_pages
+        for at, kind in enumerate(req.disagg_kv_sender.kv_mgr.kv_args.state_types)
+        if kind == StateType.DSA
+    )
 
 
 def _handover_of(cache: HierKVRadixCache, req: Any, receiver: str | None) -> Handover | None:

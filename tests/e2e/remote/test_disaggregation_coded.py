@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.tiers.records.record import parse_header
+from testkit.hybrids.index_model import write_index_model
 from testkit.hybrids.window_model import write_window_model
 from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.server import TINYLM
@@ -19,6 +20,7 @@ from tests.e2e.models.test_speculation import records
 from tests.e2e.remote.latent_model import write_latent_model
 from tests.e2e.remote.prefill_decode import (
     FIRST_TOKENS,
+    MATRIX,
     TURN_TOKENS,
     check_last_turn,
     converse,
@@ -37,23 +39,30 @@ from tests.e2e.remote.test_disaggregation_drafts import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CODEC = ["--hier-kv-codec", "host=lossless,disk=lossless,remote=lossless"]
+CASES = [("mha", 1), ("mla", 2), ("windows", 1)]
+CASES += [("indexed", 1), ("indexed", 2)] if MATRIX else []
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("mha", 1), ("mla", 2), ("windows", 1)])
+def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
+    """A model of a kind, on one rank or two."""
+    made = SetUp([], TINYLM, {})
+    if kind == "mla":
+        made = made._replace(model=write_latent_model(folder))
+    elif kind == "windows":
+        made = SetUp(ATTENTION, write_window_model(folder), {})
+    elif kind == "indexed":
+        args = [*ATTENTION, "--max-running-requests", "6"]
+        made = SetUp(args, write_index_model(folder, "deepseek"), {})
+    if num_ranks > 1:
+        return made._replace(args=[*made.args, *WAYS["tp"]], env=ENVIRONMENT)
+    return made
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), CASES)
 def test_what_is_coded_without_loss_comes_back_as_it_was(
     kind: str, num_ranks: int, tmp_path: Path
 ) -> None:
-    args: list[str] = []
-    match kind:
-        case "mha":
-            model = TINYLM
-        case "mla":
-            model = write_latent_model(tmp_path / "model")
-        case _:
-            args, model = ATTENTION, write_window_model(tmp_path / "model")
-    made = SetUp(args, model, {})
-    if num_ranks > 1:
-        made = SetUp([*args, *WAYS["tp"]], model, ENVIRONMENT)
+    made = set_up(kind, num_ranks, tmp_path / "model")
     parts = list(real_prompts([FIRST_TOKENS, *[TURN_TOKENS] * (NUM_TURNS - 1)], seed=3))
     with one_server(made, tmp_path / "one") as server:
         turns = plain_turns(server, parts)

@@ -152,6 +152,24 @@ def test_rows_of_a_draft_layer_and_its_index_lie_behind_the_models_and_come_back
         assert all(map(torch.equal, pages(pool, 4), before))
 
 
+def test_what_sglang_keeps_of_a_retracted_request_has_its_index_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A decode server stores such a request as if it had gone on; its last page is not full."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    pool, num_last = make_pool(), PAGE - 20
+    wanted = [pages(pool, page) for page in (7, 2, 5)]
+    kept = pool.get_cpu_copy(torch.from_numpy(rows_of(7, 2, 5))[: 2 * PAGE + num_last])
+    for buffer in (*pool.kv_buffer, *pool.index_k_with_scale_buffer):
+        buffer.view(torch.uint8).bitwise_not_()  # other requests' rows
+    pool.load_cpu_copy(kept, torch.from_numpy(rows_of(9, 1, 4))[: 2 * PAGE + num_last])
+    for page, num_rows, before in zip((9, 1, 4), (PAGE, PAGE, num_last), wanted, strict=True):
+        for now, was in zip(pages(pool, page), before, strict=True):
+            # Latent rows are copied one by one, those of an index by pages.
+            num = num_rows if now.dim() > 1 else len(now)
+            assert torch.equal(now[:num], was[:num])
+
+
 def pages(pool: Any, page: int) -> list[torch.Tensor]:
     """What a pool of SGLang's keeps of a page."""
     rows = slice(page * PAGE, (page + 1) * PAGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
+from sglang.srt.disaggregation.base.conn import StateType  # noqa: E402
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST  # noqa: E402
 
 from sglang_ext.errors import HierKVConfigError  # noqa: E402
@@ -28,7 +30,7 @@ from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.records.quality import Quality  # noqa: E402
 from sglang_ext.tiers.store import PageStore, PageStoreConfig  # noqa: E402
 
-TOKENS = array("q", range(100))
+TOKENS, PAGE = array("q", range(100)), 16
 RECEIVER, DUMMY = "10.0.0.2:1234", "dummy"  # names of ranks
 FIRST = 17  # token of an answer
 
@@ -42,6 +44,8 @@ class Cache(HierKVRadixCache):
             store=store, wait_restored=lambda: None, windows=None, is_hybrid=False
         )
         self.linker: Any = SimpleNamespace(cache_linker=self.transport)
+        core: Any = SimpleNamespace(page_size=PAGE)
+        self.tree_core = core
         self.identity = ModelIdentity(torch.nn.Linear(3, 3), {}, {}, dict)
         self._quotas = parse_quotas("")
         # What this server has of a request, and what another rank found of what came.
@@ -63,12 +67,25 @@ class Sender:
         self.kv_mgr = kv_mgr
 
 
-def sender_to(room: int, *names: str) -> Any:
-    """What sends a request's KV to ranks that asked for it under its room."""
+def sender_to(
+    room: int, *names: str, kinds: Sequence[StateType] = (), named: Sequence[list[int]] = ()
+) -> Any:
+    """What sends a request's KV to ranks that asked for it under its room.
+
+    Args:
+        room: of the request.
+        names: of the ranks.
+        kinds: of what goes apart from K and V.
+        named: the pages that the ranks named for it.
+    """
     infos = {
-        name: SimpleNamespace(mooncake_session_id=name, is_dummy=name == DUMMY) for name in names
+        name: SimpleNamespace(
+            mooncake_session_id=name, is_dummy=name == DUMMY, dst_state_indices=named
+        )
+        for name in names
     }
-    return Sender(SimpleNamespace(transfer_infos={room: infos}))
+    args = SimpleNamespace(state_types=kinds)
+    return Sender(SimpleNamespace(transfer_infos={room: infos}, kv_args=args))
 
 
 def request(room: int, tokens: array[int] = TOKENS, **more: Any) -> Any:
@@ -84,6 +101,7 @@ def request(room: int, tokens: array[int] = TOKENS, **more: Any) -> Any:
         "sampling_params": SimpleNamespace(custom_params=None),
         "disagg_kv_sender": sender_to(room, DUMMY, RECEIVER),
         "output_ids": array("q", [FIRST]),
+        "disagg_decode_prefix_len": 0,
         **more,
     }
     return SimpleNamespace(**fields)
@@ -238,7 +256,6 @@ def test_rows_of_window_layers_that_nobody_fills_are_given_back(
     )
     cache = servers.cache
     cache.transport.windows = object()
-    cache.tree_core = SimpleNamespace(page_size=16)
     cache.req_to_token_pool = SimpleNamespace(req_to_token=torch.arange(100)[None])
     cache.token_to_kv_pool_allocator = allocator
     tokens, kv = TOKENS[:num_tokens], Kv(shared, first)
@@ -248,11 +265,51 @@ def test_rows_of_window_layers_that_nobody_fills_are_given_back(
     assert kv.first == (given_back.stop if given_back else first)
 
 
+@pytest.mark.parametrize(
+    ("num_known", "named", "is_stored"),
+    [
+        (0, [[9] * 7], True),
+        (0, [[9] * 6], False),
+        (0, [[9] * 8], False),
+        (0, [[]], False),
+        (0, [], False),
+        (32, [[9] * 5], True),
+        (32, [[9] * 7], False),
+    ],
+)
+def test_kv_is_not_stored_if_index_rows_of_a_page_were_not_sent(
+    num_known: int, named: list[list[int]], is_stored: bool
+) -> None:
+    """Of two lists of pages SGLang sends what both have, in order.
+
+    Args:
+        num_known: leading tokens that the decode server has.
+        named: the pages that it named for index rows, of 100 tokens.
+        is_stored: whether it may store what comes.
+    """
+    servers = Servers()
+    sender = sender_to(7, DUMMY, RECEIVER, kinds=[StateType.DSA], named=named)
+    servers.send(request(7, disagg_kv_sender=sender, disagg_decode_prefix_len=num_known))
+    assert servers.receive(request(7)) == is_stored
+    assert servers.num_foreign == (not is_stored)
+
+
+def test_rows_of_other_kinds_that_are_sent_apart_are_not_counted_in_pages() -> None:
+    """Of window layers only the last pages are."""
+    servers = Servers()
+    sender = sender_to(7, RECEIVER, kinds=[StateType.SWA], named=[[9]])
+    servers.send(request(7, disagg_kv_sender=sender))
+    assert servers.receive(request(7))
+
+
 class Rows:
     """A layer's rows of a pool, by where they lie."""
 
-    def __init__(self, at: int) -> None:
-        self.at = at
+    def __init__(self, at: int, num_values: int = 1) -> None:
+        self.at, self.num_values = at, num_values
+
+    def numel(self) -> int:
+        return self.num_values
 
     def data_ptr(self) -> int:
         return self.at
@@ -281,6 +338,9 @@ def test_rows_that_are_not_sent_are_no_part_of_a_page(queue: str) -> None:
     cache = cache_of(None, 1, 2, 3)
     disaggregation.check_transfer(scheduler_that_sends(queue, [1, 2, 3], []), cache)
     disaggregation.check_transfer(scheduler_that_sends(queue, [1, 2], [3]), cache)
+    # Of a layer without an index there are none to send.
+    cache.hier_linker.device_rows.append(Rows(4, num_values=0))
+    disaggregation.check_transfer(scheduler_that_sends(queue, [1, 2, 3], []), cache)
     with pytest.raises(HierKVConfigError, match="got 1 kinds of rows that it does not send"):
         disaggregation.check_transfer(scheduler_that_sends(queue, [1, 3], []), cache)
     disaggregation.check_transfer(SimpleNamespace(**dict.fromkeys(QUEUES)), cache)

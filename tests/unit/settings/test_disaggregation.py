@@ -43,7 +43,8 @@ DRAFTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("algorithm", "kind"), [("EAGLE", "mha"), ("EAGLE3", "mha"), ("EAGLE", "mla")]
+    ("algorithm", "kind"),
+    [("EAGLE", "mha"), ("EAGLE3", "mha"), ("EAGLE", "mla"), ("EAGLE", "indexed")],
 )
 def test_drafts_are_served_where_a_server_of_its_own_would_be(
     mode: str, algorithm: str, kind: str
@@ -52,7 +53,7 @@ def test_drafts_are_served_where_a_server_of_its_own_would_be(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("kind", ["mha", "mla", "indexed"])
 def test_codecs_that_lose_nothing_are_served(mode: str, kind: str) -> None:
     codec = "host=lossless,disk=lossless,remote=lossless"
     check(mode, kind, {"codec": codec, "remote_url": "file:///mnt/kv"})
@@ -121,16 +122,18 @@ def test_settings_that_were_not_tried_are_refused(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["swa of two shapes", "state", "indexed"])
+@pytest.mark.parametrize("kind", ["swa of two shapes", "state", "sparse"])
 def test_other_models_are_refused(mode: str, kind: str) -> None:
-    with pytest.raises(HierKVConfigError, match=f"a token with --disaggregation-mode {mode}"):
+    with pytest.raises(
+        HierKVConfigError, match=f"alike in all layers with --.* {mode}, got a model"
+    ):
         check(mode, kind)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("kind", ["mha", "mla", "indexed"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_both_kinds_of_models_are_served_by_several_ranks(
+def test_these_kinds_of_models_are_served_by_several_ranks(
     mode: str, kind: str, num_ranks: int
 ) -> None:
     check(mode, kind, tp_size=num_ranks)
