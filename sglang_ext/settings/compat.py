@@ -154,11 +154,7 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) 
     # In one pool SGLang would have no room for layers of two shapes.
     advice = _WINDOW_ADVICE if kind == _WINDOW_KINDS[0] else _STATE_ADVICE
     for expected, found in (
-        *_of_hybrid_ranks(read),
-        (
-            "no --hier-kv-remote-url and data parallel attention",
-            config.remote_url if has_attention_dp(read) else "",
-        ),
+        *_of_hybrid_ranks(read, config),
         ("--hier-kv-codec none", config.codec or "none"),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
@@ -188,14 +184,10 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
         ("no data parallel attention", "it" if shares_steps else ""),
         *_of_captured_prefills(read, kind, resolved.architecture),
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
-        *_of_hybrid_ranks(read),
+        *_of_hybrid_ranks(read, config),
         ("--hier-kv-codec none", config.codec or "none"),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
-        (
-            "no --hier-kv-remote-url and several ranks",
-            config.remote_url if (read("tp_size") or 1) > 1 else "",
-        ),
         ("no --speculative-algorithm", read("speculative_algorithm") or ""),
         ("no --enable-lora", "it" if read("enable_lora") or read("lora_paths") else ""),
         ("no --enable-streaming-session", "it" if read("enable_streaming_session") else ""),
@@ -222,8 +214,8 @@ def _of_captured_prefills(
     return [("no --cuda-graph-backend-prefill breakable", "it" if is_captured else "")]
 
 
-def _of_hybrid_ranks(read: Callable[[str], Any]) -> list[tuple[str, Any]]:
-    """(what is expected, what was found) of whole schedulers, stages and nodes.
+def _of_hybrid_ranks(read: Callable[[str], Any], config: HierKVConfig) -> list[tuple[str, Any]]:
+    """(what is expected, what was found) of whole schedulers, stages, nodes, and a store of groups.
 
     Data parallel attention may be asked for by its older name, which is that of whole schedulers.
     """
@@ -231,6 +223,10 @@ def _of_hybrid_ranks(read: Callable[[str], Any]) -> list[tuple[str, Any]]:
         ("--pp-size 1", read("pp_size") or 1),
         ("--dp-size 1", 1 if has_attention_dp(read) else read("dp_size") or 1),
         ("--nnodes 1", read("nnodes") or 1),
+        (
+            "no --hier-kv-remote-url and data parallel attention",
+            config.remote_url if has_attention_dp(read) else "",
+        ),
     ]
 
 

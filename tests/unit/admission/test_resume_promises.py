@@ -309,6 +309,7 @@ def test_the_wait_for_a_remote_store_counts_from_the_first_question(
         asks.layers,
         asks.store,
         lambda *_: None,
+        lambda _: None,
         longest_s=2.0,
         clock=lambda: now_s[0],
     )

@@ -41,7 +41,7 @@ def questions_of(store: Store, entered: dict[Any, ReusablePrefix]) -> PlaceQuest
     def enter(handle: Any, prefix: ReusablePrefix, key: Any) -> None:
         entered[handle] = prefix
 
-    return PlaceQuestions(StateQuestion, Parts(), store, enter, longest_s=30.0)  # type: ignore[arg-type]
+    return PlaceQuestions(StateQuestion, Parts(), store, enter, lambda _: None, longest_s=30.0)  # type: ignore[arg-type]
 
 
 def test_what_is_wished_for_is_there_and_is_the_furthest_of_what_was_asked_for() -> None:
@@ -133,6 +133,7 @@ def test_an_answer_that_is_late_is_not_waited_for() -> None:
         Parts(),
         store,  # type: ignore[arg-type]
         lambda *_: None,
+        lambda _: None,
         longest_s=2.0,
         clock=lambda: now[0],
     )
