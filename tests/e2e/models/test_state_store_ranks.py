@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 NAMES = os.environ.get("HIER_KV_STATE_STORE_MODELS", "qwen3_next").split(",")
 PAGE, CHUNK, HEADER_BYTES = 64, 256, 4096
 LENGTHS = [130, 702, 1000]
-FAR, NEAR = 960, 768  # of the last prompt: its furthest state, and the one before that
+NEAR = 768  # of the last prompt: the state before its furthest one
 BASE = ["--tp-size", "2", "--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
 BASE += ["--chunked-prefill-size", str(CHUNK), "--max-running-requests", "6"]
 BASE += ["--max-total-tokens", "8192", "--max-mamba-cache-size", "60"]
@@ -50,11 +50,20 @@ def server_of(name: str, folder: Path, log: str) -> Server:
     )  # fmt: skip
 
 
-def of_rank(folder: Path, number: int, key: bytes) -> Path:
-    """A value of one of the ranks, by the key of its page or part."""
-    found = sorted((folder / "shared").rglob(f"{key.hex()}.*.hkv"))
-    assert len(found) == 2, found
-    return found[number]
+def of_rank(folder: Path, number: int, page_hash: np.ndarray, *, of_state: bool) -> Path:
+    """A value of one of the ranks: a page, or the second part of the state behind it, or its one.
+
+    Args:
+        folder: of the store.
+        number: of the rank's namespace, by their order.
+        page_hash: u8 `[1, 32]`.
+        of_state: whether it is the state's.
+    """
+    parts = [part_hashes(page_hash, part) for part in (1, 0)] if of_state else [page_hash]
+    found = [sorted(folder.rglob(f"{key.tobytes().hex()}.*.hkv")) for key in parts]
+    one_of_each = next(values for values in found if values)
+    assert len(one_of_each) == 2
+    return one_of_each[number]
 
 
 def lose(value: Path) -> None:
@@ -73,13 +82,13 @@ class Harm(NamedTuple):
 
     Attributes:
         do: to its file.
-        rank: whose it is.
+        space: whose it is, by the order of the ranks' namespaces.
         of_state: whether it is a part of the furthest state, or a page between the two.
-        counted: of the store's counters of this rank; "" where nothing is there that could be bad.
+        counted: of the store's counters of its rank; "" where nothing is there that could be bad.
     """
 
     do: Callable[[Path], None]
-    rank: int
+    space: int
     of_state: bool
     counted: str
 
@@ -127,22 +136,22 @@ def check_harmed(
     server: Server, folder: Path, harm: Harm, prompt: list[int], computed: Any, repeat: Any
 ) -> None:
     """The prompt goes on from the nearer state; what is computed behind it mends the store."""
-    assert cached([repeat]) == [FAR]
+    (far,) = cached([repeat])
+    assert far > NEAR + PAGE
     drop_all(server)
-    end = FAR if harm.of_state else NEAR + 2 * PAGE
-    key = page_hashes(prompt)[end // PAGE - 1 :][:1]
-    key = part_hashes(key, 1) if harm.of_state else key
-    harm.do(of_rank(folder, harm.rank, key.tobytes()))
+    end = far if harm.of_state else NEAR + 2 * PAGE
+    page_hash = page_hashes(prompt)[end // PAGE - 1 :][:1]
+    harm.do(of_rank(folder / "shared", harm.space, page_hash, of_state=harm.of_state))
     rejected = counts(server, "remote", harm.counted)
     asked = counts(server, "host", "remote_lookups_nearer")
     answer = ask(server, prompt, NUM_TOKENS)
     assert cached([answer]) == [NEAR], harm
     assert values([answer]) == values([computed])
     more = np.subtract(counts(server, "remote", harm.counted), rejected).tolist()
-    assert more == [harm.rank == each and bool(harm.counted) for each in range(2)]
+    assert sorted(more) == [0, bool(harm.counted)]
     more = np.subtract(counts(server, "host", "remote_lookups_nearer"), asked).tolist()
     assert not harm.counted or all(more), more
     drop_all(server)
     again = ask(server, prompt, NUM_TOKENS)
-    assert cached([again]) == [FAR]
+    assert cached([again]) == [far]
     assert values([again]) == values([repeat])
