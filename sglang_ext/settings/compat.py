@@ -44,6 +44,7 @@ _COMPONENT = "FULL"
 _WINDOW_COMPONENT = "SWA"
 _STATE_COMPONENT = "MAMBA"
 _STATE_REQUEST_POOL = "HybridReqToTokenPool"
+_STATE_DECODE_REQUEST_POOL = "HybridMambaDecodeReqToTokenPool"
 _KEPT_STATES = "extra_buffer"  # the strategy under which SGLang's tree keeps states of pages
 # Their mixers are in a breakable graph: no eager part of SGLang's is around them.
 _WITHOUT_BREAKS = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM")
@@ -322,13 +323,12 @@ def check_model(ctx: Any) -> None:
     mode = ctx.server_args.disaggregation_mode
     if is_disaggregated(mode) and gates is None:
         _refuse(f"SGLang 0.5.23 with --disaggregation-mode {mode}", "an older one", WITHOUT)
-    request_pool = _STATE_REQUEST_POOL if ctx.is_hybrid_ssm else _REQUEST_POOL
+    pools = _REQUEST_POOL, _DECODE_REQUEST_POOL
+    if ctx.is_hybrid_ssm:
+        pools = _STATE_REQUEST_POOL, _STATE_DECODE_REQUEST_POOL
     for expected, found in (
         (_WINDOW_ALLOCATOR if ctx.is_hybrid_swa else _ALLOCATOR, type(allocator).__name__),
-        (
-            _DECODE_REQUEST_POOL if mode == DECODE else request_pool,
-            type(params.req_to_token_pool).__name__,
-        ),
+        (pools[mode == DECODE], type(params.req_to_token_pool).__name__),
         (f"pages of {params.page_size} tokens", f"pages of {allocator.page_size} tokens"),
     ):
         if found != expected:

@@ -262,12 +262,13 @@ SERVED_MODES = (
         "prefill and decode servers (`--disaggregation-mode`)",
         "exact; a decode server only saves, and what it wrote is loaded by prefill servers on the "
         "same remote store; by one rank or several tensor parallel ones, for models with K and V "
-        "of every head, alike in window layers (without chunks), or with MLA, with drafts of "
-        "EAGLE, EAGLE3 or NEXTN, without lossy codec (with drafts and windows without any), "
-        "truncation, adapters or sessions; not run on a GPU",
+        "of every head, alike in window layers (without chunks), with a state beside them, or with "
+        "MLA, with drafts of EAGLE, EAGLE3 or NEXTN, without lossy codec (with drafts, windows and "
+        "states without any), truncation, adapters or sessions; not run on a GPU",
         "tests/e2e/remote/test_disaggregation.py; tests/e2e/remote/test_disaggregation_ranks.py; "
         "tests/e2e/remote/test_disaggregation_drafts.py; "
         "tests/e2e/remote/test_disaggregation_windows.py; "
+        "tests/e2e/remote/test_disaggregation_states.py; "
         "tests/e2e/remote/test_disaggregation_coded.py",
     ),
     ServedMode(

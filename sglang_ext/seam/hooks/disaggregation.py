@@ -15,6 +15,8 @@ what another one left.
 
 Of window layers the last window travels. SGLang takes rows for a page more where a prompt ends with
 a page, and its tree would have them as that window's: they are given back when the rest has come.
+Of layers with a state the one behind the prompt travels; those of a decode server's tree are its
+own.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ def test_a_plain_model_is_taken() -> None:
         ({"is_dsa": True, "is_hybrid_swa": True}, "sparse attention over another"),
         ({"is_dsa": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with rows of an index"),
         ({"mode": "decode"}, "needs DecodeReqToTokenPool, got ReqToTokenPool"),
+        ({"mode": "decode", "is_hybrid_ssm": True}, "needs HybridMambaDecodeReqToTokenPool"),
         ({"mode": "prefill", "swa_gates_prefix_match": None}, "SGLang 0.5.23 with --disagg"),
         ({"disable_radix_cache": True}, "SGLang disables it"),
         ({"page_size": 32}, "pages of 32 tokens, got pages of 64 tokens"),

@@ -121,7 +121,7 @@ def test_settings_that_were_not_tried_are_refused(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["swa of two shapes", "state", "indexed"])
+@pytest.mark.parametrize("kind", ["swa of two shapes", "state beside latent rows", "indexed"])
 def test_other_models_are_refused(mode: str, kind: str) -> None:
     with pytest.raises(HierKVConfigError, match=f"a token with --disaggregation-mode {mode}"):
         check(mode, kind)
@@ -134,6 +134,14 @@ def test_both_kinds_of_models_are_served_by_several_ranks(
     mode: str, kind: str, num_ranks: int
 ) -> None:
     check(mode, kind, tp_size=num_ranks)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_models_with_states_are_served_without_drafts(mode: str) -> None:
+    kept = {"mamba_radix_cache_strategy": "extra_buffer"}
+    check(mode, "state", {"remote_url": "file:///mnt/kv"}, tp_size=2, **kept)
+    with pytest.raises(HierKVConfigError, match="no --speculative-algorithm with layers that have"):
+        check(mode, "state", speculative_algorithm="EAGLE", **kept, **DRAFTS)
 
 
 @pytest.mark.parametrize("mode", MODES)
