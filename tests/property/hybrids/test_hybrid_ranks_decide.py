@@ -132,5 +132,7 @@ def test_a_rank_that_goes_by_its_own_store_is_found_out(
             RemoteStateRank, folder, monkeypatch, seed=seed, own=own, num_loads=1000, **options
         )
 
-    with pytest.raises((AssertionError, RankDivergenceError, threading.BrokenBarrierError)):
+    found = AssertionError, RankDivergenceError, threading.BrokenBarrierError
+    with pytest.raises(found) as caught:
         run_until_found(one, tmp_path, monkeypatch)
+    print(repr(caught.value)[:300])

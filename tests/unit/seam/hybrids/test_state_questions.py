@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from sglang_ext.admission.state_question import StateQuestion
 from sglang_ext.admission.waiting_request import Remote, ReusablePrefix
@@ -146,40 +147,37 @@ def test_an_answer_that_is_late_is_not_waited_for() -> None:
     assert asked.cancelled
 
 
-def test_what_could_not_be_fetched_has_a_nearer_state_asked_for_as_long_as_there_is_time() -> None:
+@pytest.mark.parametrize(("time_s", "wanted"), [(0.0, [6, 4, 2]), (1.0, [6, 4]), (2.0, [6])])
+def test_what_could_not_be_fetched_has_a_nearer_state_asked_for_as_long_as_there_is_time(
+    time_s: float, wanted: list[int]
+) -> None:
     """Each time the store says that it has a state, and then does not give all of it."""
     hashes = np.frombuffer(random.Random(3).randbytes(32 * 6), np.uint8).reshape(-1, 32)
     states = np.concatenate([Parts().entries(hashes[page]) for page in (1, 3, 5)])
-    keys = {row.tobytes() for row in (*hashes, *states)}
+    store = Seekable(set(), {row.tobytes() for row in (*hashes, *states)})
+    waiting: Any = SimpleNamespace(
+        remote=Remote.NOT_ASKED, late=False, is_held_as=lambda before: None
+    )
+    ends: list[int | None] = []
     space: Any = SimpleNamespace()
-    for time_s, wanted in ((0.0, [6, 4, 2]), (1.0, [6, 4]), (2.0, [6])):
-        store, now, ends = Seekable(set(), keys), [0.0], []
-        waiting = SimpleNamespace(
-            remote=Remote.NOT_ASKED, late=False, is_held_as=lambda before: None
-        )
-
-        def enter(handle: Any, prefix: ReusablePrefix, key: Any, ends: Any = ends) -> None:
-            ends.append(prefix.resumes_at)
-
-        questions = PlaceQuestions(
-            StateQuestion,
-            Parts(),
-            store,  # type: ignore[arg-type]
-            enter,
-            lambda handle, waiting=waiting: waiting,
-            longest_s=2.0,
-            clock=lambda now=now: now[0],
-        )
-        questions.begin("one", ReusablePrefix(space, hashes[:0], 0, 0), None, hashes, 6, 0)
-        for _ in range(4):
-            waiting.remote = Remote.ANSWERED
-            while not questions.may_admit("one"):
-                store.answer()
-                questions.step()
-            assert questions.may_admit("one"), "it is being fetched"
-            waiting.remote = Remote.FAILED
-            now[0] += time_s
-            if questions.may_admit("one"):
-                break
-        assert ends == wanted
-        questions.drop_all()
+    now = [0.0]
+    questions = PlaceQuestions(
+        StateQuestion,
+        Parts(),
+        store,  # type: ignore[arg-type]
+        lambda handle, prefix, key: ends.append(prefix.resumes_at),
+        lambda handle: waiting,
+        longest_s=2.0,
+        clock=lambda: now[0],
+    )
+    questions.begin("one", ReusablePrefix(space, hashes[:0], 0, 0), None, hashes, 6, 0)
+    for _ in range(4):
+        waiting.remote = Remote.ANSWERED
+        while not questions.may_admit("one"):
+            store.answer()
+            questions.step()
+        waiting.remote = Remote.FAILED  # what was fetched meanwhile
+        now[0] += time_s
+        if questions.may_admit("one"):
+            break
+    assert ends == wanted
