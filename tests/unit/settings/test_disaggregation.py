@@ -140,6 +140,8 @@ def test_both_kinds_of_models_are_served_by_several_ranks(
 def test_models_with_states_are_served_without_drafts(mode: str) -> None:
     kept: dict[str, Any] = {"mamba_radix_cache_strategy": "extra_buffer"}
     check(mode, "state", {"remote_url": "file:///mnt/kv"}, tp_size=2, **kept)
+    with pytest.raises(HierKVConfigError, match="--hier-kv-codec none"):
+        check(mode, "state", {"codec": "lossless", "disk_dir": "/d"}, **kept)
     with pytest.raises(HierKVConfigError, match="no --speculative-algorithm with layers that have"):
         check(mode, "state", speculative_algorithm="EAGLE", **kept, **DRAFTS)
 
