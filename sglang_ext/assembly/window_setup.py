@@ -17,7 +17,7 @@ from sglang_ext.device.states.snapshots import Snapshots
 from sglang_ext.device.windows.blocks import BlockGroups
 from sglang_ext.device.windows.layers import WindowLayers
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.seam.hybrids.place_questions import Enter, PlaceQuestions
+from sglang_ext.seam.hybrids.place_questions import Enter, Find, PlaceQuestions
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.store import PageStore
 
@@ -100,7 +100,7 @@ def place_questions_of(
     snapshots: Snapshots | None,
     store: PageStore,
     config: HierKVConfig,
-) -> Callable[[Enter], PlaceQuestions] | None:
+) -> Callable[[Enter, Find], PlaceQuestions] | None:
     """What lets requests wait for what a remote store has of their windows, or their states.
 
     None without these, or without a store.
@@ -109,7 +109,11 @@ def place_questions_of(
         return None
     longest_s = 0.0 if config.prefetch_policy == "best_effort" else config.prefetch_timeout_ms / 1e3
     if layers is not None:
-        return lambda enter: PlaceQuestions(WindowQuestion, layers, store, enter, longest_s)
+        return lambda enter, find: PlaceQuestions(
+            WindowQuestion, layers, store, enter, find, longest_s
+        )
     if snapshots is not None:
-        return lambda enter: PlaceQuestions(StateQuestion, snapshots, store, enter, longest_s)
+        return lambda enter, find: PlaceQuestions(
+            StateQuestion, snapshots, store, enter, find, longest_s
+        )
     return None

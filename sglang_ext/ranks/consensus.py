@@ -90,6 +90,7 @@ class AgreedRequest(NamedTuple):
         admit: whether it waits no longer: all ranks are ready, or one is late.
         quality: the worst of these pages on any rank.
         most_pages: leading pages of its prompt that every rank would use.
+        is_late: whether it is `admit` because one rank has waited long enough.
     """
 
     first_page: int
@@ -97,6 +98,7 @@ class AgreedRequest(NamedTuple):
     admit: bool
     quality: int
     most_pages: int = NO_LIMIT
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,12 @@ def _decode(vector: Vector, num_requests: int, num_searches: int = 0) -> Agreed:
         saves=[bool(result) for result in saves],
         requests=[
             AgreedRequest(
-                -minus_first, end_page, readiness != Readiness.WAITING, -minus_worst, most
+                -minus_first,
+                end_page,
+                readiness != Readiness.WAITING,
+                -minus_worst,
+                most,
+                readiness == Readiness.LATE,
             )
             for minus_first, end_page, readiness, minus_worst, most in columns.T.tolist()
         ],

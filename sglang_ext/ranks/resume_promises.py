@@ -12,6 +12,8 @@ most of all ranks, and whether all that it takes is verified and pinned here:
 
 A rank that has asked a remote store, and does not know yet, names the furthest place that there
 could be, and waits; when it is answered, or has waited for long enough, it names what it knows.
+Where a place cannot be had though nobody is late, as what the store has of it proved to be bad on
+one rank, all ask for one before it.
 
 The places only come nearer, and after some rounds nothing is promised. What a place takes follows
 from the prompt and the place alone, so what is promised is the same pages on all ranks.
@@ -201,8 +203,15 @@ class ResumeBook(PromiseBook):
             nothing = AgreedRequest(first, first, True, 0, agreed.most_pages)
             self._promise(handle, promise, nothing)
         elif promise.point.end_page > most:
-            # Where all named one place, it cannot be had, or somebody is late: no more is asked.
-            self._name_again(handle, promise, most, asks=not is_one)
+            # Where all named one place, it cannot be had: what is behind a nearer one was not
+            # fetched yet. Where somebody is late, nobody asks, and all go by what they have.
+            self._name_again(handle, promise, most, asks=not (is_one and agreed.is_late))
+            self._count_nearer(handle, is_one=is_one)
+
+    def _count_nearer(self, handle: Hashable, *, is_one: bool) -> None:
+        promise = self._find(handle)
+        if is_one and promise is not None and promise.question is not None:
+            self._store.counters.add("remote_lookups_nearer")
 
     def _promise(self, handle: Hashable, promise: _ResumePromise, settled: AgreedRequest) -> None:
         del self._open[handle]

@@ -40,7 +40,7 @@ from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, group_of_stage, min_reduce
 from sglang_ext.ranks.stages import StagedLockstep, begin_min_reduce
 from sglang_ext.seam.device_tree import DeviceTree
-from sglang_ext.seam.hybrids.place_questions import Enter, PlaceQuestions
+from sglang_ext.seam.hybrids.place_questions import Enter, Find, PlaceQuestions
 from sglang_ext.seam.kv_events import TierEventRecorder
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.media.page_digests import naming
@@ -82,7 +82,7 @@ class CacheParts:
         forward_timer: measures forwards for the cost model; None without one.
         decider: decides between loading and computing; None where everything is loaded.
         place_questions: makes what asks a remote store for windows or states, given how a request
-            enters; None where there is nothing to ask for.
+            enters and is found; None where there is nothing to ask for.
         shares_pages: one rank of this one's group keeps the pages of all.
     """
 
@@ -92,7 +92,7 @@ class CacheParts:
     metrics: MetricsReporter
     forward_timer: ForwardTimer | None = None
     decider: LoadOrCompute | None = None
-    place_questions: Callable[[Enter], PlaceQuestions] | None = None
+    place_questions: Callable[[Enter, Find], PlaceQuestions] | None = None
     shares_pages: bool = False
 
 
@@ -151,7 +151,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         pages = DeviceProvenance(2 * num_pages + _SPARE_MARKS, tree.live_hashes)
         place_questions: PlaceQuestions | None = None
         if parts.place_questions is not None:
-            place_questions = parts.place_questions(self._enter)
+            place_questions = parts.place_questions(self._enter, self.waiting_room.find)
         self.linker = HierKVLinkerWrapper(self, linker, tree, pages, place_questions)
         self._follow_tiers(config, linker.store, num_pages)
         self.taint = TaintKeeper(pages, tree, self.linker, self.req_to_token_pool)

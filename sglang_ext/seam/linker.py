@@ -126,8 +126,10 @@ class HierKVLinker(UnifiedCacheLinker):
 
     @property
     def device_rows(self) -> list[torch.Tensor]:
-        """The rows of which pages are made, of all layers: window layers and drafts, too."""
-        return [rows for each in self._copiers for rows in (*each.pool.k, *each.pool.v)]
+        """The rows of which pages and states are made, of all layers: windows and drafts, too."""
+        pages = [rows for each in self._copiers for rows in (*each.pool.k, *each.pool.v)]
+        states = () if self.snapshots is None else self.snapshots.pool.tensors
+        return [*pages, *(layer for tensor in states for layer in tensor)]
 
     @property
     def is_hybrid(self) -> bool:

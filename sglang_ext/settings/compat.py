@@ -45,6 +45,7 @@ _COMPONENT = "FULL"
 _WINDOW_COMPONENT = "SWA"
 _STATE_COMPONENT = "MAMBA"
 _STATE_REQUEST_POOL = "HybridReqToTokenPool"
+_STATE_DECODE_REQUEST_POOL = "HybridMambaDecodeReqToTokenPool"
 _KEPT_STATES = "extra_buffer"  # the strategy under which SGLang's tree keeps states of pages
 # Their mixers are in a breakable graph: no eager part of SGLang's is around them.
 _WITHOUT_BREAKS = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM")
@@ -158,11 +159,7 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) 
     if kind != _WINDOW_KINDS[0]:  # whose pages are not of planes of one width
         codec = ("--hier-kv-codec none", config.codec or "none")
     for expected, found in (
-        *_of_hybrid_ranks(read),
-        (
-            "no --hier-kv-remote-url and data parallel attention",
-            config.remote_url if has_attention_dp(read) else "",
-        ),
+        *_of_hybrid_ranks(read, config),
         codec,
         # It leaves pages to be computed, and a window is no use without all of its pages.
         ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
@@ -196,16 +193,12 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
         ("no data parallel attention", "it" if shares_steps else ""),
         *_of_captured_prefills(read, kind, resolved.architecture),
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
-        *_of_hybrid_ranks(read),
+        *_of_hybrid_ranks(read, config),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
         # What is asked of a coded store is pages that follow one another.
         ("no --hier-kv-codec for a remote store", coded_store),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
-        (
-            "no --hier-kv-remote-url and several ranks",
-            config.remote_url if (read("tp_size") or 1) > 1 else "",
-        ),
         ("no --speculative-algorithm", read("speculative_algorithm") or ""),
         ("no --enable-lora", "it" if read("enable_lora") or read("lora_paths") else ""),
         ("no --enable-streaming-session", "it" if read("enable_streaming_session") else ""),
@@ -232,8 +225,8 @@ def _of_captured_prefills(
     return [("no --cuda-graph-backend-prefill breakable", "it" if is_captured else "")]
 
 
-def _of_hybrid_ranks(read: Callable[[str], Any]) -> list[tuple[str, Any]]:
-    """(what is expected, what was found) of whole schedulers, stages and nodes.
+def _of_hybrid_ranks(read: Callable[[str], Any], config: HierKVConfig) -> list[tuple[str, Any]]:
+    """(what is expected, what was found) of whole schedulers, stages, nodes, and a store of groups.
 
     Data parallel attention may be asked for by its older name, which is that of whole schedulers.
     """
@@ -241,6 +234,10 @@ def _of_hybrid_ranks(read: Callable[[str], Any]) -> list[tuple[str, Any]]:
         ("--pp-size 1", read("pp_size") or 1),
         ("--dp-size 1", 1 if has_attention_dp(read) else read("dp_size") or 1),
         ("--nnodes 1", read("nnodes") or 1),
+        (
+            "no --hier-kv-remote-url and data parallel attention",
+            config.remote_url if has_attention_dp(read) else "",
+        ),
     ]
 
 
@@ -336,13 +333,12 @@ def check_model(ctx: Any) -> None:
     mode = ctx.server_args.disaggregation_mode
     if is_disaggregated(mode) and gates is None:
         _refuse(f"SGLang 0.5.23 with --disaggregation-mode {mode}", "an older one", WITHOUT)
-    request_pool = _STATE_REQUEST_POOL if ctx.is_hybrid_ssm else _REQUEST_POOL
+    pools = _REQUEST_POOL, _DECODE_REQUEST_POOL
+    if ctx.is_hybrid_ssm:
+        pools = _STATE_REQUEST_POOL, _STATE_DECODE_REQUEST_POOL
     for expected, found in (
         (_WINDOW_ALLOCATOR if ctx.is_hybrid_swa else _ALLOCATOR, type(allocator).__name__),
-        (
-            _DECODE_REQUEST_POOL if mode == DECODE else request_pool,
-            type(params.req_to_token_pool).__name__,
-        ),
+        (pools[mode == DECODE], type(params.req_to_token_pool).__name__),
         (f"pages of {params.page_size} tokens", f"pages of {allocator.page_size} tokens"),
     ):
         if found != expected:

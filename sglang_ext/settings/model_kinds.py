@@ -110,24 +110,26 @@ MODEL_KINDS = {
         "a state a sequence beside K and V of every head (Mamba2, gated delta rule)",
         "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5",
         "exact, at the positions at which SGLang's tree keeps a state, by one rank or several "
-        "tensor parallel ones, these without a remote store, with codecs that lose nothing in DRAM "
-        "and on disk, without truncation, adapters or sessions; run on a CPU with a small model "
-        "of each, those of Granite 4 and Nemotron-H without experts, by two ranks Qwen3-Next and "
-        "Qwen3.5, with a remote store Qwen3-Next; "
+        "tensor parallel ones, with codecs that lose nothing in DRAM and on disk, without "
+        "truncation, adapters or sessions; run on a CPU with a small model of each, those of "
+        "Granite 4 and Nemotron-H without experts, by two ranks Qwen3-Next, Qwen3.5 and "
+        "Nemotron-H, all three with a remote store; "
         'prompts with images of Qwen3.5 ("Images" below); Granite 4 and Falcon-H1 without '
         "`--cuda-graph-backend-prefill breakable`, SGLang's default on a GPU",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_restored_kinds.py; "
-        "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/images/test_image_states.py; "
-        "tests/property/hybrids/test_state_interleavings.py",
+        "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/models/test_state_store_ranks.py; "
+        "tests/e2e/images/test_image_states.py; "
+        "tests/property/hybrids/test_state_interleavings.py; "
+        "tests/property/hybrids/test_hybrid_ranks_decide.py",
     ),
     "state beside latent rows": ModelKind(
         "a state a sequence (KDA) beside one latent row a token (MLA)",
         "Kimi Linear",
         "as the states above, without data parallel attention and without "
         "`--cuda-graph-backend-prefill breakable`; run with a small model with two experts, of "
-        "which each token takes both, on a CPU, by one rank and by two",
+        "which each token takes both, on a CPU, by one rank and by two, with a remote store, too",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_hybrid_ranks.py; "
-        "tests/e2e/models/test_restored_kinds.py",
+        "tests/e2e/models/test_restored_kinds.py; tests/e2e/models/test_state_store_ranks.py",
     ),
     "state without pages": ModelKind(
         "a state a sequence, behind single tokens and not behind pages",
@@ -209,8 +211,7 @@ SERVED_MODES = (
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
         "exact, moved, coded; with MLA one rank of a node keeps each page for all; "
-        "hybrids and models with rows of an index on one node, those with states without a remote "
-        "store",
+        "hybrids and models with rows of an index on one node",
         "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_truncated_ranks.py; "
         "tests/e2e/ranks/test_quoting_ranks.py; "
         "tests/e2e/ranks/test_cost_ranks.py; tests/e2e/ranks/test_profile_ranks.py",
@@ -264,13 +265,14 @@ SERVED_MODES = (
         "prefill and decode servers (`--disaggregation-mode`)",
         "exact; a decode server only saves, and what it wrote is loaded by prefill servers on the "
         "same remote store; by one rank or several tensor parallel ones, for models with K and V "
-        "of every head, alike in window layers (without chunks), or with MLA, with an index or "
-        "without, with drafts of EAGLE, EAGLE3 or NEXTN, without lossy codec (with drafts "
-        "without any), truncation, adapters or sessions; not run on a GPU",
+        "of every head, alike in window layers (without chunks), with a state beside them, or with "
+        "MLA, with an index or without, with drafts of EAGLE, EAGLE3 or NEXTN, without lossy codec "
+        "(with drafts or states without any), truncation, adapters or sessions; not run on a GPU",
         "tests/e2e/remote/test_disaggregation.py; tests/e2e/remote/test_disaggregation_ranks.py; "
         "tests/e2e/remote/test_disaggregation_drafts.py; "
         "tests/e2e/remote/test_disaggregation_index.py; "
         "tests/e2e/remote/test_disaggregation_windows.py; "
+        "tests/e2e/remote/test_disaggregation_states.py; "
         "tests/e2e/remote/test_disaggregation_coded.py",
     ),
     ServedMode(

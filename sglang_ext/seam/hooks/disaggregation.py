@@ -15,6 +15,8 @@ what another one left.
 
 Of window layers the last window travels. SGLang takes rows for a page more where a prompt ends with
 a page, and its tree would have them as that window's: they are given back when the rest has come.
+Of layers with a state the one behind the prompt travels; those of a decode server's tree are its
+own.
 
 Rows of an index travel behind the last part of the latent ones, to pages that the decode server
 names in a list of their own. Where some page that is sent is not in it, what comes has no mark.

@@ -16,29 +16,40 @@ from typing import Any
 import numpy as np
 
 from sglang_ext.admission.place_question import PlaceQuestion
-from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.admission.waiting_request import Remote, ReusablePrefix, WaitingRequest
 from sglang_ext.device.transfers import Hashes
 from sglang_ext.tiers.store import KeySpace, PageStore
 
 Enter = Callable[[Hashable, ReusablePrefix, Any], Any]
 """Puts a request into the waiting room anew: its handle, what it could reuse, and its key."""
+Find = Callable[[Hashable], WaitingRequest | None]
+"""What the waiting room knows of a request."""
+
+# So often a request asks again for less, where what there was to be could not be fetched.
+_MOST_AGAIN = 8
 
 
 @dataclass
 class _Asked:
-    """A request whose question is open.
+    """A request whose question is open, or was answered with a place that is being fetched.
 
     Attributes:
         prefix: what it could reuse of what is here.
         key: SGLang's, of its pages.
         last: u8 `[0 or 1, 32]`, a prompt's last page, which is computed and then replaced.
+        least: see `PlaceQuestions.begin`.
         question: about the pages behind its device prefix.
+        first: the first of its questions; how long it waits counts from then on.
+        num_again: how many others there were.
     """
 
     prefix: ReusablePrefix
     key: Any
     last: Hashes
+    least: int
     question: PlaceQuestion
+    first: PlaceQuestion
+    num_again: int = 0
 
 
 class PlaceQuestions:
@@ -49,6 +60,7 @@ class PlaceQuestions:
         parts: how windows, or states, are stored.
         store: DRAM, disk and the remote store.
         enter: puts a request into the waiting room anew, with another prefix.
+        find: finds a request there.
         longest_s: for how long a request waits for its answer; 0: not at all.
         clock: seconds; monotonic.
     """
@@ -59,6 +71,7 @@ class PlaceQuestions:
         parts: Any,
         store: PageStore,
         enter: Enter,
+        find: Find,
         longest_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,9 +79,11 @@ class PlaceQuestions:
         self._parts = parts
         self._store = store
         self._enter = enter
+        self._find = find
         self._longest_s = longest_s
         self._clock = clock
         self._open: dict[Hashable, _Asked] = {}
+        self._fetched: dict[Hashable, _Asked] = {}  # those that entered anew with an answer
 
     def begin(
         self,
@@ -94,7 +109,7 @@ class PlaceQuestions:
         tail, last = tail[:limit], tail[limit : limit + 1]
         question = self._question(prefix.space, tail, last[:0], least, prefix.max_quality)
         if question.is_open:
-            self._open[handle] = _Asked(prefix, key, last, question)
+            self._open[handle] = _Asked(prefix, key, last, least, question, question)
 
     def ask(
         self, space: KeySpace, tail: Hashes, last: Hashes, least: int, max_quality: int
@@ -126,26 +141,55 @@ class PlaceQuestions:
         return self._kind.keys_of_last(self._parts, last)
 
     def may_admit(self, handle: Hashable) -> bool:
-        """False while a request should wait for the answer."""
+        """False while a request should wait for the answer.
+
+        Where the store did not give what it had said it has, it is asked for less.
+        """
         asked = self._open.get(handle)
         if asked is None:
-            return True
-        if not asked.question.is_late:
+            return not self._asks_again(handle)
+        if not asked.first.is_late:
             return False
         if self._longest_s:
             self._store.counters.add("remote_lookups_late")
         self.drop(handle)
         return True
 
+    def _asks_again(self, handle: Hashable) -> bool:
+        """Asks for a place before one of which something could not be fetched; usually O(1)."""
+        asked, waiting = self._fetched.get(handle), self._find(handle)
+        if asked is None or waiting is None or waiting.remote is not Remote.FAILED:
+            return False
+        del self._fetched[handle]
+        tail, end = asked.question.tail, asked.question.end
+        assert end is not None
+        if waiting.late or asked.first.is_late or asked.num_again == _MOST_AGAIN:
+            return False
+        wanted = np.concatenate([tail[:end], asked.question.resume_keys])
+        if (self._store.page_states(asked.prefix.space, wanted)[0] != 0).all():
+            return False  # it lacks no more than the prompt's last page, or others brought it
+        prefix, none = asked.prefix, asked.last[:0]
+        question = self._question(
+            prefix.space, tail[: end - 1], none, asked.least, prefix.max_quality
+        )
+        if not question.is_open:
+            return False
+        self._store.counters.add("remote_lookups_nearer")
+        self._open[handle] = replace(
+            asked, last=none, question=question, num_again=asked.num_again + 1
+        )
+        return True
+
     def drop(self, handle: Hashable) -> None:
         """Nobody waits for the answer any more; unknown handles are ignored."""
+        self._fetched.pop(handle, None)
         asked = self._open.pop(handle, None)
         if asked is not None:
             asked.question.drop()
 
     def drop_all(self) -> None:
         """As `drop`, for all requests."""
-        for handle in list(self._open):
+        for handle in [*self._open, *self._fetched]:
             self.drop(handle)
 
     def step(self) -> None:
@@ -165,4 +209,9 @@ class PlaceQuestions:
             wanted.append(self._of_last(asked.last))
         hashes, resumes_at = np.concatenate(wanted), prefix.num_on_device + end
         prefix = replace(prefix, hashes=hashes, look_again=None, resumes_at=resumes_at)
+        before = self._find(handle)
         self._enter(handle, prefix, asked.key)
+        waiting = self._find(handle)
+        if before is not None and waiting is not None:
+            waiting.is_held_as(before)  # it is the same request, no later one
+        self._fetched[handle] = asked

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.property.worlds.hybrid_ranks import RemoteWindowRank, StateRank, WindowRank
-from tests.property.worlds.rank_of_many import run_worlds
+from sglang_ext.ranks.consensus import AgreedRequest, RankDivergenceError
+from sglang_ext.ranks.resume_promises import ResumeBook
+from tests.property.worlds.hybrid_ranks import (
+    RemoteStateRank,
+    RemoteWindowRank,
+    StateRank,
+    WindowRank,
+)
+from tests.property.worlds.rank_of_many import run_until_found, run_worlds
 
 LOADS = int(os.environ.get("HIER_KV_HYBRID_RANK_LOADS", "4"))  # in each world
 SEEDS = int(os.environ.get("HIER_KV_HYBRID_RANK_SEEDS", "1"))
@@ -35,9 +43,34 @@ STATES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "few states, other sizes": ({"num_states": 26}, [{"host_pages": 64}, {"host_pages": 40}]),
     "all is waited for": ({"prefetch_policy": "wait_complete"}, [{}, {}, {}]),
 }
+_FEW: list[dict[str, Any]] = [{"host_pages": 48}, {"host_pages": 40}]
+REMOTE_STATES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "honest stores": ({"behaviour": {}}, [*_FEW, {}]),
+    "stores that swap parts": ({"behaviour": {"lies": 0.1, "dies": 0.03}}, _FEW),
+    "stores that do not answer": ({"behaviour": {}, "silent": 0.1}, _FEW),
+}
 CASES: list[tuple[Any, ...]] = [(WindowRank, name, *case) for name, case in WINDOWS.items()]
 CASES += [(RemoteWindowRank, name, *case) for name, case in REMOTE.items()]
 CASES += [(StateRank, name, *case) for name, case in STATES.items()]
+CASES += [(RemoteStateRank, name, *case) for name, case in REMOTE_STATES.items()]
+
+
+def run_alike(
+    kind: Any,
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    *,
+    seed: int,
+    own: list[dict[str, Any]],
+    num_loads: int = LOADS,
+    **options: Any,
+) -> list[Any]:
+    """Ranks that have decided alike; see `run_worlds`."""
+    ranks = run_worlds(kind, folder, patch, seed=seed, num_loads=num_loads, own=own, **options)
+    for rank in ranks[1:]:
+        pairs = zip(ranks[0].trace, rank.trace, strict=True)
+        assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
+    return ranks
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -53,12 +86,53 @@ def test_ranks_decide_alike(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
-    ranks = run_worlds(kind, tmp_path, monkeypatch, seed=seed, num_loads=LOADS, own=own, **options)
-    for rank in ranks[1:]:
-        pairs = zip(ranks[0].trace, rank.trace, strict=True)
-        assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
+    ranks = run_alike(kind, tmp_path, monkeypatch, seed=seed, own=own, **options)
     print(name, seed, ranks[0].counts, [rank.num_lost for rank in ranks])
     assert all(rank.num_lost for rank in ranks)
-    if kind is RemoteWindowRank:
+    if kind in (RemoteWindowRank, RemoteStateRank):
         assert all(rank.store.stats()["remote_promoted_pages"] for rank in ranks)
         assert not options.get("silent") or all(rank.num_unanswered for rank in ranks)
+
+
+# What a rank might do wrong that has its part of a state where another one has not.
+def _by_its_own_part(book: Any, handle: Any, promise: Any, agreed: AgreedRequest) -> None:
+    """Each goes by whether its own part is there, and not by whether all ranks' are."""
+    quality = min(agreed.quality, 255) if promise.is_whole else 1 << 8
+    _settle_one(book, handle, promise, agreed._replace(quality=quality))
+
+
+def _by_its_own_place(book: Any, handle: Any, promise: Any, agreed: AgreedRequest) -> None:
+    """Each goes on from the place that it has named."""
+    end = promise.point.end_page
+    _settle_one(book, handle, promise, agreed._replace(first_page=end, end_page=end))
+
+
+def _by_its_own_time(book: Any, handle: Any, promise: Any, agreed: AgreedRequest) -> None:
+    """One whose store has answered does not wait for the others."""
+    admit = agreed.admit or (promise.question is None and promise.is_whole)
+    _settle_one(book, handle, promise, agreed._replace(admit=admit))
+
+
+_settle_one = ResumeBook._settle_one
+
+
+@pytest.mark.parametrize("mistaken", [_by_its_own_part, _by_its_own_place, _by_its_own_time])
+def test_a_rank_that_goes_by_its_own_store_is_found_out(
+    mistaken: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    monkeypatch.setattr(ResumeBook, "_settle_one", mistaken)
+    options, own = REMOTE_STATES["stores that swap parts"]
+
+    def one(folder: Path, seed: int) -> None:
+        run_alike(
+            RemoteStateRank, folder, monkeypatch, seed=seed, own=own, num_loads=1000, **options
+        )
+
+    found = AssertionError, RankDivergenceError, threading.BrokenBarrierError
+    with pytest.raises(found) as caught:
+        run_until_found(one, tmp_path, monkeypatch)
+    print(repr(caught.value)[:300])

@@ -59,6 +59,11 @@ def cut_short(values: Values, name: Name, part: int) -> None:
     values[one] = values[one][:-64]
 
 
+def bad_body(values: Values, name: Name, part: int) -> None:
+    one = name(PROMPT, FAR, part)
+    values[one] = values[one][:-64] + bytes(byte ^ 0xFF for byte in values[one][-64:])
+
+
 def half_a_header(values: Values, name: Name, part: int) -> None:
     one = name(PROMPT, FAR, part)
     values[one] = values[one][: HEADER_BYTES // 2]
@@ -100,10 +105,12 @@ CHANGES = [
     Change(of_another_position, NEAR, "error_rejected_foreign"),
     Change(another_part, NEAR, "error_rejected_foreign"),
     Change(of_another_length, NEAR, "error_rejected_unsound"),
-    # These are found out when the part is read.
-    Change(cut_short, 0, "error_rejected_incomplete"),
-    Change(header_of_another_position, 0, "error_rejected_unsound"),
+    # These are found out when the part is read; then the store is asked for less.
+    Change(cut_short, NEAR, "error_rejected_incomplete"),
+    Change(bad_body, NEAR, "error_rejected_bad_checksum"),
+    Change(header_of_another_position, NEAR, "error_rejected_unsound"),
 ]
+READ = (cut_short, bad_body, header_of_another_position)
 
 
 @pytest.fixture
@@ -190,8 +197,28 @@ def test_a_part_that_is_not_the_states_is_a_miss(
     stats = remote.stats()
     found = {each: stats[each] for each in stats if each.startswith("error_")}
     assert found == ({change.counted: 1} if change.counted else {})
+    asked_again = world.store.stats().get("remote_lookups_nearer", 0)
+    assert asked_again == (change.do in READ)
     uploaded(world)
     assert engine.values == stored.values  # what is computed takes the place of what was bad
+
+
+def test_a_page_that_proves_bad_has_what_is_before_it_asked_for(make: Make, stored: Stored) -> None:
+    engine, remote = open_over(dict(stored.values))
+    world = make(remote=remote, **SIZES)
+    world.made.update(stored.made)
+    pages = hashes_from_hex(world.keys(PROMPT, None, None))
+    for page, num_loaded in ((NEAR // PAGE, NEAR), (NEAR // PAGE - 1, 0)):
+        wanted = pages[page].tobytes().hex()
+        (one,) = (each for each in engine.values if each.split(":")[3] == wanted)
+        engine.values[one] = engine.values[one][:-64] + bytes(64)
+        assert world.run(PROMPT).num_loaded == num_loaded
+        uploaded(world)
+        assert engine.values == stored.values
+        world.flush()
+        world.cache.clear_storage_backend()
+    assert remote.stats()["error_rejected_bad_checksum"] == 2
+    assert world.store.stats()["remote_lookups_nearer"] == 2
 
 
 def test_states_whose_places_were_swapped_are_misses(make: Make, stored: Stored) -> None:

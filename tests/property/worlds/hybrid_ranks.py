@@ -85,8 +85,8 @@ class WindowRank(_Rank):
         return [sorted(state_of(req).resume_pages) for req in (*self.waiting, *self.running)]
 
 
-class RemoteWindowRank(WindowRank):
-    """A rank of a model with window layers, with a remote store and no disk.
+class _RemoteRank(_Rank):
+    """A rank with a remote store and no disk; what its world is comes from a class beside it.
 
     Attributes:
         num_unanswered: questions that are not answered.
@@ -137,6 +137,10 @@ class RemoteWindowRank(WindowRank):
             self.num_lost += self._engine.values.pop(name, None) is not None
 
 
+class RemoteWindowRank(_RemoteRank, WindowRank):
+    """A rank of a model with window layers, with a remote store and no disk."""
+
+
 class StateRank(_Rank, StateWorld):
     """A rank of a model with states."""
 
@@ -152,3 +156,7 @@ class StateRank(_Rank, StateWorld):
     def branches(self) -> list[Any]:
         """See `_Rank`."""
         return sorted(self._branches.items())
+
+
+class RemoteStateRank(_RemoteRank, StateRank):
+    """A rank of a model with states, with a remote store and no disk."""

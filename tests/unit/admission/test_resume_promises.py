@@ -309,6 +309,7 @@ def test_the_wait_for_a_remote_store_counts_from_the_first_question(
         asks.layers,
         asks.store,
         lambda *_: None,
+        lambda _: None,
         longest_s=2.0,
         clock=lambda: now_s[0],
     )
@@ -330,6 +331,57 @@ def test_the_wait_for_a_remote_store_counts_from_the_first_question(
         step(ranks)
     assert all(lookup.cancelled for lookup in lookups)
     assert asks.store.stats()["remote_lookups_late"] - late == 1
+    for rank in ranks:
+        assert rank.book.may_admit(HANDLE)
+        assert rank.book.num_promised(HANDLE, rank.space, 0) == 2
+        rank.book.leave(HANDLE)
+        assert not rank.store.arena._pins.any()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_could_not_be_fetched_on_one_rank_has_all_ask_for_less(
+    ranks: list[Rank], is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless one of them has waited long enough: then all go by what they have."""
+    fails, has = ranks
+    hashes = np.frombuffer(random.Random(74).randbytes(32 * 6), np.uint8).reshape(6, 32)
+    asked: dict[int, list[Question]] = {0: [], 1: []}
+
+    def ask_of(number: int) -> Any:
+        def ask(space: Any, tail: Any, last: Any, least: int, max_quality: int) -> Any:
+            asked[number].append(Question(tail))
+            return asked[number][-1]
+
+        return ask
+
+    for number, rank in enumerate(ranks):
+        rank.damage = 0.0
+        store_all(rank, hashes[: 2 if rank is fails else 5], of_states=True)
+        points = PromptPoints(rank.states, rank.store, rank.space, hashes, 6, ask_of(number))
+        rank.book.enter(HANDLE, ReusablePrefix(rank.space, hashes, 0, 255, points=points))
+    before = [rank.store.stats().get("remote_lookups_nearer", 0) for rank in ranks]
+    step(ranks)
+    for number, end in enumerate((5, None)):  # on one the store has five, the other has them here
+        (question,) = asked[number]
+        question.end, question.is_over = end, True
+        question.resume_keys = fails.parts(hashes, 4, of_states=True)
+    if is_late:
+        monkeypatch.setattr(has.room, "readiness", lambda handle: Readiness.LATE)
+    for _ in range(3):
+        step(ranks)  # all name the fifth page, and one rank has not what it takes
+    nearer = [
+        rank.store.stats().get("remote_lookups_nearer", 0) - num
+        for rank, num in zip(ranks, before, strict=True)
+    ]
+    # The one that has a state behind the fourth has nothing to ask for.
+    assert nearer == [not is_late, 0]
+    assert [len(question.tail) for question in asked[0]] == [6] + [4] * (not is_late)
+    if not is_late:
+        assert not fails.book.may_admit(HANDLE)
+        assert not has.book.may_admit(HANDLE)
+        asked[0][-1].is_over = True
+    for _ in range(5):
+        step(ranks)
     for rank in ranks:
         assert rank.book.may_admit(HANDLE)
         assert rank.book.num_promised(HANDLE, rank.space, 0) == 2

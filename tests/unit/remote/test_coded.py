@@ -15,6 +15,7 @@ from sglang_ext.tiers.records.quality import ANY, Quality
 from sglang_ext.tiers.records.record import parse_header
 from sglang_ext.tiers.store import PutShare
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
+from sglang_ext.tiers.store.remote import profiles
 from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import until
@@ -149,6 +150,34 @@ def test_another_profile_under_the_digest_is_a_miss(make: Make, server: RedisSer
     assert three.uploaded(4)
     four.fetch(range(12))
     assert four.ready(range(12)) == 12
+
+
+def test_a_profile_whose_header_is_bad_is_a_miss_and_counted(
+    make: Make, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = make(), make(learns=False)
+    one.save(range(8))
+    assert one.uploaded(8)
+    monkeypatch.setattr(profiles, "_TRY_AGAIN_S", 0.0)
+    (name,) = keys(server, "*:profile.0")
+    whole = server.call("GET", name)
+    assert isinstance(whole, bytes)
+    meta, _ = parse_header(one.codec.encode(page(1)))  # type: ignore[arg-type]
+    most = two.codec.max_profile_bytes(meta.codec)
+    for value, kind in (
+        (b"?" * len(whole), "bad_magic"),
+        (whole[:100], "bad_header"),
+        (profiles._record(meta, bytes(most + 1)).tobytes(), "profile"),
+    ):
+        server.call("SET", name, value)
+        two.fetch(range(8))
+        assert two.ready(range(8)) == 0
+        stats = two.store.remote_stats()
+        assert stats is not None
+        assert stats[f"error_rejected_{kind}"] == 1
+    server.call("SET", name, whole)
+    two.fetch(range(8))
+    assert two.ready(range(8)) == 8
 
 
 def test_pages_of_a_codec_that_has_learned_nothing_travel_raw(make: Make) -> None:

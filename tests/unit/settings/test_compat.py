@@ -78,6 +78,7 @@ def test_a_plain_model_is_taken() -> None:
         ({"is_dsa": True, "is_hybrid_swa": True}, "sparse attention over another"),
         ({"is_dsa": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with rows of an index"),
         ({"mode": "decode"}, "needs DecodeReqToTokenPool, got ReqToTokenPool"),
+        ({"mode": "decode", "is_hybrid_ssm": True}, "needs HybridMambaDecodeReqToTokenPool"),
         ({"mode": "prefill", "swa_gates_prefix_match": None}, "SGLang 0.5.23 with --disagg"),
         ({"disable_radix_cache": True}, "SGLang disables it"),
         ({"page_size": 32}, "pages of 32 tokens, got pages of 64 tokens"),
@@ -198,9 +199,9 @@ def test_a_tree_with_states_is_taken_for_a_model_with_states_alone() -> None:
         ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
         ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
         (
-            {"tp_size": 2},
+            {"tp_size": 2, "attn_dp_size": 2},
             HierKVConfig(remote_url="file:///d"),
-            "no --hier-kv-remote-url and several",
+            "no --hier-kv-remote-url and data parallel attention",
         ),
     ],
 )
@@ -211,8 +212,9 @@ def test_what_was_not_tried_with_states_is_refused_with_them_alone(
     with pytest.raises(HierKVConfigError) as caught:
         check_resolved(resolved("state", **kept, **values), config)
     assert words in str(caught.value)
-    check_resolved(resolved("state", **kept), HierKVConfig(remote_url="file:///d"))
-    check_resolved(resolved("state", tp_size=2, **kept), HierKVConfig())
+    for num_ranks in (1, 2):
+        store = HierKVConfig(remote_url="file:///d")
+        check_resolved(resolved("state", tp_size=num_ranks, **kept), store)
     coded = HierKVConfig(codec="lossless", disk_dir="/d", remote_url="file:///d")
     check_resolved(resolved("state", **kept), coded)
     check_resolved(resolved("state", tp_size=2, attn_dp_size=2, **kept), HierKVConfig())
@@ -222,15 +224,10 @@ def test_states_beside_latent_rows_are_refused_what_states_are_and_data_parallel
     None
 ):
     kind, kept = "state beside latent rows", {"mamba_radix_cache_strategy": "extra_buffer"}
-    check_resolved(resolved(kind, tp_size=2, **kept), HierKVConfig())
+    check_resolved(resolved(kind, tp_size=2, **kept), HierKVConfig(remote_url="file:///d"))
     for values, config, words in (
         ({"attn_dp_size": 2}, HierKVConfig(), "no data parallel attention with layers that have"),
         ({"pp_size": 2}, HierKVConfig(), "--pp-size 1 with layers that have a state"),
-        (
-            {"tp_size": 2},
-            HierKVConfig(remote_url="file:///d"),
-            "no --hier-kv-remote-url and several",
-        ),
         ({"mamba_radix_cache_strategy": "no_buffer"}, HierKVConfig(), "extra_buffer with layers"),
     ):
         with pytest.raises(HierKVConfigError, match=words):

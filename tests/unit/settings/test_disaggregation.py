@@ -122,7 +122,7 @@ def test_settings_that_were_not_tried_are_refused(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["swa of two shapes", "state", "sparse"])
+@pytest.mark.parametrize("kind", ["swa of two shapes", "state beside latent rows", "sparse"])
 def test_other_models_are_refused(mode: str, kind: str) -> None:
     with pytest.raises(
         HierKVConfigError, match=f"alike in all layers with --.* {mode}, got a model"
@@ -137,6 +137,16 @@ def test_these_kinds_of_models_are_served_by_several_ranks(
     mode: str, kind: str, num_ranks: int
 ) -> None:
     check(mode, kind, tp_size=num_ranks)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_models_with_states_are_served_without_drafts(mode: str) -> None:
+    kept: dict[str, Any] = {"mamba_radix_cache_strategy": "extra_buffer"}
+    check(mode, "state", {"remote_url": "file:///mnt/kv"}, tp_size=2, **kept)
+    with pytest.raises(HierKVConfigError, match="--hier-kv-codec none"):
+        check(mode, "state", {"codec": "lossless", "disk_dir": "/d"}, **kept)
+    with pytest.raises(HierKVConfigError, match="no --speculative-algorithm with layers that have"):
+        check(mode, "state", speculative_algorithm="EAGLE", **kept, **DRAFTS)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -67,7 +67,13 @@ class RemoteProfiles:
         key = _key(meta)
         (head,) = self._remote.head([key])
         most = HEADER_BYTES + self._codec.max_profile_bytes(meta.codec)
-        if head.meta is None or not HEADER_BYTES < head.num_bytes <= most:
+        if head.rejected is not None:
+            self._note_rejected(head.rejected.value)
+            return False
+        if head.meta is None:
+            return False
+        if not HEADER_BYTES < head.num_bytes <= most:
+            self._note_rejected("profile")
             return False
         out = np.empty(head.num_bytes, np.uint8)
         result = self._read(key, out)
@@ -81,6 +87,10 @@ class RemoteProfiles:
             return True
         self._remote.reject(key, "profile")  # not read again until it is stored anew
         return False
+
+    def _note_rejected(self, kind: str) -> None:
+        """Counts only: who has the profile stores it anew, and then it is to be read here."""
+        self._remote.counters.error(f"rejected_{kind}")
 
     def _read(self, key: RemoteKey, out: ByteArray) -> GetResult:
         timeout_s = self._remote.transfer_timeout_s(out.size)

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from sglang_ext.admission.state_question import StateQuestion
-from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.admission.waiting_request import Remote, ReusablePrefix
 from sglang_ext.device.states.snapshots import part_hashes
 from sglang_ext.seam.hybrids.place_questions import PlaceQuestions
 from tests.unit.seam.hybrids.test_window_questions import Store, leading
@@ -41,7 +42,7 @@ def questions_of(store: Store, entered: dict[Any, ReusablePrefix]) -> PlaceQuest
     def enter(handle: Any, prefix: ReusablePrefix, key: Any) -> None:
         entered[handle] = prefix
 
-    return PlaceQuestions(StateQuestion, Parts(), store, enter, longest_s=30.0)  # type: ignore[arg-type]
+    return PlaceQuestions(StateQuestion, Parts(), store, enter, lambda _: None, longest_s=30.0)  # type: ignore[arg-type]
 
 
 def test_what_is_wished_for_is_there_and_is_the_furthest_of_what_was_asked_for() -> None:
@@ -133,6 +134,7 @@ def test_an_answer_that_is_late_is_not_waited_for() -> None:
         Parts(),
         store,  # type: ignore[arg-type]
         lambda *_: None,
+        lambda _: None,
         longest_s=2.0,
         clock=lambda: now[0],
     )
@@ -143,3 +145,39 @@ def test_an_answer_that_is_late_is_not_waited_for() -> None:
     now[0] = 2.0
     assert questions.may_admit("one")
     assert asked.cancelled
+
+
+@pytest.mark.parametrize(("time_s", "wanted"), [(0.0, [6, 4, 2]), (1.0, [6, 4]), (2.0, [6])])
+def test_what_could_not_be_fetched_has_a_nearer_state_asked_for_as_long_as_there_is_time(
+    time_s: float, wanted: list[int]
+) -> None:
+    """Each time the store says that it has a state, and then does not give all of it."""
+    hashes = np.frombuffer(random.Random(3).randbytes(32 * 6), np.uint8).reshape(-1, 32)
+    states = np.concatenate([Parts().entries(hashes[page]) for page in (1, 3, 5)])
+    store = Seekable(set(), {row.tobytes() for row in (*hashes, *states)})
+    waiting: Any = SimpleNamespace(
+        remote=Remote.NOT_ASKED, late=False, is_held_as=lambda before: None
+    )
+    ends: list[int | None] = []
+    space: Any = SimpleNamespace()
+    now = [0.0]
+    questions = PlaceQuestions(
+        StateQuestion,
+        Parts(),
+        store,  # type: ignore[arg-type]
+        lambda handle, prefix, key: ends.append(prefix.resumes_at),
+        lambda handle: waiting,
+        longest_s=2.0,
+        clock=lambda: now[0],
+    )
+    questions.begin("one", ReusablePrefix(space, hashes[:0], 0, 0), None, hashes, 6, 0)
+    for _ in range(4):
+        waiting.remote = Remote.ANSWERED
+        while not questions.may_admit("one"):
+            store.answer()
+            questions.step()
+        waiting.remote = Remote.FAILED  # what was fetched meanwhile
+        now[0] += time_s
+        if questions.may_admit("one"):
+            break
+    assert ends == wanted

@@ -76,6 +76,7 @@ def test_what_is_wished_for_is_there_and_is_the_furthest_of_what_was_asked_for()
             LAYERS,
             store,  # type: ignore[arg-type]
             partial(enter, entered),
+            lambda _: None,
             longest_s=30.0,
         )
         space: Any = SimpleNamespace()
@@ -128,6 +129,7 @@ def test_a_store_that_does_not_answer_is_waited_for_as_long_as_was_said() -> Non
         LAYERS,
         store,  # type: ignore[arg-type]
         lambda handle, wish, key: None,
+        lambda _: None,
         longest_s=2.0,
         clock=lambda: now[0],
     )
@@ -160,6 +162,7 @@ def test_a_rank_is_told_of_the_last_page_only_where_all_of_it_is_there() -> None
             LAYERS,
             store,  # type: ignore[arg-type]
             lambda handle, wish, key: None,
+            lambda _: None,
             longest_s=30.0,
         )
         space: Any = SimpleNamespace()
@@ -183,6 +186,7 @@ def test_nothing_is_asked_for_a_rank_that_waits_for_nothing() -> None:
         LAYERS,
         store,  # type: ignore[arg-type]
         lambda handle, wish, key: None,
+        lambda _: None,
         longest_s=0.0,
     )
     assert window_questions.ask(space, hashes, hashes[:0], 0, 0) is None  # type: ignore[arg-type]
