@@ -308,7 +308,8 @@ def virtual_store(
     feeds = cost_feeds(sizes)
     store = PageStore(
         arena, PageIndex(num_pages), disk, PageStoreConfig(writing, placement=placement),
-        on_read=feeds.on_read, counters=feeds.counters, clock=clock, executor=executor,
+        on_read=feeds.on_read, on_write=feeds.on_write, counters=feeds.counters, clock=clock,
+        executor=executor,
     )  # fmt: skip
     if disk is not None:
         store.connect(disk)

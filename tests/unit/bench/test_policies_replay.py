@@ -202,7 +202,13 @@ def test_simulator_and_server_decide_by_the_same_functions(
         settings = PageStoreConfig(write_policy, placement=PolicyConfig())
         feeds = cost_feeds(sizes)
         idle.store = PageStore(
-            arena, PageIndex(1024), disk, settings, on_read=feeds.on_read, counters=feeds.counters
+            arena,
+            PageIndex(1024),
+            disk,
+            settings,
+            on_read=feeds.on_read,
+            on_write=feeds.on_write,
+            counters=feeds.counters,
         )
         idle.store.connect(disk)
         with ServerStore(idle.store, disk, VirtualClock(), idle, sizes, feeds) as server:
