@@ -193,6 +193,8 @@ def test_simulator_and_server_decide_by_the_same_functions(
     paths = [line.hash_ids for line in lines]
     sizes = replace(SIZES, page_bytes=SLOT_BYTES - HEADER_BYTES)
     replay = partial(Replay, paths, 40, [0.0] * len(paths))
+    with virtual_store(sizes, PolicyConfig(), write_policy):
+        pass  # the first policy of a process calls all of its loops once
     with _called() as simulated, virtual_store(sizes, PolicyConfig(), write_policy) as server:
         in_simulator = replay().run(server)
     idle = _Idle()
