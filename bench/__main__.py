@@ -85,7 +85,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def options(args: argparse.Namespace, progress: Progress) -> Options:
     """What the command line says of how to run a case."""
-    return Options(args.quick, progress, model=args.model, text=args.text, trace=args.trace)
+    return Options(
+        args.quick, progress, model=args.model, text=args.text, trace=args.trace,
+        prefetch_policy=args.prefetch_policy,
+    )  # fmt: skip
 
 
 def _case_help(name: str) -> str:

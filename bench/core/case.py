@@ -19,6 +19,7 @@ from typing import Any
 from bench.core.machine import describe_machine
 from bench.core.output import Progress, Table
 from bench.core.trace_flags import TraceFlags
+from sglang_ext.simulator.virtual_store import DEFAULT_PREFETCH_POLICY
 from testkit.errors import UnexpectedAnswerError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +50,7 @@ class Options:
         model: a model's folder instead of the bundled one, for cases that take one.
         text: a text file for that model.
         trace: a request trace for the case `policies`, with its machine.
+        prefetch_policy: of that case's servers.
     """
 
     quick: bool
@@ -57,6 +59,7 @@ class Options:
     model: Path | None = None
     text: Path | None = None
     trace: TraceFlags | None = None
+    prefetch_policy: str = DEFAULT_PREFETCH_POLICY
 
 
 @dataclass

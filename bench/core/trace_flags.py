@@ -1,4 +1,4 @@
-"""Flags of `python -m bench policies` alone: a trace, and the machine that it runs on."""
+"""Flags of `python -m bench policies` alone: what its servers do, a trace, and its machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
+
+from sglang_ext.simulator.virtual_store import DEFAULT_PREFETCH_POLICY, PREFETCH_POLICIES
 
 _NAMES = ("kv_bytes_per_token", "host_gb", "disk_gb", "prefill_tokens_per_s")
 
@@ -27,7 +29,13 @@ class TraceFlags:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags; none has a default, so that `parse` sees what was given."""
+    """Adds the flags; none of a trace's has a default, so that `parse` sees what was given."""
+    parser.add_argument(
+        "--prefetch-policy",
+        default=DEFAULT_PREFETCH_POLICY,
+        choices=PREFETCH_POLICIES,
+        help="policies: as the server's --hier-kv-prefetch-policy (%(default)s)",
+    )
     parser.add_argument(
         "--trace",
         type=Path,

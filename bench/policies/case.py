@@ -29,6 +29,7 @@ from bench.policies.plan import (
     document_jobs,
     session_jobs,
     trace_jobs,
+    with_prefetch_policy,
 )
 from bench.policies.plots import plot_comparisons, plot_models, plot_sweep
 from bench.policies.speed import decisions_per_s
@@ -58,7 +59,10 @@ def run(options: Options) -> Report:
     if options.trace is not None:
         return _run_trace(options, options.trace)
     sizes = QUICK if options.quick else FULL
-    jobs = [*chat_jobs(sizes), *trace_jobs(sizes), *session_jobs(sizes), *document_jobs()]
+    jobs = with_prefetch_policy(
+        [*chat_jobs(sizes), *trace_jobs(sizes), *session_jobs(sizes), *document_jobs()],
+        options.prefetch_policy,
+    )
     options.progress.stage("policies: simulations")
     results = simulate_all(jobs, options.progress)
     check_all(jobs, results)
@@ -156,6 +160,7 @@ def _run_trace(options: Options, flags: TraceFlags) -> Report:
         Job(name, partial(trace_at, flags.path, limit, factor), system, (*POLICIES, *VARIANTS))
         for name, factor in factors.items()
     ]
+    jobs = with_prefetch_policy(jobs, options.prefetch_policy)
     options.progress.stage("policies: simulations")
     results = simulate_all(jobs, options.progress)
     check_all(jobs, results)

@@ -25,8 +25,9 @@ from dataclasses import replace
 from bench.policies.checks import check_all
 from bench.policies.jobs import Figures, Job, simulate
 from bench.policies.order import ORDERS, order_figures
-from bench.policies.plan import DISKS_GB, FULL, QUICK, chat_jobs
+from bench.policies.plan import DISKS_GB, FULL, QUICK, chat_jobs, with_prefetch_policy
 from bench.policies.workloads.models import LLAMA_13B, LLAMA_65B
+from sglang_ext.simulator.virtual_store import DEFAULT_PREFETCH_POLICY, PREFETCH_POLICIES
 from sglang_ext.tiers.store import DEFAULT_POLICY
 
 MODELS = (LLAMA_13B, LLAMA_65B)
@@ -47,13 +48,17 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the paper's size")
     parser.add_argument("--only", default="", help="set-ups whose name has this in it")
     parser.add_argument("--write-policy", default=DEFAULT_POLICY, help="the server's flag")
+    parser.add_argument(
+        "--prefetch-policy", default=DEFAULT_PREFETCH_POLICY, choices=PREFETCH_POLICIES,
+        help="the server's flag",
+    )  # fmt: skip
     flags = parser.parse_args(arguments)
     if not 0 < flags.scale <= 1:
         parser.error(f"--scale must be above 0 and at most 1, came {flags.scale:g}")
     jobs = paper_jobs(flags.scale)
     chosen = [
         replace(job, system=replace(job.system, write_policy=flags.write_policy))
-        for job in jobs
+        for job in with_prefetch_policy(jobs, flags.prefetch_policy)
         if flags.only in job.name
     ]
     if not chosen:

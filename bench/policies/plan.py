@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -81,6 +81,13 @@ class Sizes:
 
 FULL = Sizes(1.0, 1.0, CHAT_MODELS, 500, 1200, None)
 QUICK = Sizes(0.02, 0.15, (LLAMA_13B,), 30, 45, 500, (600.0,), (0.25,), False, (0.2,))
+
+
+def with_prefetch_policy(jobs: Iterable[Job], prefetch_policy: str) -> list[Job]:
+    """The same for servers with `--hier-kv-prefetch-policy`."""
+    return [
+        replace(job, system=replace(job.system, prefetch_policy=prefetch_policy)) for job in jobs
+    ]
 
 
 def chat_jobs(sizes: Sizes) -> Iterator[Job]:

@@ -37,6 +37,8 @@ from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import MAX_PIN_S, RequestHints
 from sglang_ext.simulator.trace import BLOCK_TOKENS, read_trace
 from sglang_ext.simulator.virtual_store import (
+    DEFAULT_PREFETCH_POLICY,
+    PREFETCH_POLICIES,
     Ids,
     ServerStore,
     StoreSizes,
@@ -160,7 +162,10 @@ class Replay:
         ):
             hashes = self._hashes[number] = page_hashes(self._paths[number])
             self._arrived_s[number] = server.clock.now_s
-            prefix = ReusablePrefix(server.space, hashes, 0, max_quality=255)
+            prefix = ReusablePrefix(
+                server.space, hashes, 0, max_quality=255,
+                prompt_tokens=len(hashes) * server.page_tokens,
+            )  # fmt: skip
             server.room.enter(number, prefix)
 
     def _serve(self, server: ServerStore, number: int) -> tuple[int, int]:
@@ -182,7 +187,9 @@ class Replay:
         room.leave(number, admitted=True)
         del self._hashes[number]
         self._fetch_ahead(server)
+        server.forwards.begin_prefill(len(hashes) * server.page_tokens, 0)
         server.clock.now_s += self._prefill_s[number]
+        server.forwards.end_prefill()
         store.release(ticket.slots)
         num_hits = len(ticket.rows)
         server.save(hashes, num_hits)
@@ -280,7 +287,7 @@ def order_share(paths: Sequence[Ids], capacity: int, order: str, num_waiting: in
 def rows(
     paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: Sequence[int],
     page_bytes: int, write_policy: str = DEFAULT_POLICY, hints: Sequence[str] = (), seed: int = 7,
-    *, queue_only: bool = False,
+    *, queue_only: bool = False, prefetch_policy: str = DEFAULT_PREFETCH_POLICY,
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Names and figures of one capacity, a share of the footprint."""
     footprint = len(np.unique(np.concatenate(paths)))
@@ -305,7 +312,7 @@ def rows(
             config = PolicyConfig(pin_share=PIN_SHARE)
             runs.append((f"on, {kind} hints", config, request_hints(times, kind, seed)))
         for label, placement, said in runs:
-            with virtual_store(sizes, placement, write_policy) as server:
+            with virtual_store(sizes, placement, write_policy, prefetch_policy) as server:
                 done = Replay(paths, num or len(paths), prefill_s, _tell, said).run(server)
             written = done.written / max(done.new, 1)
             figures = f"hits {done.hit_share:.3f}, in DRAM {done.early_share:.3f}"
@@ -330,6 +337,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--kv-bytes-per-token", type=int, default=KV_BYTES_PER_TOKEN)
     parser.add_argument("--write-policy", default=DEFAULT_POLICY, help="the server's flag")
     parser.add_argument(
+        "--prefetch-policy", default=DEFAULT_PREFETCH_POLICY, choices=PREFETCH_POLICIES,
+        help="the server's flag",
+    )  # fmt: skip
+    parser.add_argument(
         "--hints", nargs="+", default=(), choices=HINTS, help="clients say when chats come back"
     )
     parser.add_argument(
@@ -352,6 +363,7 @@ def main(arguments: Sequence[str]) -> None:
             flags.hints,
             flags.seed,
             queue_only=flags.queue_only,
+            prefetch_policy=flags.prefetch_policy,
         ):
             print(f"{name:42} {figures}", flush=True)
 

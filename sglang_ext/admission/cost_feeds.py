@@ -45,6 +45,10 @@ class CostFeeds:
         if decode_bytes:
             self.counters.time("decode", decode_s)
 
+    def on_write(self, num_bytes: int, write_s: float, _decoded: int, _decode_s: float) -> None:
+        """The disk was written to; see `CostModel.note_write`."""
+        self.cost.note_write(num_bytes, write_s)
+
     def on_fetch(self, num_bytes: int, fetch_s: float, _decoded: int, _decode_s: float) -> None:
         """The remote store was busy; see `CostModel.note_fetch`."""
         expected_s = self.cost.fetch_s(TransferBacklog(num_bytes))

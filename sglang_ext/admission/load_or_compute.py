@@ -13,7 +13,8 @@ decides again when the remote store has answered;
 turn whether to go on waiting. What the decisions rest on comes from the page store (where pages
 lie), its read meter (what is queued), and `CostModel` (how fast everything is).
 
-Scheduler's thread only. `should_hold` is O(1); the others look up the request's pages once.
+Scheduler's thread only. `should_hold` is O(1) but where it first holds a request, and where it is
+about to give it up; it looks up the request's pages then, and the others do so once.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class LoadOrCompute:
 
     Attributes:
         num_waiting: requests that entered and did not leave.
+
+    It has many methods because a request's way through the queue is one: each is a decision on it.
     """
 
     def __init__(
@@ -123,52 +126,60 @@ class LoadOrCompute:
 
     def end_probe(self) -> None:
         """The queue is emptied: no probe stays."""
-        self._end_probe(always=True)
+        self._end_probe()
 
     # ---- decisions ----
 
     def num_pages(self, request: WaitingRequest) -> int:
-        """How many of a request's leading pages a plan that is made now should ask for."""
-        num, estimate = request.num_usable, request.estimate
-        if estimate is None:
-            return num
-        has_to_move = estimate.verdict.choice is not LoadChoice.NONE
-        is_old = has_to_move and self._clock() - estimate.judged_at_s > _JUDGE_AGAIN_S
-        if is_old or estimate.judged_pages != num:
-            self._judge_again(request, estimate)
-        verdict = estimate.verdict
-        self._begin_probe(request, verdict)
-        # If nothing has to be read, the plan asks for all pages, also those stored only later.
-        return num if verdict.choice is LoadChoice.NONE else min(num, verdict.pages)
+        """How many of a request's leading pages a plan that is made now should ask for.
+
+        A probe ends before that, as a plan beside others may pin less of DRAM than one alone. What
+        is being read for it is read to its end, and measured.
+        """
+        num = self._num_worth(request)
+        if self._probe is not None and (num or self._probe.done):
+            self._end_probe()
+        return num
+
+    def planned(self, request: WaitingRequest) -> None:
+        """A request's plan is made: a probe may read a little of what it leaves out."""
+        if request.estimate is not None and (request.plan is None or not request.plan.short):
+            self._begin_probe(request, request.estimate.verdict)
 
     def should_hold(self, request: WaitingRequest) -> bool:
         """Whether a request, whose turn it is, should wait for its pages.
 
+        At the head of the queue it waits for room for more of them as for those that are read.
         Without a plan there is no room in DRAM for one.
         """
         plan, estimate = request.plan, request.estimate
         if estimate is None or estimate.verdict.choice is LoadChoice.RECOMPUTE:
             return False
-        if plan is not None and plan.done and not plan.starved:
+        lacking = self._num_lacking(request, estimate)
+        if plan is not None and plan.done and not plan.starved and not lacking:
             return False
         now_s = self._clock()
         if now_s - estimate.asked_at_s < _ASK_AGAIN_S:
             return True
         if plan is None or plan.starved:
-            ready, left, remote = 0, estimate.verdict.pages, estimate.moves.num_remote
+            end = moving = estimate.verdict.pages
+            ready, remote = 0, estimate.moves.num_remote
         else:
-            ready, left = max(0, plan.num_planned - plan.remaining), plan.remaining
-            remote = plan.num_remote_left
-        saving_s = self._saving_s(request.prefix, ready, left)
-        if estimate.held_since_s is None:
+            end, moving = plan.num_planned + lacking, plan.remaining + lacking
+            ready, remote = max(0, plan.num_planned - plan.remaining), plan.num_remote_left
+        read_s = self._room_s(request)
+        read_s += self._moving_s(estimate.moves, max(0, moving - remote), remote) or 0.0
+        prefix = request.prefix
+        saving_s = self._saving_s(prefix, ready, end - ready)
+        is_first = estimate.held_since_s is None
+        if is_first or not self._is_worth(estimate, saving_s, read_s, now_s):
+            # Some of those that are there may be behind one that is not.
+            pages = prefix.off_device[:ready]
+            ready = self._store.ready_prefix(prefix.space, pages, prefix.max_quality)
+            saving_s = self._saving_s(prefix, ready, end - ready)
+        if is_first:
             estimate.held_since_s, estimate.budget_s = now_s, saving_s
-        if self.cost.is_worth_waiting(
-            waited_s=now_s - estimate.held_since_s,
-            budget_s=estimate.budget_s,
-            saving_s=saving_s,
-            read_s=self._moving_s(estimate.moves, max(0, left - remote), remote),
-            decoding=self._is_decoding(),
-        ):
+        if self._is_worth(estimate, saving_s, read_s, now_s):
             estimate.asked_at_s = now_s
             return True
         self._store.counters.add("cost_gave_up")
@@ -183,6 +194,46 @@ class LoadOrCompute:
         return _ANSWER_SHARE * saving_s
 
     # ---- private ----
+
+    def _num_worth(self, request: WaitingRequest) -> int:
+        num, estimate = request.num_usable, request.estimate
+        if estimate is None:
+            return num
+        has_to_move = estimate.verdict.choice is not LoadChoice.NONE
+        is_old = has_to_move and self._clock() - estimate.judged_at_s > _JUDGE_AGAIN_S
+        if is_old or estimate.judged_pages != num:
+            self._judge_again(request, estimate)
+        verdict = estimate.verdict
+        # If nothing has to be read, the plan asks for all pages, also those stored only later.
+        return num if verdict.choice is LoadChoice.NONE else min(num, verdict.pages)
+
+    def _is_worth(
+        self, estimate: Estimate, saving_s: float | None, read_s: float, now_s: float
+    ) -> bool:
+        held_since_s = now_s if estimate.held_since_s is None else estimate.held_since_s
+        return self.cost.is_worth_waiting(
+            waited_s=now_s - held_since_s,
+            budget_s=estimate.budget_s,
+            saving_s=saving_s,
+            read_s=read_s,
+            decoding=self._is_decoding(),
+        )
+
+    def _num_lacking(self, request: WaitingRequest, estimate: Estimate) -> int:
+        """Pages that are worth their time and behind a plan that may become longer."""
+        plan = request.plan
+        if plan is None or not request.awaits_room:
+            return 0
+        wanted = min(plan.num_stored, self._store.max_lone_plan_pages)
+        if estimate.verdict.choice is not LoadChoice.NONE:
+            wanted = min(wanted, estimate.verdict.pages)
+        return max(0, wanted - plan.num_planned)
+
+    def _room_s(self, request: WaitingRequest) -> float:
+        """Seconds until what makes room for a request is written; 0 where that is not known."""
+        if not request.awaits_room:
+            return 0.0
+        return self.cost.write_s(self._store.bytes_until(request.room_mark or 0)) or 0.0
 
     def _judge_again(self, request: WaitingRequest, estimate: Estimate) -> None:
         now_s = self._clock()
@@ -253,7 +304,6 @@ class LoadOrCompute:
 
     def _begin_probe(self, request: WaitingRequest, verdict: LoadDecision) -> None:
         """Reads a little of what is not worth loading, so that a faster disk is noticed."""
-        self._end_probe()
         if not verdict.probe_pages or self._probe is not None:
             return
         prefix, sizes = request.prefix, request.remote_sizes()
@@ -267,8 +317,8 @@ class LoadOrCompute:
         )
         self._store.counters.add("cost_probes")
 
-    def _end_probe(self, *, always: bool = False) -> None:
-        if self._probe is not None and (self._probe.done or always):
+    def _end_probe(self) -> None:
+        if self._probe is not None:
             self._store.cancel_plan(self._probe)
             self._probe = None
 

@@ -14,7 +14,11 @@ from sglang_ext.admission.waiting_request import UNKNOWN, Remote, WaitingRequest
 from sglang_ext.tiers.store import PageStore, Plan, TierCounts
 
 MAX_ATTEMPTS: Final = 8
-"""After so many attempts that brought nothing the pages that are there are used."""
+"""After so many attempts the pages that are there are used, unless room for more is coming.
+
+The last of them is made when what was on its way to disk at the first one, as far as its room was
+needed, is there; or the longest wait is over.
+"""
 
 
 class RequestPlans:
@@ -23,14 +27,18 @@ class RequestPlans:
     Args:
         store: DRAM and disk.
         decider: says how much of a prefix is worth its time; None: all of it.
+        longest_room_s: for so long a request at the head waits for writes to make room, at most.
 
     Attributes:
         planned: the requests with a plan, by number.
     """
 
-    def __init__(self, store: PageStore, decider: LoadOrCompute | None) -> None:
+    def __init__(
+        self, store: PageStore, decider: LoadOrCompute | None, longest_room_s: float
+    ) -> None:
         self._store = store
         self._decider = decider
+        self._longest_room_s = longest_room_s
         self.planned: dict[int, WaitingRequest] = {}
 
     def make(self, waiting: WaitingRequest, priority: int) -> None:
@@ -60,6 +68,8 @@ class RequestPlans:
                 waiting.found = TierCounts(0, 0, 0)
         else:
             self.planned[waiting.number] = waiting
+        if self._decider is not None:
+            self._decider.planned(waiting)
 
     def make_in_place_of(
         self, waiting: WaitingRequest, priority: int, behind: Iterable[WaitingRequest]
@@ -78,9 +88,35 @@ class RequestPlans:
                 self.defer(other)
                 self.make(waiting, priority)
 
+    def note_room(self, waiting: WaitingRequest, now_s: float) -> None:
+        """A request at the head lacks room: notes what is on its way to disk that will make it.
+
+        Once, as others go on saving: what is queued behind is not waited for.
+        """
+        if waiting.room_mark is not None:
+            return
+        plan = waiting.plan
+        num_lacking = self._store.max_lone_plan_pages
+        if plan is not None:
+            num_lacking = min(plan.num_stored, num_lacking) - plan.num_planned
+        waiting.room_mark = self._store.mark_of_room(num_lacking)
+        waiting.room_until_s = now_s + self._longest_room_s
+
+    def is_its_turn(self, waiting: WaitingRequest, now_s: float) -> bool:
+        """Whether a request that is short of room may try again; see `MAX_ATTEMPTS`."""
+        comes = waiting.was_first and self._room_comes(waiting, now_s)
+        return waiting.may_plan_again(now_s, MAX_ATTEMPTS - 1 if comes else None)
+
+    def _room_comes(self, waiting: WaitingRequest, now_s: float) -> bool:
+        mark = waiting.room_mark
+        if not mark or now_s >= waiting.room_until_s:
+            return False
+        return self._store.bytes_until(mark) > 0
+
     def give_up(self, waiting: WaitingRequest) -> None:
         """Takes back a request's plan, if it has one: its pins, and reads that have not begun."""
-        plan, waiting.plan, waiting.ready = waiting.plan, None, False
+        plan, waiting.plan = waiting.plan, None
+        waiting.ready = waiting.awaits_room = False
         if plan is not None:
             del self.planned[waiting.number]
             self._store.cancel_plan(plan)
@@ -112,7 +148,9 @@ class RequestPlans:
         for waiting in self.planned.values():
             plan = waiting.plan
             assert plan is not None
-            waiting.ready = plan.done and self.is_enough(waiting, plan)
+            enough = self.is_enough(waiting, plan)
+            waiting.ready = plan.done and enough
+            waiting.awaits_room = not enough and waiting.was_first
             if plan.lacked_room and not waiting.ready:
                 next_try_s = min(next_try_s, waiting.next_plan_s)
             if plan.fetch_failed and waiting.remote is not Remote.FAILED:

@@ -109,7 +109,7 @@ class WaitingRoom:
         self._clock = clock
         self._waiting: dict[Hashable, WaitingRequest] = {}
         self._by_number: dict[int, WaitingRequest] = {}
-        self._plans = RequestPlans(store, decider)
+        self._plans = RequestPlans(store, decider, self._timeout_s)
         self._turns = Turns(self._plans, self._look) if store.lookahead is None else None
         self._asking: dict[int, WaitingRequest] = {}  # those whose look-up is open, by number
         self._next_number = 0
@@ -259,7 +259,8 @@ class WaitingRoom:
             return False
         if self._decider is None:
             self._store.counters.add("prefetch_timeouts")
-        self._plans.give_up(waiting)
+        if waiting.plan is None or not waiting.plan.done:
+            self._plans.give_up(waiting)  # what has not come is not waited for, nor read
         self._stop_asking(waiting)
         waiting.waits_no_more = waiting.had_turn = waiting.late = True
         return True
@@ -454,6 +455,8 @@ class WaitingRoom:
         for waiting in [each for number, each in planned.items() if number not in inside]:
             self._plans.defer(waiting)
         window = [self._by_number[number] for number in numbers]
+        for waiting in window[1:]:
+            waiting.was_first = False
         for position, waiting in enumerate(window):
             if waiting.waits_no_more or (waiting.plan is None and not waiting.found.total):
                 continue
@@ -467,6 +470,7 @@ class WaitingRoom:
     ) -> bool:
         """Sees to the plan of a request in the window; False when it lacks room for it."""
         if waiting.plan is None:
+            waiting.is_first_for_once(position)
             self._follow_device(waiting)
             self._look_again(waiting)
             self._plans.make(waiting, position)
@@ -478,7 +482,9 @@ class WaitingRoom:
             # What is fetched for it now would be lost with the plan.
             self._next_try_s = min(self._next_try_s, self._now_s + LONGEST_PAUSE_S)
             return self._plans.is_enough(waiting, waiting.plan)
-        elif not (waiting.is_first_for_once(position) or waiting.may_plan_again(self._now_s)):
+        elif not (
+            waiting.is_first_for_once(position) or self._plans.is_its_turn(waiting, self._now_s)
+        ):
             self._next_try_s = min(self._next_try_s, waiting.next_plan_s)
             return not waiting.plan.short
         else:
@@ -486,6 +492,8 @@ class WaitingRoom:
         self._plans.make_in_place_of(waiting, position, reversed(window[position + 1 :]))
         if waiting.plan is None or self._plans.is_enough(waiting, waiting.plan):
             return True
+        if not position:
+            self._plans.note_room(waiting, self._now_s)
         self._next_try_s = min(self._next_try_s, max(waiting.next_plan_s, self._now_s))
         return False
 

@@ -188,6 +188,11 @@ class WaitingRequest:
             have run it.
         was_first: with look-ahead: it stood at the head of the queue when its plan was last made
             or looked at for want of room.
+        attempts: to complete a plan that is short, since it came to the head.
+        room_mark: how far the writing to disk has to come for the room that it lacked there at
+            first, see `PageStore.mark_of_room`; None until it lacks room at the head.
+        room_until_s: until when it waits for that at most.
+        awaits_room: it is at the head, and its plan may become longer, as of this step.
         evictions: `PageStore.num_wanted_evicted` when its pages were last looked for, or UNKNOWN
             when they have to be looked for again.
         remote: how far the remote store was asked.
@@ -215,6 +220,9 @@ class WaitingRequest:
     had_turn: bool = False
     was_first: bool = False
     attempts: int = 0
+    room_mark: int | None = None
+    room_until_s: float = 0.0
+    awaits_room: bool = False
     pause_s: float = FIRST_PAUSE_S
     next_plan_s: float = 0.0
     remote: Remote = Remote.NOT_ASKED
@@ -309,14 +317,20 @@ class WaitingRequest:
         came = position == 0 and not self.was_first
         self.was_first = position == 0
         if came:
-            self.attempts, self.pause_s = 0, FIRST_PAUSE_S
+            self.attempts, self.pause_s, self.room_mark = 0, FIRST_PAUSE_S, None
         return came
 
-    def may_plan_again(self, now_s: float) -> bool:
-        """Whether the turn of a plan that is short has come; the pauses between turns grow."""
+    def may_plan_again(self, now_s: float, most_attempts: int | None = None) -> bool:
+        """Whether the turn of a plan that is short has come; the pauses between turns grow.
+
+        Args:
+            now_s: the time.
+            most_attempts: they are not counted above that; None: all are.
+        """
         if now_s < self.next_plan_s:
             return False
         self.next_plan_s = now_s + self.pause_s
         self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
-        self.attempts += 1
+        if most_attempts is None or self.attempts < most_attempts:
+            self.attempts += 1
         return True

@@ -469,6 +469,7 @@ def _build_store(
         _store_config(config, share, is_hybrid=is_hybrid),
         page_codec,
         on_read=feeds.on_read,
+        on_write=feeds.on_write,
         keep_raw=keep_raw,
         remote=remote,
         on_fetch=feeds.on_fetch,

@@ -7,11 +7,12 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.settings.config import HierKVConfig
 
 _EXAMPLES = (
     "hier-kv size /models/llama-70b --tp-size 4 --chats-per-hour 2000 --turns 6 --think-s 90",
@@ -68,7 +69,10 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--prefill-tokens-per-s", type=float, metavar="N", help=text)
     text = "of one request (%(default)s)"
     sizes.add_argument("--decode-tokens-per-s", type=float, default=50.0, metavar="N", help=text)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    text = "as the server's --hier-kv-prefetch-policy (%(default)s)"
+    knob = {each.name: each for each in fields(HierKVConfig)}["prefetch_policy"]
+    add("--prefetch-policy", default=knob.default, choices=knob.metadata["choices"], help=text)
+    add("--json", action="store_true", help="for programs")
 
 
 def _size(chosen: argparse.Namespace) -> int:
@@ -78,7 +82,7 @@ def _size(chosen: argparse.Namespace) -> int:
     traffic = _traffic(chosen, model.bytes_per_token)
     sizes = _sizes(chosen, traffic, model.bytes_per_token)
     found = []
-    each = predict(traffic, model.bytes_per_token, sizes, chosen.disk_gb_s)
+    each = predict(traffic, model.bytes_per_token, sizes, chosen.disk_gb_s, chosen.prefetch_policy)
     _tell_progress(0, len(sizes))
     for prediction in each:
         found.append(prediction)

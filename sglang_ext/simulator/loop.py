@@ -102,6 +102,8 @@ class Simulator:
                 self._tally.gpu_s += spent_s
         self.now_s = to_s
         self.store.set_time(to_s)
+        if self._running and not self._prefill:
+            self.store.decoded()
 
     # ---- events ----
 
@@ -175,4 +177,5 @@ class Simulator:
         load_s = hits * system.page_bytes / (system.dram_gb_s * 1e9)
         took_s = max(compute_s, load_s) if system.overlap_load else compute_s + load_s
         self._tally.prefilled(request, took_s)
+        self.store.prefills(request, reused, load_s)
         self._prefill = (self.now_s + took_s, request)

@@ -36,9 +36,13 @@ class Store:
                 int(system.page_bytes), system.host_pages, system.disk_pages,
                 read_bytes_per_s=system.disk_gb_s * 1e9,
                 write_bytes_per_s=system.disk_write_gb_s * 1e9,
+                page_tokens=system.page_tokens,
             )  # fmt: skip
-            self.server = virtual_store(sizes, placement, system.write_policy)
+            self.server = virtual_store(
+                sizes, placement, system.write_policy, system.prefetch_policy
+            )
         self._page_tokens = system.page_tokens
+        self._step_s = 1 / system.decode_tokens_per_s
         self._seen = np.zeros(num_pages, np.bool_)
         self._prompts: dict[int, Hashes] = {}  # of what waits
         self._loads: dict[int, LoadTicket] = {}  # of what runs
@@ -70,7 +74,8 @@ class Store:
         if len(request.left_ids) and server.store.lookahead is not None:
             path = page_hashes(np.concatenate([prompt[:at], request.left_ids, prompt[at:]]))
             server.store.lookahead.leave_behind(server.space, path, at, at + len(request.left_ids))
-        hashes = self._prompts[request.number] = page_hashes(prompt)
+        self._prompts[request.number] = page_hashes(prompt)
+        hashes = self._whole_pages(request)
         if len(hashes):
             prefix = ReusablePrefix(
                 server.space, hashes, 0, ANY, prompt_tokens=request.prompt_tokens
@@ -105,18 +110,31 @@ class Store:
         self._num_offered[request.number] = len(ticket.rows)
         return len(ticket.rows)
 
+    def prefills(self, request: Request, reused_tokens: int, load_s: float) -> None:
+        """The prefill of an admitted request begins; its loads from DRAM take so many seconds."""
+        if self.server is not None:
+            self.server.forwards.begin_prefill(
+                request.prompt_tokens - reused_tokens, reused_tokens,
+                len(self._loads[request.number].rows), load_s,
+            )  # fmt: skip
+
     def prefilled(self, request: Request) -> None:
         """Its pages are on the device."""
         if self.server is not None:
+            self.server.forwards.end_prefill()
             self.server.store.release(self._loads.pop(request.number).slots)
+
+    def decoded(self) -> None:
+        """Others have decoded up to now."""
+        if self.server is not None:
+            self.server.forwards.decoded(self._step_s)
 
     def save_prompt(self, request: Request) -> None:
         """The pages of its prompt are complete."""
         self._seen[request.stored_ids] = True
         if self.server is None:
             return
-        num_pages = max(len(request.prompt_ids), request.prompt_tokens // self._page_tokens)
-        hashes = page_hashes(request.stored_ids[:num_pages])
+        hashes = self._whole_pages(request)
         self.server.save(hashes, self._num_offered[request.number])
         self._num_offered[request.number] = len(hashes)
 
@@ -131,6 +149,11 @@ class Store:
         if server.store.lookahead is not None and len(hashes):
             server.store.lookahead.used(server.space, hashes, request.arrival_s)
 
+    def _whole_pages(self, request: Request) -> Hashes:
+        """The pages of its prompt, also those that nobody can have stored."""
+        num_pages = max(len(request.prompt_ids), request.prompt_tokens // self._page_tokens)
+        return page_hashes(request.stored_ids[:num_pages])
+
     # ---- figures ----
 
     def seen_prefix(self, path: Ids) -> int:
@@ -142,6 +165,7 @@ class Store:
         """What the store counted, and what went to disk."""
         if self.server is None:
             return {}
+        self.server.room.leave_all()  # nobody waits any more, but a probe may be left
         values: dict[str, float] = dict(self.server.store.stats())
         if self.server.disk is not None:
             stats = self.server.disk.stats()

@@ -7,12 +7,13 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 from sglang_ext.simulator.engine import run
 from sglang_ext.simulator.traffic import Traffic
-from sglang_ext.simulator.types import System
+from sglang_ext.simulator.types import DRAM_GB_S, System
+from sglang_ext.simulator.virtual_store import DEFAULT_PREFETCH_POLICY
 from sglang_ext.tiers.base import BLOCK_BYTES, record_blocks
 from sglang_ext.tiers.disk.config import MIN_SLOTS
 
@@ -79,8 +80,9 @@ def sizes_for(traffic: Traffic, kv_bytes_per_token: int) -> list[Size]:
 
 
 def predict(
-    traffic: Traffic, kv_bytes_per_token: int, sizes: Sequence[Size], disk_gb_s: float
-) -> Iterator[Prediction]:
+    traffic: Traffic, kv_bytes_per_token: int, sizes: Sequence[Size], disk_gb_s: float,
+    prefetch_policy: str = DEFAULT_PREFETCH_POLICY,
+) -> Iterator[Prediction]:  # fmt: skip
     """Simulates each size, several at a time where there are cores; in the order of the sizes.
 
     Args:
@@ -88,11 +90,17 @@ def predict(
         kv_bytes_per_token: of all ranks together.
         sizes: to look at.
         disk_gb_s: reading speed of the disk, 10^9 bytes a second.
+        prefetch_policy: the server's flag.
 
     Raises:
         ValueError: a size holds too few pages, or too many.
     """
-    systems = [_system(traffic, kv_bytes_per_token, size, disk_gb_s) for size in sizes]
+    systems = [
+        replace(
+            _system(traffic, kv_bytes_per_token, size, disk_gb_s), prefetch_policy=prefetch_policy
+        )
+        for size in sizes
+    ]
     num_workers = min(len(sizes), len(os.sched_getaffinity(0)))
     if num_workers < 2:
         yield from map(_predict, repeat(traffic), systems, sizes)
@@ -103,6 +111,7 @@ def predict(
 
 
 def _system(traffic: Traffic, kv_bytes_per_token: int, size: Size, disk_gb_s: float) -> System:
+    """A machine for the part of the traffic that is simulated: that part of the real one."""
     page_bytes = slot_bytes(traffic.page_tokens, kv_bytes_per_token)
     host = _num_pages(size.host_gb, "host", _LEAST_PAGES, page_bytes / traffic.scale)
     least = _LEAST_DISK_PAGES if size.disk_gb else 0
@@ -114,8 +123,9 @@ def _system(traffic: Traffic, kv_bytes_per_token: int, size: Size, disk_gb_s: fl
         disk_bytes=float(disk * traffic.page_tokens * kv_bytes_per_token),
         prefill_tokens_per_s=traffic.prefill_tokens_per_s,
         decode_tokens_per_s=traffic.decode_tokens_per_s,
-        disk_gb_s=disk_gb_s,
-        disk_write_gb_s=disk_gb_s,
+        dram_gb_s=DRAM_GB_S * traffic.scale,
+        disk_gb_s=disk_gb_s * traffic.scale,
+        disk_write_gb_s=disk_gb_s * traffic.scale,
         batch=traffic.batch,
         context_window=_LONG,
         truncation=False,

@@ -70,7 +70,7 @@ class Traffic:
     Attributes:
         workload: what is asked.
         page_tokens: tokens of a page in the simulation.
-        scale: memory in the simulation for memory in reality.
+        scale: memory and speed of the machine in the simulation for those in reality.
         tokens: in reality, of what is worth keeping at a time.
         warmup_turns: turns that are not measured.
         prefill_tokens_per_s: of the simulated server.
@@ -170,8 +170,8 @@ def of_trace(
 
 
 def with_prefill(traffic: Traffic, tokens_per_s: float) -> Traffic:
-    """The same for a server of a given speed."""
-    return replace(traffic, prefill_tokens_per_s=tokens_per_s)
+    """The same for a server of a given speed; one of part of the traffic has that part of it."""
+    return replace(traffic, prefill_tokens_per_s=tokens_per_s * traffic.scale)
 
 
 def _batch(tokens_per_s: float, decode_tokens_per_s: float) -> int:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.store import DEFAULT_POLICY
 
 Ids = npt.NDArray[np.int64]
+DRAM_GB_S = 26.0  # the paper's
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class System:
         truncation_ratio: share of the window that an overflow drops, oldest first.
         overlap_load: a load from DRAM runs beside the prefill, layer by layer; otherwise before it.
         write_policy: when pages are written to disk, as `--hier-kv-write-policy` has it.
+        prefetch_policy: what requests load and wait for, as `--hier-kv-prefetch-policy` has it.
     """
 
     page_tokens: int
@@ -93,7 +96,7 @@ class System:
     disk_bytes: float
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
-    dram_gb_s: float = 26.0
+    dram_gb_s: float = DRAM_GB_S
     disk_gb_s: float = 5.0
     disk_write_gb_s: float = 5.0
     batch: int = 24
@@ -102,6 +105,7 @@ class System:
     truncation_ratio: float = 0.5
     overlap_load: bool = True
     write_policy: str = DEFAULT_POLICY
+    prefetch_policy: str = HierKVConfig.prefetch_policy
 
     def __post_init__(self) -> None:
         for name in (

@@ -1,10 +1,10 @@
 """The server's page store in virtual time: no threads, no waiting, and pages without bytes.
 
 Everything that decides is the product's: the page store with its books, placement, plans,
-spiller and promoter, the disk tier with its segments, and the waiting room that makes plans from
-the queue. What is put in their place here are ports: a clock that somebody sets, an executor that
-runs one job after another at the disk's speed, an arena whose slots keep a record's header and no
-payload, and system calls that move no payload either.
+spiller and promoter, the disk tier with its segments, the waiting room that makes plans from the
+queue, and what decides between loading and computing. What is put in their place here are ports: a
+clock that somebody sets, an executor that runs one job after another at the disk's speed, an arena
+whose slots keep a record's header and no payload, and system calls that move no payload either.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.admission.cost_feeds import CostFeeds
+from sglang_ext.admission.load_or_compute import LoadOrCompute
 from sglang_ext.admission.waiting import WaitingRoom
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.simulator.forwards import Forwards
 from sglang_ext.tiers.base import BLOCK_BYTES, MAX_RECORD_BLOCKS, record_blocks
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.segments.fileio import FileIO
@@ -30,6 +34,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.memory import map_anonymous
 from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import (
     DEFAULT_POLICY,
@@ -38,12 +43,18 @@ from sglang_ext.tiers.store import (
     policy_for_sizes,
 )
 from sglang_ext.tiers.store.executor import Executor, Job, Work
-from sglang_ext.tiers.store.types import Hashes, SaveTicket
+from sglang_ext.tiers.store.types import Hashes, SaveTicket, StoreCounters
 
 Ids = npt.NDArray[np.int64]
 _DIGEST = bytes(range(32))  # of the one namespace
 _INDEX_SLACK = 1.25  # as in the server
-_NO_TIMEOUT_MS = 0.0  # requests wait until their plans are complete
+_PAGE_TOKENS = 512  # where nobody says otherwise
+DEFAULT_PREFETCH_POLICY: str = HierKVConfig.prefetch_policy
+"""The server's."""
+
+PREFETCH_POLICIES: tuple[str, ...] = next(
+    each.metadata["choices"] for each in fields(HierKVConfig) if each.name == "prefetch_policy"
+)
 
 
 class VirtualClock:
@@ -171,6 +182,7 @@ class StoreSizes:
         host_pages: pages that DRAM holds.
         disk_pages: pages that fit the disk's bound; 0 for no disk.
         read_bytes_per_s, write_bytes_per_s: of the disk; infinity for one that is never waited for.
+        page_tokens: P.
     """
 
     page_bytes: int
@@ -178,6 +190,7 @@ class StoreSizes:
     disk_pages: int
     read_bytes_per_s: float = math.inf
     write_bytes_per_s: float = math.inf
+    page_tokens: int = _PAGE_TOKENS
 
 
 class ServerStore:
@@ -190,25 +203,41 @@ class ServerStore:
         disk: its disk tier; None without one.
         clock: the time; whoever drives the store sets it.
         executor: runs what moves between DRAM and disk.
+        sizes: of the store.
+        feeds: what the store's measurements go to.
+        prefetch_policy: the server's flag.
         folder: of the disk; removed in the end. None: somebody else's.
 
     Attributes:
         store, disk, clock, executor: as given.
+        page_tokens: P.
+        forwards: takes what the device does; whoever drives the store tells.
         room: the product's waiting room.
         space: the one key space.
     """
 
     def __init__(
         self, store: PageStore, disk: DiskTier | None, clock: VirtualClock,
-        executor: VirtualExecutor, folder: Path | None = None,
+        executor: VirtualExecutor, sizes: StoreSizes, feeds: CostFeeds,
+        prefetch_policy: str = DEFAULT_PREFETCH_POLICY, folder: Path | None = None,
     ) -> None:  # fmt: skip
         self.store, self.disk, self.clock, self.executor = store, disk, clock, executor
+        self.page_tokens = sizes.page_tokens
         self._folder = folder
         store.open_namespace(_DIGEST, {})
         self.space = store.space(_DIGEST)
+        self.forwards = Forwards(feeds, clock)
+        decider: LoadOrCompute | None = None
+        if prefetch_policy == "cost" and disk is not None:  # as in the server
+            decider = LoadOrCompute(
+                store, feeds.cost, page_tokens=sizes.page_tokens,
+                kv_bytes_per_page=sizes.page_bytes,
+                is_decoding=lambda: self.forwards.is_decoding, clock=clock,
+            )  # fmt: skip
         self.room = WaitingRoom(
-            store, prefetch_policy="wait_complete", prefetch_timeout_ms=_NO_TIMEOUT_MS, clock=clock
-        )
+            store, prefetch_policy=prefetch_policy,
+            prefetch_timeout_ms=HierKVConfig.prefetch_timeout_ms, decider=decider, clock=clock,
+        )  # fmt: skip
 
     def save(self, hashes: Hashes, num_offered: int) -> SaveTicket:
         """Saves the pages of a path behind the first `num_offered`, which were offered before.
@@ -242,14 +271,16 @@ class ServerStore:
 
 
 def virtual_store(
-    sizes: StoreSizes, placement: PolicyConfig | None, write_policy: str = DEFAULT_POLICY
-) -> ServerStore:
+    sizes: StoreSizes, placement: PolicyConfig | None, write_policy: str = DEFAULT_POLICY,
+    prefetch_policy: str = DEFAULT_PREFETCH_POLICY,
+) -> ServerStore:  # fmt: skip
     """A store without threads and without bytes, over a clock that stands still.
 
     Args:
         sizes: of the tiers.
         placement: the policy's settings; None for `--hier-kv-lookahead off`.
         write_policy: the server's flag.
+        prefetch_policy: another.
 
     Raises:
         ValueError: pages of this size cannot be stored.
@@ -274,13 +305,21 @@ def virtual_store(
         disk = DiskTier(config, io=HeaderIO(slot_bytes))
     num_pages = max(1024, int((sizes.host_pages + sizes.disk_pages) * _INDEX_SLACK))
     writing = policy_for_sizes(write_policy, sizes.host_pages, sizes.disk_pages)
+    feeds = cost_feeds(sizes)
     store = PageStore(
         arena, PageIndex(num_pages), disk, PageStoreConfig(writing, placement=placement),
-        clock=clock, executor=executor,
+        on_read=feeds.on_read, on_write=feeds.on_write, counters=feeds.counters, clock=clock,
+        executor=executor,
     )  # fmt: skip
     if disk is not None:
         store.connect(disk)
-    return ServerStore(store, disk, clock, executor, folder)
+    return ServerStore(store, disk, clock, executor, sizes, feeds, prefetch_policy, folder)
+
+
+def cost_feeds(sizes: StoreSizes) -> CostFeeds:
+    """Where a store's measurements go, and counters to be its own: a model that knows nothing."""
+    cost = CostModel(HierKVConfig.prefetch_timeout_ms / 1e3)
+    return CostFeeds(cost, sizes.page_bytes, StoreCounters())
 
 
 def page_hashes(ids: Ids) -> Hashes:

@@ -134,6 +134,7 @@ class CostModel:
         # All guarded by _lock.
         self._prefill = PrefillEstimator()
         self._read = TransferEstimator()
+        self._write = TransferEstimator()
         self._fetch = TransferEstimator()
         self._decode = TransferEstimator()
         self._load = TransferEstimator()
@@ -182,6 +183,11 @@ class CostModel:
             if decode_bytes:
                 self._decode.add(decode_bytes, decode_s)
 
+    def note_write(self, num_bytes: int, seconds: float) -> None:
+        """Pages of DRAM went to disk; `num_bytes` as they lay in DRAM."""
+        with self._lock:
+            self._write.add(num_bytes, seconds)
+
     def note_fetch(self, num_bytes: int, seconds: float) -> None:
         """Bytes came from the remote store in a time during which some were always under way."""
         with self._lock:
@@ -215,6 +221,11 @@ class CostModel:
             per_decoded = self._decode.seconds_per_byte or 0.0
             seconds = _moving_s(self._read, queue, queue.bytes_ahead)
         return None if seconds is None else float(seconds) + per_decoded * queue.decode_bytes_ahead
+
+    def write_s(self, num_bytes: int) -> float | None:
+        """Expected seconds until so many bytes of DRAM are on disk; None if never measured."""
+        with self._lock:
+            return self._write.seconds(num_bytes)
 
     def fetch_s(self, queue: TransferBacklog) -> float | None:
         """`read_s` for the remote store."""

@@ -308,7 +308,7 @@ class LookAhead:
             if table.disk_order is not None:
                 num = table.order.demote(rows)
                 unwritten = (table.index.flags[rows] & (ON_DISK | WRITE_DROPPED)) == 0
-                self._spills.queue_from_root(rows[unwritten][::-1])
+                self._spills.queue_leaving(rows[unwritten][::-1])
         table.counters.add("demoted_pages", num)
         return num
 

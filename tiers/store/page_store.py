@@ -107,6 +107,7 @@ class PageStore:
         config: PageStoreConfig,
         transcoder: PageTranscoder | None = None,
         on_read: OnMeasured | None = None,
+        on_write: OnMeasured | None = None,
         keep_raw: KeepRaw | None = None,
         remote: RemoteStore | None = None,
         on_fetch: OnMeasured | None = None,
@@ -128,6 +129,7 @@ class PageStore:
             transcoder: codes pages for the disk; None stores them as they are, and treats records
                 that are coded as misses.
             on_read: takes measurements of the disk's speed; see `TransferMeter`.
+            on_write: the same of writing, as whole slots, coded or not.
             keep_raw: says when the transcoder is not worth its time; None: it always is.
             remote: a store that other servers share; None for none. Closed with this one.
             on_fetch: takes measurements of its speed.
@@ -165,6 +167,7 @@ class PageStore:
         self.lookahead = LookAhead(self._books, policy) if policy is not None else None
         self._fetch_meter = TransferMeter(on_fetch)
         self._read_meter = TransferMeter(on_read, clock)
+        self._write_meter = TransferMeter(on_write, clock)
         self._remote: RemotePages | None = None
         self._leaving: LeavingPages | None = None
         self._spiller: Spiller | None = None
@@ -211,6 +214,7 @@ class PageStore:
             transcoder=self._transcoder,
             keep_raw=keep_raw,
             decoded=decoded,
+            meter=self._write_meter,
         )
         self._promoter = Promoter(
             self._books, disk, executor, self._transcoder, self._read_meter, decoded, rules
@@ -453,6 +457,14 @@ class PageStore:
             self._books.plans.cancel(plan)
         else:
             self._promoter.cancel(plan)
+
+    def mark_of_room(self, num_pages: int) -> int:
+        """How far the writing to disk has to come for so many pages to leave DRAM; 0: none is."""
+        return self._books.spills.mark_of_room(num_pages)
+
+    def bytes_until(self, mark: int) -> int:
+        """What is still to be written until a mark, in bytes of slots. O(1)."""
+        return self._books.spills.num_until(mark) * self.arena.slot_bytes if mark else 0
 
     @property
     def max_planned_pages(self) -> int:

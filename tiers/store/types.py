@@ -221,12 +221,21 @@ class DiskCopies(NamedTuple):
 
 
 class SpillEntry(NamedTuple):
-    """Pages queued for the disk; a page whose slot changed hands since is skipped."""
+    """Pages queued for the disk; a page whose slot changed hands since is skipped.
+
+    Attributes:
+        space: where they belong.
+        rows: i64 `[n]`, a parent before its children.
+        slots: i32 `[n]`, where they lie.
+        generations: u32 `[n]`, of the slots.
+        from_end: they are written to make room: the last ones first, as they leave DRAM.
+    """
 
     space: KeySpace
     rows: Rows
     slots: Slots
     generations: npt.NDArray[np.uint32]
+    from_end: bool = False
 
 
 _DURATIONS_KEPT = 4096  # of a kind, until somebody takes them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.policy.cost_model import CostModel, LoadChoice
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
-from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig, Plan
 from sglang_ext.tiers.store.types import Hashes, StoreCounters
 from testkit.slow.disk import ThrottledIO
 
@@ -167,6 +168,7 @@ def test_follows_a_disk_that_becomes_fast_within_five_requests(rig: Rig) -> None
         choices.append(rig.judge.enter(request).choice)
         num = rig.judge.num_pages(request)
         plan = rig.store.plan(rig.space, pages(name, num)) if num else None
+        rig.judge.planned(request)
         until(lambda: not rig.store.disk_queue().bytes_ahead)
         if plan is not None:
             rig.store.cancel_plan(plan)
@@ -247,3 +249,78 @@ def test_what_several_ranks_would_use_again_is_judged_though_the_part_was_all_th
     assert rig.judge.num_pages(request) == 4
     rig.judge.leave(request)
     rig.store.cancel_plan(plan)
+
+
+def test_room_is_waited_for_as_reads_are(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of sixteen pages are there; the others take 0.08 s to read, and 0.77 s to compute."""
+    left_bytes = 1 << 20
+    monkeypatch.setattr(rig.store, "bytes_until", lambda mark: left_bytes if mark else 0)
+    rig.teach_prefill(1e-3)
+    rig.teach_disk(10)
+    request = rig.request("a", 16)
+    rig.judge.enter(request)
+    request.plan = Plan(np.arange(4), 0, num_stored=16)
+
+    def holds() -> bool:
+        assert request.estimate is not None
+        request.estimate.asked_at_s = -math.inf
+        return rig.judge.should_hold(request)
+
+    assert not holds()  # nothing says that its plan may become longer
+    request.awaits_room = True
+    assert holds()  # whatever room takes: it was never measured
+    for _ in range(5):
+        rig.cost.note_write(1 << 20, 0.1)
+    request.room_mark = 1
+    assert holds()
+    for _ in range(5):
+        rig.cost.note_write(1 << 20, 2.0)
+    assert not holds()
+    left_bytes = 0  # it is all written: the next attempt may have the room
+    assert holds()
+    request.awaits_room = False
+    assert not holds()
+    request.plan = None
+    rig.judge.leave(request)
+
+
+def test_a_page_that_is_missed_in_the_middle_is_worth_all_behind_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One page is to come: 0.13 s, where a page takes 0.06 s to compute and all of them 1 s."""
+    monkeypatch.setattr(rig.judge, "_moving_s", lambda *_: 0.13)
+    rig.teach_prefill(1e-3)
+    for num_leading, holds in ((15, False), (2, True)):
+        monkeypatch.setattr(
+            rig.store, "ready_prefix", lambda _, pages, __, n=num_leading: min(n, len(pages))
+        )
+        request = rig.request("a", 16)
+        rig.judge.enter(request)
+        request.plan = Plan(np.arange(16), 1)
+        assert rig.judge.should_hold(request) is holds
+        request.plan = None
+        rig.judge.leave(request)
+
+
+def test_a_plan_is_made_without_a_probe_beside_it(rig: Rig) -> None:
+    """It may pin seven eighths of DRAM where it is alone, and half of it where it is not."""
+    rig.teach_prefill(1e-6)
+    rig.teach_disk(0.1)
+    rig.speed.write_text("0.001")
+    first, second = rig.request("a", 16), rig.request("nowhere", 16)
+    for request in (first, second):
+        rig.judge.enter(request)
+    assert rig.judge.num_pages(first) == 0
+    assert rig.judge._probe is None
+    rig.judge.planned(first)
+    assert rig.judge._probe is not None
+    assert rig.judge.num_pages(first) == 0  # no plan is made, so the probe goes on
+    assert rig.judge._probe is not None
+    assert rig.judge.num_pages(second) == 16
+    assert rig.judge._probe is None
+    first.plan = Plan(np.arange(0), 0, num_stored=16)  # short of room: a probe would take some
+    rig.judge.planned(first)
+    assert rig.judge._probe is None
+    first.plan = None
+    for request in (first, second):
+        rig.judge.leave(request)

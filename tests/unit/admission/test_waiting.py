@@ -153,6 +153,78 @@ def test_a_plan_that_never_gets_all_its_room_is_used_as_it_is() -> None:
     assert steps >= MAX_ATTEMPTS - 1
 
 
+def held_short(store: Store, room: WaitingRoom, clock: Clock, order: str, num_steps: int) -> bool:
+    """Whether the first one is held for so many steps, though all of its plan is there."""
+    for _ in range(num_steps):
+        for plan in store.plans:
+            store.arrive(plan)
+        step(room, clock, order, LONGEST_PAUSE_S)
+        if room.may_admit(order[0]):
+            return False
+    return True
+
+
+def test_a_plan_is_not_used_as_it_is_while_writes_make_room_for_the_rest() -> None:
+    store = Store(fits=3, num_writing=5)
+    room, clock = make_room(store)
+    room.enter("a", prefix())
+    assert held_short(store, room, clock, "a", 4 * MAX_ATTEMPTS)
+    assert store.num_marks == 1  # what is queued behind those is not waited for
+    store.num_writing, store.fits = 0, 4
+    step(room, clock, "a", LONGEST_PAUSE_S)  # one more attempt, behind the last write
+    for plan in store.plans:
+        store.arrive(plan)
+    step(room, clock, "a")
+    assert room.may_admit("a")
+    assert len(store.plans[0].rows) == 4
+
+
+def test_room_that_writes_do_not_bring_is_waited_for_no_longer() -> None:
+    store = Store(fits=3, num_writing=5)
+    room, clock = make_room(store)
+    room.enter("a", prefix())
+    assert held_short(store, room, clock, "a", 4 * MAX_ATTEMPTS)
+    store.num_writing = 0
+    assert not held_short(store, room, clock, "a", 3)
+    assert len(store.plans[0].rows) == 3
+
+
+def test_writes_are_waited_for_as_long_as_the_flag_says_at_most() -> None:
+    store = Store(fits=3, num_writing=5)
+    room, clock = make_room(store, timeout_ms=500.0)
+    room.enter("a", prefix())
+    began_s = clock.now_s
+    while held_short(store, room, clock, "a", 1):
+        assert clock.now_s - began_s < 2.0
+    assert clock.now_s - began_s >= 0.5
+
+
+def test_only_the_head_of_the_queue_waits_for_writes() -> None:
+    store = Store(fits=7, num_writing=5)
+    room, clock = make_room(store)
+    for handle in "ab":
+        room.enter(handle, prefix())
+    for _ in range(4 * MAX_ATTEMPTS):
+        for plan in store.plans:
+            store.arrive(plan)
+        step(room, clock, "ab", LONGEST_PAUSE_S)
+    assert room.may_admit("a")  # it has all that it wants
+    assert not store.num_marks
+    assert room.may_admit("b")  # three of four pages
+    room.leave("a", admitted=True)
+
+
+def test_each_time_at_the_head_the_writes_of_then_count() -> None:
+    store = Store(fits=3, num_writing=5)
+    room, clock = make_room(store)
+    for handle in "ab":
+        room.enter(handle, prefix())
+    assert held_short(store, room, clock, "ab", 2 * MAX_ATTEMPTS)
+    assert held_short(store, room, clock, "ba", 2 * MAX_ATTEMPTS)
+    assert held_short(store, room, clock, "ab", 2 * MAX_ATTEMPTS)
+    assert store.num_marks == 3
+
+
 def test_the_deadline_runs_from_when_the_scheduler_would_have_run_it() -> None:
     store = Store()
     room, clock = make_room(store, "timeout", 50.0)

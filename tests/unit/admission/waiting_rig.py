@@ -31,6 +31,8 @@ class Store:
     counters: StoreCounters = field(default_factory=StoreCounters)
     plans: list[Plan] = field(default_factory=list)  # that are not cancelled
     requests: list[Any] = field(default_factory=list)  # in order
+    num_writing: int = 0  # pages on their way to disk
+    num_marks: int = 0
     num_orders: int = 0
     num_lookups: int = 0
     num_plans: int = 0
@@ -59,6 +61,13 @@ class Store:
     def take_changed(self, most: int) -> list[Any]:
         taken, self.changed = self.changed[:most], self.changed[most:]
         return taken
+
+    def mark_of_room(self, num_pages: int) -> int:
+        self.num_marks += 1
+        return min(num_pages, self.num_writing)
+
+    def bytes_until(self, mark: int) -> int:
+        return min(mark, self.num_writing)
 
     def set_order(self, order: Sequence[Any]) -> None:
         self.num_orders += 1

@@ -34,6 +34,7 @@ from sglang_ext.simulator.virtual_store import (
     StoreSizes,
     VirtualClock,
     VirtualExecutor,
+    cost_feeds,
     page_hashes,
     virtual_store,
 )
@@ -179,6 +180,11 @@ def _called() -> Iterator[set[str]]:
 BY_CHANCE = {"dram_order.py:DramOrder.put_back"}
 
 
+def _is_the_machines(call: str) -> bool:
+    """Of how fast things are, which a disk that is never waited for does not say."""
+    return call.startswith("speed_estimators.py:")
+
+
 @pytest.mark.parametrize("write_policy", ["write_through", "auto"])
 def test_simulator_and_server_decide_by_the_same_functions(
     lines: list[Line], tmp_path: Path, write_policy: str
@@ -187,6 +193,8 @@ def test_simulator_and_server_decide_by_the_same_functions(
     paths = [line.hash_ids for line in lines]
     sizes = replace(SIZES, page_bytes=SLOT_BYTES - HEADER_BYTES)
     replay = partial(Replay, paths, 40, [0.0] * len(paths))
+    with virtual_store(sizes, PolicyConfig(), write_policy):
+        pass  # the first policy of a process calls all of its loops once
     with _called() as simulated, virtual_store(sizes, PolicyConfig(), write_policy) as server:
         in_simulator = replay().run(server)
     idle = _Idle()
@@ -194,13 +202,22 @@ def test_simulator_and_server_decide_by_the_same_functions(
         disk = DiskTier(DiskConfig(tmp_path / "disk", SIZES.disk_pages * SLOT_BYTES, 0))
         arena = HostArena(SIZES.host_pages, SLOT_BYTES)
         settings = PageStoreConfig(write_policy, placement=PolicyConfig())
-        idle.store = PageStore(arena, PageIndex(1024), disk, settings)
+        feeds = cost_feeds(sizes)
+        idle.store = PageStore(
+            arena,
+            PageIndex(1024),
+            disk,
+            settings,
+            on_read=feeds.on_read,
+            on_write=feeds.on_write,
+            counters=feeds.counters,
+        )
         idle.store.connect(disk)
-        with ServerStore(idle.store, disk, VirtualClock(), idle) as server:
+        with ServerStore(idle.store, disk, VirtualClock(), idle, sizes, feeds) as server:
             in_server = replay().run(server)
     modules = {call.split(":")[0] for call in served}
-    assert {"waiting.py", "dram_order.py", "tier_lists.py", "placement.py"} <= modules
-    assert simulated - BY_CHANCE == served - BY_CHANCE
+    assert {"waiting.py", "load_or_compute.py", "dram_order.py", "tier_lists.py"} <= modules
+    assert {call for call in served ^ simulated if not _is_the_machines(call)} <= BY_CHANCE
     assert in_simulator.reusable == in_server.reusable
     assert in_simulator.hit_share == pytest.approx(in_server.hit_share, abs=0.03)
 

@@ -1,8 +1,13 @@
-"""A full disk beside DRAM: which pages lie in both, what is written when, and what is not."""
+"""A full disk beside DRAM: which pages lie in both, what is written when, and what is not.
+
+And in which order, and how far the room is that writes make.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +16,12 @@ import pytest
 from bench.policies.replay import Replay
 from bench.policies.workloads.bundled import BUNDLED
 from sglang_ext.simulator.trace import read_trace
-from sglang_ext.simulator.virtual_store import StoreSizes, virtual_store
+from sglang_ext.simulator.virtual_store import (
+    ServerStore,
+    StoreSizes,
+    page_hashes,
+    virtual_store,
+)
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store.types import ON_DISK, READY, DiskCopies
 from tests.unit.store.store_rig import Make, Rig, check_content, pages, rigs
@@ -225,3 +235,142 @@ def test_little_dram_is_not_looked_at_again_and_again(make: Make, slots: int) ->
     rig.save(pages("chat", 2))
     rig.until(lambda: not rig.books.room.should_look)
     rig.settle()
+
+
+# ---- room ----
+
+PAGE_S = 0.01
+SIZES = StoreSizes(
+    32 << 20, host_pages=32, disk_pages=64, read_bytes_per_s=math.inf,
+    write_bytes_per_s=(32 << 20) / PAGE_S,
+)  # fmt: skip
+
+
+@pytest.fixture
+def server() -> Iterator[ServerStore]:
+    """Its disk is full; DRAM has a prompt of 30 pages that is not on disk, used long ago."""
+    with virtual_store(SIZES, PolicyConfig(), "write_back") as made:
+        made.save(page_hashes(np.arange(30)), 0)
+        yield made
+        made.store.check()
+
+
+def flags(server: ServerStore, ids: np.ndarray) -> np.ndarray:
+    index = server.store._books.table.index
+    return index.flags[index.lookup(page_hashes(ids), server.space.number)]
+
+
+def run_for(server: ServerStore, seconds: float) -> None:
+    end_s = server.clock.now_s + seconds
+    while server.executor.next_s() <= end_s:
+        server.clock.now_s = server.executor.next_s()
+        server.executor.run_due()
+    server.clock.now_s = end_s
+
+
+def ask_for_room(server: ServerStore, num_pages: int) -> int:
+    """Slots that a plan would get now; they are given back."""
+    books = server.store._books
+    with books.table.lock:
+        slots = books.room.alloc(num_pages)
+        server.store.arena.free(slots)
+    return len(slots)
+
+
+def test_room_comes_page_by_page_from_the_prompts_end(server: ServerStore) -> None:
+    free = ask_for_room(server, 20)
+    assert free < 20
+    came = [free]
+    while came[-1] < 20:
+        run_for(server, 4 * PAGE_S)
+        came.append(ask_for_room(server, 20))
+        assert len(came) < 20
+    assert len(set(came)) > 3  # not all at once, behind the last write
+    on_disk = np.flatnonzero(flags(server, np.arange(30)) & ON_DISK)
+    assert on_disk.max() == 29
+    assert (np.diff(on_disk) == 1).all()
+
+
+def test_who_asks_knows_how_far_the_room_is(server: ServerStore) -> None:
+    store = server.store
+    assert store.mark_of_room(5) == 0  # nothing is on its way
+    free = ask_for_room(server, 20)
+    mark = store.mark_of_room(20 - free)
+    slot_bytes = store.arena.slot_bytes
+    # The first batch is cut when a thread takes it, so no page of it counts yet.
+    assert store.bytes_until(mark) == (20 - free) * slot_bytes
+    while store.bytes_until(mark):
+        run_for(server, PAGE_S)
+        assert server.clock.now_s < 1.0
+    assert ask_for_room(server, 20) == 20
+    assert store.bytes_until(0) == 0
+
+
+def test_what_is_saved_is_written_from_its_beginning_and_all_of_it_counts() -> None:
+    with virtual_store(SIZES, PolicyConfig(), "write_through") as server:
+        server.save(page_hashes(np.arange(20)), 0)
+        server.save(page_hashes(np.arange(100, 110)), 0)
+        store = server.store
+        for wanted, first in ((1, 20), (20, 20), (21, 30), (99, 30)):
+            assert store.bytes_until(store.mark_of_room(wanted)) == first * store.arena.slot_bytes
+        server.executor.next_s()  # a batch is taken
+        run_for(server, 5 * PAGE_S)
+        on_disk = np.flatnonzero(flags(server, np.arange(20)) & ON_DISK)
+        assert 0 < len(on_disk) < 20
+        assert on_disk.tolist() == list(range(len(on_disk)))
+        left = store.bytes_until(store.mark_of_room(1)) // store.arena.slot_bytes
+        assert left == 20 - len(on_disk)  # the beginning leaves behind the end only
+
+
+def test_a_batch_that_fails_in_the_books_is_not_waited_for(
+    server: ServerStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spills = server.store._books.spills
+    ask_for_room(server, 20)
+    entry = spills.take(4)
+    assert entry is not None
+    mark = server.store.mark_of_room(4)
+    assert spills.num_until(mark) == 4
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("books")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spills, "_enter_written", fail)
+        with pytest.raises(RuntimeError):
+            spills.finish(entry, np.zeros(4, np.bool_), DiskCopies(*np.zeros((4, 4), np.uint32)))
+    assert spills.num_until(mark) == 0
+    copies = DiskCopies(
+        np.zeros(4, np.uint32),
+        np.zeros(4, np.uint32),
+        np.zeros(4, np.uint16),
+        np.zeros(4, np.uint8),
+    )
+    spills.finish(entry, np.zeros(4, np.bool_), copies)  # the pins are given back
+    assert (flags(server, np.arange(26, 30)) & READY).all()
+
+
+def test_what_a_plan_takes_over_from_another_is_read_before_its_own() -> None:
+    """Pages that two paths share are the beginning of both."""
+    sizes = replace(SIZES, read_bytes_per_s=(32 << 20) / PAGE_S)
+    shared, first = np.arange(6), np.arange(6, 8)
+    second = np.arange(100, 104)
+    with virtual_store(sizes, PolicyConfig(), "write_through") as server:
+        paths = [page_hashes(np.concatenate([shared, own])) for own in (first, second)]
+        others = [page_hashes(1000 + 10 * number + np.arange(10)) for number in range(4)]
+        for path in (*paths, *others):
+            server.save(path, 0)
+            run_for(server, 1.0)
+        store, space = server.store, server.space
+        assert not any(store.ready_prefix(space, path) for path in paths)
+        plans = [store.plan(space, path, priority=priority) for priority, path in enumerate(paths)]
+        assert plans[0] is not None
+        assert plans[1] is not None
+        store.cancel_plan(plans[0])
+        there = []
+        while not plans[1].done:
+            run_for(server, PAGE_S)
+            there.append((store.ready_prefix(space, paths[1]), 10 - plans[1].remaining))
+            assert len(there) < 50
+        assert all(leading == num for leading, num in there)
+        store.cancel_plan(plans[1])

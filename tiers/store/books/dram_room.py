@@ -144,7 +144,7 @@ class DramRoom:
             # What is on its way to disk stands in no order of leaving, but will be able to leave.
             num_queued = self._spills.num_queued
             rows = self.next_to_leave(max(0, num_pages - self._arena.num_free - num_queued))
-            self._spills.queue_from_root(rows[self._unwritten(rows)])
+            self._spills.queue_leaving(rows[self._unwritten(rows)])
 
     def _take_clean(self, order: DramOrder, count: int, tenant: int | None) -> Rows:
         """Takes up to `count` pages out of DRAM's order; those that the disk is to have stay.
@@ -163,7 +163,7 @@ class DramRoom:
             last = attempt == _MAX_TAKES - 1
             clean = int(np.argmax(unwritten)) if last else 0
             order.put_back(rows[clean:])
-            self._spills.queue_from_root(rows[unwritten])
+            self._spills.queue_leaving(rows[unwritten])
             rows = rows[:clean]
         return rows
 

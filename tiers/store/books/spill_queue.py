@@ -38,6 +38,8 @@ from sglang_ext.tiers.store.types import (
 class SpillQueue:
     """Pages between DRAM and disk. Methods take the table's lock, but those behind the line.
 
+    It has many methods because a page's way to disk is one: each is a step of it, or a look at it.
+
     Args:
         table: the pages.
         writing: when pages are written.
@@ -48,6 +50,7 @@ class SpillQueue:
         ready: notified when there may be something to write; of the table's lock.
         entries: what is queued; guarded by the lock.
         num_spilling: pages taken from it and not finished; one writer at a time.
+        num_ever_queued: pages since the start; written under the lock.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class SpillQueue:
         self._space_of = space_of
         self.ready = threading.Condition(table.lock)
         self.entries: deque[SpillEntry] = deque()
+        self._num_in_entries = 0  # pages; guarded by the lock
         self.num_spilling = 0
+        self.num_ever_queued = 0
         self._to_clear: set[bytes] = set()
 
     def take_clears(self) -> list[bytes]:
@@ -100,6 +105,16 @@ class SpillQueue:
 
         What lies in DRAM keeps its quality, however lossy the copy on disk is.
         """
+        try:
+            self._enter_written(entry, stored, copies)
+        finally:
+            # Last: whoever reads 0 also sees the updated counters and log. Always: who waits for
+            # these writes would wait for ever.
+            self.num_spilling = 0
+
+    def _enter_written(
+        self, entry: SpillEntry, stored: npt.NDArray[np.bool_], copies: DiskCopies
+    ) -> None:
         table = self._table
         with table.lock:
             rows = entry.rows
@@ -122,7 +137,6 @@ class SpillQueue:
         table.counters.add("write_dropped_pages", int((~stored).sum()))
         if hashes is not None:
             table.events.pages("written", hashes)
-        self.num_spilling = 0  # last: whoever reads 0 also sees the updated counters and log
 
     def queue_all(self) -> int:
         """Queues all pages that are not on disk (linear); for a flush, which may run out of time.
@@ -132,7 +146,7 @@ class SpillQueue:
         """
         with self._table.lock:
             rows = self._coldest(ON_DISK | QUEUED | SPILLING | FILLING | WRITE_DROPPED)
-            self.queue_from_root(rows)
+            self.queue_leaving(rows, from_end=False)
             return len(rows)
 
     def num_unwritten(self) -> int:
@@ -150,35 +164,84 @@ class SpillQueue:
         with self._table.lock:
             return self.num_queued
 
+    def mark_of_room(self, num_pages: int) -> int:
+        """How far the writing has to come for so many pages to leave DRAM; see `num_until`.
+
+        Pages written from the end leave one by one. Those written from the root leave when all of
+        them are on disk, as what leads to a page that is on its way stays.
+
+        Returns:
+            A number of pages since the start; 0 where nothing is on its way.
+        """
+        with self._table.lock:
+            front = self.entries[0] if self.entries else None
+            ahead = self.num_spilling
+            if ahead and front is not None and not front.from_end:
+                ahead += len(front.rows)  # what is being written may be of these
+            entries = list(self.entries)[int(ahead > self.num_spilling) :]
+            for entry in entries:
+                if ahead >= num_pages:
+                    break
+                num = len(entry.rows)
+                ahead += min(num, num_pages - ahead) if entry.from_end else num
+            return self._num_ended + ahead if ahead else 0
+
+    def num_until(self, mark: int) -> int:
+        """Pages that are still to be written until a mark; 0 when it is passed."""
+        with self._table.lock:
+            return max(0, mark - self._num_ended)
+
     # ---- the caller holds the lock ----
+
+    @property
+    def _num_ended(self) -> int:
+        """Pages that are on their way no more, on disk or not."""
+        return self.num_ever_queued - self.num_queued
 
     @property
     def num_queued(self) -> int:
         """The same."""
-        return self.num_spilling + sum(len(entry.rows) for entry in self.entries)
+        return self.num_spilling + self._num_in_entries
 
     @property
     def has_work(self) -> bool:
         """Whether there is something to write or to clear."""
         return bool(self.entries or self._to_clear)
 
-    def queue(self, space: KeySpace, rows: Rows) -> None:
-        """Queues those of some pages of DRAM that are neither on disk nor on their way there."""
+    def queue(self, space: KeySpace, rows: Rows, *, from_end: bool = False) -> None:
+        """Queues those of some pages of DRAM that are neither on disk nor on their way there.
+
+        Args:
+            space: where they belong.
+            rows: i64 `[n]`, a parent before its children.
+            from_end: see `SpillEntry`.
+        """
         flags = self._index.flags[rows]
         rows = rows[(flags & (ON_DISK | QUEUED | SPILLING)) == 0]
         if len(rows):
             self._table.take(QUEUE, rows)
             slots = self._index.host_slot[rows].copy()
             generations = self._table.arena.generation[slots].copy()
-            self.entries.append(SpillEntry(space, rows, slots, generations))
+            self.entries.append(SpillEntry(space, rows, slots, generations, from_end))
+            self._num_in_entries += len(rows)
+            self.num_ever_queued += len(rows)
             self.ready.notify()
 
-    def queue_from_root(self, rows: Rows) -> None:
-        """Queues pages of any key spaces, given in the order in which they leave, root first."""
+    def queue_leaving(self, rows: Rows, *, from_end: bool = True) -> None:
+        """Queues pages of any key spaces, given in the order in which they leave.
+
+        Written from the end they leave with every batch; from the root, all would stay in DRAM
+        until the last of them is on disk. After a crash those without what leads to them are of no
+        use; it is in DRAM, and gone, whichever end is written first.
+
+        Args:
+            rows: i64 `[n]`.
+            from_end: see `SpillEntry`; False where they are to be of use to who starts next.
+        """
         rows = rows[::-1]
         numbers = self._index.keys(rows)[1]
         for number in np.unique(numbers).tolist():
-            self.queue(self._space_of(number), rows[numbers == number])
+            self.queue(self._space_of(number), rows[numbers == number], from_end=from_end)
 
     def used(self, space: KeySpace, rows: Rows) -> None:
         """Pages were used: what the disk refused is worth more now, and offered as it leaves."""
@@ -201,6 +264,7 @@ class SpillQueue:
     def clear(self, digests: Iterable[bytes]) -> None:
         """Forgets what is queued; the disk is to lose namespaces before it gets more."""
         self.entries.clear()
+        self._num_in_entries = 0
         self._to_clear.update(digests)
         self.ready.notify_all()
 
@@ -216,10 +280,14 @@ class SpillQueue:
             if taken and entry.space != taken[0].space:
                 break
             self.entries.popleft()
+            self._num_in_entries -= min(len(entry.rows), max_pages - num)
             if len(entry.rows) > max_pages - num:
                 at = max_pages - num
-                self.entries.appendleft(_part(entry, slice(at, None)))
-                entry = _part(entry, slice(at))
+                first, rest = slice(at), slice(at, None)
+                if entry.from_end:
+                    first, rest = slice(-at, None), slice(-at)
+                self.entries.appendleft(_part(entry, rest))
+                entry = _part(entry, first)
             entry = self._still_valid(entry)
             if len(entry.rows):
                 taken.append(entry)
@@ -254,4 +322,6 @@ class SpillQueue:
 
 
 def _part(entry: SpillEntry, which: slice | npt.NDArray[np.bool_]) -> SpillEntry:
-    return SpillEntry(entry.space, entry.rows[which], entry.slots[which], entry.generations[which])
+    return entry._replace(
+        rows=entry.rows[which], slots=entry.slots[which], generations=entry.generations[which]
+    )

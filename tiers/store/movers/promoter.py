@@ -131,7 +131,8 @@ class Promoter(Work):
         self._plans.cancel(plan)
         with self._lock:
             reads = self._reads.pop(plan, ())
-        for read in reads:
+        # Backwards, and each to the front: what paths share is the beginning of both.
+        for read in reversed(reads):
             heir = self._plans.withdraw(read.rows, read.slots)
             if heir is None:
                 self._meter.queued(-read.num_bytes)
@@ -139,7 +140,7 @@ class Promoter(Work):
                 continue
             read.plan = heir
             with self._lock:
-                self._reads.setdefault(heir, deque()).append(read)
+                self._reads.setdefault(heir, deque()).appendleft(read)
                 self._lock.notify()
 
     def close(self) -> None:

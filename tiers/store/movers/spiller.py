@@ -15,6 +15,7 @@ from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.disk_coding import DiskRecord, KeepRaw, PageEncoder
 from sglang_ext.tiers.store.executor import Executor, Job, Work
 from sglang_ext.tiers.store.movers.piece_size import PieceSize
+from sglang_ext.tiers.store.movers.transfer_meter import TransferMeter
 from sglang_ext.tiers.store.types import DiskCopies, SpillEntry
 from sglang_ext.tiers.transcoder import PageTranscoder
 
@@ -49,11 +50,13 @@ class Spiller(Work):
         transcoder: PageTranscoder | None = None,
         keep_raw: KeepRaw | None = None,
         decoded: DecodedPages | None = None,
+        meter: TransferMeter | None = None,
     ) -> None:
         self._table, self._spills = books.table, books.spills
         self._room, self._policy = books.room, books.writing
         self._disk = disk
         self._low_water_pages = low_water_pages
+        self._meter = meter or TransferMeter()
         most_bytes = int(self._table.arena.nbytes * _BATCH_SHARE)
         self._encoder: PageEncoder | None = None  # guarded by _writing
         if transcoder is not None and transcoder.encodes:
@@ -127,6 +130,8 @@ class Spiller(Work):
                 job = Job(0, partial(self._run_clear, digests))
             elif (entry := self._spills.take(self._batch_pages())) is not None:
                 num_bytes = len(entry.rows) * self._table.arena.slot_bytes
+                self._meter.queued(num_bytes)
+                self._meter.began(num_bytes)
                 job = Job(num_bytes, partial(self._run, entry))
         finally:
             if job is None:
@@ -146,15 +151,19 @@ class Spiller(Work):
             self._writing.release()
 
     def _run(self, entry: SpillEntry) -> None:
+        whole = False
         try:
-            self._write(entry)
+            whole = self._write(entry)
         except Exception:
             self._table.counters.add("spill_failures")
             logger.exception("hier-kv: a batch of pages could not be written to disk")
         finally:
+            self._meter.ended(len(entry.rows) * self._table.arena.slot_bytes, whole=whole)
+            self._meter.plan_ended()
             self._writing.release()
 
-    def _write(self, entry: SpillEntry) -> None:
+    def _write(self, entry: SpillEntry) -> bool:
+        """Writes a batch; whether all of it is on disk."""
         arena = self._table.arena.slots
         slots = [arena[slot] for slot in entry.slots]
         records = [DiskRecord(slot, Quality.EXACT) for slot in slots]
@@ -169,6 +178,7 @@ class Spiller(Work):
                 self._batch.note(num_bytes, self._table.now_s() - started_s)
         finally:
             self._finish(entry, records, locations)
+        return None not in locations
 
     def _finish(
         self, entry: SpillEntry, records: list[DiskRecord], locations: list[Location | None]
