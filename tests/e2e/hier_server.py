@@ -126,8 +126,8 @@ def settled(server: Server, timeout_s: float = 300.0) -> dict[str, Any]:
         ranks = found.get("tp_ranks", [])
         for rank in ranks:
             rank.pop("agreements", None)
-        # Twice the same: a remote store's threads count what they do when they have done it, and
-        # others before a line of the log is no longer waiting, so they are looked at again at once.
+        # Twice the same: a remote store's threads count what they do when they have done it.
+        # Without one the second look comes at once.
         parts = (found, *ranks)
         on_their_way = sum(num_on_their_way(part["host"]) for part in parts)
         on_their_way += sum((part.get("remote") or {}).get("upload_queue", 0) for part in parts)
