@@ -46,6 +46,11 @@ PRELOADED = (
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",
     "sglang.srt.models.llama",
+    # What they import later. Not what the plugin changes classes of before its import, which would
+    # have the old ones: `serving_responses`.
+    "sglang.srt.constrained.xgrammar_backend",
+    "sglang.srt.dllm.algorithm",
+    "uvicorn.protocols.http.auto",
     # The plugin's: their compiled loops take a second to load. Nothing is hooked by importing them.
     "sglang_ext.plugin",
     "sglang_ext.seam.hooks.scheduler",

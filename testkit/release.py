@@ -24,6 +24,11 @@ from testkit.pythons import alone, interpreters
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 TOOLS = ("build==1.6.1", "twine==7.0.0")
+# Of this folder: what is made here, perhaps at this very time (`.ci/run`).
+_NOT_BUILT = (
+    *(".git", ".hypothesis", ".venv", ".*_cache"),
+    *("*.egg-info", "__pycache__", "build", "dist"),
+)
 _LOADS_PLUGIN = (
     "from importlib.metadata import entry_points; "
     "[plugin] = entry_points(group='sglang.srt.plugins'); print(plugin.load().__module__)"
@@ -90,7 +95,10 @@ def release(scratch: Path) -> None:
     here = Path(sys.executable)
     tools = environment(here, scratch / "tools", TOOLS)
     shutil.rmtree(DIST, ignore_errors=True)
-    call([tools / "python", "-m", "build", "--outdir", DIST, ROOT])
+    # Of a copy: an editable installation writes into the tree what a build writes there, too.
+    tree, left_out = scratch / "tree", shutil.ignore_patterns(*_NOT_BUILT)
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=left_out)
+    call([tools / "python", "-m", "build", "--outdir", DIST, tree])
     built = sorted(DIST.iterdir())
     if sorted(path.suffix for path in built) != [".gz", ".whl"]:
         raise ReleaseError(f"a wheel and a source archive should be built, there are {built}")

@@ -31,7 +31,13 @@ def source() -> PromptSource:
 
 @pytest.fixture(scope="module")
 def prompts(source: PromptSource) -> Prompts:
-    return Prompts.take(source, len(QUICK.kills), quick=False)
+    """Half as many as `python -m bench faults` takes, but of those for random faults.
+
+    Fewer of these would only make more rounds.
+    """
+    taken = Prompts.take(source, len(QUICK.kills), quick=True)
+    taken.random += source.take(2)
+    return taken
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +61,14 @@ def assert_harmless(tallies: Tallies) -> None:
     assert harmful == {}
 
 
-def test_100_damaged_records_are_misses_and_counted(
-    faults: RunningFaults, prompts: Prompts
-) -> None:
+def test_damaged_records_are_misses_and_counted(faults: RunningFaults, prompts: Prompts) -> None:
     damage_running_server(faults, prompts)
     injected = {
         kind: tally.injected
         for kind, tally in faults.tallies.by_kind.items()
         if kind.startswith("server_")
     }
-    assert sum(injected.values()) >= 100
+    assert sum(injected.values()) >= 50
     assert min(injected.values()) >= 10
     assert len(injected) == 7
     assert_harmless(faults.tallies)

@@ -6,10 +6,8 @@ chance, while DRAM is too small and pages come and go in it.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from tests.property.worlds import rank_of_many, ranks_world
 from tests.property.worlds.ranks_world import run_ranks
 from tests.property.worlds.truncation_ranks import OneCopyRank
 
+NUM_WORLDS = 40  # with a mistake, at most: the first mostly shows it
 CASES = [
     (2, "timeout", True, False, False), (3, "wait_complete", True, False, False),
     (2, "best_effort", True, False, True), (2, "wait_complete", False, True, False),
@@ -64,22 +63,16 @@ def test_ranks_load_what_one_of_them_keeps(
     )  # fmt: skip
 
 
-def worlds(folder: Path, num_ranks: int = 2, **settings: Any) -> Iterator[None]:
-    """Worlds one after the other, of seeds 1 and on."""
-    for seed in itertools.count(1):
-        own = folder / str(seed)
-        own.mkdir()
+def find_in_worlds(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """See `run_until_found`."""
+
+    def one(folder: Path, seed: int) -> None:
+        folder.mkdir()
         run_ranks(
-            own, num_ranks=num_ranks, num_steps=NUM_STEPS, seed=seed, policy="wait_complete",
-            shared=True, **settings,
-        )  # fmt: skip
-        yield
+            folder, num_ranks=2, num_steps=NUM_STEPS, seed=seed, policy="wait_complete", shared=True
+        )
 
-
-def assert_found_out(folder: Path, error: type[Exception], match: str, num_worlds: int) -> None:
-    with pytest.raises(error, match=match):
-        for _ in itertools.islice(worlds(folder), num_worlds):
-            pass
+    rank_of_many.run_until_found(one, folder, patch, num_worlds=NUM_WORLDS)
 
 
 def test_pins_that_end_with_the_keepers_own_reading_are_found_out(
@@ -108,8 +101,8 @@ def test_pins_that_end_with_the_keepers_own_reading_are_found_out(
     monkeypatch.setattr(SharedReading, "end", end_alone)
     monkeypatch.setattr(SharedReadings, "begin", begin)
     monkeypatch.setattr(SharedReadings, "settle", settle)
-    monkeypatch.setattr(ranks_world, "WAIT_S", 20.0)
-    assert_found_out(tmp_path, AssertionError, "a page changed while it was loaded", 40)
+    with pytest.raises(AssertionError, match="a page changed while it was loaded"):
+        find_in_worlds(tmp_path, monkeypatch)
 
 
 def test_ranks_that_count_only_their_own_readings_are_found_out(
@@ -125,10 +118,8 @@ def test_ranks_that_count_only_their_own_readings_are_found_out(
 
     reduce = ranks_world.Wire.min_reduce
     monkeypatch.setattr(ranks_world.Wire, "min_reduce", own_count)
-    monkeypatch.setattr(ranks_world, "WAIT_S", 20.0)
     with pytest.raises((RankDivergenceError, AssertionError)):
-        for _ in itertools.islice(worlds(tmp_path), 40):
-            pass
+        find_in_worlds(tmp_path, monkeypatch)
 
 
 def test_a_reader_that_is_not_told_where_pages_lie_is_found_out(
@@ -140,8 +131,8 @@ def test_a_reader_that_is_not_told_where_pages_lie_is_found_out(
         tells(self, lambda vector: min_reduce(vector if self._keeps else vector.copy()))
 
     monkeypatch.setattr(SharedBook, "tell_slots", tell)
-    monkeypatch.setattr(ranks_world, "WAIT_S", 5.0)
-    assert_found_out(tmp_path, RankDivergenceError, "do not know where shared pages lie", 1)
+    with pytest.raises(RankDivergenceError, match="do not know where shared pages lie"):
+        find_in_worlds(tmp_path, monkeypatch)
 
 
 def test_ranks_that_load_differently_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +143,8 @@ def test_ranks_that_load_differently_stop(tmp_path: Path, monkeypatch: pytest.Mo
         return takes_last(self, handle, page_hash) if self._keeps else None
 
     monkeypatch.setattr(SharedBook, "take_last", take_last)
-    monkeypatch.setattr(ranks_world, "WAIT_S", 5.0)
-    assert_found_out(tmp_path, RankDivergenceError, "do not hold the same waiting requests", 1)
+    with pytest.raises(RankDivergenceError, match="do not hold the same waiting requests"):
+        find_in_worlds(tmp_path, monkeypatch)
 
 
 def run_cut(

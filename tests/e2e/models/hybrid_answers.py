@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import torch
 
 from testkit.requests import flush_device
 from testkit.server import Server
@@ -72,3 +74,46 @@ def answers_at_once(
 
     with ThreadPoolExecutor(_CLIENTS) as pool:
         return list(pool.map(send, prompts))
+
+
+class Computed:
+    """What the same weights give without SGLang for the tokens of answers.
+
+    Most prompts are asked for again and answered alike, or with fewer tokens, and computing without
+    SGLang takes longer than with it, so what is known of a prompt is kept.
+
+    Args:
+        logits_of: for tokens, `[num_tokens, vocabulary]`.
+    """
+
+    def __init__(self, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._logits_of = logits_of
+        self._known: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
+        torch.set_num_threads(1)  # several spin at their barriers where others want the cores
+
+    def furthest(self, prompts: Sequence[Sequence[int]], found: Sequence[Any]) -> float:
+        """The largest difference of the answers' log-probabilities; NaN where one is."""
+        differences = []
+        for prompt, tokens, logprobs in longest_first(prompts, found):
+            wanted = self.rows(prompt, tokens)[torch.arange(len(tokens)), torch.tensor(tokens)]
+            differences.append((wanted - torch.tensor(logprobs)).abs().max())
+        return float(torch.stack(differences).max())
+
+    def rows(self, prompt: Sequence[int], tokens: list[int]) -> torch.Tensor:
+        """Log-probabilities in the place of each token of an answer."""
+        known, rows = self._known.get(tuple(prompt), ([], torch.empty(0)))
+        if known[: len(tokens)] != tokens:
+            with torch.no_grad():
+                logits = self._logits_of(torch.tensor([[*prompt, *tokens]]))
+            rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            self._known[tuple(prompt)] = tokens, rows
+        return rows[: len(tokens)]
+
+
+def longest_first(
+    prompts: Sequence[Sequence[int]], found: Sequence[Any]
+) -> list[tuple[Sequence[int], list[int], list[float]]]:
+    """Prompts, tokens and log-probabilities: what one answer needs is then there for others."""
+    told = zip(prompts, map(tokens_and_logprobs, found), strict=True)
+    each = [(prompt, tokens, logprobs) for prompt, (tokens, logprobs) in told]
+    return sorted(each, key=lambda one: -len(one[1]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,9 +30,9 @@ from tests.e2e.hier_server import (
     real_prompts,
     settled,
     state,
-    tokens_and_logprobs,
 )
 from tests.e2e.models.hybrid_answers import (
+    Computed,
     answers,
     answers_at_once,
     branching_prompts,
@@ -164,18 +164,11 @@ def restarted(served: Served) -> Iterator[Server]:
         yield server
 
 
-def check_by_transformers(
-    served: Served, prompts: Sequence[Sequence[int]], found: Sequence[Any]
-) -> None:
-    torch.set_num_threads(1)  # several spin at their barriers where others want the cores
-    model = served.setup.kind.open(served.setup.model)
-    for prompt, answer in zip(prompts, found, strict=True):
-        tokens, logprobs = tokens_and_logprobs(answer)
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
-        rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
-        wanted = rows[torch.arange(len(tokens)), torch.tensor(tokens)]
-        assert float((wanted - torch.tensor(logprobs)).abs().max()) < served.setup.kind.tolerance
+@pytest.fixture(scope="module")
+def computed(served: Served) -> Computed:
+    """By transformers."""
+    opened = served.setup.kind.open(served.setup.model)
+    return Computed(lambda tokens: opened(tokens).logits[0])
 
 
 def test_a_hit_from_dram_is_what_the_device_would_have_given(served: Served) -> None:
@@ -196,7 +189,7 @@ def test_a_hit_from_disk_after_a_restart_is_what_the_device_would_have_given(
 
 
 def test_with_many_at_once_and_too_little_room_every_answer_is_right(
-    served: Served, restarted: Server
+    served: Served, restarted: Server, computed: Computed
 ) -> None:
     rng = random.Random(9)
     prompts = branching_prompts(rng, 4, 16)
@@ -207,7 +200,8 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
     settled(restarted)
     flush_device(restarted)
     again = answers(restarted, prompts[:16], 3)
-    check_by_transformers(served, [*prompts, *prompts[:16]], [*found, *again])
+    furthest = computed.furthest([*prompts, *prompts[:16]], [*found, *again])
+    assert furthest < served.setup.kind.tolerance
     from_tiers = sum(by_tier(a).get("host", 0) + by_tier(a).get("disk", 0) for a in again)
     counted = state(restarted)
     print(f"{from_tiers} tokens from the tiers; {counted['host']}")
@@ -216,7 +210,9 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
         assert rank["host"].get("load_failures", 0) == rank["host"].get("save_failures", 0) == 0
 
 
-def test_what_one_rank_alone_has_lost_is_computed(served: Served, restarted: Server) -> None:
+def test_what_one_rank_alone_has_lost_is_computed(
+    served: Served, restarted: Server, computed: Computed
+) -> None:
     """Some records of one rank are damaged; then its folder is gone."""
     settled(restarted)
     restarted.kill()
@@ -232,7 +228,7 @@ def test_what_one_rank_alone_has_lost_is_computed(served: Served, restarted: Ser
     print(cached(found), [rank["host"] for rank in damaged])
     assert all(a <= b for a, b in zip(cached(found), cached(served.repeat), strict=True))
     assert sum(cached(found)) < sum(cached(served.repeat))
-    check_by_transformers(served, served.prompts, found)
+    assert computed.furthest(served.prompts, found) < setup.kind.tolerance
     shutil.rmtree(setup.second_rank)
     with setup.server("--hier-kv-codec", "lossless", host_pages=400) as server:
         found = answers(server, served.prompts)

@@ -27,12 +27,14 @@ from tests.e2e.hier_server import (
     tokens_and_logprobs,
 )
 from tests.e2e.models.hybrid_answers import (
+    Computed,
     answers,
     answers_at_once,
     branching_prompts,
     cached,
     check_hits,
     drop_device,
+    longest_first,
     values,
 )
 
@@ -124,31 +126,17 @@ class Transformers:
     """The same weights without SGLang."""
 
     def __init__(self, case: Case) -> None:
-        self._model = case.kind.open(case.folder)
+        opened = case.kind.open(case.folder)
         self._tolerance = TOLERANCES[case.kind.dtype_name]
-        self._known: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
-        torch.set_num_threads(1)  # several spin at their barriers where others want the cores
+        self._computed = Computed(lambda tokens: opened(tokens).logits[0])
 
     def check(self, prompts: Sequence[Sequence[int]], found: Sequence[Any]) -> None:
         """Each token is the likeliest one, or as good as that, and as likely as was answered."""
-        longest_first = sorted(
-            zip(prompts, map(tokens_and_logprobs, found), strict=True), key=lambda x: -len(x[1][0])
-        )
-        for prompt, (tokens, logprobs) in longest_first:
-            rows = self._rows(prompt, tokens)
+        assert self._computed.furthest(prompts, found) < self._tolerance
+        for prompt, tokens, _ in longest_first(prompts, found):
+            rows = self._computed.rows(prompt, tokens)
             wanted = rows[torch.arange(len(tokens)), torch.tensor(tokens)]
             assert float((rows.amax(-1) - wanted).max()) < self._tolerance
-            assert float((wanted - torch.tensor(logprobs)).abs().max()) < self._tolerance
-
-    def _rows(self, prompt: Sequence[int], tokens: list[int]) -> torch.Tensor:
-        """Log-probabilities in the place of each token of an answer; those known are kept."""
-        known, rows = self._known.get(tuple(prompt), ([], torch.empty(0)))
-        if known[: len(tokens)] != tokens:
-            with torch.no_grad():
-                logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0]
-            rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
-            self._known[tuple(prompt)] = tokens, rows
-        return rows[: len(tokens)]
 
 
 @pytest.fixture(scope="module")

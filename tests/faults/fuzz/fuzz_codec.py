@@ -193,6 +193,19 @@ def fuzz(num_cases: int, seed: int, only: str = "", verbose: bool = False) -> li
     return targets
 
 
+def report(targets: list[Target], verbose: bool = False) -> None:
+    """Prints a line for each decoder."""
+    for target in targets:
+        print(
+            f"{target.name}: {target.cases} cases, {target.decoded} decoded, "
+            f"{len(target.reasons) - 1} kinds of refusal, peak {target.peak_bytes} bytes"
+        )
+        if verbose:
+            for reason, count in sorted(target.reasons.items(), key=lambda item: -item[1])[:24]:
+                print(f"    {count:8d} {reason}")
+    print(f"all {sum(target.cases for target in targets)} cases passed")
+
+
 def main() -> None:
     """Runs under the checks, and prints a line for each decoder."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -204,15 +217,7 @@ def main() -> None:
     arguments = parser.parse_args()
     run_checked(__spec__.name, unoptimised=arguments.unoptimised)
     targets = fuzz(arguments.cases, arguments.seed, arguments.only, arguments.verbose)
-    for target in targets:
-        print(
-            f"{target.name}: {target.cases} cases, {target.decoded} decoded, "
-            f"{len(target.reasons) - 1} kinds of refusal, peak {target.peak_bytes} bytes"
-        )
-        if arguments.verbose:
-            for reason, count in sorted(target.reasons.items(), key=lambda item: -item[1])[:24]:
-                print(f"    {count:8d} {reason}")
-    print(f"all {sum(target.cases for target in targets)} cases passed")
+    report(targets, arguments.verbose)
 
 
 if __name__ == "__main__":

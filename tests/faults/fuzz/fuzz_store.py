@@ -102,6 +102,13 @@ def fuzz(num_cases: int, seed: int, only: str, kernels: str, folder: Path) -> di
     return tallies
 
 
+def report(tallies: dict[str, Tally]) -> None:
+    """Prints a line for each target."""
+    for name, tally in tallies.items():
+        print(f"{name}: {tally.cases} cases, {tally.served} served, peak {tally.peak_bytes} bytes")
+    print(f"all {sum(tally.cases for tally in tallies.values())} cases passed")
+
+
 def main() -> None:
     """Runs under the checks, and prints a line for each target."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -118,10 +125,8 @@ def main() -> None:
         tallies = fuzz(
             arguments.cases, arguments.seed, arguments.only, arguments.kernels, Path(folder)
         )
-    for name, tally in tallies.items():
-        print(f"{name}: {tally.cases} cases, {tally.served} served, peak {tally.peak_bytes} bytes")
-    total = sum(tally.cases for tally in tallies.values())
-    print(f"all {total} cases passed in {time.monotonic() - started_s:.0f} s")
+    report(tallies)
+    print(f"in {time.monotonic() - started_s:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Forged records and bad streams, in processes that any wrong step ends.
+"""Forged records and bad streams, in a process that any wrong step ends.
 
-A few cases each: nearly all of the time they compile loops with bounds checks, which both keep in
-one folder. So they are one file, of which nothing runs beside another.
+A few cases each, of both in one process: nearly all of the time it imports and compiles loops with
+bounds checks, which it keeps in a folder.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,19 +20,26 @@ NUM_CASES = int(os.environ.get("HIER_KV_FUZZ_CASES", "1000"))
 FEW = 10_000
 
 
-def lines_of(module: str, marks: tuple[str, ...]) -> list[str]:
-    """The lines of a fuzzer with one of some marks, once all of its cases have passed."""
-    command = [sys.executable, "-m", f"tests.faults.fuzz.{module}", "--cases", str(NUM_CASES)]
+@pytest.fixture(scope="module")
+def printed() -> dict[str, list[str]]:
+    """What each fuzzer printed, by its name, as far as they came."""
+    command = [sys.executable, "-m", "tests.faults.fuzz.fuzz_both", "--cases", str(NUM_CASES)]
     command += ["--unoptimised"] if NUM_CASES <= FEW else []
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.returncode, done.stdout[-1000:], done.stderr[-4000:])
-    assert f"all {NUM_CASES} cases passed" in done.stdout
-    return [line for line in done.stdout.splitlines() if any(mark in line for mark in marks)]
+    _, store, codec = re.split(r"^\[fuzz_\w+\]$", done.stdout, flags=re.MULTILINE)
+    return {"store": store.splitlines(), "codec": codec.splitlines()}
+
+
+def lines_of(printed: list[str], marks: tuple[str, ...]) -> list[str]:
+    """The lines of a fuzzer with one of some marks; all of its cases have passed."""
+    assert f"all {NUM_CASES} cases passed" in printed
+    return [line for line in printed if any(mark in line for mark in marks)]
 
 
 @pytest.mark.slow
-def test_what_is_forged_is_a_page_or_a_miss() -> None:
-    lines = lines_of("fuzz_store", (" served, ",))
+def test_what_is_forged_is_a_page_or_a_miss(printed: dict[str, list[str]]) -> None:
+    lines = lines_of(printed["store"], (" served, ",))
     assert len(lines) == 9
     for line in lines:
         # Forgeries that never get past the first checks would show nothing.
@@ -39,8 +47,8 @@ def test_what_is_forged_is_a_page_or_a_miss() -> None:
 
 
 @pytest.mark.slow
-def test_bad_streams_are_refused_or_decode() -> None:
-    guarded, *lines = lines_of("fuzz_codec", (" cases, ", "guarded arrays"))
+def test_bad_streams_are_refused_or_decode(printed: dict[str, list[str]]) -> None:
+    guarded, *lines = lines_of(printed["codec"], (" cases, ", "guarded arrays"))
     assert "guarded arrays" in guarded
     assert len(lines) > 15
     for line in lines:

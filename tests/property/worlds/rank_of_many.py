@@ -163,7 +163,10 @@ def run_worlds(
 
 
 def run_until_found(
-    run: Callable[[Path, int], object], folder: Path, patch: pytest.MonkeyPatch
+    run: Callable[[Path, int], object],
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    num_worlds: int = MAX_WORLDS,
 ) -> None:
     """Runs worlds with a mistake in them, until one raises what it leads to.
 
@@ -173,8 +176,9 @@ def run_until_found(
         run: runs worlds in a folder by a seed; more loads than there will be keep them going.
         folder: for all of them.
         patch: undone with the test.
+        num_worlds: so many may not show it.
     """
     patch.setattr(ranks_world, "WAIT_S", SHORT_WAIT_S)
-    for seed in range(1, 1 + MAX_WORLDS):
+    for seed in range(1, 1 + num_worlds):
         with contextlib.suppress(TooFewLoadsError):
             run(folder / str(seed), seed)
