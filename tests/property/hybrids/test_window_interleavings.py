@@ -44,6 +44,7 @@ WORLDS: dict[str, dict[str, Any]] = {
         "host_pages": 20,
         "disk_bytes": 512 << 10,
     },
+    "a full index": {"window": 6, "coded": "disk", "index_pages": 120},
     "coded in DRAM alone": {"window": 6, "coded": "host", "disk_bytes": 0},
     "coded in DRAM and on disk": {"window": 6, "coded": "host", "host_pages": 24},
     "one token": {"window": 1, "window_pages": 20, "prefetch_policy": "wait_complete"},

@@ -81,6 +81,7 @@ class StateWorld(WindowWorld):
         remote: RemoteStore | None = None,
         is_one_of_many: bool = False,
         coded: str = "",
+        index_pages: int = 4096,
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
@@ -137,7 +138,7 @@ class StateWorld(WindowWorld):
         )  # fmt: skip
         self.store = PageStore(
             self.arena,
-            PageIndex(4096),
+            PageIndex(index_pages),
             self.disk,
             PageStoreConfig(policy, placement=placement_of(config, is_hybrid=True)),
             codec_of(self.layout, coded, remotely=False),

@@ -252,6 +252,7 @@ class WindowWorld:
         is_one_of_many: bool = False,
         two_shapes: bool = False,
         coded: str = "",
+        index_pages: int = 4096,
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
@@ -298,7 +299,7 @@ class WindowWorld:
         )  # fmt: skip
         self.store = PageStore(
             self.arena,
-            PageIndex(4096),
+            PageIndex(index_pages),
             self.disk,
             PageStoreConfig(policy, placement=placement_of(config, is_hybrid=True)),
             codec_of(self.layout, coded, remotely=False),
