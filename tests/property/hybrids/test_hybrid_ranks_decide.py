@@ -27,7 +27,6 @@ REMOTE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "honest stores": ({"window": 6, "behaviour": {}}, _SMALL),
     "stores that swap parts": ({"window": 7, "behaviour": {"lies": 0.1, "dies": 0.03}}, _SMALL),
     "stores that do not answer": ({"window": 6, "behaviour": {}, "silent": 0.1}, _SMALL),
-    "coded stores": ({"window": 6, "coded": "remote", "behaviour": {"lies": 0.05}}, _SMALL),
     "stores of two shapes": (
         {"window": 6, "two_shapes": True, "behaviour": {"lies": 0.05}}, [*_SMALL, {}],
     ),
