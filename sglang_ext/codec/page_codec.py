@@ -252,6 +252,8 @@ class PageCodec(PageTranscoder):
             return False
         self._shape.put_planes(planes, out_slot)
         self._shape.put_index(payload[index_at:stream_at], out_slot)
+        for gap in layout.gaps:  # else bytes of whatever page had the slot before
+            out_slot[gap] = 0
         tail_end = layout.tail_offset + tail_bytes
         out_slot[layout.tail_offset : tail_end] = payload[TAIL_LENGTH.size : index_at]
         write_meta(out_slot, raw_header(meta), tail_end - HEADER_BYTES)

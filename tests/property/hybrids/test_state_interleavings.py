@@ -37,6 +37,16 @@ WORLDS: dict[str, dict[str, Any]] = {
     "few states on the device": {"num_states": 26},
     "selective": {"policy": "selective", "host_pages": 200},
     "a full disk": {"host_pages": 32, "disk_bytes": 512 << 10},
+    "coded on disk": {"coded": "disk"},
+    "coded on a full disk": {
+        "coded": "disk",
+        "policy": "write_back",
+        "host_pages": 32,
+        "disk_bytes": 512 << 10,
+    },
+    "a full index": {"coded": "disk", "policy": "write_back", "index_pages": 160},
+    "coded in DRAM alone": {"coded": "host", "disk_bytes": 0},
+    "coded in DRAM and on disk": {"coded": "host", "host_pages": 40},
     "no disk": {"host_pages": 200, "disk_bytes": 0, "prefetch_policy": "wait_complete"},
 }
 

@@ -36,6 +36,17 @@ WORLDS: dict[str, dict[str, Any]] = {
     "no disk": {"window": 5, "disk_bytes": 0},
     "two shapes": {"window": 6, "two_shapes": True},
     "two shapes, written late": {"window": 9, "two_shapes": True, "policy": "write_back"},
+    "coded on disk": {"window": 6, "coded": "disk"},
+    "coded on a full disk": {
+        "window": 9,
+        "coded": "disk",
+        "policy": "write_back",
+        "host_pages": 20,
+        "disk_bytes": 512 << 10,
+    },
+    "a full index": {"window": 6, "coded": "disk", "index_pages": 120},
+    "coded in DRAM alone": {"window": 6, "coded": "host", "disk_bytes": 0},
+    "coded in DRAM and on disk": {"window": 6, "coded": "host", "host_pages": 24},
     "one token": {"window": 1, "window_pages": 20, "prefetch_policy": "wait_complete"},
 }
 
@@ -64,6 +75,9 @@ REMOTE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "swaps parts of two shapes": ("plain", {"lies": 0.2, "dies": 0.05}, {"two_shapes": True}),
     "says that pages are not exact": ("plain", {"lies": 0.2, "coarse": True}, {}),
     "forges headers": ("tag", {"lies": 0.2, "forges": True}, {}),
+    "honest, with coded pages": ("plain", {"dies": 0.05}, {"coded": "remote"}),
+    "swaps parts of coded pages": ("plain", {"lies": 0.2, "dies": 0.05}, {"coded": "remote"}),
+    "forges headers of coded pages": ("tag", {"lies": 0.2, "forges": True}, {"coded": "remote"}),
 }
 
 

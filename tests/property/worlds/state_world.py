@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from tests.property.worlds.window_world import (  # isort: skip
-    DIM, HEADS, MAX_TOKENS, PAGE, POISON, Identity, Request, WindowWorld, WrongKVError,
+    CODED_HEADS, DIM, HEADS, MAX_TOKENS, PAGE, POISON, Identity, Request, WindowWorld, WrongKVError,
+    codec_of, record_tier,
 )  # fmt: skip
 
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
@@ -45,7 +46,6 @@ from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.metrics.reporter import MetricsReporter
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.record import parse_header
@@ -80,6 +80,8 @@ class StateWorld(WindowWorld):
         lookahead: str = "on",
         remote: RemoteStore | None = None,
         is_one_of_many: bool = False,
+        coded: str = "",
+        index_pages: int = 4096,
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
@@ -92,6 +94,7 @@ class StateWorld(WindowWorld):
         patch.setattr(mamba, "mamba_checkpoint_grid", lambda page: page)
         torch.set_num_threads(1)  # several spin at their barriers where others want the cores
         self.rng, self.num_states = random.Random(seed), num_states
+        self.heads = CODED_HEADS if coded else HEADS
         self.req_pool: Any = HybridReqToTokenPool(
             size=16, mamba_size=num_states, mamba_spec_state_size=16,
             max_context_len=MAX_TOKENS, device="cpu", enable_memory_saver=False,
@@ -102,7 +105,7 @@ class StateWorld(WindowWorld):
             mamba_layer_ids=list(STATEFUL), enable_mamba_extra_buffer=True,
         )  # fmt: skip
         self.kv_pool: Any = HybridLinearKVPool(
-            size=device_pages * PAGE, dtype=torch.bfloat16, page_size=PAGE, head_num=HEADS,
+            size=device_pages * PAGE, dtype=torch.bfloat16, page_size=PAGE, head_num=self.heads,
             head_dim=DIM, full_attention_layer_ids=list(FULL), device="cpu",
             mamba_pool=self.req_pool.mamba_pool,
         )  # fmt: skip
@@ -126,12 +129,7 @@ class StateWorld(WindowWorld):
         assert snapshots is not None
         self.snapshots = snapshots
         self.arena = HostArena(host_pages, self.layout.slot_bytes)
-        self.disk: DiskTier | None = None
-        if disk_bytes:
-            segment = min(256 << 10, disk_bytes // 4)
-            self.disk = DiskTier(
-                DiskConfig(folder / "disk", disk_bytes, 0, segment, direct_io="off")
-            )
+        self.disk = record_tier(folder, disk_bytes, coded)
         config = HierKVConfig(
             tree_core="python", prefetch_policy=prefetch_policy, lookahead=lookahead,
             pin_share=0.25 if lookahead == "on" else 0.0,
@@ -140,9 +138,10 @@ class StateWorld(WindowWorld):
         )  # fmt: skip
         self.store = PageStore(
             self.arena,
-            PageIndex(4096),
+            PageIndex(index_pages),
             self.disk,
             PageStoreConfig(policy, placement=placement_of(config, is_hybrid=True)),
+            codec_of(self.layout, coded, remotely=False),
             remote=remote,
             rules=LocalPages(self.layout, ropes, "pre", exact_only=True),
         )
@@ -335,9 +334,11 @@ class StateWorld(WindowWorld):
     def check_page(self, slot: Any, expected: torch.Tensor) -> None:
         for index, layer in enumerate(FULL):
             for kind, offsets in enumerate((self.layout.k_offsets, self.layout.v_offsets)):
-                block = slot[offsets[index] :][: PAGE * HEADS * DIM * 2].view(np.int16)
+                block = slot[offsets[index] :][: PAGE * self.heads * DIM * 2].view(np.int16)
                 values = torch.from_numpy(block.copy()).view(torch.bfloat16)
-                if not torch.equal(values.view(PAGE, HEADS, DIM), self.row(expected, layer, kind)):
+                shape = self.heads, DIM
+                wanted = self.row(expected, layer, kind, shape)
+                if not torch.equal(values.view(PAGE, *shape), wanted):
                     raise WrongKVError(f"a page, layer {layer}")
 
     def check_part(

@@ -47,6 +47,9 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
 from sglang_ext.assembly.policy_setup import placement_of  # noqa: E402
 from sglang_ext.assembly.window_setup import bound_ropes, place_questions_of, window_layers  # noqa: E402
+from sglang_ext.codec.page_codec import CodedShape, PageCodec  # noqa: E402
+from sglang_ext.coded_remote.coded import coded_pages  # noqa: E402
+from sglang_ext.coded_remote.remote_codec import RemotePageCodec  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.layout import LayerGroups, PageLayout  # noqa: E402
 from sglang_ext.device.local_pages import LocalPages  # noqa: E402
@@ -60,6 +63,7 @@ from sglang_ext.seam.cache import CacheParts, HierKVRadixCache  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
 from sglang_ext.seam.metrics.reporter import MetricsReporter  # noqa: E402
 from sglang_ext.settings.config import HierKVConfig  # noqa: E402
+from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier  # noqa: E402
 from sglang_ext.tiers.disk import DiskConfig, DiskTier  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
@@ -70,6 +74,7 @@ from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa:
 from sglang_ext.tiers.store.types import READY  # noqa: E402
 
 PAGE, HEADS, DIM = 4, 2, 16
+CODED_HEADS = 32  # so that a page is of several blocks of a disk, and coding it saves some
 FULL, WINDOWED = (2, 5), (0, 1, 3, 4, 6)  # the model's layers
 SHARING = (7,), (8,)  # those of both kinds that read the KV of others, where there are such
 # Of two shapes: K and V differ in each layer, and one of a window needs less than a full one.
@@ -188,6 +193,32 @@ class Request:
         return self.done
 
 
+def record_tier(folder: Path, disk_bytes: int, coded: str) -> RecordTier | None:
+    """The disk, with coded records of it in DRAM or without, or such records alone."""
+    in_memory = 256 << 10 if "host" in coded else 0
+    if not disk_bytes:
+        return MemoryTier(in_memory) if in_memory else None
+    segment = min(256 << 10, disk_bytes // 4)
+    disk = DiskTier(DiskConfig(folder / "disk", disk_bytes, 0, segment, direct_io="off"))
+    return CachedDiskTier(disk, in_memory) if in_memory else disk
+
+
+def codec_of(layout: PageLayout, coded: str, *, remotely: bool) -> Any:
+    """What codes pages on disk, or in the remote store; None where they are raw."""
+    if not coded or remotely != ("remote" in coded):
+        return None
+    shape = CodedShape.of(layout, "bf16", DIM)
+    return (
+        RemotePageCodec(shape, "lossless", None) if remotely else PageCodec(shape, "lossless", None)
+    )
+
+
+def opened_codec(layout: PageLayout, coded: str) -> Any:
+    """What connects a codec for the remote store; None without."""
+    codec = codec_of(layout, coded, remotely=True)
+    return None if codec is None else coded_pages(codec, lambda num_new, num_before: None)
+
+
 class WrongKVError(AssertionError):
     """Rows or pages are not what they are taken for."""
 
@@ -220,6 +251,8 @@ class WindowWorld:
         remote: RemoteStore | None = None,
         is_one_of_many: bool = False,
         two_shapes: bool = False,
+        coded: str = "",
+        index_pages: int = 4096,
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
@@ -230,7 +263,8 @@ class WindowWorld:
         sizes = device_pages * PAGE, window_pages * PAGE
         full, windowed = SHARING if two_shapes else ((), ())
         self.kv_pool = SWAKVPool(
-            *sizes, PAGE, torch.bfloat16, HEADS, DIM, [*WINDOWED, *windowed], [*FULL, *full], "cpu",
+            *sizes, PAGE, torch.bfloat16, CODED_HEADS if coded else HEADS, DIM,
+            [*WINDOWED, *windowed], [*FULL, *full], "cpu",
             **(TWO_SHAPES if two_shapes else {}),
         )  # fmt: skip
         self.allocator = SWATokenToKVPoolAllocator(
@@ -256,12 +290,7 @@ class WindowWorld:
         for number, part in enumerate(pools.window_parts()):
             self.parts.append(_part_of(pools.groups, number, part, self.layout))
         self.arena = HostArena(host_pages, self.layout.slot_bytes)
-        self.disk: DiskTier | None = None
-        if disk_bytes:
-            segment = min(256 << 10, disk_bytes // 4)
-            self.disk = DiskTier(
-                DiskConfig(folder / "disk", disk_bytes, 0, segment, direct_io="off")
-            )
+        self.disk = record_tier(folder, disk_bytes, coded)
         config = HierKVConfig(
             tree_core="python", prefetch_policy=prefetch_policy, lookahead=lookahead,
             pin_share=0.25 if lookahead == "on" else 0.0,
@@ -270,10 +299,12 @@ class WindowWorld:
         )  # fmt: skip
         self.store = PageStore(
             self.arena,
-            PageIndex(4096),
+            PageIndex(index_pages),
             self.disk,
             PageStoreConfig(policy, placement=placement_of(config, is_hybrid=True)),
+            codec_of(self.layout, coded, remotely=False),
             remote=remote,
+            open_coded=opened_codec(self.layout, coded),
             rules=LocalPages(self.layout, ropes, "pre", exact_only=True),
         )
         if self.disk is not None:

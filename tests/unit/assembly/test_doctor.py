@@ -144,10 +144,10 @@ def test_a_model_is_told_by_what_sglang_keeps_of_it(
     status, checks = run(capsys, *SMALL, "--model-path", str(window))
     assert (status, checks["model"]["state"]) == (0, "ok")
     assert "a second pool for layers that see a window" in checks["model"]["text"]
-    coded = ["--hier-kv-codec", "host=zstd", "--model-path", str(window)]
+    coded = ["--hier-kv-codec", "host=hier", "--model-path", str(window)]
     status, checks = run(capsys, *SMALL, *coded)
     assert (status, checks["model"]["state"]) == (1, "refused")
-    assert "needs --hier-kv-codec none" in checks["model"]["text"]
+    assert "needs a --hier-kv-codec that loses nothing" in checks["model"]["text"]
 
 
 def test_what_is_no_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -80,3 +80,20 @@ def test_pages_with_bytes_that_no_codec_sees_are_refused(tmp_path: Path) -> None
     assert codec_of(tmp_path, 3, has_states=False)[0].gaps
     with pytest.raises(HierKVConfigError, match=r"lossless: .* these have 128; give a larger"):
         codec_of(tmp_path, 3)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_between_the_blocks_of_a_decoded_page_is_nothing_of_another_one(
+    codec: str, tmp_path: Path
+) -> None:
+    """Zeros, as a save leaves there: the page may be stored raw elsewhere, gaps and all."""
+    layout, coder = codec_of(tmp_path, 3, codec=codec, has_states=False)
+    slot = np.full(layout.slot_bytes, 7, np.uint8)
+    for gap in layout.gaps:
+        slot[gap] = 0
+    payload = write_tail(slot, layout, rope_state=ROPE_BOUND, position=0)
+    write_meta(slot, RecordMeta(b"h" * 32, b"n" * 32, b"", 0, 3, "bound"), payload)
+    out = np.full(layout.slot_bytes, 99, np.uint8)
+    assert coder.decode(coder.encode(slot), out)
+    end = HEADER_BYTES + payload
+    assert np.array_equal(out[:end], slot[:end])

@@ -211,6 +211,49 @@ def test_an_index_without_room_drops_saves(make: Make) -> None:
     check_content(rig, pages("a", 6))
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_back", "auto"])
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_full_index_gives_up_what_is_needed_least(
+    policy: str, lookahead: bool, make: Make
+) -> None:
+    """Coded pages may be so short that the disk has room for more of them than the index."""
+    rig = make(slots=4, index=16, policy=policy, lookahead=lookahead)
+    used = pages("used", 2)
+    saved = []
+    for number in range(24):
+        saved.append(rig.save(pages(f"n{number}", 2)))
+        rig.settle()
+        rig.save(used)
+        rig.settle()
+    found = [sum(rig.store.locate_prefix(rig.space, pages(f"n{n}", 2))) for n in range(24)]
+    # Of what is written late a few find no room in DRAM at once.
+    assert sum(saved[-10:]) >= 10, saved
+    assert not any(found[:6]), found
+    assert sum(found[-10:]) >= 8, found
+    assert sum(rig.store.locate_prefix(rig.space, used)) == 2
+    for number in np.flatnonzero(found).tolist():
+        wanted = pages(f"n{number}", found[number])
+        plan = rig.store.plan(rig.space, wanted)
+        if plan is not None:
+            rig.wait(plan)
+        check_content(rig, wanted[: rig.ready(wanted)])
+        if plan is not None:
+            rig.store.cancel_plan(plan)
+    rig.settle()
+
+
+def test_what_leads_to_a_page_stays_where_the_index_is_full(make: Make) -> None:
+    rig = make(slots=4, index=16)
+    path = pages("path", 16)
+    for end in range(2, 17, 2):
+        assert rig.save(path[end - 2 : end], path[: end - 2]) == 2
+        rig.settle()
+    assert rig.save(pages("other", 2)) == 2
+    rig.settle()
+    # The end of the path left, with pages of it that DRAM had, and not what leads to it.
+    assert sum(rig.store.locate_prefix(rig.space, path)) >= 12
+
+
 # ---- key spaces ----------------------------------------------------------------------------------
 
 

@@ -94,7 +94,9 @@ class Books:
         self.room = DramRoom(table, self.spills, self.writing)
         self.pins = PlanPins(table, yields_to_saves=not looks_ahead)
         self.plans = Plans(table, self.lookups, self.room, self.pins, self.disk)
-        self.saves = Saves(table, self.room, self.pins, self.spills, self.writing, int(disk_floor))
+        self.saves = Saves(
+            table, self.room, self.pins, self.spills, self.writing, self.disk, int(disk_floor)
+        )
         self.loads = Loads(table, self.lookups, self.spills)
         self.remote = RemoteBook(table, self.lookups, self.room, self.pins)
 

@@ -150,6 +150,20 @@ class DiskPages:
 
     # ---- the caller holds the lock ----
 
+    def free_rows(self, num: int) -> None:
+        """Forgets disk copies needed least until `num` rows of the index are free or none is left.
+
+        Coded pages may be shorter than they were expected to be, so that the index is full where
+        the disk is not. Their records are nobody's then, and give their place up as such.
+        """
+        order = self._table.disk_order
+        if order is None or num <= 0:
+            return
+        self._writing.note_full()  # from here on each page takes another one's place
+        while num > 0 and len(rows := order.take_pages(num, self._table.now_s())):
+            num -= int(((self._index.flags[rows] & (READY | FILLING)) == 0).sum())
+            self._lose(rows)
+
     def note_read(self, rows: Rows) -> None:
         """Pages were read from disk and are ready in DRAM: their copies are spare for now."""
         if self._duplicates is not None:

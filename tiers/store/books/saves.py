@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.index import NO_SLOT
 from sglang_ext.tiers.records.quality import Qualities, Quality
+from sglang_ext.tiers.store.books.disk_pages import DiskPages
 from sglang_ext.tiers.store.books.dram_room import DramRoom
 from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.books.page_states import REPLACE
@@ -40,6 +41,7 @@ class Saves:
         pins: what plans may give up for a save.
         spills: gets what was saved.
         writing: when pages are written.
+        disk: gives up pages where the index is full.
         disk_floor: the best that the disk tier keeps: what its codec makes of an exact page.
 
     Attributes:
@@ -50,11 +52,11 @@ class Saves:
 
     def __init__(
         self, table: PageTable, room: DramRoom, pins: PlanPins, spills: SpillQueue,
-        writing: WritePolicy, disk_floor: int,
+        writing: WritePolicy, disk: DiskPages, disk_floor: int,
     ) -> None:  # fmt: skip
         self._table, self._index = table, table.index
         self._room, self._pins, self._spills = room, pins, spills
-        self._writing, self._disk_floor = writing, disk_floor
+        self._writing, self._disk, self._disk_floor = writing, disk, disk_floor
         self.on_published: Callable[[int, Hashes, Rows], None] | None = None
 
     def begin(
@@ -80,6 +82,7 @@ class Saves:
         quality = np.zeros(len(hashes), np.uint8) if quality is None else quality
         table = self._table
         with table.lock:
+            self._make_rows(space, hashes, ancestors)
             rows, created = self._index.insert(hashes, space.number)
             path = np.concatenate([self._index.lookup(ancestors, space.number), rows])
             wanted = created | self._worse(rows, quality) if table.has_inexact else created
@@ -110,6 +113,20 @@ class Saves:
         table.counters.add("duplicate_pages", len(hashes) - num - dropped)
         table.counters.add("save_dropped_pages", dropped)
         return ticket
+
+    def _make_rows(self, space: KeySpace, hashes: Hashes, ancestors: Hashes) -> None:
+        """Makes room in the index for pages; numbers of rows that were known before may be others'.
+
+        The caller holds the lock.
+        """
+        free = self._index.capacity - len(self._index)
+        if free >= len(hashes):
+            return
+        rows = self._index.lookup(hashes, space.number)
+        # What leads to these pages leaves last, and those of them that are there.
+        known = np.concatenate([self._index.lookup(ancestors, space.number), rows[rows >= 0]])
+        self._table.touch(known)
+        self._disk.free_rows(int((rows < 0).sum()) - free)
 
     def finish(self, ticket: SaveTicket, *, ok: bool, why: Absence | None = None) -> None:
         """Publishes the pages of a save, or forgets them when it failed.

@@ -75,6 +75,10 @@ class DiskOrder:
             num_blocks -= int(blocks[min(num, len(rows)) - 1])
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
+    def take_pages(self, count: int, now_s: float) -> Rows:
+        """The same of up to `count` pages, of whatever length."""
+        return self._lists.evict(count, now_s)
+
     @property
     def num_by_tenant(self) -> list[int]:
         """Pages of tenants with shares; see `TierLists`."""
