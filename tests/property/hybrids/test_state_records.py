@@ -23,7 +23,7 @@ from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
 from tests.faults.hostile_targets import DictEngine
 from tests.faults.record_mutations import seal
 from tests.property.worlds.state_world import StateWorld
-from tests.property.worlds.window_world import PAGE
+from tests.property.worlds.window_world import PAGE, Request
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
@@ -250,3 +250,38 @@ def test_a_part_whose_page_says_another_position_is_a_miss(make: Make, stored: S
     assert remote.stats()["error_rejected_unusable"] == 1
     uploaded(world)
     assert engine.values == stored.values
+
+
+@pytest.mark.parametrize("has_page", [True, False])
+@pytest.mark.parametrize("change", [bad_body, cut_short])
+def test_what_proves_bad_leaves_the_state_that_is_on_disk(
+    make: Make, stored: Stored, change: Callable[[Values, Name, int], None], has_page: bool
+) -> None:
+    """The store has nothing nearer, or there is nothing to ask it for: the disk has.
+
+    It is not read yet when the store answers, as where others have all of DRAM's room.
+    """
+    near = NEAR if has_page else FAR - PAGE
+    engine, remote = open_over({})
+    world = make(remote=remote, host_pages=400)
+    world.made.update(stored.made)
+    world.run(PROMPT[: near + 1])
+    uploaded(world)
+    world.only_on_disk()
+    engine.values.clear()
+    engine.values.update(stored.values)
+    for part in range(stored.num_parts):
+        del engine.values[stored.name(PROMPT, NEAR, part)]
+    change(engine.values, stored.name, 0)
+    questions = world.cache.linker.place_questions
+    assert questions is not None
+    req = Request("asks", list(PROMPT), 0)
+    world.enqueue(req)
+
+    def is_answered() -> bool:
+        questions.step()
+        return not questions._open
+
+    world.wait_for(is_answered)
+    world.drain()
+    assert req.num_loaded == near
