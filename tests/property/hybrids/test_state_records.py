@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from sglang_ext.admission.miss_reasons import missed_pages
 from sglang_ext.device.layout import ROPE_BOUND, write_tail
 from sglang_ext.device.states.snapshots import part_hashes
 from sglang_ext.device.transfers import hashes_from_hex
+from sglang_ext.provenance.request_state import state_of
 from sglang_ext.tiers.records.record import HEADER_BYTES, parse_header, write_meta
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
 from tests.faults.hostile_targets import DictEngine
@@ -285,3 +287,29 @@ def test_what_proves_bad_leaves_the_state_that_is_on_disk(
     world.wait_for(is_answered)
     world.drain()
     assert req.num_loaded == near
+
+
+def test_what_was_said_to_be_there_and_did_not_come_is_counted_as_failed(
+    make: Make, stored: Stored
+) -> None:
+    """Whatever place the request was entered for last."""
+    engine, remote = open_over(dict(stored.values))
+    world = make(remote=remote, **SIZES)
+    world.made.update(stored.made)
+    for part in range(stored.num_parts):
+        del engine.values[stored.name(PROMPT, NEAR, part)]
+    bad_body(engine.values, stored.name, 0)
+    req = Request("asks", list(PROMPT), 0)
+    world.enqueue(req)
+    wanted = state_of(req).wanted
+
+    def may_run() -> bool:
+        world.cache.check_hicache_events()
+        return bool(world.cache.check_prefetch_progress(req.cache_request_handle))
+
+    world.wait_for(may_run)
+    space = world.identity.space_of(req, world.store)
+    path = hashes_from_hex(world.keys(PROMPT, None, None))
+    missed = missed_pages(world.store, space, path, 0, wanted.waiting, wanted.resumable)
+    world.drain()
+    assert missed == {"failed": FAR // PAGE}
