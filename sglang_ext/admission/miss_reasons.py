@@ -43,7 +43,7 @@ def missed_pages(
         space: the request's, as of now.
         path: u8 `[N, 32]`, its pages from the root on, as far as they could be reused.
         num_reused: leading pages that were.
-        waiting: the request as it waited.
+        waiting: the request as it entered the queue.
         resumable: pages behind which the prompt could go on, where it cannot behind any; or None.
 
     Returns:
@@ -53,11 +53,17 @@ def missed_pages(
     if not len(missed):
         return {}
     codes = store.absences(space, missed, waiting.prefix.max_quality).astype(np.int64)
+    records = waiting.records()
+    waiting = records[-1]
     shortfall = waiting.shortfall()
-    if resumable is not None and num_reused >= resumable:
+    if resumable is not None and num_reused >= max(resumable, waiting.prefix.resumes_at or 0):
         shortfall = Shortfall.NOT_RESUMABLE
     of_request = _OF_REQUEST + int(shortfall)
     codes[_in_remote_store(waiting, num_reused, len(missed)) & (codes != 0)] = of_request
+    for record in records:
+        if record.remote is Remote.FAILED:
+            found = _in_remote_store(record, num_reused, len(missed))
+            codes[found & (codes != 0)] = _OF_REQUEST + Shortfall.FAILED
     if waiting.remote is Remote.UNANSWERED:
         codes[codes == Absence.NEVER_STORED] = _OF_REQUEST + Shortfall.UNANSWERED
     stored = codes == 0
@@ -77,6 +83,8 @@ def _in_remote_store(waiting: WaitingRequest, first: int, num: int) -> npt.NDArr
         return has
     sizes, at = lookup.sizes, lookup.first_page - first
     begin, end = max(0, at), min(num, at + len(sizes))
+    if waiting.prefix.resumes_at is not None:  # what was asked for behind that is no page
+        end = min(end, waiting.prefix.resumes_at - first)
     if begin < end:
         has[begin:end] = np.asarray(sizes[begin - at : end - at]) > 0
     return has

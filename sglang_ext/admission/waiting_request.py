@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,6 +203,7 @@ class WaitingRequest:
         limit: leading pages of `prefix.hashes` that all of several ranks would use.
         is_limited: this one would have used more.
         own_limit: those that are worth their time on this one; never more than before.
+        after: the record that took the place of this one, for another place of a hybrid's prompt.
     """
 
     handle: Hashable
@@ -233,6 +234,7 @@ class WaitingRequest:
     limit: int = NO_LIMIT
     is_limited: bool = False
     own_limit: int = NO_LIMIT
+    after: WaitingRequest | None = field(default=None, repr=False, compare=False)
     _shortfall: Shortfall | None = None  # as of when it left the queue
 
     def shortfall(self) -> Shortfall:
@@ -242,6 +244,14 @@ class WaitingRequest:
     def is_held_as(self, before: WaitingRequest) -> None:
         """Its deadline goes on from a record of it that this one takes the place of."""
         self.held_since_s, self.late = before.held_since_s, before.late
+        before.after = self
+
+    def records(self) -> list[WaitingRequest]:
+        """This one, and those that took its place; the last one is as the request waits now."""
+        found = [self]
+        while found[-1].after is not None:
+            found.append(found[-1].after)
+        return found
 
     def ask(self, lookup: RemoteLookup) -> None:
         """The remote store is being asked."""

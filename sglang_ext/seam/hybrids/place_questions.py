@@ -153,6 +153,7 @@ class PlaceQuestions:
         if self._longest_s:
             self._store.counters.add("remote_lookups_late")
         self.drop(handle)
+        self._go_by_what_is_here(handle, asked)
         return True
 
     def _asks_again(self, handle: Hashable) -> bool:
@@ -163,22 +164,35 @@ class PlaceQuestions:
         del self._fetched[handle]
         tail, end = asked.question.tail, asked.question.end
         assert end is not None
-        if waiting.late or asked.first.is_late or asked.num_again == _MOST_AGAIN:
+        if waiting.late:
             return False
         wanted = np.concatenate([tail[:end], asked.question.resume_keys])
         if (self._store.page_states(asked.prefix.space, wanted)[0] != 0).all():
             return False  # it lacks no more than the prompt's last page, or others brought it
-        prefix, none = asked.prefix, asked.last[:0]
-        question = self._question(
-            prefix.space, tail[: end - 1], none, asked.least, prefix.max_quality
-        )
-        if not question.is_open:
+        again = replace(asked, last=asked.last[:0], num_again=asked.num_again + 1)
+        if asked.first.is_late or asked.num_again == _MOST_AGAIN or not self._begin(again, end - 1):
+            self._go_by_what_is_here(handle, again)
             return False
         self._store.counters.add("remote_lookups_nearer")
-        self._open[handle] = replace(
-            asked, last=none, question=question, num_again=asked.num_again + 1
-        )
+        self._open[handle] = again
         return True
+
+    def _begin(self, again: _Asked, most: int) -> bool:
+        """Asks for a place up to `most`; False where there is nothing to ask for."""
+        prefix, tail = again.prefix, again.question.tail[:most]
+        again.question = self._question(
+            prefix.space, tail, again.last, again.least, prefix.max_quality
+        )
+        return again.question.is_open
+
+    def _go_by_what_is_here(self, handle: Hashable, asked: _Asked) -> None:
+        """Nothing more is asked for, and a place that was could not be had.
+
+        What waits is entered for that one, so what DRAM and the disk have of a nearer one would not
+        be brought.
+        """
+        if asked.num_again and asked.least:
+            self._enter_anew(handle, asked.prefix, asked.key)
 
     def drop(self, handle: Hashable) -> None:
         """Nobody waits for the answer any more; unknown handles are ignored."""
@@ -199,6 +213,8 @@ class PlaceQuestions:
                 self.drop(handle)
                 if asked.question.end is not None:
                     self._enter_with(handle, asked, asked.question.end)
+                else:
+                    self._go_by_what_is_here(handle, asked)
 
     def _enter_with(self, handle: Hashable, asked: _Asked, end: int) -> None:
         """A request can reuse what is there up to `end`, wherever that is."""
@@ -209,9 +225,12 @@ class PlaceQuestions:
             wanted.append(self._of_last(asked.last))
         hashes, resumes_at = np.concatenate(wanted), prefix.num_on_device + end
         prefix = replace(prefix, hashes=hashes, look_again=None, resumes_at=resumes_at)
+        self._enter_anew(handle, prefix, asked.key)
+        self._fetched[handle] = asked
+
+    def _enter_anew(self, handle: Hashable, prefix: ReusablePrefix, key: Any) -> None:
         before = self._find(handle)
-        self._enter(handle, prefix, asked.key)
+        self._enter(handle, prefix, key)
         waiting = self._find(handle)
         if before is not None and waiting is not None:
             waiting.is_held_as(before)  # it is the same request, no later one
-        self._fetched[handle] = asked

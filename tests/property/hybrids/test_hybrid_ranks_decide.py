@@ -35,6 +35,7 @@ REMOTE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "honest stores": ({"window": 6, "behaviour": {}}, _SMALL),
     "stores that swap parts": ({"window": 7, "behaviour": {"lies": 0.1, "dies": 0.03}}, _SMALL),
     "stores that do not answer": ({"window": 6, "behaviour": {}, "silent": 0.1}, _SMALL),
+    "bodies that are bad": ({"window": 6, "behaviour": {"lies": 0.1, "rots": True}}, _SMALL),
     "stores of two shapes": (
         {"window": 6, "two_shapes": True, "behaviour": {"lies": 0.05}}, [*_SMALL, {}],
     ),
@@ -48,6 +49,7 @@ REMOTE_STATES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "honest stores": ({"behaviour": {}}, [*_FEW, {}]),
     "stores that swap parts": ({"behaviour": {"lies": 0.1, "dies": 0.03}}, _FEW),
     "stores that do not answer": ({"behaviour": {}, "silent": 0.1}, _FEW),
+    "bodies that are bad": ({"behaviour": {"lies": 0.1, "rots": True}}, _FEW),
 }
 CASES: list[tuple[Any, ...]] = [(WindowRank, name, *case) for name, case in WINDOWS.items()]
 CASES += [(RemoteWindowRank, name, *case) for name, case in REMOTE.items()]

@@ -74,6 +74,7 @@ REMOTE: dict[str, tuple[str, dict[str, Any]]] = {
     "swaps parts": ("plain", {"lies": 0.2, "dies": 0.05}),
     "says that pages are not exact": ("plain", {"lies": 0.2, "coarse": True}),
     "forges headers": ("tag", {"lies": 0.2, "forges": True}),
+    "bodies that are bad": ("plain", {"lies": 0.2, "rots": True, "dies": 0.02}),
 }
 
 

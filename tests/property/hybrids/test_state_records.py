@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from sglang_ext.admission.miss_reasons import missed_pages
 from sglang_ext.device.layout import ROPE_BOUND, write_tail
 from sglang_ext.device.states.snapshots import part_hashes
 from sglang_ext.device.transfers import hashes_from_hex
+from sglang_ext.provenance.request_state import state_of
 from sglang_ext.tiers.records.record import HEADER_BYTES, parse_header, write_meta
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
 from tests.faults.hostile_targets import DictEngine
 from tests.faults.record_mutations import seal
 from tests.property.worlds.state_world import StateWorld
-from tests.property.worlds.window_world import PAGE
+from tests.property.worlds.window_world import PAGE, Request
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
@@ -250,3 +252,64 @@ def test_a_part_whose_page_says_another_position_is_a_miss(make: Make, stored: S
     assert remote.stats()["error_rejected_unusable"] == 1
     uploaded(world)
     assert engine.values == stored.values
+
+
+@pytest.mark.parametrize("has_page", [True, False])
+@pytest.mark.parametrize("change", [bad_body, cut_short])
+def test_what_proves_bad_leaves_the_state_that_is_on_disk(
+    make: Make, stored: Stored, change: Callable[[Values, Name, int], None], has_page: bool
+) -> None:
+    """The store has nothing nearer, or there is nothing to ask it for: the disk has.
+
+    It is not read yet when the store answers, as where others have all of DRAM's room.
+    """
+    near = NEAR if has_page else FAR - PAGE
+    engine, remote = open_over({})
+    world = make(remote=remote, host_pages=400)
+    world.made.update(stored.made)
+    world.run(PROMPT[: near + 1])
+    uploaded(world)
+    world.only_on_disk()
+    engine.values.clear()
+    engine.values.update(stored.values)
+    for part in range(stored.num_parts):
+        del engine.values[stored.name(PROMPT, NEAR, part)]
+    change(engine.values, stored.name, 0)
+    questions = world.cache.linker.place_questions
+    assert questions is not None
+    req = Request("asks", list(PROMPT), 0)
+    world.enqueue(req)
+
+    def is_answered() -> bool:
+        questions.step()
+        return not questions._open
+
+    world.wait_for(is_answered)
+    world.drain()
+    assert req.num_loaded == near
+
+
+def test_what_was_said_to_be_there_and_did_not_come_is_counted_as_failed(
+    make: Make, stored: Stored
+) -> None:
+    """Whatever place the request was entered for last."""
+    engine, remote = open_over(dict(stored.values))
+    world = make(remote=remote, **SIZES)
+    world.made.update(stored.made)
+    for part in range(stored.num_parts):
+        del engine.values[stored.name(PROMPT, NEAR, part)]
+    bad_body(engine.values, stored.name, 0)
+    req = Request("asks", list(PROMPT), 0)
+    world.enqueue(req)
+    wanted = state_of(req).wanted
+
+    def may_run() -> bool:
+        world.cache.check_hicache_events()
+        return bool(world.cache.check_prefetch_progress(req.cache_request_handle))
+
+    world.wait_for(may_run)
+    space = world.identity.space_of(req, world.store)
+    path = hashes_from_hex(world.keys(PROMPT, None, None))
+    missed = missed_pages(world.store, space, path, 0, wanted.waiting, wanted.resumable)
+    world.drain()
+    assert missed == {"failed": FAR // PAGE}

@@ -32,6 +32,7 @@ class HostileEngine(DictEngine):
         lies: share of the names of which it gives something else.
         forges: whether that has the header that was asked for, and the right checksum.
         coarse: whether that is the page itself, with a header that says that it is not exact.
+        rots: whether that is the page itself, with its header and other bytes at its end.
         dies: share of the calls in which it is not there.
     """
 
@@ -42,6 +43,7 @@ class HostileEngine(DictEngine):
         lies: float = 0.0,
         forges: bool = False,
         coarse: bool = False,
+        rots: bool = False,
         dies: float = 0.0,
     ) -> None:
         super().__init__()
@@ -51,6 +53,7 @@ class HostileEngine(DictEngine):
         self._lies = lies
         self._forges = forges
         self._coarse = coarse
+        self._rots = rots
         self._told: dict[str, bytes] = {}  # a lie is told again, or a checksum would find it
 
     def fetch(self, fetches: Sequence[Fetch], on_fetched: OnFetched, deadline: Deadline) -> None:
@@ -88,6 +91,9 @@ class HostileEngine(DictEngine):
             meta, payload_bytes = parse_header(slot)
             write_meta(slot, replace(meta, quality=int(Quality.LOSSY)), payload_bytes)
             return seal(bytearray(slot.tobytes()))
+        if self._rots:
+            value = self.values[name]
+            return value[:-64] + bytes(byte ^ 0xFF for byte in value[-64:])
         parts = name.split(":")
         mine = bytes.fromhex(parts[3])
         page = np.frombuffer(mine, np.uint8)[None]
