@@ -10,6 +10,7 @@ import pytest
 
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.simulator import loop
 from sglang_ext.simulator.engine import Conversation, Outcome, System, Turn, run
 from sglang_ext.simulator.forwards import Forwards
 from sglang_ext.simulator.virtual_store import (
@@ -62,6 +63,15 @@ def test_what_is_quicker_to_read_is_loaded() -> None:
     waits, decides = run_with(10.0, "wait_complete"), run_with(10.0, "cost")  # 1 ms a page
     assert decides.hit_rate == pytest.approx(waits.hit_rate, abs=0.01)
     assert decides.ttft_mean_s == pytest.approx(waits.ttft_mean_s, rel=0.02)
+
+
+def test_a_disk_that_takes_long_is_no_request_that_is_never_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "_MAX_POLLS", 30)  # 0.6 s; a prompt takes the disk 1.5 s
+    waits = run_with(0.1, "wait_complete")
+    assert waits.ttft_mean_s > 1.0
+    assert waits.hit_rate > 0.9
 
 
 def test_without_a_disk_there_is_nothing_to_decide() -> None:

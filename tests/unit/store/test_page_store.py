@@ -654,7 +654,9 @@ def test_stale_entries_of_one_key_space_do_not_end_a_flush(make: Make) -> None:
             rig.arena.free(rig.books.table.index.host_slot[rows])
             rig.books.table.index.remove(rows)
         rig.save(pages("b", 2), space=other)
-        rig.books.spills.queue_all()
+        with rig.books.table.lock:
+            rows = rig.books.table.index.lookup(pages("b", 2), other.number)
+            rig.books.spills.queue(other, rows)
         assert len(queued) == 1
         entry = rig.books.spills.take(16)
     assert entry is not None

@@ -22,6 +22,7 @@ from sglang_ext.simulator.virtual_store import (
     page_hashes,
     virtual_store,
 )
+from sglang_ext.tiers.base import Location
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store.types import ON_DISK, READY, DiskCopies
 from tests.unit.store.store_rig import Make, Rig, check_content, pages, rigs
@@ -320,6 +321,34 @@ def test_what_is_saved_is_written_from_its_beginning_and_all_of_it_counts() -> N
         assert on_disk.tolist() == list(range(len(on_disk)))
         left = store.bytes_until(store.mark_of_room(1)) // store.arena.slot_bytes
         assert left == 20 - len(on_disk)  # the beginning leaves behind the end only
+
+
+def test_a_flush_that_runs_out_of_time_leaves_what_can_be_used(
+    server: ServerStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was queued to make room, from its end, is written from its beginning then."""
+    ask_for_room(server, 20)
+    disk = server.disk
+    assert disk is not None
+    write = disk.write
+
+    def late(digest: bytes, records: list[np.ndarray]) -> list[Location | None]:
+        server.clock.now_s += PAGE_S
+        return write(digest, records)
+
+    monkeypatch.setattr(disk, "write", late)
+    left = server.store.flush(2 * PAGE_S)
+    on_disk = np.flatnonzero(flags(server, np.arange(30)) & ON_DISK)
+    assert len(on_disk) == 30 - left < 30
+    assert on_disk.tolist() == list(range(len(on_disk)))
+
+
+def test_what_is_queued_for_room_while_a_server_ends_is_written_from_its_beginning(
+    server: ServerStore,
+) -> None:
+    server.store._books.disk.begin_closing()
+    ask_for_room(server, 20)
+    assert not any(entry.from_end for entry in server.store._books.spills.entries)
 
 
 def test_a_batch_that_fails_in_the_books_is_not_waited_for(

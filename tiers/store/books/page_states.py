@@ -77,6 +77,7 @@ LOSE_COPY = Step("lose a copy", sets=WRITE_DROPPED, lacks=ON_DISK)
 
 # on the way to disk
 QUEUE = Step("queue", sets=QUEUED, needs=READY, lacks=ON_DISK | _WRITING)
+UNQUEUE = Step("leave the queue", clears=QUEUED, needs=READY | QUEUED, lacks=SPILLING)
 SPILL = Step("spill", sets=SPILLING, needs=READY | QUEUED, lacks=SPILLING)
 REFUSE = Step("refuse", sets=WRITE_DROPPED, clears=QUEUED, needs=READY | QUEUED, lacks=SPILLING)
 DROP_WRITE = Step("drop a write", sets=WRITE_DROPPED, needs=_WRITING, tells=False)

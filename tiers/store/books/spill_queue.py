@@ -17,6 +17,7 @@ from sglang_ext.tiers.store.books.page_states import (
     QUEUE,
     REFUSE,
     SPILL,
+    UNQUEUE,
 )
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.write_policy import WritePolicy
@@ -142,9 +143,15 @@ class SpillQueue:
         """Queues all pages that are not on disk (linear); for a flush, which may run out of time.
 
         The most recent pages come first, and a parent before its children, so that every page
-        that a flush wrote before it ran out of time can be used.
+        that a flush wrote before it ran out of time can be used. What was queued takes its place
+        among them: pages that were to make room were to be written before what leads to them.
         """
         with self._table.lock:
+            for entry in self.entries:
+                self._table.take(UNQUEUE, self._still_valid(entry).rows)
+            self.num_ever_queued -= self._num_in_entries
+            self.entries.clear()
+            self._num_in_entries = 0
             rows = self._coldest(ON_DISK | QUEUED | SPILLING | FILLING | WRITE_DROPPED)
             self.queue_leaving(rows, from_end=False)
             return len(rows)
@@ -214,7 +221,7 @@ class SpillQueue:
         Args:
             space: where they belong.
             rows: i64 `[n]`, a parent before its children.
-            from_end: see `SpillEntry`.
+            from_end: see `SpillEntry`; counts as False once the server ends.
         """
         flags = self._index.flags[rows]
         rows = rows[(flags & (ON_DISK | QUEUED | SPILLING)) == 0]
@@ -222,6 +229,7 @@ class SpillQueue:
             self._table.take(QUEUE, rows)
             slots = self._index.host_slot[rows].copy()
             generations = self._table.arena.generation[slots].copy()
+            from_end = from_end and not self._writing.closing
             self.entries.append(SpillEntry(space, rows, slots, generations, from_end))
             self._num_in_entries += len(rows)
             self.num_ever_queued += len(rows)

@@ -83,6 +83,8 @@ class Spiller(Work):
         Args:
             deadline_s: time, on the store's clock, at which to give up.
         """
+        if self._table.now_s() < deadline_s:  # else its thread would write what is lost
+            self._spills.queue_all()
         while self._table.now_s() < deadline_s:
             # Asked again when the queue was empty: the thread may have taken the last of it.
             job = self._take_batch()
