@@ -236,9 +236,12 @@ NO_STATES = {
     "a codec": (["--hier-kv-codec", "host=hier"], "a --hier-kv-codec that loses nothing"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
-    "a store": (
-        ["--tp-size", "2", "--hier-kv-remote-url", "file://@/states-granite?size=1GB"],
-        "no --hier-kv-remote-url and several ranks",
+    "a store of groups": (
+        [
+            *("--tp-size", "2", "--attn-dp-size", "2"),
+            *("--hier-kv-remote-url", "file://@/states-granite?size=1GB"),
+        ],
+        "no --hier-kv-remote-url and data parallel attention",
     ),
     "lazy states": (
         ["--mamba-radix-cache-strategy", "extra_buffer_lazy"],
