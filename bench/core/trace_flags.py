@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_ext.simulator.virtual_store import DEFAULT_PREFETCH_POLICY, PREFETCH_POLICIES
+from sglang_ext.settings.config import PREFETCH_POLICIES
+from sglang_ext.simulator.virtual_store import DEFAULT_PREFETCH_POLICY
 
 _NAMES = ("kv_bytes_per_token", "host_gb", "disk_gb", "prefill_tokens_per_s")
 

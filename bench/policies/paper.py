@@ -27,7 +27,8 @@ from bench.policies.jobs import Figures, Job, simulate
 from bench.policies.order import ORDERS, order_figures
 from bench.policies.plan import DISKS_GB, FULL, QUICK, chat_jobs, with_prefetch_policy
 from bench.policies.workloads.models import LLAMA_13B, LLAMA_65B
-from sglang_ext.simulator.virtual_store import DEFAULT_PREFETCH_POLICY, PREFETCH_POLICIES
+from sglang_ext.settings.config import PREFETCH_POLICIES
+from sglang_ext.simulator.virtual_store import DEFAULT_PREFETCH_POLICY
 from sglang_ext.tiers.store import DEFAULT_POLICY
 
 MODELS = (LLAMA_13B, LLAMA_65B)

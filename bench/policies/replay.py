@@ -35,10 +35,10 @@ from bench.policies.workloads.models import LLAMA_70B
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import MAX_PIN_S, RequestHints
+from sglang_ext.settings.config import PREFETCH_POLICIES
 from sglang_ext.simulator.trace import BLOCK_TOKENS, read_trace
 from sglang_ext.simulator.virtual_store import (
     DEFAULT_PREFETCH_POLICY,
-    PREFETCH_POLICIES,
     Ids,
     ServerStore,
     StoreSizes,

@@ -122,10 +122,10 @@ def build_remote_codec(
     kv_dtype: torch.dtype,
     runner: Any,
     place: RankPlace,
-    *,
-    has_states: bool = False,
 ) -> RemotePageCodec | None:
-    """The codec of the remote store; None where pages travel raw. Arguments as above.
+    """The codec of the remote store; None where pages travel raw, as with states they all do.
+
+    Arguments as above.
 
     Raises:
         HierKVConfigError: as above.
@@ -134,7 +134,7 @@ def build_remote_codec(
     if codec_id == "none":
         return None
     try:
-        shape = _shape(pool, layout, kv_dtype, has_states=has_states)
+        shape = _shape(pool, layout, kv_dtype)
         return RemotePageCodec(
             shape,
             codec_id,
@@ -147,7 +147,7 @@ def build_remote_codec(
 
 
 def _shape(
-    pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype, *, has_states: bool
+    pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype, *, has_states: bool = False
 ) -> CodedShape:
     name = DTYPE_NAMES.get(kv_dtype)
     if name is None:

@@ -105,15 +105,8 @@ def place_questions_of(
 
     None without these, or without a store.
     """
-    if not config.remote_url:
+    kind, parts = (WindowQuestion, layers) if layers is not None else (StateQuestion, snapshots)
+    if not config.remote_url or parts is None:
         return None
     longest_s = 0.0 if config.prefetch_policy == "best_effort" else config.prefetch_timeout_ms / 1e3
-    if layers is not None:
-        return lambda enter, find: PlaceQuestions(
-            WindowQuestion, layers, store, enter, find, longest_s
-        )
-    if snapshots is not None:
-        return lambda enter, find: PlaceQuestions(
-            StateQuestion, snapshots, store, enter, find, longest_s
-        )
-    return None
+    return lambda enter, find: PlaceQuestions(kind, parts, store, enter, find, longest_s)

@@ -7,12 +7,12 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.cli.examples import describe
-from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.config import PREFETCH_POLICIES, HierKVConfig
 
 _EXAMPLES = (
     "hier-kv size /models/llama-70b --tp-size 4 --chats-per-hour 2000 --turns 6 --think-s 90",
@@ -70,8 +70,8 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     text = "of one request (%(default)s)"
     sizes.add_argument("--decode-tokens-per-s", type=float, default=50.0, metavar="N", help=text)
     text = "as the server's --hier-kv-prefetch-policy (%(default)s)"
-    knob = {each.name: each for each in fields(HierKVConfig)}["prefetch_policy"]
-    add("--prefetch-policy", default=knob.default, choices=knob.metadata["choices"], help=text)
+    default = HierKVConfig.prefetch_policy
+    add("--prefetch-policy", default=default, choices=PREFETCH_POLICIES, help=text)
     add("--json", action="store_true", help="for programs")
 
 

@@ -185,9 +185,9 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) 
 def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
     """Refuses what was not tried with layers that have a state a sequence."""
     read, kind = resolved.values.get, resolved.model_kind
-    # SGLang spreads the heads of KDA over all ranks, and its pool those of a group.
     stored = config.of_tier("codec", "remote")
     coded_store = "" if stored == "none" else f"remote={stored}"
+    # SGLang spreads the heads of KDA over all ranks, and its pool those of a group.
     shares_steps = kind != STATE_KINDS[0] and has_attention_dp(read)
     for expected, found in (
         ("no data parallel attention", "it" if shares_steps else ""),

@@ -25,6 +25,7 @@ _MAX_PIN_SHARE = 0.5  # what is pinned is not there for what comes back
 _MIN_HOST_BYTES = 64 << 10
 _MIN_SEGMENT_BYTES = 4096
 CODED_TIERS = ("host", "disk", "remote")
+PREFETCH_POLICIES = ("cost", "best_effort", "wait_complete", "timeout")
 GIB = 1 << 30
 
 
@@ -171,7 +172,7 @@ class HierKVConfig:
         "recomputes, whichever is expected to be done first at the speeds measured so far, and "
         "waits no longer than its pages save; best_effort loads and never waits; wait_complete "
         "waits for all; timeout waits up to --hier-kv-prefetch-timeout-ms.",
-        choices=("cost", "best_effort", "wait_complete", "timeout"),
+        choices=PREFETCH_POLICIES,
     )
     prefetch_timeout_ms: float = _knob(
         2000.0,

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,10 +51,6 @@ _INDEX_SLACK = 1.25  # as in the server
 _PAGE_TOKENS = 512  # where nobody says otherwise
 DEFAULT_PREFETCH_POLICY: str = HierKVConfig.prefetch_policy
 """The server's."""
-
-PREFETCH_POLICIES: tuple[str, ...] = next(
-    each.metadata["choices"] for each in fields(HierKVConfig) if each.name == "prefetch_policy"
-)
 
 
 class VirtualClock:

@@ -1,23 +1,28 @@
 """A prefill server and a decode server on one store, and a conversation with both.
 
 The KV goes from one to the other over TCP (Mooncake), and each request to both, as a router sends
-it. What they answer is compared with a plain server's, which is asked first and then ended: idle
-schedulers would take the cores from each other.
+it. What they answer and store is compared with what one server does that does both, which is asked
+first and then ended: idle schedulers would take the cores from each other.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
+from sglang_ext.device.layout import HEADER_BYTES
+from sglang_ext.tiers.records.record import parse_header
+from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.remote.mooncake_server import mooncake_missing
 from testkit.requests import flush_device
 from testkit.server import TINYLM, Server, free_port
@@ -26,10 +31,12 @@ from tests.e2e.hier_server import (
     ask,
     by_tier,
     hier_args,
+    real_prompts,
     settled,
     state,
     tokens_and_logprobs,
 )
+from tests.e2e.models.test_speculation import records
 from tests.e2e.remote.test_remote import eventually
 
 # Lengths of what is said in the turns, of which each answer begins in a page and ends in the next
@@ -41,6 +48,11 @@ PATIENCE_S = 300.0
 MATRIX = os.environ.get("HIER_KV_DISAGGREGATION_MATRIX") == "1"
 SAME = ["--page-size", str(PAGE), "--chunked-prefill-size", "256", "--max-total-tokens", "8192"]
 DECODE = ["--disaggregation-decode-enable-radix-cache"]
+NUM_TURNS = 4
+LONG_ANSWER = 150
+ATTENTION = ["--attention-backend", "cpu_extend"]
+DISK_GB = 0.5
+RETRACTS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
 
 
 class Half(Server):
@@ -264,3 +276,169 @@ def check_last_turn(pair: Pair, last: Turn) -> Any:
     assert reused["remote"] > 0  # the answer before, which the decode server wrote
     assert tokens_and_logprobs(decoded) == last.answer
     return decoded
+
+
+class SetUp(NamedTuple):
+    """What all servers of a test have: the pair, and the one that it is compared with."""
+
+    args: list[str]
+    model: Path
+    env: dict[str, str]
+
+    def on_ranks(self, num_ranks: int) -> SetUp:
+        """The same with so many tensor parallel ranks."""
+        if num_ranks == 1:
+            return self
+        return self._replace(args=[*self.args, *WAYS["tp"]], env={**self.env, **ENVIRONMENT})
+
+
+def one_server(made: SetUp, folder: Path) -> Server:
+    """A server that does both."""
+    folder.mkdir()
+    return Server(
+        [*SAME, *hier_args(folder, disk_gb=DISK_GB), *made.args],
+        model=made.model,
+        log_path=folder / "log",
+        env=made.env,
+        stop="kill",
+        start_timeout_s=PATIENCE_S,
+    )
+
+
+Stored = dict[tuple[str, bytes], bytes]
+
+
+def stored(folder: Path, *, are_alike: bool = False) -> Stored:
+    """What each page has, of all layers and the draft's, by its rank's folder and its hash.
+
+    Args:
+        folder: of a disk.
+        are_alike: all ranks have the same rows, and some of them, or one, keep a page.
+    """
+    found: Stored = {}
+    for path, _, record in records(folder):
+        rank = "" if are_alike else str(path.parent.relative_to(folder))
+        content = record[HEADER_BYTES:].tobytes()
+        assert found.setdefault((rank, parse_header(record)[0].page_hash), content) == content
+    return found
+
+
+def check_bytes(pair: Pair, folder: Path, one: Path, *, are_alike: bool) -> None:
+    """The two servers' pages are those of the one: none differs, and the decode server has all."""
+    for server in pair.servers:
+        settled(server, PATIENCE_S)
+    known = stored(one / "disk", are_alike=are_alike)
+    assert known
+    for name in ("prefill", "decode"):
+        found = stored(folder / name / "disk", are_alike=are_alike)
+        differ = [key for key, content in found.items() if known.get(key) != content]
+        assert not differ, (name, len(differ), len(found), len(known))
+        assert name == "prefill" or found.keys() == known.keys()
+
+
+def check_common_bytes(pair: Pair, folder: Path) -> list[Stored]:
+    """What either of the two servers stored is what the one did, where that stored it, too.
+
+    Args:
+        pair: both.
+        folder: of the test; the one's is `one` in it, and theirs are in `pair`.
+
+    Returns:
+        That, of each of the two.
+    """
+    for server in pair.servers:
+        settled(server, PATIENCE_S)
+    known, all_common = stored(folder / "one" / "disk"), []
+    for name in ("prefill", "decode"):
+        found = stored(folder / "pair" / name / "disk")
+        common = {key: content for key, content in found.items() if key in known}
+        assert len(common) > 0.9 * len(found), (name, len(common), len(found))
+        differ = [key for key in common if known[key] != found[key]]
+        assert not differ, (name, len(differ), len(common))
+        all_common.append(common)
+    return all_common
+
+
+def check_hybrid(
+    made: SetUp,
+    folder: Path,
+    lone: Sequence[list[int]],
+    num_tokens: int,
+    check: Callable[[Pair, Path], Any],
+) -> None:
+    """A conversation with a pair, and prompts beside it, are those of one server.
+
+    Args:
+        made: a hybrid model.
+        folder: of the test.
+        lone: prompts beside the conversation.
+        num_tokens: of their answers.
+        check: called with the pair and `folder` when all is stored, and again behind a restart.
+    """
+    parts = list(real_prompts([FIRST_TOKENS, *[TURN_TOKENS] * (NUM_TURNS - 1)], seed=3))
+    with one_server(made, folder / "one") as server:
+        turns = plain_turns(server, parts)
+        answers = [ask(server, prompt, num_tokens) for prompt in lone]
+        settled(server, PATIENCE_S)
+    how: dict[str, Any] = {"model": made.model, "env": made.env, "disk_gb": DISK_GB}
+    with running_pair(folder / "pair", made.args, **how) as pair:
+        converse(pair, turns[:-1], are_planned_again=True)
+        for prompt, answer in zip(lone, answers, strict=True):
+            found = pair.ask(prompt, num_tokens)[1]
+            assert tokens_and_logprobs(found) == tokens_and_logprobs(answer)
+        check(pair, folder)
+    with running_pair(folder / "pair", made.args, **how) as pair:  # after a kill -9 of both
+        check_last_turn_anywhere(pair, turns[-1])
+        assert not any(counted(pair.decode, "received_foreign_requests"))
+        check(pair, folder)
+
+
+def check_last_turn_anywhere(pair: Pair, last: Turn) -> None:
+    """As `check_last_turn`, where pages are told from where they lie when a plan is made anew."""
+    prefilled, decoded = pair.ask(last.prompt)
+    # Among them the answer before, which the decode server alone wrote.
+    assert sum(by_tier(prefilled).values()) == last.num_known * PAGE
+    assert tokens_and_logprobs(decoded) == last.answer
+
+
+def stored_beside_retractions(
+    made: SetUp, folder: Path, *, num_unasked: int = 1
+) -> tuple[Stored, Stored]:
+    """What one server stores of some texts, and a decode server that retracts while it writes them.
+
+    Args:
+        made: a model, whose rows the decode server does not all have behind a retraction.
+        folder: of the test.
+        num_unasked: last tokens of a text that the one server is not asked about; the last token
+            has no row.
+    """
+    texts: list[list[int]] = []
+    how: dict[str, Any] = {"model": made.model, "disk_gb": DISK_GB}
+    how |= {"env": made.env, "decode_env": RETRACTS}
+    with running_pair(folder / "pair", made.args, **how) as pair:
+        for seed in range(10, 15):
+            texts += both_answered(pair, list(real_prompts([310, 330], seed=seed)))
+            if counted(pair.decode, "unsaved_retracted_requests")[0]:
+                break
+        assert counted(pair.decode, "unsaved_retracted_requests")[0] > 0
+        settled(pair.decode, PATIENCE_S)
+    with one_server(made, folder / "one") as server:
+        for text in texts:
+            ask(server, text[: len(text) - num_unasked], 1)
+        settled(server, PATIENCE_S)
+    return stored(folder / "one" / "disk"), stored(folder / "pair" / "decode" / "disk")
+
+
+def check_close(known: Stored, found: Stored, keys: Collection[tuple[str, bytes]]) -> None:
+    """Values of these pages, in float32, are the same but for rounding; there are some."""
+    assert keys
+    for key in keys:
+        values, wanted = (np.frombuffer(each[key], np.float32) for each in (found, known))
+        np.testing.assert_allclose(values, wanted, atol=2e-3, rtol=0)
+
+
+def both_answered(pair: Pair, prompts: list[list[int]]) -> list[list[int]]:
+    """Two requests at a time, with their answers behind them."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: pair.ask(prompt, LONG_ANSWER)[1], prompts))
+    return [[*p, *a["output_ids"]] for p, a in zip(prompts, answers, strict=True)]

@@ -13,27 +13,25 @@ import pytest
 from sglang_ext.tiers.records.record import parse_header
 from testkit.hybrids.index_model import write_index_model
 from testkit.hybrids.window_model import write_window_model
-from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.server import TINYLM
-from tests.e2e.hier_server import PAGE, by_tier, real_prompts, tokens_and_logprobs
+from tests.e2e.hier_server import real_prompts
 from tests.e2e.models.test_speculation import records
 from tests.e2e.remote.latent_model import write_latent_model
 from tests.e2e.remote.prefill_decode import (
-    FIRST_TOKENS,
-    MATRIX,
-    TURN_TOKENS,
-    check_last_turn,
-    converse,
-    counted,
-    plain_turns,
-    running_pair,
-)
-from tests.e2e.remote.test_disaggregation_drafts import (
     ATTENTION,
     DISK_GB,
+    FIRST_TOKENS,
+    MATRIX,
     NUM_TURNS,
+    TURN_TOKENS,
     SetUp,
+    check_last_turn,
+    check_last_turn_anywhere,
+    converse,
+    counted,
     one_server,
+    plain_turns,
+    running_pair,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -53,9 +51,7 @@ def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
     elif kind == "indexed":
         args = [*ATTENTION, "--max-running-requests", "6"]
         made = SetUp(args, write_index_model(folder, "deepseek"), {})
-    if num_ranks > 1:
-        return made._replace(args=[*made.args, *WAYS["tp"]], env=ENVIRONMENT)
-    return made
+    return made.on_ranks(num_ranks)
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), CASES)
@@ -75,9 +71,7 @@ def test_what_is_coded_without_loss_comes_back_as_it_was(
         assert codecs == {"lossless"}
     with running_pair(folder, [*made.args, *CODEC], **how) as pair:  # after a kill -9 of both
         if kind == "windows":
-            prefilled, decoded = pair.ask(turns[-1].prompt)
-            assert sum(by_tier(prefilled).values()) == turns[-1].num_known * PAGE
-            assert tokens_and_logprobs(decoded) == turns[-1].answer
+            check_last_turn_anywhere(pair, turns[-1])
         else:
             check_last_turn(pair, turns[-1])
         assert not any(counted(pair.decode, "received_foreign_requests"))

@@ -27,31 +27,28 @@ from testkit.hybrids.index_model import (
     index_layers,
     write_index_model,
 )
-from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.slow import ENV_UNNAMED_ROWS, FIRST_LOST_ROOM
 from tests.e2e.hier_server import PAGE, ask, real_prompts, settled, tokens_and_logprobs
 from tests.e2e.remote.prefill_decode import (
     ANSWER_TOKENS,
+    ATTENTION,
+    DISK_GB,
     FIRST_TOKENS,
     MATRIX,
     PATIENCE_S,
+    RETRACTS,
     TURN_TOKENS,
     Pair,
+    SetUp,
+    both_answered,
+    check_bytes,
     check_last_turn,
     converse,
     counted,
     guesses_of,
+    one_server,
     plain_turns,
     running_pair,
-)
-from tests.e2e.remote.test_disaggregation_drafts import (
-    ATTENTION,
-    DISK_GB,
-    RETRACTS,
-    SetUp,
-    both_answered,
-    check_bytes,
-    one_server,
     stored,
 )
 
@@ -69,10 +66,7 @@ def set_up(name: str, has_draft: bool, num_ranks: int, folder: Path) -> SetUp:
     """A small model with an index, on one rank or two."""
     write = write_nextn_model if has_draft else write_index_model
     args = [*ATTENTION, *(NEXTN if has_draft else ()), "--max-running-requests", "6"]
-    made = SetUp(args, write(folder / "model", name), {})
-    if num_ranks > 1:
-        return made._replace(args=[*args, *WAYS["tp"]], env=ENVIRONMENT)
-    return made
+    return SetUp(args, write(folder / "model", name), {}).on_ranks(num_ranks)
 
 
 @pytest.mark.parametrize(("name", "has_draft", "num_ranks"), CASES)

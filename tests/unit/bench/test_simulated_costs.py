@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from sglang_ext.admission.waiting_request import ReusablePrefix
-from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.config import PREFETCH_POLICIES, HierKVConfig
 from sglang_ext.simulator import loop
 from sglang_ext.simulator.engine import Conversation, Outcome, System, Turn, run
 from sglang_ext.simulator.forwards import Forwards
 from sglang_ext.simulator.virtual_store import (
     DEFAULT_PREFETCH_POLICY,
-    PREFETCH_POLICIES,
     StoreSizes,
     VirtualClock,
     cost_feeds,

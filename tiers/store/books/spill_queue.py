@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,6 @@ class SpillQueue:
         ready: notified when there may be something to write; of the table's lock.
         entries: what is queued; guarded by the lock.
         num_spilling: pages taken from it and not finished; one writer at a time.
-        num_ever_queued: pages since the start; written under the lock.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SpillQueue:
         self.entries: deque[SpillEntry] = deque()
         self._num_in_entries = 0  # pages; guarded by the lock
         self.num_spilling = 0
-        self.num_ever_queued = 0
+        self._num_ever_queued = 0  # pages since the start; guarded by the lock
         self._to_clear: set[bytes] = set()
 
     def take_clears(self) -> list[bytes]:
@@ -149,7 +149,7 @@ class SpillQueue:
         with self._table.lock:
             for entry in self.entries:
                 self._table.take(UNQUEUE, self._still_valid(entry).rows)
-            self.num_ever_queued -= self._num_in_entries
+            self._num_ever_queued -= self._num_in_entries
             self.entries.clear()
             self._num_in_entries = 0
             rows = self._coldest(ON_DISK | QUEUED | SPILLING | FILLING | WRITE_DROPPED)
@@ -185,8 +185,7 @@ class SpillQueue:
             ahead = self.num_spilling
             if ahead and front is not None and not front.from_end:
                 ahead += len(front.rows)  # what is being written may be of these
-            entries = list(self.entries)[int(ahead > self.num_spilling) :]
-            for entry in entries:
+            for entry in islice(self.entries, int(ahead > self.num_spilling), None):
                 if ahead >= num_pages:
                     break
                 num = len(entry.rows)
@@ -203,7 +202,7 @@ class SpillQueue:
     @property
     def _num_ended(self) -> int:
         """Pages that are on their way no more, on disk or not."""
-        return self.num_ever_queued - self.num_queued
+        return self._num_ever_queued - self.num_queued
 
     @property
     def num_queued(self) -> int:
@@ -232,7 +231,7 @@ class SpillQueue:
             from_end = from_end and not self._writing.closing
             self.entries.append(SpillEntry(space, rows, slots, generations, from_end))
             self._num_in_entries += len(rows)
-            self.num_ever_queued += len(rows)
+            self._num_ever_queued += len(rows)
             self.ready.notify()
 
     def queue_leaving(self, rows: Rows, *, from_end: bool = True) -> None:
