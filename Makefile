@@ -40,7 +40,7 @@ help:
 	@echo "make pythons unit and tier tests, and some with servers, under the other Pythons that are supported and here"
 	@echo "make bench   benchmarks; CASE=serve BENCH_ARGS='--json build/serve.json' for one"
 	@echo "make docs    the documents as a site, in build/site"
-	@echo "make gpu-kit a tar for a machine with a CUDA device: kernels and copies, without SGLang or a network"
+	@echo "make gpu-kit a tar for a machine with a CUDA device and no network: kernels, copies, servers"
 	@echo "make serve   SGLang in the foreground on the CPU; PORT=, MODEL=, ARGS='--enable-hier-kv ...'"
 
 dev: $(STAMP) $(PREBUILT)

@@ -3,8 +3,9 @@
     with Server(["--max-total-tokens", "8192"]) as server:
         answer = server.generate(text="Hello", sampling_params={"max_new_tokens": 8})
 
-The server runs on the CPU runtime of ``runtime_cpu/`` in a process session of its own, writes its
-log to a file, and is stopped on every way out, also when the process that started it is killed.
+The server runs on the CPU runtime of ``runtime_cpu/`` (or on a CUDA device, as SGLang starts it) in
+a process session of its own, writes its log to a file, and is stopped on every way out, also when
+the process that started it is killed.
 Methods may be called from several threads.
 
 An idle SGLang scheduler spins on a whole core. With two servers at once, give the plain one
@@ -22,6 +23,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -107,6 +109,7 @@ class Server:
         log_path: file for stdout and stderr, appended to; ``build/logs/`` when None.
         env: variables added to the environment.
         release: a folder with another SGLang than the installed one (`testkit.releases.wheels`).
+        device: "cuda" for plain ``python -m sglang.launch_server``, without the CPU runtime.
         start_timeout_s: how long a start may take.
         stop: how leaving the ``with`` block ends it. SGLang looks for SIGTERM every 5 s only, so
             tests of anything but the shutdown are faster with "kill".
@@ -122,6 +125,7 @@ class Server:
         log_path: Path | None = None,
         env: Mapping[str, str] | None = None,
         release: Path | None = None,
+        device: Literal["cpu", "cuda"] = "cpu",
         start_timeout_s: float = 300.0,
         stop: Literal["terminate", "kill"] = "terminate",
         progress: Callable[[str], None] | None = None,
@@ -135,7 +139,8 @@ class Server:
         if model is not None:
             self._args = ["--model-path", str(model), *self._args]
         self._release = release
-        self._env = on_path({**_environment(release), **(env or {})})
+        self._device = device
+        self._env = on_path({**_environment(release, device), **(env or {})})
         self._start_timeout_s = start_timeout_s
         self._stop = stop
         self._progress = progress
@@ -177,12 +182,13 @@ class Server:
         return self
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes] | ForkedServer:
-        if os.environ.get(FORK_SERVERS):
+        if os.environ.get(FORK_SERVERS) and self._device == "cpu":
             nursery = _nursery(self._release)
             if nursery.can_start(self._args, self._env):
                 return nursery.start(launch.arguments(self._args), self._env, log)
+        plain = [sys.executable, "-m", "sglang.launch_server", *self._args]
         return subprocess.Popen(
-            launch.command(self._args),
+            launch.command(self._args) if self._device == "cpu" else plain,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -432,16 +438,16 @@ class Server:
 def _nursery(release: Path | None) -> Nursery:
     name = f"zygote-{os.getpid()}{f'-{release.name}' if release else ''}.log"
     log_path, folder = ROOT / "build" / "logs" / name, Path(os.environ[FORK_SERVERS])
-    return Nursery(on_path(_environment(release)), log_path, folder)
+    return Nursery(on_path(_environment(release, "cpu")), log_path, folder)
 
 
-def _environment(release: Path | None) -> dict[str, str]:
+def _environment(release: Path | None, device: str) -> dict[str, str]:
     """What every server of a release has; another one is found before the installed one."""
     base = dict(os.environ)
     if release is not None:
         paths = [str(release), base.get("PYTHONPATH", "")]
         base["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return {**launch.environment(base), **_QUIET_ENVIRONMENT}
+    return {**(launch.environment(base) if device == "cpu" else base), **_QUIET_ENVIRONMENT}
 
 
 def free_port() -> int:

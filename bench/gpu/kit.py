@@ -1,8 +1,10 @@
-"""Packs what a machine with a CUDA device needs to try the plugin's way there: `make gpu-kit`.
+"""Packs what a machine with a CUDA device needs to try the plugin there: `make gpu-kit`.
 
-Such a machine has Python, torch and triton, and need have neither SGLang nor a network. The kit is
-this tree at its commit; `run.sh` in it says what is missing, checks the kernels and measures the
-copies, and leaves `gpu.json`. A server is not started by it: SGLang is not packed.
+Such a machine has Python 3.12, torch, triton, transformers and numba, and need have neither SGLang
+nor a network. In the kit are the benches of this tree at its commit, the plugin's wheel, SGLang's
+without what a dense model does not need, and the wheels that both need. `run.sh` in it says what is
+missing, checks the kernels, measures the copies, and starts servers: plain SGLang, the plugin, and
+SGLang's own hierarchical cache. It leaves `gpu.json`.
 """
 
 from __future__ import annotations
@@ -15,35 +17,53 @@ import tempfile
 from pathlib import Path
 
 from bench.core.case import ROOT, commit_header
+from bench.gpu import wheels
 
 MOST_BYTES = 60 << 20
-_FOLDERS = ("sglang_ext", "kernels", "tiers", "bench", "testkit", "LICENSE", "pyproject.toml")
+# The benches, what starts servers for them, and the tokenizer of their models.
+_FOLDERS = ("bench", "testkit", "runtime_cpu", "tests/assets/tinylm", "LICENSE")
 _RUN = """#!/usr/bin/env bash
-# One command: what is missing, kernels, copies; leaves gpu.json beside this file.
-cd "$(dirname "$0")" && exec "${PYTHON:-python3}" -m bench.gpu.kit_run "$@"
+# One command: what is missing, kernels, copies, servers; leaves gpu.json beside this file.
+set -e
+cd "$(dirname "$0")"
+python=${PYTHON:-python3}
+if [ -d wheels ] && [ ! -e site/.complete ]; then
+  "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade \\
+    --target site wheels/*.whl
+  touch site/.complete
+fi
+export PYTHONPATH="$PWD/site${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -m bench.gpu.kit_run "$@"
 """
 
 
-def pack(out: Path) -> int:
+def pack(out: Path, *, with_wheels: bool = True) -> int:
     """Writes the kit; returns its bytes.
+
+    Args:
+        out: the archive.
+        with_wheels: without them it needs what they hold installed there; nothing is downloaded.
 
     Raises:
         DirtyTreeError: the tree is not that of its commit.
         RuntimeError: it became too large.
+        subprocess.CalledProcessError: a wheel cannot be had.
     """
     commit = commit_header()["commit"]
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         kit = Path(folder) / "gpu-kit"
         kit.mkdir()
-        archive = Path(folder) / "tree.tar"
-        subprocess.run(["git", "archive", "-o", archive, "HEAD", *_FOLDERS], cwd=ROOT, check=True)
-        with tarfile.open(archive) as tree:
-            tree.extractall(kit, filter="tar")
+        _extract(kit, *_FOLDERS)
         (kit / "COMMIT").write_text(f"{commit}\n")
         run = kit / "run.sh"
         run.write_text(_RUN)
         run.chmod(0o755)
+        if with_wheels:
+            whole = Path(folder) / "tree"
+            whole.mkdir()
+            _extract(whole)
+            wheels.collect(kit / "wheels", whole)
         with tarfile.open(out, "w:gz") as packed:
             packed.add(kit, "gpu-kit")
     size = out.stat().st_size
@@ -52,12 +72,24 @@ def pack(out: Path) -> int:
     return size
 
 
+def _extract(folder: Path, *paths: str) -> None:
+    """What the commit has of these paths, or all of it."""
+    archive = folder.with_suffix(".tar")
+    subprocess.run(["git", "archive", "-o", archive, "HEAD", *paths], cwd=ROOT, check=True)
+    with tarfile.open(archive) as tree:
+        tree.extractall(folder, filter="tar")
+    archive.unlink()
+
+
 def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-kit.tar.gz")
+    parser.add_argument(
+        "--without-wheels", action="store_true", help="for a machine that has SGLang and the plugin"
+    )
     args = parser.parse_args()
-    size = pack(args.out)
+    size = pack(args.out, with_wheels=not args.without_wheels)
     print(f"{args.out}: {size / 2**20:.1f} MiB; unpack it there and run gpu-kit/run.sh")
     return 0
 
