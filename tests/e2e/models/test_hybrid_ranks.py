@@ -3,6 +3,9 @@
 What is restored is compared with plain SGLang's own device hits on two ranks bit for bit, and where
 one rank has lost what the other has, with what transformers computes for the same tokens. SGLang's
 rank consensus checker is on: it ends the server when ranks decide differently.
+
+By default each kind comes back from DRAM and from disk, states are asked for by many at once and
+windows are lost by one rank; the long form has all of it for each kind.
 """
 
 from __future__ import annotations
@@ -188,6 +191,7 @@ def test_a_hit_from_disk_after_a_restart_is_what_the_device_would_have_given(
     check_hits(answers(restarted, served.prompts), served.repeat, "disk", above=40 * PAGE)
 
 
+@pytest.mark.sampled("states")
 def test_with_many_at_once_and_too_little_room_every_answer_is_right(
     served: Served, restarted: Server, computed: Computed
 ) -> None:
@@ -210,6 +214,7 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
         assert rank["host"].get("load_failures", 0) == rank["host"].get("save_failures", 0) == 0
 
 
+@pytest.mark.sampled("windows")
 def test_what_one_rank_alone_has_lost_is_computed(
     served: Served, restarted: Server, computed: Computed
 ) -> None:

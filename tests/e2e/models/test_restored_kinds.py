@@ -3,6 +3,9 @@
 Each has one server with the plugin, which is also the reference: nothing of the plugin acts on a
 device hit. Another one is started on the disk, or the store, that the first left when it was
 killed.
+
+By default each kind of model runs once, with one rank or two, and a disk or a store; the long form
+has all of `KINDS`.
 """
 
 from __future__ import annotations
@@ -170,6 +173,13 @@ def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[Any]
     return out
 
 
+@pytest.mark.sampled(
+    "chunks",
+    "more-query-heads",
+    "states-beside-latent-rows-in-a-store",
+    "two-shapes-mimo",
+    "two-shapes-gemma-on-two-ranks",
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_hit_from_every_tier_is_what_the_device_would_have_given(
     name: str, tmp_path: Path

@@ -3,6 +3,9 @@
 Page stores are late, each by its own chance. What is restored is compared bit for bit with plain
 SGLang's own device hits with the same flags, and so is what is computed where one stage alone has
 lost its pages. SGLang's rank consensus checker is on.
+
+By default latent rows with a remote store, and coded pages on four stages' disks; the long form has
+all `WAYS`.
 """
 
 from __future__ import annotations

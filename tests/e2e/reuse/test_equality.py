@@ -3,6 +3,9 @@
 The reference is a plain server whose pool holds everything: its answer to the repeat of a prompt,
 which hits on the device. A cached prefix changes the rounding against no cache at all even there,
 so a repeat is compared with a repeat.
+
+By default several at a time is tried with one position of K; the long form has both, and the Triton
+kernels.
 """
 
 from __future__ import annotations
@@ -142,6 +145,7 @@ def test_one_at_a_time_all_answers_are_bit_equal(
     assert found["host"]["corrections" if found["rope"] == "pre" else "saved_delta_pages"] > 0
 
 
+@pytest.mark.sampled("pre")
 def test_with_concurrency_no_more_differs_than_between_plain_runs(
     server: Server,
     reference: Reference,
