@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -109,15 +110,15 @@ def _check_samples(items: list[pytest.Item]) -> None:
     Raises:
         pytest.UsageError: it is not; a default run would miss it, and nobody would notice.
     """
-    ids: dict[pytest.Mark, list[str]] = {}
+    ids: dict[tuple[Path, str], list[str]] = {}
     for item in items:
         sample = item.get_closest_marker("sampled")
         if sample is not None and hasattr(item, "callspec"):
-            ids.setdefault(sample, []).append(item.callspec.id)
-    for sample, found in ids.items():
-        for pattern in sample.args:
-            if not any(fnmatchcase(name, pattern) for name in found):
-                raise pytest.UsageError(f"expected a case {pattern!r} among {sorted(found)}")
+            for pattern in sample.args:
+                ids.setdefault((item.path, pattern), []).append(item.callspec.id)
+    for (path, pattern), found in ids.items():
+        if not any(fnmatchcase(name, pattern) for name in found):
+            raise pytest.UsageError(f"{path}: expected a case {pattern!r} among {sorted(found)}")
 
 
 def _skip_what_cannot_be_done(items: list[pytest.Item]) -> None:

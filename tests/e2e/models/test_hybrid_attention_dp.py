@@ -6,7 +6,7 @@ the disk that a server left when it was killed. What another group has stored is
 layers have K and V of another shape than full ones (MiMo V2) or of the same (Mellum, by groups of
 two ranks), or layers have a state.
 
-By default states and groups of two ranks; the long form has the two shapes, too.
+By default states; the long form has window layers, too.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def check_close(found: list[Any], wanted: list[Any], tolerance: float) -> None:
         assert max(distances) < tolerance, distances
 
 
-@pytest.mark.sampled("groups of two ranks", "states")
+@pytest.mark.sampled("states")
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]

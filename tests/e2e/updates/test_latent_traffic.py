@@ -3,7 +3,7 @@
 As `test_weight_traffic.py`, whose traffic and checks these are: pages hold rows of the model and of
 its draft layer, both of which an update changes.
 
-By default those with a draft; the long form has rows of an index alone, too.
+By default one with both; the long form has each alone, the draft on two ranks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def answers_of(
     return found
 
 
-@pytest.mark.sampled("draft", "index and draft")
+@pytest.mark.sampled("index and draft")
 @pytest.mark.parametrize("case", CASES)
 def test_updates_under_traffic(case: str, tmp_path: Path) -> None:
     kind, has_draft, num_ranks = CASES[case]

@@ -6,7 +6,6 @@ bounds checks, which it keeps in a folder.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.long_form import count
+
 ROOT = Path(__file__).parents[3]
-NUM_CASES = int(os.environ.get("HIER_KV_FUZZ_CASES", "1000"))
+NUM_CASES = count(1000, 100000)
 # So many are done sooner than loops are made fast.
 FEW = 10_000
 
