@@ -16,14 +16,6 @@ from hypothesis import HealthCheck, settings
 
 from testkit.slow.threads import are_threads_late, late_threads_if_asked
 
-# Deadlines and "too slow" checks measure a shared machine, not the code. In CI the examples are the
-# same on each run, so that a red build can be repeated.
-settings.register_profile(
-    "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
-settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "default")
-
 # Three test files run at a time, and an idle scheduler would spin on a core that others need.
 os.environ.setdefault("CPU_IDLE_SLEEP_MS", "200")
 
@@ -51,9 +43,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets the switch of the long forms before a test module reads it; workers inherit it."""
+    """Sets what test modules read at their import; workers inherit the switch."""
     if config.getoption("--long") and not _are_long_forms_on():
         os.environ["HIER_KV_LONG"] = "1"
+    _load_profile()
+
+
+def _load_profile() -> None:
+    """How hypothesis searches."""
+    from tests.long_form import count  # behind its switch
+
+    # Deadlines and "too slow" checks measure a shared machine, not the code. In CI the examples are
+    # the same on each run, so that a red build can be repeated.
+    settings.register_profile(
+        "default",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
+        max_examples=count(50, 500),
+    )
+    settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+    settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 def _are_long_forms_on() -> bool:

@@ -151,7 +151,7 @@ ANY_TENANTS: Sequence[Callable[[int], Steps]] = (quote, twin)
 OTHER_TENANTS = (*ANY_TENANTS, cut_alike, fork, session, streaming, batch)
 
 
-TIERS = ("", "", "remote", "disk")
+TIERS = ("disk", "remote", "", "")
 
 
 class Round(NamedTuple):
