@@ -1,6 +1,6 @@
 """Whatever is given, the start goes on or ends with one sentence: no other exception, no wait.
 
-`HIER_KV_FLAG_FUZZ_CASES` makes it longer; a failure names its seed.
+The long form has more; a failure names its seed.
 """
 
 from __future__ import annotations
