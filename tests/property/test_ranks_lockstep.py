@@ -306,7 +306,7 @@ def test_stages_that_take_a_round_a_step_sooner_wait_for_each_other(
         return []
 
     monkeypatch.setattr(StagedLockstep, "step", sooner)
-    monkeypatch.setattr(ranks_world, "WAIT_S", 3.0)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 1.0)
     with pytest.raises(threading.BrokenBarrierError, match="wait for each other"):
         run_ranks(
             tmp_path, num_ranks=num_stages, num_steps=20, seed=1, policy="timeout",
