@@ -27,7 +27,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # How late threads are under `make late`: a seed, and the longest delay in milliseconds.
 LATE ?= 1:2000
 
-.PHONY: help dev demo check contract dist test late pythons bench docs gpu-kit serve clean
+# Long forms of tests: 1 for all cases and more rounds, 10 for ten times as many.
+LONG ?= $(HIER_KV_LONG)
+# How long `make soak` goes on with mixed traffic behind the tests.
+MINUTES ?= 60
+
+.PHONY: help dev demo check contract dist test soak late pythons bench docs gpu-kit serve clean
 
 help:
 	@echo "make dev     install everything into $(VENV)"
@@ -35,7 +40,8 @@ help:
 	@echo "make check   ruff and mypy"
 	@echo "make contract  which releases of SGLang keep to what the plugin takes for granted"
 	@echo "make dist    wheel and source archive, checked and installed on their own"
-	@echo "make test    all tests; TESTS=unit for some, WORKERS=1 for one at a time"
+	@echo "make test    all tests; TESTS=unit for some, LONG=1 for all their cases, WORKERS=1 for one at a time"
+	@echo "make soak    long forms of all tests, and an hour of mixed traffic; TESTS=, MINUTES=60"
 	@echo "make late    tests while the plugin's threads are late at random; TESTS=e2e/reuse LATE=1:2000"
 	@echo "make pythons unit and tier tests, and some with servers, under the other Pythons that are supported and here"
 	@echo "make bench   benchmarks; CASE=serve BENCH_ARGS='--json build/serve.json' for one"
@@ -80,8 +86,13 @@ dist:
 	"$(PYTHON)" -m testkit.release
 
 test: $(STAMP) $(PREBUILT)
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(SELECTED)
+	HIER_KV_LONG=$(LONG) $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(SELECTED)
 	@echo "make test: all tests passed"
+
+# What a default run samples, whole, and then what grows only with time.
+soak: $(STAMP) $(PREBUILT)
+	$(MAKE) test LONG=$(or $(LONG),1)
+	$(PY) -m bench.soak --minutes $(MINUTES) --json build/soak.json
 
 late: $(STAMP) $(PREBUILT)
 	HIER_KV_TEST_LATE_THREADS=$(LATE) HIER_KV_TEST_LATE_SCHEDULER=$(LATE) \

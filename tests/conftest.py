@@ -8,19 +8,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from testkit.slow.threads import are_threads_late, late_threads_if_asked
-
-# Deadlines and "too slow" checks measure a shared machine, not the code. In CI the examples are the
-# same on each run, so that a red build can be repeated.
-settings.register_profile(
-    "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
-settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # Three test files run at a time, and an idle scheduler would spin on a core that others need.
 os.environ.setdefault("CPU_IDLE_SLEEP_MS", "200")
@@ -43,6 +37,40 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 late_threads_if_asked()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--long``."""
+    parser.addoption("--long", action="store_true", help="long forms of tests, too (CONTRIBUTING)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets what test modules read at their import; workers inherit the switch."""
+    if config.getoption("--long") and not _are_long_forms_on():
+        os.environ["HIER_KV_LONG"] = "1"
+    _load_profile()
+
+
+def _load_profile() -> None:
+    """How hypothesis searches."""
+    from tests.long_form import count  # behind its switch
+
+    # Deadlines and "too slow" checks measure a shared machine, not the code. In CI the examples are
+    # the same on each run, so that a red build can be repeated.
+    settings.register_profile(
+        "default",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
+        max_examples=count(50, 500),
+    )
+    settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+    settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def _are_long_forms_on() -> bool:
+    # As `tests.long_form` has it, which imports nothing that is needed before this.
+    return os.environ.get("HIER_KV_LONG", "") not in ("", "0")
+
+
 _is_strict: list[bool] = []
 
 
@@ -61,8 +89,50 @@ def _steps_fit_their_states() -> Iterator[None]:
     assert not strict_steps.misfits
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked ``gpu`` without CUDA, and those marked ``on_time`` with late threads."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves long forms out, and skips what this machine or this run cannot do."""
+    _leave_long_forms_out(config, items)
+    _skip_what_cannot_be_done(items)
+
+
+def _leave_long_forms_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _are_long_forms_on():
+        return
+    if not any("::" in arg for arg in config.args):
+        _check_samples(items)
+    left_out = [item for item in items if _is_long(item)]
+    items[:] = [item for item in items if not _is_long(item)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _is_long(item: pytest.Item) -> bool:
+    """Whether a test, or this case of it, is for the long forms alone."""
+    case = getattr(item, "callspec", None)
+    sample = item.get_closest_marker("sampled")
+    if sample is not None and case is not None:
+        return not any(fnmatchcase(case.id, pattern) for pattern in sample.args)
+    return item.get_closest_marker("long") is not None
+
+
+def _check_samples(items: list[pytest.Item]) -> None:
+    """What is to be kept of a test is one of its cases.
+
+    Raises:
+        pytest.UsageError: it is not; a default run would miss it, and nobody would notice.
+    """
+    ids: dict[tuple[Path, str], list[str]] = {}
+    for item in items:
+        sample = item.get_closest_marker("sampled")
+        if sample is not None and hasattr(item, "callspec"):
+            for pattern in sample.args:
+                ids.setdefault((item.path, pattern), []).append(item.callspec.id)
+    for (path, pattern), found in ids.items():
+        if not any(fnmatchcase(name, pattern) for name in found):
+            raise pytest.UsageError(f"{path}: expected a case {pattern!r} among {sorted(found)}")
+
+
+def _skip_what_cannot_be_done(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` without CUDA, and those marked ``on_time`` with late threads."""
     if are_threads_late():
         for item in items:
             if item.get_closest_marker("on_time") is not None:

@@ -208,8 +208,17 @@ def test_a_store_that_is_full_is_still_read(world: World) -> None:
         world.redis.call("CONFIG", "SET", "maxmemory", "0")
     world.forget()
     world.eventually(lambda: world.remote("put_full") >= 1)
-    time.sleep(2.1)  # for so long nothing is put after the store said that it is full
+    world.eventually(partial(puts_again, world))  # not for a while after the store said so
     world.recover()
+
+
+def puts_again(world: World) -> bool:
+    """Whether the pages of a prompt that is computed go to the store, or are refused at once."""
+    sent, refused = world.sent(), world.remote("put_full")
+    world.forget()
+    world.ask(world.prompts[6])
+    world.eventually(lambda: world.sent() > sent or world.remote("put_full") > refused)
+    return world.sent() > sent
 
 
 def test_values_that_were_overwritten_are_misses(world: World) -> None:

@@ -1,10 +1,13 @@
-"""Ranks over stores of their own decide alike, whatever their disks and clocks do."""
+"""Ranks over stores of their own decide alike, whatever their disks and clocks do.
+
+By default each kind of world runs once; the long form has more of those whose weights change, and
+looks for promises that outlive them.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +22,7 @@ from sglang_ext.ranks.promises import PromiseBook
 from sglang_ext.ranks.stages import StagedLockstep
 from sglang_ext.tiers.store import LivePages, gate
 from sglang_ext.tiers.store.gate import Gate
+from tests.long_form import count
 from tests.property.worlds import ranks_world
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.ranks_world import run_ranks
@@ -114,8 +118,8 @@ def check_alike(ranks: list[ranks_world.Rank]) -> None:
 WEIGHT_CASES = [
     (2, "timeout", True, False), (2, "wait_complete", False, True), (1, "timeout", True, False),
 ]  # fmt: skip
-# So many worlds of each kind; the long form is 20.
-NUM_SEEDS = int(os.environ.get("HIER_KV_UPDATE_SEEDS", "1"))
+# So many worlds of each kind.
+NUM_SEEDS = count(1, 20)
 
 
 @pytest.mark.parametrize("seed", range(1, NUM_SEEDS + 1))
@@ -166,6 +170,7 @@ def test_the_gate_alone_turns_stale_promises_into_misses(
     assert ranks[0].counts["loaded"] > 0
 
 
+@pytest.mark.long
 def test_promises_that_outlive_their_weights_are_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -301,7 +306,7 @@ def test_stages_that_take_a_round_a_step_sooner_wait_for_each_other(
         return []
 
     monkeypatch.setattr(StagedLockstep, "step", sooner)
-    monkeypatch.setattr(ranks_world, "WAIT_S", 3.0)
+    monkeypatch.setattr(ranks_world, "WAIT_S", 1.0)
     with pytest.raises(threading.BrokenBarrierError, match="wait for each other"):
         run_ranks(
             tmp_path, num_ranks=num_stages, num_steps=20, seed=1, policy="timeout",

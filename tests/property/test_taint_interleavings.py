@@ -2,6 +2,8 @@
 
 See `taint_world`. The checks are in the world: at every forward, insert and load it compares what
 the plugin says of a page with the page.
+
+By default two worlds; the long form has all.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         world.close()
 
 
+@pytest.mark.sampled("python-1", "rust-4")
 @pytest.mark.parametrize(
     ("core", "seed"), [("python", 0), ("python", 1), ("python", 2), ("python", 3), ("rust", 4)]
 )

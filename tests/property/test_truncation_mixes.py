@@ -1,21 +1,21 @@
 """Exact, truncated, forked and quoting prompts at random: nobody meets KV that is not theirs.
 
 See `truncation_world`. Every request is compared with the brute-force model at every forward,
-insert and load. `HIER_KV_PROPERTY_CASES` sets the number of requests; CI runs fewer.
+insert and load. The long form has more requests.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+from tests.long_form import count
 from tests.property.worlds import truncation_world
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.truncation_world import TruncationWorld, world
 
-CASES = int(os.environ.get("HIER_KV_PROPERTY_CASES", "1200"))
+CASES = count(600, 20000)
 SEEDS = 3
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")

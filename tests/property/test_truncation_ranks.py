@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ from sglang_ext.admission.searches import AgreedSearch
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.ranks.consensus import Consensus, RankDivergenceError
 from sglang_ext.truncation.agreed_quotes import AgreedQuotes
+from tests.long_form import count
 from tests.property.worlds.rank_of_many import run_until_found, run_worlds
 from tests.property.worlds.taint_world import Wrong
 from tests.property.worlds.truncation_ranks import TruncationRank
 
-LOADS = int(os.environ.get("HIER_KV_TRUNCATION_RANK_LOADS", "6"))  # with moved tokens
-QUOTES = int(os.environ.get("HIER_KV_TRUNCATION_RANK_QUOTES", "2"))  # among these
-SEEDS = int(os.environ.get("HIER_KV_TRUNCATION_RANK_SEEDS", "1"))
+LOADS = count(3, 60)  # with moved tokens
+QUOTES = count(1, 20)  # among these
+SEEDS = count(1, 3)
 
 SMALL = {"device_pages": 100}
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
@@ -95,6 +95,7 @@ def test_ranks_that_compose_of_what_they_have_themselves_are_found_out(
         run_mistaken(tmp_path, monkeypatch)
 
 
+@pytest.mark.long
 def test_ranks_that_take_what_they_find_themselves_are_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,7 @@
-"""kill -9 at any instant loses no acknowledged page and never makes a wrong one."""
+"""kill -9 at any instant loses no acknowledged page and never makes a wrong one.
+
+By default one layout, or one way of protection, of each; the long form has all.
+"""
 
 from __future__ import annotations
 
@@ -182,6 +185,7 @@ def found_after_restart(folder: Path, key: str = "") -> set[Page]:
     return found
 
 
+@pytest.mark.sampled("both")
 @pytest.mark.parametrize("layout", ["slots", "both"])
 def test_acknowledged_pages_survive_33_kills_in_one_folder(
     tmp_path: Path, writers: Writers, layout: str
@@ -193,6 +197,7 @@ def test_acknowledged_pages_survive_33_kills_in_one_folder(
     assert _kill_and_look(writers, folder, log, points, layout) > 3000
 
 
+@pytest.mark.sampled("-encrypt")
 @pytest.mark.parametrize("key", ["-tag", "-encrypt"])
 def test_acknowledged_pages_survive_kills_where_a_key_is_set(
     tmp_path: Path, writers: Writers, key: str
@@ -233,6 +238,7 @@ def _kill_and_look(
     return num_acknowledged
 
 
+@pytest.mark.sampled("packed--encrypt")
 @pytest.mark.parametrize(("layout", "key"), [("slots", ""), ("packed", "-encrypt")])
 def test_acknowledged_pages_survive_20_kills_of_segments_filled_again(
     tmp_path: Path, writers: Writers, layout: str, key: str

@@ -1,6 +1,8 @@
 """The examples, as a reader runs them, against real servers; checked is what they print.
 
 Two servers with devices that hold a part of each example, and one Redis for both.
+
+The long form has SGLang's own benchmark, too.
 """
 
 from __future__ import annotations
@@ -138,6 +140,7 @@ def test_documents_that_are_asked_about_again(servers: list[Server]) -> None:
     assert total.by_tier["host"] > 0
 
 
+@pytest.mark.long
 def test_sglangs_own_benchmark(servers: list[Server]) -> None:
     sizes = {"groups": 8, "prompts": 3, "shared-tokens": 500, "question-tokens": 40}
     sizes |= {"answer-tokens": 4, "turns": 3, "concurrency": 2}

@@ -15,7 +15,7 @@ from testkit.server import Server, ServerError
 from tests.e2e.hier_server import GIB, settled, tokens_and_logprobs
 
 PAGE = 64
-NUM_TOKENS = 12
+NUM_TOKENS = 4
 TOLERANCE = 2e-3  # how far rounding takes a log-probability; another image takes it to 1 and more
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend", "--dtype", "float32"]
 BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]

@@ -4,6 +4,8 @@ A plain server of two ranks says what is right; of the plugin's, one is killed, 
 on with its disk, on a small device, where the first rank alone makes of an image what all are given
 (`--enable-broadcast-mm-inputs-process`). SGLang's rank consensus checker is on: it ends the server
 when ranks decide differently.
+
+By default texts with marks of images meet servers that broadcast; the long form has others, too.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ from tests.e2e.images.image_prompts import (
     words,
 )
 from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
+from tests.long_form import either
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+BROADCAST = ["--enable-broadcast-mm-inputs-process"]
 TWO = ["--tp-size", "2"]
 NUM_AT_ONCE = 24
 NUM_TOKENS = 6
@@ -131,7 +135,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         at_first = settled(server)
     rng = random.Random(0)
     chosen = [rng.choice(MANY) for _ in range(NUM_AT_ONCE)]
-    args = ["--max-total-tokens", "1536", "--enable-broadcast-mm-inputs-process"]
+    args = ["--max-total-tokens", "1536", *BROADCAST]
     with ranks(model, *args, folder=folder, host_pages=24) as server:
         from_disk = answers(server, WHICH)
         with ThreadPoolExecutor(6) as pool:
@@ -183,7 +187,7 @@ def test_a_text_with_marks_of_images_in_it_is_refused_on_all_ranks(tmp_path: Pat
     shifting = Prompt(words(4, 8) + "<img>a</img>" + image + words(5, 4), (picture(7),))
     with ranks(model, *large) as server:
         right = answers(server, which)
-    for way in ([], ["--enable-broadcast-mm-inputs-process"]):
+    for way in either([BROADCAST], [[], BROADCAST]):
         folder = tmp_path / str(len(way))
         folder.mkdir()
         with ranks(model, *large, *way, folder=folder, host_pages=400) as server:

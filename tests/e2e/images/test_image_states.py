@@ -2,6 +2,9 @@
 
 A plain server of SGLang's says what is right; of the plugin's, one is killed, and another one goes
 on with its disk. Chunks of prompts end inside of images, where SGLang keeps states, too.
+
+By default a model with experts has one rank, and a dense one two; the long form has the dense one
+on one rank, too.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from tests.e2e.images.image_prompts import (
 )
 from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.sampled("experts")]
 
 KINDS = {"dense": DENSE_IMAGE_MODEL, "experts": IMAGE_MODEL}
 STATES = ("--max-mamba-cache-size", "100")

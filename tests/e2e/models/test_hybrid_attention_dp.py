@@ -5,6 +5,8 @@ bit for bit, beside a group that runs idle batches: from DRAM, and, with groups 
 the disk that a server left when it was killed. What another group has stored is no hit. Window
 layers have K and V of another shape than full ones (MiMo V2) or of the same (Mellum, by groups of
 two ranks), or layers have a state.
+
+By default states; the long form has window layers, too.
 """
 
 from __future__ import annotations
@@ -132,6 +134,7 @@ def check_close(found: list[Any], wanted: list[Any], tolerance: float) -> None:
         assert max(distances) < tolerance, distances
 
 
+@pytest.mark.sampled("states")
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]

@@ -3,6 +3,9 @@
 What is restored is compared with plain SGLang's own device hits on two ranks bit for bit, and where
 one rank has lost what the other has, with what transformers computes for the same tokens. SGLang's
 rank consensus checker is on: it ends the server when ranks decide differently.
+
+By default windows come back from each tier and are lost by one rank, and states beside latent rows
+come back and are asked for by many at once; the long form has all of it for each kind.
 """
 
 from __future__ import annotations
@@ -40,11 +43,17 @@ from tests.e2e.models.hybrid_answers import (
     check_hits,
     values,
 )
+from tests.long_form import either
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.sampled("windows", "states-beside-latent-rows"),
+]
 
 PAGE, HEADER_BYTES = 64, 4096
 LENGTHS = [40, 333, 702, 1000]
+NUM_AT_ONCE = either(10, 16)
 BASE = ["--tp-size", "2", "--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
 BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
 
@@ -188,19 +197,20 @@ def test_a_hit_from_disk_after_a_restart_is_what_the_device_would_have_given(
     check_hits(answers(restarted, served.prompts), served.repeat, "disk", above=40 * PAGE)
 
 
+@pytest.mark.sampled("states-beside-latent-rows")
 def test_with_many_at_once_and_too_little_room_every_answer_is_right(
     served: Served, restarted: Server, computed: Computed
 ) -> None:
     rng = random.Random(9)
-    prompts = branching_prompts(rng, 4, 16)
+    prompts = branching_prompts(rng, 4, NUM_AT_ONCE)
     prompts += prompts
 
     found = answers_at_once(restarted, prompts, rng, 40)
     # How much of it was reused is a matter of who came first; what was left behind is not.
     settled(restarted)
     flush_device(restarted)
-    again = answers(restarted, prompts[:16], 3)
-    furthest = computed.furthest([*prompts, *prompts[:16]], [*found, *again])
+    again = answers(restarted, prompts[:NUM_AT_ONCE], 3)
+    furthest = computed.furthest([*prompts, *prompts[:NUM_AT_ONCE]], [*found, *again])
     assert furthest < served.setup.kind.tolerance
     from_tiers = sum(by_tier(a).get("host", 0) + by_tier(a).get("disk", 0) for a in again)
     counted = state(restarted)
@@ -210,6 +220,7 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
         assert rank["host"].get("load_failures", 0) == rank["host"].get("save_failures", 0) == 0
 
 
+@pytest.mark.sampled("windows")
 def test_what_one_rank_alone_has_lost_is_computed(
     served: Served, restarted: Server, computed: Computed
 ) -> None:

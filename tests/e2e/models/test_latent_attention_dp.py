@@ -3,6 +3,9 @@
 Groups of ranks serve requests of their own, each with a store of its own; experts and MLPs lie in
 shares on all ranks. DeepSeek V3.2 and GLM-5 are served so. `test_attention_dp.py` has what does not
 depend on what a page holds.
+
+By default a model with both has groups of two ranks; the long form has one of each with groups of
+one rank.
 """
 
 from __future__ import annotations
@@ -98,6 +101,7 @@ def check_restored(
     return found
 
 
+@pytest.mark.sampled("index-and-draft-two-by-two")
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_group_restores_answers_as_a_device_hit(case: str, tmp_path: Path) -> None:
     """Of the same group: where its rows lie in a product may round otherwise."""

@@ -3,6 +3,9 @@
 As DeepSeek V3, and with rows of an index as DeepSeek V3.2 and GLM-5: a page holds the draft layer's
 rows behind the model's. What is restored is compared with a device hit bit for bit, as is how many
 guesses of the draft are right; without the draft layer's rows fewer are.
+
+By default a model with rows of an index runs on one rank, and one without on two; the long form has
+all models on one.
 """
 
 from __future__ import annotations
@@ -103,6 +106,7 @@ def lose_draft_rows(folder: Path, kind: str) -> int:
     return num
 
 
+@pytest.mark.sampled("glm")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_restored_answers_and_guesses_as_a_device_hit(kind: str, tmp_path: Path) -> None:
     write_nextn_model(tmp_path / "model", kind)

@@ -254,7 +254,7 @@ def test_attention_of_layer_0_begins_before_the_last_layers_copy_ended(
         "--load-format", "dummy", "--max-total-tokens", "8192", "--page-size", str(PAGE),
         "--enable-hier-kv", "--hier-kv-host-size", "0.5", "--hier-kv-event-log", str(events),
     ]  # fmt: skip
-    prompt = [(11 * i) % 4000 + 90 for i in range(3000)]
+    prompt = [(11 * i) % 4000 + 90 for i in range(1500)]
     log_path = tmp_path / "server.log"
     with Server(args, model=model, log_path=log_path, stop="kill") as server:
         ask(server, prompt)

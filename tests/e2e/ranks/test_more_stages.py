@@ -3,6 +3,8 @@
 Page stores are late, each by its own chance. What is restored is compared bit for bit with plain
 SGLang's own device hits with the same flags, and so is what is computed where one stage alone has
 lost its pages. SGLang's rank consensus checker is on.
+
+By default latent rows with a remote store, and four stages; the long form has all `WAYS`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ from tests.e2e.models.hybrid_answers import branching_prompts
 from tests.e2e.ranks.untied_model import write_untied_model
 from tests.e2e.remote.test_remote import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.sampled("latent-remote", "four"),
+]
 
 HEADER_BYTES = 4096
 PATIENCE_S = 300.0

@@ -4,6 +4,8 @@ Page stores are late, each by its own chance, and the two stages have other numb
 that the same DRAM holds more pages of one. What is restored is compared bit for bit with plain
 SGLang's own device hits with the same flags. SGLang's rank consensus checker is on: it ends the
 server when ranks decide differently.
+
+By default stages of two ranks each; the long form has stages of one, too.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from tests.e2e.hier_server import NUM_TOKENS, PAGE, ask, by_tier, host_gb, real_
 from tests.e2e.ranks.untied_model import write_untied_model
 from tests.e2e.two_nodes import TwoNodes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.sampled("tp-pp")]
 
 NUM_REQUESTS, HOST_PAGES = {"pp": 40, "tp-pp": 25}, 60
 LENGTHS = (128, 200, 384)

@@ -7,7 +7,6 @@ first and then ended: idle schedulers would take the cores from each other.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,8 +43,6 @@ from tests.e2e.remote.test_remote import eventually
 FIRST_TOKENS, ANSWER_TOKENS = 6 * PAGE + 54, 20
 TURN_TOKENS = 2 * PAGE - ANSWER_TOKENS
 PATIENCE_S = 300.0
-# All kinds of models and ranks of what runs in a sample else.
-MATRIX = os.environ.get("HIER_KV_DISAGGREGATION_MATRIX") == "1"
 SAME = ["--page-size", str(PAGE), "--chunked-prefill-size", "256", "--max-total-tokens", "8192"]
 DECODE = ["--disaggregation-decode-enable-radix-cache"]
 NUM_TURNS = 4

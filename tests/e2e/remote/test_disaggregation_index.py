@@ -2,8 +2,9 @@
 
 SGLang sends the index's rows apart from the latent ones, behind the last part of these. What the
 pair answers is what one server answers that has all on its device, and each byte that the two
-store, the index's rows and a draft layer's among them, is one that this server stores. Two kinds
-run here; `HIER_KV_DISAGGREGATION_MATRIX=1` runs all of them, and what a decode server retracts.
+store, the index's rows and a draft layer's among them, is one that this server stores. By
+default one kind runs that has all of it; the long form has every one, another server behind a kill,
+and what a decode server retracts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from tests.e2e.remote.prefill_decode import (
     ATTENTION,
     DISK_GB,
     FIRST_TOKENS,
-    MATRIX,
     PATIENCE_S,
     RETRACTS,
     TURN_TOKENS,
@@ -51,15 +51,14 @@ from tests.e2e.remote.prefill_decode import (
     running_pair,
     stored,
 )
+from tests.long_form import FACTOR
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_TURNS = 3
 LONE_TOKENS = 5 * PAGE  # of whole pages: the second time its device has all of them
 # A model, whether with its draft layer, and ranks.
-CASES = [("glm", False, 1), ("deepseek", True, 2)]
-if MATRIX:
-    CASES = list(product(["glm", "deepseek"], [False, True], [1, 2]))
+CASES = list(product(["glm", "deepseek"], [False, True], [1, 2]))
 
 
 def set_up(name: str, has_draft: bool, num_ranks: int, folder: Path) -> SetUp:
@@ -69,6 +68,7 @@ def set_up(name: str, has_draft: bool, num_ranks: int, folder: Path) -> SetUp:
     return SetUp(args, write(folder / "model", name), {}).on_ranks(num_ranks)
 
 
+@pytest.mark.sampled("deepseek-True-2")
 @pytest.mark.parametrize(("name", "has_draft", "num_ranks"), CASES)
 def test_index_rows_are_handed_on_and_come_back(
     name: str, has_draft: bool, num_ranks: int, tmp_path: Path
@@ -85,14 +85,14 @@ def test_index_rows_are_handed_on_and_come_back(
     how: dict[str, Any] = {"model": made.model, "disk_gb": DISK_GB}
     how["env"] = {**made.env, ENV_UNNAMED_ROWS: "1"}
     with running_pair(folder, made.args, **how) as pair:
-        converse(pair, turns[:-1] if MATRIX else turns)
+        converse(pair, turns[:-1] if FACTOR else turns)
         check_that_pages_without_all_index_rows_are_left(pair, lone, num_ranks)
         assert tokens_and_logprobs(pair.ask(lone)[1]) == tokens_and_logprobs(answer)
         assert counted(pair.decode, "received_foreign_requests") == [1] * num_ranks
-        if not MATRIX:
+        if not FACTOR:
             check_bytes(pair, folder, tmp_path / "one", are_alike=True)
             check_that_each_page_is_put_by_one_rank(pair, num_ranks)
-    if MATRIX:
+    if FACTOR:
         with running_pair(folder, made.args, **how) as pair:  # after a kill -9 of both
             decoded = check_last_turn(pair, turns[-1])
             assert guesses_of(decoded) == turns[-1].guesses
@@ -124,7 +124,7 @@ def check_that_each_page_is_put_by_one_rank(pair: Pair, num_ranks: int) -> None:
         assert all(counted(server, "remote_left_pages")) == (num_ranks > 1)
 
 
-@pytest.mark.skipif(not MATRIX, reason="what SGLang keeps is looked at in test_index_pool.py")
+@pytest.mark.long  # what SGLang keeps is looked at in test_index_pool.py
 def test_rows_that_a_retraction_brought_back_are_those_of_their_tokens(tmp_path: Path) -> None:
     """SGLang takes index rows aside with the latent ones, and other requests' lie there then.
 

@@ -77,6 +77,7 @@ def _check_that_all_ranks_leave_what_is_foreign_to_one(pair: Pair) -> None:
     assert counted(pair.decode, "saved_pages") == [each + num_pages for each in before[0]]
 
 
+@pytest.mark.sampled("2")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_latent_rows_are_handed_on_and_each_is_stored_once(num_ranks: int, tmp_path: Path) -> None:
     args = WAYS["tp"] if num_ranks > 1 else []

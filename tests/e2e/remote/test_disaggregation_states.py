@@ -4,11 +4,12 @@ SGLang sends the state behind the prompt alone, and none of those that the prefi
 its tree. A decode server keeps those that its own decode comes to. What the pair answers is what
 one server answers that has all on its device; and each byte that the two store, states among them,
 is one that this server stores.
+
+By default one rank hands on; the long form has two, too, and retractions.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,6 @@ KIND = STATE_MODELS["qwen3_next"]
 ARGS = [*ATTENTION, "--dtype", KIND.dtype_name, "--mamba-track-interval", str(PAGE)]
 ARGS += ["--max-running-requests", "6", "--max-mamba-cache-size", "60"]
 ENV = {"SGLANG_MAMBA_CONV_DTYPE": KIND.dtype_name}
-# The long form has two ranks, too, and retractions.
-IS_LONG = "HIER_KV_STATE_HANDOVERS" in os.environ
 LENGTHS = [640, 641, 639, 64, 100]
 
 
@@ -59,13 +58,14 @@ def check_bytes_and_states(pair: Pair, folder: Path) -> None:
         assert num_states(common) >= 3
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2] if IS_LONG else [1])
+@pytest.mark.sampled("1")
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_states_of_answers_are_those_of_one_server(num_ranks: int, tmp_path: Path) -> None:
     made, lone = set_up(tmp_path, num_ranks), list(real_prompts(LENGTHS, seed=9))
     check_hybrid(made, tmp_path, lone, 80, check_bytes_and_states)
 
 
-@pytest.mark.skipif(not IS_LONG, reason="the long form: see CONTRIBUTING.md")
+@pytest.mark.long
 def test_states_behind_a_retraction_are_not_stored(tmp_path: Path) -> None:
     """SGLang takes the state aside, and not what it tracks beside it.
 

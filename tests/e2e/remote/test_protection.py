@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -27,6 +27,7 @@ from tests.e2e.hier_server import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_TOKENS = 700
+Stop = Literal["terminate", "kill"]
 NUM_PAGES = NUM_TOKENS // PAGE
 
 
@@ -36,7 +37,9 @@ def make_key(path: Path) -> Path:
 
 
 @contextmanager
-def server(folder: Path, key: Path, store: Path, disk_gb: float = 0.0) -> Iterator[Server]:
+def server(
+    folder: Path, key: Path, store: Path, disk_gb: float = 0.0, *, stop: Stop = "kill"
+) -> Iterator[Server]:
     folder.mkdir(exist_ok=True)
     args = hier_args(folder, disk_gb=disk_gb)
     if not disk_gb:
@@ -44,7 +47,7 @@ def server(folder: Path, key: Path, store: Path, disk_gb: float = 0.0) -> Iterat
     args += ["--hier-kv-remote-url", f"file://{store}?size=1GB"]
     args += ["--hier-kv-prefetch-timeout-ms", "60000"]
     args += ["--hier-kv-key-file", str(key), "--hier-kv-protect", "encrypt"]
-    with Server(args, log_path=folder / "log", start_timeout_s=300.0) as made:
+    with Server(args, log_path=folder / "log", start_timeout_s=300.0, stop=stop) as made:
         yield connected(made)
 
 
@@ -61,7 +64,7 @@ def test_pages_are_the_deployments_and_nobody_elses(tmp_path: Path) -> None:
     store.mkdir()
     prompt = next(real_prompts([NUM_TOKENS], seed=4))
     found: dict[str, Any] = {}
-    with server(tmp_path / "one", key, store, disk_gb=1.0) as one:
+    with server(tmp_path / "one", key, store, disk_gb=1.0, stop="terminate") as one:
         found["first"] = ask(one, prompt)
         counted = settled(one)
         assert counted["host"]["remote_written_pages"] >= NUM_PAGES

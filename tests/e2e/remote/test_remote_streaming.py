@@ -32,7 +32,7 @@ SLOW_BYTES_PER_S = 0.35e6
 # Computing a conversation takes longer than this on any machine with an MLP as wide as this.
 SLO_MS = 1000
 INTERMEDIATE = 16384
-NUM_SLOW, MOST_FAST = 4, 40
+NUM_SLOW, MOST_FAST = 3, 40
 
 
 class Fetched(NamedTuple):

@@ -4,6 +4,9 @@ Two ranks, and two groups of two. A rank restores what it evicted while the othe
 while it is busy; a rank whose disk hardly moves holds up nobody else's requests; weights that lie
 on other ranks are in every rank's namespace. The tests of a rig are in an order: the last ends its
 server.
+
+By default groups of two ranks restore, wait and agree, and groups of one are busy and get other
+weights; the long form has all of it for both.
 """
 
 from __future__ import annotations
@@ -178,6 +181,7 @@ def busy(rig: Rig, rank: int) -> Iterator[None]:
         one.result()
 
 
+@pytest.mark.sampled("two-by-two")
 def test_what_is_restored_beside_an_idle_rank_answers_as_a_device_hit(rig: Rig) -> None:
     rank = rig.looked_at
     expected = [on_device(rig, rank, prompt) for prompt in PROMPTS]
@@ -192,6 +196,7 @@ def test_what_is_restored_beside_an_idle_rank_answers_as_a_device_hit(rig: Rig) 
             assert tokens_and_logprobs(answer) == tokens_and_logprobs(wanted)
 
 
+@pytest.mark.sampled("two-ranks")
 def test_what_is_restored_beside_a_busy_rank_answers_as_a_device_hit(rig: Rig) -> None:
     """Rows of another rank are in the same matrix products, so it is compared up to rounding."""
     rank = rig.looked_at
@@ -210,6 +215,7 @@ def hit_on(rig: Rig, rank: int, prompt: list[int]) -> Answer:
     return request(rig.server, prompt, routed_dp_rank=rank)[0]
 
 
+@pytest.mark.sampled("two-by-two")
 def test_a_rank_that_waits_for_its_disk_holds_up_no_other(rig: Rig) -> None:
     expected = [on_device(rig, 0, prompt) for prompt in PROMPTS]
     rig.store_away(0)
@@ -268,6 +274,7 @@ def update(server: Server, model: Path) -> None:
     assert server.post("/update_weights_from_disk", body)["success"]
 
 
+@pytest.mark.sampled("two-ranks")
 def test_no_rank_reuses_what_it_computed_with_other_weights(
     rig: Rig, model: Path, others: dict[str, tuple[Path, list[Answer]]]
 ) -> None:
@@ -289,6 +296,7 @@ def test_no_rank_reuses_what_it_computed_with_other_weights(
         assert distance(found, one) < ROUNDING
 
 
+@pytest.mark.sampled("two-ranks")
 def test_weights_that_change_under_a_busy_rank(
     rig: Rig, model: Path, others: dict[str, tuple[Path, list[Answer]]]
 ) -> None:
@@ -310,6 +318,7 @@ def test_weights_that_change_under_a_busy_rank(
     update(rig.server, model)
 
 
+@pytest.mark.sampled("two-by-two")
 def test_each_rank_has_a_store_of_its_own_and_tells_of_it(rig: Rig) -> None:
     for rank in RANKS:
         on_device(rig, rank, PROMPTS[0])

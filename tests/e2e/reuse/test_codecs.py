@@ -4,6 +4,8 @@ Chats go through a server whose DRAM holds a part of them, so their history come
 pages. With a lossless codec every answer is bit-equal to that of plain SGLang. With a lossy one
 the server's own log-probabilities, over prefixes that lie coded on disk, are compared with exact
 ones; the same comparison is made with the codec alone (`sglang_ext.codec.calibration.hf_capture`).
+
+By default one codec that loses and one that does not; the long form has all.
 """
 
 from __future__ import annotations
@@ -134,6 +136,7 @@ def codec_args(folder: Path, codec: str, host_pages: int) -> list[str]:
     return [*hier_args(folder, host_pages=host_pages), *POOL, *WAIT, "--hier-kv-codec", codec]
 
 
+@pytest.mark.sampled("lossless")
 @pytest.mark.parametrize("codec", LOSSLESS)
 def test_lossless_codecs_answer_bit_for_bit_as_plain(
     codec: str, plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -212,6 +215,7 @@ def exact(model: CausalLm) -> list[Exact]:
     return found
 
 
+@pytest.mark.sampled("hier")
 @pytest.mark.parametrize("codec", LOSSY)
 def test_quality_through_the_server_is_the_codecs_own(
     codec: str,

@@ -24,14 +24,14 @@ POOL_TOKENS = 4096
 def test_what_comes_back_is_not_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.setenv(name, "127.0.0.1,localhost")  # the frontend would ask a proxy
-    material = make_material(num_chats=10, num_turns=3, num_documents=4, num_questions=3)
+    material = make_material(num_chats=8, num_turns=3, num_documents=3, num_questions=3)
     tokens = material.distinct_tokens(load_tokenizer())
     args = [*hier_args(tmp_path, host_pages=tokens // PAGE // 2, policy="cost")]
     args += ["--page-size", str(PAGE), "--max-total-tokens", str(POOL_TOKENS)]
     args += ["--attention-backend", "cpu_extend"]
     with Server(args, log_path=tmp_path / "server.log", stop="kill") as server:
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.setenv(name, "127.0.0.1,localhost")  # the frontend would ask a proxy
         served = drive(server.url, material, lambda done: None)
     assert len(served) == material.num_requests
     reusable = sum(one.reusable for one in served)

@@ -26,7 +26,7 @@ from tests.e2e.hier_server import PAGE, events, hier_args, send_to, settled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-NUM_CHATS, NUM_DOCUMENTS = 20, 5
+NUM_CHATS, NUM_DOCUMENTS = 12, 3
 IN_FLIGHT = 5
 # A line of the log is written after the lock that guards its fact was given back.
 LOG_SLACK_S = 0.5

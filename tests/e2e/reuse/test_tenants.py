@@ -2,12 +2,11 @@
 
 On one server A sends first, in every way in which KV can be shared; B sends the same there and to a
 server of its own, with the same flags. B's log-probabilities are compared bit for bit, one request
-running at a time. `HIER_KV_TENANT_ROUNDS` sets the number of rounds.
+running at a time. The long form has more rounds.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -20,11 +19,12 @@ from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.workload import load_texts, load_tokenizer
 from tests.e2e.hier_server import connected, hier_args, settled, state, tokens_and_logprobs
+from tests.long_form import count
 
 pytestmark = pytest.mark.e2e
 
 PAGE, CONTEXT, NEW_TOKENS = 16, 512, 4
-ROUNDS = int(os.environ.get("HIER_KV_TENANT_ROUNDS", "20"))
+ROUNDS = count(10, 200)
 HOST_PAGES = 64  # of 64 tokens
 CODECS = "host=lossless,disk=lossless,remote=lossless"
 # Prompts of somebody else, who pushes all that was sent before out of DRAM.
@@ -151,7 +151,7 @@ ANY_TENANTS: Sequence[Callable[[int], Steps]] = (quote, twin)
 OTHER_TENANTS = (*ANY_TENANTS, cut_alike, fork, session, streaming, batch)
 
 
-TIERS = ("", "", "remote", "disk")
+TIERS = ("disk", "remote", "", "")
 
 
 class Round(NamedTuple):
@@ -183,7 +183,8 @@ def rounds(seed: int = 0) -> list[Round]:
         way = ways[(number if number % 4 else number // 4) % len(ways)]
         keys = {"A": a.of_round(number), "B": b.of_round(number)}
         steps = way(1000 * seed + 10 * number)
-        out.append(Round(number, way.__name__, keys, steps, rng.choice(TIERS)))
+        tier = TIERS[(number + number // 4) % len(TIERS)]
+        out.append(Round(number, way.__name__, keys, steps, tier))
     return out
 
 

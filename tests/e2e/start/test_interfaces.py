@@ -1,4 +1,8 @@
-"""The plugin's ways in and out: flags, YAML, Engine, `sglang serve`, endpoints, metrics."""
+"""The plugin's ways in and out: flags, YAML, Engine, `sglang serve`, endpoints, metrics.
+
+By default the last of three servers over one folder is started as ever; in the long form by
+`sglang serve`, which is 20 s of a core more.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,7 @@ from tests.e2e.hier_server import (
     state,
     tokens_and_logprobs,
 )
+from tests.long_form import FACTOR
 
 pytestmark = pytest.mark.e2e
 
@@ -154,14 +159,15 @@ def second_server(folder: Path, life: Life) -> None:
 
 
 def third_server(folder: Path, life: Life, patch: pytest.MonkeyPatch) -> None:
-    """Started by `sglang serve`; must find nothing of what was cleared."""
+    """Must find nothing of what was cleared; started by `sglang serve` in the long form."""
 
     def serve(given: list[str]) -> list[str]:
         command = [str(Path(sys.executable).with_name("sglang")), "serve"]
         return [*command, *launch.arguments(given)]
 
-    patch.setattr(launch, "command", serve)
-    patch.delenv(FORK_SERVERS, raising=False)  # a forked server runs no command
+    if FACTOR:
+        patch.setattr(launch, "command", serve)
+        patch.delenv(FORK_SERVERS, raising=False)  # a forked server runs no command
     args = [*hier_args(folder, host_pages=200), "--max-total-tokens", "16384"]
     with Server(args, log_path=folder / "third.log", stop="kill") as server:
         life.served_command = psutil.Process(server.pid).cmdline()
@@ -299,6 +305,7 @@ def test_clear_empties_dram_and_disk_for_good(life: Life) -> None:
     assert life.after_clear_and_restart == [0] * len(life.prompts)
 
 
+@pytest.mark.long
 def test_sglang_serve_takes_the_flags(life: Life) -> None:
     command = " ".join(life.served_command)
     assert "sglang serve" in command

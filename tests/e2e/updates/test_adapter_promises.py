@@ -4,13 +4,12 @@ Another adapter is loaded or unloaded beside them, or theirs is replaced by one 
 at the same name and path, which SGLang gives the same id. What is answered is the weights' own that
 the request began with, and what is stored is what the weights compute that it is asked for with.
 
-A sample runs here; `HIER_KV_UPDATE_MATRIX=1` runs every way, state, pause mode and flush.
+By default a sample runs, on one rank; the long form has every way, state, pause mode and flush.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,6 +40,7 @@ from tests.e2e.updates.weight_ways import (
     load_adapter_tensors,
     unload_adapter,
 )
+from tests.long_form import either
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -91,16 +91,15 @@ SAMPLE = [
     Case("replace", "held", "in_place", False),
     Case("other-from-tensors", "running", "retract", True),
 ]
-MATRIX = os.environ.get("HIER_KV_UPDATE_MATRIX") == "1"
 
 
 def cases() -> list[Case]:
     """The matrix, or a sample of it."""
     everything = itertools.starmap(Case, itertools.product(CHANGES, BEGIN, MODES, (False, True)))
-    return list(everything) if MATRIX else SAMPLE
+    return either(SAMPLE, list(everything))
 
 
-@pytest.fixture(scope="module", params=[1, 2] if MATRIX else [1], ids=name_of)
+@pytest.fixture(scope="module", params=either([1], [1, 2]), ids=name_of)
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = tmp_path_factory.mktemp("adapters")
     models = {

@@ -2,6 +2,8 @@
 
 As `test_weight_traffic.py`, whose traffic and checks these are: pages hold rows of the model and of
 its draft layer, both of which an update changes.
+
+By default one with both; the long form has each alone, the draft on two ranks.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ def answers_of(
     return found
 
 
+@pytest.mark.sampled("index and draft")
 @pytest.mark.parametrize("case", CASES)
 def test_updates_under_traffic(case: str, tmp_path: Path) -> None:
     kind, has_draft, num_ranks = CASES[case]

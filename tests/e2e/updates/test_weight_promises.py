@@ -4,14 +4,13 @@ A request is held while its pages crawl from a slow disk, or is in another state
 paused, the weights are replaced, with a flush or without, and generation goes on. What is answered
 and what is stored afterwards must be the new weights' own.
 
-Here runs what found the fault, with one rank and with two, and a sample of the rest;
-`HIER_KV_UPDATE_MATRIX=1` runs every way, state, pause mode and flush.
+By default what found the fault runs, with one rank and with two, and a sample of the rest; the long
+form has every way, state, pause mode and flush.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from tests.e2e.updates.weight_states import (
     speed_file,
 )
 from tests.e2e.updates.weight_ways import IPC_ENVIRONMENT, WAYS
+from tests.long_form import FACTOR
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -50,7 +50,7 @@ SAMPLE = [
 
 def cases() -> list[Case]:
     """The matrix, or a sample of it."""
-    if os.environ.get("HIER_KV_UPDATE_MATRIX") != "1":
+    if not FACTOR:
         return SAMPLE
     everything = itertools.starmap(Case, itertools.product(WAYS, STATES, MODES, (False, True)))
     # SGLang asserts that nothing runs when memory is released.

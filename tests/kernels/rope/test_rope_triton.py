@@ -1,4 +1,7 @@
-"""The Triton rope kernels: under the interpreter, compiled for GPUs, and on one if there is one."""
+"""The Triton rope kernels: under the interpreter, compiled for GPUs, and on one if there is one.
+
+By default they are compiled for one generation of GPUs; the long form has three.
+"""
 
 from __future__ import annotations
 

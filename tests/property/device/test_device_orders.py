@@ -1,6 +1,6 @@
 """Loads and saves on a simulated device: in no order that it runs them do two accesses race.
 
-`HIER_KV_DEVICE_STEPS=100000` makes it as many steps, of each kind of model. Hybrids are in
+The long form makes it 100,000 steps, of each kind of model. Hybrids are in
 `test_device_hybrids.py`.
 """
 

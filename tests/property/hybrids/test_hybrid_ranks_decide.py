@@ -1,9 +1,11 @@
-"""Several ranks of a hybrid decide alike, and go on from one place that all of them have."""
+"""Several ranks of a hybrid decide alike, and go on from one place that all of them have.
+
+By default worlds are short, and what is rarely seen of them is left to the long form.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from sglang_ext.ranks.consensus import AgreedRequest, RankDivergenceError
 from sglang_ext.ranks.resume_promises import ResumeBook
+from tests.long_form import count
 from tests.property.worlds.hybrid_ranks import (
     RemoteStateRank,
     RemoteWindowRank,
@@ -20,8 +23,8 @@ from tests.property.worlds.hybrid_ranks import (
 )
 from tests.property.worlds.rank_of_many import run_until_found, run_worlds
 
-LOADS = int(os.environ.get("HIER_KV_HYBRID_RANK_LOADS", "4"))  # in each world
-SEEDS = int(os.environ.get("HIER_KV_HYBRID_RANK_SEEDS", "1"))
+LOADS = count(2, 40)  # in each world
+SEEDS = count(1, 3)
 
 WINDOWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "other sizes": ({"window": 6}, [{"host_pages": 48}, {"host_pages": 28}]),
@@ -75,6 +78,17 @@ def run_alike(
     return ranks
 
 
+@pytest.mark.sampled(
+    "WindowRank-other sizes-*",
+    "WindowRank-all is waited for-*",
+    "WindowRank-two shapes-*",
+    "RemoteWindowRank-stores that swap parts-*",
+    "RemoteWindowRank-stores that do not answer-*",
+    "StateRank-*",
+    "RemoteStateRank-stores that swap parts-*",
+    "RemoteStateRank-bodies that are bad-*",
+    "RemoteWindowRank-bodies that are bad-*",
+)
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize(("kind", "name", "options", "own"), CASES)
 def test_ranks_decide_alike(
@@ -118,6 +132,7 @@ def _by_its_own_time(book: Any, handle: Any, promise: Any, agreed: AgreedRequest
 _settle_one = ResumeBook._settle_one
 
 
+@pytest.mark.sampled("_by_its_own_place", "_by_its_own_time")
 @pytest.mark.parametrize("mistaken", [_by_its_own_part, _by_its_own_place, _by_its_own_time])
 def test_a_rank_that_goes_by_its_own_store_is_found_out(
     mistaken: Any,

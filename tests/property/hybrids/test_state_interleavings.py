@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from functools import partial
@@ -23,11 +22,12 @@ from tests.property.worlds.window_world import PAGE, Request
 from tests.tiers.protection_cases import protected_store
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # isort: skip
+from tests.long_form import count
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
-ROUNDS = int(os.environ.get("HIER_KV_STATE_ROUNDS", "2"))  # of 400 steps, in each world
-SEEDS = int(os.environ.get("HIER_KV_STATE_SEEDS", "1"))
+ROUNDS = count(1, 20)  # of 400 steps, in each world
+SEEDS = count(1, 3)
 Make = Callable[..., StateWorld]
 
 WORLDS: dict[str, dict[str, Any]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ import torch
 from sglang_ext.device.transfers import Place
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
 from sglang_ext.tiers.remote.breaker import BreakerConfig
+from tests.long_form import count
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.hostile_engine import HostileEngine
 from tests.property.worlds.window_world import PAGE, WindowWorld
@@ -22,8 +22,8 @@ from tests.tiers.protection_cases import protected_store
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
-ROUNDS = int(os.environ.get("HIER_KV_WINDOW_ROUNDS", "2"))  # of 400 steps, in each world
-SEEDS = int(os.environ.get("HIER_KV_WINDOW_SEEDS", "1"))
+ROUNDS = count(1, 20)  # of 400 steps, in each world
+SEEDS = count(1, 3)
 Make = Callable[..., WindowWorld]
 
 WORLDS: dict[str, dict[str, Any]] = {

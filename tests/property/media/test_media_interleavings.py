@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.long_form import count
 from tests.property.media.media_world import MediaWorld
 from tests.property.worlds.coverage import run_until_counted
 
@@ -40,7 +41,7 @@ class WithoutAxes(MediaWorld):
     has_axes = False
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(count(2, 20)))
 def test_no_request_attends_to_another_image(make: Make, seed: int) -> None:
     kind = MediaWorld if seed < 4 else WithoutAxes
     world = make(seed, kind=kind, policy=("write_through", "write_back")[seed % 2])

@@ -7,7 +7,6 @@ late by its own chance and loses pages; what a row says of itself is checked as 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from sglang_ext.identity.media import Media, Naming, images_of
 from sglang_ext.ranks.consensus import RankDivergenceError
+from tests.long_form import count
 from tests.property.media.media_world import MediaWorld
 from tests.property.media.state_media_world import StateMediaWorld
 from tests.property.worlds.hybrid_ranks import StateRank
@@ -25,7 +25,7 @@ from tests.property.worlds.world_ranks import WorldRank
 
 NUM_LOADS = 12
 MOST_KEPT = 8
-SEEDS = int(os.environ.get("HIER_KV_MEDIA_RANK_SEEDS", "1"))
+SEEDS = count(1, 10)
 CASES = {
     "two": [{"host_pages": 24}, {"host_pages": 16}],
     "three": [{}, {"host_pages": 18}, {"host_pages": 36}],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.identity.media import images_of
+from tests.long_form import count
 from tests.property.media.media_world import image_item
 from tests.property.media.state_media_world import StateMediaRequest, StateMediaWorld
 from tests.property.worlds.coverage import run_until_counted
@@ -18,7 +18,7 @@ from tests.property.worlds.window_world import PAGE
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
-SEEDS = int(os.environ.get("HIER_KV_MEDIA_STATE_SEEDS", "3"))
+SEEDS = count(1, 10)
 ROUNDS = 8
 TEXT = [100 + at for at in range(6 * PAGE + 1)]
 SPAN = (5, 16)  # begins and ends within pages

@@ -8,7 +8,6 @@ as soon as their pins are gone.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from testkit.simulated_device import (  # noqa: E402
     SimulatedDevice,
 )
 from testkit.simulated_kernels import SimulatedKernels, pool_cell  # noqa: E402
+from tests.long_form import count  # noqa: E402
 from tests.property.worlds.device_parts import (  # noqa: E402
     CONTENTS,
     DIM,
@@ -54,7 +54,7 @@ from tests.property.worlds.device_parts import (  # noqa: E402
 )
 
 RING_PAGES = 3  # pages of a layer that a buffer of the ring holds
-STEPS = int(os.environ.get("HIER_KV_DEVICE_STEPS", "1500"))  # in all worlds of a kind together
+STEPS = count(900, 100000)  # in all worlds of a kind together
 STEPS_A_WORLD = 150
 # What worlds of any kind must have done, several times each.
 MUST_HAPPEN = (

@@ -39,7 +39,7 @@ QUIET = Progress(io.StringIO())
 def chat_job() -> Job:
     return Job(
         "chat",
-        partial(chat, LLAMA_13B, 60, 20.0),
+        partial(chat, LLAMA_13B, 30, 20.0),
         chat_system(LLAMA_13B, 8, 20),
         (*POLICIES, "recompute"),
     )
@@ -58,7 +58,7 @@ def test_a_small_chat_fulfils_the_laws_and_orders_the_policies(
     assert 0 < rates["lru"] <= rates["waiting"] <= rates["belady"] <= 1
     assert 0 < rates["lookahead"] <= rates["belady"]
     assert set(rates) == set(POLICIES)
-    source = sharegpt_like(4, count=60)
+    source = sharegpt_like(4, count=30)
     assert chat_result.figures["lru"]["num_turns"] == source.num_turns.sum()
 
 
@@ -181,7 +181,7 @@ def test_the_papers_read_buffer_is_met() -> None:
 def trace_slice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trace") / "slice.jsonl"
     with lzma.open(BUNDLED, "rt") as file:
-        path.write_text("".join(next(file) for _ in range(60)))
+        path.write_text("".join(next(file) for _ in range(30)))
     return path
 
 
@@ -197,7 +197,7 @@ def test_a_trace_of_ones_own_reports_the_same_keys(
         assert 0 <= report.results[policy]["hit_rate"] <= 1
     assert report.results["decisions_per_s"] > 0
     assert set(report.results["by_load"]) == {"own times", "load 0.7", "load 3"}
-    assert report.n["own times"] == 60
+    assert report.n["own times"] == 30
     loads = report.results["by_load"]
     assert loads["load 3"]["offered_load"] == pytest.approx(3.0)
     assert loads["load 0.7"]["offered_load"] == pytest.approx(0.7)

@@ -32,7 +32,7 @@ def test_room_is_kept_where_pages_are_saved_late(order: str) -> None:
 
 
 def test_what_is_reusable_is_the_same_for_the_run_and_the_replays_of_its_order() -> None:
-    sizes = replace(QUICK, agents=12, documents=2, shares=(0.2,))
+    sizes = replace(QUICK, agents=5, documents=2, shares=(0.2,))
     job = next(each for each in session_jobs(sizes) if each.name == "agents 3 0.2")
 
     figures = simulate(replace(job, policies=("lookahead", *ORDERS))).figures

@@ -85,6 +85,7 @@ def test_a_prompt_of_more_than_half_of_dram_is_loaded_as_a_whole(*, lookahead: b
     assert done.hits == 400
 
 
+@pytest.mark.sampled("250-150-900")
 @pytest.mark.parametrize(
     ("num_requests", "host_pages", "disk_pages"), [(250, 150, 900), (500, 300, 3000)]
 )
@@ -224,7 +225,7 @@ def test_simulator_and_server_decide_by_the_same_functions(
 
 def test_right_hints_give_more_hits_and_wrong_ones_no_fewer() -> None:
     """80 chats of six pages, most of which seldom come; a request has a last page of its own."""
-    chats = (np.random.default_rng(5).zipf(1.2, 600) % 80).tolist()
+    chats = (np.random.default_rng(5).zipf(1.2, 300) % 80).tolist()
     paths = [
         np.append(np.arange(6 * chat, 6 * chat + 6), 1000 + number)
         for number, chat in enumerate(chats)

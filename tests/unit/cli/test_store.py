@@ -1,4 +1,7 @@
-"""`hier-kv inspect`, `verify` and `prune` of real stores that a real server's store filled."""
+"""`hier-kv inspect`, `verify` and `prune` of real stores that a real server's store filled.
+
+By default a cluster is asked about namespaces and some records; the long form has all questions.
+"""
 
 from __future__ import annotations
 
@@ -108,6 +111,7 @@ def test_records_are_counted_by_namespace_and_kind(url: str, capsys: Capture) ->
     assert "?" not in out.splitlines()[0], "options are not shown"
 
 
+@pytest.mark.sampled("plain-redis", "*-file", "tag-cluster")
 @STORES
 @pytest.mark.parametrize("mode", ["plain", "tag"])
 def test_sound_records_are_sound(url: str, tmp_path: Path, capsys: Capture, mode: str) -> None:
@@ -129,6 +133,7 @@ def with_key(folder: Path, key: bytes) -> list[object]:
     return ["--key-file", path]
 
 
+@pytest.mark.sampled("redis", "file")
 @STORES
 def test_encrypted_records_are_not_judged(url: str, tmp_path: Path, capsys: Capture) -> None:
     put(url, "encrypt")
@@ -140,6 +145,7 @@ def test_encrypted_records_are_not_judged(url: str, tmp_path: Path, capsys: Capt
     assert facts["pages"] == 0
 
 
+@pytest.mark.sampled("redis", "file", "cluster")
 @STORES
 def test_a_namespace_goes_and_all_others_stay(url: str, capsys: Capture) -> None:
     put(url)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 
 import numpy as np
@@ -11,8 +10,9 @@ import pytest
 
 from sglang_ext.device.layout import LayerGroups, PageLayout
 from sglang_ext.device.windows.layers import group_hashes, resume_length
+from tests.long_form import count
 
-NUM_CASES = int(os.environ.get("HIER_KV_WINDOW_CASES", "2000"))
+NUM_CASES = count(1000, 10000)
 _RNG = random.Random(11)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +20,9 @@ from sglang_ext.seam.hybrids.state_pages import StatePages  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
+from tests.long_form import count  # noqa: E402
 
-CASES = int(os.environ.get("HIER_KV_STATE_CASES", "1000"))
+CASES = count(500, 10000)
 LAYOUT = PageLayout(4, (64, 64), (64, 64), 2)
 
 

@@ -1,6 +1,6 @@
 """Whatever is given, the start goes on or ends with one sentence: no other exception, no wait.
 
-`HIER_KV_FLAG_FUZZ_CASES` makes it longer; a failure names its seed.
+The long form has more; a failure names its seed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from sglang_ext.assembly.preflight import check_machine
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers import memory
+from tests.long_form import count
 
-NUM_CASES = int(os.environ.get("HIER_KV_FLAG_FUZZ_CASES", "3000"))
+NUM_CASES = count(1500, 30000)
 SENTENCE_CHARS = 700  # with a path of the test's own in it
 SECRET = "hunter2"
 

@@ -1,0 +1,102 @@
+"""What a default run leaves out: nothing that the documents name as proof is left out whole."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import long_form
+
+ROOT = Path(__file__).parents[2]
+NAMED_IN = ("docs/compatibility.md", "sglang_ext/settings/model_kinds.py")
+
+SAMPLED = """
+import pytest
+from tests.long_form import count
+
+@pytest.mark.sampled({pattern!r})
+@pytest.mark.parametrize("number", [1, 22, 23])
+def test_sampled(number):
+    print("number", number)
+
+@pytest.mark.long
+def test_long():
+    print("rounds", count(2, 40))
+"""
+
+
+def named_files() -> list[str]:
+    texts = [(ROOT / name).read_text() for name in NAMED_IN]
+    return sorted({path for text in texts for path in re.findall(r"tests/[\w/]+\.py", text)})
+
+
+def is_long(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(mark) == "pytest.mark.long" for mark in function.decorator_list)
+
+
+@pytest.mark.parametrize("path", named_files())
+def test_a_default_run_keeps_some_of_what_is_named_as_proof(path: str) -> None:
+    """Of a test with the mark `sampled` it keeps a case, or ends with an error."""
+    tree = ast.parse((ROOT / path).read_text())
+    tests = [
+        each
+        for each in ast.walk(tree)
+        if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")
+    ]
+    is_state_machine = "RuleBasedStateMachine" in ast.dump(tree)
+    assert is_state_machine or any(not is_long(test) for test in tests)
+
+
+def run(
+    folder: Path, pattern: str, *args: str, switch: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """A run of `SAMPLED` with this repository's conftest."""
+    path = ROOT / "tests" / "conftest.py"
+    (folder / "conftest.py").write_text(path.read_text())
+    (folder / "test_it.py").write_text(SAMPLED.format(pattern=pattern))
+    options = ["-q", "-s", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", str(folder)]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *args, str(folder / "test_it.py")],
+        cwd=folder,
+        env={**os.environ, "HIER_KV_LONG": switch, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "switch", "numbers", "rounds"),
+    [
+        ((), "", ["22", "23"], []),
+        ((), "0", ["22", "23"], []),
+        (("--long",), "", ["1", "22", "23"], ["40"]),
+        ((), "10", ["1", "22", "23"], ["400"]),
+    ],
+)
+def test_the_switch_decides(
+    args: tuple[str, ...], switch: str, numbers: list[str], rounds: list[str], tmp_path: Path
+) -> None:
+    done = run(tmp_path, "2*", *args, switch=switch)
+    assert not done.returncode, done.stdout + done.stderr
+    assert re.findall(r"number (\d+)", done.stdout) == numbers
+    assert re.findall(r"rounds (\d+)", done.stdout) == rounds
+
+
+def test_a_sample_of_nothing_is_an_error(tmp_path: Path) -> None:
+    done = run(tmp_path, "3*")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "expected a case '3*' among ['1', '22', '23']" in done.stderr + done.stdout
+
+
+def test_a_default_run_takes_the_short_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_form, "FACTOR", 0)
+    assert (long_form.count(2, 40), long_form.either("a", "b")) == (2, "a")
+    monkeypatch.setattr(long_form, "FACTOR", 3)
+    assert (long_form.count(2, 40), long_form.either("a", "b")) == (120, "b")
