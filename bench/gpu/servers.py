@@ -131,7 +131,7 @@ def measure(device: str, traffic: Traffic, progress: Progress) -> dict[Side, See
             with _server(device, side, model, traffic, progress) as server:
                 seen[side] = _Asker(server, side, traffic, progress).run()
                 seen[side].startup_s = server.startup_s
-    _compare(seen, traffic)
+    compare(seen)
     return seen
 
 
@@ -313,7 +313,12 @@ def _by_tier(meta: dict[str, Any]) -> dict[str, int]:
     return {"device": int(meta["cached_tokens"]) - host, "host": host}
 
 
-def _compare(seen: dict[Side, Seen], traffic: Traffic) -> None:
+def compare(seen: dict[Side, Seen]) -> None:
+    """Notes how many answers are the plain server's.
+
+    Raises:
+        CaseFailedError: one of the plugin is another.
+    """
     plain = seen["plain"].answers
     for side, each in seen.items():
         other = [key for key, tokens in each.answers.items() if plain[key] != tokens]

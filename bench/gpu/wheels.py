@@ -14,13 +14,9 @@ from importlib import metadata
 from pathlib import Path
 
 PYTHON = "3.12"
-# Of SGLang's distribution: servers in Rust, models that make images, its tests, its tree in Rust.
-_CUT = (
-    "sglang/srt/rust_extensions/_",
-    "sglang/multimodal_gen/",
-    "sglang/test/",
-    "sglang/srt/mem_cache/rust_tree_core/mem_cache.",
-)
+# Of SGLang's distribution: models that make images, its tests; servers and a tree in Rust.
+_CUT_FOLDERS = ("sglang/multimodal_gen/", "sglang/test/")
+_CUT_LIBRARIES = ("sglang/srt/rust_extensions/", "sglang/srt/mem_cache/rust_tree_core/")
 _PLATFORMS = (
     *("1_x86_64", "2010_x86_64", "2014_x86_64"),
     *(f"_2_{minor}_x86_64" for minor in (5, 12, 17, 24, 26, 27, 28, 31, 34)),
@@ -73,11 +69,13 @@ def collect(folder: Path, tree: Path) -> None:
 
 
 def cut(wheel: Path) -> None:
-    """Takes out of SGLang's wheel what `_CUT` names, and packs the rest as tightly as can be."""
+    """Takes out of SGLang's wheel what is named above, and packs the rest as tightly as can be."""
     whole = wheel.with_suffix(".whole")
     wheel.rename(whole)
     with zipfile.ZipFile(whole) as old, zipfile.ZipFile(wheel, "w") as new:
         for entry in old.infolist():
-            if not entry.filename.startswith(_CUT):
+            name = entry.filename
+            is_library = name.startswith(_CUT_LIBRARIES) and name.endswith(".so")
+            if not name.startswith(_CUT_FOLDERS) and not is_library:
                 new.writestr(entry, old.read(entry), zipfile.ZIP_DEFLATED, 9)
     whole.unlink()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,12 @@ import torch
 
 from bench.core.case import ALLOW_DIRTY, CaseFailedError, Options
 from bench.core.output import Progress
-from bench.gpu import kit
-from bench.gpu.case import SELFTEST, run
+from bench.gpu import kit, kit_run, wheels
+from bench.gpu.case import SELFTEST, device_or_none, measure_copies
+from bench.gpu.case import run as run_case
 from bench.gpu.engine import TINY, Engine
 from bench.gpu.kernels import check_kernels
+from bench.gpu.servers import STUBS
 
 # A machine with a device need not have SGLang.
 _WITHOUT_SGLANG = (
@@ -31,13 +35,15 @@ def test_without_a_device_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv(SELFTEST, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(CaseFailedError, match="needs a CUDA device, and torch sees none"):
-        run(options())
+        run_case(options())
 
 
 def test_the_same_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SELFTEST, "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    report = run(options())
+    device = device_or_none()
+    assert device is not None
+    report = measure_copies(options(), device)
     assert report.results["device"] == "cpu, self-test"
     assert report.results["load_of_link"] > 0
     assert report.results["save_gb_s"] > 0
@@ -66,9 +72,56 @@ def test_kernels_at_odd_shapes() -> None:
     assert check_kernels(torch.device("cpu")) == 36
 
 
+def test_sglangs_wheel_without_what_a_dense_model_does_not_need(tmp_path: Path) -> None:
+    kept = ["sglang/srt/utils.py", "sglang/srt/rust_extensions/__init__.py", "sglang-1/RECORD"]
+    wheel = tmp_path / "sglang-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as whole:
+        for name in (*kept, "sglang/srt/rust_extensions/_server.so", "sglang/test/big.py"):
+            whole.writestr(name, name * 100)
+    wheels.cut(wheel)
+    with zipfile.ZipFile(wheel) as left:
+        assert left.namelist() == kept
+        assert left.read(kept[0]).decode() == kept[0] * 100
+    assert sorted(path.name for path in tmp_path.iterdir()) == [wheel.name]
+
+
+def test_stand_ins_do_not_hide_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    real = {name: importlib.util.find_spec(name) is not None for name in ("IPython", "sgl_kernel")}
+    kit_run.put_stand_ins(tmp_path)
+    assert {name: not (tmp_path / name).exists() for name in real} == real
+
+
+def test_stand_ins_compute_what_the_kernels_do() -> None:
+    spec = importlib.util.spec_from_file_location("stand_in", STUBS / "sgl_kernel" / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    kernels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernels)
+    x, residual, weight = (torch.randn(shape).bfloat16() for shape in ((5, 64), (5, 64), (64,)))
+    total = (x.float() + residual.float()).bfloat16()
+    for fused, plain, by in (
+        (kernels.fused_add_rmsnorm, kernels.rmsnorm, weight.float()),
+        (kernels.gemma_fused_add_rmsnorm, kernels.gemma_rmsnorm, weight.float() + 1),
+    ):
+        want = torch.nn.functional.rms_norm(x.float(), (64,), by, 1e-5).bfloat16()
+        assert torch.equal(plain(x, weight, 1e-5), want)
+        added, kept = x.clone(), residual.clone()
+        fused(added, kept, weight, 1e-5)
+        assert torch.equal(kept, total)
+        summed = torch.nn.functional.rms_norm(x.float() + residual.float(), (64,), by, 1e-5)
+        assert torch.equal(added, summed.bfloat16())
+    out = torch.empty((5, 32), dtype=torch.bfloat16)
+    want = torch.nn.functional.silu(x[:, :32].float()) * x[:, 32:].float()
+    assert kernels.silu_and_mul(x, out) is out
+    assert torch.equal(out, want.bfloat16())
+    with pytest.raises(NotImplementedError, match="moe_sum is not in the kit"):
+        kernels.moe_sum(x)
+
+
 def test_the_kit_runs_without_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOW_DIRTY, "1")
-    assert kit.pack(tmp_path / "kit.tar.gz") < kit.MOST_BYTES
+    assert kit.pack(tmp_path / "kit.tar.gz", with_wheels=False) < kit.MOST_BYTES
     with tarfile.open(tmp_path / "kit.tar.gz") as packed:
         packed.extractall(tmp_path, filter="tar")
     here = tmp_path / "gpu-kit"
