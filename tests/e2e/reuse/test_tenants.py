@@ -24,7 +24,7 @@ from tests.long_form import count
 pytestmark = pytest.mark.e2e
 
 PAGE, CONTEXT, NEW_TOKENS = 16, 512, 4
-ROUNDS = count(10, 200)
+ROUNDS = count(12, 200)  # each way is among them
 HOST_PAGES = 64  # of 64 tokens
 CODECS = "host=lossless,disk=lossless,remote=lossless"
 # Prompts of somebody else, who pushes all that was sent before out of DRAM.
@@ -151,7 +151,7 @@ ANY_TENANTS: Sequence[Callable[[int], Steps]] = (quote, twin)
 OTHER_TENANTS = (*ANY_TENANTS, cut_alike, fork, session, streaming, batch)
 
 
-TIERS = ("disk", "remote", "", "")
+TIERS = ("remote", "disk", "", "")
 
 
 class Round(NamedTuple):
