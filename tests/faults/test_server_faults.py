@@ -1,4 +1,8 @@
-"""The running server under kill -9, damaged records, failing and hanging disks, and aborts."""
+"""The running server under kill -9, damaged records, failing and hanging disks, and aborts.
+
+By default without the faults at random, which `tests/faults/test_storm.py` has without a server;
+the long form has them.
+"""
 
 from __future__ import annotations
 
@@ -101,6 +105,7 @@ def test_a_disk_that_hangs_drops_saves_and_holds_nobody_up(
     assert_harmless(faults.tallies)
 
 
+@pytest.mark.long
 def test_a_disk_that_fails_at_random(faults: RunningFaults, prompts: Prompts) -> None:
     faults.random_faults(prompts.random, wanted=20, seed=1)
     injected = {k: t for k, t in faults.tallies.by_kind.items() if k.startswith("server_disk_")}
