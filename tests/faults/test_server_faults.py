@@ -1,7 +1,7 @@
 """The running server under kill -9, damaged records, failing and hanging disks, and aborts.
 
-By default without the faults at random, which `tests/faults/test_storm.py` has without a server;
-the long form has them.
+By default without kills and faults at random, which `tests/tiers/test_disk_kill.py` and
+`tests/faults/test_storm.py` have without a server; the long form has them.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def test_no_fault_held_the_scheduler_up(faults: RunningFaults) -> None:
     assert stalls["max_ms"] < 5 * MAX_STALL_MS, stalls
 
 
+@pytest.mark.long
 def test_kills_lose_no_acknowledged_page(
     source: PromptSource, prompts: Prompts, references: References, tmp_path: Path
 ) -> None:

@@ -2,8 +2,6 @@
 
 What is restored is compared with plain SGLang's own device hits bit for bit, and every answer, with
 many requests at once, with what transformers computes for the same tokens.
-
-By default many at once are left to test_hybrid_ranks.py; the long form has them here, too.
 """
 
 from __future__ import annotations
@@ -193,7 +191,6 @@ def test_what_one_server_computed_another_one_gets_from_their_store(
         assert cached([answer]) == [len(prompts[-2]) // PAGE * PAGE]
 
 
-@pytest.mark.long
 def test_with_many_at_once_and_too_little_room_every_answer_is_right(
     model: Path, by_transformers: Computed, tmp_path: Path
 ) -> None:
