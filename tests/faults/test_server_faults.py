@@ -1,4 +1,8 @@
-"""The running server under kill -9, damaged records, failing and hanging disks, and aborts."""
+"""The running server under kill -9, damaged records, failing and hanging disks, and aborts.
+
+By default without kills and faults at random, which `tests/tiers/test_disk_kill.py` and
+`tests/faults/test_storm.py` have without a server; the long form has them.
+"""
 
 from __future__ import annotations
 
@@ -101,6 +105,7 @@ def test_a_disk_that_hangs_drops_saves_and_holds_nobody_up(
     assert_harmless(faults.tallies)
 
 
+@pytest.mark.long
 def test_a_disk_that_fails_at_random(faults: RunningFaults, prompts: Prompts) -> None:
     faults.random_faults(prompts.random, wanted=20, seed=1)
     injected = {k: t for k, t in faults.tallies.by_kind.items() if k.startswith("server_disk_")}
@@ -117,6 +122,7 @@ def test_no_fault_held_the_scheduler_up(faults: RunningFaults) -> None:
     assert stalls["max_ms"] < 5 * MAX_STALL_MS, stalls
 
 
+@pytest.mark.long
 def test_kills_lose_no_acknowledged_page(
     source: PromptSource, prompts: Prompts, references: References, tmp_path: Path
 ) -> None:

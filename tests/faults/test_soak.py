@@ -17,6 +17,7 @@ from bench.soak.world import World
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
+@pytest.mark.long
 def test_mixed_traffic_over_two_servers_is_answered_as_it_should_be(tmp_path: Path) -> None:
     world = World.make(tmp_path)
     soak = Soak(world, Probes.learn(world), print)

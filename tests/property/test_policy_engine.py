@@ -13,6 +13,7 @@ from bench.policies.jobs import POLICIES as ALL
 from bench.policies.jobs import Job, simulate
 from sglang_ext.simulator.engine import POLICIES, Conversation, System, TraceRequest, Turn, run
 from sglang_ext.simulator.requests import Store
+from tests.long_form import count
 
 _turns = st.tuples(
     st.builds(Turn, st.integers(1, 40), st.integers(1, 30), st.floats(0.0, 20.0)),
@@ -44,7 +45,7 @@ _systems = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count(20, 600), deadline=None)
 @given(_conversations, _systems, st.sampled_from(sorted(POLICIES)))
 def test_every_turn_is_answered_and_accounted(
     conversations: list[Conversation], system: System, policy: str
@@ -61,7 +62,7 @@ def test_every_turn_is_answered_and_accounted(
         assert outcome.reused_tokens == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=count(8, 200), deadline=None)
 @given(_conversations, _systems, st.sampled_from(["lookahead", "off"]))
 def test_the_stores_books_balance_whenever_pages_came(
     conversations: list[Conversation], system: System, policy: str

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
+from tests.long_form import count
 
 NUM_PAGES = 31  # a binary tree: page i hangs on page (i - 1) // 2
 NUM_REQUESTS = 6
@@ -165,7 +166,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 TestPolicy = PolicyMachine.TestCase
 TestPolicy.settings = settings(
-    max_examples=60,
+    max_examples=count(25, 600),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -37,6 +37,14 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(
+    "2-timeout-True-False",
+    "2-best_effort-*",
+    "2-timeout-True-True",
+    "2-wait_complete-False-True",
+    "2-cost-True-False",
+    "3-cost-True-True",
+)
 @pytest.mark.parametrize(("num_ranks", "policy", "lookahead", "remote"), CASES)
 def test_ranks_decide_alike(
     num_ranks: int,
@@ -237,6 +245,7 @@ def test_ranks_that_load_what_is_worth_it_to_themselves_are_found_out(
         run_worlds(tmp_path, Counter(), ("never",), num_ranks=2, policy="cost")
 
 
+@pytest.mark.sampled("2")
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_two_requests_do_not_wait_for_each_others_room(
     num_stages: int,
@@ -262,6 +271,12 @@ STAGE_CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(
+    "2-2-timeout-True-False",
+    "3-3-wait_complete-True-False",
+    "4-2-timeout-False-False",
+    "2-2-wait_complete-False-True",
+)
 @pytest.mark.parametrize(("num_ranks", "num_stages", "policy", "changes", "remote"), STAGE_CASES)
 def test_stages_decide_alike_in_steps_that_lie_apart(
     num_ranks: int,
@@ -292,6 +307,7 @@ def test_stages_decide_alike_in_steps_that_lie_apart(
     )  # fmt: skip
 
 
+@pytest.mark.sampled("3")
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_stages_that_take_a_round_a_step_sooner_wait_for_each_other(
     num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,7 @@
 
 Two servers with devices that hold a part of each example, and one Redis for both.
 
-The long form has SGLang's own benchmark, too.
+The long form has SGLang's own benchmark and chats behind a router, too.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ needs_router = pytest.mark.skipif(bool(router_missing()), reason=router_missing(
 CHATS = ("--chats", "10", "--turns", "2", "--chars", "500")
 
 
+@pytest.mark.long
 @needs_router
 def test_chats_behind_a_router(servers: list[Server], tmp_path: Path) -> None:
     urls = [server.url for server in servers]

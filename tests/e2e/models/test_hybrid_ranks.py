@@ -4,8 +4,8 @@ What is restored is compared with plain SGLang's own device hits on two ranks bi
 one rank has lost what the other has, with what transformers computes for the same tokens. SGLang's
 rank consensus checker is on: it ends the server when ranks decide differently.
 
-By default windows come back from each tier and are lost by one rank, and states beside latent rows
-come back and are asked for by many at once; the long form has all of it for each kind.
+By default windows and states beside latent rows come back from each tier, and windows are lost by
+one rank; the long form has all of it for each kind, and many requests at once.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def test_a_hit_from_disk_after_a_restart_is_what_the_device_would_have_given(
     check_hits(answers(restarted, served.prompts), served.repeat, "disk", above=40 * PAGE)
 
 
-@pytest.mark.sampled("states-beside-latent-rows")
+@pytest.mark.long
 def test_with_many_at_once_and_too_little_room_every_answer_is_right(
     served: Served, restarted: Server, computed: Computed
 ) -> None:

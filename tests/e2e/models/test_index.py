@@ -2,6 +2,8 @@
 
 A page's index rows are restored with its latent ones. The index chooses fewer tokens than a prompt
 has, so rows that are not a page's own change the answers, which is tried, too.
+
+By default one rank; the long form has two, which test_latent_attention_dp.py has by default.
 """
 
 from __future__ import annotations
@@ -177,6 +179,7 @@ def check_coded(store: Path, layout: PageLayout) -> None:
     assert sum(records) < 0.95 * layout.kv_bytes * len(records)
 
 
+@pytest.mark.long
 def test_two_ranks_load_index_rows_of_which_one_keeps_all(tmp_path: Path) -> None:
     write_index_model(tmp_path / "model", "deepseek")
     shared = tmp_path / "shared"

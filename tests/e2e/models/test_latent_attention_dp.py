@@ -4,8 +4,8 @@ Groups of ranks serve requests of their own, each with a store of its own; exper
 shares on all ranks. DeepSeek V3.2 and GLM-5 are served so. `test_attention_dp.py` has what does not
 depend on what a page holds.
 
-By default a model with both has groups of two ranks; the long form has one of each with groups of
-one rank.
+By default a model with an index has groups of one rank; the long form has a draft layer, too, and
+both with groups of two ranks.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def check_restored(
     return found
 
 
-@pytest.mark.sampled("index-and-draft-two-by-two")
+@pytest.mark.sampled("index-two-ranks")
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_group_restores_answers_as_a_device_hit(case: str, tmp_path: Path) -> None:
     """Of the same group: where its rows lie in a product may round otherwise."""

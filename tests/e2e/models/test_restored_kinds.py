@@ -4,7 +4,7 @@ Each has one server with the plugin, which is also the reference: nothing of the
 device hit. Another one is started on the disk, or the store, that the first left when it was
 killed.
 
-By default each kind of model runs once; the long form has all of `KINDS`, on two ranks, too.
+By default those run that no other file has; the long form has all of `KINDS`, on two ranks, too.
 """
 
 from __future__ import annotations
@@ -172,13 +172,7 @@ def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[Any]
     return out
 
 
-@pytest.mark.sampled(
-    "chunks",
-    "more-query-heads",
-    "states-beside-latent-rows-in-a-store",
-    "two-shapes-gemma",
-    "two-shapes-mimo",
-)
+@pytest.mark.sampled("chunks", "more-query-heads", "two-shapes-mimo")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_hit_from_every_tier_is_what_the_device_would_have_given(
     name: str, tmp_path: Path

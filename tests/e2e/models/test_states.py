@@ -3,7 +3,8 @@
 What is restored is compared with plain SGLang's own device hits bit for bit, and every answer, with
 many requests at once, with what transformers computes for the same tokens.
 
-By default one kind is asked for by many at once; the long form has each.
+By default one model of each kind of state runs (Mamba2, gated delta rule, KDA), and one is asked
+for by many at once; the long form has all.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ from tests.e2e.models.hybrid_answers import (
     values,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.sampled("granite", "qwen3_next", "kimi_linear"),
+]
 
 PAGE = 64
 CHUNK = 256

@@ -178,6 +178,7 @@ def test_a_hit_from_below_after_a_kill_is_what_the_device_would_have_given(
         eventually(lambda: len(values_of(restarted, "disk_codec_pages_decoded")) == way.num_stages)
 
 
+@pytest.mark.sampled("latent-remote")
 def test_with_many_at_once_and_too_little_room_stages_agree(run: Run, restarted: Server) -> None:
     """What they have kept of it all answers as a device hit of the same length."""
     rng = random.Random(4)
@@ -200,6 +201,7 @@ def test_with_many_at_once_and_too_little_room_stages_agree(run: Run, restarted:
     assert "Found rank divergence" not in restarted.log()
 
 
+@pytest.mark.sampled("latent-remote")
 def test_what_one_stage_alone_has_lost_is_computed(run: Run, restarted: Server) -> None:
     restarted.kill()
     setup = run.setup

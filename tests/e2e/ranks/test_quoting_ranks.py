@@ -3,6 +3,8 @@
 Answers are compared with those that one rank gives to the same prompts, moved alike. In float32 two
 ranks and one differ by rounding alone, moved and recomputed KV by far more. SGLang's rank consensus
 checker is on: it ends the server when ranks decide differently.
+
+The long form has latent rows, too.
 """
 
 from __future__ import annotations
@@ -201,6 +203,7 @@ def test_what_one_rank_alone_has_lost_is_moved_on_none(of_two: Quotes, of_one: Q
     assert "Found rank divergence" not in of_two.log
 
 
+@pytest.mark.long
 def test_of_a_model_with_mla_all_move_the_keepers_pages(
     tmp_path: Path, texts: list[list[int]]
 ) -> None:

@@ -2,8 +2,8 @@
 
 What the pair answers is what one server answers that has all on its device and codes nothing.
 
-By default pages of one rank with K and V of every head, and of two with latent rows; the long form
-has windows and rows of an index, too.
+By default pages of two ranks with latent rows; the long form has K and V of every head, windows and
+rows of an index, too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
     return made.on_ranks(num_ranks)
 
 
-@pytest.mark.sampled("mha-1", "mla-2")
+@pytest.mark.sampled("mla-2")
 @pytest.mark.parametrize(("kind", "num_ranks"), CASES)
 def test_what_is_coded_without_loss_comes_back_as_it_was(
     kind: str, num_ranks: int, tmp_path: Path

@@ -3,8 +3,8 @@
 A page holds the draft's rows behind the model's. What the pair answers and guesses, and each byte
 that the two store, is what one server answers, guesses and stores that has all on its device.
 
-By default two ranks run EAGLE and one runs NEXTN; the long form has both with one and two, and
-EAGLE3.
+By default two ranks run EAGLE (and NEXTN in test_disaggregation_index.py); the long form has both
+with one rank and two, and EAGLE3.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def share(turns: Iterable[Turn]) -> float:
     return float(right / proposed)
 
 
-@pytest.mark.sampled("eagle-2", "nextn-1")
+@pytest.mark.sampled("eagle-2")
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
     [("eagle", 1), ("nextn", 1), ("eagle3", 1), ("eagle", 2), ("nextn", 2)],

@@ -1,6 +1,8 @@
 """Prefill and decode servers of two ranks, and of models with MLA; the store has pages as they are.
 
 SGLang's rank consensus checker is on. Marks of some requests are lost on their way to one rank.
+
+By default latent rows; the long form has K and V of every head, too.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ def known_turns(folder: Path, args: list[str], model: Path) -> list[Turn]:
         return plain_turns(plain, parts)
 
 
+@pytest.mark.long
 def test_two_ranks_hand_their_shares_on(tmp_path: Path) -> None:
     turns = known_turns(tmp_path, WAYS["tp"], TINYLM)
     with running_pair(tmp_path / "pair", WAYS["tp"], env=ENV) as pair:

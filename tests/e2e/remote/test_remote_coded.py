@@ -1,4 +1,7 @@
-"""Coded pages between two servers: a conversation goes on at the other one, in time if need be."""
+"""Coded pages between two servers: a conversation goes on at the other one, in time if need be.
+
+By default one codec, on two ranks; the long form has another one.
+"""
 
 from __future__ import annotations
 
@@ -98,6 +101,7 @@ def upload(server: Server, prompt: list[int], num_tokens: int) -> tuple[list[int
     return [*prompt, *answer["output_ids"]], num_pages
 
 
+@pytest.mark.sampled("hier-2")
 @pytest.mark.parametrize(("codec", "level"), [("hier", 2), ("cachegen-paper", 1)])
 def test_a_conversation_goes_on_at_another_server(
     tmp_path: Path, redis: RedisServer, codec: str, level: int

@@ -2,6 +2,8 @@
 
 What is fetched follows the link, and what is too slow to fetch is computed: no request fails.
 `python -m bench stream` has the times.
+
+Of the long form: `tests/unit/remote/test_streams.py` has a real link without a server.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
+@pytest.mark.long
 def test_levels_follow_the_link(tmp_path: Path, redis: RedisServer) -> None:
     firsts = real_prompts([FIRST_TOKENS] * (NUM_SLOW + MOST_FAST), seed=21)
     seconds = real_prompts([SECOND_TOKENS] * (NUM_SLOW + MOST_FAST), seed=22)

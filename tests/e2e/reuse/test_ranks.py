@@ -31,7 +31,7 @@ from tests.e2e.hier_server import PAGE, by_tier, hier_args, real_prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-NUM_REQUESTS = 30
+NUM_REQUESTS = 50
 HOST_PAGES = 40
 LENGTHS = (128, 200, 300, 384)
 

@@ -2,6 +2,8 @@
 
 The session's KV lies in rows that the running turn writes: a second turn there would mix two texts,
 and SGLang's own refusal lets a third one in.
+
+The long form has first turns, too.
 """
 
 from __future__ import annotations
@@ -101,6 +103,7 @@ def conversation(
     return told
 
 
+@pytest.mark.sampled("later-turn")
 @pytest.mark.parametrize("num_before", [0, 1], ids=["first-turn", "later-turn"])
 def test_turns_beside_a_running_one_are_refused_and_harm_nobody(
     server: Server, num_before: int

@@ -2,6 +2,8 @@
 
 The reference is the same model on one rank. Its MLP is in one piece there and summed of two here,
 so log-probabilities are compared up to rounding.
+
+Of the long form: the tests with the plugin notice it, too.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.long
 def test_answers_are_those_of_one_rank(one_rank: Server, tmp_path: Path) -> None:
     wanted = [request(one_rank, prompt)[0] for prompt in PROMPTS]
     args = [*COMMON, *TWO_BY_TWO]

@@ -4,8 +4,8 @@ A request is held while its pages crawl from a slow disk, or is in another state
 paused, the weights are replaced, with a flush or without, and generation goes on. What is answered
 and what is stored afterwards must be the new weights' own.
 
-By default what found the fault runs, with one rank and with two, and a sample of the rest; the long
-form has every way, state, pause mode and flush.
+By default what found the fault runs with one rank, one case with two, and a sample of the rest; the
+long form has every way, state, pause mode and flush.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def test_the_models_are_told_apart(rig: Rig) -> None:
         assert distance(one, other) > NOISE
 
 
+@pytest.mark.sampled("tp1-*", "tp2-disk-chunked-*")
 @pytest.mark.parametrize("case", cases(), ids=name_of)
 def test_promises_do_not_outlive_their_weights(rig: Rig, case: Case) -> None:
     """One cell, on a server with what the cells before it left behind."""

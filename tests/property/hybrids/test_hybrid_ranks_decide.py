@@ -80,14 +80,11 @@ def run_alike(
 
 @pytest.mark.sampled(
     "WindowRank-other sizes-*",
-    "WindowRank-all is waited for-*",
     "WindowRank-two shapes-*",
     "RemoteWindowRank-stores that swap parts-*",
     "RemoteWindowRank-stores that do not answer-*",
-    "StateRank-*",
-    "RemoteStateRank-stores that swap parts-*",
+    "StateRank-few*",
     "RemoteStateRank-bodies that are bad-*",
-    "RemoteWindowRank-bodies that are bad-*",
 )
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize(("kind", "name", "options", "own"), CASES)

@@ -1,4 +1,7 @@
-"""Models with a state a sequence, in random interleavings of all that a scheduler does."""
+"""Models with a state a sequence, in random interleavings of all that a scheduler does.
+
+By default some of the worlds, for a round each; the long form has all, for twenty.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,15 @@ def make(build: Callable[..., Any]) -> Make:
     return partial(build, StateWorld)
 
 
+@pytest.mark.sampled(
+    "write through-*",
+    "write back-*",
+    "few states on the device-*",
+    "selective-*",
+    "coded on a full disk-*",
+    "coded in DRAM and on disk-*",
+    "no disk-*",
+)
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("name", WORLDS)
 def test_no_request_goes_on_from_what_is_not_its_own(make: Make, name: str, seed: int) -> None:

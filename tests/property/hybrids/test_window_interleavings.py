@@ -1,4 +1,7 @@
-"""Models with window layers, in random interleavings of all that a scheduler does."""
+"""Models with window layers, in random interleavings of all that a scheduler does.
+
+By default some of the worlds, for a round each; the long form has all, for twenty.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,16 @@ def make(build: Callable[..., Any]) -> Make:
     return partial(build, WindowWorld)
 
 
+@pytest.mark.sampled(
+    "no multiple of the page-*",
+    "write back-*",
+    "selective-*",
+    "shorter than a page-*",
+    "two shapes-*",
+    "coded on a full disk-*",
+    "coded in DRAM and on disk-*",
+    "one token-*",
+)
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("name", WORLDS)
 def test_no_request_attends_to_rows_that_are_not_its_own(make: Make, name: str, seed: int) -> None:
