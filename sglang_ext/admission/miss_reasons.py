@@ -64,7 +64,7 @@ def missed_pages(
         if record.remote is Remote.FAILED:
             found = _in_remote_store(record, num_reused, len(missed))
             codes[found & (codes != 0)] = _OF_REQUEST + Shortfall.FAILED
-    if waiting.remote is Remote.UNANSWERED:
+    if any(record.remote is Remote.UNANSWERED for record in records):
         codes[codes == Absence.NEVER_STORED] = _OF_REQUEST + Shortfall.UNANSWERED
     stored = codes == 0
     lead = len(codes) if stored.all() else int(np.argmin(stored))

@@ -274,6 +274,14 @@ class WaitingRequest:
         self.forget_answer()
         self.remote = Remote.UNANSWERED
 
+    def note_unanswered(self) -> None:
+        """As `stop_asking`, of what was asked on behalf of it: where a prompt can be resumed.
+
+        What the store had said before, and did not give, stays known.
+        """
+        if self.remote is Remote.NOT_ASKED:
+            self.remote = Remote.UNANSWERED
+
     def note_leaving(self) -> None:
         """It leaves the queue, and is about to lose its plan and its estimate."""
         self._shortfall = self.shortfall()

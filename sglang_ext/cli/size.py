@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.cli.progress import Sizes
 from sglang_ext.settings.config import PREFETCH_POLICIES, HierKVConfig
 
 _EXAMPLES = (
@@ -81,12 +81,13 @@ def _size(chosen: argparse.Namespace) -> int:
     model = _model(chosen)
     traffic = _traffic(chosen, model.bytes_per_token)
     sizes = _sizes(chosen, traffic, model.bytes_per_token)
-    found = []
-    each = predict(traffic, model.bytes_per_token, sizes, chosen.disk_gb_s, chosen.prefetch_policy)
-    _tell_progress(0, len(sizes))
-    for prediction in each:
-        found.append(prediction)
-        _tell_progress(len(found), len(sizes))
+    _require_served(traffic)
+    progress = Sizes(len(sizes))
+    each = predict(
+        traffic, model.bytes_per_token, sizes, chosen.disk_gb_s, chosen.prefetch_policy, progress
+    )
+    with progress:
+        found = list(each)
     best = choose(found)
     if chosen.json:
         shown = {
@@ -94,6 +95,7 @@ def _size(chosen: argparse.Namespace) -> int:
             "page_tokens": traffic.page_tokens,
             "worth_keeping_tokens": round(traffic.tokens),
             "simulated_scale": traffic.scale,
+            "prefill_tokens_per_s": round(traffic.prefill_tokens_per_s / traffic.scale),
             "sizes": [asdict(one) for one in found],
             "choice": asdict(best.size),
         }
@@ -103,10 +105,21 @@ def _size(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _tell_progress(num_done: int, num: int) -> None:
-    if sys.stderr.isatty():
-        end = "\r" if num_done < num else "\n"
-        print(f"simulated {num_done} of {num} sizes", end=end, file=sys.stderr, flush=True)  # noqa: T201
+def _require_served(traffic: Any) -> None:
+    """Refuses what would be a queue without an end, whatever the sizes.
+
+    Raises:
+        ValueError: the GPU cannot keep up.
+    """
+    if traffic.load < 1:
+        return
+    speed = traffic.prefill_tokens_per_s / traffic.scale
+    raise ValueError(
+        f"the GPU cannot serve this: load {traffic.load:.3g} even with room for everything, as "
+        f"{traffic.demand.new_tokens_per_s:,.0f} tokens a second are new and it computes "
+        f"{speed:,.0f}; say a faster --prefill-tokens-per-s (all GPUs of the server together), or "
+        "less traffic"
+    )
 
 
 def _model(chosen: argparse.Namespace) -> Any:
@@ -144,7 +157,7 @@ def _traffic(chosen: argparse.Namespace, kv_bytes_per_token: int) -> Any:
         )
     if per_hour is not None:
         chats = Chats(per_hour, **given)
-        traffic = of_chats(chats, chosen.page_size, chosen.decode_tokens_per_s)
+        traffic = of_chats(chats, chosen.page_size, chosen.decode_tokens_per_s, kv_bytes_per_token)
     else:
         block_tokens, decode_tokens_per_s = chosen.block_tokens, chosen.decode_tokens_per_s
         lines = read_trace(chosen.trace, block_tokens=block_tokens)
@@ -175,31 +188,57 @@ def _table(model: Any, traffic: Any, found: Sequence[Any], best: Any) -> list[st
     worth_gb = traffic.tokens / traffic.page_tokens * page_bytes / GIB
     possible = max(one.possible for one in found)
     name = f"{model.name}: {model.bytes_per_token:,} bytes of KV a token"
+    note = f"; {model.note}" if model.note else ""
     worth = f"worth keeping at a time: {traffic.tokens:,.0f} tokens, {worth_gb:.3g} GiB"
     lines = [
-        f"{name}, pages of {traffic.page_tokens} tokens{'; ' if model.note else ''}{model.note}",
+        f"{name}, simulated in pages of {traffic.page_tokens} tokens{note}",
         f"{worth}; with room for everything {possible:.1%} of the prompt tokens would be reused",
         "",
         f"{'DRAM GiB':>10} {'disk GiB':>10} {'hit rate':>9} {'in DRAM':>9} {'on disk':>9}",
     ]
     for one in found:
         mark = "  <-" if one is best else ""
+        if one.load >= 1:
+            mark += f"  too slow: load {one.load:.3g}"
         lines.append(
             f"{one.size.host_gb:>10g} {one.size.disk_gb:>10g} {one.hit_rate:>9.1%} "
             f"{one.from_host:>9.1%} {one.from_disk:>9.1%}{mark}"
         )
+    return [
+        *lines,
+        "",
+        "hit rate: share of prompt tokens that are not computed, by where they lie at their turn.",
+        "The device's own cache is left out: it adds little where DRAM is larger than it.",
+        *_of_load(traffic, found),
+        *_next(best),
+    ]
+
+
+def _next(best: Any) -> list[str]:
+    if best.load >= 1:
+        return [
+            "next: no size here keeps up; ask for more (--host-size, --disk-size), or say a faster",
+            "  --prefill-tokens-per-s, or less traffic",
+        ]
     flags = f"--enable-hier-kv --hier-kv-host-size {best.size.host_gb:g}"
     look = f"hier-kv doctor --hier-kv-host-size {best.size.host_gb:g}"
     if best.size.disk_gb:
         disk = f" --hier-kv-disk-dir DIR --hier-kv-disk-size {best.size.disk_gb:g}"
         flags, look = flags + disk, look + disk
     return [
-        *lines,
-        "",
-        "hit rate: share of prompt tokens that are not computed, by where they lie at their turn.",
-        "The device's own cache is left out: it adds little where DRAM is larger than it.",
         "next:",
         f"  {look}    # on the machine: would it start?",
         f"  python -m sglang.launch_server ... {flags}",
         "  hier-kv stats http://127.0.0.1:30000    # line `tokens`: is it so?",
+    ]
+
+
+def _of_load(traffic: Any, found: Sequence[Any]) -> list[str]:
+    """What is to be said of sizes that cannot keep up."""
+    if all(one.load < 1 for one in found):
+        return []
+    speed = traffic.prefill_tokens_per_s / traffic.scale
+    return [
+        f"too slow: what such a size does not spare is more than {speed:,.0f} tokens a second;",
+        "requests would wait ever longer.",
     ]

@@ -146,7 +146,7 @@ class ResumeBook(PromiseBook):
         """See `PromiseBook`."""
         promise = self._find(handle)
         if promise is not None:
-            _stop_asking(promise)
+            self._give_up_asking(handle, promise)
         super().leave(handle, admitted=admitted)
 
     # ---- agreeing ----
@@ -167,6 +167,7 @@ class ResumeBook(PromiseBook):
             points.hear(promise.prefix.num_on_device, question)
         elif points.is_late:
             self._store.counters.add("remote_lookups_late")
+            self._give_up_asking(handle, promise)
         else:
             return
         self._name_again(handle, promise, promise.point.end_page, asks=False)
@@ -215,11 +216,18 @@ class ResumeBook(PromiseBook):
 
     def _promise(self, handle: Hashable, promise: _ResumePromise, settled: AgreedRequest) -> None:
         del self._open[handle]
-        _stop_asking(promise)
+        self._give_up_asking(handle, promise)
         promise.settled = settled
         if settled.end_page == settled.first_page:
             self._release(promise.ticket.slots)
             promise.ticket = no_pages(promise.prefix.space)
+
+    def _give_up_asking(self, handle: Hashable, promise: _ResumePromise) -> None:
+        """Its answer is not waited for any more, and its misses say so."""
+        waiting = self._room.find(handle)
+        if waiting is not None and promise.question is not None and promise.question.is_open:
+            waiting.note_unanswered()
+        _stop_asking(promise)
 
     def _find(self, handle: Hashable) -> _ResumePromise | None:
         promise = self._promises.get(handle)

@@ -63,7 +63,8 @@ MODEL_KINDS = {
         "a second pool for layers that see a window or a chunk, with K and V of the same shape",
         "gpt-oss, Mellum, Laguna, Llama 4, Step 3.5",
         "exact, at the saved position, by one rank or several tensor parallel ones, with codecs "
-        "that lose nothing, without truncation, adapters or sessions; run with a small Mellum on "
+        "that lose nothing, without truncation, adapters, sessions or `--hier-kv-slo-ms`; run with "
+        "a small Mellum on "
         "a CPU, and by one rank with a small Llama 4 and a small Step 3.5 without experts",
         "tests/e2e/models/test_windows.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_hybrid_ranks.py; "

@@ -9,7 +9,7 @@ module gives out too. `docs/lookahead.md` tells what is modelled and what is not
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_ext.simulator.loop import Simulator
@@ -57,6 +57,7 @@ def run(
     measured_turns: int | None = None,
     config: PolicyConfig | None = None,
     recorded: Recorded | None = None,
+    on_admitted: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Runs a workload on one server.
 
@@ -69,6 +70,7 @@ def run(
         config: instead of the policy's own.
         recorded: `Outcome.recorded` of a run of the same workload: replayed instead of it, at the
             times at which its requests came there.
+        on_admitted: is told after each admission how many there were.
 
     Raises:
         ValueError: no such policy, an empty workload, or no turn to measure.
@@ -83,7 +85,7 @@ def run(
     if recorded is not None:
         source = ReplaySource(recorded)
     tally = Tally(system, warmup_turns, measured_turns, source.num_requests)
-    simulator = Simulator(source, system, config or POLICIES[policy], tally)
+    simulator = Simulator(source, system, config or POLICIES[policy], tally, on_admitted)
     simulator.run()
     done = Recorded(
         simulator.requests, max(source.num_pages, 1), simulator.num_waiting, simulator.saved

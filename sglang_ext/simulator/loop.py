@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 
 from sglang_ext.simulator.requests import Store
 from sglang_ext.simulator.source import Source
@@ -31,14 +32,17 @@ class Simulator:
         system: the machine.
         placement: settings of the store's policy; None for none.
         tally: takes the figures.
+        on_admitted: is told after each admission how many there were.
     """
 
     def __init__(
-        self, source: Source, system: System, placement: PolicyConfig | None, tally: Tally
-    ) -> None:
+        self, source: Source, system: System, placement: PolicyConfig | None, tally: Tally,
+        on_admitted: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
         self._source = source
         self._system = system
         self._tally = tally
+        self._on_admitted = on_admitted
         self.store = Store(system, placement, max(source.num_pages, 1))
         self.requests: list[Request] = []
         self.num_waiting: list[int] = []  # at each admission, in order
@@ -171,6 +175,8 @@ class Simulator:
         self._tally.admitted(request, hits, reusable, late, self.num_waiting[-1])
         self._tally.waited_for_load(request, self.now_s - since_s)
         self._start_prefill(request, hits)
+        if self._on_admitted is not None:
+            self._on_admitted(len(self.num_waiting))
 
     def _start_prefill(self, request: Request, hits: int) -> None:
         system = self._system

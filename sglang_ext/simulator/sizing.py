@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from itertools import repeat
+from typing import Any
 
 from sglang_ext.simulator.engine import run
 from sglang_ext.simulator.traffic import Traffic
-from sglang_ext.simulator.types import DRAM_GB_S, System
+from sglang_ext.simulator.types import DRAM_GB_S, Conversation, System
 from sglang_ext.simulator.virtual_store import DEFAULT_PREFETCH_POLICY
 from sglang_ext.tiers.base import BLOCK_BYTES, record_blocks
 from sglang_ext.tiers.disk.config import MIN_SLOTS
@@ -27,6 +29,7 @@ _LEAST_DISK_PAGES = 2 * MIN_SLOTS + 4  # two segments, with their own heads
 _MOST_PAGES = 1 << 31
 _SLACK = 1e-6  # of a page, for what was rounded
 _LONG = 1 << 22  # no prompt is cut
+_LOOK_S = 0.2  # how often what is simulated is looked at
 _NEAR = 0.02  # of the best hit rate: more memory is not worth it
 
 
@@ -48,6 +51,8 @@ class Prediction:
         possible: the same with room for everything.
         from_host, from_disk: shares of prompt tokens by where they lay at the request's turn.
         num_requests: that were measured.
+        load: share of the time in which the device computes what is not reused; above 1 requests
+            wait ever longer.
     """
 
     size: Size
@@ -56,6 +61,7 @@ class Prediction:
     from_host: float
     from_disk: float
     num_requests: int
+    load: float
 
 
 def slot_bytes(page_tokens: int, kv_bytes_per_token: int) -> int:
@@ -82,6 +88,7 @@ def sizes_for(traffic: Traffic, kv_bytes_per_token: int) -> list[Size]:
 def predict(
     traffic: Traffic, kv_bytes_per_token: int, sizes: Sequence[Size], disk_gb_s: float,
     prefetch_policy: str = DEFAULT_PREFETCH_POLICY,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> Iterator[Prediction]:  # fmt: skip
     """Simulates each size, several at a time where there are cores; in the order of the sizes.
 
@@ -91,9 +98,10 @@ def predict(
         sizes: to look at.
         disk_gb_s: reading speed of the disk, 10^9 bytes a second.
         prefetch_policy: the server's flag.
+        progress: is told now and then which share of all requests was simulated.
 
     Raises:
-        ValueError: a size holds too few pages, or too many.
+        ValueError: a size holds too few pages, or too many; or its process was ended.
     """
     systems = [
         replace(
@@ -101,13 +109,65 @@ def predict(
         )
         for size in sizes
     ]
+    return _simulated(traffic, sizes, systems, progress)
+
+
+def _simulated(
+    traffic: Traffic,
+    sizes: Sequence[Size],
+    systems: Sequence[System],
+    progress: Callable[[float], None],
+) -> Iterator[Prediction]:
     num_workers = min(len(sizes), len(os.sched_getaffinity(0)))
+    total = _num_requests(traffic)
     if num_workers < 2:
-        yield from map(_predict, repeat(traffic), systems, sizes)
+        for at, (system, size) in enumerate(zip(systems, sizes, strict=True)):
+            yield _predict(
+                traffic, system, size, lambda num, at=at: progress((at + num / total) / len(sizes))
+            )
         return
     # Not forked: numba's threads may hold locks.
-    with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_predict, repeat(traffic), systems, sizes)
+    context = multiprocessing.get_context("spawn")
+    done = context.Array("q", len(sizes), lock=False)
+    try:
+        with ProcessPoolExecutor(num_workers, context, _set_up, (traffic, done)) as pool:
+            futures = [
+                pool.submit(_predict_there, at, *each)
+                for at, each in enumerate(zip(systems, sizes, strict=True))
+            ]
+            for future in futures:
+                while wait([future], _LOOK_S).not_done:
+                    progress(sum(done) / total / len(sizes))
+                yield future.result()
+    except BrokenProcessPool as error:
+        raise ValueError(
+            "a process that simulated a size was ended, perhaps for want of memory"
+        ) from error
+
+
+# Of a process that simulates.
+_traffic: Traffic
+_done: Any  # requests that were admitted, by size
+
+
+def _set_up(traffic: Traffic, done: Any) -> None:
+    """A process that simulates begins."""
+    global _traffic, _done
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for it, too: it ends without a word
+    _traffic, _done = traffic, done
+
+
+def _predict_there(at: int, system: System, size: Size) -> Prediction:
+    def on_admitted(num: int) -> None:
+        _done[at] = num
+
+    return _predict(_traffic, system, size, on_admitted)
+
+
+def _num_requests(traffic: Traffic) -> int:
+    return sum(
+        len(each.turns) if isinstance(each, Conversation) else 1 for each in traffic.workload
+    )
 
 
 def _system(traffic: Traffic, kv_bytes_per_token: int, size: Size, disk_gb_s: float) -> System:
@@ -144,23 +204,34 @@ def _num_pages(gb: float, tier: str, least: int, page_bytes: float) -> int:
     return int(num)
 
 
-def _predict(traffic: Traffic, system: System, size: Size) -> Prediction:
-    found = run(traffic.workload, system, "lookahead", warmup_turns=traffic.warmup_turns)
+def _predict(
+    traffic: Traffic, system: System, size: Size, on_admitted: Callable[[int], None]
+) -> Prediction:
+    found = run(
+        traffic.workload, system, "lookahead", warmup_turns=traffic.warmup_turns,
+        on_admitted=on_admitted,
+    )  # fmt: skip
     prompt = max(found.prompt_tokens, 1)
+    hit_rate = found.reused_tokens / prompt
     return Prediction(
         size,
-        found.reused_tokens / prompt,
+        hit_rate,
         found.reusable_tokens / prompt,
         found.host_tokens / prompt,
         found.disk_tokens / prompt,
         found.num_turns,
+        traffic.demand.load(traffic.prefill_tokens_per_s / traffic.scale, hit_rate),
     )
 
 
 def choose(predictions: Sequence[Prediction]) -> Prediction:
-    """The one with the least DRAM, and then the least disk, among those near the best."""
+    """The one with the least DRAM, and then the least disk, among those near the best.
+
+    One that cannot keep up is chosen only where none can.
+    """
     best = max(each.hit_rate for each in predictions)
     near = [each for each in predictions if each.hit_rate >= best - _NEAR]
+    near = [each for each in near if each.load < 1] or near
     return min(near, key=lambda each: (each.size.host_gb, each.size.disk_gb))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from sglang_ext.simulator.demand import Demand, of_conversations, of_requests
 from sglang_ext.simulator.trace import Line
 from sglang_ext.simulator.types import Conversation, TraceRequest, Turn, Workload
 from sglang_ext.tiers.base import BLOCK_BYTES, MAX_RECORD_BLOCKS
@@ -17,11 +18,16 @@ _SEED = 11
 # memory, the share of hits is the same.
 _MAX_LIVE = 100.0
 _MIN_CHATS = 200
+# What a size takes to simulate goes by the pages of all prompts, by turns, and by chats. Beyond so
+# many pages fewer chats are simulated, and then longer pages, of which a prompt has enough still.
+_MOST_PROMPT_PAGES = 600_000
+_LEAST_CHATS = 40
+_PAGES_OF_A_PROMPT = 64
 _LIVES = 3.5  # the simulation lasts so many lives of a chat, of which the first ones warm up
 _WARM_UP_SHARE = 0.4
 # A server is taken to be fast enough for its traffic: without reuse it would be busy half the time.
 _LOAD = 0.5
-_MOST_TURNS, _MOST_PAGES = 1_000_000, 50_000_000
+_MOST_TURNS = 20_000
 _MOST_CHATS_PER_HOUR = 1e9
 
 
@@ -76,6 +82,7 @@ class Traffic:
         prefill_tokens_per_s: of the simulated server.
         decode_tokens_per_s: of each request.
         batch: requests that it runs at a time.
+        demand: what is asked for, in reality.
     """
 
     workload: Workload
@@ -86,16 +93,36 @@ class Traffic:
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     batch: int
+    demand: Demand
+
+    @property
+    def load(self) -> float:
+        """Of the device with room for everything: share of the time in which it prefills."""
+        return self.demand.load(self.prefill_tokens_per_s / self.scale, self.demand.possible)
 
 
-def of_chats(chats: Chats, page_tokens: int, decode_tokens_per_s: float) -> Traffic:
-    """Chats that begin by chance at a rate, long enough for a steady state."""
+def of_chats(
+    chats: Chats, page_tokens: int, decode_tokens_per_s: float, kv_bytes_per_token: int = 1
+) -> Traffic:
+    """Chats that begin by chance at a rate, long enough for a steady state.
+
+    Args:
+        chats: the chats.
+        page_tokens: of the server; pages of long prompts are longer in the simulation.
+        decode_tokens_per_s: of each request.
+        kv_bytes_per_token: no page is longer than a record may be.
+
+    Raises:
+        ValueError: they are more than can be simulated.
+    """
     life_s = chats.turns * (chats.think_s + chats.answer_tokens / decode_tokens_per_s)
     per_s = chats.per_hour / 3600
     live = max(per_s * life_s, 1e-6)
     scale = min(1.0, _MAX_LIVE / live)
-    count = int(max(_MIN_CHATS, _LIVES * live * scale))
-    _require_few(chats, count, page_tokens)
+    wanted = int(max(_MIN_CHATS, _LIVES * live * scale))
+    count, page_tokens = _affordable(chats, wanted, page_tokens, kv_bytes_per_token)
+    if count < wanted:
+        scale = min(scale, count / _LIVES / live)
     workload = _conversations(chats, count, per_s * scale)
     prompt = sum(_prompt_tokens(each) for each in workload)
     turns = sum(len(each.turns) for each in workload)
@@ -111,22 +138,37 @@ def of_chats(chats: Chats, page_tokens: int, decode_tokens_per_s: float) -> Traf
         max(prompt / span_s / _LOAD, 1.0),
         decode_tokens_per_s,
         _batch(turns * chats.answer_tokens / span_s, decode_tokens_per_s),
+        of_conversations(workload, page_tokens, per_s),
     )
 
 
-def _require_few(chats: Chats, count: int, page_tokens: int) -> None:
-    """Refuses what no machine could simulate.
+def _affordable(
+    chats: Chats, count: int, page_tokens: int, kv_bytes_per_token: int
+) -> tuple[int, int]:
+    """How many chats to simulate, and with how many tokens a page.
 
     Raises:
         ValueError: there would be too many turns or pages.
     """
+    # The turns of a chat are geometric: with a mean of N there are N * N prompts' worth of turns.
     later = (chats.turns - 1) * (chats.turn_tokens + chats.answer_tokens)
-    tokens = chats.system_tokens + chats.first_tokens + chats.answer_tokens + later
-    if count * chats.turns > _MOST_TURNS or count * tokens > _MOST_PAGES * page_tokens:
+    tokens = chats.turns * (chats.system_tokens + chats.first_tokens + later)
+    most_page_tokens = min(
+        (MAX_RECORD_BLOCKS - 1) * BLOCK_BYTES // kv_bytes_per_token,
+        tokens / chats.turns / _PAGES_OF_A_PROMPT,
+    )
+    few = min(count, _LEAST_CHATS)
+    while few * tokens > _MOST_PROMPT_PAGES * page_tokens and 2 * page_tokens <= most_page_tokens:
+        page_tokens *= 2
+    most = min(_MOST_PROMPT_PAGES * page_tokens / tokens, _MOST_TURNS / chats.turns)
+    if most < few:
         raise ValueError(
-            f"{count} chats are simulated, with {_MOST_TURNS:,} turns and {_MOST_PAGES:,} pages of "
-            f"{page_tokens} tokens at most; give shorter chats, or a larger --page-size"
+            f"{few} chats are simulated at the least, with {_MOST_TURNS:,} turns and prompts of "
+            f"{_MOST_PROMPT_PAGES:,} pages of {page_tokens} tokens at most; these would have "
+            f"{few * chats.turns:,.0f} turns and {few * tokens / page_tokens:,.0f} pages; give "
+            "shorter chats, or a larger --page-size"
         )
+    return min(count, int(most)), page_tokens
 
 
 def of_trace(
@@ -166,6 +208,7 @@ def of_trace(
         max(prompt / span_s / _LOAD, 1.0),
         decode_tokens_per_s,
         _batch(output / span_s, decode_tokens_per_s),
+        of_requests(requests, page_tokens, span_s),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from sglang_ext.tiers.disk import DiskStats
+from sglang_ext.tiers.policy.cost_model import CostModel
 
 ROOT = Path(__file__).resolve().parents[2]
 # Some of what the remote store counts is under its own name in its own document.
@@ -69,6 +70,11 @@ def test_every_counter_is_in_a_document() -> None:
         if not any(re.fullmatch(f"((disk|remote|remote_error)_)?{name}", word) for word in known)
     }
     assert not missing
+
+
+def test_every_estimate_is_in_the_document() -> None:
+    text = (ROOT / "docs" / "cost-model.md").read_text()
+    assert not {name for name in CostModel(1.0).state() if f"`{name}`" not in text}
 
 
 def test_what_the_disk_reports_is_in_a_document() -> None:

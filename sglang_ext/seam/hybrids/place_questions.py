@@ -152,6 +152,9 @@ class PlaceQuestions:
             return False
         if self._longest_s:
             self._store.counters.add("remote_lookups_late")
+        waiting = self._find(handle)
+        if waiting is not None:
+            waiting.note_unanswered()
         self.drop(handle)
         self._go_by_what_is_here(handle, asked)
         return True

@@ -16,7 +16,11 @@ inprocess.prepare()
 
 from sglang_ext.admission.resume_points import PromptPoints  # noqa: E402
 from sglang_ext.admission.waiting import WaitingRoom  # noqa: E402
-from sglang_ext.admission.waiting_request import Readiness, ReusablePrefix  # noqa: E402
+from sglang_ext.admission.waiting_request import (  # noqa: E402
+    Readiness,
+    Remote,
+    ReusablePrefix,
+)
 from sglang_ext.admission.window_question import WindowQuestion  # noqa: E402
 from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
@@ -244,6 +248,10 @@ class Question:
         self.resume_keys = self.last_keys = tail[:0]
         self.is_late = self.is_over = self.is_dropped = False
 
+    @property
+    def is_open(self) -> bool:
+        return not (self.is_over or self.is_dropped)
+
     def step(self) -> bool:
         return self.is_over
 
@@ -270,6 +278,7 @@ def test_all_ranks_wait_while_a_remote_store_is_asked_on_one(ranks: list[Rank], 
             layers, rank.store, rank.space, hashes, 6, ask if rank is asks else None
         )
         rank.book.enter(HANDLE, ReusablePrefix(rank.space, hashes, 0, 255, points=points))
+    entered = [rank.room.find(HANDLE) for rank in ranks]
     late = asks.store.stats().get("remote_lookups_late", 0)
     for _ in range(5):
         step(ranks)
@@ -287,6 +296,12 @@ def test_all_ranks_wait_while_a_remote_store_is_asked_on_one(ranks: list[Rank], 
         assert rank.book.may_admit(HANDLE)
         assert rank.book.num_promised(HANDLE, rank.space, 0) == 2
     assert asks.store.stats().get("remote_lookups_late", 0) - late == (how == "is_late")
+    unanswered = [
+        any(record.remote is Remote.UNANSWERED for record in waiting.records())
+        for waiting in entered
+        if waiting is not None
+    ]
+    assert unanswered == [how == "is_late", False]
     for rank in ranks:
         rank.book.leave(HANDLE)
         assert not rank.store.arena._pins.any()

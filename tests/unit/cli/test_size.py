@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_ext.cli import main
+from sglang_ext.cli.size import _table
 from sglang_ext.simulator.engine import run
 from sglang_ext.simulator.model_config import read_model
 from sglang_ext.simulator.sizing import (
@@ -160,6 +162,7 @@ def test_the_bundled_model_has_the_size_that_servers_store() -> None:
         ([str(TINYLM), *SMALL, "--disk-size", "4"], "--disk-size needs --host-size"),
         ([str(TINYLM), *SMALL, "--tp-size", "0"], "--tp-size must be at least 1, got 0"),
         ([str(TINYLM), *SMALL, "--disk-gb-s", "0"], "--disk-gb-s must be above 0, got 0"),
+        ([str(TINYLM), *SMALL, "--prefill-tokens-per-s", "1"], "the GPU cannot serve this: load "),
         ([str(TINYLM), *SMALL, "--kv-dtype", "int3"], "the KV dtype is one of"),
     ],
 )  # fmt: skip
@@ -224,6 +227,7 @@ def test_a_trace_is_replayed_through_the_page_store(
     assert all_fit["hit_rate"] == pytest.approx(expected)
     assert all_fit["possible"] == pytest.approx(expected)
     assert all_fit["from_host"] == pytest.approx(expected)
+    assert all_fit["load"] == pytest.approx(0.5 * (1 - expected))  # half of the time without reuse
     assert main([*command, str(20.5 * PAGE_GB)]) == 0
     [few_fit] = json.loads(capsys.readouterr().out)["sizes"]
     assert few_fit["hit_rate"] < 0.5 * expected
@@ -256,12 +260,56 @@ def test_many_chats_are_simulated_by_fewer_with_less_memory() -> None:
 
 
 def test_the_least_dram_near_the_best_is_chosen() -> None:
-    def made(host: float, disk: float, hit_rate: float) -> Prediction:
-        return Prediction(Size(host, disk), hit_rate, 0.9, 0.0, 0.0, 10)
-
     rows = [made(1, 0, 0.3), made(8, 0, 0.9), made(1, 8, 0.87), made(1, 16, 0.89)]
     assert choose(rows) is rows[3]
     assert choose(rows[:2]) is rows[1]
+
+
+def made(host: float, disk: float, hit_rate: float, load: float = 0.5) -> Prediction:
+    return Prediction(Size(host, disk), hit_rate, 0.9, 0.0, 0.0, 10, load)
+
+
+def test_a_size_that_cannot_keep_up_is_said_to_be_too_slow() -> None:
+    traffic, model = of_chats(Chats(60), 64, 50.0), read_model(TINYLM)
+    slow, fast = made(1, 0, 0.5, 1.25), made(2, 0, 0.51, 0.9)
+    assert choose([slow, fast]) is fast
+    text = "\n".join(_table(model, traffic, [slow, fast], fast))
+    assert "too slow: load 1.25\n" in text
+    assert "hier-kv doctor --hier-kv-host-size 2 " in text
+    assert choose([slow]) is slow
+    text = "\n".join(_table(model, traffic, [slow], slow))
+    assert "next: no size here keeps up" in text
+    assert "hier-kv doctor" not in text
+
+
+def test_what_the_gpu_has_to_compute_is_told_from_the_traffic() -> None:
+    chats = Chats(3600, turns=1, first_tokens=1000)
+    demand = of_chats(chats, 64, 50.0).demand
+    assert demand.prompt_tokens_per_s == pytest.approx(1000, rel=0.1)
+    assert demand.load(2000, hit_rate=0.5) == pytest.approx(0.25, rel=0.1)
+    shared = of_chats(replace(chats, system_tokens=6400), 64, 50.0)
+    assert shared.demand.new_tokens_per_s == pytest.approx(demand.new_tokens_per_s)
+    assert shared.demand.prompt_tokens_per_s == pytest.approx(7400, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "chats",
+    [
+        Chats(2000, first_tokens=30_000, think_s=90),
+        Chats(20, first_tokens=1_000_000),
+        Chats(100, turns=60, first_tokens=2000, turn_tokens=1500, answer_tokens=500, think_s=3),
+    ],
+    ids=["documents", "books", "agents"],
+)
+def test_long_prompts_are_simulated_in_bounded_time(chats: Chats) -> None:
+    traffic = of_chats(chats, 64, 50.0, kv_bytes_per_token=327_680)
+    prompts = traffic.demand.prompt_tokens_per_s / (chats.per_hour / 3600) * len(traffic.workload)
+    assert prompts / traffic.page_tokens < 1.3 * 600_000
+    assert 40 <= len(traffic.workload) <= 350
+    mean = prompts / sum(len(each.turns) for each in traffic.workload)
+    assert traffic.page_tokens == 64 or traffic.page_tokens < mean / 50
+    for size in sizes_for(traffic, 327_680):
+        _system(traffic, 327_680, size, 3.0)  # which refuses what it cannot be
 
 
 def test_it_needs_neither_torch_nor_sglang() -> None:
@@ -277,3 +325,6 @@ def test_it_needs_neither_torch_nor_sglang() -> None:
         capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     assert 0 < json.loads(done.stdout)["sizes"][0]["hit_rate"] < 1
+    shown = done.stderr.splitlines()
+    assert shown[0].startswith("simulated 0% of 1 size (a first run")
+    assert shown[-1].startswith("simulated 100% of 1 size, about 0 s left")

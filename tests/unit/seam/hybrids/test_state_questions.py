@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from sglang_ext.admission.state_question import StateQuestion
-from sglang_ext.admission.waiting_request import Remote, ReusablePrefix
+from sglang_ext.admission.waiting_request import Remote, ReusablePrefix, WaitingRequest
 from sglang_ext.device.states.snapshots import part_hashes
 from sglang_ext.seam.hybrids.place_questions import PlaceQuestions
+from sglang_ext.tiers.store.types import TierCounts
 from tests.unit.seam.hybrids.test_window_questions import Store, leading
 
 PARTS = 3
@@ -129,22 +130,25 @@ def test_an_answer_that_is_late_is_not_waited_for() -> None:
     hashes = np.frombuffer(bytes(32), np.uint8).reshape(1, 32)
     store = Seekable(set(), set())
     now = [0.0]
+    space: Any = SimpleNamespace()
+    prefix = ReusablePrefix(space, hashes[:0], 0, 0)
+    waiting = WaitingRequest("one", 1, prefix, TierCounts(0, 0, 0, 0), 0)
     questions = PlaceQuestions(
         StateQuestion,
         Parts(),
         store,  # type: ignore[arg-type]
         lambda *_: None,
-        lambda _: None,
+        lambda _: waiting,
         longest_s=2.0,
         clock=lambda: now[0],
     )
-    space: Any = SimpleNamespace()
-    questions.begin("one", ReusablePrefix(space, hashes[:0], 0, 0), None, hashes, 1, 0)
+    questions.begin("one", prefix, None, hashes, 1, 0)
     assert not questions.may_admit("one")
     (asked,) = store.questions
     now[0] = 2.0
     assert questions.may_admit("one")
     assert asked.cancelled
+    assert waiting.remote is Remote.UNANSWERED  # as its misses will say
 
 
 @pytest.mark.parametrize(("time_s", "wanted"), [(0.0, [6, 4, 2]), (1.0, [6, 4]), (2.0, [6])])
