@@ -7,6 +7,7 @@ rank consensus checker is on: it ends the server when ranks decide differently.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -83,7 +84,7 @@ def _with_states(name: str, page_bytes: int) -> Kind:
     model = STATE_MODELS[name]
     return Kind(
         partial(write_state_model, name=name), model.open, page_bytes, 5e-4,
-        ["--dtype", model.dtype_name, "--max-mamba-cache-size", "60"],
+        ["--dtype", model.dtype_name, "--max-mamba-cache-size", "60", *model.server_args],
         {"SGLANG_MAMBA_CONV_DTYPE": model.dtype_name}, [130, 1290],
     )  # fmt: skip
 
@@ -96,6 +97,8 @@ KINDS = {
         "kimi_linear", STATE_MODELS["kimi_linear"].page_bytes
     ),
 }
+if "kimi_k3" in os.environ.get("HIER_KV_STATE_STORE_MODELS", ""):  # else by one rank alone
+    KINDS["states-of-kimi-k3"] = _with_states("kimi_k3", STATE_MODELS["kimi_k3"].page_bytes)
 
 
 @dataclass(frozen=True)
