@@ -18,7 +18,7 @@ _STATE_ARCHITECTURES = (
 )
 
 # The same, with latent rows in the layers that have no state.
-_LATENT_STATE_ARCHITECTURES = ("KimiLinearForCausalLM",)
+_LATENT_STATE_ARCHITECTURES = ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 
 # Those of which SGLang keeps states with pages of one token only.
 _WITHOUT_SNAPSHOTS = (

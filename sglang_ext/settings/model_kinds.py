@@ -125,10 +125,10 @@ MODEL_KINDS = {
     ),
     "state beside latent rows": ModelKind(
         "a state a sequence (KDA) beside one latent row a token (MLA)",
-        "Kimi Linear",
+        "Kimi Linear, Kimi K3 (prompts with images are neither stored nor loaded)",
         "as the states above, without data parallel attention and without "
-        "`--cuda-graph-backend-prefill breakable`; run with a small model with two experts, of "
-        "which each token takes both, on a CPU, by one rank and by two, with a remote store, too",
+        "`--cuda-graph-backend-prefill breakable`; run with a small model of each with two experts, "
+        "of which each token takes both, on a CPU, by one rank and by two, with a remote store, too",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_hybrid_ranks.py; "
         "tests/e2e/models/test_restored_kinds.py; tests/e2e/models/test_state_store_ranks.py",
     ),
@@ -143,9 +143,9 @@ MODEL_KINDS = {
     ),
     "state of another kind": ModelKind(
         "a state a sequence of another kind, or beside windows",
-        "Kimi K3, Bailing, Inkling, GLM-5 Next, Mamba without attention",
-        "these were never tried: of Kimi K3 SGLang keeps what it keeps of Kimi Linear, but makes "
-        "the model with streams of CUDA and gates with a bound, which the CPU runtime lacks",
+        "Bailing, Inkling, GLM-5 Next, Mamba without attention, Kimi K3's text alone "
+        "(`KimiK3LinearForCausalLM`)",
+        "these were never tried; of Kimi K3's text alone SGLang keeps no states of pages",
         "",
         "attention in every layer, or Mamba2, a gated delta rule or KDA beside full attention",
         "a hybrid model with other states",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from testkit.hybrids.k3_model import add_processor, k3_class, k3_config
 from testkit.published_model import PublishedModel, copy_tokenizer
 
 CHUNK = 64
@@ -34,6 +37,10 @@ class StateModel(PublishedModel):
         matrix_values: of a state, a matrix a head; in float32.
         grid: tokens; SGLang keeps states at multiples of it, with 64 tokens a page.
         dtype_name: of all but matrices.
+        gate_bias: of what a token leaves of a state, beside what its gate says.
+        gate_scales: the logarithm of its factor lies between them; states last for 100s of tokens.
+        own_class: finds the class that computes it, where transformers has none.
+        server_args: that SGLang needs for it.
     """
 
     page_values: int
@@ -41,6 +48,14 @@ class StateModel(PublishedModel):
     matrix_values: int
     grid: int = 64
     dtype_name: str = "float32"
+    gate_bias: float = 1.0
+    gate_scales: tuple[float, float] = (-7.0, -1.0)
+    own_class: Callable[[], Any] | None = None
+    server_args: tuple[str, ...] = ()
+
+    def model_class(self) -> Any:
+        """The class that computes it without SGLang."""
+        return self.own_class() if self.own_class is not None else super().model_class()
 
     @property
     def page_bytes(self) -> int:
@@ -236,6 +251,13 @@ STATE_MODELS = {
         page_values=2 * 64 * (64 + 16),
         conv_values=6 * 3 * (3 * 4 * 32), matrix_values=6 * 4 * 32 * 32,
     ),
+    "kimi_k3": StateModel(
+        partial(k3_config, COMMON), "KimiK3ForConditionalGeneration",
+        page_values=2 * 64 * (64 + 16),
+        conv_values=6 * 3 * (3 * 4 * 32), matrix_values=6 * 4 * 32 * 32,
+        gate_bias=-6.0, gate_scales=(-0.3, 0.2), own_class=k3_class,
+        server_args=("--trust-remote-code",),
+    ),
 }  # fmt: skip
 
 
@@ -263,12 +285,14 @@ def write_model(folder: Path, kind: StateModel, *, seed: int = 0) -> Path:
         with torch.no_grad():
             for parameter, values in model.named_parameters():
                 if parameter.endswith(".dt_bias"):
-                    values.fill_(1.0)
-                if parameter.endswith(".A_log"):  # states that last for hundreds of tokens
-                    values.uniform_(-7.0, -1.0)
+                    values.fill_(kind.gate_bias)
+                if parameter.endswith(".A_log"):
+                    values.uniform_(*kind.gate_scales)
     model.to(config.dtype).save_pretrained(folder)
     publish(folder)
     copy_tokenizer(folder)
+    if config.model_type == "kimi_k3":
+        add_processor(folder)
     return folder
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from .models.admission import admit
 from .models.experts import bind_shared_expert
 from .models.parts import find_parts_by_name
+from .models.residuals import allow_streams, bind_residuals
 from .models.rotation import rotate_in_place
 from .sparse.indexer import allow_sparse_models, bind_indexer
 from .states import allow_snapshots, bind_kernels
@@ -36,6 +37,7 @@ def load() -> None:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         register_attention_backend(NAME)(_create)
+        allow_streams()
 
 
 def _create(runner: Any) -> Any:
@@ -47,6 +49,7 @@ def _create(runner: Any) -> Any:
         prepare_speculation()
     bind_kernels(runner.model)
     bind_shared_expert()
+    bind_residuals()
     bind_indexer(NAME)
     rotate_in_place(runner.model)
     return CpuExtendAttnBackend(runner)

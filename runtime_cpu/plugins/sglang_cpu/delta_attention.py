@@ -55,7 +55,7 @@ def chunk_kda(
         dt_bias: `[H * K]`.
         beta_is_raw: True.
         output_intermediate_states: whether the states in front of chunks are returned.
-        lower_bound: None; of gates that are bounded, which are not computed here.
+        lower_bound: of what a token leaves of a state, as a logarithm; None for no bound.
         track_state: float32 `[N, H, V, K]`, written with the states that are asked for.
         track_chunk_idx: `[N]`, the chunk of each sequence in front of which its state is asked for;
             less than 0 for none.
@@ -121,7 +121,7 @@ def fused_sigmoid_gating_delta_rule_update(
         initial_state_source: `[S, H, V, K]`; those of the batch are written.
         initial_state_indices: `[B]`, slots; less than 0: none, nothing is kept.
         is_kda: True.
-        lower_bound: None; of gates that are bounded, which are not computed here.
+        lower_bound: of what a token leaves of a state, as a logarithm; None for no bound.
         **kwargs: unused.
 
     Returns:
@@ -194,10 +194,11 @@ def _decay(
     gates: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None
 ) -> torch.Tensor:
     """How much of each channel of a state a token leaves, `[T, H, K]`, as a logarithm."""
+    opened = gates.float() + dt_bias.float().view(gates.shape[1:])
+    scale = A_log.float().exp().view(-1, 1)
     if lower_bound is not None:
-        raise NotImplementedError("expected gates of KDA without a lower bound, got one")
-    bias = dt_bias.float().view(gates.shape[1:])
-    return -A_log.float().exp().view(-1, 1) * softplus(gates.float() + bias)
+        return lower_bound * sigmoid(scale * opened)
+    return -scale * softplus(opened)
 
 
 def _queries_and_keys(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

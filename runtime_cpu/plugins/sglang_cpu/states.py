@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 _MIXER = "sglang.srt.layers.attention.mamba.mamba"
-_DELTA_ATTENTION = "KimiDeltaAttention"
+_DELTA_ATTENTION = ("KimiDeltaAttention", "KimiK3DeltaAttention")
 
 
 def allow_snapshots() -> None:
@@ -27,7 +27,7 @@ def bind_kernels(model: torch.nn.Module) -> None:
     Args:
         model: that was loaded.
     """
-    if any(type(module).__name__ == _DELTA_ATTENTION for module in model.modules()):
+    if any(type(module).__name__ in _DELTA_ATTENTION for module in model.modules()):
         _bind_delta_attention()
     mixer = sys.modules.get(_MIXER)
     if mixer is None:

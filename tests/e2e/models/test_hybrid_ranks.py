@@ -92,7 +92,7 @@ def _with_states(name: str, page_bytes: int) -> Kind:
     model = STATE_MODELS[name]
     return Kind(
         partial(write_state_model, name=name), model.open, page_bytes, 5e-4,
-        ["--dtype", model.dtype_name, "--max-mamba-cache-size", "60"],
+        ["--dtype", model.dtype_name, "--max-mamba-cache-size", "60", *model.server_args],
         {"SGLANG_MAMBA_CONV_DTYPE": model.dtype_name}, [130, 1290],
     )  # fmt: skip
 
@@ -104,6 +104,7 @@ KINDS = {
     "states-beside-latent-rows": _with_states(
         "kimi_linear", STATE_MODELS["kimi_linear"].page_bytes
     ),
+    "states-of-kimi-k3": _with_states("kimi_k3", STATE_MODELS["kimi_k3"].page_bytes),
 }
 
 

@@ -91,7 +91,8 @@ def _with_states(name: str, tier: str) -> Kind:
     model = STATE_MODELS[name]
     return Kind(
         partial(write_state_model, name=name), model.open, model.page_bytes, 5e-4,
-        model.class_name, ["--dtype", model.dtype_name, "--max-mamba-cache-size", "100"],
+        model.class_name,
+        ["--dtype", model.dtype_name, "--max-mamba-cache-size", "100", *model.server_args],
         {"SGLANG_MAMBA_CONV_DTYPE": model.dtype_name}, tier=tier,
     )  # fmt: skip
 

@@ -42,7 +42,8 @@ def server_of(name: str, folder: Path, log: str) -> Server:
     """A server with much DRAM and no disk, its stores late, each by its own chance."""
     kind = STATE_MODELS[name]
     host_gib = 2 * 400 * (kind.page_bytes + HEADER_BYTES) / GIB
-    args = [*BASE, "--dtype", kind.dtype_name, "--hier-kv-host-size", f"{host_gib:.9f}"]
+    args = [*BASE, *kind.server_args, "--dtype", kind.dtype_name]
+    args += ["--hier-kv-host-size", f"{host_gib:.9f}"]
     args += ["--hier-kv-remote-url", f"file://{folder / 'shared'}?size=1GB"]
     env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS), "SGLANG_MAMBA_CONV_DTYPE": kind.dtype_name}
     return Server(

@@ -1,7 +1,8 @@
 """Models with a state a sequence on the real server.
 
 What is restored is compared with plain SGLang's own device hits bit for bit, and every answer, with
-many requests at once, with what transformers computes for the same tokens.
+many requests at once, with what transformers computes for the same tokens, or the testkit where
+transformers has no such model.
 
 By default one model of each kind of state runs (Mamba2, gated delta rule, KDA), and one is asked
 for by many at once; the long form has all.
@@ -112,7 +113,7 @@ def server_of(
         host_pages: pages, or parts of states, in DRAM.
     """
     dtype = case.kind.dtype_name
-    args = [*BASE, "--dtype", dtype, "--max-total-tokens", str(pool)]
+    args = [*BASE, *case.kind.server_args, "--dtype", dtype, "--max-total-tokens", str(pool)]
     args += ["--max-mamba-cache-size", str(num_states), *more]
     if host_pages:
         args += ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]

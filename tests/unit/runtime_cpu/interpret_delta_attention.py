@@ -42,7 +42,11 @@ def made(num_tokens: int) -> dict[str, Any]:
 
 
 def by_recurrence(
-    given: dict[str, Any], bounds: list[int], slots: list[int], states: torch.Tensor
+    given: dict[str, Any],
+    bounds: list[int],
+    slots: list[int],
+    states: torch.Tensor,
+    lower_bound: float | None,
 ) -> torch.Tensor:
     """Outputs of SGLang's kernel; the states in their slots are written."""
     found: torch.Tensor = one.fused_sigmoid_gating_delta_rule_update(
@@ -54,6 +58,7 @@ def by_recurrence(
         softplus_beta=1.0,
         softplus_threshold=20.0,
         is_kda=True,
+        lower_bound=lower_bound,
     )
     return found
 
@@ -64,7 +69,7 @@ def rows_of(given: dict[str, Any], start: int, end: int) -> dict[str, Any]:
     return {**given, **rows, "a": given["a"][start:end]}
 
 
-def check_chunks() -> None:
+def check_chunks(lower_bound: float | None) -> None:
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
     given, pool = made(bounds[-1]), torch.randn(SLOTS, H, K, K)
     states, tracked = pool.clone(), torch.zeros(len(LENGTHS), H, K, K)
@@ -80,9 +85,10 @@ def check_chunks() -> None:
         output_intermediate_states=True,
         track_state=tracked,
         track_chunk_idx=torch.tensor([1, -1, 2], dtype=torch.int32),
+        lower_bound=lower_bound,
     )
     wanted = pool.clone()
-    close(out, by_recurrence(given, bounds, IN_USE, wanted))
+    close(out, by_recurrence(given, bounds, IN_USE, wanted, lower_bound))
     close(states, wanted)
     at = 0
     for i, (slot, (start, end)) in enumerate(zip(IN_USE, pairwise(bounds), strict=True)):
@@ -90,7 +96,7 @@ def check_chunks() -> None:
             front = pool.clone()
             if first > start:
                 rows = rows_of(given, start, first)
-                by_recurrence(rows, [0, first - start], [slot], front)
+                by_recurrence(rows, [0, first - start], [slot], front, lower_bound)
             close(fronts[0, at], front[slot])
             if (i, chunk) in ((0, 1), (2, 2)):
                 close(tracked[i], front[slot])
@@ -99,7 +105,7 @@ def check_chunks() -> None:
     assert not tracked[1].any()
 
 
-def check_steps() -> None:
+def check_steps(lower_bound: float | None) -> None:
     given, pool = made(len(IN_USE)), torch.randn(SLOTS, H, K, K)
     ours, wanted = pool.clone(), pool.clone()
     found = delta_attention.fused_sigmoid_gating_delta_rule_update(
@@ -107,8 +113,9 @@ def check_steps() -> None:
         initial_state_source=ours,
         initial_state_indices=torch.tensor(IN_USE, dtype=torch.int32),
         is_kda=True,
+        lower_bound=lower_bound,
     )
-    close(found, by_recurrence(given, [0, 1, 2, 3], IN_USE, wanted))
+    close(found, by_recurrence(given, [0, 1, 2, 3], IN_USE, wanted, lower_bound))
     close(ours, wanted)
 
 
@@ -118,6 +125,7 @@ def close(ours: torch.Tensor, wanted: torch.Tensor) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    check_steps()
-    check_chunks()
+    for bound in (None, -5.0):
+        check_steps(bound)
+        check_chunks(bound)
     print("all checks passed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch.nn.functional import rms_norm
 
@@ -53,22 +52,6 @@ def test_a_row_without_a_slot_leaves_all_states_as_they_are() -> None:
         output_intermediate_states=False,
     )
     assert torch.equal(pool[others], before[others])
-
-
-def test_gates_with_a_bound_are_refused() -> None:
-    tokens: dict[str, Any] = {name: torch.randn(1, 1, H, K) for name in ("q", "k", "v")}
-    with pytest.raises(NotImplementedError, match="without a lower bound"):
-        delta_attention.fused_sigmoid_gating_delta_rule_update(
-            **tokens,
-            A_log=torch.zeros(H),
-            dt_bias=torch.zeros(H * K),
-            a=torch.zeros(1, H * K),
-            b=torch.zeros(1, 1, H),
-            initial_state_source=torch.zeros(SLOTS, H, K, K),
-            initial_state_indices=torch.tensor([0]),
-            is_kda=True,
-            lower_bound=-5.0,
-        )
 
 
 def test_the_norm_is_torch_s_times_the_sigmoid_of_its_gate() -> None:
