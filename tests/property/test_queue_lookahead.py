@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.queue_world import QueueWorld
 
 ROUNDS = 5
+# So many queues of each kind; the long form is 20.
+SEEDS = int(os.environ.get("HIER_KV_QUEUE_SEEDS", "1"))
 Make = Callable[..., QueueWorld]
 
 WORLDS: dict[str, dict[str, Any]] = {
@@ -20,6 +23,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     "write_back": {"policy": "write_back"},
     "auto-full": {"policy": "auto", "disk_bytes": 256 << 10},
     "timeout": {"prefetch_policy": "timeout"},
+    "cost": {"prefetch_policy": "cost", "policy": "auto", "disk_bytes": 256 << 10},
     "no-disk": {"with_disk": False},
 }
 
@@ -37,12 +41,13 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         world.close()
 
 
+@pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("name", WORLDS)
 def test_every_request_is_admitted_and_the_books_balance(
-    make: Make, name: str, caplog: pytest.LogCaptureFixture
+    make: Make, name: str, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)  # reads fail on purpose
-    world = make(sum(map(ord, name)), **WORLDS[name])
+    world = make(1000 * seed + sum(map(ord, name)), **WORLDS[name])
 
     def one_round() -> None:
         for _ in range(250):
@@ -53,12 +58,16 @@ def test_every_request_is_admitted_and_the_books_balance(
 
     shown = [
         "arrive", "abort", "reorder", "retract", "clear", "evicted", "admitted_ready_requests",
+        "reused",
     ]  # fmt: skip
     if name != "no-disk":
         shown += ["held", "promoted_pages", "deferred_plans"]
 
+    if name == "cost":
+        shown += ["cost_load", "cost_recompute", "cost_gave_up"]
+
     def unseen() -> list[str]:
-        seen = {"evicted": world.num_evictions, "held": world.num_held}
+        seen = {"evicted": world.num_evictions, "held": world.num_held, "reused": world.num_reused}
         return missing({**world.store.stats(), **world.counts, **seen}, tuple(shown))
 
     run_until_all_seen(one_round, unseen, num_rounds=ROUNDS)
