@@ -124,6 +124,14 @@ class LoadOrCompute:
         ahead_s = max(0.0, self._ahead_s - estimate.compute_s)
         self._ahead_s = ahead_s if self.num_waiting else 0.0
 
+    def step(self) -> None:
+        """Once a scheduler step: a probe that is done keeps nothing pinned for nobody. O(1).
+
+        It is not given up before that: the request that it was made for may run at once.
+        """
+        if self._probe is not None and not self.num_waiting and self._probe.done:
+            self._end_probe()
+
     def end_probe(self) -> None:
         """The queue is emptied: no probe stays."""
         self._end_probe()

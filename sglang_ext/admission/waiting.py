@@ -197,6 +197,8 @@ class WaitingRoom:
             order: handles of the waiting requests as the scheduler will take them.
         """
         self._now_s = self._clock()
+        if self._decider is not None:
+            self._decider.step()
         if self._prefetches:
             order = [*order, *self._prefetches]
         if self._asking:

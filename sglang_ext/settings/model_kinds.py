@@ -127,8 +127,9 @@ MODEL_KINDS = {
         "a state a sequence (KDA) beside one latent row a token (MLA)",
         "Kimi Linear, Kimi K3 (prompts with images are neither stored nor loaded)",
         "as the states above, without data parallel attention and without "
-        "`--cuda-graph-backend-prefill breakable`; run with a small model of each with two experts, "
-        "of which each token takes both, on a CPU, by one rank and by two, with a remote store, too",
+        "`--cuda-graph-backend-prefill breakable`; run with a small model of each with two "
+        "experts, of which each token takes both, on a CPU, by one rank and by two, with a remote "
+        "store, too",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_hybrid_ranks.py; "
         "tests/e2e/models/test_restored_kinds.py; tests/e2e/models/test_state_store_ranks.py",
     ),

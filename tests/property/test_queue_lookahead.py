@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.long_form import count
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.queue_world import QueueWorld
 
 ROUNDS = 5
+SEEDS = count(1, 20)  # so many queues of each kind
 Make = Callable[..., QueueWorld]
 
 WORLDS: dict[str, dict[str, Any]] = {
@@ -20,6 +22,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     "write_back": {"policy": "write_back"},
     "auto-full": {"policy": "auto", "disk_bytes": 256 << 10},
     "timeout": {"prefetch_policy": "timeout"},
+    "cost": {"prefetch_policy": "cost", "policy": "auto", "disk_bytes": 256 << 10},
     "no-disk": {"with_disk": False},
 }
 
@@ -37,12 +40,13 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         world.close()
 
 
+@pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("name", WORLDS)
 def test_every_request_is_admitted_and_the_books_balance(
-    make: Make, name: str, caplog: pytest.LogCaptureFixture
+    make: Make, name: str, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)  # reads fail on purpose
-    world = make(sum(map(ord, name)), **WORLDS[name])
+    world = make(1000 * seed + sum(map(ord, name)), **WORLDS[name])
 
     def one_round() -> None:
         for _ in range(250):
@@ -53,12 +57,16 @@ def test_every_request_is_admitted_and_the_books_balance(
 
     shown = [
         "arrive", "abort", "reorder", "retract", "clear", "evicted", "admitted_ready_requests",
+        "reused",
     ]  # fmt: skip
     if name != "no-disk":
         shown += ["held", "promoted_pages", "deferred_plans"]
 
+    if name == "cost":
+        shown += ["cost_load", "cost_recompute", "cost_gave_up"]
+
     def unseen() -> list[str]:
-        seen = {"evicted": world.num_evictions, "held": world.num_held}
+        seen = {"evicted": world.num_evictions, "held": world.num_held, "reused": world.num_reused}
         return missing({**world.store.stats(), **world.counts, **seen}, tuple(shown))
 
     run_until_all_seen(one_round, unseen, num_rounds=ROUNDS)

@@ -28,7 +28,7 @@ from tests.e2e.remote.test_remote_latent_ranks import page_hashes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-NAMES = ("qwen3_next", "qwen3_5", "kimi_linear", "nemotron_h")
+NAMES = ("qwen3_next", "qwen3_5", "kimi_linear", "kimi_k3", "nemotron_h")
 PAGE, CHUNK, HEADER_BYTES = 64, 256, 4096
 LENGTHS = [130, 702, 1000]
 NEAR = 768  # of the last prompt: the state before its furthest one

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.provenance.request_state import state_of
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.store.types import (
     FILLING,
     ON_DISK,
@@ -30,14 +32,25 @@ from sglang_ext.tiers.store.types import (
 from tests.property.worlds.taint_world import PAGE, Request, TextScheduler, World
 
 MAX_WAITING, MAX_RUNNING = 14, 3
+_UNMEASURED_S = 0.05  # of waiting, until speeds are known
+_ASKED_AGAIN_S = 0.001  # a decision to go on waiting may be so old
+# Of a token's prefill, and of a page's reading and writing, that a server under `cost` is told of.
+_SPEEDS_S = (1e-5, 3e-3, 0.1), (1e-4, 2e-3), (1e-4, 1e-2)
 
 
 class SlowDisk(FileIO):
-    """Reads that take a while, and now and then fail."""
+    """Reads, and where asked for writes, that take a while, and now and then fail."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, *, writes: bool = False) -> None:
         self.failing = 0.0
-        self._rng = rng
+        self._rng, self._writes = rng, writes
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self._writes:
+            time.sleep(self._rng.choice((0.0, 0.004, 0.02)))
+            if self._rng.random() < self.failing:
+                raise OSError("injected")
+        return super().pwritev(fd, buffers, offset)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         time.sleep(self._rng.choice((0.0, 0.001, 0.004)))
@@ -60,7 +73,9 @@ class QueueWorld(TextScheduler, World):
         policy: str = "write_through",
         prefetch_policy: str = "wait_complete",
     ) -> None:
-        self.io = SlowDisk(random.Random(seed + 5))
+        by_cost = prefetch_policy == "cost"
+        self.io = SlowDisk(random.Random(seed + 5), writes=by_cost)
+        self.cost = CostModel(_UNMEASURED_S) if by_cost else None
         super().__init__(
             folder,
             patch,
@@ -74,9 +89,10 @@ class QueueWorld(TextScheduler, World):
             io=self.io,
             placement=PolicyConfig(),
             prefetch_policy=prefetch_policy,
+            cost=self.cost,
         )
         self.parents: dict[str, str] = {}  # of every page of every prompt, by hash
-        self.num_held = self.num_evictions = self.num_unknown_links = 0
+        self.num_held = self.num_evictions = self.num_unknown_links = self.num_reused = 0
         self.unreachable: list[str] = []  # pages that lead to another and left DRAM before it
         books: Any = self.store._books
         self._victims = books.room.victims
@@ -112,8 +128,10 @@ class QueueWorld(TextScheduler, World):
         for req in list(self.waiting):
             if len(self.running) >= MAX_RUNNING:
                 return
+            now_s = time.monotonic()
             if not self.cache.check_prefetch_progress(req.cache_request_handle):
                 self.num_held += 1
+                self.check_wait(req, now_s)
                 continue
             self.admit(req, self.rng.choice((None, 8, 12)))
 
@@ -156,6 +174,14 @@ class QueueWorld(TextScheduler, World):
 
     def _do_trouble(self) -> None:
         self.io.failing = self.rng.choice((0.0, 0.0, 0.05))
+        if self.cost is None:
+            return
+        token_s, page_s, write_s = (self.rng.choice(each) for each in _SPEEDS_S)
+        for num_pages in (1, 2, 4, 8) * 2:
+            num_bytes = num_pages * self.layout.kv_bytes
+            self.cost.note_prefill([(num_pages * PAGE, 0)], token_s * num_pages * PAGE)
+            self.cost.note_read(num_bytes, page_s * num_pages)
+            self.cost.note_write(num_bytes, write_s * num_pages)
 
     def retract(self, req: Request) -> None:
         super().retract(req)
@@ -169,7 +195,28 @@ class QueueWorld(TextScheduler, World):
         self.note_path(req)
         super().finish(req)
 
+    def runs(self, req: Request) -> None:
+        """As SGLang's batch does; what is reused and what is counted as missed are the prompt."""
+        state = state_of(req)
+        if state.is_counted:
+            return
+        req.cached_tokens = req.prefix_len
+        self.cache.misses.runs(req, self.cache.space_of(req))
+        assert sum(state.by_tier(req.prefix_len).values()) == req.prefix_len
+        num_whole = (req.prompt_len - 1) // PAGE * PAGE
+        assert max(req.prefix_len, num_whole) == req.prefix_len + sum(state.missed.values())
+        self.num_reused += req.prefix_len
+
     # ---- checks ----
+
+    def check_wait(self, req: Request, now_s: float) -> None:
+        """Under `cost` a request that was held then has not waited longer than it may."""
+        waiting = self.cache.waiting_room.find(req.cache_request_handle)
+        estimate = None if waiting is None else waiting.estimate
+        if estimate is None or estimate.held_since_s is None:
+            return
+        budget_s = _UNMEASURED_S if estimate.budget_s is None else estimate.budget_s
+        assert now_s - estimate.held_since_s <= budget_s + _ASKED_AGAIN_S, (waiting, now_s)
 
     def note_path(self, req: Request) -> None:
         keys = self.keys(req.tokens)
@@ -177,7 +224,10 @@ class QueueWorld(TextScheduler, World):
             self.parents[child] = parent
 
     def check_plans(self) -> None:
-        """Plans pin no more than they may, and only what waits has any."""
+        """Plans pin no more than they may, and only what waits has any: none outlives its request.
+
+        But for the one that measures the disk, under `cost`.
+        """
         room, books = self.cache.waiting_room, self.store._books
         pinned = int((books.pins._by_slot > 0).sum())
         assert pinned == books.pins.num_pages <= books.pins.max_lone_plan_pages
@@ -186,6 +236,10 @@ class QueueWorld(TextScheduler, World):
         assert room._plans.planned.keys() <= room._by_number.keys()
         for waiting in room._plans.planned.values():
             assert waiting.plan is not None, waiting  # a save may have taken its room since
+        owned = [waiting.plan for waiting in room._plans.planned.values()]
+        if room._decider is not None:
+            owned.append(room._decider._probe)
+        assert books.pins._plans.keys() <= set(owned)
 
     def _watched_victims(self, count: int, tenant: int | None = None) -> Rows:
         """What leaves DRAM; no page may go before one that it leads to and that could go too.
@@ -233,9 +287,16 @@ class QueueWorld(TextScheduler, World):
                 if req in self.running:
                     self.go_on(req)
             self.schedule()
+        self.wait_for(self.measures_nothing)
         self.settle()
         self.check_nothing_waits()
         self._do_flush()
+
+    def measures_nothing(self) -> bool:
+        """Whether no page is read, or stays pinned, only to see how fast the disk is."""
+        self.cache.check_hicache_events()
+        decider = self.cache.waiting_room._decider
+        return decider is None or decider._probe is None
 
     def stuck(self) -> str:
         room = self.cache.waiting_room
@@ -250,6 +311,9 @@ class QueueWorld(TextScheduler, World):
         assert not room._waiting
         assert not room._plans.planned
         assert not room._by_number
+        if room._decider is not None:
+            assert room._decider.num_waiting == 0
+            assert room._decider._ahead_s == 0.0
         assert books.pins.num_pages == 0
         assert books.table.in_flight.num == 0
         assert not books.table.waits
@@ -260,6 +324,7 @@ class QueueWorld(TextScheduler, World):
         assert not policy.wanted(books.table.index.rows()).any()
         promoter = self.store._promoter
         assert promoter is None or not promoter._reads
+        assert not self.store.counters.snapshot().get("miss_report_failures")
 
 
 _WEIGHTS = {

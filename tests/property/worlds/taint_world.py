@@ -40,6 +40,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
+from sglang_ext.admission.load_or_compute import LoadOrCompute  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.pools import describe_pool  # noqa: E402
@@ -56,6 +57,7 @@ from sglang_ext.tiers.disk.segments.fileio import FileIO  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
 from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
+from sglang_ext.tiers.policy.cost_model import CostModel  # noqa: E402
 from sglang_ext.tiers.records.quality import Quality  # noqa: E402
 from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, parse_header, write_meta  # noqa: E402
 from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals  # noqa: E402
@@ -146,6 +148,7 @@ class Request:
     last_node: Any = None
     prefix_len: int = 0
     host_hit_length: int = 0
+    cached_tokens: int = 0
     done: bool = False
 
     def __post_init__(self) -> None:
@@ -205,6 +208,7 @@ class World:
         seals: RecordSeals = CHECKSUMS,
         placement: PolicyConfig | None = None,
         prefetch_policy: str = "timeout",
+        cost: CostModel | None = None,
         of_pairs: bool = False,
         ropes: list[LayerRope] | None = None,
         is_one_of_many: bool = False,
@@ -213,6 +217,7 @@ class World:
     ) -> None:
         """Builds it.
 
+        With `cost` it decides by that between loading and computing.
         `shared` is of ranks of which the one that `keeps` has the pages of all: the first of them
         leaves the memory there.
         """
@@ -278,7 +283,13 @@ class World:
         metrics = MetricsReporter(self.store, disk, enabled=False, labels={})
         identity: Any = Identity()
         config = HierKVConfig(tree_core=core, prefetch_policy=prefetch_policy)
-        parts = CacheParts(linker, identity, config, metrics, shares_pages=shared is not None)
+        decider: LoadOrCompute | None = None
+        if cost is not None:
+            kv_bytes = self.layout.kv_bytes
+            decider = LoadOrCompute(self.store, cost, page_tokens=PAGE, kv_bytes_per_page=kv_bytes)
+        parts = CacheParts(
+            linker, identity, config, metrics, decider=decider, shares_pages=shared is not None
+        )
         self.cache = HierKVRadixCache(params, lambda cache: parts)
         self.kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
         self.running: list[Request] = []
@@ -456,10 +467,14 @@ class World:
         assert not self.cache.finish_external_linker_loads([req])
         self.cache.hier_linker.layer_done_counter.set_consumer(-1)
         self.check_report(req)
+        self.runs(req)
         self.forward(req, req.prefix_len, target)
         self.checkpoint(req, target)
         self.running.append(req)
         return True
+
+    def runs(self, req: Request) -> None:
+        """A request is about to be computed, its loads are queued."""
 
     def check_report(self, req: Request) -> None:
         """What is said of the reused tokens is what they are."""

@@ -324,3 +324,20 @@ def test_a_plan_is_made_without_a_probe_beside_it(rig: Rig) -> None:
     first.plan = None
     for request in (first, second):
         rig.judge.leave(request)
+
+
+def test_a_probe_that_is_done_pins_nothing_once_nobody_waits(rig: Rig) -> None:
+    """Nothing else would give its page back before the next request that waits."""
+    rig.teach_prefill(1e-6)
+    rig.teach_disk(0.1)
+    rig.speed.write_text("0.001")
+    rig.room.enter("x", rig.prefix("a", 16))
+    assert rig.admits("x")
+    rig.room.leave("x", admitted=True)
+    rig.room.step([])
+    assert rig.judge._probe is not None  # its read is not over: the disk is to be measured
+    samples = rig.cost.state()["disk_samples"]
+    rig.speed.unlink()
+    until(lambda: rig.room.step([]) is None and rig.judge._probe is None)
+    assert rig.store.stats()["planned_pages"] == 0
+    until(lambda: rig.cost.state()["disk_samples"] > samples)

@@ -292,6 +292,31 @@ def test_room_comes_page_by_page_from_the_prompts_end(server: ServerStore) -> No
     assert (np.diff(on_disk) == 1).all()
 
 
+def test_a_burst_that_finds_nothing_written_has_no_page_written_twice() -> None:
+    """It queues more than it asked for, as it looks for pages that can go now: those are next."""
+    sizes = replace(SIZES, host_pages=320, disk_pages=640)
+    with virtual_store(sizes, PolicyConfig(), "write_back") as server:
+        ids = np.arange(300).reshape(30, 10)
+        for chat in ids:
+            server.save(page_hashes(chat), 0)
+        store = server.store
+        free = ask_for_room(server, 30)
+        num_queued = store.stats()["spill_queue_pages"]
+        assert 30 - free < num_queued <= 16 * 30
+        run_for(server, 2 * num_queued * PAGE_S)
+        num_left = 0
+        while num_left < 150:  # they leave one after another
+            with store._books.table.lock:
+                assert len(store._books.room.alloc(10)) == 10
+            num_left += 10
+            run_for(server, PAGE_S)
+        run_for(server, 10.0)
+        stats = store.stats()
+        assert stats["written_pages"] <= ids.size
+        assert not stats.get("written_again_pages")
+        assert not stats.get("lost_pages")
+
+
 def test_who_asks_knows_how_far_the_room_is(server: ServerStore) -> None:
     store = server.store
     assert store.mark_of_room(5) == 0  # nothing is on its way
