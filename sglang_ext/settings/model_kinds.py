@@ -126,8 +126,9 @@ MODEL_KINDS = {
         "a state a sequence (KDA) beside one latent row a token (MLA)",
         "Kimi Linear, Kimi K3 (prompts with images are neither stored nor loaded)",
         "as the states above, without data parallel attention and without "
-        "`--cuda-graph-backend-prefill breakable`; run with a small model of each with two experts, "
-        "of which each token takes both, on a CPU, by one rank and by two, with a remote store, too",
+        "`--cuda-graph-backend-prefill breakable`; run with a small model of each with two "
+        "experts, of which each token takes both, on a CPU, by one rank and by two, with a remote "
+        "store, too",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_hybrid_ranks.py; "
         "tests/e2e/models/test_restored_kinds.py; tests/e2e/models/test_state_store_ranks.py",
     ),
@@ -265,9 +266,10 @@ SERVED_MODES = (
         "prefill and decode servers (`--disaggregation-mode`)",
         "exact; a decode server only saves, and what it wrote is loaded by prefill servers on the "
         "same remote store; by one rank or several tensor parallel ones, for models with K and V "
-        "of every head, alike in window layers (without chunks), with a state beside them, or with "
-        "MLA, with an index or without, with drafts of EAGLE, EAGLE3 or NEXTN, without lossy codec "
-        "(with drafts or states without any), truncation, adapters or sessions; not run on a GPU",
+        "of every head, alike in window layers (without chunks), or with MLA, with an index or "
+        "without, or with a state beside either, with drafts of EAGLE, EAGLE3 or NEXTN, without "
+        "lossy codec (with drafts or states without any), truncation, adapters or sessions; not "
+        "run on a GPU",
         "tests/e2e/remote/test_disaggregation.py; tests/e2e/remote/test_disaggregation_ranks.py; "
         "tests/e2e/remote/test_disaggregation_drafts.py; "
         "tests/e2e/remote/test_disaggregation_index.py; "
