@@ -234,9 +234,9 @@ SERVED_MODES = (
     ServedMode(
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
-        "where a group is one rank; shared between groups through the remote store only, which "
-        "hybrids are refused; without adapters or sessions; drafts with the draft layer of models "
-        "of latent rows alone; of hybrids MiMo V2, Mellum and Qwen3-Next were run",
+        "where a group is one rank; shared between groups through the remote store only; without "
+        "adapters or sessions; drafts with the draft layer of models of latent rows alone; of "
+        "hybrids MiMo V2, Mellum and Qwen3-Next were run, each with a remote store, too",
         "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_hybrid_attention_dp.py; "
         "tests/e2e/models/test_latent_attention_dp.py",
     ),
