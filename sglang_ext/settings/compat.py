@@ -159,7 +159,7 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) 
     if kind != _WINDOW_KINDS[0]:  # whose pages are not of planes of one width
         codec = ("--hier-kv-codec none", config.codec or "none")
     for expected, found in (
-        *_of_hybrid_ranks(read, config),
+        *_of_hybrid_ranks(read),
         codec,
         # It leaves pages to be computed, and a window is no use without all of its pages.
         ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
@@ -193,7 +193,7 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
         ("no data parallel attention", "it" if shares_steps else ""),
         *_of_captured_prefills(read, kind, resolved.architecture),
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
-        *_of_hybrid_ranks(read, config),
+        *_of_hybrid_ranks(read),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
         # What is asked of a coded store is pages that follow one another.
         ("no --hier-kv-codec for a remote store", coded_store),
@@ -225,8 +225,8 @@ def _of_captured_prefills(
     return [("no --cuda-graph-backend-prefill breakable", "it" if is_captured else "")]
 
 
-def _of_hybrid_ranks(read: Callable[[str], Any], config: HierKVConfig) -> list[tuple[str, Any]]:
-    """(what is expected, what was found) of whole schedulers, stages, nodes, and a store of groups.
+def _of_hybrid_ranks(read: Callable[[str], Any]) -> list[tuple[str, Any]]:
+    """(what is expected, what was found) of whole schedulers, stages and nodes.
 
     Data parallel attention may be asked for by its older name, which is that of whole schedulers.
     """
@@ -234,10 +234,6 @@ def _of_hybrid_ranks(read: Callable[[str], Any], config: HierKVConfig) -> list[t
         ("--pp-size 1", read("pp_size") or 1),
         ("--dp-size 1", 1 if has_attention_dp(read) else read("dp_size") or 1),
         ("--nnodes 1", read("nnodes") or 1),
-        (
-            "no --hier-kv-remote-url and data parallel attention",
-            config.remote_url if has_attention_dp(read) else "",
-        ),
     ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.lossless import lossy_codec
+from sglang_ext.settings.model_kinds import STATE_KINDS
 from sglang_ext.settings.untried import adapters_and_sessions, on, outside
 
 PREFILL, DECODE = "prefill", "decode"
@@ -23,7 +24,7 @@ _STAGING = "SGLANG_DISAGG_STAGING_BUFFER"  # KV that leaves by way of a copy was
 _DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 _YES, _NO = ("true", "1", "yes", "y"), ("false", "0", "no", "n")  # as SGLang reads them
 _TRANSFERS = ("mooncake", "mooncake_tcp")
-_KINDS = ("mha", "mla", "indexed", "swa", "state")
+_KINDS = ("mha", "mla", "indexed", "swa", *STATE_KINDS)
 # Drafts whose rows SGLang sends with the target's. Others it does not take for a decode server that
 # keeps a tree; NEXTN is its other name of EAGLE.
 _DRAFTS = ("EAGLE", "EAGLE3", "NEXTN")
@@ -67,7 +68,7 @@ def outside_disaggregation(
         ),
         *adapters_and_sessions(read),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
-        ("--hier-kv-codec none (with states)", config.codec if kind == "state" else ""),
+        ("--hier-kv-codec none (with states)", config.codec if kind in STATE_KINDS else ""),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
         (

@@ -235,9 +235,9 @@ SERVED_MODES = (
     ServedMode(
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
-        "where a group is one rank; shared between groups through the remote store only, which "
-        "hybrids are refused; without adapters or sessions; drafts with the draft layer of models "
-        "of latent rows alone; of hybrids MiMo V2, Mellum and Qwen3-Next were run",
+        "where a group is one rank; shared between groups through the remote store only; without "
+        "adapters or sessions; drafts with the draft layer of models of latent rows alone; of "
+        "hybrids MiMo V2, Mellum and Qwen3-Next were run, each with a remote store, too",
         "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_hybrid_attention_dp.py; "
         "tests/e2e/models/test_latent_attention_dp.py",
     ),
@@ -267,9 +267,10 @@ SERVED_MODES = (
         "prefill and decode servers (`--disaggregation-mode`)",
         "exact; a decode server only saves, and what it wrote is loaded by prefill servers on the "
         "same remote store; by one rank or several tensor parallel ones, for models with K and V "
-        "of every head, alike in window layers (without chunks), with a state beside them, or with "
-        "MLA, with an index or without, with drafts of EAGLE, EAGLE3 or NEXTN, without lossy codec "
-        "(with drafts or states without any), truncation, adapters or sessions; not run on a GPU",
+        "of every head, alike in window layers (without chunks), or with MLA, with an index or "
+        "without, or with a state beside either, with drafts of EAGLE, EAGLE3 or NEXTN, without "
+        "lossy codec (with drafts or states without any), truncation, adapters or sessions; not "
+        "run on a GPU",
         "tests/e2e/remote/test_disaggregation.py; tests/e2e/remote/test_disaggregation_ranks.py; "
         "tests/e2e/remote/test_disaggregation_drafts.py; "
         "tests/e2e/remote/test_disaggregation_index.py; "

@@ -2,9 +2,9 @@
 
 A group's answers behind what it restored are compared with those behind SGLang's own device hits
 bit for bit, beside a group that runs idle batches: from DRAM, and, with groups of one rank, from
-the disk that a server left when it was killed. What another group has stored is no hit. Window
-layers have K and V of another shape than full ones (MiMo V2) or of the same (Mellum, by groups of
-two ranks), or layers have a state.
+the disk that a server left when it was killed. What another group has stored is a hit where both
+have one remote store, and else none. Window layers have K and V of another shape than full ones
+(MiMo V2) or of the same (Mellum, by groups of two ranks), or layers have a state.
 
 By default states; the long form has window layers, too.
 """
@@ -88,17 +88,22 @@ KINDS = {
 }  # fmt: skip
 
 
-def server_of(kind: Kind, model: Path, folder: Path) -> Server:
-    """A server of two groups, with DRAM and a disk."""
+def server_of(kind: Kind, model: Path, folder: Path, *below: str) -> Server:
+    """A server of two groups, with DRAM and what is below it."""
     slot_bytes = kind.page_bytes + HEADER_BYTES
     host_gib = kind.num_ranks * (HOST_PAGES + 0.5) * slot_bytes / GIB
     args = [*BASE, *kind.args, "--enable-hier-kv", "--hier-kv-prefetch-timeout-ms", "60000"]
     args += ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-host-size", f"{host_gib:.9f}"]
-    args += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.5"]
-    args += ["--hier-kv-disk-segment-size", "0.01"]
+    args += below
     env = {**ENVIRONMENT, **kind.env}
     log = folder / "server.log"
     return Server(args, model=model, log_path=log, env=env, stop="kill", start_timeout_s=300)
+
+
+def disk_in(folder: Path) -> list[str]:
+    """Of all ranks."""
+    args = ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.5"]
+    return [*args, "--hier-kv-disk-segment-size", "0.01"]
 
 
 def ranks_of(server: Server) -> list[list[dict[str, Any]]]:
@@ -109,12 +114,14 @@ def ranks_of(server: Server) -> list[list[dict[str, Any]]]:
 
 
 def settle(server: Server) -> None:
-    """Waits until every rank has saved all, and written it to its disk."""
+    """Waits until every rank has saved all, and written it to its disk, or to the store."""
     last: Any = None
     deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:
-        found = [rank["host"] for group in ranks_of(server) for rank in group]
-        if found == last and not any(map(num_on_their_way, found)):
+        ranks = [rank for group in ranks_of(server) for rank in group]
+        found = [rank["host"] for rank in ranks]
+        num_queued = sum((rank.get("remote") or {}).get("upload_queue", 0) for rank in ranks)
+        if found == last and not any(map(num_on_their_way, found)) and not num_queued:
             return
         last = found
         time.sleep(0.1)
@@ -140,7 +147,7 @@ def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Pa
     kind = KINDS[name]
     model = kind.write(tmp_path / "model")
     prompts = list(real_prompts(LENGTHS, seed=3))
-    with server_of(kind, model, tmp_path) as server:
+    with server_of(kind, model, tmp_path, *disk_in(tmp_path)) as server:
         first, repeat = answers(server, prompts, 1), answers(server, prompts, 1)
         assert cached(first) == [0] * len(prompts)
         settle(server)
@@ -155,6 +162,46 @@ def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Pa
         assert all(len(set(group)) == 1 for group in saved), saved
     if not kind.restarts:
         return
-    with server_of(kind, model, tmp_path) as server:  # after a kill -9
+    with server_of(kind, model, tmp_path, *disk_in(tmp_path)) as server:  # after a kill -9
         for group, wanted in enumerate((on_other, repeat)):
             check_hits(answers(server, prompts, group), wanted, "disk", above=10 * PAGE)
+
+
+def find_store(server: Server) -> None:
+    """Waits until every rank has found the store: nothing is sent before."""
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        remotes = [rank["remote"] for group in ranks_of(server) for rank in group]
+        if all(remote["breaker_state"] == 0 for remote in remotes):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"the ranks did not find the store: {remotes}")
+
+
+@pytest.mark.sampled("states")
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_group_puts_into_a_store_it_and_another_one_restore(
+    name: str, tmp_path: Path
+) -> None:
+    """Each rank finds its own part by its place in its group, whichever group put it there."""
+    kind = KINDS[name]
+    model = kind.write(tmp_path / "model")
+    prompts = list(real_prompts(LENGTHS, seed=3))
+    (tmp_path / "store").mkdir()
+    store = ["--hier-kv-remote-url", f"file://{tmp_path / 'store'}?size=1GB"]
+    with server_of(kind, model, tmp_path, *store) as server:
+        find_store(server)
+        first, repeat = answers(server, prompts, 1), answers(server, prompts, 1)
+        assert cached(first) == [0] * len(prompts)
+        settle(server)
+        server.post("/hicache/storage-backend/clear")  # of all but the store
+        flush_device(server)
+        check_hits(answers(server, prompts, 1), repeat, "remote", above=10 * PAGE)
+        # The other group never computed any of it: what follows is behind the first one's KV.
+        restored = answers(server, prompts, 0)
+        check_hits(restored, answers(server, prompts, 0), "remote", above=10 * PAGE)
+        check_close(restored, repeat, kind.tolerance)
+        for group in ranks_of(server):
+            for rank in group:
+                host = rank["host"]
+                assert host.get("load_failures", 0) == host.get("save_failures", 0) == 0

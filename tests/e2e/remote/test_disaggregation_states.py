@@ -31,17 +31,18 @@ from tests.e2e.remote.prefill_decode import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-KIND = STATE_MODELS["qwen3_next"]
 # An answer is as long as a third of a page: a state at each page of it.
-ARGS = [*ATTENTION, "--dtype", KIND.dtype_name, "--mamba-track-interval", str(PAGE)]
+ARGS = [*ATTENTION, "--mamba-track-interval", str(PAGE)]
 ARGS += ["--max-running-requests", "6", "--max-mamba-cache-size", "60"]
-ENV = {"SGLANG_MAMBA_CONV_DTYPE": KIND.dtype_name}
+# States beside K and V of every head, and beside latent rows.
+MATRIX = [(name, ranks) for name in ("qwen3_next", "kimi_linear", "kimi_k3") for ranks in (1, 2)]
 LENGTHS = [640, 641, 639, 64, 100]
 
 
-def set_up(folder: Path, num_ranks: int) -> SetUp:
-    model = write_state_model(folder / "model", "qwen3_next")
-    return SetUp(ARGS, model, ENV).on_ranks(num_ranks)
+def set_up(folder: Path, name: str, num_ranks: int) -> SetUp:
+    model, kind = write_state_model(folder / "model", name), STATE_MODELS[name]
+    args = [*ARGS, "--dtype", kind.dtype_name, *kind.server_args]
+    return SetUp(args, model, {"SGLANG_MAMBA_CONV_DTYPE": kind.dtype_name}).on_ranks(num_ranks)
 
 
 def num_states(found: Stored) -> int:
@@ -58,19 +59,22 @@ def check_bytes_and_states(pair: Pair, folder: Path) -> None:
         assert num_states(common) >= 3
 
 
-@pytest.mark.sampled("1")
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_states_of_answers_are_those_of_one_server(num_ranks: int, tmp_path: Path) -> None:
-    made, lone = set_up(tmp_path, num_ranks), list(real_prompts(LENGTHS, seed=9))
+@pytest.mark.sampled("qwen3_next-1", "kimi_linear-1")
+@pytest.mark.parametrize(("name", "num_ranks"), MATRIX)
+def test_states_of_answers_are_those_of_one_server(
+    name: str, num_ranks: int, tmp_path: Path
+) -> None:
+    made, lone = set_up(tmp_path, name, num_ranks), list(real_prompts(LENGTHS, seed=9))
     check_hybrid(made, tmp_path, lone, 80, check_bytes_and_states)
 
 
 @pytest.mark.long
-def test_states_behind_a_retraction_are_not_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_states_behind_a_retraction_are_not_stored(name: str, tmp_path: Path) -> None:
     """SGLang takes the state aside, and not what it tracks beside it.
 
     What is stored is compared with what a server stores that retracts nothing, in float32, so that
     only rows and states of other tokens have other values.
     """
-    known, found = stored_beside_retractions(set_up(tmp_path, 1), tmp_path)
+    known, found = stored_beside_retractions(set_up(tmp_path, name, 1), tmp_path)
     check_close(known, found, found.keys() & known.keys())

@@ -191,19 +191,15 @@ WINDOWS: dict[str, Any] = {
 WINDOW_FLAGS = {
     "in a pool of their own": [],
     "of two ranks": ["--tp-size", "2", "--hier-kv-remote-url", "file://@/windows?size=1GB"],
-    "of two groups": ["--tp-size", "2", "--attn-dp-size", "2"],
+    "of two groups": [
+        *("--tp-size", "2", "--attn-dp-size", "2"),
+        *("--hier-kv-remote-url", "file://@/windows?size=1GB"),
+    ],
     "in one pool": ["--disable-hybrid-swa-memory", "--hier-kv-truncation", "overflow"],
 }
 # What windows in a pool of their own were not tried with.
 NO_WINDOWS = {
     "whole schedulers": (["--dp-size", "2"], "--dp-size 1"),
-    "a store of groups": (
-        [
-            *("--tp-size", "2", "--attn-dp-size", "2"),
-            *("--hier-kv-remote-url", "file://@/windows?size=1GB"),
-        ],
-        "no --hier-kv-remote-url and data parallel attention",
-    ),
     "a codec": (["--hier-kv-codec", "host=hier"], "a --hier-kv-codec that loses nothing"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
@@ -236,13 +232,6 @@ NO_STATES = {
     "a codec": (["--hier-kv-codec", "host=hier"], "a --hier-kv-codec that loses nothing"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
-    "a store of groups": (
-        [
-            *("--tp-size", "2", "--attn-dp-size", "2"),
-            *("--hier-kv-remote-url", "file://@/states-granite?size=1GB"),
-        ],
-        "no --hier-kv-remote-url and data parallel attention",
-    ),
     "lazy states": (
         ["--mamba-radix-cache-strategy", "extra_buffer_lazy"],
         "--mamba-radix-cache-strategy extra_buffer",

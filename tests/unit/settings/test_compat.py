@@ -118,11 +118,6 @@ def test_a_tree_with_windows_is_taken_for_a_model_with_windows_alone() -> None:
     ("values", "config", "words"),
     [
         ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with sliding-window layers, got 2"),
-        (
-            {"tp_size": 2, "attn_dp_size": 2},
-            HierKVConfig(remote_url="file:///d"),
-            "no --hier-kv-remote-url and data parallel attention",
-        ),
         ({"dp_size": 2}, HierKVConfig(), "--dp-size 1 with sliding-window layers, got 2"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
         ({"enable_streaming_session": True}, HierKVConfig(), "no --enable-streaming-session"),
@@ -198,11 +193,6 @@ def test_a_tree_with_states_is_taken_for_a_model_with_states_alone() -> None:
         ),
         ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
         ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
-        (
-            {"tp_size": 2, "attn_dp_size": 2},
-            HierKVConfig(remote_url="file:///d"),
-            "no --hier-kv-remote-url and data parallel attention",
-        ),
     ],
 )
 def test_what_was_not_tried_with_states_is_refused_with_them_alone(
@@ -217,7 +207,8 @@ def test_what_was_not_tried_with_states_is_refused_with_them_alone(
         check_resolved(resolved("state", tp_size=num_ranks, **kept), store)
     coded = HierKVConfig(codec="lossless", disk_dir="/d", remote_url="file:///d")
     check_resolved(resolved("state", **kept), coded)
-    check_resolved(resolved("state", tp_size=2, attn_dp_size=2, **kept), HierKVConfig())
+    groups = HierKVConfig(remote_url="file:///d")
+    check_resolved(resolved("state", tp_size=2, attn_dp_size=2, **kept), groups)
 
 
 def test_states_beside_latent_rows_are_refused_what_states_are_and_data_parallel_attention() -> (

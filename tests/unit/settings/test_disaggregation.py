@@ -11,6 +11,7 @@ import pytest
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.compat import Resolved, check_arguments, check_resolved
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.model_kinds import STATE_KINDS
 
 SERVED: dict[str, Any] = {
     "disaggregation_transfer_backend": "mooncake",
@@ -122,7 +123,7 @@ def test_settings_that_were_not_tried_are_refused(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["swa of two shapes", "state beside latent rows", "sparse"])
+@pytest.mark.parametrize("kind", ["swa of two shapes", "sparse"])
 def test_other_models_are_refused(mode: str, kind: str) -> None:
     with pytest.raises(
         HierKVConfigError, match=f"alike in all layers with --.* {mode}, got a model"
@@ -140,13 +141,14 @@ def test_these_kinds_of_models_are_served_by_several_ranks(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_models_with_states_are_served_without_drafts(mode: str) -> None:
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_models_with_states_are_served_without_drafts(mode: str, kind: str) -> None:
     kept: dict[str, Any] = {"mamba_radix_cache_strategy": "extra_buffer"}
-    check(mode, "state", {"remote_url": "file:///mnt/kv"}, tp_size=2, **kept)
+    check(mode, kind, {"remote_url": "file:///mnt/kv"}, tp_size=2, **kept)
     with pytest.raises(HierKVConfigError, match="--hier-kv-codec none"):
-        check(mode, "state", {"codec": "lossless", "disk_dir": "/d"}, **kept)
+        check(mode, kind, {"codec": "lossless", "disk_dir": "/d"}, **kept)
     with pytest.raises(HierKVConfigError, match="no --speculative-algorithm with layers that have"):
-        check(mode, "state", speculative_algorithm="EAGLE", **kept, **DRAFTS)
+        check(mode, kind, speculative_algorithm="EAGLE", **kept, **DRAFTS)
 
 
 @pytest.mark.parametrize("mode", MODES)
