@@ -118,13 +118,16 @@ def _simulated(
     systems: Sequence[System],
     progress: Callable[[float], None],
 ) -> Iterator[Prediction]:
+    """See `predict`."""
     num_workers = min(len(sizes), len(os.sched_getaffinity(0)))
     total = _num_requests(traffic)
     if num_workers < 2:
         for at, (system, size) in enumerate(zip(systems, sizes, strict=True)):
-            yield _predict(
-                traffic, system, size, lambda num, at=at: progress((at + num / total) / len(sizes))
-            )
+
+            def on_admitted(num: int, at: int = at) -> None:
+                progress((at + num / total) / len(sizes))
+
+            yield _predict(traffic, system, size, on_admitted)
         return
     # Not forked: numba's threads may hold locks.
     context = multiprocessing.get_context("spawn")

@@ -306,7 +306,7 @@ def test_long_prompts_are_simulated_in_bounded_time(chats: Chats) -> None:
     prompts = traffic.demand.prompt_tokens_per_s / (chats.per_hour / 3600) * len(traffic.workload)
     assert prompts / traffic.page_tokens < 1.3 * 600_000
     assert 40 <= len(traffic.workload) <= 350
-    mean = prompts / sum(len(each.turns) for each in traffic.workload)
+    mean = traffic.demand.prompt_tokens_per_s / (chats.per_hour / 3600) / chats.turns
     assert traffic.page_tokens == 64 or traffic.page_tokens < mean / 50
     for size in sizes_for(traffic, 327_680):
         _system(traffic, 327_680, size, 3.0)  # which refuses what it cannot be
