@@ -515,7 +515,7 @@ def test_the_report_says_so_when_it_matters(
     from sglang_ext.seam.hooks.scheduler import _after_details
 
     req = Request("r", [1], 0, exact)
-    req.cached_tokens = 2 * PAGE  # type: ignore[attr-defined]
+    req.cached_tokens = 2 * PAGE
     state_of(req).note_enqueued(PAGE, [(HitTier.HOST, 2)])
     state_of(req).reused = reused
     scheduler = SimpleNamespace(tree_cache=make().cache)
