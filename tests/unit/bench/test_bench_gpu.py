@@ -66,6 +66,7 @@ def test_kernels_at_odd_shapes() -> None:
     assert check_kernels(torch.device("cpu")) == 36
 
 
+@pytest.mark.long
 def test_the_kit_runs_without_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOW_DIRTY, "1")
     assert kit.pack(tmp_path / "kit.tar.gz") < kit.MOST_BYTES
