@@ -107,11 +107,13 @@ def _leave_long_forms_out(config: pytest.Config, items: list[pytest.Item]) -> No
 
 def _is_long(item: pytest.Item) -> bool:
     """Whether a test, or this case of it, is for the long forms alone."""
+    if item.get_closest_marker("long") is not None:
+        return True
     case = getattr(item, "callspec", None)
     sample = item.get_closest_marker("sampled")
-    if sample is not None and case is not None:
-        return not any(fnmatchcase(case.id, pattern) for pattern in sample.args)
-    return item.get_closest_marker("long") is not None
+    if sample is None or case is None:
+        return False
+    return not any(fnmatchcase(case.id, pattern) for pattern in sample.args)
 
 
 def _check_samples(items: list[pytest.Item]) -> None:

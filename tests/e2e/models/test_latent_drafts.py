@@ -4,8 +4,7 @@ As DeepSeek V3, and with rows of an index as DeepSeek V3.2 and GLM-5: a page hol
 rows behind the model's. What is restored is compared with a device hit bit for bit, as is how many
 guesses of the draft are right; without the draft layer's rows fewer are.
 
-By default a model with rows of an index runs on one rank, and one without on two; the long form has
-all models on one.
+By default a model with rows of an index runs; the long form has all, and two ranks.
 """
 
 from __future__ import annotations
@@ -128,6 +127,7 @@ def test_what_is_restored_answers_and_guesses_as_a_device_hit(kind: str, tmp_pat
     assert share(without) < share(hits) - 0.1
 
 
+@pytest.mark.long
 def test_two_ranks_load_a_draft_layers_rows_of_which_one_keeps_all(tmp_path: Path) -> None:
     """SGLang's consensus checker ends the server where ranks decide differently."""
     kind = PLAIN  # two ranks with rows of an index and a draft: test_latent_attention_dp.py

@@ -119,6 +119,7 @@ def test_stand_ins_compute_what_the_kernels_do() -> None:
         kernels.moe_sum(x)
 
 
+@pytest.mark.long
 def test_the_kit_runs_without_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOW_DIRTY, "1")
     assert kit.pack(tmp_path / "kit.tar.gz", with_wheels=False) < kit.MOST_BYTES

@@ -44,6 +44,7 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.record import HEADER_BYTES
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from tests.long_form import either
 
 SLOT_BYTES = 4096
 DECIDES = ("/tiers/policy/", "/admission/", "/books/orders/dram_order", "/disk/reclaim")
@@ -233,17 +234,17 @@ def test_right_hints_give_more_hits_and_wrong_ones_no_fewer() -> None:
     prefill_s = [1.0] * len(paths)
     sizes = StoreSizes(64 << 10, host_pages=30, disk_pages=120)
     hits, times = {}, return_times(paths, prefill_s, 2)
-    for kind in ("none", *HINTS):
+    for kind in ("none", *either(("exact", "ttl", "shuffled"), HINTS)):
         said = None if kind == "none" else request_hints(times, kind)
         with virtual_store(sizes, PolicyConfig(pin_share=PIN_SHARE)) as server:
             hits[kind] = Replay(paths, 2, prefill_s, hints=said).run(server).hit_share
     optimum = order_share(paths, sizes.host_pages + sizes.disk_pages, "belady")
-    assert hits["none"] + 0.03 < hits["exact"] <= optimum, hits
-    assert hits["none"] + 0.03 < hits["noisy"] <= optimum, hits
-    assert hits["none"] + 0.01 < hits["ttl"] <= optimum, hits
-    assert min(hits["shuffled"], hits["ttl-short"]) >= hits["none"] - 0.01, hits
     # Where all want to pin, what was used last is pinned.
-    assert hits["pin-all"] >= hits["none"] - 0.01, hits
+    least = {"exact": 0.03, "noisy": 0.03, "ttl": 0.01}
+    least |= dict.fromkeys(("shuffled", "ttl-short", "pin-all"), -0.01)
+    for kind, more in least.items():
+        assert hits.get(kind, optimum) >= hits["none"] + more, hits
+    assert max(hits.values()) <= optimum, hits
 
 
 def test_a_hint_is_the_time_to_when_the_conversation_comes_next() -> None:

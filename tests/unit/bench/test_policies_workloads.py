@@ -90,6 +90,7 @@ def _hit_tokens(lines: list[Line], capacity: int, order: str) -> int:
     return sum(min(num * 512, line.input_tokens) for num, line in zip(hits, lines, strict=True))
 
 
+@pytest.mark.long
 def test_replays_by_order_agree_with_a_run_by_others(trace: list[Line]) -> None:
     """5 % of the footprint: LRU 20.0 and Belady 37.4 % of all prompt tokens."""
     prompt = sum(line.input_tokens for line in trace)

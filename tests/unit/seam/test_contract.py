@@ -253,6 +253,7 @@ def test_a_hook_that_is_not_in_place_ends_the_start(
     assert target in str(refused.value)
 
 
+@pytest.mark.long
 def test_the_page_says_how_much_refused_releases_lack() -> None:
     """`make contract` brings their wheels."""
     text = (ROOT / "docs" / "upgrading.md").read_text()
