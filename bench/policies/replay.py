@@ -14,7 +14,9 @@ Columns:
 - written: pages written to disk, as a share of new pages; those moved within the disk count too;
 - a hit: pages written to disk for each page that hit, which of pages of one size is the bytes;
 - amplification: pages written, over those that were written for the first time;
-- lost: pages that left the last tier that had them while a waiting request needed them.
+- lost: pages that left the last tier that had them while a waiting request needed them;
+- held: different pages in DRAM and on disk, the mean over the second half of the requests, and
+  what the rule that knows the same requests hits over so many: what is written ahead lies twice.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class Replayed:
         new: pages that were computed.
         written: pages written to disk, those moved from one place there to another included.
         first_written: without those.
+        held: different pages in the store, after each request.
         counters: of the store.
     """
 
@@ -81,6 +84,7 @@ class Replayed:
     new: int = 0
     written: int = 0
     first_written: int = 0
+    held: list[int] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -102,6 +106,11 @@ class Replayed:
     def amplification(self) -> float:
         """Pages written over pages written for the first time."""
         return self.written / max(self.first_written, 1)
+
+    @property
+    def mean_held(self) -> int:
+        """Different pages that the store held in the second half."""
+        return round(float(np.mean(self.held[len(self.held) // 2 :])))
 
 
 class Replay:
@@ -145,6 +154,7 @@ class Replay:
             result.hits += hits
             result.early += min(early, hits)
             result.new += len(path) - hits
+            result.held.append(server.store.num_known_pages)
             if self._progress is not None and (number + 1) % _PROGRESS_REQUESTS == 0:
                 share = f"hits {result.hit_share:.3f} so far"
                 self._progress(f"{number + 1:,} of {len(self._paths):,} requests, {share}")
@@ -320,6 +330,9 @@ def rows(
             figures += f", amplification {done.amplification:.3f}"
             figures += f", lost {done.counters.get('lost_wanted_pages', 0):,}"
             figures += f", no room in DRAM {done.counters.get('save_dropped_pages', 0):,}"
+            if placement is not None:
+                rule = order_share(paths, done.mean_held, "waiting" if num else "belady", num)
+                figures += f", held {done.mean_held:,} (rule {rule:.3f})"
             yield f"  server, look-ahead {label}, {num or 'all'} known", figures
 
 

@@ -557,6 +557,11 @@ class PageStore:
         stats["clears_pending"] = int(bool(self._books.spills.take_clears()))
         return stats
 
+    @property
+    def num_known_pages(self) -> int:
+        """Different pages in DRAM, on disk, or on their way."""
+        return len(self._books.table.index)
+
     def remote_stats(self) -> dict[str, int] | None:
         """Counts of the remote store; None without one."""
         return None if self._remote is None else self._remote.stats()
