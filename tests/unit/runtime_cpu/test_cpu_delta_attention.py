@@ -1,4 +1,8 @@
-"""Kimi Delta Attention in plain torch against SGLang's recurrence, and what has no kernel there."""
+"""Kimi Delta Attention in plain torch against SGLang's recurrence, and what has no kernel there.
+
+SGLang's recurrence, under Triton's interpreter, is of the long form;
+`tests/e2e/models/test_states.py` compares with transformers.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from tests.kernels.run_module import run_module
 H, K, SLOTS = 2, 8, 4
 
 
+@pytest.mark.long
 def test_chunks_and_steps_are_those_of_sglang() -> None:
     printed = run_module("tests.unit.runtime_cpu.interpret_delta_attention")
     assert "all checks passed" in printed
