@@ -122,8 +122,10 @@ def build_remote_codec(
     kv_dtype: torch.dtype,
     runner: Any,
     place: RankPlace,
+    *,
+    has_states: bool = False,
 ) -> RemotePageCodec | None:
-    """The codec of the remote store; None where pages travel raw, as with states they all do.
+    """The codec of the remote store; None where pages travel raw.
 
     Arguments as above.
 
@@ -134,7 +136,7 @@ def build_remote_codec(
     if codec_id == "none":
         return None
     try:
-        shape = _shape(pool, layout, kv_dtype)
+        shape = _shape(pool, layout, kv_dtype, has_states=has_states)
         return RemotePageCodec(
             shape,
             codec_id,

@@ -174,7 +174,7 @@ def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) ->
     ropes = bound_ropes(pool) if is_bound else discover_ropes(runner.model, pool, first_layer)
     of_pages = (config, pool, layout, kv_pool.dtype, runner, place)
     page_codec = build_page_codec(*of_pages, has_states=snapshots is not None)
-    remote_codec = build_remote_codec(*of_pages)
+    remote_codec = build_remote_codec(*of_pages, has_states=snapshots is not None)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
     feeds = CostFeeds(cost, layout.kv_bytes, StoreCounters())
     # Of window layers' parts and of states no quality is kept on the device; no draft's page is

@@ -42,6 +42,10 @@ class CodedPages:
         """See `CodedRemote.sizes`."""
         return [page.sizes[-1] for page in self._finder.ask(space, hashes, max_quality)]
 
+    def first(self, space: KeySpace, hashes: Hashes, max_quality: int) -> int | None:
+        """See `CodedRemote.first`."""
+        return self._finder.first(space, hashes, max_quality)
+
     def blame(self, space: KeySpace, page_hash: bytes) -> None:
         """See `CodedRemote.blame`."""
         self._finder.blame(space, page_hash)

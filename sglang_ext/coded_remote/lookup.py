@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -135,6 +136,15 @@ class Finder:
         self._recent.note(space, found)
         return found
 
+    def first(self, space: KeySpace, hashes: Hashes, max_quality: int) -> int | None:
+        """Index of the first of these pages that the store has now, coded or as it is."""
+        for start in range(0, len(hashes), _AT_ONCE):
+            rows = [row.tobytes() for row in hashes[start : start + _AT_ONCE]]
+            for at, page in enumerate(self._each(space, rows, max_quality, start)):
+                if page is not None:
+                    return start + at
+        return None
+
     def blame(self, space: KeySpace, page_hash: bytes) -> None:
         """A coded page proved to be unusable."""
         key = RemoteKey(space.digest, page_hash, space.lora, self._coded_level)
@@ -153,15 +163,17 @@ class Finder:
         found: list[FoundPage] = []
         for start in range(first, len(hashes), _AT_ONCE):
             rows = [row.tobytes() for row in hashes[start : start + _AT_ONCE]]
-            leading = list(self._leading(space, rows, max_quality, start))
+            each = self._each(space, rows, max_quality, start)
+            leading = [page for page in takewhile(_is_there, each) if page is not None]
             found += leading
             if len(leading) < len(rows):
                 break
         return found
 
-    def _leading(
+    def _each(
         self, space: KeySpace, rows: list[bytes], max_quality: int, start: int
-    ) -> Iterator[FoundPage]:
+    ) -> Iterator[FoundPage | None]:
+        """Each page, coded or as it is; lazy: of what is not looked at nothing is rejected."""
         keys = [
             [RemoteKey(space.digest, row, space.lora, level) for row in rows]
             for level in (self._coded_level, RAW_CODEC)
@@ -180,10 +192,7 @@ class Finder:
                 yield coded
                 continue
             other = at + len(rows)
-            raw = self._page(start + at, requests[other], results[other], max_quality)
-            if raw is None:
-                return
-            yield raw
+            yield self._page(start + at, requests[other], results[other], max_quality)
 
     def _page(
         self, number: int, request: RangeRequest, result: GetResult, max_quality: int
@@ -219,6 +228,10 @@ class Finder:
             return FoundPage(number, key, stages.meta, None, (total_bytes,))
         sizes = tuple(end - START_BYTES for end in stages.ends)
         return FoundPage(number, key, stages.meta, stages, sizes)
+
+
+def _is_there(page: FoundPage | None) -> bool:
+    return page is not None
 
 
 def runs_of(pages: Sequence[FoundPage]) -> list[list[FoundPage]]:

@@ -185,8 +185,6 @@ def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) 
 def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
     """Refuses what was not tried with layers that have a state a sequence."""
     read, kind = resolved.values.get, resolved.model_kind
-    stored = config.of_tier("codec", "remote")
-    coded_store = "" if stored == "none" else f"remote={stored}"
     # SGLang spreads the heads of KDA over all ranks, and its pool those of a group.
     shares_steps = kind != STATE_KINDS[0] and has_attention_dp(read)
     for expected, found in (
@@ -195,8 +193,8 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
         *_of_hybrid_ranks(read),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
-        # What is asked of a coded store is pages that follow one another.
-        ("no --hier-kv-codec for a remote store", coded_store),
+        # It leaves pages to be computed, and a state is no use without all pages before it.
+        ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
         ("no --speculative-algorithm", read("speculative_algorithm") or ""),

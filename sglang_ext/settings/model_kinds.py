@@ -111,8 +111,8 @@ MODEL_KINDS = {
         "a state a sequence beside K and V of every head (Mamba2, gated delta rule)",
         "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5",
         "exact, at the positions at which SGLang's tree keeps a state, by one rank or several "
-        "tensor parallel ones, with codecs that lose nothing in DRAM and on disk, without "
-        "truncation, adapters or sessions; run on a CPU with a small model of each, those of "
+        "tensor parallel ones, with codecs that lose nothing, without truncation, adapters or "
+        "sessions; run on a CPU with a small model of each, those of "
         "Granite 4 and Nemotron-H without experts, by two ranks Qwen3-Next, Qwen3.5 and "
         "Nemotron-H, all three with a remote store; "
         'prompts with images of Qwen3.5 ("Images" below); Granite 4 and Falcon-H1 without '

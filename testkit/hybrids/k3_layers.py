@@ -21,7 +21,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import (
 GATE_EPS = 1e-5  # of the norm behind KDA, whatever the configuration says
 
 
-class KimiK3Config(PretrainedConfig):
+class KimiK3Config(PretrainedConfig):  # type: ignore[misc]  # of no types
     """Text and images, each a dictionary."""
 
     model_type = "kimi_k3"
@@ -72,7 +72,9 @@ class Mlp(nn.Module):
 def situ(text: dict[str, Any], gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """SiLU of which both factors are bounded."""
     beta, bound = text["activation_situ_beta"], text["activation_situ_linear_beta"]
-    return beta * (gate / beta).tanh() * gate.sigmoid() * bound * (up / bound).tanh()
+    left: torch.Tensor = beta * (gate / beta).tanh() * gate.sigmoid()
+    right: torch.Tensor = bound * (up / bound).tanh()
+    return left * right
 
 
 class Expert(nn.Module):
@@ -154,9 +156,9 @@ class DeltaAttention(nn.Module):
     def _conv(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Queries, keys or values `[1, T, H, K]`."""
         rows = self.get_submodule(f"{name}_proj")(x).T.unsqueeze(0)
-        weight = self.get_submodule(f"{name}_conv1d").weight.squeeze(1)
+        weight = self.get_parameter(f"{name}_conv1d.weight").squeeze(1)
         found: torch.Tensor = causal_conv1d_fn(rows, weight=weight, activation="silu")
-        return found[:, :, : len(x)].transpose(1, 2).unflatten(-1, (self._heads, -1))
+        return found[:, :, : len(x)].transpose(1, 2).reshape(1, len(x), self._heads, -1)
 
 
 class LatentAttention(nn.Module):
@@ -185,9 +187,8 @@ class LatentAttention(nn.Module):
         keys, values = rows.tensor_split([self._plain], -1)
         keys = torch.cat([keys, shared.unsqueeze(1).expand(-1, self._heads, -1)], -1)
         heads = (queries.unflatten(-1, (self._heads, -1)), keys, values)
-        found = F.scaled_dot_product_attention(
-            *(each.transpose(0, 1).unsqueeze(0) for each in heads), is_causal=True
-        )
+        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in heads)
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: torch.Tensor = self.o_proj(
             found[0].transpose(0, 1).flatten(1) * self.g_proj(x).sigmoid()
         )
@@ -238,7 +239,8 @@ class Text(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[T, D]` of `[T]`."""
-        head, snapshots = self.embed_tokens(tokens), []
+        head = self.embed_tokens(tokens)
+        snapshots: list[torch.Tensor] = []
         for layer in self.layers:
             head = layer(head, snapshots)
         found: torch.Tensor = self.norm(self._mix[0](head, snapshots))
@@ -287,7 +289,7 @@ def encoder_of_images(images: dict[str, Any], size: int) -> dict[str, nn.Module]
     }  # fmt: skip
 
 
-class KimiK3ForConditionalGeneration(PreTrainedModel):
+class KimiK3ForConditionalGeneration(PreTrainedModel):  # type: ignore[misc]  # of no types
     """The model; called as transformers' are, with text."""
 
     config_class = KimiK3Config

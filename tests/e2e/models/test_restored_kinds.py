@@ -86,13 +86,13 @@ def _of_two_shapes(name: str, tolerance: float, *args: str) -> Kind:
     )  # fmt: skip
 
 
-def _with_states(name: str, tier: str) -> Kind:
+def _with_states(name: str, tier: str, *args: str) -> Kind:
     """Layers with a state a sequence."""
     model = STATE_MODELS[name]
     return Kind(
         partial(write_state_model, name=name), model.open, model.page_bytes, 5e-4,
         model.class_name,
-        ["--dtype", model.dtype_name, "--max-mamba-cache-size", "100", *model.server_args],
+        ["--dtype", model.dtype_name, "--max-mamba-cache-size", "100", *model.server_args, *args],
         {"SGLANG_MAMBA_CONV_DTYPE": model.dtype_name}, tier=tier,
     )  # fmt: skip
 
@@ -114,6 +114,9 @@ KINDS = {
         {"SGLANG_MAMBA_CONV_DTYPE": IMAGE_MODEL.dtype_name},
     ),
     "states-in-a-store": _with_states("qwen3_next", "remote"),
+    "states-in-a-coded-store": _with_states(
+        "qwen3_next", "remote", "--hier-kv-codec", "remote=lossless"
+    ),
     "states-beside-latent-rows-in-a-store": _with_states("kimi_linear", "remote"),
     "two-shapes-gemma": _of_two_shapes("gemma", 5e-3),
     "two-shapes-mimo": _of_two_shapes("mimo", 5e-4, "--trust-remote-code"),

@@ -80,13 +80,17 @@ def test_no_request_goes_on_from_what_is_not_its_own(make: Make, name: str, seed
     print(name, seed, world.counts, world.store.stats())
 
 
-# How records are protected, and what the store does.
-REMOTE: dict[str, tuple[str, dict[str, Any]]] = {
-    "honest": ("plain", {}),
-    "swaps parts": ("plain", {"lies": 0.2, "dies": 0.05}),
-    "says that pages are not exact": ("plain", {"lies": 0.2, "coarse": True}),
-    "forges headers": ("tag", {"lies": 0.2, "forges": True}),
-    "bodies that are bad": ("plain", {"lies": 0.2, "rots": True, "dies": 0.02}),
+CODED = {"coded": "remote"}
+# How records are protected, what the store does, and the world.
+REMOTE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "honest": ("plain", {}, {}),
+    "swaps parts": ("plain", {"lies": 0.2, "dies": 0.05}, {}),
+    "says that pages are not exact": ("plain", {"lies": 0.2, "coarse": True}, {}),
+    "forges headers": ("tag", {"lies": 0.2, "forges": True}, {}),
+    "bodies that are bad": ("plain", {"lies": 0.2, "rots": True, "dies": 0.02}, {}),
+    "honest, with coded parts": ("plain", {"dies": 0.05}, CODED),
+    "swaps coded parts": ("plain", {"lies": 0.2, "dies": 0.05}, CODED),
+    "forges headers of coded parts": ("tag", {"lies": 0.2, "forges": True}, CODED),
 }
 
 
@@ -95,12 +99,12 @@ REMOTE: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_store_that_servers_share_gives_no_other_part_of_a_state(
     make: Make, name: str, seed: int
 ) -> None:
-    mode, behaviour = REMOTE[name]
+    mode, behaviour, shape = REMOTE[name]
     engine = HostileEngine(random.Random(seed + 3), **behaviour)
     config = RemoteStoreConfig(breaker=BreakerConfig(first_wait_s=0.01, max_wait_s=0.05))
     remote = RemoteStore(config=config, **protected_store(engine, mode))
     assert remote.wait_usable(300.0)
-    world = make(seed, host_pages=32, disk_bytes=0, remote=remote)
+    world = make(seed, host_pages=32, disk_bytes=0, remote=remote, **shape)
 
     def unseen() -> list[str]:
         stats = {**world.store.stats(), "lies": engine.num_lies}

@@ -20,7 +20,7 @@ import torch
 
 from tests.property.worlds.window_world import (  # isort: skip
     CODED_HEADS, DIM, HEADS, MAX_TOKENS, PAGE, POISON, Identity, Request, WindowWorld, WrongKVError,
-    codec_of, record_tier,
+    codec_of, opened_codec, record_tier,
 )  # fmt: skip
 
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
@@ -143,6 +143,7 @@ class StateWorld(WindowWorld):
             PageStoreConfig(policy, placement=placement_of(config, is_hybrid=True)),
             codec_of(self.layout, coded, remotely=False),
             remote=remote,
+            open_coded=opened_codec(self.layout, coded),
             rules=LocalPages(self.layout, ropes, "pre", exact_only=True),
         )
         if self.disk is not None:

@@ -188,8 +188,8 @@ def test_a_tree_with_states_is_taken_for_a_model_with_states_alone() -> None:
         ({}, HierKVConfig(codec="host=hier"), "a --hier-kv-codec that loses nothing"),
         (
             {},
-            HierKVConfig(codec="remote=lossless", remote_url="file:///d"),
-            "no --hier-kv-codec for a remote store with layers that have a state a sequence",
+            HierKVConfig(codec="remote=lossless", remote_url="file:///d", slo_ms=5),
+            "--hier-kv-slo-ms 0 with layers that have a state a sequence, got 5",
         ),
         ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
         ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
@@ -205,8 +205,9 @@ def test_what_was_not_tried_with_states_is_refused_with_them_alone(
     for num_ranks in (1, 2):
         store = HierKVConfig(remote_url="file:///d")
         check_resolved(resolved("state", tp_size=num_ranks, **kept), store)
-    coded = HierKVConfig(codec="lossless", disk_dir="/d", remote_url="file:///d")
-    check_resolved(resolved("state", **kept), coded)
+    for codec in ("lossless", "remote=lossless"):
+        coded = HierKVConfig(codec=codec, disk_dir="/d", remote_url="file:///d")
+        check_resolved(resolved("state", **kept), coded)
     groups = HierKVConfig(remote_url="file:///d")
     check_resolved(resolved("state", tp_size=2, attn_dp_size=2, **kept), groups)
 

@@ -106,6 +106,9 @@ class CodedRemote(Protocol):
     def sizes(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[int]:
         """Bytes to read of the leading pages that the store has; blocks."""
 
+    def first(self, space: KeySpace, hashes: Hashes, max_quality: int) -> int | None:
+        """Index of the first of these pages that the store has; blocks."""
+
     def blame(self, space: KeySpace, page_hash: bytes) -> None:
         """A page cannot be used; it is not asked for until it is stored anew. Does not block."""
 

@@ -101,7 +101,9 @@ class RemotePages:
         )
         self._thread.start()
         self._lookup_thread = RemoteLookupThread(
-            self._sizes, self._heads.first, self._table.counters
+            self._sizes,
+            self._heads.first if self._coded is None else self._coded.first,
+            self._table.counters,
         )
 
     def blame(self, space: KeySpace, page_hash: bytes) -> None:
