@@ -38,12 +38,13 @@ BASE += ["--max-total-tokens", "8192", "--max-mamba-cache-size", "60"]
 BASE += ["--enable-hier-kv", "--hier-kv-prefetch-timeout-ms", "60000"]
 
 
-def server_of(name: str, folder: Path, log: str) -> Server:
+def server_of(name: str, folder: Path, log: str, codec: str) -> Server:
     """A server with much DRAM and no disk, its stores late, each by its own chance."""
     kind = STATE_MODELS[name]
     host_gib = 2 * 400 * (kind.page_bytes + HEADER_BYTES) / GIB
     args = [*BASE, *kind.server_args, "--dtype", kind.dtype_name]
     args += ["--hier-kv-host-size", f"{host_gib:.9f}"]
+    args += ["--hier-kv-codec", codec] if codec else []
     args += ["--hier-kv-remote-url", f"file://{folder / 'shared'}?size=1GB"]
     env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS), "SGLANG_MAMBA_CONV_DTYPE": kind.dtype_name}
     return Server(
@@ -114,21 +115,30 @@ def counts(server: Server, part: str, name: str) -> list[int]:
     return [rank[part].get(name, 0) for rank in state(server)["tp_ranks"]]
 
 
-@pytest.mark.sampled("qwen3_next")
+@pytest.mark.sampled("qwen3_next-raw")
+@pytest.mark.parametrize("codec", ["", "remote=lossless"], ids=["raw", "coded"])
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_restore_what_the_store_has_for_all_of_them(name: str, tmp_path: Path) -> None:
+def test_ranks_restore_what_the_store_has_for_all_of_them(
+    name: str, codec: str, tmp_path: Path
+) -> None:
     write_state_model(tmp_path / "model", name)
     (tmp_path / "shared").mkdir()
     prompts = list(real_prompts(LENGTHS, seed=3))
-    with server_of(name, tmp_path, "first.log") as server:
+    with server_of(name, tmp_path, "first.log", codec) as server:
         connected(server)
         first, repeat = answers(server, prompts), answers(server, prompts)
         assert cached(first) == [0] * len(LENGTHS)
         settled(server)
-    with server_of(name, tmp_path, "second.log") as server:
+    page = page_hashes(prompts[-1])[cached(repeat)[-1] // PAGE - 1 :][:1]
+    for rank in range(2):  # parts are coded as pages are
+        assert (".lossless." in of_rank(tmp_path / "shared", rank, page, of_state=True).name) == (
+            bool(codec)
+        )
+    with server_of(name, tmp_path, "second.log", codec) as server:
         connected(server)
         check_hits(answers(server, prompts), repeat, "remote", above=20 * PAGE)
-        for harm in HARMS:
+        # A stream of coded parts has counters of its own for what is bad.
+        for harm in HARMS if not codec else HARMS[:1]:
             check_harmed(server, tmp_path, harm, prompts[-1], first[-1], repeat[-1])
         for rank in state(server)["tp_ranks"]:
             host = rank["host"]
