@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglang_ext.device.layout import HEADER_BYTES
 from sglang_ext.tiers.records.quality import ANY, Quality
 from sglang_ext.tiers.remote.staged import START_BYTES
 from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from tests.long_form import count
 from tests.tiers.remote.remote_cases import until
 from tests.unit.codec.test_page_codec import page
-from tests.unit.remote.remote_world import HEADER_BYTES, Host, body, codec_of, hashes_of
+from tests.unit.remote.remote_world import Host, body, codec_of, hashes_of
 
 SEEDS = count(2, 20)
 PAGES = 100  # more than are asked for at once
