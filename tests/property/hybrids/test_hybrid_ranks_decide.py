@@ -53,7 +53,10 @@ REMOTE_STATES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "stores that swap parts": ({"behaviour": {"lies": 0.1, "dies": 0.03}}, _FEW),
     "stores that do not answer": ({"behaviour": {}, "silent": 0.1}, _FEW),
     "bodies that are bad": ({"behaviour": {"lies": 0.1, "rots": True}}, _FEW),
-}
+    "stores that swap coded parts": (
+        {"coded": "remote", "behaviour": {"lies": 0.1, "dies": 0.03}}, _FEW,
+    ),
+}  # fmt: skip
 CASES: list[tuple[Any, ...]] = [(WindowRank, name, *case) for name, case in WINDOWS.items()]
 CASES += [(RemoteWindowRank, name, *case) for name, case in REMOTE.items()]
 CASES += [(StateRank, name, *case) for name, case in STATES.items()]

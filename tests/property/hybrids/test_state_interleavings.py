@@ -91,7 +91,12 @@ REMOTE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "honest, with coded parts": ("plain", {"dies": 0.05}, CODED),
     "swaps coded parts": ("plain", {"lies": 0.2, "dies": 0.05}, CODED),
     "forges headers of coded parts": ("tag", {"lies": 0.2, "forges": True}, CODED),
-}
+    "says that coded parts are not exact": ("plain", {"lies": 0.2, "coarse": True}, CODED),
+    "swaps parts, some of them coded": (
+        "plain", {"lies": 0.2, "dies": 0.05}, {"coded": "remote, sometimes"},
+    ),
+    "coded bodies that are bad": ("plain", {"lies": 0.2, "rots": True, "dies": 0.02}, CODED),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from sglang_ext.identity.media import images_of
+from sglang_ext.settings.images import STATES, WITH_STATES
 from tests.long_form import count
-from tests.property.media.media_world import image_item
+from tests.property.media.media_world import image_item, scheduler
 from tests.property.media.state_media_world import StateMediaRequest, StateMediaWorld
 from tests.property.worlds.coverage import run_until_counted
 from tests.property.worlds.window_world import PAGE
@@ -22,6 +23,7 @@ SEEDS = count(1, 10)
 ROUNDS = 8
 TEXT = [100 + at for at in range(6 * PAGE + 1)]
 SPAN = (5, 16)  # begins and ends within pages
+SPAN_BEFORE = SPAN[0] // PAGE * PAGE
 WHOLE = 6 * PAGE
 INSIDE = 4 * PAGE  # the last place in the image for a state
 Make = Callable[..., StateMediaWorld]
@@ -157,3 +159,33 @@ def test_a_turn_that_met_another_image_and_found_no_room_begins_with_no_state(ma
     assert conflicts(world) == 1
     world.wait_for(lambda: world.admit(turn))  # the world checks that its state is empty
     world.drain()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keeps"),
+    [
+        ("KimiK3ForConditionalGeneration", STATES),
+        ("KimiK3ForConditionalGeneration", "states and a remote store"),
+        (WITH_STATES[0], "states and a remote store"),
+    ],
+)
+def test_images_of_other_models_with_states_leave_nothing_and_take_nothing(
+    make: Make, architecture: str, keeps: str
+) -> None:
+    """Texts on the same server, also one that begins as such a prompt, are stored as ever."""
+    world = make(host_pages=200)
+    text = [*TEXT[:SPAN_BEFORE], *range(1, 4)]
+    ask(world, image_item(0, SPAN))  # named, of a server that names them
+    world.flush()
+    world.cache.media.begin(scheduler(architecture), keeps=keeps)
+    before = {name: world.store.stats()[name] for name in ("saved_pages", "saved_states")}
+    for _ in range(2):
+        req = ask(world, image_item(0, SPAN), chunk=2 * PAGE)
+        assert (images_of(req), req.num_loaded) == ((), 0)
+    assert {name: world.store.stats()[name] for name in before} == before
+    ask(world, text=text)
+    world.flush()
+    assert ask(world, text=text).num_loaded == SPAN_BEFORE
+    world.flush()
+    assert ask(world, image_item(0, SPAN)).num_loaded == 0
+    assert not conflicts(world)

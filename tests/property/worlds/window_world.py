@@ -208,9 +208,19 @@ def codec_of(layout: PageLayout, coded: str, *, remotely: bool) -> Any:
     if not coded or remotely != ("remote" in coded):
         return None
     shape = CodedShape.of(layout, "bf16", DIM)
+    if "sometimes" in coded:
+        return SometimesCodec(shape, "lossless", None)
     return (
         RemotePageCodec(shape, "lossless", None) if remotely else PageCodec(shape, "lossless", None)
     )
+
+
+class SometimesCodec(RemotePageCodec):
+    """Leaves half of the pages, and of the parts of a state or a window, as they are."""
+
+    def encode(self, slot: Any) -> Any:
+        """See `PageCodec.encode`."""
+        return super().encode(slot) if parse_header(slot)[0].page_hash[5] & 1 else None
 
 
 def opened_codec(layout: PageLayout, coded: str) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.assembly.codec_setup import DTYPE_NAMES, build_page_codec
+from sglang_ext.assembly.codec_setup import DTYPE_NAMES, build_page_codec, build_remote_codec
 from sglang_ext.codec.registry import codec_class, codec_ids
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_BOUND, PageLayout, write_tail
 from sglang_ext.device.pools import DevicePool
@@ -30,29 +30,33 @@ def codec_of(
     codec: str = "lossless",
     dtype: torch.dtype = torch.bfloat16,
     has_states: bool = True,
+    remote: bool = False,
 ) -> tuple[PageLayout, Any]:
-    """Pages of so many tokens, and what codes them."""
+    """Pages of so many tokens, and what codes them on disk, or for a remote store."""
     own = tuple(torch.zeros(32, 1, HEAD_DIM, dtype=dtype) for _ in range(LAYERS))
     pool = DevicePool("mha", dtype, own, own, 0, 32)
     config = HierKVConfig(codec=codec, disk_dir=str(folder), disk_size=1.0)
+    build: Any = build_page_codec
+    if remote:
+        config = HierKVConfig(codec=f"remote={codec}", remote_url=f"file://{folder}")
+        build = build_remote_codec
     runner = SimpleNamespace(
         server_args=SimpleNamespace(model_path=str(folder)), model=torch.nn.Linear(2, 2)
     )
     rows = (dtype.itemsize * HEAD_DIM,) * LAYERS
     layout = PageLayout(page_size, rows, rows, dtype.itemsize)
     place = RankPlace(0, 1)
-    return layout, build_page_codec(
-        config, pool, layout, dtype, runner, place, has_states=has_states
-    )
+    return layout, build(config, pool, layout, dtype, runner, place, has_states=has_states)
 
 
+@pytest.mark.parametrize("remote", [False, True], ids=["disk", "remote"])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 @pytest.mark.parametrize("kind", ["float32 values", "noise", "NaN and infinities", "zeros"])
 def test_every_bit_of_a_part_comes_back(
-    kind: str, dtype: torch.dtype, codec: str, tmp_path: Path
+    kind: str, dtype: torch.dtype, codec: str, remote: bool, tmp_path: Path
 ) -> None:
-    layout, coder = codec_of(tmp_path, 64, codec=codec, dtype=dtype)
+    layout, coder = codec_of(tmp_path, 64, codec=codec, dtype=dtype, remote=remote)
     rng = np.random.default_rng(3)
     num_bytes = layout.tail_offset - HEADER_BYTES
     content = {
@@ -76,10 +80,11 @@ def test_every_bit_of_a_part_comes_back(
     assert np.array_equal(out[:end], slot[:end])
 
 
-def test_pages_with_bytes_that_no_codec_sees_are_refused(tmp_path: Path) -> None:
-    assert codec_of(tmp_path, 3, has_states=False)[0].gaps
+@pytest.mark.parametrize("remote", [False, True], ids=["disk", "remote"])
+def test_pages_with_bytes_that_no_codec_sees_are_refused(remote: bool, tmp_path: Path) -> None:
+    assert codec_of(tmp_path, 3, has_states=False, remote=remote)[0].gaps
     with pytest.raises(HierKVConfigError, match=r"lossless: .* these have 128; give a larger"):
-        codec_of(tmp_path, 3)
+        codec_of(tmp_path, 3, remote=remote)
 
 
 @pytest.mark.parametrize("codec", CODECS)

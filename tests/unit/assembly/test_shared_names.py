@@ -1,0 +1,109 @@
+"""Which ranks of which servers find each other's states in a store that they share, by their names.
+
+A part of a state says whose it is by its namespace alone: what is not in that, nobody compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang_ext.assembly.factory import _fixed_facts  # noqa: E402
+from sglang_ext.device.pools import DevicePool, HybridPools  # noqa: E402
+from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
+from sglang_ext.identity.namespace import namespace_digest  # noqa: E402
+from sglang_ext.ranks.rank import RankPlace  # noqa: E402
+
+LAYERS, DIM = 2, 32
+ALONE = RankPlace()
+
+
+@dataclass(frozen=True)
+class Server:
+    """What a rank's pools and its model are, as far as its names say it."""
+
+    page_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    conv: torch.dtype = torch.bfloat16
+    recurrence: torch.dtype = torch.float32
+    num_heads: int = 4
+    layers: tuple[int, ...] = (0, 1)
+    lower_bound: float | None = -5.0
+
+
+def name_of(server: Server, place: RankPlace = ALONE) -> bytes:
+    """The namespace of a rank, but for its weights."""
+    own = tuple(torch.zeros(server.page_size, 1, DIM, dtype=server.dtype) for _ in range(LAYERS))
+    pool = DevicePool("mha", server.dtype, own, own, 0, server.page_size)
+    pools = HybridPools(pool)
+    states = StatePool(
+        (
+            torch.zeros(len(server.layers), 2, 3, DIM, dtype=server.conv),
+            torch.zeros(len(server.layers), 2, server.num_heads, 8, 8, dtype=server.recurrence),
+        ),
+        server.layers,
+    )
+    snapshots = Snapshots(states, pools.layout(server.page_size))
+    text = {"linear_attn_config": {"gate_lower_bound": server.lower_bound}}
+    ctx: Any = SimpleNamespace(
+        params=SimpleNamespace(
+            page_size=server.page_size,
+            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: None),
+        ),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Linear(1, 1))),
+        server_args=SimpleNamespace(kv_cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(to_dict=lambda: {"text_config": text})
+        ),
+    )
+    return namespace_digest(_fixed_facts(ctx, pools, place, snapshots, alike=False))
+
+
+def ranks_of(tp_size: int, attn_dp_size: int) -> Iterator[RankPlace]:
+    """Of a server with so many ranks, in so many groups."""
+    size = tp_size // attn_dp_size
+    for rank in range(tp_size):
+        group, place = divmod(rank, size)
+        if attn_dp_size > 1:
+            yield RankPlace(place, size, group, attn_dp_size, shares_steps=True)
+        else:
+            yield RankPlace(place, size)
+
+
+def test_groups_share_rank_for_rank_and_servers_of_other_sizes_share_nothing() -> None:
+    sizes = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4)]
+    known: dict[bytes, tuple[int, int, int]] = {}
+    for tp_size, attn_dp_size in sizes:
+        own: set[bytes] = set()
+        for place in ranks_of(tp_size, attn_dp_size):
+            name, whose = name_of(Server(), place), (tp_size, attn_dp_size, place.tp_rank)
+            assert known.setdefault(name, whose) == whose
+            own.add(name)
+        assert len(own) == tp_size // attn_dp_size
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda server: replace(server, conv=torch.float32),
+        lambda server: replace(server, recurrence=torch.bfloat16),
+        lambda server: replace(server, dtype=torch.float16),
+        lambda server: replace(server, num_heads=2),
+        lambda server: replace(server, layers=(0, 2)),
+        lambda server: replace(server, page_size=128),  # and so the parts are longer
+        lambda server: replace(server, lower_bound=-4.0),
+        lambda server: replace(server, lower_bound=None),
+    ],
+)
+def test_what_a_state_is_made_of_is_in_its_name(change: Callable[[Server], Server]) -> None:
+    server = Server()
+    assert name_of(server) == name_of(Server()) != name_of(change(server))
