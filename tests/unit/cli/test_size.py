@@ -157,6 +157,7 @@ def test_the_bundled_model_has_the_size_that_servers_store() -> None:
         ([str(TINYLM), *SMALL, "--think-s", "-1"], "--think-s must be a number of at least 0"),
         ([str(TINYLM), *SMALL, "--first-tokens", "0"], "--first-tokens must be a number above 0"),
         ([str(TINYLM), "--chats-per-hour", "1e300"], "--chats-per-hour must be at most 1e+09"),
+        (["--kv-bytes-per-token", "4096", *SMALL, "--tp-size", "2"], "leave --tp-size and --kv"),
         ([str(TINYLM), "--chats-per-hour", "1e-12"], "--chats-per-hour must be at least 1e-06"),
         ([str(TINYLM), *SMALL, "--think-s", "1e300"], "a chat would last 3e+300 s, at most 1e+09"),
         ([str(TINYLM), *SMALL, "--decode-tokens-per-s", "1e-300"], "larger --decode-tokens-per-s"),
