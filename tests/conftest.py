@@ -98,11 +98,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _leave_long_forms_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _are_long_forms_on():
         return
-    if not any("::" in arg for arg in config.args):
+    # Of named tests, and of those that failed before (`--lf`), not all cases need be here.
+    if not config.getoption("lf", False) and not any("::" in arg for arg in config.args):
         _check_samples(items)
     left_out = [item for item in items if _is_long(item)]
     items[:] = [item for item in items if not _is_long(item)]
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """Says why there may have been nothing to run; in the process that has the workers, too."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and not _are_long_forms_on():
+        terminalreporter.write_line(
+            "no test was run: cases of the long forms alone need --long, or LONG=1 with make "
+            "(CONTRIBUTING.md, Tests)"
+        )
 
 
 def _is_long(item: pytest.Item) -> bool:

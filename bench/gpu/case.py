@@ -79,7 +79,8 @@ def measure_servers(options: Options, device: torch.device) -> Report:
     found = servers.figures(seen)
     ours = found["hier_kv"]
     note = (
-        f"a hit in DRAM takes {ours['host_over_device']:.2f} of one on the device, decoding beside "
+        f"a hit in DRAM takes {ours['host_over_device']:.2f} of one on the device, "
+        f"{ours['host_over_plain_device']:.2f} of one of plain SGLang's, decoding beside "
         f"it {ours['decode_p99_host_over_device']:.2f} (p99); at most {_HIT_TARGET} is asked for"
     )
     notes = [note, *(f"{side}: {line}" for side, one in found.items() for line in one["notes"])]

@@ -46,7 +46,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_size)
     add = parser.add_argument
     add("model", nargs="?", help="the model's folder, or its config.json")
-    add("--kv-bytes-per-token", type=int, metavar="BYTES", help="instead of the model")
+    add("--kv-bytes-per-token", type=int, metavar="BYTES", help="of all ranks; instead of a model")
     add("--kv-dtype", default="", metavar="NAME", help="of the KV cache (the model's own)")
     add("--tp-size", type=int, default=1, metavar="N", help="ranks that share the model (1)")
     add("--page-size", type=int, default=64, metavar="TOKENS", help="SGLang's (%(default)s)")
@@ -138,6 +138,11 @@ def _model(chosen: argparse.Namespace) -> Any:
             f"give either a model's folder or config.json, or --kv-bytes-per-token: {_EXAMPLES[0]}"
         )
     if chosen.model is None:
+        if chosen.tp_size > 1 or chosen.kv_dtype:  # neither would change anything
+            raise ValueError(
+                "--kv-bytes-per-token is of a token on all ranks together, in the dtype of the KV "
+                "cache; leave --tp-size and --kv-dtype out"
+            )
         return ModelKv("this model", chosen.kv_bytes_per_token)
     return read_model(Path(chosen.model), chosen.kv_dtype, chosen.tp_size)
 

@@ -28,7 +28,9 @@ _WARM_UP_SHARE = 0.4
 # A server is taken to be fast enough for its traffic: without reuse it would be busy half the time.
 _LOAD = 0.5
 _MOST_TURNS = 20_000
-_MOST_CHATS_PER_HOUR = 1e9
+# In virtual time, which is counted in seconds from the first chat on: a token's still has to count.
+_LEAST_CHATS_PER_HOUR, _MOST_CHATS_PER_HOUR = 1e-6, 1e9
+_LONGEST_LIFE_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class Chats:
         if self.per_hour > _MOST_CHATS_PER_HOUR:
             raise ValueError(
                 f"--chats-per-hour must be at most {_MOST_CHATS_PER_HOUR:g}, got {self.per_hour:g}"
+            )
+        if self.per_hour < _LEAST_CHATS_PER_HOUR:
+            raise ValueError(
+                f"--chats-per-hour must be at least {_LEAST_CHATS_PER_HOUR:g}, got "
+                f"{self.per_hour:g}"
             )
 
 
@@ -113,9 +120,14 @@ def of_chats(
         kv_bytes_per_token: no page is longer than a record may be.
 
     Raises:
-        ValueError: they are more than can be simulated.
+        ValueError: they are more than can be simulated, or last longer.
     """
     life_s = chats.turns * (chats.think_s + chats.answer_tokens / decode_tokens_per_s)
+    if life_s > _LONGEST_LIFE_S:
+        raise ValueError(
+            f"a chat would last {life_s:.3g} s, at most {_LONGEST_LIFE_S:g} can be simulated; give "
+            "a shorter --think-s, fewer --answer-tokens, or a larger --decode-tokens-per-s"
+        )
     per_s = chats.per_hour / 3600
     live = max(per_s * life_s, 1e-6)
     scale = min(1.0, _MAX_LIVE / live)

@@ -1,7 +1,6 @@
 """Ranks over stores of their own decide alike, whatever their disks and clocks do.
 
-By default each kind of world runs once; the long form has more of those whose weights change, and
-looks for promises that outlive them.
+By default each kind of world runs once; the long form has more of those whose weights change.
 """
 
 from __future__ import annotations
@@ -178,7 +177,6 @@ def test_the_gate_alone_turns_stale_promises_into_misses(
     assert ranks[0].counts["loaded"] > 0
 
 
-@pytest.mark.long
 def test_promises_that_outlive_their_weights_are_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

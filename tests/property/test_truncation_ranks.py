@@ -99,7 +99,6 @@ def test_ranks_that_compose_of_what_they_have_themselves_are_found_out(
         run_mistaken(tmp_path, monkeypatch)
 
 
-@pytest.mark.long
 def test_ranks_that_take_what_they_find_themselves_are_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,8 +19,11 @@ def test_both_servers_answer_alike_and_from_where_they_should() -> None:
     for one in found.values():
         assert f"{number} of {number} answers as the plain server's" in one["notes"]
         assert one["decode_device_p99_ms"] >= one["decode_device_p50_ms"] > 0
-    asked = servers.TINY.prefixes * servers.TINY.rounds + servers.TINY.beside
-    assert len(seen["hier_kv"].ttft_ms["host"]) == asked
+    tiny, times = servers.TINY, seen["hier_kv"].ttft_ms
+    assert len(times["host"]) == tiny.prefixes * tiny.rounds
+    assert len(times["device"]) == tiny.prefixes
+    assert len(times["host_beside"]) == len(times["device_beside"]) == tiny.beside
+    assert found["hier_kv"]["host_over_plain_device"] > 0
     assert any("rotation of 2 of 2 layers" in note for note in found["hier_kv"]["notes"])
     assert [row[0] for row in servers.table(found, servers.TINY).rows] == ["plain", "hier_kv"]
 

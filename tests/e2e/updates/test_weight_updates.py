@@ -337,7 +337,7 @@ def shared_disk(folder: Path) -> tuple[Path, list[Answer]]:
     return disk, answers
 
 
-@pytest.mark.sampled("model", "float32", "page size")
+@pytest.mark.sampled("model", "float16", "page size")
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["model", "float16", "float32", "page size"])
 def test_servers_of_other_kinds_share_a_folder_and_nothing_crosses(

@@ -7,19 +7,24 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from bench.core.case import ALLOW_DIRTY, CaseFailedError, Options
 from bench.core.output import Progress
-from bench.gpu import kit, kit_run, wheels
+from bench.gpu import kit, kit_run, servers, wheels
 from bench.gpu.case import SELFTEST, device_or_none, measure_copies
 from bench.gpu.case import run as run_case
 from bench.gpu.engine import TINY, Engine
 from bench.gpu.kernels import check_kernels
 from bench.gpu.servers import STUBS
+from testkit.server import ServerError
 
 # A machine with a device need not have SGLang.
 _WITHOUT_SGLANG = (
@@ -117,6 +122,30 @@ def test_stand_ins_compute_what_the_kernels_do() -> None:
     assert torch.equal(out, want.bfloat16())
     with pytest.raises(NotImplementedError, match="moe_sum is not in the kit"):
         kernels.moe_sum(x)
+
+
+@pytest.mark.parametrize("failing", ["hicache", "hier_kv"])
+def test_without_hicache_the_others_have_figures(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with a device is had once: what was measured before is kept."""
+
+    @contextmanager
+    def server(device: str, side: str, *_: Any) -> Iterator[Any]:
+        if side == failing:
+            raise ServerError("the server ended with 1 at start")
+        yield SimpleNamespace(startup_s=1.0)
+
+    asker = SimpleNamespace(run=lambda: servers.Seen(ttft_ms={"device": [2.0], "host": [3.0]}))
+    monkeypatch.setattr(servers, "_server", server)
+    monkeypatch.setattr(servers, "_Asker", lambda *_: asker)
+    if failing == "hier_kv":
+        with pytest.raises(ServerError):
+            servers.measure("cuda", servers.TINY, Progress())
+        return
+    seen = servers.measure("cuda", servers.TINY, Progress())
+    assert set(seen) == {"plain", "hier_kv"}
+    assert "hicache has no figures: the server ended with 1 at start" in seen["plain"].notes
 
 
 @pytest.mark.long

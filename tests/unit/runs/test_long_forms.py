@@ -54,15 +54,20 @@ def test_a_default_run_keeps_some_of_what_is_named_as_proof(path: str) -> None:
 
 
 def run(
-    folder: Path, pattern: str, *args: str, switch: str = ""
+    folder: Path,
+    pattern: str,
+    *args: str,
+    switch: str = "",
+    what: str = "test_it.py",
+    text: str = SAMPLED,
 ) -> subprocess.CompletedProcess[str]:
-    """A run of `SAMPLED` with this repository's conftest."""
+    """A run of a file with this repository's conftest."""
     path = ROOT / "tests" / "conftest.py"
     (folder / "conftest.py").write_text(path.read_text())
-    (folder / "test_it.py").write_text(SAMPLED.format(pattern=pattern))
-    options = ["-q", "-s", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", str(folder)]
+    (folder / "test_it.py").write_text(text.format(pattern=pattern))
+    options = ["-q", "-s", "-o", "addopts=", "--rootdir", str(folder)]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *args, str(folder / "test_it.py")],
+        [sys.executable, "-m", "pytest", *options, *args, str(folder / what)],
         cwd=folder,
         env={**os.environ, "HIER_KV_LONG": switch, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -93,6 +98,34 @@ def test_a_sample_of_nothing_is_an_error(tmp_path: Path) -> None:
     done = run(tmp_path, "3*")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "expected a case '3*' among ['1', '22', '23']" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        ((), "test_it.py::test_sampled[1]"),
+        ((), "test_it.py::test_long"),
+        (("-m", "long"), "test_it.py"),
+        (("-k", "test_long", "-n1"), "test_it.py"),
+    ],
+)
+def test_who_asks_for_what_is_left_out_is_told_the_switch(
+    args: tuple[str, ...], what: str, tmp_path: Path
+) -> None:
+    done = run(tmp_path, "2*", *args, what=what)
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert "need --long, or LONG=1" in done.stdout
+    assert "need --long" not in run(tmp_path, "2*", "--long", *args, what=what).stdout
+
+
+def test_those_that_failed_run_again_without_their_sample(tmp_path: Path) -> None:
+    """pytest then collects them alone, of which some pattern is none."""
+    failing = SAMPLED.replace('print("number", number)', 'assert number != int("22")')
+    two = failing.replace("({pattern!r})", "({pattern!r}, '23')")
+    assert run(tmp_path, "22", what=".", text=two).returncode == pytest.ExitCode.TESTS_FAILED
+    again = run(tmp_path, "22", "--lf", what=".", text=two)
+    assert again.returncode == pytest.ExitCode.TESTS_FAILED, again.stdout + again.stderr
+    assert "1 failed" in again.stdout
 
 
 def test_a_default_run_takes_the_short_form(monkeypatch: pytest.MonkeyPatch) -> None:
