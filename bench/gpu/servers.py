@@ -77,7 +77,7 @@ class Traffic:
 
 LLAMA_8B = Traffic(
     DummyModel("llama-8b", 32, 4096, 32, 8, 128, 14_336, 16_384),
-    prefix=8192, question=256, answer=16, resident=3, prefixes=6, rounds=3,
+    prefix=8192, question=256, answer=16, resident=3, prefixes=8, rounds=3,
     decoders=8, stream_tokens=2048, beside=6,
 )  # fmt: skip
 TINY = Traffic(
