@@ -25,6 +25,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.admission.queue_pace import QueuePace
 from sglang_ext.admission.waiting_request import (
     Estimate,
     Moves,
@@ -84,6 +85,8 @@ class LoadOrCompute:
         self._clock = clock
         self.num_waiting = 0
         self._ahead_s = 0.0  # sum of their `compute_s`
+        self._num_left = 0  # since the start
+        self._pace = QueuePace()
         self._probe: Plan | None = None
 
     # ---- coming and going ----
@@ -91,12 +94,14 @@ class LoadOrCompute:
     def enter(self, request: WaitingRequest) -> LoadDecision:
         """A request enters the queue; returns what it should do about its pages elsewhere."""
         now_s, prefix = self._clock(), request.prefix
-        verdict, moves = self._judge(request, self._ahead_s)
+        turn_in_s = max(self._ahead_s, self._pace.turn_in_s(self.num_waiting, now_s))
+        verdict, moves = self._judge(request, turn_in_s)
         reused = self._tokens_there(prefix, verdict.pages)
         compute_s = self.cost.prefill_s(prefix.prompt_tokens - reused, reused) or 0.0
         request.estimate = Estimate(
-            verdict, moves, now_s + self._ahead_s, compute_s, now_s, request.num_usable
-        )
+            verdict, moves, now_s + self._ahead_s, self._num_left + self.num_waiting, compute_s,
+            now_s, request.num_usable,
+        )  # fmt: skip
         self._ahead_s += compute_s
         self.num_waiting += 1
         if verdict.choice is not LoadChoice.NONE:
@@ -115,12 +120,18 @@ class LoadOrCompute:
             self._store.counters.add(f"cost_{estimate.verdict.choice.value}")
         self._note(request, estimate.verdict)
 
-    def leave(self, request: WaitingRequest) -> None:
-        """A request leaves the queue."""
+    def leave(self, request: WaitingRequest, *, admitted: bool = False) -> None:
+        """A request leaves the queue, to run or not."""
         estimate, request.estimate = request.estimate, None
         if estimate is None:
             return
         self.num_waiting -= 1
+        self._num_left += 1
+        if admitted:
+            now_s, since_s = self._clock(), estimate.held_since_s
+            self._pace.admitted(now_s, 0.0 if since_s is None else now_s - since_s)
+        if not self.num_waiting:
+            self._pace.rest()
         ahead_s = max(0.0, self._ahead_s - estimate.compute_s)
         self._ahead_s = ahead_s if self.num_waiting else 0.0
 
@@ -245,7 +256,9 @@ class LoadOrCompute:
 
     def _judge_again(self, request: WaitingRequest, estimate: Estimate) -> None:
         now_s = self._clock()
-        turn_in_s = max(0.0, estimate.turn_at_s - now_s)
+        # As if those that came first left first; where they do not, it is off by a few places.
+        num_ahead = max(0, estimate.num_left_at_turn - self._num_left)
+        turn_in_s = max(estimate.turn_at_s - now_s, self._pace.turn_in_s(num_ahead, now_s))
         estimate.verdict, estimate.moves = self._judge(request, turn_in_s)
         estimate.judged_at_s, estimate.judged_pages = now_s, request.num_usable
 

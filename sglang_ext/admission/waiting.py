@@ -166,7 +166,7 @@ class WaitingRoom:
         del self._by_number[waiting.number]
         self._left.add(handle)
         if self._decider is not None:
-            self._decider.leave(waiting)
+            self._decider.leave(waiting, admitted=admitted)
         if self._store.lookahead is not None:
             self._store.lookahead.leave(waiting.number)
             if not admitted:

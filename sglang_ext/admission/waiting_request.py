@@ -137,7 +137,8 @@ class Estimate:
     Attributes:
         verdict: what to do about its pages elsewhere.
         moves: what that would move.
-        turn_at_s: when the requests before it should be through.
+        turn_at_s: when the requests before it should be through, by their prefills alone.
+        num_left_at_turn: how many requests will have left the queue then.
         compute_s: what its own prefill should take.
         judged_at_s: when the verdict was made.
         judged_pages: of how many leading pages off the device.
@@ -149,6 +150,7 @@ class Estimate:
     verdict: LoadDecision
     moves: Moves
     turn_at_s: float
+    num_left_at_turn: int
     compute_s: float
     judged_at_s: float
     judged_pages: int

@@ -346,3 +346,29 @@ def test_a_probe_that_is_done_pins_nothing_once_nobody_waits(rig: Rig) -> None:
     until(is_given_back)
     assert rig.store.stats()["planned_pages"] == 0
     until(lambda: rig.cost.state()["disk_samples"] > samples)
+
+
+def test_a_queue_that_waits_for_answers_gives_time_to_read(rig: Rig) -> None:
+    """By the prefills before it its turn is past; by how the queue moved it is yet to come."""
+    now_s = [0.0]
+    judge = LoadOrCompute(
+        rig.store, rig.cost, page_tokens=P, kv_bytes_per_page=KV, clock=lambda: now_s[0]
+    )
+    rig.teach_prefill(1e-5)  # 10 ms for the prefix
+    rig.teach_disk(1.0)  # a second
+    requests = [rig.request(name, 16) for name in "abcdefgh"]
+    for request in requests:
+        assert judge.enter(request).pages <= 1
+    assert judge.num_pages(requests[7]) <= 1
+    for request in requests[:5]:
+        now_s[0] += 10.0
+        judge.leave(request, admitted=True)
+    assert judge.num_pages(requests[7]) == 16
+    now_s[0] += 29.5  # three intervals, and half a second before its turn
+    assert 0 < judge.num_pages(requests[7]) < 16
+    now_s[0] += 5.0
+    assert judge.num_pages(requests[7]) == 0
+    for request in requests[5:]:
+        judge.leave(request)
+    assert judge.enter(requests[0]).choice is LoadChoice.RECOMPUTE  # nobody waited meanwhile
+    judge.leave(requests[0])
