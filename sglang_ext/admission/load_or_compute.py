@@ -25,7 +25,6 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.admission.queue_pace import QueuePace
 from sglang_ext.admission.waiting_request import (
     Estimate,
     Moves,
@@ -40,6 +39,7 @@ from sglang_ext.tiers.policy.cost_model import (
     Prefix,
     TransferBacklog,
 )
+from sglang_ext.tiers.policy.speed_estimators import QueuePace
 from sglang_ext.tiers.store import PageStore, Plan
 from sglang_ext.tiers.store.remote.remote_pages import num_leading
 

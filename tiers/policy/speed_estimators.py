@@ -5,7 +5,7 @@ The *shape* says how the time depends on the size of a job: a non-negative combi
 lately, so a run of equal jobs does not make it forget the others. The *pace* multiplies the shape:
 the median of the last five ratios of measured to expected time. Two outliers among five change
 nothing, and a change of speed is followed when three measurements have shown it. Why this is so:
-docs/cost-model.md.
+docs/cost-model.md. How fast a queue moves is learned from its admissions (`QueuePace`).
 
 Pure: no clock, no threads, no I/O.
 """
@@ -30,6 +30,8 @@ _SAMPLES_A_STRATUM = 3
 _BAND = 1.5
 _RIDGE = 1e-3
 _ROUNDS = 2
+# So many admissions are remembered, and so few say nothing.
+_ADMISSIONS, _TOO_FEW_ADMISSIONS = 32, 4
 
 Row = tuple[Sequence[float], float]
 """Features of a job, and what it took."""
@@ -304,3 +306,40 @@ class StepEstimator:
     def seconds(self) -> float | None:
         """Expected duration of the next; None before the first."""
         return statistics.median(self._last) if self._last else None
+
+
+class QueuePace:
+    """How fast a waiting queue moves, whatever holds it up: from its last admissions.
+
+    The prefills of those before it are the least that a request waits for. Where the batch has no
+    place or the device no room, it waits for answers to end, which no sum of prefills knows: what
+    can be read meanwhile would be thought to come too late.
+    """
+
+    def __init__(self) -> None:
+        # Time for which a request was held for its own pages does not count: a queue that waits for
+        # its loads must not make more of them look free.
+        self._held_s = 0.0
+        self._admissions: deque[float] = deque(maxlen=_ADMISSIONS)
+
+    def admitted(self, now_s: float, held_s: float) -> None:
+        """A request left the queue to run.
+
+        Args:
+            now_s: now.
+            held_s: for how long it was held, at its turn, for its pages.
+        """
+        self._held_s += held_s
+        self._admissions.append(now_s - self._held_s)
+
+    def rest(self) -> None:
+        """Nobody waits any more: what comes next does not wait for those that ran."""
+        self._admissions.clear()
+
+    def turn_in_s(self, num_ahead: int, now_s: float) -> float:
+        """Seconds until a request runs that so many others are before; 0 where nothing is known."""
+        if len(self._admissions) < _TOO_FEW_ADMISSIONS:
+            return 0.0
+        first_s, last_s = self._admissions[0], self._admissions[-1]
+        between_s = (last_s - first_s) / (len(self._admissions) - 1)
+        return max(0.0, (num_ahead + 1) * between_s - (now_s - self._held_s - last_s))

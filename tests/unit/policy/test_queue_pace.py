@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.admission.queue_pace import QueuePace
+from sglang_ext.tiers.policy.speed_estimators import QueuePace
 
 
 def test_a_turn_is_so_many_admissions_away() -> None:
