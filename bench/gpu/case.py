@@ -75,7 +75,8 @@ def measure_servers(options: Options, device: torch.device) -> Report:
         CaseFailedError: a prefix came from elsewhere, or an answer is another one.
     """
     traffic = servers.LLAMA_8B if device.type == "cuda" else servers.TINY
-    seen = servers.measure(device.type, traffic, options.progress)
+    kind: servers.Device = "cuda" if device.type == "cuda" else "cpu"
+    seen = servers.measure(kind, traffic, options.progress)
     found = servers.figures(seen)
     ours = found["hier_kv"]
     note = (

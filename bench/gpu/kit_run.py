@@ -19,7 +19,7 @@ from typing import Any
 NEEDED = ("numpy", "torch", "triton", "numba", "llvmlite", "xxhash", "psutil")
 NEEDED_BY_SERVERS = ("transformers", "aiohttp", "requests", "uvloop", "safetensors")
 _RESULT = Path("gpu.json")
-_STAND_INS = Path(__file__).resolve().parent / "stubs"
+STAND_INS = Path(__file__).resolve().parent / "stubs"
 _PARTS = ("kernels", "copies", "servers")
 
 
@@ -37,7 +37,7 @@ def missing(names: tuple[str, ...]) -> list[str]:
 
 def put_stand_ins(site: Path) -> None:
     """Puts stand-ins where the machine has not the package itself: not over a real one."""
-    for package in sorted(_STAND_INS.iterdir()):
+    for package in sorted(STAND_INS.iterdir()):
         if importlib.util.find_spec(package.name) is None:
             shutil.copytree(package, site / package.name)
             print(f"{package.name}: a stand-in")

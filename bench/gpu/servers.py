@@ -12,9 +12,8 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +29,8 @@ from testkit.requests import flush_device, random_ids
 from testkit.server import Server, ServerError
 
 Side = Literal["plain", "hier_kv", "hicache"]
+Device = Literal["cpu", "cuda"]
 PAGE = 64
-STUBS = Path(__file__).resolve().parent / "stubs"
 
 
 @dataclass(frozen=True)
@@ -112,12 +111,12 @@ class Seen:
     notes: list[str] = field(default_factory=list)
 
 
-def sides(device: str) -> tuple[Side, ...]:
+def sides(device: Device) -> tuple[Side, ...]:
     """Those that can run there: HiCache needs a CUDA device."""
     return ("plain", "hier_kv", "hicache") if device == "cuda" else ("plain", "hier_kv")
 
 
-def measure(device: str, traffic: Traffic, progress: Progress) -> dict[Side, Seen]:
+def measure(device: Device, traffic: Traffic, progress: Progress) -> dict[Side, Seen]:
     """Runs the servers. Where HiCache's does not run, or not as it is asked, a note says so.
 
     Raises:
@@ -143,10 +142,9 @@ def measure(device: str, traffic: Traffic, progress: Progress) -> dict[Side, See
     return seen
 
 
-@contextmanager
 def _server(
-    device: str, side: Side, model: Path, traffic: Traffic, progress: Progress
-) -> Iterator[Server]:
+    device: Device, side: Side, model: Path, traffic: Traffic, progress: Progress
+) -> Server:
     args: list[Any] = [
         *dummy_model.ARGS,
         *("--page-size", PAGE, "--max-total-tokens", traffic.pool_tokens),
@@ -166,12 +164,10 @@ def _server(
         env = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1"}
     else:
         args += ["--attention-backend", "cpu_extend"]
-    kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
-    with Server(
-        args, model=model, env=env, device=kind, stop="kill", start_timeout_s=240.0,
+    return Server(
+        args, model=model, env=env, device=device, stop="kill", start_timeout_s=240.0,
         progress=progress.update,
-    ) as server:  # fmt: skip
-        yield server
+    )  # fmt: skip
 
 
 class _Asker:

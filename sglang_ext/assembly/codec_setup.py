@@ -149,7 +149,7 @@ def build_remote_codec(
 
 
 def _shape(
-    pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype, *, has_states: bool = False
+    pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype, *, has_states: bool
 ) -> CodedShape:
     name = DTYPE_NAMES.get(kv_dtype)
     if name is None:

@@ -7,7 +7,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 import numpy as np
 
@@ -163,11 +162,10 @@ class Finder:
         found: list[FoundPage] = []
         for start in range(first, len(hashes), _AT_ONCE):
             rows = [row.tobytes() for row in hashes[start : start + _AT_ONCE]]
-            each = self._each(space, rows, max_quality, start)
-            leading = [page for page in takewhile(_is_there, each) if page is not None]
-            found += leading
-            if len(leading) < len(rows):
-                break
+            for page in self._each(space, rows, max_quality, start):
+                if page is None:
+                    return found
+                found.append(page)
         return found
 
     def _each(
@@ -228,10 +226,6 @@ class Finder:
             return FoundPage(number, key, stages.meta, None, (total_bytes,))
         sizes = tuple(end - START_BYTES for end in stages.ends)
         return FoundPage(number, key, stages.meta, stages, sizes)
-
-
-def _is_there(page: FoundPage | None) -> bool:
-    return page is not None
 
 
 def runs_of(pages: Sequence[FoundPage]) -> list[list[FoundPage]]:

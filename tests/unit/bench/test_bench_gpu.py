@@ -23,7 +23,6 @@ from bench.gpu.case import SELFTEST, device_or_none, measure_copies
 from bench.gpu.case import run as run_case
 from bench.gpu.engine import TINY, Engine
 from bench.gpu.kernels import check_kernels
-from bench.gpu.servers import STUBS
 from testkit.server import ServerError
 
 # A machine with a device need not have SGLang.
@@ -98,7 +97,9 @@ def test_stand_ins_do_not_hide_a_package(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_stand_ins_compute_what_the_kernels_do() -> None:
-    spec = importlib.util.spec_from_file_location("stand_in", STUBS / "sgl_kernel" / "__init__.py")
+    spec = importlib.util.spec_from_file_location(
+        "stand_in", kit_run.STAND_INS / "sgl_kernel" / "__init__.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     kernels = importlib.util.module_from_spec(spec)
