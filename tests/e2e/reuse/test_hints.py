@@ -52,9 +52,39 @@ def _ask(server: Server, prompt: Sequence[int], custom: dict[str, Any] | None = 
     return server.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
 
 
+def test_whose_time_is_over_is_as_one_that_ended(server: Server) -> None:
+    """Comes first: below ends are said that do not come true, and owners may share a record."""
+    before = settled(server)["host"].get("ttl_ended_pages", 0)
+    (prompt,) = real_prompts([CHAT_PAGES * PAGE + 20], seed=2)
+    params = {"max_new_tokens": 4, "custom_params": {"hier_kv_hints": {"ttl_s": 0.5}}}
+    server.generate(input_ids=prompt, sampling_params=params, cache_salt="in a hurry")
+
+    def is_over() -> bool:
+        ended = settled(server)["host"].get("ttl_ended_pages", 0)
+        return bool(ended == before + CHAT_PAGES)
+
+    deadline_s = time.monotonic() + 300
+    while not is_over():
+        assert time.monotonic() < deadline_s
+
+
+def test_openai_clients_give_them_too(server: Server) -> None:
+    """Comes before those below, too."""
+    before = settled(server)["host"].get("hinted_ends_pages", 0)
+    words = " ".join(f"word {number}" for number in range(200))
+    chat = {
+        "model": "m", "messages": [{"role": "user", "content": words}], "max_tokens": 2,
+        "custom_params": {"hier_kv_hints": {"ends": True}},
+        "cache_salt": "whoever",  # who is judged by nothing yet
+    }  # fmt: skip
+    server.post("/v1/chat/completions", chat)
+    assert settled(server)["host"]["hinted_ends_pages"] > before
+
+
 def test_what_comes_back_is_kept_and_what_is_over_is_gone(server: Server) -> None:
     prompts = list(real_prompts([CHAT_PAGES * PAGE + 20] * (RETURNING + ENDED + SILENT), seed=1))
     returning, ended = prompts[:RETURNING], prompts[RETURNING : RETURNING + ENDED]
+    before = settled(server)["host"]
     # Each is asked once: a prompt that came back at once would teach the server that those do.
     for prompt in returning:  # the oldest: without hints they leave first
         _ask(server, prompt, SOON)
@@ -66,8 +96,9 @@ def test_what_comes_back_is_kept_and_what_is_over_is_gone(server: Server) -> Non
         _ask(server, prompt)
         settled(server)
     counts = settled(server)["host"]
-    assert counts["hinted_return_pages"] == RETURNING * CHAT_PAGES
-    assert counts["hinted_ends_pages"] == ENDED * CHAT_PAGES
+    new = {name: counts[name] - before.get(name, 0) for name in counts if "hinted" in name}
+    assert new["hinted_return_pages"] == RETURNING * CHAT_PAGES
+    assert new["hinted_ends_pages"] == ENDED * CHAT_PAGES
     flush_device(server)
     for prompt in returning:
         answer = _ask(server, prompt, SOON)
@@ -95,21 +126,6 @@ def test_what_is_pinned_stays_while_many_come(server: Server) -> None:
     answer = _ask(server, pinned)
     assert reply_of(answer).by_tier["host"] >= PAGE
     assert len(tokens_and_logprobs(answer)) == len(expected)
-
-
-def test_whose_time_is_over_is_as_one_that_ended(server: Server) -> None:
-    before = settled(server)["host"].get("ttl_ended_pages", 0)
-    (prompt,) = real_prompts([CHAT_PAGES * PAGE + 20], seed=2)
-    params = {"max_new_tokens": 4, "custom_params": {"hier_kv_hints": {"ttl_s": 0.5}}}
-    server.generate(input_ids=prompt, sampling_params=params, cache_salt="in a hurry")
-
-    def is_over() -> bool:
-        ended = settled(server)["host"].get("ttl_ended_pages", 0)
-        return bool(ended == before + CHAT_PAGES)
-
-    deadline_s = time.monotonic() + 300
-    while not is_over():
-        assert time.monotonic() < deadline_s
 
 
 def test_a_tenant_keeps_its_share_while_many_others_come(server: Server) -> None:
@@ -239,15 +255,3 @@ def test_what_is_no_hint_is_refused(server: Server, hints: Any, refusal: str) ->
     with pytest.raises(ServerError, match=refusal) as refused:
         server.post("/v1/chat/completions", chat)
     assert refused.value.status == 400
-
-
-def test_openai_clients_give_them_too(server: Server) -> None:
-    before = settled(server)["host"].get("hinted_ends_pages", 0)
-    words = " ".join(f"word {number}" for number in range(200))
-    chat = {
-        "model": "m", "messages": [{"role": "user", "content": words}], "max_tokens": 2,
-        "custom_params": {"hier_kv_hints": {"ends": True}},
-        "cache_salt": "whoever is not judged by the chats above, which came back",
-    }  # fmt: skip
-    server.post("/v1/chat/completions", chat)
-    assert settled(server)["host"]["hinted_ends_pages"] > before
