@@ -13,6 +13,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_LEAVING_S = 10.0  # how long the server before this one may still have its folder
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
@@ -49,7 +50,7 @@ def attach(server_args: Any, config: Any) -> None:
     Raises:
         HierKVConfigError: the set-up is refused.
     """
-    from sglang_ext.assembly.preflight import check_machine
+    from sglang_ext.assembly.preflight import check_free, check_machine, room_problem
     from sglang_ext.seam.contract.verdict import check_contract
     from sglang_ext.seam.hooks.hooking import check_hooks
     from sglang_ext.settings.compat import DEFAULT_PAGE_SIZE, check_arguments
@@ -59,6 +60,11 @@ def attach(server_args: Any, config: Any) -> None:
     check_hooks()
     check_arguments(server_args, config)
     check_machine(config)
+    if config.disk_dir:
+        if (getattr(server_args, "nnodes", 1) or 1) == 1:  # or the other node has it by right
+            check_free(config.disk_dir, _LEAVING_S)
+        if problem := room_problem(config):
+            logger.warning("hier-kv: %s", problem)
     server_args._hier_kv = config.to_dict()
     server_args._hier_kv_secret = lineage_secret(config.disk_dir)
     server_args._hier_kv_server = secrets.token_hex(16)  # for its ranks to know each other by

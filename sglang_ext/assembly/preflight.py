@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 from sglang_ext.assembly.key_setup import build_trust
@@ -19,8 +20,13 @@ from sglang_ext.settings.config import CODED_TIERS, GIB, HierKVConfig
 from sglang_ext.settings.values import flag_name
 from sglang_ext.tiers.access import make_folder, problem_of, shown
 from sglang_ext.tiers.disk import DiskConfig
+from sglang_ext.tiers.disk.config import SEGMENTS_PER_BOUND
+from sglang_ext.tiers.disk.folder import holder_of
+from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.memory import available_bytes
+
+_POLL_S = 0.1
 
 
 def check_machine(config: HierKVConfig) -> None:
@@ -42,6 +48,62 @@ def check_machine(config: HierKVConfig) -> None:
         check_remote(config.remote_url, config.disk_dir)
     if config.event_log:
         _check_log(config.event_log)
+
+
+def check_free(folder: str, patience_s: float) -> None:
+    """Checks that no other server has the disk tier's folder.
+
+    Args:
+        folder: of `--hier-kv-disk-dir`.
+        patience_s: how long a server that is just ending may still have it.
+
+    Raises:
+        HierKVConfigError: one has it all that time.
+    """
+    deadline_s = time.monotonic() + patience_s
+    while holder := _holder(Path(folder)):
+        if time.monotonic() >= deadline_s:
+            raise HierKVConfigError(
+                f"the disk folder {shown(folder)} is in use by {holder}; give each server a folder "
+                "of its own, or stop that one first."
+            )
+        time.sleep(_POLL_S)
+
+
+def _holder(folder: Path) -> str:
+    try:
+        return holder_of(FileIO(), folder)
+    except OSError:  # what is wrong with it is said by who takes it
+        return ""
+
+
+def room_problem(config: HierKVConfig) -> str:
+    """What is to be said of a file system with less room than the disk tier may take; "" for none.
+
+    Raises:
+        OSError: the folder cannot be looked at.
+    """
+    folder = Path(config.disk_dir)
+    room = room_bytes(folder)
+    floor = int(config.disk_free_floor * GIB)
+    if room >= config.disk_bytes + floor:
+        return ""
+    said = (
+        f"--hier-kv-disk-size {config.disk_size:g} and the free-space floor of "
+        f"{config.disk_free_floor:g} GB are more than the {room / GIB:.1f} GB that {shown(folder)} "
+        "has room for, with what it holds already; "
+    )
+    segment = min(config.disk_segment_size * GIB, config.disk_bytes // SEGMENTS_PER_BOUND)
+    if room < segment + floor:
+        return f"{said}not one segment fits, so nothing is written there: make room"
+    return f"{said}the disk tier will stay smaller"
+
+
+def room_bytes(folder: Path) -> int:
+    """Bytes that a disk tier may have in a folder: what is free there, and its own segments."""
+    status = os.statvfs(folder)
+    held = sum(path.stat().st_size for path in folder.rglob("seg-*") if path.is_file())
+    return status.f_bavail * status.f_frsize + held
 
 
 def _check_memory(config: HierKVConfig) -> None:

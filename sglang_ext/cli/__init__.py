@@ -218,6 +218,9 @@ def _calibrate(chosen: argparse.Namespace) -> int:
     else:
         texts = default_texts()
     target = Path(chosen.out) if chosen.out else path_to_write(chosen.model)
+    _check_device(chosen.device)
+    if chosen.out:  # not after minutes
+        make_folder(target.parent)
     begin = time.monotonic()
     profile = calibrate_model(
         chosen.model,
@@ -231,6 +234,19 @@ def _calibrate(chosen: argparse.Namespace) -> int:
     seconds = time.monotonic() - begin
     print(json.dumps({"profile": str(target), "seconds": seconds}) if chosen.json else target)  # noqa: T201
     return 0
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:  # a name that is none; no such device here
+        said = str(error).splitlines()[0]
+        raise ValueError(
+            f"--device must be a device that torch has here, such as cpu or cuda, got {name!r} "
+            f"({said[:120]})"
+        ) from error
 
 
 def _tell(seconds: float, line: str) -> None:

@@ -76,8 +76,15 @@ def states_of(url: str, info: Any) -> list[State]:
 
 def _no_server(address: str, error: Exception) -> ServerStatsError:
     return ServerStatsError(
-        f"{address} gives no state of an SGLang server ({error}); is it up, and its URL?"
+        f"{address} gives no state of an SGLang server ({_reason(error)}); start it, or give the "
+        "URL of one that runs, as http://HOST:PORT"
     )
+
+
+def _reason(error: Exception) -> str:
+    """Why nobody answers; urllib wraps what the system says, and shows the wrapping."""
+    inner = error.reason if type(error) is urllib.error.URLError else error
+    return str(getattr(inner, "strerror", None) or inner)
 
 
 def address_of(url: str, path: str) -> str:
@@ -189,6 +196,11 @@ def amount(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:,.3g} {_UNITS[-1]}"
+
+
+def number_of(count: int, noun: str) -> str:
+    """A count of things, with its noun in the singular or with an s."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -23,6 +23,7 @@ A trace has a request a line, as Mooncake publishes them: timestamp (ms), input_
 output_length (tokens), hash_ids (a number for each 512 tokens of the prompt, the same for the same
 tokens behind the same ones; --block-tokens for others).
 """
+_BLOCK_TOKENS = 512
 _CHATS = (
     ("turns", "N", "mean number of questions in a chat"),
     ("system-tokens", "N", "tokens that every chat begins with"),
@@ -58,7 +59,8 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         chats.add_argument(f"--{name}", type=float, metavar=metavar, help=text)
     trace = parser.add_argument_group("or traffic of a trace")
     trace.add_argument("--trace", type=Path, metavar="FILE", help="requests (.jsonl, .xz)")
-    trace.add_argument("--block-tokens", type=int, default=512, metavar="N", help="(%(default)s)")
+    text = f"of the prompt behind each of its hash_ids ({_BLOCK_TOKENS})"
+    trace.add_argument("--block-tokens", type=int, metavar="N", help=text)
     sizes = parser.add_argument_group("sizes and speeds")
     for name, of in (("host-size", "DRAM"), ("disk-size", "disk; 0 for none")):
         text = f"GiB of {of}, instead of a choice by the traffic"
@@ -160,11 +162,17 @@ def _traffic(chosen: argparse.Namespace, kv_bytes_per_token: int) -> Any:
         raise ValueError(
             f"give either --chats-per-hour and lengths of chats, or --trace FILE: {_EXAMPLES[0]}"
         )
+    if chosen.trace is None and chosen.block_tokens is not None:
+        raise ValueError(
+            "--block-tokens says how a --trace counts its prompts, and changes nothing of chats; "
+            "leave it out, or give --trace FILE in place of --chats-per-hour"
+        )
     if per_hour is not None:
         chats = Chats(per_hour, **given)
         traffic = of_chats(chats, chosen.page_size, chosen.decode_tokens_per_s, kv_bytes_per_token)
     else:
-        block_tokens, decode_tokens_per_s = chosen.block_tokens, chosen.decode_tokens_per_s
+        decode_tokens_per_s = chosen.decode_tokens_per_s
+        block_tokens = chosen.block_tokens or _BLOCK_TOKENS
         lines = read_trace(chosen.trace, block_tokens=block_tokens)
         traffic = of_trace(lines, block_tokens, kv_bytes_per_token, decode_tokens_per_s)
     if chosen.prefill_tokens_per_s is not None:

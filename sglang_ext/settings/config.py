@@ -303,6 +303,12 @@ class HierKVConfig:
                 f"{self.disk_size:g}; give a size in GB or leave --hier-kv-disk-dir out."
             )
 
+        if not self.disk_dir and self.disk_size not in (0, HierKVConfig.disk_size):
+            raise HierKVConfigError(
+                f"--hier-kv-disk-size {self.disk_size:g} has no effect without --hier-kv-disk-dir; "
+                "add the folder or leave the size out."
+            )
+
     def _validate_truncation(self) -> None:
         if not 0 < self.truncation_ratio < 1:
             raise HierKVConfigError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_ext.assembly.doctor.machine_speed import measure_disk, measure_dram
-from sglang_ext.assembly.preflight import check_machine
+from sglang_ext.assembly.preflight import check_free, check_machine, room_bytes, room_problem
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.source import ContractError, SGLangSource
 from sglang_ext.seam.contract.symbols import SYMBOLS
@@ -193,24 +193,19 @@ def _check_speeds(config: HierKVConfig, folder: Path | None) -> Check:
 
 def _check_disk(config: HierKVConfig) -> Check:
     folder = Path(config.disk_dir)
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    wanted = config.disk_bytes + int(config.disk_free_floor * GIB)
-    held = sum(path.stat().st_size for path in folder.rglob("seg-*") if path.is_file())
+    try:
+        check_free(config.disk_dir, 0.0)
+    except HierKVConfigError as error:
+        return Check("disk", "refused", str(error))
     mode = config.disk_io
     if mode == "auto":
         mode = "direct" if direct_io_works(FileIO(), folder) else "buffered"
     if mode == "direct" and not direct_io_works(FileIO(), folder):
         text = f"--hier-kv-disk-io direct needs O_DIRECT, which {folder} lacks; use auto."
         return Check("disk", "refused", text)
-    if free + held < wanted:
-        return Check(
-            "disk",
-            "warning",
-            f"--hier-kv-disk-size {config.disk_size:g} and the free-space floor are more than the "
-            f"{(free + held) / GIB:.1f} GB that are free or ours; the disk tier will stay smaller.",
-        )
+    if problem := room_problem(config):
+        return Check("disk", "warning", f"{problem}.")
     if mode == "buffered":
         text = "Buffered I/O: the page cache holds a second copy of what is read; a local disk"
         return Check("disk", "warning", f"{text} with O_DIRECT is faster.")
-    return Check("disk", "ok", f"Direct I/O, {(free + held) / GIB:.1f} GB free or ours.")
+    return Check("disk", "ok", f"Direct I/O, room for {room_bytes(folder) / GIB:.1f} GB.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.cli.progress import Progress
-from sglang_ext.cli.server_stats import amount
+from sglang_ext.cli.server_stats import amount, number_of
 from sglang_ext.tiers.disk.offline.contents import BEING_WRITTEN, Contents, count_contents
 from sglang_ext.tiers.disk.offline.survey import find_segments, holders, tier_folders
 from sglang_ext.tiers.disk.segments.fileio import FileIO
@@ -56,7 +56,8 @@ def lines_of_folder(facts: Mapping[str, Any]) -> list[str]:
     total = {name: sum(each[name] for each in namespaces) for name in ("segments", "pages")}
     num_bytes = sum(each["bytes"] for each in namespaces)
     holder = facts["held_by"]
-    counted = f"{total['pages']:,} pages in {total['segments']:,} segments of {amount(num_bytes)}"
+    counted = f"{number_of(total['pages'], 'page')} in {number_of(total['segments'], 'segment')}"
+    counted += f" of {amount(num_bytes)}"
     held = f"{holder} holds it" if holder else "no server holds it"
     lines = [f"{facts['folder']}: {counted}, namespaces: {len(namespaces)}; {held}"]
     for rank in facts["ranks"]:

@@ -108,9 +108,8 @@ def test_a_text_with_marks_of_images_in_it_shifts_nobodys_images(tmp_path: Path)
     shifting = Prompt(words(4, 8) + "<img>a</img>" + image + words(5, 4), (picture(7),))
     with Server(large, model=model, stop="kill") as plain:
         right = answers(plain, [prompt])
-    with Server(
-        [*large, *PLUGIN, "--hier-kv-host-size", host_size(400)], model=model, stop="kill"
-    ) as server:
+    tiers = ["--hier-kv-host-size", host_size(400), "--hier-kv-disk-dir", str(tmp_path / "disk")]
+    with Server([*large, *PLUGIN, *tiers], model=model, stop="kill") as server:
         with ThreadPoolExecutor(8) as pool:  # all but the first wait, and are computed together
             waits = pool.submit(ask, server, long)
             wrong = [pool.submit(is_refused, server, shifting) for _ in range(3)]

@@ -138,6 +138,10 @@ REFUSED_ARGUMENTS = {
         ["--hier-kv-disk-dir", "@/disk", "--hier-kv-disk-size", "0"],
         ["--hier-kv-disk-size", "greater than 0", "--hier-kv-disk-dir"],
     ),
+    "disk size alone": (
+        ["--hier-kv-disk-size", "5"],
+        ["--hier-kv-disk-size 5", "no effect without --hier-kv-disk-dir"],
+    ),
     "disk size inf": (
         ["--hier-kv-disk-dir", "@/disk", "--hier-kv-disk-size", "inf"],
         ["--hier-kv-disk-size", "inf"],
@@ -552,6 +556,7 @@ def test_a_folder_of_another_live_server_is_refused(full: tuple[Server, Path]) -
     assert found, log[-4000:]
     assert f"in use by process {server.scheduler_pid}" in found[-1]
     assert "folder of its own" in found[-1]
+    assert "Traceback" not in log, "it is seen before the model is loaded"
     assert len(ask(server, [5] * 100)["output_ids"]) == NUM_TOKENS  # the first one goes on
 
 

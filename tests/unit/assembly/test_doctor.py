@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,13 @@ import pytest
 from runtime_cpu import inprocess
 from sglang_ext.assembly.doctor import checks as looks
 from sglang_ext.assembly.doctor import machine_speed
+from sglang_ext.assembly.preflight import check_free, room_bytes, room_problem
 from sglang_ext.cli import main
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.symbols import SYMBOLS, Use
+from sglang_ext.settings.config import GIB, HierKVConfig
+from sglang_ext.tiers.disk.folder import FolderLock
+from sglang_ext.tiers.disk.segments.fileio import FileIO
 from testkit.hybrids.window_model import write_window_model
 from testkit.server import TINYLM
 from testkit.sglang_copy import SglangCopy
@@ -98,6 +105,31 @@ def test_a_disk_that_is_smaller_than_its_size_is_told(
     assert status == 0
     assert checks["disk"]["state"] == "warning"
     assert "will stay smaller" in checks["disk"]["text"]
+
+
+def test_a_folder_that_a_server_has_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    disk = ["--hier-kv-disk-dir", str(tmp_path), "--hier-kv-disk-size", "0.1"]
+    held = FolderLock(FileIO(), tmp_path)
+    status, checks = run(capsys, *SMALL, *disk)
+    assert (status, checks["disk"]["state"]) == (1, "refused")
+    assert f"in use by process {os.getpid()}" in checks["disk"]["text"]
+    with pytest.raises(HierKVConfigError, match=r"in use by process .* stop that one first"):
+        check_free(str(tmp_path), 0.2)
+    held.release()
+    assert run(capsys, *SMALL, *disk)[0] == 0
+    check_free(str(tmp_path), 0.0)
+
+
+def test_room_for_not_one_segment_is_told(tmp_path: Path) -> None:
+    free_gb = room_bytes(tmp_path) / GIB
+    floor = max(free_gb - 0.1, 0.0)
+    config = HierKVConfig(disk_dir=str(tmp_path), disk_size=4.0, disk_free_floor=floor)
+    assert "not one segment fits" in room_problem(config)
+    config = replace(config, disk_size=2 * free_gb, disk_free_floor=0.0)
+    assert room_problem(config).endswith("the disk tier will stay smaller")
+    assert room_problem(replace(config, disk_size=0.01)) == ""
 
 
 def test_speeds_are_measured_where_asked_for(

@@ -53,7 +53,7 @@ def test_what_is_no_server_of_ours_is_one_sentence(serve: Serve, said: bytes) ->
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://127.0.0.1:1/a b"])
 def test_a_url_that_is_none_is_one_sentence(url: str) -> None:
-    with pytest.raises(ServerStatsError, match="is it up, and its URL"):
+    with pytest.raises(ServerStatsError, match="give the URL of one that runs"):
         fetch(url)
 
 

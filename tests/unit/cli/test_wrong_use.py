@@ -109,6 +109,16 @@ def test_where_nobody_answers_is_said(
         (("steer", "--text", "text", "--returns-in-s", "-1"), "--returns-in-s must be above 0"),
         (("warm", "http://127.0.0.1:1"), "a FILE is expected"),
         (("calibrate", "/none"), "/none is no folder"),
+        (
+            ("size", "none", "--kv-dtype", "x", "--chats-per-hour", "2"),
+            "none cannot be read as a model's config.json",
+        ),
+        (
+            ("size", "--kv-bytes-per-token", "9", "--chats-per-hour", "2", "--block-tokens", "64"),
+            "--block-tokens says how a --trace counts",
+        ),
+        (("calibrate", "/none", "--device", "foo"), "--device must be a device"),
+        (("calibrate", "/none", "--out", "/proc/none/file"), "'/proc/none'"),
         (("keygen", "text"), "'text': File exists"),
     ],
     ids=str,
