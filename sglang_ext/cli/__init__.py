@@ -90,10 +90,10 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     add("--text", nargs="+", metavar="FILE", help="text to run it on; Python's reference if absent")
     add("--out", metavar="PATH", help="where to write the profile")
     add("--device", default="cpu", help="torch device (%(default)s)")
-    add("--windows", type=int, help="pieces of text to run")
-    add("--max-block", type=int, metavar="CHANNELS", help="largest transform")
-    add("--levels", type=int, help="quality levels")
-    add("--default-level", type=int, help="the level whose damage is set")
+    add("--windows", type=int, help="pieces of text to run (48)")
+    add("--max-block", type=int, metavar="CHANNELS", help="largest transform (512)")
+    add("--levels", type=int, help="quality levels (7)")
+    add("--default-level", type=int, help="the level whose damage is set (2)")
     add("--target-kl", type=float, help="that damage: mean KL divergence in nats")
     add("--json", action="store_true", help="for programs")
 
@@ -113,7 +113,12 @@ def _add_keygen(parser: argparse.ArgumentParser) -> None:
 def _keygen(chosen: argparse.Namespace) -> int:
     from sglang_ext.tiers.protection import write_key_file
 
-    write_key_file(Path(chosen.file))
+    try:
+        write_key_file(Path(chosen.file))
+    except FileExistsError as error:
+        raise ValueError(
+            f"{chosen.file!r}: File exists, and is left as it is; name another file"
+        ) from error
     print(json.dumps({"key_file": chosen.file}) if chosen.json else chosen.file)  # noqa: T201
     return 0
 

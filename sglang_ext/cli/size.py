@@ -25,12 +25,12 @@ tokens behind the same ones; --block-tokens for others).
 """
 _BLOCK_TOKENS = 512
 _CHATS = (
-    ("turns", "N", "mean number of questions in a chat"),
-    ("system-tokens", "N", "tokens that every chat begins with"),
-    ("first-tokens", "N", "mean length of the first question, with its document"),
-    ("turn-tokens", "N", "mean length of later questions"),
-    ("answer-tokens", "N", "mean length of answers"),
-    ("think-s", "SECONDS", "mean time from an answer to the next question"),
+    ("turns", "N", "mean number of questions in a chat (5)"),
+    ("system-tokens", "N", "tokens that every chat begins with (0)"),
+    ("first-tokens", "N", "mean length of the first question, with its document (500)"),
+    ("turn-tokens", "N", "mean length of later questions (200)"),
+    ("answer-tokens", "N", "mean length of answers (300)"),
+    ("think-s", "SECONDS", "mean time from an answer to the next question (60)"),
 )
 
 
@@ -131,6 +131,10 @@ def _model(chosen: argparse.Namespace) -> Any:
         value = getattr(chosen, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if chosen.page_size < 2:  # as a start refuses it
+        raise ValueError(
+            f"--page-size must be at least 2, got {chosen.page_size}; leave it out for 64"
+        )
     for name in ("disk_gb_s", "prefill_tokens_per_s", "decode_tokens_per_s"):
         value = getattr(chosen, name)
         if value is not None and not 0 < value < math.inf:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_ext.cli import main
-from sglang_ext.cli.size import _table
+from sglang_ext.cli.size import _CHATS, _table
 from sglang_ext.simulator.engine import run
 from sglang_ext.simulator.model_config import read_model
 from sglang_ext.simulator.sizing import (
@@ -332,3 +332,9 @@ def test_it_needs_neither_torch_nor_sglang() -> None:
     shown = done.stderr.splitlines()
     assert shown[0].startswith("simulated 0% of 1 size (a first run")
     assert shown[-1].startswith("simulated 100% of 1 size, about 0 s left")
+
+
+def test_help_has_the_defaults_that_chats_have() -> None:
+    defaults = {each.name: each.default for each in fields(Chats)}
+    for name, _, text in _CHATS:
+        assert text.endswith(f" ({defaults[name.replace('-', '_')]:g})")
