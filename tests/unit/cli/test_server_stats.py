@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.cli.server_stats import ServerStatsError, describe, fetch, trouble
+from sglang_ext.cli.server_stats import ServerStatsError, describe, fetch, number_of, trouble
 from tests.unit.cli.stub_server import QuietHandler, serving
 
 Serve = Callable[[bytes], str]
@@ -97,3 +97,8 @@ def test_what_became_of_prompt_tokens_is_one_line() -> None:
         assert sum(line in row for row in shown) == 1
     assert any("none asked for since then" in row for row in describe(now, now, 2.0))
     assert trouble(state(missed_failed_tokens=64)) == {}
+
+
+def test_one_thing_is_not_told_in_the_plural() -> None:
+    assert number_of(1, "segment") == "1 segment"
+    assert [number_of(count, "page") for count in (0, 1234)] == ["0 pages", "1,234 pages"]
