@@ -37,10 +37,9 @@ from sglang_ext.assembly.one_copy import OneCopy, agree_on_one_copy, may_keep_on
 from sglang_ext.assembly.policy_setup import placement_of
 from sglang_ext.assembly.remote_setup import are_alike, open_remote, put_share, text_time
 from sglang_ext.assembly.state_setup import (
-    attention_layers,
+    awaited_layers,
     check_room,
     follow_loads,
-    num_model_layers,
     snapshots_of,
 )
 from sglang_ext.assembly.window_setup import (
@@ -82,6 +81,7 @@ from sglang_ext.settings.compat import (
     check_keys,
     check_model,
     check_ranks,
+    check_stage,
     check_tree,
 )
 from sglang_ext.settings.config import GIB, HierKVConfig
@@ -236,6 +236,10 @@ def _check_built(ctx: Any, place: RankPlace, cache: Any) -> None:
         has_windows=ctx.is_hybrid_swa,
         has_states=ctx.is_hybrid_ssm,
     )
+    if place.pp_size > 1 and ctx.is_hybrid_ssm:
+        kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+        num_states = len(ctx.params.req_to_token_pool.mamba_map)
+        check_stage(int(kv_pool.full_layer_nums), num_states)
     runner = ctx.tp_worker.model_runner
     check_attention({type_of_attention(module) for module in runner.model.modules()})
     check_keys(algorithm_of(runner), are_pairs=cache.tree_core.is_eagle)
@@ -283,7 +287,7 @@ def _linker(
         accepts_all=accepts_all,
         on_load=feeds.on_load,
         snapshots=snapshots,
-        attention_layers=() if snapshots is None else attention_layers(kv_pool),
+        state_layers=() if snapshots is None else awaited_layers(snapshots, kv_pool),
     )
 
 
@@ -330,7 +334,7 @@ def _num_layers(
 ) -> int:
     """Layers that a load tells the forward of."""
     if snapshots is not None:
-        return num_model_layers(snapshots, kv_pool)
+        return 1 + max(map(max, awaited_layers(snapshots, kv_pool)))
     if pools.groups is not None:
         return 1 + max(*pools.groups.full, *pools.groups.window)
     return pools.full.num_layers if drafts else int(kv_pool.layer_num)

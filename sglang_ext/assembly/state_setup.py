@@ -60,14 +60,16 @@ def check_room(snapshots: Snapshots, num_slots: int) -> None:
         )
 
 
-def attention_layers(kv_pool: Any) -> tuple[int, ...]:
-    """The model's layers with full attention, in the order of the pool."""
-    return tuple(kv_pool.full_attention_layer_id_mapping)
+def awaited_layers(snapshots: Snapshots, kv_pool: Any) -> list[tuple[int, ...]]:
+    """The numbers by which the forward waits for the layers of pages, and for those of states.
 
-
-def num_model_layers(snapshots: Snapshots, kv_pool: Any) -> int:
-    """The model's layers up to the last that waits for a load."""
-    return 1 + max(*snapshots.pool.layers, *attention_layers(kv_pool))
+    They are counted from the first layer of this pipeline stage.
+    """
+    first = int(kv_pool.start_layer)
+    return [
+        tuple(int(layer) - first for layer in layers)
+        for layers in (kv_pool.full_attention_layer_id_mapping, snapshots.pool.layers)
+    ]
 
 
 def follow_loads(ctx: Any, counter: Any) -> None:

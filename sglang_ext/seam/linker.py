@@ -9,7 +9,7 @@ reported in that order too, as SGLang pairs them with its own list.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -60,6 +60,7 @@ class HierKVLinker(UnifiedCacheLinker):
         loads: the thread that copies to the device.
         windows: the window layers of a hybrid model; None of a model without.
         snapshots: the states of a hybrid model; None of a model without.
+        state_layers: by which numbers the forward waits for the layers of pages and of states.
         accepts_all: a save is never refused: what is too much ends as not stored, in its turn, so
             that the ranks of a group agree on what they queued.
     """
@@ -79,7 +80,7 @@ class HierKVLinker(UnifiedCacheLinker):
         accepts_all: bool = False,
         on_load: Callable[[int, float], None] | None = None,
         snapshots: Snapshots | None = None,
-        attention_layers: tuple[int, ...] = (),
+        state_layers: Sequence[Sequence[int]] = (),
     ) -> None:
         self.store = store
         self.pools = {PoolName.KV: kv_pool}
@@ -107,7 +108,7 @@ class HierKVLinker(UnifiedCacheLinker):
             ways = (port, snapshots, store.arena.slots, forward_stream)
             loads.append(StateLoadPath(*ways))
             saves.append(StateSavePath(*ways))
-            model_layers = [attention_layers, snapshots.pool.layers]
+            model_layers = list(map(tuple, state_layers))
         self._load_path = LoadParts(loads, model_layers)
         self._save_path = SaveParts(saves)
         self._pending_loads: dict[str, LoadJob] = {}

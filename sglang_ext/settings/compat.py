@@ -32,7 +32,7 @@ from sglang_ext.settings.speculation import (
     WITHOUT_SPECULATION,
     outside_speculation,
 )
-from sglang_ext.settings.stages import WITHOUT_STAGES, outside_stages
+from sglang_ext.settings.stages import STAGED_HYBRIDS, WITHOUT_STAGES, outside_stages
 from sglang_ext.settings.untried import has_attention_dp
 
 DEFAULT_PAGE_SIZE = 64
@@ -121,7 +121,7 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
         )
     check_kind(resolved.model_kind)
     if resolved.model_kind in _WINDOW_KINDS:
-        _check_windows(resolved.values.get, config, resolved.model_kind)
+        _check_windows(resolved, config)
     if resolved.model_kind in STATE_KINDS:
         _check_states(resolved, config)
     if resolved.model_kind == INDEXED:
@@ -151,15 +151,16 @@ def check_kind(name: str) -> None:
         _refuse(kind.expected, kind.found, kind.advice)
 
 
-def _check_windows(read: Callable[[str], Any], config: HierKVConfig, kind: str) -> None:
+def _check_windows(resolved: Resolved, config: HierKVConfig) -> None:
     """Refuses what was not tried with window layers that have a pool of their own."""
+    read, kind = resolved.values.get, resolved.model_kind
     # In one pool SGLang would have no room for layers of two shapes.
     advice = _WINDOW_ADVICE if kind == _WINDOW_KINDS[0] else _STATE_ADVICE
     codec = ("a --hier-kv-codec that loses nothing", lossy_codec(config))
     if kind != _WINDOW_KINDS[0]:  # whose pages are not of planes of one width
         codec = ("--hier-kv-codec none", config.codec or "none")
     for expected, found in (
-        *_of_hybrid_ranks(read),
+        *_of_hybrid_ranks(read, resolved.architecture),
         codec,
         # It leaves pages to be computed, and a window is no use without all of its pages.
         ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
@@ -191,7 +192,7 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
         ("no data parallel attention", "it" if shares_steps else ""),
         *_of_captured_prefills(read, kind, resolved.architecture),
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
-        *_of_hybrid_ranks(read),
+        *_of_hybrid_ranks(read, resolved.architecture),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
         # It leaves pages to be computed, and a state is no use without all pages before it.
         ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
@@ -223,13 +224,14 @@ def _of_captured_prefills(
     return [("no --cuda-graph-backend-prefill breakable", "it" if is_captured else "")]
 
 
-def _of_hybrid_ranks(read: Callable[[str], Any]) -> list[tuple[str, Any]]:
+def _of_hybrid_ranks(read: Callable[[str], Any], architecture: str) -> list[tuple[str, Any]]:
     """(what is expected, what was found) of whole schedulers, stages and nodes.
 
     Data parallel attention may be asked for by its older name, which is that of whole schedulers.
     """
+    num_stages = 1 if architecture in STAGED_HYBRIDS else read("pp_size") or 1
     return [
-        ("--pp-size 1", read("pp_size") or 1),
+        ("--pp-size 1", num_stages),
         ("--dp-size 1", 1 if has_attention_dp(read) else read("dp_size") or 1),
         ("--nnodes 1", read("nnodes") or 1),
     ]
@@ -403,6 +405,21 @@ def check_heads(attention_heads: set[int], expected: int) -> None:
             "heads a rank)",
             f"one with {max(attention_heads - {expected})}",
             "leave --attn-dp-size and --enable-dp-attention out",
+        )
+
+
+def check_stage(num_full: int, num_states: int) -> None:
+    """Refuses a pipeline stage of a model with states that has layers of one kind alone.
+
+    Args:
+        num_full: its layers with full attention.
+        num_states: its layers with a state.
+    """
+    if not num_full or not num_states:
+        _refuse(
+            "layers with full attention and layers with a state in each pipeline stage",
+            f"a stage with {num_full} of the former and {num_states} of the latter",
+            "change SGLANG_PP_LAYER_PARTITION or --pp-size",
         )
 
 

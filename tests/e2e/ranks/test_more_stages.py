@@ -1,10 +1,10 @@
-"""Pipeline stages of latent rows, four of them, with a remote store, and with coded pages.
+"""Pipeline stages of latent rows, with states, four of them, with a store, and with coded pages.
 
 Page stores are late, each by its own chance. What is restored is compared bit for bit with plain
 SGLang's own device hits with the same flags, and so is what is computed where one stage alone has
 lost its pages. SGLang's rank consensus checker is on.
 
-By default latent rows with a remote store, and four stages; the long form has all `WAYS`.
+By default latent rows with a remote store, four stages, and states; the long form has all `WAYS`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from testkit.drafts.nextn import PLAIN, rows_of, write_nextn_model
+from testkit.hybrids.state_model import STATE_MODELS, write_state_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS, answer_of
 from testkit.requests import by_tier
 from testkit.server import Server
@@ -34,7 +35,7 @@ from tests.e2e.remote.test_remote import eventually
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.sampled("latent-remote", "four"),
+    pytest.mark.sampled("latent-remote", "four", "states"),
 ]
 
 HEADER_BYTES = 4096
@@ -55,6 +56,9 @@ class Way:
         tier: below DRAM: `disk`, or `remote` in its place.
         args: of its servers with the plugin.
         attention: SGLang's backend.
+        model_args: of its servers with the plugin and without.
+        env: of these.
+        lengths: of prompts. Behind one of whole pages SGLang has no state for the same prompt.
     """
 
     write: Callable[[Path], Path]
@@ -63,6 +67,9 @@ class Way:
     tier: str = "disk"
     args: list[str] = field(default_factory=list)
     attention: str = "torch_native"
+    model_args: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    lengths: tuple[int, ...] = LENGTHS
 
     @property
     def num_stages(self) -> int:
@@ -74,6 +81,19 @@ _LATENT = Way(
     partial(write_nextn_model, kind=PLAIN), (4, 2), LATENT * PAGE,
     attention="cpu_extend",
 )  # fmt: skip
+
+
+def _with_states(name: str, layers: tuple[int, ...], **others: Any) -> Way:
+    """Each stage has layers with a state and with attention."""
+    model = STATE_MODELS[name]
+    return Way(
+        partial(write_state_model, name=name), layers, model.page_bytes,
+        attention="cpu_extend", env={"SGLANG_MAMBA_CONV_DTYPE": model.dtype_name},
+        model_args=("--dtype", model.dtype_name, "--max-mamba-cache-size", "60"),
+        lengths=LENGTHS[1:], **others,
+    )  # fmt: skip
+
+
 _MHA = Way(write_untied_model, (5, 3), SLOT_BYTES - HEADER_BYTES)
 WAYS = {
     "latent": _LATENT,
@@ -81,6 +101,10 @@ WAYS = {
     "four": Way(write_untied_model, (3, 2, 2, 1), SLOT_BYTES - HEADER_BYTES),
     "remote": replace(_MHA, tier="remote"),
     "latent-remote": replace(_LATENT, tier="remote"),
+    # Stages with other numbers of states, whose states take other numbers of parts.
+    "states": _with_states("nemotron_h", (5, 5)),
+    "states-coded": _with_states("nemotron_h", (5, 5), args=["--hier-kv-codec", "lossless"]),
+    "states-remote": _with_states("nemotron_h", (5, 5), tier="remote"),
 }
 
 
@@ -96,10 +120,10 @@ class Setup:
         """A server with DRAM for so many pages of the largest stage; a plain one for none."""
         way = self.way
         args = [*BASE, "--pp-size", str(way.num_stages), "--attention-backend", way.attention]
-        args += ["--max-total-tokens", str(pool)]
+        args += ["--max-total-tokens", str(pool), *way.model_args]
         layers = ",".join(map(str, way.layers))
         cores = "|".join(str(stage % 2) for stage in range(way.num_stages))
-        env = {**ENVIRONMENT, "SGLANG_PP_LAYER_PARTITION": layers}
+        env = {**ENVIRONMENT, **way.env, "SGLANG_PP_LAYER_PARTITION": layers}
         env["SGLANG_CPU_OMP_THREADS_BIND"] = cores
         if host_pages:
             largest = way.page_bytes * max(way.layers) // sum(way.layers) + HEADER_BYTES
@@ -143,7 +167,7 @@ class Run:
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     way, folder = WAYS[request.param], tmp_path_factory.mktemp(request.param)
     setup = Setup(way, way.write(folder / "model"), folder)
-    prompts = list(real_prompts(LENGTHS, seed=3))
+    prompts = list(real_prompts(way.lengths, seed=3))
     with setup.server() as server:
         computed = [ask(server, prompt) for prompt in prompts]
         on_device = [ask(server, prompt) for prompt in prompts]

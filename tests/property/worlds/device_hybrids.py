@@ -116,7 +116,7 @@ class StateWorld(DeviceWorld):
                 ]
             )
             self.contents += self._snapshot(number)
-        return {"snapshots": self.snapshots, "attention_layers": self.ATTENTION}
+        return {"snapshots": self.snapshots, "state_layers": [self.ATTENTION, self.STATEFUL]}
 
     def _snapshot(self, number: int) -> list[np.ndarray]:
         """Slots with the parts of a state."""

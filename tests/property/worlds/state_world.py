@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components import mamba
 
 from sglang_ext.assembly.policy_setup import placement_of
-from sglang_ext.assembly.state_setup import attention_layers, num_model_layers, snapshots_of
+from sglang_ext.assembly.state_setup import awaited_layers, snapshots_of
 from sglang_ext.assembly.window_setup import bound_ropes, place_questions_of
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.local_pages import LocalPages
@@ -159,14 +159,14 @@ class StateWorld(WindowWorld):
             linker = HierKVLinker(
                 self.store,
                 copier,
-                num_layers=num_model_layers(snapshots, self.kv_pool),
+                num_layers=1 + max(map(max, awaited_layers(snapshots, self.kv_pool))),
                 page_size=PAGE,
                 kv_pool=self.kv_pool,
                 port=HostPort(),
                 forward_stream=None,
                 accepts_all=is_one_of_many,
                 snapshots=snapshots,
-                attention_layers=attention_layers(self.kv_pool),
+                state_layers=awaited_layers(snapshots, self.kv_pool),
             )
             return CacheParts(
                 linker, identity, config, metrics,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_ext.assembly.state_setup import awaited_layers
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.settings.compat import Resolved, check_resolved
+from sglang_ext.settings.compat import Resolved, check_resolved, check_stage
 from sglang_ext.settings.config import HierKVConfig
 
 STAGES: dict[str, Any] = {"pp_size": 2, "pp_async_batch_depth": 0, "disaggregation_mode": "null"}
@@ -83,6 +85,40 @@ def test_prefill_and_decode_servers_have_one_stage(mode: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["swa", "state"])
-def test_hybrids_have_one_stage(kind: str) -> None:
+def test_hybrids_that_were_not_run_in_stages_have_one(kind: str) -> None:
     with pytest.raises(HierKVConfigError, match=r"--pp-size 1 with .*, got 2"):
         check(kind, mamba_radix_cache_strategy="extra_buffer", **STAGES)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("NemotronHForCausalLM", "state"),
+    ],
+)
+def test_models_with_states_that_were_run_in_stages_are_served_on_one_node(
+    architecture: str, kind: str
+) -> None:
+    values = {"mamba_radix_cache_strategy": "extra_buffer", **STAGES}
+    one = Resolved(values, values, dict.fromkeys(values), kind, architecture=architecture)
+    check_resolved(one, HierKVConfig())
+    two = replace(one, values={**values, "nnodes": 2})
+    with pytest.raises(HierKVConfigError, match="--nnodes 1 with layers that have a state"):
+        check_resolved(two, HierKVConfig())
+
+
+def test_a_stage_without_attention_or_without_states_is_refused() -> None:
+    check_stage(1, 3)
+    for num_full, num_states in ((0, 4), (4, 0)):
+        with pytest.raises(HierKVConfigError, match="in each pipeline stage, got a stage with"):
+            check_stage(num_full, num_states)
+
+
+def test_layers_of_a_stage_are_waited_for_by_their_numbers_in_it() -> None:
+    """SGLang waits at a layer less the stage's first; a larger number is one told too late.
+
+    By the model's numbers a forward would go on in front of what was told for its own layers.
+    """
+    pool = SimpleNamespace(start_layer=5, full_attention_layer_id_mapping={8: 0})
+    snapshots: Any = SimpleNamespace(pool=SimpleNamespace(layers=(5, 6, 9)))
+    assert awaited_layers(snapshots, pool) == [(3,), (0, 1, 4)]
