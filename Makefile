@@ -91,6 +91,7 @@ test: $(STAMP) $(PREBUILT)
 
 # What a default run samples, whole, and then what grows only with time.
 soak: $(STAMP) $(PREBUILT)
+	@test "$(LONG)" != 0 || { echo "make soak: expected LONG of 1 or more, as it runs the long forms, got 0; leave it out, or run make test"; exit 2; }
 	$(MAKE) test LONG=$(or $(LONG),1)
 	$(PY) -m bench.soak --minutes $(MINUTES) --json build/soak.json
 

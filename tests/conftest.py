@@ -18,6 +18,8 @@ from testkit.slow.threads import are_threads_late, late_threads_if_asked
 
 # Three test files run at a time, and an idle scheduler would spin on a core that others need.
 os.environ.setdefault("CPU_IDLE_SLEEP_MS", "200")
+# Collectives through TCP were two fifths of the CPU time of requests to two ranks.
+os.environ.setdefault("CPU_SHARED_MEMORY_RANKS", "1")
 
 # Several test files run at a time, and torch's threads spin at their barriers where others want the
 # cores. Before torch is imported; servers have one thread anyway.

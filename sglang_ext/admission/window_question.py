@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_ext.admission.place_question import PlaceQuestion
 from sglang_ext.device.transfers import Hashes
-from sglang_ext.device.windows.layers import WindowLayers
+from sglang_ext.device.windows.window_layers import WindowLayers
 from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 
 # So many windows of a request are asked for, from the furthest backwards.

@@ -60,7 +60,7 @@ from sglang_ext.device.pools import DevicePool, HybridPools, describe_pools
 from sglang_ext.device.ports import open_port
 from sglang_ext.device.rope_discovery import LayerRope, discover_ropes, type_of_attention
 from sglang_ext.device.states.snapshots import Snapshots
-from sglang_ext.device.windows.blocks import BlockGroups
+from sglang_ext.device.windows.block_groups import BlockGroups
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.identity.namespace import namespace_digest
@@ -132,7 +132,7 @@ def build_cache(ctx: Any) -> Any:
     ensure_page_hash()
     install_page_digests()
     ctx.params.tree_core_backend = config.tree_core
-    make_parts = partial(_make_parts, ctx, config, place)
+    make_parts = partial(_make_cache_parts, ctx, config, place)
     cache = create_unified_radix_cache(
         ctx, cache_class=partial(HierKVRadixCache, make_parts=make_parts)
     )
@@ -145,7 +145,7 @@ def build_cache(ctx: Any) -> Any:
     return cache
 
 
-def _make_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) -> CacheParts:
+def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) -> CacheParts:
     """Makes everything that the cache is built with, from SGLang's half of it."""
     _check_built(ctx, place, cache)
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()

@@ -14,8 +14,8 @@ from sglang_ext.device.layout import LayerGroups
 from sglang_ext.device.pools import DevicePool, HybridPools
 from sglang_ext.device.rope_discovery import LayerRope, type_of_attention
 from sglang_ext.device.states.snapshots import Snapshots
-from sglang_ext.device.windows.blocks import BlockGroups
-from sglang_ext.device.windows.layers import WindowLayers
+from sglang_ext.device.windows.block_groups import BlockGroups
+from sglang_ext.device.windows.window_layers import WindowLayers
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.hybrids.place_questions import Enter, Find, PlaceQuestions
 from sglang_ext.settings.config import HierKVConfig

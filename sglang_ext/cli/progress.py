@@ -28,26 +28,26 @@ class Progress:
         self._total = max(1, total)
         self._done = 0
         self._shown = 0
-        self._is_terminal = sys.stderr.isatty()
-        self._is_silent = not (has_lines or self._is_terminal)
+        self._stream = _Stream()
+        self._is_silent = not (has_lines or self._stream.is_terminal)
 
     def __call__(self, num_bytes: int) -> None:
         """Counts bytes."""
         self._done += num_bytes
-        steps = 100 if self._is_terminal else _LINES
-        step = self._done * steps // self._total
+        step = self._done * self._stream.num_steps // self._total
         if step > self._shown and not self._is_silent:
             self._shown = step
             self._show()
 
     def end(self) -> None:
         """Takes the bar away."""
-        if self._is_terminal and self._shown:
-            _take_away()
+        if self._shown:
+            self._stream.take_away()
 
     def _show(self) -> None:
         share = min(1.0, self._done / self._total)
-        _print(share, f"{self._verb} {amount(self._done)} of {amount(self._total)} ({share:.0%})")
+        text = f"{self._verb} {amount(self._done)} of {amount(self._total)} ({share:.0%})"
+        self._stream.show(share, text)
 
 
 class Sizes:
@@ -61,21 +61,23 @@ class Sizes:
         self._what = f"simulated {{:.0%}} of {num} {'size' if num == 1 else 'sizes'}"
         self._begin: tuple[float, float] | None = None  # time and share, once loops are compiled
         self._shown = 0
-        self._is_terminal = sys.stderr.isatty()
+        self._stream = _Stream()
 
     def __call__(self, share: float) -> None:
         """So much is done, of 1."""
         if self._begin is None and share > 0:
             self._begin = (time.monotonic(), share)
-        step = int(share * (100 if self._is_terminal else _LINES))
+        step = int(share * self._stream.num_steps)
         if self._begin is not None and step > self._shown:
             self._shown = step
             begin_s, begin = self._begin
             each_s = (time.monotonic() - begin_s) / max(share - begin, 1e-9)
-            _print(share, f"{self._what.format(share)}, about {each_s * (1 - share):,.0f} s left")
+            text = f"{self._what.format(share)}, about {each_s * (1 - share):,.0f} s left"
+            self._stream.show(share, text)
 
     def __enter__(self) -> Self:
-        _print(0.0, self._what.format(0) + " (a first run compiles loops: about a minute)")
+        text = self._what.format(0) + " (a first run compiles loops: about a minute)"
+        self._stream.show(0.0, text)
         return self
 
     def __exit__(
@@ -84,17 +86,26 @@ class Sizes:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._is_terminal:
-            _take_away()
+        self._stream.take_away()
 
 
-def _print(share: float, text: str) -> None:
-    if sys.stderr.isatty():
-        bar = "#" * round(share * _WIDTH)
-        print(f"\r[{bar:{_WIDTH}}] {text}\x1b[K", end="", file=sys.stderr, flush=True)  # noqa: T201
-    else:
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+class _Stream:
+    """The error stream, asked once whether it is a terminal."""
 
+    def __init__(self) -> None:
+        self.is_terminal = sys.stderr.isatty()
+        self.num_steps = 100 if self.is_terminal else _LINES
 
-def _take_away() -> None:
-    print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # noqa: T201
+    def show(self, share: float, text: str) -> None:
+        if self.is_terminal:
+            bar = "#" * round(share * _WIDTH)
+            text = f"\r[{bar:{_WIDTH}}] {text}\x1b[K"
+        self._write(text, end="" if self.is_terminal else "\n")
+
+    def take_away(self) -> None:
+        """Removes the bar; lines stay."""
+        if self.is_terminal:
+            self._write("\r\x1b[K", end="")
+
+    def _write(self, text: str, end: str) -> None:
+        print(text, end=end, file=sys.stderr, flush=True)  # noqa: T201

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_ext.device.layout import HEADER_BYTES, LayerGroups, PageLayout, block_bytes
-from sglang_ext.device.windows.blocks import Block, BlockGroups, group_blocks
+from sglang_ext.device.windows.block_groups import Block, BlockGroups, group_blocks
 from sglang_ext.errors import HierKVConfigError
 
 # Values of these dtypes lie on a free grid that un-rotation can round to.

@@ -159,7 +159,7 @@ def bindings(
         from the images before.
     """
     spans = sorted((span, index) for index, item in enumerate(items) for span in item.spans)
-    if not _spans_hold(items, spans, tokens):
+    if not _placeholders_match(items, spans, tokens):
         return None
     layouts = None if axes is None else _layouts(spans, axes, len(tokens))
     if axes is not None and layouts is None:
@@ -175,12 +175,15 @@ def bindings(
     return found
 
 
-def _spans_hold(items: Sequence[Item], spans: list[tuple[Span, int]], tokens: Positions) -> bool:
-    """Whether items stand for exactly those tokens that are of no text, in order, without gaps.
+def _placeholders_match(
+    items: Sequence[Item], spans: list[tuple[Span, int]], tokens: Positions
+) -> bool:
+    """Whether the spans of all images cover exactly the placeholder tokens of the prompt.
 
-    One behind the other: which part of an image a token stands for follows from how many tokens
-    before it stand for it, and would not between the runs of two equal ones. In the order of the
-    prompt, as SGLang lays what an encoder makes of them one after the other over their tokens.
+    Each image has its spans in ascending order, no two images overlap or alternate, and images are
+    in the order of the prompt: SGLang writes the rows that an encoder makes of them over their
+    placeholders in that order. A placeholder's row then follows from how many placeholders of its
+    image are before it; between the runs of two equal images that alternate it would not.
     """
     if not all(item.spans and list(item.spans) == sorted(item.spans) for item in items):
         return False
@@ -192,9 +195,10 @@ def _spans_hold(items: Sequence[Item], spans: list[tuple[Span, int]], tokens: Po
             return False
         pads, behind = items[index].pads, last + 1
         expected[first:behind] = np.resize(np.array(pads, np.int64), behind - first)
-    stands = expected != 0
+    is_placeholder = expected != 0
     return bool(
-        np.array_equal(tokens[stands], expected[stands]) and (tokens[~stands] < FIRST_PAD).all()
+        np.array_equal(tokens[is_placeholder], expected[is_placeholder])
+        and (tokens[~is_placeholder] < FIRST_PAD).all()
     )
 
 

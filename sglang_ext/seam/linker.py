@@ -38,7 +38,7 @@ from sglang_ext.device.transfers import (
     WindowRows,
     hashes_from_hex,
 )
-from sglang_ext.device.windows.layers import WindowLayers
+from sglang_ext.device.windows.window_layers import WindowLayers
 from sglang_ext.tiers.records.quality import Qualities, Quality
 from sglang_ext.tiers.store import KeySpace, LoadTicket, PageStore
 

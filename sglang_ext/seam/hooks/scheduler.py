@@ -17,7 +17,7 @@ from sglang_ext.seam.cache import HierKVRadixCache
 from sglang_ext.seam.hooks.disaggregation import check_transfer, register_disaggregation_hooks
 from sglang_ext.seam.hooks.drafts import register_draft_hook
 from sglang_ext.seam.hooks.hooking import check_hooks, hook
-from sglang_ext.seam.hooks.new_requests import new_requests
+from sglang_ext.seam.hooks.request_observers import request_observers
 from sglang_ext.seam.hooks.steering_endpoint import CARRIER
 from sglang_ext.seam.hooks.steering_scheduler import steer
 from sglang_ext.seam.hooks.truncation import build_truncator, register_truncation_hooks
@@ -53,9 +53,9 @@ def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
     if BACKEND not in registry.registered_radix_cache_backends():
         registry.register_radix_cache_backend(BACKEND, build_hooked)
     hook(f"{_SCHEDULER}.__init__", _after_init)
-    new_requests.observe(_note_tenant)
-    new_requests.observe(_part_from_another_turn)
-    new_requests.observe(_made)
+    request_observers.add(_note_tenant)
+    request_observers.add(_part_from_another_turn)
+    request_observers.add(_made)
     hook(f"{_REQUEST}.extend_image_inputs", _after_images)
     hook(f"{_SCHEDULER}.run_batch", _before_run_batch, "before")
     hook(f"{_SCHEDULER}.run_batch", _after_run_batch)
@@ -111,10 +111,10 @@ def _made(scheduler: Any, req: Any, message: Any) -> None:
 
 def _after_images(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
     """A request was given its images. Of one that SGLang made itself, no client, none are known."""
-    cache = getattr(new_requests.scheduler, "tree_cache", None)
+    cache = getattr(request_observers.scheduler, "tree_cache", None)
     if isinstance(cache, HierKVRadixCache):
         cache.media.arrived(self)
-        if not cache.media.are_in_place(self):
+        if not cache.media.placeholders_match(self):
             self.set_finish_with_abort(_OUT_OF_PLACE)
 
 

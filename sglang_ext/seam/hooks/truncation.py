@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.seam.hooks.hooking import hook
-from sglang_ext.seam.hooks.new_requests import new_requests
+from sglang_ext.seam.hooks.request_observers import request_observers
 from sglang_ext.seam.page_hash import page_hasher
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.truncation.cut import DEFAULT_HEAD_TOKENS, CutRefusedError
@@ -30,7 +30,7 @@ _SESSION = "sglang.srt.session.session_controller.Session"
 
 def register_truncation_hooks() -> None:
     """Registers the scheduler's part. It acts where the cache is ours and truncation is on."""
-    new_requests.observe(_note_wish)
+    request_observers.add(_note_wish)
     hook(f"{_SCHEDULER}.init_req_max_new_tokens", _around_max_new_tokens, "around")
     hook(f"{_SESSION}._concat_token_arrays", _around_concat, "around")
 

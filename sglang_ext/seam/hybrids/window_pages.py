@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
-from sglang_ext.device.windows.layers import WindowLayers, resume_length
+from sglang_ext.device.windows.window_layers import WindowLayers, resume_length
 from sglang_ext.provenance.request_state import find_state, state_of
 from sglang_ext.seam.hybrids.resumable_pages import ResumablePages
 from sglang_ext.seam.page_hash import request_key

@@ -114,8 +114,8 @@ class MediaRequests:
         self._counters.add("image_requests" if images else "unnamed_image_requests")
         note_images(req, images or ())
 
-    def are_in_place(self, req: Any) -> bool:
-        """Whether a request's tokens stand for its images exactly where these are said to lie.
+    def placeholders_match(self, req: Any) -> bool:
+        """Whether a request's placeholder tokens are exactly where its images say that they lie.
 
         SGLang lays what an encoder makes of all images of a batch over all tokens of the batch that
         stand for one, in order. With one token too many each image behind it, other requests' too,
@@ -125,7 +125,7 @@ class MediaRequests:
         inputs = req.multimodal_inputs
         if self._why_not or inputs is None:
             return True
-        return stand_in_place(np.asarray(req.origin_input_ids, np.int64), inputs.mm_items)
+        return _placeholders_match(np.asarray(req.origin_input_ids, np.int64), inputs.mm_items)
 
     def _images(self, req: Any, inputs: Any) -> tuple[Media, ...] | None:
         """A request's images; None where something of them is not proved."""
@@ -227,8 +227,8 @@ def _proved(item: Any, secret: str) -> Item | None:
     return Item(content, tuple((int(first), int(last)) for first, last in spans), pads)
 
 
-def stand_in_place(tokens: Any, items: Sequence[Any]) -> bool:
-    """Whether the numbers of images, of each kind by itself, are in a prompt where its items say.
+def _placeholders_match(tokens: Any, items: Sequence[Any]) -> bool:
+    """Whether the placeholders of each kind of media are exactly where the items say.
 
     Args:
         tokens: i64 `[T]`, the prompt.
@@ -243,13 +243,13 @@ def stand_in_place(tokens: Any, items: Sequence[Any]) -> bool:
         by_kind.setdefault(getattr(item, "modality", None), []).append(item)
     is_known = tokens < FIRST_PAD
     for alike in by_kind.values():
-        lies = np.zeros(len(tokens), bool)
+        expected = np.zeros(len(tokens), bool)
         for first, last in (span for item in alike for span in item.offsets or ()):
-            lies[first : last + 1] = True
-        stands = np.isin(tokens, [pad for item in alike for pad in item.padding_values()])
-        if not np.array_equal(lies, stands):
+            expected[first : last + 1] = True
+        found = np.isin(tokens, [pad for item in alike for pad in item.padding_values()])
+        if not np.array_equal(expected, found):
             return False
-        is_known |= stands
+        is_known |= found
     return bool(is_known.all())
 
 

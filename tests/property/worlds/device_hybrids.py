@@ -29,8 +29,8 @@ from sglang_ext.device.layout import (  # noqa: E402
 from sglang_ext.device.pools import INDEXED, DevicePool, HybridPools  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
 from sglang_ext.device.transfers import LoadJob, StateSlot, WindowRows  # noqa: E402
-from sglang_ext.device.windows.blocks import Block, BlockGroups  # noqa: E402
-from sglang_ext.device.windows.layers import WindowLayers  # noqa: E402
+from sglang_ext.device.windows.block_groups import Block, BlockGroups  # noqa: E402
+from sglang_ext.device.windows.window_layers import WindowLayers  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from testkit.simulated_device import ConflictError  # noqa: E402
 from testkit.simulated_kernels import SimulatedSnapshots  # noqa: E402

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from sglang_ext.device.states.snapshots import part_hashes
-from sglang_ext.device.windows.layers import group_hashes
+from sglang_ext.device.windows.window_layers import group_hashes
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.records.record import HEADER_BYTES, parse_header, write_meta
 from sglang_ext.tiers.remote.base import (

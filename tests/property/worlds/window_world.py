@@ -56,8 +56,8 @@ from sglang_ext.device.local_pages import LocalPages  # noqa: E402
 from sglang_ext.device.pools import DevicePool, describe_pools  # noqa: E402
 from sglang_ext.device.ports.host import HostPort  # noqa: E402
 from sglang_ext.device.transfers import hashes_from_hex  # noqa: E402
-from sglang_ext.device.windows.blocks import BlockGroups  # noqa: E402
-from sglang_ext.device.windows.layers import group_hashes  # noqa: E402
+from sglang_ext.device.windows.block_groups import BlockGroups  # noqa: E402
+from sglang_ext.device.windows.window_layers import group_hashes  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.seam.cache import CacheParts, HierKVRadixCache  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402

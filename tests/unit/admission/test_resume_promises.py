@@ -24,7 +24,7 @@ from sglang_ext.admission.waiting_request import (  # noqa: E402
 from sglang_ext.admission.window_question import WindowQuestion  # noqa: E402
 from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
-from sglang_ext.device.windows.layers import WindowLayers  # noqa: E402
+from sglang_ext.device.windows.window_layers import WindowLayers  # noqa: E402
 from sglang_ext.ranks.consensus import Consensus, Report, _decode  # noqa: E402
 from sglang_ext.ranks.resume_promises import MAX_ROUNDS, ResumeBook  # noqa: E402
 from sglang_ext.seam.hybrids.place_questions import PlaceQuestions  # noqa: E402

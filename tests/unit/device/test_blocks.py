@@ -23,7 +23,7 @@ from sglang_ext.device.layout import (
 from sglang_ext.device.local_pages import LocalPages
 from sglang_ext.device.pools import HybridPools, describe_pools
 from sglang_ext.device.rope_discovery import LayerRope
-from sglang_ext.device.windows.blocks import Block, BlockGroups, group_blocks
+from sglang_ext.device.windows.block_groups import Block, BlockGroups, group_blocks
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.kernels import rope as kernels
 

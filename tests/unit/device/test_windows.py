@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.device.layout import LayerGroups, PageLayout
-from sglang_ext.device.windows.layers import group_hashes, resume_length
+from sglang_ext.device.windows.window_layers import group_hashes, resume_length
 from tests.long_form import count
 
 NUM_CASES = count(1000, 10000)

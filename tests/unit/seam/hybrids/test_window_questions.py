@@ -11,7 +11,7 @@ import numpy as np
 
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.admission.window_question import WindowQuestion
-from sglang_ext.device.windows.layers import WindowLayers, resume_length
+from sglang_ext.device.windows.window_layers import WindowLayers, resume_length
 from sglang_ext.seam.hybrids.place_questions import PlaceQuestions
 
 GROUPS, PAGES = 2, 2

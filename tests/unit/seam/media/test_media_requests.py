@@ -295,23 +295,23 @@ def test_a_number_of_an_image_where_none_lies_is_seen(make: Make) -> None:
     """One of them shifts the images of all requests that are computed with it."""
     world = make()
     media = world.cache.media
-    assert media.are_in_place(world.make(TEXT, []))
+    assert media.placeholders_match(world.make(TEXT, []))
     for spans in ((SPAN,), ((5, 9), (12, 14))):
         item = image_item(0, *spans)
-        assert media.are_in_place(world.make(TEXT, [item]))
+        assert media.placeholders_match(world.make(TEXT, [item]))
         more, less, others = (world.make(TEXT, [item]) for _ in range(3))
         more.tokens[2] = pads_of(0)[0]
         less.tokens[spans[-1][1]] = 7
         others.tokens[spans[0][0]] = pads_of(1)[0]
         for req in (more, less, others):
-            assert not media.are_in_place(req)
+            assert not media.placeholders_match(req)
             media.arrived(req)
             assert not images_of(req)
     cut = world.make(TEXT, [image_item(0, SPAN), image_item(1, (18, 20))])
     del cut.tokens[10:]
-    assert media.are_in_place(cut), "as SGLang cuts a prompt that is too long"
+    assert media.placeholders_match(cut), "as SGLang cuts a prompt that is too long"
     media.end("weights changed")
-    assert media.are_in_place(more), "nothing of images is stored any more"
+    assert media.placeholders_match(more), "nothing of images is stored any more"
 
 
 def test_each_kind_of_item_has_numbers_of_its_own_in_place(make: Make) -> None:
@@ -319,9 +319,9 @@ def test_each_kind_of_item_has_numbers_of_its_own_in_place(make: Make) -> None:
     picture, film = image_item(0, (5, 9)), image_item(1, (12, 16))
     picture.modality, film.modality = "image", "video"
     req = world.make(TEXT, [picture, film])
-    assert world.cache.media.are_in_place(req)
+    assert world.cache.media.placeholders_match(req)
     picture.offsets, film.offsets = film.offsets, picture.offsets
-    assert not world.cache.media.are_in_place(req)
+    assert not world.cache.media.placeholders_match(req)
 
 
 def test_images_of_which_nobody_says_where_they_lie_are_served(make: Make) -> None:
@@ -329,7 +329,7 @@ def test_images_of_which_nobody_says_where_they_lie_are_served(make: Make) -> No
     item = image_item(0, SPAN)
     req = world.make(TEXT, [item])
     item.offsets = None
-    assert world.cache.media.are_in_place(req)
+    assert world.cache.media.placeholders_match(req)
 
 
 def test_a_request_that_lost_its_images_stays_what_it_was(make: Make) -> None:

@@ -21,15 +21,15 @@ _MAKE = "sglang.srt.managers.schedule_batch.Req.__init__"
 Observer = Callable[[Any, Any, Any], None]
 
 
-class NewRequests:
-    """What is to be told of new requests, and the message that is being handled."""
+class RequestObservers:
+    """Functions to call with each new request, and the message that is being handled."""
 
     def __init__(self) -> None:
         self._observers: list[Observer] = []
         self._scheduler: Any = None
         self._message: Any = None
 
-    def observe(self, observer: Observer) -> None:
+    def add(self, observer: Observer) -> None:
         """Calls a function with each new request from now on.
 
         Args:
@@ -60,4 +60,4 @@ class NewRequests:
                 observer(self._scheduler, req, self._message)
 
 
-new_requests = NewRequests()
+request_observers = RequestObservers()
