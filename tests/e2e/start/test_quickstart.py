@@ -28,7 +28,7 @@ pytestmark = pytest.mark.e2e
 _COMMAND = re.compile(r"^    (\S.*)$", re.MULTILINE)
 # What these do takes minutes, or other files; their own tests run them.
 _ELSEWHERE = ("size", "calibrate", "prebuild")
-_OWN_FOLDER = ("prune",)  # refused while a server holds it
+_OWN_FOLDER = ("doctor", "prune")  # refused while a server holds it
 
 
 def commands_behind(heading: str) -> list[str]:
