@@ -104,8 +104,8 @@ class SaveTicket:
         dropped: number of offered pages for which there was no room.
         path: i64 `[m]`, rows of the whole path in order, these pages among them.
         quality: u8 `[n]`.
-        replaces: bool `[n]`, pages that are stored, but worse; their rows keep their own slots
-            until these are published.
+        replaces: bool `[n]`, pages that are stored, but worse, or not in DRAM; their rows keep
+            their own slots until these are published.
         hashes: u8 `[n, 32]`.
     """
 

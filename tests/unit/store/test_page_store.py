@@ -56,6 +56,38 @@ def test_a_failed_save_leaves_nothing(make: Make) -> None:
     assert rig.save(pages("a", 3)) == 3
 
 
+def test_what_is_computed_although_the_disk_has_it_comes_back_to_dram(make: Make) -> None:
+    rig = make()
+    a = pages("a", 3)
+    on_disk_only(rig, a)
+    assert rig.save(a, ok=False) == 3
+    assert rig.ready(a) == 0  # as before: nothing of it is lost
+    assert rig.on_disk(a) == 3
+    written, saved = rig.count("written_pages"), rig.count("saved_pages")
+    assert rig.save(a) == 3
+    rig.settle()
+    check_content(rig, a)
+    assert rig.on_disk(a) == 3
+    assert rig.count("returned_pages") == 3
+    assert (rig.count("written_pages"), rig.count("saved_pages")) == (written, saved)
+    assert rig.save(a) == 0
+
+
+def test_what_was_read_while_it_was_computed_lies_in_dram_once(make: Make) -> None:
+    rig = make(slots=16)
+    a = pages("a", 3)
+    on_disk_only(rig, a)
+    ticket = rig.store.begin_save(rig.space, a, pages("none", 0))
+    plan = rig.store.plan(rig.space, a)
+    assert plan is not None
+    rig.wait(plan)
+    rig.store.finish_save(ticket, ok=True)
+    rig.store.cancel_plan(plan)
+    rig.settle()
+    check_content(rig, a)
+    assert rig.count("returned_pages") == 0
+
+
 def test_a_page_is_not_ready_while_it_is_being_written(make: Make) -> None:
     rig = make()
     ticket = rig.store.begin_save(rig.space, pages("a", 2), NONE)

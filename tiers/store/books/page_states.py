@@ -66,6 +66,8 @@ REPLACE = Step(
 LEAVE_DRAM = Step(
     "leave DRAM", clears=READY, needs=READY | ON_DISK, lacks=FILLING | _WRITING, tells=False
 )
+# The disk has it, and the device computed it all the same.
+RETURN = Step("return", sets=READY, needs=ON_DISK, lacks=_IN_DRAM | _WRITING)
 WITHDRAW = Step("withdraw", clears=FILLING | WRITE_DROPPED, needs=FILLING | ON_DISK)
 SEND = Step("send", sets=SENT, needs=READY, tells=False)
 

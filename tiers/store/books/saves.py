@@ -12,12 +12,13 @@ from sglang_ext.tiers.records.quality import Qualities, Quality
 from sglang_ext.tiers.store.books.disk_pages import DiskPages
 from sglang_ext.tiers.store.books.dram_room import DramRoom
 from sglang_ext.tiers.store.books.lost_pages import Absence
-from sglang_ext.tiers.store.books.page_states import REPLACE
+from sglang_ext.tiers.store.books.page_states import REPLACE, RETURN, Step
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.plan_pins import PlanPins
 from sglang_ext.tiers.store.books.spill_queue import SpillQueue
 from sglang_ext.tiers.store.books.write_policy import WritePolicy
 from sglang_ext.tiers.store.types import (
+    FILLING,
     ON_DISK,
     READY,
     WRITE_DROPPED,
@@ -70,7 +71,9 @@ class Saves:
     ) -> SaveTicket:
         """Takes slots for those of the offered pages that are not stored as well yet.
 
-        A page that is stored worse stays as it is until the new one is published in its place.
+        A page that is stored worse stays as it is until the new one is published in its place. One
+        that the device computed although the disk has it comes back to DRAM: a disk that was too
+        slow to read it once is so the next time.
 
         Args:
             space: where the pages belong.
@@ -86,6 +89,8 @@ class Saves:
             rows, created = self._index.insert(hashes, space.number)
             path = np.concatenate([self._index.lookup(ancestors, space.number), rows])
             wanted = created | self._worse(rows, quality) if table.has_inexact else created
+            if before_plans:
+                wanted = wanted | self._only_on_disk(rows, quality)
             pages = np.flatnonzero(wanted)
             table.assign(path, space.tenant)
             table.link(path)
@@ -141,13 +146,13 @@ class Saves:
         with table.lock:
             rows = ticket.rows[new]
             rows = rows[table.still_filling(rows, ticket.slots[new])]
-            replaced = self._replace(ticket, ok=ok)
+            replaced, returned = self._replace(ticket, ok=ok)
             table.unpin(ticket.slots)
             if ok:
                 table.publish(rows)
                 if self.on_published is not None:
                     self.on_published(ticket.space.number, ticket.hashes, ticket.path)
-                rows = np.concatenate([rows, replaced])
+                rows = np.concatenate([rows, replaced, returned])
                 table.touch(ticket.path)
                 if self._writing.through:
                     self._spills.queue(ticket.space, rows)
@@ -159,7 +164,9 @@ class Saves:
             table.in_flight.end()
             inexact = int((self._index.quality[rows] > Quality.EXACT).sum()) if ok else 0
             hashes = table.moved(rows) if ok else None
-        table.counters.add("saved_pages" if ok else "save_failed_pages", len(rows))
+        num_saved = len(rows) - len(returned) if ok else len(rows)
+        table.counters.add("saved_pages" if ok else "save_failed_pages", num_saved)
+        table.counters.add("returned_pages", len(returned))
         table.counters.add("saved_lossy_pages", inexact)
         table.counters.add("replaced_pages", len(replaced))
         if hashes is not None:
@@ -214,24 +221,41 @@ class Saves:
         self._table.pin(ticket.slots[ticket.replaces])
         self._table.has_inexact |= bool(ticket.quality.any())
 
-    def _replace(self, ticket: SaveTicket, *, ok: bool) -> Rows:
-        """Puts better copies in the place of what is stored; returns the rows where it did.
+    def _only_on_disk(self, rows: Rows, quality: Qualities) -> npt.NDArray[np.bool_]:
+        """Which pages the disk alone has, none of them better than what is offered."""
+        alone = rows >= 0
+        held = rows[alone]
+        alone[alone] = (self._index.flags[held] & (READY | FILLING | ON_DISK)) == ON_DISK
+        only: npt.NDArray[np.bool_] = alone & (self._index.quality[rows] >= quality)
+        return only
+
+    def _replace(self, ticket: SaveTicket, *, ok: bool) -> tuple[Rows, Rows]:
+        """Puts better copies in the place of what is stored, and in DRAM what the disk alone has.
 
         Looked up again: the page may have left, or come back, since the save began. The old copy
         may be on its way in or out: whoever moves it finds another slot here.
+
+        Returns:
+            The rows that got a better copy, and the others that are in DRAM again.
         """
         which = ticket.replaces
         slots, quality = ticket.slots[which], ticket.quality[which]
         rows = self._index.lookup(ticket.hashes[which], ticket.space.number)
-        fits = self._worse(rows, quality) & ok
-        self._table.arena.free(slots[~fits])
-        rows, slots, quality = rows[fits], slots[fits], quality[fits]
+        better = self._worse(rows, quality) & ok
+        alone = self._only_on_disk(rows, quality) & ~better & ok
+        self._table.arena.free(slots[~(better | alone)])
+        self._put(rows[alone], slots[alone], quality[alone], RETURN)
+        self._disk.note_read(rows[alone])
+        returned, rows, slots, quality = rows[alone], rows[better], slots[better], quality[better]
         old = self._index.host_slot[rows]
         self._table.arena.free(old[old != NO_SLOT])
-        self._index.host_slot[rows] = slots
-        self._index.quality[rows] = quality
         # A record on disk that this page would improve is forgotten, so that this one is written.
         stale = self._index.disk_quality[rows] > np.maximum(quality, self._disk_floor)
         self._table.take_off_disk(rows[stale])
-        self._table.publish(rows, REPLACE)
-        return rows
+        self._put(rows, slots, quality, REPLACE)
+        return rows, returned
+
+    def _put(self, rows: Rows, slots: Slots, quality: Qualities, step: Step) -> None:
+        self._index.host_slot[rows] = slots
+        self._index.quality[rows] = quality
+        self._table.publish(rows, step)
