@@ -18,10 +18,8 @@ import atexit
 import functools
 import json
 import os
-import random
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -38,6 +36,7 @@ import psutil
 
 from runtime_cpu import launch
 from runtime_cpu.forked import ForkedServer, Nursery
+from testkit.ports import free_port
 from testkit.slow import on_path
 from testkit.watchdog import Watchdog
 
@@ -448,16 +447,6 @@ def _environment(release: Path | None, device: str) -> dict[str, str]:
         paths = [str(release), base.get("PYTHONPATH", "")]
         base["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return {**(launch.environment(base) if device == "cpu" else base), **_QUIET_ENVIRONMENT}
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on, below the range that the kernel gives to clients."""
-    for _ in range(1_000):
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise ServerError("no free TCP port between 20000 and 30000")
 
 
 def _decoded(content: bytes) -> Any:

@@ -29,8 +29,9 @@ from bench.core.reporting import run_alone
 from runtime_cpu import inprocess
 from testkit import dummy_model
 from testkit.dummy_model import DummyModel
+from testkit.ports import free_port
 from testkit.requests import flush_device, random_ids, settle, timed
-from testkit.server import Server, free_port
+from testkit.server import Server
 
 inprocess.prepare()
 

@@ -33,8 +33,9 @@ from bench.serve.telling_probe import environment, told_s
 from runtime_cpu import inprocess
 from testkit import dummy_model
 from testkit.dummy_model import DummyModel
+from testkit.ports import free_port
 from testkit.requests import settle, tier_state
-from testkit.server import Server, free_port
+from testkit.server import Server
 
 inprocess.prepare()
 

@@ -9,8 +9,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from testkit.ports import free_port
 from testkit.remote.processes import EndedWithBlock, Process
-from testkit.server import free_port
 
 _NODE = """
 import sys, time

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from sglang_ext.tiers.remote.base import Deadline
 from sglang_ext.tiers.remote.engines.resp import Connection, Login, Reply, ReplyBounds
+from testkit.ports import free_port
 from testkit.remote.processes import EndedWithBlock, Process
-from testkit.server import free_port
 
 _TIMEOUT_S = 300.0
 _ANY_REPLY = ReplyBounds(depth=8, num_items=1 << 20, num_bytes=64 << 20)

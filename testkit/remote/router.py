@@ -9,8 +9,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from testkit.ports import free_port
 from testkit.remote.processes import EndedWithBlock, Process
-from testkit.server import free_port
 
 # `python -m sglang_router.launch_router`, without its import of all of SGLang for a balancer that
 # nobody asks for.

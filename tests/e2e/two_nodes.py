@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from testkit.server import TINYLM, Server, free_port
+from testkit.ports import free_port
+from testkit.server import TINYLM, Server
 
 
 class TwoNodes:

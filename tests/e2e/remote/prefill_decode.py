@@ -21,10 +21,11 @@ import pytest
 
 from sglang_ext.device.layout import HEADER_BYTES
 from sglang_ext.tiers.records.record import parse_header
+from testkit.ports import free_port
 from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.remote.mooncake_server import mooncake_missing
 from testkit.requests import flush_device
-from testkit.server import TINYLM, Server, free_port
+from testkit.server import TINYLM, Server
 from tests.e2e.hier_server import (
     PAGE,
     ask,

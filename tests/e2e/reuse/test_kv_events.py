@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from runtime_cpu import inprocess
+from testkit.ports import free_port
 from testkit.requests import flush_device
-from testkit.server import Server, free_port
+from testkit.server import Server
 from tests.e2e.hier_server import by_tier, hier_args, real_prompts, settled
 
 inprocess.prepare()

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from sglang_ext.cli import main
+from testkit.ports import free_port
 from testkit.remote.redis_server import RedisServer, redis_binary
-from testkit.server import Server, free_port
+from testkit.server import Server
 from tests.e2e.hier_server import NUM_TOKENS, ask, hier_args, real_prompts, settled, state
 
 pytestmark = pytest.mark.e2e

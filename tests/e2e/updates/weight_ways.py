@@ -19,8 +19,9 @@ import zmq
 from safetensors.torch import load_file
 
 from runtime_cpu import inprocess, launch
+from testkit.ports import free_port
 from testkit.requests import let_go
-from testkit.server import Server, ServerError, free_port
+from testkit.server import Server, ServerError
 from tests.e2e.updates import weight_models
 
 

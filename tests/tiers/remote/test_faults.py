@@ -13,10 +13,10 @@ import pytest
 
 from sglang_ext.tiers.remote import GetResult, Outcome, RemoteStore
 from sglang_ext.tiers.remote.base import value_name
+from testkit.ports import free_port
 from testkit.remote.mooncake_server import MooncakeServer, mooncake_missing
 from testkit.remote.proxy import Proxy
 from testkit.remote.redis_server import RedisCluster, RedisServer, TlsFiles, redis_binary
-from testkit.server import free_port
 from tests.tiers.remote.remote_cases import (
     FULL,
     KEPT,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from testkit.ports import free_port
 from testkit.remote.redis_server import RedisCluster, RedisServer, redis_binary
-from testkit.server import free_port
 from tests.tiers.protection_cases import KEY, OTHER_KEY
 from tests.tiers.remote.remote_cases import (
     ADAPTER,
