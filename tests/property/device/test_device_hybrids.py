@@ -24,8 +24,8 @@ from sglang_ext.device.save_path import SavePath  # noqa: E402
 from sglang_ext.device.states.state_path import StateLoadPath, StateSavePath  # noqa: E402
 from sglang_ext.device.transfers import LoadJob  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
-from testkit.simulated_device import ConflictError  # noqa: E402
-from testkit.simulated_kernels import SimulatedKernels, SimulatedSnapshots  # noqa: E402
+from testkit.simulated.device import ConflictError  # noqa: E402
+from testkit.simulated.kernels import SimulatedKernels, SimulatedSnapshots  # noqa: E402
 from tests.property.device.mistakes import Mutation, say_layers_early  # noqa: E402
 from tests.property.worlds.device_hybrids import (  # noqa: E402
     BlockWorld,

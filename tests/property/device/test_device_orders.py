@@ -24,7 +24,7 @@ from sglang_ext.device.load_thread import LoadThread  # noqa: E402
 from sglang_ext.device.ring import Ring  # noqa: E402
 from sglang_ext.device.save_path import SavePath  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
-from testkit.simulated_device import ConflictError, Event, SimulatedDevice  # noqa: E402
+from testkit.simulated.device import ConflictError, Event, SimulatedDevice  # noqa: E402
 from tests.property.device.mistakes import Mutation, say_layers_early  # noqa: E402
 from tests.property.worlds.device_world import (  # noqa: E402
     MUST_HAPPEN,

@@ -32,8 +32,8 @@ from sglang_ext.device.transfers import LoadJob, StateSlot, WindowRows  # noqa: 
 from sglang_ext.device.windows.block_groups import Block, BlockGroups  # noqa: E402
 from sglang_ext.device.windows.window_layers import WindowLayers  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
-from testkit.simulated_device import ConflictError  # noqa: E402
-from testkit.simulated_kernels import SimulatedSnapshots  # noqa: E402
+from testkit.simulated.device import ConflictError  # noqa: E402
+from testkit.simulated.kernels import SimulatedSnapshots  # noqa: E402
 from tests.property.worlds.device_parts import (  # noqa: E402
     CONTENTS,
     DIM,

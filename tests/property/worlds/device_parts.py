@@ -13,7 +13,7 @@ from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.device.transfers import SaveJob
 from sglang_ext.kernels.rope import RopeSpec
-from testkit.simulated_device import Clock
+from testkit.simulated.device import Clock
 from tiers.store.types import StoreCounters
 
 if TYPE_CHECKING:

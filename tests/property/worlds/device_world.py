@@ -28,12 +28,12 @@ from sglang_ext.device.pools import DevicePool  # noqa: E402
 from sglang_ext.device.transfers import LoadJob, Place, SaveJob  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
-from testkit.simulated_device import (  # noqa: E402
+from testkit.simulated.device import (  # noqa: E402
     Clock,
     ConflictError,
     SimulatedDevice,
 )
-from testkit.simulated_kernels import SimulatedKernels, pool_cell  # noqa: E402
+from testkit.simulated.kernels import SimulatedKernels, pool_cell  # noqa: E402
 from tests.long_form import count  # noqa: E402
 from tests.property.worlds.device_parts import (  # noqa: E402
     CONTENTS,

@@ -13,8 +13,8 @@ from sglang_ext.device.ring import NUM_BUFFERS
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.kernels import rope as kernels
-from testkit.simulated_device import SimulatedDevice
-from testkit.simulated_kernels import SimulatedKernels
+from testkit.simulated.device import SimulatedDevice
+from testkit.simulated.kernels import SimulatedKernels
 from tests.unit.device.test_copier import HEADS, LAYERS, PAGE, spec
 
 

@@ -18,8 +18,8 @@ from sglang_ext.device.save_path import SavePath, SaveRun
 from sglang_ext.device.states.snapshots import StatePool
 from sglang_ext.device.states.state_path import StateLoadPath, StateSavePath
 from sglang_ext.kernels import rope as kernels
-from testkit.simulated_device import SimulatedDevice
-from testkit.simulated_kernels import SimulatedKernels, SimulatedSnapshots
+from testkit.simulated.device import SimulatedDevice
+from testkit.simulated.kernels import SimulatedKernels, SimulatedSnapshots
 from tests.kernels.rope.rope_cases import make_spec
 
 PAGE, LAYERS, HEADS, DIM = 64, 2, 1, 16

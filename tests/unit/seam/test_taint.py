@@ -34,7 +34,7 @@ from sglang_ext.provenance.tree_quality import DeviceProvenance  # noqa: E402
 from sglang_ext.seam.reuse_report import DETAILS_KEY  # noqa: E402
 from sglang_ext.seam.session_turns import SessionTurns, part_from_another_turn  # noqa: E402
 from sglang_ext.tiers.records.quality import ANY, Quality, name_of, worst  # noqa: E402
-from testkit.simulated_device import SimulatedDevice, plain  # noqa: E402
+from testkit.simulated.device import SimulatedDevice, plain  # noqa: E402
 from tests.property.worlds.taint_world import PAGE, Request, World  # noqa: E402
 
 PAGES = 6

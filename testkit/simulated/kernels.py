@@ -12,7 +12,7 @@ import torch
 from sglang_ext.device.layout import PageLayout
 from sglang_ext.device.states.snapshots import Snapshots, StatePool
 from sglang_ext.kernels.rope import Corrections, Listing
-from testkit.simulated_device import Cell, SimulatedDevice, cell_of, plain
+from testkit.simulated.device import Cell, SimulatedDevice, cell_of, plain
 
 
 class SimulatedKernels:

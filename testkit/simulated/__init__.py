@@ -1,0 +1,1 @@
+"""A device whose streams, events and kernels are simulated, to find accesses out of order."""
