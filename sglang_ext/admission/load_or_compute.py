@@ -88,6 +88,7 @@ class LoadOrCompute:
         self._num_left = 0  # since the start
         self._pace = QueuePace()
         self._probe: Plan | None = None
+        store.set_return_rule(self._is_read_slower)
 
     # ---- coming and going ----
 
@@ -322,6 +323,16 @@ class LoadOrCompute:
         fetch_s = self.cost.fetch_s(_until(store.fetch_queue(), remote * moves.remote_page_bytes))
         known = [seconds for seconds in (read_s, fetch_s) if seconds is not None]
         return max(known) if known else None
+
+    def _is_read_slower(self, num_before: int, num_bytes: npt.NDArray[np.int64]) -> bool:
+        """Whether pages behind others are read in more time than they are computed in."""
+        num_coded = int((num_bytes < self._kv_bytes).sum())
+        return self.cost.computes_sooner(
+            len(num_bytes) * self.page_tokens,
+            num_before * self.page_tokens,
+            int(num_bytes.sum()),
+            num_coded * self._kv_bytes,
+        )
 
     def _begin_probe(self, request: WaitingRequest, verdict: LoadDecision) -> None:
         """Reads a little of what is not worth loading, so that a faster disk is noticed."""

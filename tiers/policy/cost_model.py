@@ -235,6 +235,29 @@ class CostModel:
             seconds = _moving_s(self._fetch, queue, queue.bytes_ahead)
         return None if seconds is None else float(seconds)
 
+    def computes_sooner(
+        self, num_tokens: int, prefix_tokens: int, read_bytes: int, decode_bytes: int = 0
+    ) -> bool:
+        """Whether this machine computes tokens in less time than the disk takes to bring their KV.
+
+        What every batch and every read take whatever their size is left out. False while computing
+        or the disk was never measured.
+
+        Args:
+            num_tokens: tokens to compute.
+            prefix_tokens: tokens before them.
+            read_bytes: bytes of their records.
+            decode_bytes: raw bytes that come out of decoding those.
+        """
+        with self._lock:
+            prefill = self._prefill.coefficients
+            per_read, per_decoded = self._read.seconds_per_byte, self._decode.seconds_per_byte
+        if prefill is None or per_read is None:
+            return False
+        pairs = num_tokens * (prefix_tokens + num_tokens / 2)
+        compute_s = prefill[1] * num_tokens + prefill[2] * pairs
+        return compute_s < per_read * read_bytes + (per_decoded or 0.0) * decode_bytes
+
     # ---- decisions ----
 
     def judge(

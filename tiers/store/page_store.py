@@ -40,6 +40,7 @@ from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from sglang_ext.tiers.store.remote.remote_pages import RemotePages
 from sglang_ext.tiers.store.types import (
     Hashes,
+    IsReadSlower,
     KeySpace,
     LoadTicket,
     Plan,
@@ -279,6 +280,14 @@ class PageStore:
         self._books.table.on_moved = on_moved
         if self._remote is not None:
             self._remote.watch(on_known)
+
+    def set_return_rule(self, is_read_slower: IsReadSlower) -> None:
+        """Has computed pages that the disk has come back to DRAM where the rule says so.
+
+        Args:
+            is_read_slower: called by `begin_save`, under the store's lock; must return at once.
+        """
+        self._books.saves.is_read_slower = is_read_slower
 
     def open_spaces(self) -> set[tuple[bytes, bytes]]:
         """Namespace and adapter of the key spaces that this epoch has used."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,9 @@ from sglang_ext.tiers.records.quality import Qualities
 Hashes = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int32]
+IsReadSlower = Callable[[int, npt.NDArray[np.int64]], bool]
+"""Whether the disk takes longer to bring pages than the device took to compute them: the number of
+pages before them on their path, and the bytes of their records."""
 
 # Bits of `PageIndex.flags`.
 READY = 1  # the host slot holds the whole page, verified; it may be loaded

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from sglang_ext.tiers.base import RecoveredPages
@@ -60,6 +61,16 @@ def test_what_is_computed_although_the_disk_has_it_comes_back_to_dram(make: Make
     rig = make()
     a = pages("a", 3)
     on_disk_only(rig, a)
+    assert rig.save(a) == 0  # nothing says how slow the disk is
+    asked: list[tuple[int, int]] = []
+
+    def is_read_slower(num_before: int, num_bytes: npt.NDArray[np.int64]) -> bool:
+        asked.append((num_before, len(num_bytes)))
+        return len(asked) > 1
+
+    rig.store.set_return_rule(is_read_slower)
+    assert rig.save(a) == 0
+    assert asked == [(0, 3)]
     assert rig.save(a, ok=False) == 3
     assert rig.ready(a) == 0  # as before: nothing of it is lost
     assert rig.on_disk(a) == 3
@@ -77,6 +88,7 @@ def test_what_was_read_while_it_was_computed_lies_in_dram_once(make: Make) -> No
     rig = make(slots=16)
     a = pages("a", 3)
     on_disk_only(rig, a)
+    rig.store.set_return_rule(lambda *_: True)
     ticket = rig.store.begin_save(rig.space, a, pages("none", 0))
     plan = rig.store.plan(rig.space, a)
     assert plan is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.index import NO_SLOT
 from sglang_ext.tiers.records.quality import Qualities, Quality
 from sglang_ext.tiers.store.books.disk_pages import DiskPages
@@ -23,6 +24,7 @@ from sglang_ext.tiers.store.types import (
     READY,
     WRITE_DROPPED,
     Hashes,
+    IsReadSlower,
     KeySpace,
     Rows,
     SaveTicket,
@@ -49,6 +51,8 @@ class Saves:
         on_published: told of pages that became known, or known better, with the lock held: the
             number of their key space, their hashes, and the rows of the whole path, ancestors
             first and then the pages themselves; -1 for those of which nothing is known.
+        is_read_slower: asked, with the lock held, of pages that the device computed although the
+            disk has them; None: they stay there.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Saves:
         self._room, self._pins, self._spills = room, pins, spills
         self._writing, self._disk, self._disk_floor = writing, disk, disk_floor
         self.on_published: Callable[[int, Hashes, Rows], None] | None = None
+        self.is_read_slower: IsReadSlower | None = None
 
     def begin(
         self,
@@ -72,8 +77,8 @@ class Saves:
         """Takes slots for those of the offered pages that are not stored as well yet.
 
         A page that is stored worse stays as it is until the new one is published in its place. One
-        that the device computed although the disk has it comes back to DRAM: a disk that was too
-        slow to read it once is so the next time.
+        that the device computed although the disk has it comes back to DRAM if reading it would
+        have taken longer: it would be computed at every use from then on.
 
         Args:
             space: where the pages belong.
@@ -90,7 +95,7 @@ class Saves:
             path = np.concatenate([self._index.lookup(ancestors, space.number), rows])
             wanted = created | self._worse(rows, quality) if table.has_inexact else created
             if before_plans:
-                wanted = wanted | self._only_on_disk(rows, quality)
+                wanted = wanted | self._returning(rows, quality, len(ancestors))
             pages = np.flatnonzero(wanted)
             table.assign(path, space.tenant)
             table.link(path)
@@ -220,6 +225,15 @@ class Saves:
         self._index.quality[ticket.rows[new]] = ticket.quality[new]
         self._table.pin(ticket.slots[ticket.replaces])
         self._table.has_inexact |= bool(ticket.quality.any())
+
+    def _returning(self, rows: Rows, quality: Qualities, num_before: int) -> npt.NDArray[np.bool_]:
+        """Which pages come back to DRAM: those that the disk alone has, or none."""
+        alone = self._only_on_disk(rows, quality)
+        if self.is_read_slower is None or not alone.any():
+            return np.zeros_like(alone)
+        num_before += int(alone.argmax())
+        num_bytes = self._index.num_blocks[rows[alone]].astype(np.int64) * BLOCK_BYTES
+        return alone if self.is_read_slower(num_before, num_bytes) else np.zeros_like(alone)
 
     def _only_on_disk(self, rows: Rows, quality: Qualities) -> npt.NDArray[np.bool_]:
         """Which pages the disk alone has, none of them better than what is offered."""
