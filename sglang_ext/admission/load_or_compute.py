@@ -129,8 +129,8 @@ class LoadOrCompute:
         self.num_waiting -= 1
         self._num_left += 1
         if admitted:
-            now_s, since_s = self._clock(), estimate.held_since_s
-            self._pace.admitted(now_s, 0.0 if since_s is None else now_s - since_s)
+            now_s = self._clock()
+            self._pace.admitted(now_s, self._held_s(request, estimate, now_s))
         if not self.num_waiting:
             self._pace.rest()
         ahead_s = max(0.0, self._ahead_s - estimate.compute_s)
@@ -238,6 +238,19 @@ class LoadOrCompute:
             read_s=read_s,
             decoding=self._is_decoding(),
         )
+
+    def _held_s(self, request: WaitingRequest, estimate: Estimate, now_s: float) -> float:
+        """For how long an admitted request was held for its pages; not how long for a place.
+
+        The scheduler asks again only when it has a place in its batch. So no more than it would
+        have been held at most.
+        """
+        if estimate.held_since_s is None:
+            return 0.0
+        until_s = now_s if request.let_go_s is None else request.let_go_s
+        budget_s = estimate.budget_s
+        limit_s = self.cost.unmeasured_wait_s if budget_s is None else budget_s
+        return min(max(0.0, until_s - estimate.held_since_s), limit_s)
 
     def _num_lacking(self, request: WaitingRequest, estimate: Estimate) -> int:
         """Pages that are worth their time and behind a plan that may become longer."""

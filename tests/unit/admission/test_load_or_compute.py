@@ -388,3 +388,28 @@ def test_what_is_computed_beside_a_slow_disk_is_in_dram_the_next_time(
     rig.teach_disk(disk_factor * KV / (P * token_s) / 1e6)
     rig.compute(pages("a", 16))
     assert rig.ready("a", 16) == rig.count("returned_pages") == num_returned
+
+
+@pytest.mark.parametrize("is_asked_again", [True, False])
+def test_a_wait_for_a_place_is_no_wait_for_pages(rig: Rig, is_asked_again: bool) -> None:
+    """Each is held for half a second at most, and runs ten seconds later, as the batch is full."""
+    now_s = [0.0]
+    judge = LoadOrCompute(
+        rig.store, rig.cost, page_tokens=P, kv_bytes_per_page=KV, clock=lambda: now_s[0]
+    )
+    rig.teach_prefill(5e-4)  # half a second for the prefix
+    rig.teach_disk(10.0)  # less than that
+    requests = [rig.request(name, 16) for name in "abcdefgh"]
+    for request in requests:
+        judge.enter(request)
+    for request in requests[:5]:
+        assert judge.should_hold(request)
+        now_s[0] += 0.1
+        if is_asked_again:
+            request.let_go_s = now_s[0]
+        now_s[0] += 9.9
+        judge.leave(request, admitted=True)
+    left_s = judge._pace.turn_in_s(0, now_s[0])
+    assert 9.4 <= left_s <= 10.0
+    for request in requests[5:]:
+        judge.leave(request)
