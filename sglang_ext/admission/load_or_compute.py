@@ -131,6 +131,9 @@ class LoadOrCompute:
         if admitted:
             now_s = self._clock()
             self._pace.admitted(now_s, self._held_s(request, estimate, now_s))
+            if estimate.verdict.left_out_pages:
+                self.cost.note_left_out()
+                self._store.counters.add("cost_compute_probes")
         if not self.num_waiting:
             self._pace.rest()
         ahead_s = max(0.0, self._ahead_s - estimate.compute_s)

@@ -33,6 +33,13 @@ PROBE_SHARE = 0.05
 PROBE_BYTES = 8 << 20
 """The largest probe."""
 
+# The most tokens that are computed to learn how long computing takes.
+_COMPUTE_PROBE_TOKENS = 2048
+
+# A prefill is that of so many times the tokens of the largest that was measured, or fewer, or its
+# expected time is a guess: what a small batch takes is mostly the same for every batch.
+_MAX_EXTRAPOLATION = 4.0
+
 # What is in flight counts as late when it takes this many times the expected.
 _STALL_FACTOR = 2.0
 
@@ -111,6 +118,8 @@ class LoadDecision:
             a speed was never measured.
         recompute_s: the same without reading anything from disk.
         read_s: seconds until the pages asked for are in DRAM.
+        left_out_pages: pages behind them that are computed to learn how long that takes, although
+            having them read seems quicker.
     """
 
     choice: LoadChoice
@@ -119,10 +128,14 @@ class LoadDecision:
     expected_s: float | None = None
     recompute_s: float | None = None
     read_s: float | None = None
+    left_out_pages: int = 0
 
 
 class CostModel:
     """Speeds of this machine now, and what follows from them.
+
+    It has many methods because each kind of measurement, and each question that is asked of them, is
+    one; they share the estimators and their lock.
 
     Args:
         unmeasured_wait_s: the longest wait while it is not known how long computing takes.
@@ -139,6 +152,7 @@ class CostModel:
         self._decode = TransferEstimator()
         self._load = TransferEstimator()
         self._step = StepEstimator()
+        self._probed_at_tokens = 0.0  # the largest prefill when pages were last left out
 
     # ---- measurements ----
 
@@ -161,6 +175,14 @@ class CostModel:
                     return
                 seconds = min(max(expected, seconds - load_s), seconds)
             self._prefill.add(work, seconds)
+
+    def note_left_out(self) -> None:
+        """A request runs that computes pages to learn how long that takes.
+
+        There is no other before it has shown a prefill of twice the tokens.
+        """
+        with self._lock:
+            self._probed_at_tokens = self._prefill.most_tokens
 
     def note_step(self, seconds: float) -> None:
         """A decode step took this long."""
@@ -286,6 +308,10 @@ class CostModel:
             return LoadDecision(LoadChoice.LOAD, num)  # nothing measured yet: load, and learn
         # Of prefixes that are equally fast the longest: it computes least on the device.
         wanted = num - int(np.argmin(done[::-1][: num - first + 1]))
+        left_out = 0
+        if not (turn_in_s or queue.bytes_ahead or remote.bytes_ahead):
+            left_out = self._left_out_pages(prefix, first, wanted, float(arrival[wanted]))
+            wanted -= left_out
         choice = LoadChoice.LOAD if wanted == num else LoadChoice.PARTIAL
         if not moves[:wanted].any():
             choice = LoadChoice.RECOMPUTE
@@ -293,8 +319,9 @@ class CostModel:
         if choice is not LoadChoice.LOAD and not (queue.bytes_ahead or remote.bytes_ahead):
             probe = self._probe_pages(prefix, wanted, float(done[first]) - turn_in_s)
         return LoadDecision(
-            choice, wanted, probe, float(done[wanted]), float(done[first]), float(arrival[wanted])
-        )
+            choice, wanted, probe, float(done[wanted]), float(done[first]), float(arrival[wanted]),
+            left_out,
+        )  # fmt: skip
 
     def is_worth_waiting(
         self,
@@ -417,6 +444,33 @@ class CostModel:
         arrival = np.maximum(arrival, fetches * fetching)  # both links work at once
         # Copies to the device run beside the forward, layer by layer.
         return np.maximum(arrival, turn_in_s) + np.maximum(compute, load), arrival
+
+    def _left_out_pages(self, prefix: Prefix, first: int, wanted: int, read_s: float) -> int:
+        """Pages to compute so that computing is measured, where it is known of small prefills only.
+
+        Where every prompt is stored, as behind a restart, only the ends of prompts are computed. If
+        they made computing look slow, a disk slower than it would be read from for ever. What is
+        read in less time than the largest of them took is not worth the question.
+
+        Args:
+            prefix: the request's pages.
+            first: pages that are in DRAM.
+            wanted: pages that seem worth having.
+            read_s: seconds until those are in DRAM.
+        """
+        with self._lock:
+            most, probed_at = self._prefill.most_tokens, self._probed_at_tokens
+            took_s = self._prefill.seconds(int(most), 0) or 0.0
+        limit = _MAX_EXTRAPOLATION * most
+        before = prefix.device_tokens + np.array([first, wanted]) * prefix.page_tokens
+        without, now = (
+            prefix.prompt_tokens - np.minimum(before, prefix.prompt_tokens - 1)
+        ).tolist()
+        is_known = limit >= min(without, _COMPUTE_PROBE_TOKENS)
+        if is_known or read_s <= took_s or most < 2 * probed_at:
+            return 0
+        pages = max(1, int(limit - now) // prefix.page_tokens)
+        return min(pages, wanted - first)
 
     def _probe_pages(self, prefix: Prefix, pages: int, recompute_s: float) -> int:
         """Pages to read so that a disk, or a remote store, that has become fast is noticed."""

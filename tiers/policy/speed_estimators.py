@@ -104,6 +104,12 @@ class TimeEstimator:
         return None if coefficients is None else max(_dot(coefficients, features), 1e-9)
 
     @property
+    def largest(self) -> float:
+        """The most of the main feature that a job had, of those remembered; 0 before the first."""
+        rows = (row for stratum in self._strata.values() for row in stratum.rows)
+        return max((features[self._main] for features, _ in rows), default=0.0)
+
+    @property
     def coefficients(self) -> list[float] | None:
         """Seconds a unit of each feature, at the present pace; None before the first."""
         if self._present is None and self._strata:
@@ -245,6 +251,11 @@ class PrefillEstimator:
     def coefficients(self) -> list[float] | None:
         """Seconds a batch, a new token, a pair of tokens."""
         return self._time.coefficients
+
+    @property
+    def most_tokens(self) -> float:
+        """The most new tokens of a batch that was measured; 0 before the first."""
+        return self._time.largest
 
     @property
     def num_samples(self) -> int:

@@ -254,6 +254,51 @@ def test_a_disk_that_is_not_used_is_probed() -> None:
     assert fast.probe_pages == 0
 
 
+def test_computing_is_measured_where_only_ends_of_prompts_were_computed() -> None:
+    """Behind a restart every prompt is on disk; computing is 20 times as fast as reading."""
+    cost, token_s = model(token_s=None, disk_mb_s=100.0), 25e-6
+    what, computed = prefix("d" * 200, new_tokens=28), []
+    cost.note_prefill([(1, 0)], 0.02)
+    for _ in range(3):  # and by chance each of them takes 10 ms longer than it does
+        cost.note_prefill([(28, 200 * P)], 0.03)
+    for _ in range(8):
+        verdict = cost.judge(what, NOTHING)
+        if verdict.left_out_pages:
+            assert verdict.choice is LoadChoice.PARTIAL
+            cost.note_left_out()
+        computed.append(what.prompt_tokens - verdict.pages * P)
+        cost.note_prefill([(computed[-1], verdict.pages * P)], 0.02 + token_s * computed[-1])
+    assert computed == [92] + [what.prompt_tokens] * 7
+
+
+def test_computing_is_not_measured_again_while_prefills_stay_small() -> None:
+    """As where SGLang computes long prompts in small chunks."""
+    cost = model(token_s=None, disk_mb_s=100.0)
+    cost.note_prefill([(64, 0)], 0.02)
+    what, left_out = prefix("d" * 200, new_tokens=28), []
+    for _ in range(6):
+        left_out.append(cost.judge(what, NOTHING).left_out_pages)
+        if left_out[-1]:
+            cost.note_left_out()
+        cost.note_prefill([(100, 0)], 0.02)
+    assert left_out == [3, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("disk_mb_s", "turn_in_s", "queue"),
+    [(5e4, 0.0, NOTHING), (100.0, 0.1, NOTHING), (100.0, 0.0, TransferBacklog(1 << 20))],
+    ids=["read-soon", "others-first", "disk-busy"],
+)
+def test_computing_is_measured_only_where_it_matters_and_nobody_waits(
+    disk_mb_s: float, turn_in_s: float, queue: TransferBacklog
+) -> None:
+    cost = model(token_s=None, disk_mb_s=disk_mb_s)
+    cost.note_prefill([(64, 0)], 0.02)
+    verdict = cost.judge(prefix("d" * 200, new_tokens=28), queue, turn_in_s)
+    assert verdict.left_out_pages == 0
+    assert verdict.choice is LoadChoice.LOAD
+
+
 def test_a_probe_is_never_large() -> None:
     what = prefix("d" * 200, page_bytes=4 << 20, new_tokens=100_000)
     verdict = model(disk_mb_s=90).judge(what, NOTHING)
