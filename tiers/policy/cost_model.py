@@ -134,8 +134,8 @@ class LoadDecision:
 class CostModel:
     """Speeds of this machine now, and what follows from them.
 
-    It has many methods because each kind of measurement, and each question that is asked of them, is
-    one; they share the estimators and their lock.
+    It has many methods because each kind of measurement, and each question about them, is one; they
+    share the estimators and their lock.
 
     Args:
         unmeasured_wait_s: the longest wait while it is not known how long computing takes.
