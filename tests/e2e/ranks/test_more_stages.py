@@ -6,8 +6,8 @@ SGLang's own device hits with the same flags, and so is what is computed where o
 lost its pages. Where the disk of one rank is slow all compute, and where that rank is killed the
 server ends. SGLang's rank consensus checker is on.
 
-By default latent rows with a remote store, four stages, and states on two ranks a stage; the long
-form has all `WAYS`.
+By default latent rows with a remote store, four stages, states on two ranks a stage, and states
+beside latent rows; the long form has all `WAYS`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.e2e.remote.test_remote import eventually
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.sampled("latent-remote", "four", "states-ranks"),
+    pytest.mark.sampled("latent-remote", "four", "states-ranks", "latent-states"),
 ]
 
 HEADER_BYTES = 4096
@@ -108,8 +108,13 @@ def _with_states(name: str, layers: tuple[int, ...], **others: Any) -> Way:
         partial(write_state_model, name=name), layers, model.page_bytes,
         attention="cpu_extend", env={"SGLANG_MAMBA_CONV_DTYPE": model.dtype_name},
         model_args=("--dtype", model.dtype_name, "--max-mamba-cache-size", "60"),
-        lengths=LENGTHS[1:], **others,
+        **{"lengths": LENGTHS[1:], **others},
     )  # fmt: skip
+
+
+def _latent_with_states(**others: Any) -> Way:
+    """Its states lie so close that of whole pages one is kept for the same prompt at its return."""
+    return _with_states("kimi_linear", (5, 3), has_shares=False, lengths=(200, 390, 700), **others)
 
 
 _MHA = Way(write_untied_model, (5, 3), SLOT_BYTES - HEADER_BYTES)
@@ -126,6 +131,9 @@ WAYS = {
     "ranks": replace(_MHA, tp_size=2),
     "latent-ranks-remote": replace(_LATENT, tp_size=2, tier="remote"),
     "states-ranks": _with_states("nemotron_h", (5, 5), tp_size=2),
+    "latent-states": _latent_with_states(),
+    "latent-states-coded": _latent_with_states(args=["--hier-kv-codec", "lossless"]),
+    "latent-states-ranks-remote": _latent_with_states(tp_size=2, tier="remote"),
     "states-ranks-remote": _with_states("nemotron_h", (5, 5), tp_size=2, tier="remote"),
 }
 
@@ -267,7 +275,7 @@ def test_with_many_at_once_and_too_little_room_stages_agree(run: Run, restarted:
     assert "Found rank divergence" not in restarted.log()
 
 
-@pytest.mark.sampled("states-ranks")
+@pytest.mark.sampled("latent-states")
 def test_where_one_rank_is_slow_all_compute_and_where_it_is_killed_the_server_ends(
     run: Run, restarted: Server, tmp_path: Path
 ) -> None:
