@@ -222,10 +222,11 @@ SERVED_MODES = (
         "pipeline stages (`--pp-size`), of one or several tensor parallel ranks, on one node or "
         "several",
         "exact; with codecs that lose nothing, but none in the remote store; without truncation, "
-        "speculation, adapters or sessions; of hybrids Nemotron-H alone, on one node; no "
-        "models with rows of an index; where weights change, nothing until a restart; run on a "
-        "CPU, with latent rows (a small DeepSeek V3) and with states (a small Nemotron-H) by two "
-        "stages of one rank, with a remote store on one node",
+        "speculation, adapters or sessions; of hybrids Nemotron-H and Kimi Linear alone, on "
+        "one node; no models with rows of an index; where weights change, nothing until a restart; "
+        "run on a CPU, with latent rows (a small DeepSeek V3), with states (a small Nemotron-H) "
+        "and with both (a small Kimi Linear) by two stages of one rank and of two, with a remote "
+        "store on one node",
         "tests/e2e/ranks/test_stages.py; tests/e2e/ranks/test_more_stages.py",
     ),
     ServedMode(

@@ -1,10 +1,13 @@
 """Pipeline stages of latent rows, with states, four of them, with a store, and with coded pages.
 
-Page stores are late, each by its own chance. What is restored is compared bit for bit with plain
-SGLang's own device hits with the same flags, and so is what is computed where one stage alone has
-lost its pages. SGLang's rank consensus checker is on.
+And stages of two tensor parallel ranks each, on one node (`test_stages.py` has them on two). Page
+stores are late, each by its own chance. What is restored is compared bit for bit with plain
+SGLang's own device hits with the same flags, and so is what is computed where one rank alone has
+lost its pages. Where the disk of one rank is slow all compute, and where that rank is killed the
+server ends. SGLang's rank consensus checker is on.
 
-By default latent rows with a remote store, four stages, and states; the long form has all `WAYS`.
+By default latent rows with a remote store, four stages, states on two ranks a stage, and states
+beside latent rows; the long form has all `WAYS`.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from testkit.drafts.nextn import PLAIN, rows_of, write_nextn_model
 from testkit.hybrids.state_model import STATE_MODELS, write_state_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS, answer_of
 from testkit.requests import by_tier
-from testkit.server import Server
-from testkit.slow import ENV_JITTER
+from testkit.server import Server, ServerError
+from testkit.slow import ENV_JITTER, ENV_SPEED_FILE
 from tests.e2e.hier_server import GIB, PAGE, SLOT_BYTES, ask, real_prompts
 from tests.e2e.models.hybrid_answers import branching_prompts
 from tests.e2e.ranks.untied_model import write_untied_model
@@ -35,7 +38,7 @@ from tests.e2e.remote.test_remote import eventually
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.sampled("latent-remote", "four", "states"),
+    pytest.mark.sampled("latent-remote", "four", "states-ranks", "latent-states"),
 ]
 
 HEADER_BYTES = 4096
@@ -52,7 +55,9 @@ class Way:
     Attributes:
         write: writes it into a new folder.
         layers: of each stage.
-        page_bytes: of all stages, without a header.
+        page_bytes: of all ranks of all stages that hold something else, without headers.
+        tp_size: ranks of a stage.
+        has_shares: each rank of a stage has some of the heads; otherwise each has all of a page.
         tier: below DRAM: `disk`, or `remote` in its place.
         args: of its servers with the plugin.
         attention: SGLang's backend.
@@ -64,6 +69,8 @@ class Way:
     write: Callable[[Path], Path]
     layers: tuple[int, ...]
     page_bytes: int
+    tp_size: int = 1
+    has_shares: bool = True
     tier: str = "disk"
     args: list[str] = field(default_factory=list)
     attention: str = "torch_native"
@@ -76,10 +83,21 @@ class Way:
         """P."""
         return len(self.layers)
 
+    @property
+    def num_ranks(self) -> int:
+        """Of all stages."""
+        return self.tp_size * self.num_stages
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a page of a rank of the largest stage."""
+        shares = self.tp_size if self.has_shares else 1
+        return self.page_bytes * max(self.layers) // sum(self.layers) // shares + HEADER_BYTES
+
 
 _LATENT = Way(
     partial(write_nextn_model, kind=PLAIN), (4, 2), LATENT * PAGE,
-    attention="cpu_extend",
+    has_shares=False, attention="cpu_extend",
 )  # fmt: skip
 
 
@@ -90,8 +108,13 @@ def _with_states(name: str, layers: tuple[int, ...], **others: Any) -> Way:
         partial(write_state_model, name=name), layers, model.page_bytes,
         attention="cpu_extend", env={"SGLANG_MAMBA_CONV_DTYPE": model.dtype_name},
         model_args=("--dtype", model.dtype_name, "--max-mamba-cache-size", "60"),
-        lengths=LENGTHS[1:], **others,
+        **{"lengths": LENGTHS[1:], **others},
     )  # fmt: skip
+
+
+def _latent_with_states(**others: Any) -> Way:
+    """Its states lie so close that of whole pages one is kept for the same prompt at its return."""
+    return _with_states("kimi_linear", (5, 3), has_shares=False, lengths=(200, 390, 700), **others)
 
 
 _MHA = Way(write_untied_model, (5, 3), SLOT_BYTES - HEADER_BYTES)
@@ -105,6 +128,13 @@ WAYS = {
     "states": _with_states("nemotron_h", (5, 5)),
     "states-coded": _with_states("nemotron_h", (5, 5), args=["--hier-kv-codec", "lossless"]),
     "states-remote": _with_states("nemotron_h", (5, 5), tier="remote"),
+    "ranks": replace(_MHA, tp_size=2),
+    "latent-ranks-remote": replace(_LATENT, tp_size=2, tier="remote"),
+    "states-ranks": _with_states("nemotron_h", (5, 5), tp_size=2),
+    "latent-states": _latent_with_states(),
+    "latent-states-coded": _latent_with_states(args=["--hier-kv-codec", "lossless"]),
+    "latent-states-ranks-remote": _latent_with_states(tp_size=2, tier="remote"),
+    "states-ranks-remote": _with_states("nemotron_h", (5, 5), tp_size=2, tier="remote"),
 }
 
 
@@ -116,23 +146,37 @@ class Setup:
     model: Path
     folder: Path
 
-    def server(self, *, host_pages: int = 0, pool: int = 4096) -> Server:
-        """A server with DRAM for so many pages of the largest stage; a plain one for none."""
+    def server(
+        self,
+        *,
+        host_pages: int = 0,
+        pool: int = 4096,
+        more: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+    ) -> Server:
+        """A server with DRAM for so many pages of the largest stage; a plain one for none.
+
+        Args:
+            host_pages: see above.
+            pool: tokens on the device.
+            more: arguments behind the others.
+            env: variables beside the others.
+        """
         way = self.way
-        args = [*BASE, "--pp-size", str(way.num_stages), "--attention-backend", way.attention]
+        args = [*BASE, "--tp-size", str(way.tp_size), "--pp-size", str(way.num_stages)]
+        args += ["--attention-backend", way.attention]
         args += ["--max-total-tokens", str(pool), *way.model_args]
         layers = ",".join(map(str, way.layers))
-        cores = "|".join(str(stage % 2) for stage in range(way.num_stages))
-        env = {**ENVIRONMENT, **way.env, "SGLANG_PP_LAYER_PARTITION": layers}
+        cores = "|".join(str(rank % 2) for rank in range(way.num_ranks))
+        env = {**ENVIRONMENT, **way.env, "SGLANG_PP_LAYER_PARTITION": layers, **(env or {})}
         env["SGLANG_CPU_OMP_THREADS_BIND"] = cores
         if host_pages:
-            largest = way.page_bytes * max(way.layers) // sum(way.layers) + HEADER_BYTES
-            host_gib = way.num_stages * (host_pages + 0.5) * largest / GIB
+            host_gib = way.num_ranks * (host_pages + 0.5) * way.slot_bytes / GIB
             args += ["--enable-hier-kv", "--enable-metrics"]
             args += ["--hier-kv-host-size", f"{host_gib:.9f}"]
             args += ["--hier-kv-prefetch-policy", "wait_complete"]
             args += ["--hier-kv-write-policy", "write_through"]
-            args += [*way.args, *self._tier()]
+            args += [*way.args, *self._tier(), *more]
             env[ENV_JITTER] = str(JITTER_MS)
         log = self.folder / "server.log"
         return Server(
@@ -150,6 +194,12 @@ class Setup:
     def shared(self) -> Path:
         """The folder of the remote store."""
         return self.folder / "shared"
+
+    @property
+    def last_rank(self) -> str:
+        """Name of the last stage's last rank, as that of its folder on disk."""
+        tp, stages = self.way.tp_size, self.way.num_stages
+        return f"dp0-tp{tp - 1}-of-{tp}-pp{stages - 1}-of-{stages}"
 
 
 @dataclass(frozen=True)
@@ -199,7 +249,7 @@ def test_a_hit_from_below_after_a_kill_is_what_the_device_would_have_given(
     way = run.setup.way
     check_hits(run, [ask(restarted, prompt) for prompt in run.prompts], way.tier)
     if "--hier-kv-codec" in way.args:
-        eventually(lambda: len(values_of(restarted, "disk_codec_pages_decoded")) == way.num_stages)
+        eventually(lambda: len(values_of(restarted, "disk_codec_pages_decoded")) == way.num_ranks)
 
 
 @pytest.mark.sampled("latent-remote")
@@ -225,15 +275,65 @@ def test_with_many_at_once_and_too_little_room_stages_agree(run: Run, restarted:
     assert "Found rank divergence" not in restarted.log()
 
 
+@pytest.mark.sampled("latent-states")
+def test_where_one_rank_is_slow_all_compute_and_where_it_is_killed_the_server_ends(
+    run: Run, restarted: Server, tmp_path: Path
+) -> None:
+    """It is killed while it reads for a request that all ranks hold; what is on disk stays good."""
+    setup = run.setup
+    if setup.way.tier == "remote":
+        pytest.skip("its disk is what is slow")
+    restarted.kill()
+    speeds = tmp_path / "speeds"
+    speeds.mkdir()
+    log = tmp_path / "events.jsonl"
+    more = ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-ms", "1000"]
+    more += ["--hier-kv-event-log", str(log)]
+    env = {ENV_SPEED_FILE: str(speeds)}
+    with setup.server(host_pages=200, more=more, env=env) as server:
+        (speeds / setup.last_rank).write_text("0.0001")  # now that it has read what records it has
+        late = ask(server, run.prompts[-1])
+        assert late["meta_info"]["cached_tokens"] == 0
+        assert answer_of(late) == answer_of(run.computed[-1])
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(ask, server, run.prompts[-2], 512)
+            eventually(lambda: num_entered(log, setup.last_rank) == 2)
+            kill_last_rank(server, setup.way)
+            with pytest.raises((ServerError, OSError)):
+                answer.result(PATIENCE_S)
+        eventually(lambda: not server.alive())
+        assert "Found rank divergence" not in server.log()
+    with setup.server(host_pages=200) as server:
+        check_hits(run, [ask(server, prompt) for prompt in run.prompts], "disk")
+
+
+def num_entered(log: Path, rank: str) -> int:
+    """How many requests for pages on disk have entered a rank's queue."""
+    lines = log.with_name(f"events-{rank}.jsonl").read_text().splitlines()
+    return sum('"e": "enqueued"' in line and '"on_disk": []' not in line for line in lines)
+
+
+def kill_last_rank(server: Server, way: Way) -> None:
+    """Of the last stage."""
+    names = [f"PP{way.num_stages - 1}"]
+    names += [f"TP{way.tp_size - 1}"] * (way.tp_size > 1)
+    (rank,) = (
+        process
+        for process in server.tree()
+        if "sglang::scheduler" in " ".join(process.cmdline())
+        and all(name in " ".join(process.cmdline()) for name in names)
+    )
+    rank.kill()
+
+
 @pytest.mark.sampled("latent-remote")
-def test_what_one_stage_alone_has_lost_is_computed(run: Run, restarted: Server) -> None:
+def test_what_one_rank_alone_has_lost_is_computed(run: Run, restarted: Server) -> None:
     restarted.kill()
     setup = run.setup
     if setup.way.tier == "disk":
-        last = setup.way.num_stages - 1
-        shutil.rmtree(setup.folder / "disk" / f"dp0-tp0-of-1-pp{last}-of-{last + 1}")
+        shutil.rmtree(setup.folder / "disk" / setup.last_rank)
     else:
-        lose_a_stage(setup.shared, setup.way.num_stages)
+        lose_a_rank(setup.shared, setup.way.num_ranks)
     with setup.server(host_pages=200) as server:
         eventually(partial(is_connected, server, setup.way))
         found = [ask(server, prompt) for prompt in run.prompts]
@@ -242,10 +342,10 @@ def test_what_one_stage_alone_has_lost_is_computed(run: Run, restarted: Server) 
     assert [answer_of(one) for one in found] == [answer_of(one) for one in run.computed]
 
 
-def lose_a_stage(shared: Path, num_stages: int) -> None:
-    """Removes what one of the stages has put into a store: each has a namespace of its own."""
+def lose_a_rank(shared: Path, num_ranks: int) -> None:
+    """Removes what one of the ranks has put into a store: each has a namespace of its own."""
     namespaces = sorted(shared.glob("hkv-*/*"))
-    assert len(namespaces) == num_stages, namespaces
+    assert len(namespaces) == num_ranks, namespaces
     shutil.rmtree(namespaces[0])
 
 
@@ -266,24 +366,24 @@ def flush(server: Server) -> None:
 
 
 def values_of(server: Server, value: str) -> list[float]:
-    """A value of the plugin's, of each stage that has published it."""
-    found: dict[str, float] = {}
+    """A value of the plugin's, of each rank that has published it."""
+    found: dict[tuple[str, str], float] = {}
     for metric in text_string_to_metric_families(server.get("/metrics")):
         for sample in metric.samples:
             if value in (sample.labels.get("of"), sample.labels.get("event")):
-                found[sample.labels["pp_rank"]] = sample.value
+                found[sample.labels["pp_rank"], sample.labels["tp_rank"]] = sample.value
     return list(found.values())
 
 
 def is_connected(server: Server, way: Way) -> bool:
-    """Whether each stage has found the remote store, if it has one."""
+    """Whether each rank has found the remote store, if it has one."""
     if way.tier == "disk":
         return True
-    return values_of(server, "remote_breaker_state") == [0.0] * way.num_stages
+    return values_of(server, "remote_breaker_state") == [0.0] * way.num_ranks
 
 
 def is_kept(server: Server, way: Way) -> bool:
-    """Whether each stage has below DRAM what it has saved."""
+    """Whether each rank has below DRAM what it has saved."""
     saved = values_of(server, "saved_pages")
     written = values_of(server, "remote_written_pages" if way.tier == "remote" else "written_pages")
-    return len(saved) == way.num_stages and saved == written and min(saved) > 0
+    return len(saved) == way.num_ranks and saved == written and min(saved) > 0

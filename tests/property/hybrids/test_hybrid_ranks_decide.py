@@ -20,8 +20,9 @@ from tests.property.worlds.hybrid_ranks import (
     RemoteWindowRank,
     StateRank,
     WindowRank,
+    run_alike,
 )
-from tests.property.worlds.rank_of_many import run_until_found, run_worlds
+from tests.property.worlds.rank_of_many import run_until_found
 
 LOADS = count(2, 40)  # in each world
 SEEDS = count(1, 3)
@@ -63,24 +64,6 @@ CASES += [(StateRank, name, *case) for name, case in STATES.items()]
 CASES += [(RemoteStateRank, name, *case) for name, case in REMOTE_STATES.items()]
 
 
-def run_alike(
-    kind: Any,
-    folder: Path,
-    patch: pytest.MonkeyPatch,
-    *,
-    seed: int,
-    own: list[dict[str, Any]],
-    num_loads: int = LOADS,
-    **options: Any,
-) -> list[Any]:
-    """Ranks that have decided alike; see `run_worlds`."""
-    ranks = run_worlds(kind, folder, patch, seed=seed, num_loads=num_loads, own=own, **options)
-    for rank in ranks[1:]:
-        pairs = zip(ranks[0].trace, rank.trace, strict=True)
-        assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
-    return ranks
-
-
 @pytest.mark.sampled(
     "WindowRank-other sizes-*",
     "WindowRank-two shapes-*",
@@ -102,7 +85,7 @@ def test_ranks_decide_alike(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
-    ranks = run_alike(kind, tmp_path, monkeypatch, seed=seed, own=own, **options)
+    ranks = run_alike(kind, tmp_path, monkeypatch, seed=seed, own=own, num_loads=LOADS, **options)
     print(name, seed, ranks[0].counts, [rank.num_lost for rank in ranks])
     assert all(rank.num_lost for rank in ranks)
     if kind in (RemoteWindowRank, RemoteStateRank):

@@ -16,7 +16,7 @@ from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
 from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from tests.property.worlds.hostile_engine import HostileEngine
-from tests.property.worlds.rank_of_many import RankOfMany
+from tests.property.worlds.rank_of_many import RankOfMany, run_worlds
 from tests.property.worlds.state_world import StateWorld
 from tests.property.worlds.window_world import Request, WindowWorld
 
@@ -160,3 +160,21 @@ class StateRank(_Rank, StateWorld):
 
 class RemoteStateRank(_RemoteRank, StateRank):
     """A rank of a model with states, with a remote store and no disk."""
+
+
+def run_alike(
+    kind: Any,
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    *,
+    seed: int,
+    own: list[dict[str, Any]],
+    num_loads: int,
+    **options: Any,
+) -> list[Any]:
+    """Ranks that have decided alike; see `run_worlds`."""
+    ranks = run_worlds(kind, folder, patch, seed=seed, num_loads=num_loads, own=own, **options)
+    for rank in ranks[1:]:
+        pairs = zip(ranks[0].trace, rank.trace, strict=True)
+        assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
+    return ranks

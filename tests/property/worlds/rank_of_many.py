@@ -7,6 +7,7 @@ size, late by its own chance, and losing pages at random. What has to be alike g
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -26,7 +27,7 @@ from sglang_ext.tiers.store import PageStore  # noqa: E402
 from sglang_ext.tiers.store.types import READY  # noqa: E402
 from testkit.slow.store import add_jitter  # noqa: E402
 from tests.property.worlds import ranks_world  # noqa: E402
-from tests.property.worlds.ranks_world import Wire  # noqa: E402
+from tests.property.worlds.ranks_world import Stages, Wire  # noqa: E402
 
 JITTER_S, LOSS = 0.001, 0.02
 MAX_ROUNDS = 20
@@ -53,6 +54,7 @@ class RankOfMany:
     """
 
     store: PageStore
+    cache: Any
     counts: dict[str, int]
     own: random.Random
     trace: list[Any]
@@ -63,6 +65,22 @@ class RankOfMany:
         self.own, self.trace = random.Random(1000 * seed + number), []
         self.counts["loaded"] = self.counts["quoted"] = 0
         add_jitter(self.store._books, _SLOW, JITTER_S, seed=self.own.randrange(1 << 30))
+
+    def wait_as_stages_do(self, stages: Stages, number: int) -> None:
+        """It is a rank of a pipeline stage: each step waits for what SGLang's loop waits for.
+
+        The world's way to a step's end is SGLang's batch; a step ends where the next one begins.
+        """
+        takes, steps = self.cache.check_hicache_events, itertools.count()
+
+        def step() -> None:
+            at = next(steps)
+            if at:
+                stages.exchange(number, at - 1)
+            stages.enter(number, at)
+            takes()
+
+        self.cache.check_hicache_events = step
 
     def may_lose(self) -> None:
         """Once a step."""
@@ -108,6 +126,7 @@ def run_worlds(
     seed: int,
     num_loads: int,
     num_quotes: int = 0,
+    num_stages: int = 1,
     own: list[dict[str, Any]],
     **options: Any,
 ) -> list[Rank]:
@@ -120,32 +139,40 @@ def run_worlds(
         seed: of what they do.
         num_loads: so many, at least.
         num_quotes: so many among these of prompts that quote, at least.
+        num_stages: the ranks are of so many pipeline stages, stage by stage.
         own: options of each rank's world alone.
         options: of all worlds.
     """
-    wire = Wire(len(own))
+    wire = Wire(len(own)) if num_stages == 1 else Stages(len(own), num_stages)
     worlds: list[Rank] = []
-    patch.setattr(cache_module, "min_reduce", wire.min_reduce)
+    if isinstance(wire, Stages):
+        patch.setattr(cache_module, "begin_min_reduce", wire.begin_reduce)
+    else:
+        patch.setattr(cache_module, "min_reduce", wire.min_reduce)
     for number, more in enumerate(own):
         patch.setattr(cache_module, "group_of", lambda cache, number=number: number)
         world = kind(folder / str(number), patch, seed, is_one_of_many=True, **options, **more)
         world.begin(number, seed)
+        if isinstance(wire, Stages):
+            world.wait_as_stages_do(wire, number)
         worlds.append(world)
     errors: list[BaseException] = []
 
-    def run(world: Rank) -> None:
+    def run(number: int, world: Rank) -> None:
         try:
             for _ in range(MAX_ROUNDS):
                 world.one_round()
                 counts = world.counts
                 if counts["loaded"] >= num_loads and counts["quoted"] >= num_quotes:
+                    if isinstance(wire, Stages):
+                        wire.leave(number)
                     return
             raise TooFewLoadsError(f"few prompts are resumed: {world.counts}")
         except BaseException as error:
             errors.append(error)
             wire.abort()
 
-    threads = [threading.Thread(target=run, args=(world,), daemon=True) for world in worlds]
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(worlds)]
     for thread in threads:
         thread.start()
     end_s = time.monotonic() + 4 * ranks_world.WAIT_S

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,13 +54,50 @@ from sglang_ext.tiers.remote import RemoteStore
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
 from sglang_ext.tiers.store.types import READY
 
-FULL, STATEFUL = (2, 5), (0, 1, 3, 4, 6)  # the model's layers
 TRACK = 2 * PAGE  # tokens between two states that a decode keeps
 RUNNING = 5
 _SHAPE = Mamba2StateShape.create(
     tp_world_size=1, intermediate_size=24, n_groups=1, num_heads=3, head_dim=8, state_size=12,
     conv_kernel=4,
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """Layers of a pipeline stage, by the model's numbers.
+
+    Attributes:
+        full: those with full attention.
+        stateful: those with a state.
+        number: of the stage.
+        num_stages: of the model.
+    """
+
+    full: tuple[int, ...]
+    stateful: tuple[int, ...]
+    number: int = 0
+    num_stages: int = 1
+
+    @property
+    def first(self) -> int:
+        """The stage's first layer."""
+        return min(*self.full, *self.stateful)
+
+
+WHOLE_MODEL = StageLayers((2, 5), (0, 1, 3, 4, 6))
+
+
+def stages_of(*kinds: str) -> list[StageLayers]:
+    """Stages whose layers have a state (`S`) or full attention (`F`) each."""
+    stages, first = [], 0
+    for number, letters in enumerate(kinds):
+        full, stateful = (
+            tuple(first + at for at, letter in enumerate(letters) if letter == kind)
+            for kind in "FS"
+        )
+        stages.append(StageLayers(full, stateful, number, len(kinds)))
+        first += len(letters)
+    return stages
 
 
 class StateWorld(WindowWorld):
@@ -82,6 +120,7 @@ class StateWorld(WindowWorld):
         is_one_of_many: bool = False,
         coded: str = "",
         index_pages: int = 4096,
+        layers: StageLayers = WHOLE_MODEL,
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
@@ -93,21 +132,22 @@ class StateWorld(WindowWorld):
         patch.setattr(mamba, "mamba_cache_chunk_size", lambda: PAGE)
         patch.setattr(mamba, "mamba_checkpoint_grid", lambda page: page)
         torch.set_num_threads(1)  # several spin at their barriers where others want the cores
-        self.rng, self.num_states = random.Random(seed), num_states
+        self.rng, self.num_states, self.layers = random.Random(seed), num_states, layers
         self.heads = CODED_HEADS if coded else HEADS
         self.req_pool: Any = HybridReqToTokenPool(
             size=16, mamba_size=num_states, mamba_spec_state_size=16,
             max_context_len=MAX_TOKENS, device="cpu", enable_memory_saver=False,
             cache_params=Mamba2CacheParams(
-                shape=_SHAPE, layers=list(STATEFUL),
+                shape=_SHAPE, layers=list(layers.stateful),
                 dtype=Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32),
             ),
-            mamba_layer_ids=list(STATEFUL), enable_mamba_extra_buffer=True,
+            mamba_layer_ids=list(layers.stateful), enable_mamba_extra_buffer=True,
+            start_layer=layers.first,
         )  # fmt: skip
         self.kv_pool: Any = HybridLinearKVPool(
             size=device_pages * PAGE, dtype=torch.bfloat16, page_size=PAGE, head_num=self.heads,
-            head_dim=DIM, full_attention_layer_ids=list(FULL), device="cpu",
-            mamba_pool=self.req_pool.mamba_pool,
+            head_dim=DIM, full_attention_layer_ids=list(layers.full), device="cpu",
+            mamba_pool=self.req_pool.mamba_pool, start_layer=layers.first,
         )  # fmt: skip
         self.allocator: Any = PagedTokenToKVPoolAllocator(
             device_pages * PAGE, PAGE, torch.bfloat16, "cpu", self.kv_pool, False
@@ -120,6 +160,8 @@ class StateWorld(WindowWorld):
             tree_components=(ComponentType.FULL, ComponentType.MAMBA),
             tree_core_backend="python",
             enable_mamba_extra_buffer=True,
+            pp_rank=layers.number,
+            pp_size=layers.num_stages,
         )
         pool = describe_pools(self.kv_pool).full
         ropes = bound_ropes(pool)
@@ -220,8 +262,8 @@ class StateWorld(WindowWorld):
             values = torch.empty(tensor.shape[0], *tensor.shape[2:])
             number = values[0].numel()
             marks = prints.repeat(-(-number // len(prints)))[:number].reshape(values.shape[1:])
-            for layer in range(len(values)):
-                values[layer] = torch.where(marks % 2 == layer % 2, marks, -marks - layer)
+            for value, layer in zip(values, self.layers.stateful, strict=True):
+                value[:] = torch.where(marks % 2 == layer % 2, marks, -marks - layer)
             if tensor.dtype == torch.float32:  # no two values of it alike
                 values += torch.arange(number).reshape(values.shape[1:]) * 512
             out.append(values.to(tensor.dtype))
@@ -333,7 +375,7 @@ class StateWorld(WindowWorld):
                 self.check_page(slot, self.prints(tokens, tenant, weights)[first:])
 
     def check_page(self, slot: Any, expected: torch.Tensor) -> None:
-        for index, layer in enumerate(FULL):
+        for index, layer in enumerate(self.layers.full):
             for kind, offsets in enumerate((self.layout.k_offsets, self.layout.v_offsets)):
                 block = slot[offsets[index] :][: PAGE * self.heads * DIM * 2].view(np.int16)
                 values = torch.from_numpy(block.copy()).view(torch.bfloat16)

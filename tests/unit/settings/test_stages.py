@@ -94,6 +94,7 @@ def test_hybrids_that_were_not_run_in_stages_have_one(kind: str) -> None:
     ("architecture", "kind"),
     [
         ("NemotronHForCausalLM", "state"),
+        ("KimiLinearForCausalLM", "state beside latent rows"),
     ],
 )
 def test_models_with_states_that_were_run_in_stages_are_served_on_one_node(
