@@ -127,7 +127,7 @@ def _check_settings(config: HierKVConfig) -> Check:
     except HierKVConfigError as error:
         return Check("settings", "refused", str(error))
     free = available_bytes() / GIB
-    return Check("settings", "ok", f"{config.host_size:g} GB of DRAM of {free:.1f} GB free.")
+    return Check("settings", "ok", f"{config.host_size:g} GiB of DRAM of {free:.1f} GiB free.")
 
 
 def _check_model(model_path: str, config: HierKVConfig) -> Check:
@@ -173,7 +173,7 @@ def _check_numa(config: HierKVConfig) -> Check:
     free = [node for path in sorted(_NODES.glob("node[0-9]*")) if (node := _node_free_bytes(path))]
     if len(free) < 2:
         return Check("numa", "ok", "One NUMA node: all DRAM is equally near.")
-    nodes = ", ".join(f"{num_bytes / GIB:.1f} GB" for num_bytes in free)
+    nodes = ", ".join(f"{num_bytes / GIB:.1f} GiB" for num_bytes in free)
     if config.host_bytes <= max(free):
         return Check(
             "numa", "ok", f"{len(free)} NUMA nodes, free {nodes}: one holds the host tier."
@@ -265,4 +265,4 @@ def _check_disk(config: HierKVConfig) -> Check:
     if mode == "buffered":
         text = "Buffered I/O: the page cache holds a second copy of what is read; a local disk"
         return Check("disk", "warning", f"{text} with O_DIRECT is faster.")
-    return Check("disk", "ok", f"Direct I/O, room for {room_bytes(folder) / GIB:.1f} GB.")
+    return Check("disk", "ok", f"Direct I/O, room for {room_bytes(folder) / GIB:.1f} GiB.")
