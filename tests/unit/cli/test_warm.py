@@ -122,9 +122,9 @@ def _answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         report["dropped"] = 5
     aborted = {"type": "abort", "message": "no room"} if body.get("text") == "aborted" else None
     if body.get("text") == "short":
-        meta = {"prompt_tokens": 1, "cached_tokens": 0, "finish_reason": None}
-        return 200, {"prompt_token_ids": [1], "meta_info": meta}
-    meta = {
+        short = {"prompt_tokens": 1, "cached_tokens": 0, "finish_reason": None}
+        return 200, {"prompt_token_ids": [1], "meta_info": short}
+    meta: dict[str, Any] = {
         "prompt_tokens": PAGE + 10, "cached_tokens": PAGE, "finish_reason": aborted,
         "cached_tokens_details": {"hier_kv": report},
     }  # fmt: skip
