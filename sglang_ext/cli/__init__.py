@@ -16,6 +16,7 @@ from sglang_ext import __version__
 from sglang_ext.cli.doctor import add_parser as add_doctor
 from sglang_ext.cli.examples import describe
 from sglang_ext.cli.prebuild import add_parser as add_prebuild
+from sglang_ext.cli.server_stats import UNITS_SAID
 from sglang_ext.cli.size import add_parser as add_size
 from sglang_ext.cli.steer import add_command as add_steer
 from sglang_ext.cli.stored.commands import add_commands as add_stored_commands
@@ -23,6 +24,7 @@ from sglang_ext.cli.warm.command import add_command as add_warm
 
 _ENV_API_KEY = "SGLANG_HIER_KV_API_KEY"
 _MAX_EVERY_S = 86400
+_UNITS_SAID = f"{UNITS_SAID} Speeds are in MB/s of 1,000,000 bytes."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,7 +129,7 @@ def _add_stats(parser: argparse.ArgumentParser) -> None:
     describe(
         parser,
         "Looks at a running server once: its tiers, what came back from them, what waits, the "
-        "speeds it measured, and counts that should be 0.",
+        f"speeds it measured, and counts that should be 0. {_UNITS_SAID}",
         "hier-kv stats http://127.0.0.1:30000",
         "hier-kv stats http://127.0.0.1:30000 --json",
     )
@@ -139,7 +141,7 @@ def _add_stats(parser: argparse.ArgumentParser) -> None:
 def _add_top(parser: argparse.ArgumentParser) -> None:
     describe(
         parser,
-        "Looks at a running server every few seconds, until Ctrl-C.",
+        f"Looks at a running server every few seconds, until Ctrl-C. {_UNITS_SAID}",
         "hier-kv top http://127.0.0.1:30000 --every 5",
     )
     parser.set_defaults(run=_top)

@@ -34,8 +34,16 @@ class Progress:
     def __call__(self, num_bytes: int) -> None:
         """Counts bytes."""
         self._done += num_bytes
+        self._tell()
+
+    def skip(self, num_bytes: int) -> None:
+        """Takes bytes out of the total: there is nothing to be done to them."""
+        self._total = max(1, self._total - num_bytes)
+        self._tell()
+
+    def _tell(self) -> None:
         step = self._done * self._stream.num_steps // self._total
-        if step > self._shown and not self._is_silent:
+        if self._done and step > self._shown and not self._is_silent:
             self._shown = step
             self._show()
 

@@ -18,7 +18,11 @@ _TIMEOUT_S = 10.0
 _TROUBLE = re.compile(
     r"reject|fail|damaged|timeout|unauthentic|refus|_late$|dropped|swept|stale|unplaced|overrun"
 )
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+UNITS_SAID = (
+    "Sizes are in powers of 1,024, as those of the server's flags (1 GiB is what they call 1 GB)."
+)
+"""For the help of commands that print sizes."""
 
 State = dict[str, Any]
 
@@ -167,9 +171,11 @@ def _described(now: State, before: State | None, seconds: float) -> list[str]:
         well = {name: n for name, n in remote.items() if not name.startswith("error")}
         lines.append(_row("remote", "", _named(well) or "nothing yet"))
     ready, late = (host.get(f"admitted_{kind}_requests", 0) for kind in ("ready", "late"))
-    reused = f"{counts('loaded_pages')} pages came back"
+    noun = noun_of(host.get("loaded_pages", 0), "page")
+    reused = f"{counts('loaded_pages')} {noun} came back"
     if ready + late:
-        reused += f"; of {ready + late:,} requests that had some, {ready:,} found them all in DRAM"
+        had = number_of(ready + late, "request")
+        reused += f"; of {had} that had some, {ready:,} found them all in DRAM"
     lines.append(_row("reuse", "", reused))
     lines.append(_row("tokens", "", _tokens(host, (before or {}).get("host"))))
     lines.append(_row("queue", "", _queue(host)))
@@ -190,17 +196,22 @@ def trouble(state: State) -> dict[str, int]:
 
 
 def amount(num_bytes: float) -> str:
-    """Bytes in the unit that fits, of powers of 1,000."""
+    """Bytes in the unit that fits, of powers of 1,024, as the flags have them."""
     for unit in _UNITS[:-1]:
-        if num_bytes < 1000:
+        if num_bytes < 999.5:  # which three digits show
             return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
+        num_bytes /= 1024
     return f"{num_bytes:,.3g} {_UNITS[-1]}"
 
 
 def number_of(count: int, noun: str) -> str:
     """A count of things, with its noun in the singular or with an s."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun_of(count, noun)}"
+
+
+def noun_of(count: int, noun: str) -> str:
+    """A noun in the singular or with an s."""
+    return noun if count == 1 else f"{noun}s"
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -258,11 +269,12 @@ def _tokens_by(counts: Mapping[str, int], kind: str) -> dict[str, int]:
 def _queue(host: Mapping[str, int]) -> str:
     waiting = ""
     if "waiting_requests" in host:  # a server that looks ahead
-        waiting = f"{host['waiting_requests']:,} requests wait, {host['window_requests']:,} of "
-        waiting += "them with a place in DRAM; "
+        num = host["waiting_requests"]
+        waiting = f"{number_of(num, 'request')} {'waits' if num == 1 else 'wait'}, "
+        waiting += f"{host['window_requests']:,} of them with a place in DRAM; "
     return (
-        f"{waiting}on their way: {host['save_queue']:,} nodes to DRAM, "
-        f"{host['spill_queue_pages']:,} pages to disk"
+        f"{waiting}on their way: {number_of(host['save_queue'], 'node')} to DRAM, "
+        f"{number_of(host['spill_queue_pages'], 'page')} to disk"
     )
 
 

@@ -24,6 +24,17 @@ output_length (tokens), hash_ids (a number for each 512 tokens of the prompt, th
 tokens behind the same ones; --block-tokens for others).
 """
 _BLOCK_TOKENS = 512
+_PAGE_TOKENS = 64
+# What each may be at the least and at the most, and what to do where it is another.
+_BOUNDS: dict[str, tuple[float, float, str]] = {
+    "kv_bytes_per_token": (1, 1 << 40, "give the bytes of a token on all ranks, or a model"),
+    "tp_size": (1, 1024, "leave it out for 1"),
+    "page_size": (2, 1 << 20, f"leave it out for {_PAGE_TOKENS}"),  # 1 is refused at a start
+    "block_tokens": (1, 1 << 20, f"leave it out for {_BLOCK_TOKENS}"),
+    "disk_gb_s": (0.001, 1000, "give 10^9 bytes a second (hier-kv doctor --speeds measures it)"),
+    "prefill_tokens_per_s": (1e-3, 1e9, "leave it out for twice what the traffic needs"),
+    "decode_tokens_per_s": (1e-3, 1e6, "leave it out for 50"),
+}
 _CHATS = (
     ("turns", "N", "mean number of questions in a chat (5)"),
     ("system-tokens", "N", "tokens that every chat begins with (0)"),
@@ -50,7 +61,8 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     add("--kv-bytes-per-token", type=int, metavar="BYTES", help="of all ranks; instead of a model")
     add("--kv-dtype", default="", metavar="NAME", help="of the KV cache (the model's own)")
     add("--tp-size", type=int, default=1, metavar="N", help="ranks that share the model (1)")
-    add("--page-size", type=int, default=64, metavar="TOKENS", help="SGLang's (%(default)s)")
+    text = f"SGLang's ({_PAGE_TOKENS}; pages of a trace are its blocks)"
+    add("--page-size", type=int, metavar="TOKENS", help=text)
     chats = parser.add_argument_group("traffic of chats")
     rate = chats.add_mutually_exclusive_group()
     rate.add_argument("--chats-per-hour", type=float, metavar="N", help="chats that begin")
@@ -127,18 +139,16 @@ def _require_served(traffic: Any) -> None:
 def _model(chosen: argparse.Namespace) -> Any:
     from sglang_ext.simulator.model_config import ModelKv, read_model
 
-    for name in ("kv_bytes_per_token", "tp_size", "page_size", "block_tokens"):
+    for name, (least, most, advice) in _BOUNDS.items():
         value = getattr(chosen, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if chosen.page_size < 2:  # as a start refuses it
-        raise ValueError(
-            f"--page-size must be at least 2, got {chosen.page_size}; leave it out for 64"
-        )
-    for name in ("disk_gb_s", "prefill_tokens_per_s", "decode_tokens_per_s"):
-        value = getattr(chosen, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+        if value is not None and not least <= value <= most:
+            shown = f"{value:,}" if isinstance(value, int) else f"{value:g}"
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be from {least:,} to {most:,.0f}, got {shown}; "
+                f"{advice}"
+            )
+    if chosen.model == "":  # a variable that is not set; `Path` takes it for the folder here
+        raise ValueError("a model's folder or config.json is expected, got an empty text; name it")
     if (chosen.model is None) == (chosen.kv_bytes_per_token is None):
         raise ValueError(
             f"give either a model's folder or config.json, or --kv-bytes-per-token: {_EXAMPLES[0]}"
@@ -155,11 +165,24 @@ def _model(chosen: argparse.Namespace) -> Any:
 
 def _traffic(chosen: argparse.Namespace, kv_bytes_per_token: int) -> Any:
     from sglang_ext.simulator.trace import read_trace
-    from sglang_ext.simulator.traffic import Chats, of_chats, of_trace, with_prefill
+    from sglang_ext.simulator.traffic import (
+        LEAST_CHATS_PER_HOUR,
+        MOST_CHATS_PER_HOUR,
+        Chats,
+        of_chats,
+        of_trace,
+        with_prefill,
+    )
 
     per_hour = chosen.chats_per_hour
     if chosen.chats_per_second is not None:
         per_hour = 3600 * chosen.chats_per_second
+        if not LEAST_CHATS_PER_HOUR <= per_hour <= MOST_CHATS_PER_HOUR:
+            raise ValueError(
+                f"--chats-per-second must be from {LEAST_CHATS_PER_HOUR / 3600:.3g} to "
+                f"{MOST_CHATS_PER_HOUR / 3600:.3g}, got {chosen.chats_per_second:g}; say how many "
+                "chats begin in a second"
+            )
     names = [name.replace("-", "_") for name, _, _ in _CHATS]
     given = {name: value for name in names if (value := getattr(chosen, name)) is not None}
     if (per_hour is None) == (chosen.trace is None) or (chosen.trace is not None and given):
@@ -171,9 +194,15 @@ def _traffic(chosen: argparse.Namespace, kv_bytes_per_token: int) -> Any:
             "--block-tokens says how a --trace counts its prompts, and changes nothing of chats; "
             "leave it out, or give --trace FILE in place of --chats-per-hour"
         )
+    if chosen.trace is not None and chosen.page_size is not None:
+        raise ValueError(
+            "--page-size changes nothing of a --trace, whose blocks are the pages; leave it out, "
+            "or say with --block-tokens how long they are"
+        )
     if per_hour is not None:
-        chats = Chats(per_hour, **given)
-        traffic = of_chats(chats, chosen.page_size, chosen.decode_tokens_per_s, kv_bytes_per_token)
+        chats, page_size = Chats(per_hour, **given), chosen.page_size or _PAGE_TOKENS
+        _check_page(page_size, kv_bytes_per_token)
+        traffic = of_chats(chats, page_size, chosen.decode_tokens_per_s, kv_bytes_per_token)
     else:
         decode_tokens_per_s = chosen.decode_tokens_per_s
         block_tokens = chosen.block_tokens or _BLOCK_TOKENS
@@ -184,6 +213,18 @@ def _traffic(chosen: argparse.Namespace, kv_bytes_per_token: int) -> Any:
     return traffic
 
 
+def _check_page(page_tokens: int, kv_bytes_per_token: int) -> None:
+    """Refuses what no server stores as a page."""
+    from sglang_ext.tiers.base import BLOCK_BYTES, MAX_RECORD_BLOCKS
+
+    most_bytes = (MAX_RECORD_BLOCKS - 1) * BLOCK_BYTES
+    if page_tokens * kv_bytes_per_token > most_bytes:
+        raise ValueError(
+            f"a page must take at most {most_bytes:,} bytes, got {page_tokens:,} tokens of "
+            f"{kv_bytes_per_token:,} bytes each; give a smaller --page-size, or a model's true size"
+        )
+
+
 def _sizes(chosen: argparse.Namespace, traffic: Any, kv_bytes_per_token: int) -> list[Any]:
     from sglang_ext.simulator.sizing import Size, sizes_for
 
@@ -192,10 +233,15 @@ def _sizes(chosen: argparse.Namespace, traffic: Any, kv_bytes_per_token: int) ->
     if chosen.host_size is None:
         raise ValueError("--disk-size needs --host-size: what lies on disk comes back through DRAM")
     disks = chosen.disk_size or [0.0]
-    for gb in (*chosen.host_size, *disks):
-        if not 0 <= gb < math.inf:
-            raise ValueError(f"sizes are GiB, 0 or more, got {gb:g}")
-    return [Size(host, disk) for host in chosen.host_size for disk in disks]
+    for name, given in (("host", chosen.host_size), ("disk", disks)):
+        for gb in given:
+            if not 0 <= gb < math.inf:
+                raise ValueError(
+                    f"--{name}-size must be GiB, 0 or more, got {gb:g}; leave --host-size and "
+                    "--disk-size out for a choice by the traffic"
+                )
+    sizes = [Size(host, disk) for host in chosen.host_size for disk in disks]
+    return list(dict.fromkeys(sizes))
 
 
 def _table(model: Any, traffic: Any, found: Sequence[Any], best: Any) -> list[str]:

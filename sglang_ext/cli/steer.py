@@ -29,6 +29,23 @@ _TIMES = {
     "returns_in_s": "their conversation comes back in so long",
 }
 
+# Wishes that do not go with others (with any where there is none), and what to do instead.
+_APART: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("locate", (), "it says where the pages lie and does nothing; leave one of them out"),
+    (
+        "unpin",
+        ("pin_s",),
+        "one ends pins and the other makes one; to shorten a pin, end it first, and pin then",
+    ),
+    ("demote", ("prefetch",), "one brings the pages to DRAM and the other lets them leave first"),
+    ("demote", ("pin_s",), "pinned pages are not demoted; leave one of them out"),
+    (
+        "ends",
+        ("prefetch", "pin_s", "ttl_s", "returns_in_s"),
+        "of a conversation that is over nothing is needed again; leave one of them out",
+    ),
+)
+
 
 def add_command(
     parser: argparse.ArgumentParser, add_server: Callable[[argparse.ArgumentParser], None]
@@ -58,8 +75,7 @@ def add_command(
     for name, text in _FLAGS.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
     for name, text in _TIMES.items():
-        flag = name.replace("_", "-")
-        parser.add_argument(f"--{flag}", type=float, metavar="SECONDS", help=text)
+        parser.add_argument(_flag(name), type=float, metavar="SECONDS", help=text)
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -91,12 +107,30 @@ def _steer(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _check_wishes(chosen: argparse.Namespace) -> None:
+    """Refuses wishes of which one undoes another, before anything is read."""
+    names = [*_FLAGS, *_TIMES]
+    given = [name for name in names if getattr(chosen, name) not in (None, False)]
+    for first, others, why in _APART:
+        both = [name for name in given if name in (others or names) and name != first]
+        if first in given and both:
+            wishes = ", ".join(map(_flag, both))
+            raise ValueError(f"{_flag(first)} and {wishes} do not go together: {why}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def lines_of(answer: Any) -> list[str]:
     """What a person reads of the server's answer, a line for each scheduler."""
+    from sglang_ext.cli.server_stats import number_of
+
     lines = []
     for number, done in enumerate(answer["schedulers"]):
         where = f"{done.get('host', 0)} in DRAM, {done.get('disk', 0)} on disk"
-        lines.append(f"scheduler {number}: {done.get('pages', 0)} whole pages, {where}")
+        pages = number_of(done.get("pages", 0), "whole page")
+        lines.append(f"scheduler {number}: {pages}, {where}")
         if done.get("prefetching"):
             lines[-1] += "; being brought to DRAM"
     return lines
@@ -106,8 +140,10 @@ def body_of(chosen: argparse.Namespace) -> dict[str, Any]:
     """What the server is asked for.
 
     Raises:
-        ValueError: a file cannot be read as what it should be, or a time is none.
+        ValueError: a file cannot be read as what it should be, a time is none, or two wishes
+            cannot both be had.
     """
+    _check_wishes(chosen)
     body: dict[str, Any]
     path = chosen.ids if chosen.text is None else chosen.text
     try:
@@ -118,7 +154,7 @@ def body_of(chosen: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"{path}: expected {expected} ({error})") from error
     for name in _TIMES:
         if (seconds := getattr(chosen, name)) is not None and not 0 < seconds < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0 s, got {seconds:g}")
+            raise ValueError(f"{_flag(name)} must be above 0 s, got {seconds:g}")
     body |= {name: True for name in _FLAGS if getattr(chosen, name)}
     names = ("cache_salt", "extra_key", *_TIMES)
     given = {name: getattr(chosen, name) for name in names}

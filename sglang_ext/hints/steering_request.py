@@ -59,6 +59,10 @@ def parse_body(body: Any) -> tuple[Steering, str | list[int]]:
     if actions["prefetch"] and (actions["demote"] or (hints is not None and hints.ends)):
         other = "demote" if actions["demote"] else "ends"
         raise ValueError(f"expected prefetch or {other}, got both.")
+    others = [name for name, is_set in actions.items() if is_set and name != "locate"]
+    if actions["locate"] and (others or hints is not None):
+        other = others[0] if others else next(name for name in HINT_NAMES if body.get(name))
+        raise ValueError(f"expected locate, which does nothing, or {other}, got both.")
     if hints is None and not any(actions.values()):
         raise ValueError(f"expected something to do: {', '.join((*_ACTIONS, *HINT_NAMES))}.")
     return Steering(**tenant, **actions, hints=hints), _prompt_of(body)

@@ -200,9 +200,10 @@ def _num_pages(gb: float, tier: str, least: int, page_bytes: float) -> int:
     num = gb * GIB / page_bytes + _SLACK
     if not least <= num < _MOST_PAGES:
         at_least, at_most = (pages * page_bytes / GIB for pages in (least, _MOST_PAGES))
+        smaller = ", or a smaller --page-size" if num < least else ""
         raise ValueError(
-            f"{gb:g} GiB hold {num:.0f} pages here; give --{tier}-size at least {at_least:.3g} and "
-            f"at most {at_most:.3g}"
+            f"--{tier}-size must be from {at_least:.3g} to {at_most:.3g} GiB with these pages and "
+            f"this traffic, got {gb:g}; give another{smaller}"
         )
     return int(num)
 

@@ -29,7 +29,7 @@ _WARM_UP_SHARE = 0.4
 _LOAD = 0.5
 _MOST_TURNS = 20_000
 # In virtual time, which is counted in seconds from the first chat on: a token's still has to count.
-_LEAST_CHATS_PER_HOUR, _MOST_CHATS_PER_HOUR = 1e-6, 1e9
+LEAST_CHATS_PER_HOUR, MOST_CHATS_PER_HOUR = 1e-6, 1e9
 _LONGEST_LIFE_S = 1e9
 
 
@@ -58,21 +58,20 @@ class Chats:
     def __post_init__(self) -> None:
         for field in fields(self):
             value, name = getattr(self, field.name), field.name
-            is_above_0 = name in ("per_hour", "first_tokens", "answer_tokens")
-            least = 1.0 if name == "turns" else 0.0
-            if math.isfinite(value) and value >= least and (value or not is_above_0):
+            if name == "per_hour":
                 continue
-            name = "chats-per-hour" if name == "per_hour" else name.replace("_", "-")
-            what = "above 0" if is_above_0 else f"of at least {least:g}"
-            raise ValueError(f"--{name} must be a number {what}, got {value:g}")
-        if self.per_hour > _MOST_CHATS_PER_HOUR:
+            least = 1.0 if name in ("turns", "first_tokens", "answer_tokens") else 0.0
+            if math.isfinite(value) and value >= least:
+                continue
             raise ValueError(
-                f"--chats-per-hour must be at most {_MOST_CHATS_PER_HOUR:g}, got {self.per_hour:g}"
+                f"--{name.replace('_', '-')} must be a number of at least {least:g}, got "
+                f"{value:g}; leave it out for {field.default:g}"
             )
-        if self.per_hour < _LEAST_CHATS_PER_HOUR:
+        if not LEAST_CHATS_PER_HOUR <= self.per_hour <= MOST_CHATS_PER_HOUR:
             raise ValueError(
-                f"--chats-per-hour must be at least {_LEAST_CHATS_PER_HOUR:g}, got "
-                f"{self.per_hour:g}"
+                f"--chats-per-hour must be from {LEAST_CHATS_PER_HOUR:g} to "
+                f"{MOST_CHATS_PER_HOUR:g}, got {self.per_hour:g}; say how many chats begin in an "
+                "hour"
             )
 
 

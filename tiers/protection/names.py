@@ -37,6 +37,10 @@ class HidingEngine(RemoteEngine):
         self._engine = engine
         self._keys = tuple(keys)
 
+    def begin(self) -> None:
+        """See `RemoteEngine.begin`."""
+        self._engine.begin()
+
     def ping(self, deadline: Deadline) -> None:
         """See `RemoteEngine.ping`."""
         self._engine.ping(deadline)

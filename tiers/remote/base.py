@@ -215,6 +215,13 @@ class RemoteEngine(abc.ABC):
     max_value_bytes: int
     keeps_ttl: bool
 
+    def begin(self) -> None:  # noqa: B027 - most stores tend themselves
+        """Starts what tends the store in the background; called once, by who serves from it.
+
+        Until then nothing in the store is changed that no call asks for, so that one may look at
+        it: an engine whose store removes what is old by itself has nothing to do here.
+        """
+
     @abc.abstractmethod
     def ping(self, deadline: Deadline) -> None:
         """Connects if need be and makes the store answer.

@@ -157,6 +157,7 @@ class RemoteStore:
         self._used: OrderedDict[str, None] = OrderedDict()  # names to renew; guarded by _lock
         self._full_until_s = 0.0  # guarded by _lock
         self._on_known: OnKnown | None = None
+        engine.begin()
         self._guard = Guard(
             engine,
             self.counters,

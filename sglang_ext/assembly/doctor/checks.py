@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import resource
 from collections.abc import Iterator
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_ext.assembly.doctor.machine_speed import measure_disk, measure_dram
+from sglang_ext.assembly.doctor.model_folder import folder_problem
+from sglang_ext.assembly.doctor.store_answer import ask_store
 from sglang_ext.assembly.preflight import check_free, check_machine, room_bytes, room_problem
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.source import ContractError, SGLangSource
@@ -21,9 +25,11 @@ from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.settings.model_kinds import MODEL_KINDS
 from sglang_ext.tiers.disk.segments.fileio import FileIO, direct_io_works
 from sglang_ext.tiers.memory import available_bytes
+from sglang_ext.tiers.remote.password import ENV_PASSWORD
 
 _GPU = Path("/dev/nvidiactl")
 _NODES = Path("/sys/devices/system/node")
+_MIB = 1 << 20
 _SLOW_DISK = 500e6  # bytes a second
 
 
@@ -60,16 +66,39 @@ def look(
         speeds: measure disk and DRAM, for some seconds.
     """
     yield check_sglang(place)
-    yield _check_settings(config)
-    if model_path:
-        yield _check_model(model_path, config)
-    yield _check_memory_lock(config)
-    yield _check_numa(config)
     folder = Path(config.disk_dir) if config.disk_dir else None
-    if folder is not None and folder.is_dir():
-        yield _check_disk(config)
-    if speeds:
-        yield _check_speeds(config, folder)
+    with _as_it_was(folder):
+        settings = _check_settings(config)
+        yield settings
+        if model_path:
+            yield _check_model(model_path, config)
+        yield _check_memory_lock(config)
+        yield _check_numa(config)
+        if folder is not None and folder.is_dir():
+            yield _check_disk(config)
+        if config.remote_url and settings.state != "refused":
+            yield _check_remote(config.remote_url)
+        if speeds:
+            yield _check_speeds(config, folder)
+
+
+@contextlib.contextmanager
+def _as_it_was(folder: Path | None) -> Iterator[None]:
+    """Removes in the end what folders were made to try whether they can be, where still empty."""
+    absent: list[Path] = []
+    if folder is not None:
+        above = itertools.takewhile(lambda path: not _is_there(path), (folder, *folder.parents))
+        absent = list(above)
+    try:
+        yield
+    finally:
+        for path in absent:
+            with contextlib.suppress(OSError):  # it was not made, or somebody uses it meanwhile
+                path.rmdir()
+
+
+def _is_there(path: Path) -> bool:
+    return os.path.lexists(path)
 
 
 def check_sglang(place: Path | None = None) -> Check:
@@ -98,7 +127,7 @@ def _check_settings(config: HierKVConfig) -> Check:
     except HierKVConfigError as error:
         return Check("settings", "refused", str(error))
     free = available_bytes() / GIB
-    return Check("settings", "ok", f"{config.host_size:g} GB of DRAM of {free:.1f} GB free.")
+    return Check("settings", "ok", f"{config.host_size:g} GiB of DRAM of {free:.1f} GiB free.")
 
 
 def _check_model(model_path: str, config: HierKVConfig) -> Check:
@@ -106,9 +135,11 @@ def _check_model(model_path: str, config: HierKVConfig) -> Check:
     try:
         name = kind_of_folder(model_path)
     except ImportError as error:
+        if problem := folder_problem(model_path):
+            return Check("model", "refused", problem)
         text = (
-            f"SGLang cannot be imported here ({error}), so nothing is known of {model_path}; "
-            "install what it needs, or look on the machine that will serve it."
+            f"SGLang cannot be imported here ({error}), so whether {model_path} is served is not "
+            "known; install what it needs, or look on the machine that will serve it."
         )
         return Check("model", "warning", text)
     except Exception as error:  # whatever SGLang and transformers find wrong
@@ -142,7 +173,7 @@ def _check_numa(config: HierKVConfig) -> Check:
     free = [node for path in sorted(_NODES.glob("node[0-9]*")) if (node := _node_free_bytes(path))]
     if len(free) < 2:
         return Check("numa", "ok", "One NUMA node: all DRAM is equally near.")
-    nodes = ", ".join(f"{num_bytes / GIB:.1f} GB" for num_bytes in free)
+    nodes = ", ".join(f"{num_bytes / GIB:.1f} GiB" for num_bytes in free)
     if config.host_bytes <= max(free):
         return Check(
             "numa", "ok", f"{len(free)} NUMA nodes, free {nodes}: one holds the host tier."
@@ -191,6 +222,32 @@ def _check_speeds(config: HierKVConfig, folder: Path | None) -> Check:
     return Check("speeds", "ok", text)
 
 
+def _check_remote(url: str) -> Check:
+    """Whether the store answers: a server starts without it, and finds nothing there."""
+    answer = ask_store(url)
+    if answer.is_locked_out:
+        text = (
+            f"{answer.shown} does not let this user in ({answer.problem}), and a server would use "
+            f"nothing of it; give its password in {ENV_PASSWORD} or password-file=."
+        )
+        return Check("remote", "warning", text)
+    if answer.problem:
+        text = (
+            f"{answer.shown} does not answer ({answer.problem}), and a server would use nothing of "
+            "it until it does; start the store, or correct --hier-kv-remote-url."
+        )
+        return Check("remote", "warning", text)
+    used, most = answer.usage
+    text = (
+        f"{answer.shown} answers: {answer.connect_s * 1e3:.3g} ms to connect, "
+        f"{answer.trip_s * 1e3:.3g} ms a round trip"
+    )
+    if used:
+        bound = f" of {most / GIB:.3g} GiB" if most else ", and has no bound of its own"
+        text += f"; it holds {used / _MIB:,.0f} MiB{bound}"
+    return Check("remote", "ok", f"{text}.")
+
+
 def _check_disk(config: HierKVConfig) -> Check:
     folder = Path(config.disk_dir)
     try:
@@ -208,4 +265,4 @@ def _check_disk(config: HierKVConfig) -> Check:
     if mode == "buffered":
         text = "Buffered I/O: the page cache holds a second copy of what is read; a local disk"
         return Check("disk", "warning", f"{text} with O_DIRECT is faster.")
-    return Check("disk", "ok", f"Direct I/O, room for {room_bytes(folder) / GIB:.1f} GB.")
+    return Check("disk", "ok", f"Direct I/O, room for {room_bytes(folder) / GIB:.1f} GiB.")

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from sglang_ext.cli.server_stats import amount
+from sglang_ext.cli.server_stats import amount, number_of
 from sglang_ext.cli.stored.verdict import MOST_LINES
 from sglang_ext.tiers.remote.url_options import life_s
 
@@ -80,6 +80,7 @@ class Removed:
     Attributes:
         place: the folder or URL.
         is_dry: whether nothing was touched.
+        held_by: who holds the folder, where that is a dry run beside a server; "" for nobody.
         what: each thing, a line.
         pages: of them.
         num_bytes: that they took.
@@ -89,6 +90,7 @@ class Removed:
 
     place: str
     is_dry: bool
+    held_by: str = ""
     what: list[str] = field(default_factory=list)
     pages: int = 0
     num_bytes: int = 0
@@ -116,6 +118,7 @@ class Removed:
         return {
             "place": self.place,
             "dry_run": self.is_dry,
+            "held_by": self.held_by,
             "pages": self.pages,
             "bytes": self.num_bytes,
             "removed": self.what,
@@ -129,5 +132,10 @@ class Removed:
         if len(self.what) > MOST_LINES:
             lines.append(f"... and {len(self.what) - MOST_LINES:,} more (--json has all)")
         lines += [f"left: {text}" for text in self.left]
-        total = f"{verb} {self.pages:,} pages of {amount(self.num_bytes)}"
+        total = f"{verb} {number_of(self.pages, 'page')} of {amount(self.num_bytes)}"
+        if self.held_by:
+            lines.append(
+                f"these are figures of this moment: {self.held_by} holds the folder and goes on"
+                " writing; nothing is removed until it is stopped"
+            )
         return [*lines, f"{self.place}: {total if self.what else 'nothing to remove'}"]

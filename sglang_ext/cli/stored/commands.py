@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.cli.server_stats import UNITS_SAID
 
 if TYPE_CHECKING:
     from sglang_ext.tiers.records.seals import RecordSeals
@@ -33,7 +34,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     describe(
         parser,
         "Says what lies in the folder of --hier-kv-disk-dir or in a store, by namespace. Changes"
-        " nothing, and may run beside servers.",
+        f" nothing, and may run beside servers. {UNITS_SAID}",
         "hier-kv inspect /nvme/kv",
         "hier-kv inspect redis://cache:6379",
     )
@@ -58,7 +59,8 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
     describe(
         parser,
         "Removes pages from the folder of --hier-kv-disk-dir while no server holds it, or from a"
-        " store, and says what it removed. Pages that were not chosen stay.",
+        " store, and says what it removed. Pages that were not chosen stay. --dry-run may run"
+        f" beside a server; its figures are a moment's. {UNITS_SAID}",
         "hier-kv prune /nvme/kv --older-than 7d --dry-run",
         "hier-kv prune /nvme/kv --damaged",
     )

@@ -95,7 +95,7 @@ def _lines_of(facts: Mapping[str, Any]) -> list[str]:
     adapters = {name or "none": num for name, num in facts["adapters"].items()}
     free = f"{amount(facts['free_bytes'])} of places without a page"
     if facts["free_slots"]:
-        free += f", {facts['free_slots']:,} of them whole slots"
+        free += f", among them {number_of(facts['free_slots'], 'whole slot')}"
     rows = {
         "label": ", ".join(f"{name} {value}" for name, value in facts["label"].items()),
         "segments": f"{facts['segments']:,} of {amount(facts['bytes'])}: {_named(states)}",

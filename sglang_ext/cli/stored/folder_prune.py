@@ -1,4 +1,4 @@
-"""`hier-kv prune` of a disk tier's folder that no server holds."""
+"""`hier-kv prune` of a disk tier's folder that no server holds; beside one a dry run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from sglang_ext.cli.progress import Progress
-from sglang_ext.cli.server_stats import amount
+from sglang_ext.cli.server_stats import amount, number_of
 from sglang_ext.cli.stored.choice import Choice, Removed
 from sglang_ext.tiers.access import shown
 from sglang_ext.tiers.base import BLOCK_BYTES
@@ -38,17 +38,18 @@ def prune_folder(root: Path, choice: Choice, seals: RecordSeals, *, is_dry: bool
         is_dry: whether to say only what would go.
 
     Raises:
-        TierConfigError: it is no folder of a disk tier, or a server holds it.
+        TierConfigError: it is no folder of a disk tier, or a server holds it and this is no dry
+            run.
         OSError: it cannot be read.
     """
     io, folders = FileIO(), tier_folders(root)
     holder = holders(io, root, folders)
-    if holder:
+    if holder and not is_dry:
         raise TierConfigError(
             f"nothing is removed beside a running server, and {holder} holds {shown(root)}; stop"
-            " it first"
+            " it first, or give --dry-run to see what would be removed now"
         )
-    removed = Removed(str(root), is_dry)
+    removed = Removed(str(root), is_dry, held_by=holder)
     with contextlib.ExitStack() as stack:
         if not is_dry:
             for folder in dict.fromkeys([root, *folders]):
@@ -97,7 +98,13 @@ class _Pruner:
         self._remove(segment, f"{what}, {amount(segment.num_bytes)}", len(found.pages))
 
     def _prune_damaged(self, segment: SegmentFile, progress: Progress) -> None:
-        check = check_segment(self._io, segment, self._seals, has_server=False, on_bytes=progress)
+        has_server = bool(self._removed.held_by)
+        check = check_segment(
+            self._io, segment, self._seals, has_server=has_server, progress=progress
+        )
+        if check.left_out:
+            self._leave(segment, check.left_out)
+            return
         if not check.faults:
             return
         reason = _why_left(check)
@@ -107,20 +114,22 @@ class _Pruner:
         faults = [fault for fault in check.faults if _is_damage(fault)]
         kept = check.sound + len(check.faults) - len(faults)
         if not kept:
-            what = f"{self._name(segment)}: {len(faults):,} damaged places and no sound page"
+            places = number_of(len(faults), "damaged place")
+            what = f"{self._name(segment)}: {places} and no sound page"
             self._remove(segment, what, len(faults))
         elif faults:
             self._cut_out(segment, check, faults)
         if len(faults) < len(check.faults) and kept:
-            self._leave(segment, f"{len(check.faults) - len(faults):,} pages cannot be judged")
+            unjudged = number_of(len(check.faults) - len(faults), "page")
+            self._leave(segment, f"{unjudged} cannot be judged")
 
     def _cut_out(self, segment: SegmentFile, check: SegmentCheck, faults: list[Fault]) -> None:
         assert check.found is not None
         blocks = {fault.block for fault in faults if fault.block}
         table = ", and seals it anew" if len(blocks) < len(faults) else ""
-        what = (
-            f"{len(blocks):,} damaged pages from {self._name(segment)}, {check.sound:,} stay{table}"
-        )
+        damaged = number_of(len(blocks), "damaged page")
+        stay = f"{check.sound:,} {'stays' if check.sound == 1 else 'stay'}"
+        what = f"{damaged} from {self._name(segment)}, {stay}{table}"
         try:
             if not self._removed.is_dry:
                 cut_out(self._io, segment, check.found, blocks, self._seals)
@@ -156,7 +165,7 @@ class _Pruner:
 
     def _pages(self, segment: SegmentFile, num_pages: int) -> str:
         is_locked = segment.heading is not None and segment.heading.protected and not num_pages
-        return "pages of another key" if is_locked else f"{num_pages:,} pages"
+        return "pages of another key" if is_locked else number_of(num_pages, "page")
 
     def _leave(self, segment: SegmentFile, reason: str) -> None:
         self._removed.left.append(f"{self._name(segment)}: {reason}")

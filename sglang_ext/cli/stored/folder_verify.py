@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang_ext.cli.progress import Progress
+from sglang_ext.cli.server_stats import number_of
 from sglang_ext.cli.stored.verdict import BadPlace, Verdict
 from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk.offline.checking import SegmentCheck, check_segment
@@ -26,7 +27,7 @@ def verify_folder(root: Path, seals: RecordSeals) -> Verdict:
     progress = Progress("read", sum(segment.num_bytes for segment in segments))
     verdict = Verdict(str(root))
     for segment in segments:
-        check = check_segment(io, segment, seals, has_server=has_server, on_bytes=progress)
+        check = check_segment(io, segment, seals, has_server=has_server, progress=progress)
         add_check(verdict, check, root)
     progress.end()
     return verdict
@@ -42,7 +43,8 @@ def add_check(verdict: Verdict, check: SegmentCheck, root: Path) -> None:
         where = f"{file} at {fault.block * BLOCK_BYTES:,}" if fault.block else file
         verdict.bad.append(BadPlace(fault.soundness, where, fault.reason))
     if check.behind:
+        sound = number_of(check.behind, "sound page")
         verdict.notes.append(
-            f"{file}: a server that starts would lose {check.behind} sound pages behind damage, as"
+            f"{file}: a server that starts would lose {sound} behind damage, as"
             " the segment was never sealed; hier-kv prune --damaged keeps them"
         )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sglang_ext.cli.server_stats import amount
+from sglang_ext.cli.server_stats import amount, number_of
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteUrl, open_listing, parse_remote_url
 from sglang_ext.tiers.remote.base import RemoteError
@@ -57,7 +57,8 @@ def lines_of_store(facts: Mapping[str, Any]) -> list[str]:
     """The same for people."""
     namespaces = facts["namespaces"]
     records = sum(each["records"] for each in namespaces)
-    counted = f"{records:,} records of {amount(sum(each['bytes'] for each in namespaces))}"
+    num_bytes = sum(each["bytes"] for each in namespaces)
+    counted = f"{number_of(records, 'record')} of {amount(num_bytes)}"
     place = f"{facts['store']}, prefix {facts['prefix']}"
     lines = [f"{place}: {counted}, namespaces: {len(namespaces)}"]
     for each in namespaces:
@@ -67,7 +68,8 @@ def lines_of_store(facts: Mapping[str, Any]) -> list[str]:
             for kind, found in each["kinds"].items()
         ]
         if each["parts_alone"]:
-            lines.append(f"  {each['parts_alone']:,} records of which only later parts are there")
+            alone = number_of(each["parts_alone"], "record")
+            lines.append(f"  {alone} of which only later parts are there")
         if each["oldest_s"] is not None:
             youngest, oldest = _ago(each["newest_s"]), _ago(each["oldest_s"])
             lines.append(f"  stored or read from {oldest} to {youngest} ago")

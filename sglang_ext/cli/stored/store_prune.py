@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from sglang_ext.cli.server_stats import amount
+from sglang_ext.cli.server_stats import amount, number_of
 from sglang_ext.cli.stored.choice import Choice, Removed
 from sglang_ext.cli.stored.store_inspect import opened_store
 from sglang_ext.tiers.errors import TierConfigError, TierError
@@ -55,7 +55,7 @@ def _remove(listing: Listing, record: StoredRecord, removed: Removed) -> None:
     try:
         if not removed.is_dry:
             listing.remove(names)
-        more = f" and {len(names) - 1:,} parts" if len(names) > 1 else ""
+        more = f" and {number_of(len(names) - 1, 'part')}" if len(names) > 1 else ""
         what = f"{names[0]}{more}, {amount(record.num_bytes)}"
         removed.add(what, int(record.first is not None), record.num_bytes)
     except (TierError, OSError) as error:

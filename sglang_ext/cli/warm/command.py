@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang_ext.cli.examples import describe
 from sglang_ext.cli.progress import Progress
+from sglang_ext.cli.server_stats import number_of
 from sglang_ext.cli.steer import add_admin_key, admin_key_of
 from sglang_ext.cli.warm.documents import TENANT, Document, read_documents
 from sglang_ext.cli.warm.server import Keys, Served, ServerGoneError, WarmedServer, WarmError
@@ -109,10 +110,11 @@ class Summary:
 
     Attributes:
         page_size: tokens of a page.
-        documents: that are stored, too short ones among them.
+        documents: that are stored.
         there_already: of these, those of which all was reused that can be: the last token is
             always computed, and with it the rest of its page.
-        too_short: of these, those of less than a page, of which there is nothing to store.
+        too_short: those of less than a page, of which nothing is stored, and their tokens; they
+            count nowhere else.
         tokens: of their prompts.
         computed_tokens: of these, those that were not reused.
         reused: the others by tier.
@@ -127,7 +129,7 @@ class Summary:
     page_size: int
     documents: int = 0
     there_already: int = 0
-    too_short: int = 0
+    too_short: list[tuple[str, int]] = field(default_factory=list)
     tokens: int = 0
     computed_tokens: int = 0
     reused: Counter[str] = field(default_factory=Counter)
@@ -143,54 +145,75 @@ class Summary:
         """The exit status: 0 where all documents were stored, and the server is still there."""
         return int(bool(self.failures) or self.is_cut_short)
 
-    def add(self, served: Served) -> None:
-        """Counts a document that is stored."""
+    def add(self, where: str, served: Served) -> None:
+        """Counts a document that was served.
+
+        Args:
+            where: file, and line of one with many.
+            served: what the server did with it.
+        """
+        if served.num_tokens < self.page_size:
+            self.too_short.append((where, served.num_tokens))
+            return
         num_computed = served.num_tokens - served.num_reused
         self.documents += 1
         self.tokens += served.num_tokens
         self.computed_tokens += num_computed
         self.reused.update({tier: n for tier, n in served.by_tier.items() if n})
-        if served.num_tokens < self.page_size:
-            self.too_short += 1
-        elif served.num_reused and num_computed <= self.page_size:
+        if served.num_reused and num_computed <= self.page_size:
             self.there_already += 1
 
     def facts(self) -> dict[str, Any]:
         """As JSON has it."""
         failures = [{"where": where, "reason": reason} for where, reason in self.failures]
-        return {**vars(self), "failures": failures, "seconds": round(self.seconds, 3)}
+        too_short = [{"where": where, "tokens": tokens} for where, tokens in self.too_short]
+        found = {**vars(self), "failures": failures, "too_short": too_short}
+        return {**found, "seconds": round(self.seconds, 3)}
 
     def lines(self) -> list[str]:
         """For people."""
-        shown = [f"failed: {where}: {reason}" for where, reason in self.failures[:_MOST_LINES]]
-        if len(self.failures) > _MOST_LINES:
-            num_more = len(self.failures) - _MOST_LINES
-            shown.append(f"... and {num_more:,} more (--json has all)")
+        shown = _first([f"failed: {where}: {reason}" for where, reason in self.failures])
+        shown += _first([self._said_of_short(*each) for each in self.too_short])
         if self.is_cut_short:
             shown.append(
                 "the server is gone; documents behind the last that is counted were not sent"
             )
         if self.lost_pages:
             shown.append(
-                f"{self.lost_pages:,} pages left the last tier meanwhile: DRAM and disk are too "
-                "small for all (hier-kv size)"
+                f"{number_of(self.lost_pages, 'page')} left the last tier meanwhile: DRAM and disk "
+                "are too small for all (hier-kv size)"
             )
         if self.pinned_now_pages is not None:
-            shown.append(
-                f"{self.pinned_now_pages:,} pages are pinned now; {self.pins_refused_pages:,} "
-                "found no room in --hier-kv-pin-share"
-            )
+            pinned = f"{number_of(self.pinned_now_pages, 'page')} {_are(self.pinned_now_pages)}"
+            refused = f"{self.pins_refused_pages:,} found no room in --hier-kv-pin-share"
+            shown.append(f"{pinned} pinned now; {refused}")
         tiers = "".join(f", {tier} {n:,}" for tier, n in self.reused.items())
-        too_short = f", {self.too_short:,} shorter than a page" if self.too_short else ""
+        stored = f"{number_of(self.documents, 'document')} {_are(self.documents)} stored"
+        there = f"{self.there_already:,} of them {'was' if self.there_already == 1 else 'were'}"
+        num_short = len(self.too_short)
+        too_short = f"{num_short:,} {_are(num_short)} too short; " if num_short else ""
+        shown.append(f"{stored}, {there} there already; {too_short}{len(self.failures):,} failed")
         shown.append(
-            f"{self.documents:,} documents are stored, {self.there_already:,} of them were there "
-            f"already{too_short}; {len(self.failures):,} failed"
-        )
-        shown.append(
-            f"{self.tokens:,} tokens: {self.computed_tokens:,} computed{tiers}; "
+            f"{number_of(self.tokens, 'token')}: {self.computed_tokens:,} computed{tiers}; "
             f"{self.seconds:.1f} s"
         )
         return shown
+
+    def _said_of_short(self, where: str, num_tokens: int) -> str:
+        return (
+            f"too short: {where}: {number_of(num_tokens, 'token')}, and a page has "
+            f"{self.page_size}; nothing of it is stored"
+        )
+
+
+def _first(lines: list[str]) -> list[str]:
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES:,} more (--json has all)"]
+    return lines
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _warm_all(
@@ -208,7 +231,7 @@ def _warm_all(
         for future in done:
             document = under_way.pop(future)
             try:
-                summary.add(future.result())
+                summary.add(document.where, future.result())
             except WarmError as error:
                 summary.failures.append((document.where, str(error)))
                 summary.is_cut_short |= isinstance(error, ServerGoneError)

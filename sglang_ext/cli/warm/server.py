@@ -114,7 +114,10 @@ class WarmedServer:
                 if have_ended
                 else f"they were not saved in {self._timeout_s:g} s; run this again"
             )
-            raise WarmError(f"{num_missing:,} of its pages are neither in DRAM nor on disk: {why}")
+            are = "is" if num_missing == 1 else "are"
+            raise WarmError(
+                f"{num_missing:,} of its pages {are} neither in DRAM nor on disk: {why}"
+            )
         if pin_s is not None:
             self._steer(document, served, {"pin_s": pin_s})
         return served

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import resource
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,13 @@ from sglang_ext.seam.contract.symbols import SYMBOLS, Use
 from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.tiers.disk.folder import FolderLock
 from sglang_ext.tiers.disk.segments.fileio import FileIO
+from sglang_ext.tiers.remote import Outcome
 from testkit.hybrids.window_model import write_window_model
+from testkit.ports import free_port
+from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.server import TINYLM
 from testkit.sglang_copy import SglangCopy
+from tests.tiers.remote.remote_cases import WAIT_S, make_items, open_store
 
 SMALL = ["--hier-kv-host-size", "0.01"]
 
@@ -48,7 +54,63 @@ def test_a_good_set_up_is_good(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         "disk": checks["disk"]["state"],
     }  # fmt: skip
     assert checks["disk"]["state"] in ("ok", "warning")  # O_DIRECT is the file system's to have
-    assert list(disk.rglob("*")) == [], "it leaves nothing behind"
+    assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
+
+
+def test_folders_that_it_made_to_try_are_gone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    disk = ["--hier-kv-disk-dir", str(kept / "new" / "deep")]
+    assert run(capsys, *SMALL, *disk)[0] == 0
+    assert list(tmp_path.iterdir()) == [kept]
+    assert list(kept.iterdir()) == [], "what was absent is absent again"
+    assert run(capsys, *SMALL, *disk, "--hier-kv-disk-free-floor", "1000000")[0] == 1
+    assert list(kept.iterdir()) == [], "also where the folder was refused"
+    assert run(capsys, *SMALL, "--hier-kv-disk-dir", str(kept))[0] == 0
+    assert kept.is_dir(), "what was there stays"
+
+
+def test_a_store_is_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    status, checks = run(capsys, *SMALL, "--hier-kv-remote-url", url)
+    assert (status, checks["remote"]["state"]) == (0, "warning")
+    assert f"{url} does not answer" in checks["remote"]["text"]
+    assert "refused" in checks["remote"]["text"]
+    assert "start the store" in checks["remote"]["text"]
+    if redis_binary() is None:
+        pytest.skip("no redis-server is installed")
+    with RedisServer(tmp_path / "redis", password="secret", max_memory="512mb") as redis:
+        url = f"redis://127.0.0.1:{redis.port}"
+        status, checks = run(capsys, *SMALL, "--hier-kv-remote-url", url)
+        assert (status, checks["remote"]["state"]) == (0, "warning")
+        assert "SGLANG_HIER_KV_REMOTE_PASSWORD" in checks["remote"]["text"]
+        monkeypatch.setenv("SGLANG_HIER_KV_REMOTE_PASSWORD", "secret")
+        status, checks = run(capsys, *SMALL, "--hier-kv-remote-url", url)
+        assert (status, checks["remote"]["state"]) == (0, "ok")
+        text = checks["remote"]["text"]
+        found = re.search(r"([\d.]+) ms to connect, ([\d.]+) ms a round trip", text)
+        assert found is not None, text
+        assert all(float(number) > 0 for number in found.groups())
+        assert "MiB of 0.5 GiB" in text
+        assert "secret" not in text
+
+
+def test_a_store_that_is_a_folder_keeps_what_lies_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with contextlib.closing(open_store(f"file://{tmp_path}?size=1GB&free=1")) as store:
+        assert store.wait_usable(WAIT_S)
+        assert set(store.put(make_items(range(40)))) == {Outcome.OK}
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    url = f"file://{tmp_path}?size=64KB"  # a server with this would remove the most of it
+    for _ in range(10):
+        status, checks = run(capsys, *SMALL, "--hier-kv-remote-url", url)
+        assert (status, checks["remote"]["state"]) == (0, "ok")
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
 
 
 def test_what_a_start_refuses_is_refused_in_the_same_words(
@@ -189,6 +251,41 @@ def test_what_is_no_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_pat
         status, checks = run(capsys, *SMALL, "--model-path", str(place))
         assert (status, checks["model"]["state"]) == (1, "refused")
         assert f"must be a model that SGLang knows, got {place}" in checks["model"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"model_type": "llama"}', ""),
+        ('{"hidden_size": 8}', "names no model_type"),
+        ("[1]", "names no model_type"),
+        ("{", "cannot be read"),
+        (None, "its config.json cannot be read (No such file or directory)"),
+    ],
+)
+def test_what_is_no_model_is_refused_where_sglang_cannot_be_imported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    content: str | None, problem: str,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, "sglang.srt.configs.model_config", None)
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    status, checks = run(capsys, *SMALL, "--model-path", str(tmp_path))
+    text = checks["model"]["text"]
+    if problem:
+        assert (status, checks["model"]["state"]) == (1, "refused")
+        assert problem in text
+        (tmp_path / "params.json").write_text("{}")  # as Mistral's own have it
+        if content is None:
+            assert run(capsys, *SMALL, "--model-path", str(tmp_path))[0] == 0
+    else:
+        assert (status, checks["model"]["state"]) == (0, "warning")
+        assert "SGLang cannot be imported here" in text
+    status, checks = run(capsys, *SMALL, "--model-path", str(tmp_path / "missing"))
+    assert (status, checks["model"]["state"]) == (1, "refused")
+    assert "there is no such folder" in checks["model"]["text"]
+    status, checks = run(capsys, *SMALL, "--model-path", "meta-llama/Llama-3.1-8B")
+    assert (status, checks["model"]["state"]) == (0, "warning")
 
 
 def test_code_of_a_model_is_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -96,6 +96,8 @@ def test_help_has_examples_that_are_commands(name: str, monkeypatch: pytest.Monk
         _, *words = shlex.split(example)
         assert make_parser().parse_args(words).command == name
     assert "--json" in text
+    if name in ("stats", "top", "inspect", "prune"):
+        assert "powers of 1,024" in " ".join(text.split())
 
 
 def test_top_prints_a_document_for_each_look(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +113,8 @@ def test_steer_says_where_the_pages_were(
     (tmp_path / "a.txt").write_text("a")
     asked = ("steer", url, "--text", str(tmp_path / "a.txt"), "--prefetch")
     assert json.loads(printed(capsys, *asked, "--json")) == STEERED
+    together = ("--text", str(tmp_path / "a.txt"), "--unpin", "--demote", "--ttl-s", "60")
+    assert printed(capsys, "steer", url, *together)
     assert printed(capsys, *asked) == (
         "scheduler 0: 40 whole pages, 3 in DRAM, 37 on disk; being brought to DRAM\n"
     )

@@ -18,6 +18,7 @@ from tests.tiers.tier_pages import NAMESPACE, OTHER_NAMESPACE, SLOT_BYTES, store
 from tests.unit.cli.disk_folder import (
     PER_SEGMENT,
     damage,
+    fill,
     flip,
     killed_folder,
     listing,
@@ -199,11 +200,41 @@ def test_beside_a_server_nothing_is_removed(tmp_path: Path, capsys: Capture) -> 
     write_folder(tmp_path)
     with opened(tmp_path):
         before = listing(tmp_path)
-        for more in ([], ["--dry-run"]):
-            error = refusal(capsys, "prune", tmp_path, "--all", *more)
-            assert f"process {os.getpid()} on host" in error
-            assert "stop it first" in error
+        error = refusal(capsys, "prune", tmp_path, "--all")
+        assert f"process {os.getpid()} on host" in error
+        assert "stop it first, or give --dry-run" in error
         assert listing(tmp_path) == before
+
+
+def test_beside_a_server_a_dry_run_says_what_would_go_now(tmp_path: Path, capsys: Capture) -> None:
+    with opened(tmp_path) as tier:
+        places = fill(tier)
+        damage(tmp_path, places[3])
+        before = listing(tmp_path)
+        status, facts = run_json(capsys, "prune", tmp_path, "--all", "--dry-run")
+        assert (status, facts["pages"], len(facts["removed"])) == (0, 22, 4)
+        assert f"process {os.getpid()} on host" in facts["held_by"]
+        status, out, _ = run(capsys, "prune", tmp_path, "--damaged", "--dry-run")
+        assert status == 0
+        assert "would remove 1 damaged page from " in out
+        assert out.count("left: ") == 2
+        assert "being written" in out, "what the server writes to is not judged"
+        assert f"these are figures of this moment: process {os.getpid()} on host" in out
+        assert listing(tmp_path) == before
+        store(tier, range(100, 103))  # the server goes on
+    status, out, _ = run(capsys, "prune", tmp_path, "--damaged", "--dry-run")
+    assert "of this moment" not in out
+
+
+def test_one_page_is_not_told_in_the_plural(tmp_path: Path, capsys: Capture) -> None:
+    places = write_folder(tmp_path, num_pages=PER_SEGMENT + 2)
+    damage(tmp_path, places[PER_SEGMENT])
+    _, out, _ = run(capsys, "prune", tmp_path, "--damaged")
+    assert "removed 1 damaged page from " in out
+    assert "seg-00000003.hkv, 1 stays\n" in out
+    assert "removed 1 page of 8 KiB\n" in out
+    _, out, _ = run(capsys, "prune", tmp_path, "--all", "--dry-run")
+    assert "seg-00000003.hkv: 1 page, " in out
 
 
 def test_the_folder_of_several_ranks_is_pruned_when_all_have_ended(

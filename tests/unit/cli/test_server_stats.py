@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.cli.server_stats import ServerStatsError, describe, fetch, number_of, trouble
+from sglang_ext.cli.server_stats import (
+    ServerStatsError,
+    amount,
+    describe,
+    fetch,
+    number_of,
+    trouble,
+)
 from tests.unit.cli.stub_server import QuietHandler, serving
 
 Serve = Callable[[bytes], str]
@@ -97,6 +104,21 @@ def test_what_became_of_prompt_tokens_is_one_line() -> None:
         assert sum(line in row for row in shown) == 1
     assert any("none asked for since then" in row for row in describe(now, now, 2.0))
     assert trouble(state(missed_failed_tokens=64)) == {}
+
+
+def test_sizes_are_as_the_flags_have_them() -> None:
+    assert amount(1 << 30) == "1 GiB"
+    sizes = (0, 999, 1000, 1536, 3 << 20, 5 << 40)
+    assert [amount(size) for size in sizes] == [
+        "0 B", "999 B", "0.977 KiB", "1.5 KiB", "3 MiB", "5 TiB"
+    ]  # fmt: skip
+
+
+def test_one_page_is_not_told_in_the_plural() -> None:
+    counts = {"loaded_pages": 1, "save_queue": 1, "waiting_requests": 1, "window_requests": 0}
+    text = "\n".join(describe(state(**counts, admitted_ready_requests=1)))
+    for line in ("1 page came back; of 1 request that", "1 request waits, ", "1 node to DRAM"):
+        assert line in text
 
 
 def test_one_thing_is_not_told_in_the_plural() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.protection_cases import KEY, OTHER_KEY, seals
-from tests.tiers.tier_pages import NAMESPACE, store
+from tests.tiers.tier_pages import NAMESPACE, SLOT_BYTES, store
 from tests.unit.cli.disk_folder import (
     damage,
     fill,
@@ -148,6 +148,9 @@ def test_beside_a_server_what_it_writes_to_is_left_out(tmp_path: Path, capsys: C
         assert (status, facts["sound"], facts["bad"]) == (0, 16, [])
         assert len(facts["left_out"]) == 2
         assert "being written" in facts["left_out"][0]
+        _, _, err = run(capsys, "verify", tmp_path)
+        read = f"{16 * SLOT_BYTES / 1024:g} KiB"
+        assert f"read {read} of {read} (100%)\n" in err, "what was left out was not read"
         store(tier, range(100, 103))  # the server goes on
 
 

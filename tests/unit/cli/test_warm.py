@@ -121,7 +121,10 @@ def _answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     if body.get("text") == "cut":
         report["dropped"] = 5
     aborted = {"type": "abort", "message": "no room"} if body.get("text") == "aborted" else None
-    meta = {
+    if body.get("text") == "short":
+        short = {"prompt_tokens": 1, "cached_tokens": 0, "finish_reason": None}
+        return 200, {"prompt_token_ids": [1], "meta_info": short}
+    meta: dict[str, Any] = {
         "prompt_tokens": PAGE + 10, "cached_tokens": PAGE, "finish_reason": aborted,
         "cached_tokens_details": {"hier_kv": report},
     }  # fmt: skip
@@ -254,6 +257,23 @@ def test_all_is_said_of_documents_that_are_stored(
     assert [body.get("cache_salt") for body in pins].count("s") == 1
 
 
+def test_a_document_of_less_than_a_page_is_not_counted_as_stored(
+    peer: Peer, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write({"text": "a"}, {"text": "short"})
+    assert main(["warm", peer.url, path, "--pin-s", "60"]) == 0
+    assert capsys.readouterr().out.splitlines()[::2] == [
+        f"too short: {path}:2: 1 token, and a page has 64; nothing of it is stored",
+        "1 document is stored, 1 of them was there already; 1 is too short; 0 failed",
+    ]
+    pins = [body for body in peer.bodies["/hier_kv/steer"] if "pin_s" in body]
+    assert len(pins) == 1
+    assert main(["warm", peer.url, path, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["too_short"] == [{"where": f"{path}:2", "tokens": 1}]
+    assert (found["documents"], found["tokens"], found["computed_tokens"]) == (1, PAGE + 10, 10)
+
+
 def test_a_document_that_fails_does_not_stop_the_others(
     peer: Peer, write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,7 +298,7 @@ def test_what_the_server_does_not_keep_is_a_failure(
     peer.is_stored = False
     assert main(["warm", peer.url, write({"text": "a"})]) == 1
     said = capsys.readouterr().out
-    assert "1 of its pages are neither in DRAM nor on disk: there was no room for them" in said
+    assert "1 of its pages is neither in DRAM nor on disk: there was no room for them" in said
     assert "0 documents are stored, 0 of them were there already; 1 failed" in said
 
 
@@ -366,19 +386,22 @@ def test_a_server_that_is_not_done_in_time_is_said_to_be_so(peer: Peer, write: W
 
 def test_the_summary_says_what_is_missing_of_many() -> None:
     summary = Summary(PAGE, seconds=2.0, lost_pages=1200, is_cut_short=True)
-    summary.add(Served([], PAGE - 1, 0, _tiers()))
-    summary.add(Served([], PAGE, 0, _tiers()))  # a page, computed just now
-    summary.add(Served([], 10 * PAGE + 5, 10 * PAGE, _tiers(host=9 * PAGE, disk=PAGE)))
+    summary.add("p.jsonl:99", Served([], PAGE - 1, 0, _tiers()))
+    summary.add("p.jsonl:100", Served([], PAGE, 0, _tiers()))  # a page, computed just now
+    summary.add(
+        "p.jsonl:101", Served([], 10 * PAGE + 5, 10 * PAGE, _tiers(host=9 * PAGE, disk=PAGE))
+    )
     summary.failures = [(f"p.jsonl:{n}", "no") for n in range(22)]
     assert summary.status == 1
     lines = summary.lines()
-    assert lines[22].startswith("1,200 pages left the last tier meanwhile: ")
-    assert [*lines[19:22], *lines[23:]] == [
+    assert lines[23].startswith("1,200 pages left the last tier meanwhile: ")
+    assert [*lines[19:21], lines[22], lines[21], *lines[24:]] == [
         "failed: p.jsonl:19: no",
         "... and 2 more (--json has all)",
         "the server is gone; documents behind the last that is counted were not sent",
-        "3 documents are stored, 1 of them were there already, 1 shorter than a page; 22 failed",
-        "772 tokens: 132 computed, host 576, disk 64; 2.0 s",
+        "too short: p.jsonl:99: 63 tokens, and a page has 64; nothing of it is stored",
+        "2 documents are stored, 1 of them was there already; 1 is too short; 22 failed",
+        "709 tokens: 69 computed, host 576, disk 64; 2.0 s",
     ]
     assert Summary(PAGE).status == 0
 

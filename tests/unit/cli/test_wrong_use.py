@@ -107,6 +107,20 @@ def test_where_nobody_answers_is_said(
         (("steer", "--text", "none", "--locate"), "'none': No such file"),
         (("steer", "--text", "text", "--pin-s", "nan"), "--pin-s must be above 0"),
         (("steer", "--text", "text", "--returns-in-s", "-1"), "--returns-in-s must be above 0"),
+        (
+            ("steer", "--text", "text", "--locate", "--demote", "--ttl-s", "5"),
+            "--locate and --demote, --ttl-s do not go together: it says where the pages lie",
+        ),
+        (
+            ("steer", "--text", "text", "--unpin", "--pin-s", "5"),
+            "--unpin and --pin-s do not go together: one ends pins",
+        ),
+        (
+            ("steer", "--text", "text", "--demote", "--pin-s", "5"),
+            "--demote and --pin-s do not go together: pinned pages are not demoted",
+        ),
+        (("steer", "--text", "text", "--prefetch", "--demote"), "--demote and --prefetch do not"),
+        (("steer", "--text", "text", "--ends", "--returns-in-s", "5"), "--ends and --returns-in-s"),
         (("warm", "http://127.0.0.1:1"), "a FILE is expected"),
         (("calibrate", "/none"), "/none is no folder"),
         (

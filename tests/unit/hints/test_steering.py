@@ -62,6 +62,8 @@ def test_a_body_is_read_and_reaches_a_scheduler_as_it_was(
         ({"text": "a", "prefetch": "yes"}, "prefetch must be true or false"),
         ({"text": "a", "prefetch": True, "demote": True}, "expected prefetch or demote, got both"),
         ({"text": "a", "prefetch": True, "ends": True}, "expected prefetch or ends, got both"),
+        ({"text": "a", "locate": True, "unpin": True}, "expected locate, which .* or unpin"),
+        ({"text": "a", "locate": True, "pin_s": 5}, "expected locate, .* or pin_s, got both"),
         ({"text": "a", "pin_s": -1}, r"the body\['pin_s'\] must be a number of seconds above 0"),
         ({"text": "a", "cache_salt": 5, "unpin": True}, "cache_salt must be a text of at most"),
         ({"text": "a", "extra_key": "x" * 5000, "unpin": True}, "extra_key must be a text of at"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,6 +27,16 @@ from sglang_ext.tiers.records.soundness import Soundness, soundness_of
 
 _READABLE = (SegmentState.SEALED, SegmentState.RESEALED, SegmentState.DAMAGED_FOOTER)
 _SCANNED = (SegmentState.RESEALED, SegmentState.DAMAGED_FOOTER, SegmentState.EMPTY)
+
+
+class ReadProgress(Protocol):
+    """Whoever is told how far reading is."""
+
+    def __call__(self, num_bytes: int) -> None:
+        """So many bytes were read."""
+
+    def skip(self, num_bytes: int) -> None:
+        """So many bytes need not be read."""
 
 
 class Fault(NamedTuple):
@@ -71,7 +81,7 @@ def check_segment(
     seals: RecordSeals,
     *,
     has_server: bool,
-    on_bytes: Callable[[int], None],
+    progress: ReadProgress,
 ) -> SegmentCheck:
     """Checks each record of a segment. Never raises OSError.
 
@@ -80,12 +90,12 @@ def check_segment(
         segment: the file.
         seals: what proves its records.
         has_server: whether a server may be writing to it; then it is left out if it is not sealed.
-        on_bytes: told of bytes that were read; of the whole file's in the end.
+        progress: told of bytes that were read, and of the rest of the file, which is not.
     """
     if has_server and not is_sealed(io, segment):
-        on_bytes(segment.num_bytes)
+        progress.skip(segment.num_bytes)
         return SegmentCheck(segment, left_out="being written")
-    check = _Checker(io, segment, seals, on_bytes).check()
+    check = _Checker(io, segment, seals, progress).check()
     if check.faults and not segment.is_unchanged():
         # What a server wrote meanwhile is no damage.
         return SegmentCheck(segment, left_out="changed or removed while it was read")
@@ -100,12 +110,12 @@ class _Checker:
         io: FileIO,
         segment: SegmentFile,
         seals: RecordSeals,
-        on_bytes: Callable[[int], None],
+        progress: ReadProgress,
     ) -> None:
         self._io = io
         self._segment = segment
         self._seals = seals
-        self._on_bytes = on_bytes
+        self._progress = progress
         self._rest = segment.num_bytes
 
     def check(self) -> SegmentCheck:
@@ -128,7 +138,7 @@ class _Checker:
                     self._check_locked(fd, check)
             finally:
                 self._io.close(fd)
-        self._on_bytes(self._rest)
+        self._progress.skip(self._rest)
         return check
 
     def _check_records(self, fd: int, check: SegmentCheck, found: Recovered) -> None:
@@ -145,7 +155,7 @@ class _Checker:
             else:
                 check.faults.append(fault)
             self._rest -= record.size
-            self._on_bytes(record.size)
+            self._progress(record.size)
 
     def _fault_of(self, fd: int, record: ByteArray, block: int, key: RecordKey) -> Fault | None:
         try:

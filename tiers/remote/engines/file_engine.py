@@ -170,13 +170,13 @@ class _Got(NamedTuple):
 
 
 class FileEngine(RemoteEngine):
-    """Keeps values in a shared folder. One thread removes what is old or too much."""
+    """Keeps values in a shared folder. Once begun, one thread removes what is old or too much."""
 
     max_value_bytes = 64 << 20
     keeps_ttl = True
 
     def __init__(self, config: FileConfig) -> None:
-        """Starts the thread that reclaims.
+        """Starts nothing yet.
 
         Args:
             config: the settings.
@@ -192,6 +192,10 @@ class FileEngine(RemoteEngine):
         self._free_checked_s = 0.0  # guarded by _free_lock
         self._is_low = False  # guarded by _free_lock
         self.reclaimer = FolderReclaimer(config.folders, config.max_bytes, config.ttl_s)
+
+    def begin(self) -> None:
+        """See `RemoteEngine.begin`. Starts the thread that reclaims."""
+        self.reclaimer.start()
 
     def ping(self, deadline: Deadline) -> None:
         """See `RemoteEngine.ping`. Lists the folder."""

@@ -35,7 +35,7 @@ class FolderReclaimer:
     """
 
     def __init__(self, folders: ValueFolders, max_bytes: int, ttl_s: float = 0.0) -> None:
-        """Starts the thread, which looks through the folders at once.
+        """Starts nothing yet.
 
         Args:
             folders: of the values.
@@ -57,6 +57,9 @@ class FolderReclaimer:
         self._thread = threading.Thread(
             target=self._run, name="hier-kv-remote-reclaim", daemon=True
         )
+
+    def start(self) -> None:
+        """Starts the thread, which looks through the folders at once."""
         self._thread.start()
 
     @property
@@ -83,7 +86,8 @@ class FolderReclaimer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(timeout=2.0)
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
         every_s = min(_SCAN_EVERY_S, self._ttl_s / 4) if self._ttl_s else _SCAN_EVERY_S
