@@ -13,10 +13,12 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-# Below the range that the kernel gives to clients.
-_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
-# Ports that follow each other lie apart: SGLang takes some of its own close behind a server's.
-_STRIDE = 3_001
+# Below the range that the kernel gives to clients, below those that SGLang takes by chance for its
+# ranks (from 22,000 on), and above those that Mooncake does (up to 17,000).
+FIRST_PORT, NUM_PORTS = 17_500, 4_200
+# No two of sixty in turn are less than 68 apart: SGLang takes some of its own close behind a
+# server's, and some 233 behind it.
+_STRIDE = 1_033
 
 
 class NoFreePortError(RuntimeError):
@@ -25,13 +27,13 @@ class NoFreePortError(RuntimeError):
 
 def free_port() -> int:
     """A TCP port nobody listens on, and that nobody is given again before all others were."""
-    for _ in range(_NUM_PORTS):
-        port = _FIRST_PORT + _next_turn() * _STRIDE % _NUM_PORTS
+    for _ in range(NUM_PORTS):
+        port = FIRST_PORT + _next_turn() * _STRIDE % NUM_PORTS
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
     raise NoFreePortError(
-        f"expected a free TCP port of {_FIRST_PORT} to {_FIRST_PORT + _NUM_PORTS - 1}: end the "
+        f"expected a free TCP port of {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1}: end the "
         "processes that listen on them"
     )
 

@@ -58,6 +58,8 @@ FORK_SERVERS = "HIER_KV_FORK_SERVERS"
 
 _LOG_TAIL_CHARS = 4_000
 _POLL_S = 0.05
+# Longest time in which processes end that were killed, and in which somebody reaps those that did.
+_ENDS_S, _REAPED_S = 60.0, 2.0
 
 
 class ServerError(RuntimeError):
@@ -367,7 +369,7 @@ class Server:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
 
-    def terminate(self, timeout_s: float = 60.0) -> Leftovers:
+    def terminate(self, timeout_s: float = 300.0) -> Leftovers:
         """Sends SIGTERM to the main process, waits for the end, and reports what stayed.
 
         Raises:
@@ -385,7 +387,9 @@ class Server:
                 f"still ran {timeout_s:.0f} s after SIGTERM:\n{self._tail()}"
             ) from None
         stop_s = time.monotonic() - sent_at
-        _, running = psutil.wait_procs([p for p in tree if p.pid != process.pid], timeout=2.0)
+        others = [p for p in tree if p.pid != process.pid]
+        _await_ends(others, _ENDS_S)
+        _, running = psutil.wait_procs(others, timeout=_REAPED_S)
         own, foreign = _remove_sglang_own(mapped)
         left = Leftovers(
             exit_code=code,
@@ -406,7 +410,7 @@ class Server:
         mapped = self._mapped_shared_memory()
         tree = self.tree()
         self._process.kill()
-        self._process.wait(30.0)  # reaped here, so that the exit code is kept
+        self._process.wait(_ENDS_S)  # reaped here, so that the exit code is kept
         _kill([process for process in tree if process.pid != self.pid])
         _remove_sglang_own(mapped)
         self._forget()
@@ -472,7 +476,7 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    _await_ends(processes, timeout_s=10.0)
+    _await_ends(processes, _ENDS_S)
 
 
 def _await_ends(processes: Sequence[psutil.Process], timeout_s: float) -> None:

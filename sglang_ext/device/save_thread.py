@@ -44,8 +44,9 @@ class SaveThread:
         self._page_size = page_size
         self._jobs: queue.SimpleQueue[SaveJob | Callable[[], None] | None] = queue.SimpleQueue()
         self._completed: deque[bool] = deque()
-        self._num_saves = 0  # queued or running; guarded by _done
-        self._num_ended = 0  # since the start, however they ended; guarded by _done
+        self._num_saves = 0  # queued or running; guarded by _done, as are the next two
+        self._num_notes = 0  # alike, of what is called behind saves
+        self._num_ended = 0  # of both since the start, however they ended
         self._done = threading.Condition()
         # Device resets so far. A save that one overtook read rows that may have changed hands.
         self._num_resets = 0  # guarded by _done
@@ -102,16 +103,19 @@ class SaveThread:
         Not called when the queue is so long that a save would be dropped, too.
         """
         if self._jobs.qsize() < MAX_QUEUED_SAVES:
+            with self._done:
+                self._num_notes += 1
             self._jobs.put(note)
 
     def numbers(self) -> tuple[int, int]:
         """Saves queued or running, and those that ended since the start, both at one moment.
 
-        Saves end in the order of their offers: what is queued now has ended when so many more
-        have, whatever is offered meanwhile.
+        What is called behind saves is among both: with nothing queued that is done, too. They end
+        in the order of their offers: what is queued now has ended when so many more have, whatever
+        is offered meanwhile.
         """
         with self._done:
-            return self._num_saves, self._num_ended
+            return self._num_saves + self._num_notes, self._num_ended
 
     @property
     def num_completed(self) -> int:
@@ -153,6 +157,9 @@ class SaveThread:
                 return
             if not isinstance(job, SaveJob):
                 self._call(job)
+                with self._done:
+                    self._num_notes -= 1
+                    self._num_ended += 1
                 continue
             stored = self.save(job)
             with self._done:

@@ -81,7 +81,7 @@ class MooncakeServer(EndedWithBlock):
         """Starts both, or both again, empty."""
         self.master.start(lambda: _is_open(self.port) and _is_open(self._metadata_port))
         self._node_log.write_bytes(b"")
-        self.node.start(lambda: b"mounted" in self._node_log.read_bytes(), timeout_s=60.0)
+        self.node.start(lambda: b"mounted" in self._node_log.read_bytes())
 
     def kill(self) -> None:
         """Kills both; what they held is gone."""

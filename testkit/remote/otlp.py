@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-_WAIT_S, _POLL_S = 60.0, 0.05
+_WAIT_S, _POLL_S = 300.0, 0.05
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Process:
         self._environment = environment
         self._child: subprocess.Popen[bytes] | None = None
 
-    def start(self, is_up: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def start(self, is_up: Callable[[], bool], timeout_s: float = 300.0) -> None:
         """Starts it and waits until `is_up` says so.
 
         Raises:

@@ -160,7 +160,11 @@ class RedisCluster(EndedWithBlock):
 
     def _cli(self, *arguments: str) -> None:
         done = subprocess.run(
-            ["redis-cli", *arguments], capture_output=True, text=True, timeout=120, check=False
+            ["redis-cli", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
         )
         if done.returncode != 0:
             raise RuntimeError(f"redis-cli {arguments[1]} failed:\n{done.stdout}{done.stderr}")
@@ -177,4 +181,4 @@ class RedisCluster(EndedWithBlock):
 
 def _openssl(*arguments: object) -> None:
     command: Sequence[str] = ["openssl", *(str(argument) for argument in arguments)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)

@@ -47,7 +47,7 @@ class Router(EndedWithBlock):
         command += ["--prometheus-host", "127.0.0.1", "--policy", policy]
         command += ["--worker-startup-check-interval", "1", "--worker-urls", *urls]
         self._process = Process(command, folder / f"router-{policy}.log")
-        self._process.start(self._knows_all, timeout_s=120.0)
+        self._process.start(self._knows_all)
 
     def kill(self) -> None:
         """Kills it."""
@@ -55,6 +55,6 @@ class Router(EndedWithBlock):
 
     def _knows_all(self) -> bool:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{self.url}/workers", timeout=10.0) as answer:
+        with opener.open(f"{self.url}/workers", timeout=60.0) as answer:
             workers = json.load(answer)["workers"]
         return sum(bool(worker["is_healthy"]) for worker in workers) == self._num_servers

@@ -97,7 +97,6 @@ def test_a_reset_that_overtakes_a_save_drops_its_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows change hands while the save copies them: it must not be published or reported."""
-    monkeypatch.setattr(linker_world.linker_module, "_QUIESCE_TIMEOUT_S", 0.05)
     world = World(tmp_path, 8, policy="write_through", mode="pre", disk=False)
     try:
         chain = world.chains[0]
@@ -107,7 +106,9 @@ def test_a_reset_that_overtakes_a_save_drops_its_pages(
             world.write(chain, offset, page)
         world.kernels.gate.clear()  # the copy hangs
         world.insert(Node(chain, 0, pages))
-        flush(world)
+        with monkeypatch.context() as patch:  # what is waited for below may take its time
+            patch.setattr(linker_world.linker_module, "_QUIESCE_TIMEOUT_S", 0.05)
+            flush(world)
         world.kernels.gate.set()
         assert world.linker.quiesce()
         assert world.linker.num_completed_offloads() == 0
@@ -118,6 +119,24 @@ def test_a_reset_that_overtakes_a_save_drops_its_pages(
         assert not world.saving
     finally:
         world.close()
+
+
+def test_what_follows_saves_is_on_its_way_until_it_is_done(tmp_path: Path) -> None:
+    """Whoever waits until nothing is finds the pins and hints of a request noted."""
+    world = World(tmp_path, 9, policy="write_through", mode="pre", disk=False)
+    may_end = threading.Event()
+
+    def note() -> None:
+        may_end.wait()
+
+    try:
+        assert world.linker.numbers_of_saves() == (0, 0)
+        world.linker.after_saves(note)
+        assert world.linker.numbers_of_saves() == (1, 0)
+    finally:
+        may_end.set()
+        world.close()
+    assert world.linker.numbers_of_saves() == (0, 1)
 
 
 def flush(world: World) -> None:

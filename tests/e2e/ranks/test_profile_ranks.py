@@ -12,6 +12,7 @@ from sglang_ext.codec.calibration.hf_capture import CausalLm
 from sglang_ext.codec.calibration.options import CalibrationOptions
 from sglang_ext.codec.hier.profile import Profile
 from testkit.rank_requests import ENVIRONMENT
+from testkit.requests import flush_device
 from testkit.server import TINYLM, Server
 from tests.e2e.hier_server import (
     PAGE,
@@ -59,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         for prompt in prompts:
             fresh.append(ask(server, prompt))
             settled(server)
-        server.post("/flush_cache")
+        flush_device(server)
         coded = [ask(server, prompt) for prompt in prompts[:NUM_PROMPTS]]
         ranks = [rank["host"] for rank in state(server)["tp_ranks"]]
     folders = [folder / "disk" / f"dp0-tp{rank}-of-2" / "profiles" for rank in range(2)]

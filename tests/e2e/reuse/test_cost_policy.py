@@ -30,6 +30,7 @@ pytestmark = pytest.mark.e2e
 
 LENGTH = 1500
 NUM_CRAWLING, NUM_LIFTED = 3, 6
+NUM_ALONE = 30  # at most
 WAIT_S = 300.0
 
 
@@ -129,15 +130,21 @@ def test_the_speeds_are_reported(run: Run) -> None:
 
 
 def test_prefills_are_timed_one_by_one_while_several_are_in_flight(tmp_path: Path) -> None:
-    prompts = list(real_prompts([300, 1500, 700, 1100] * 6 + [1024] * 3, seed=8))
+    prompts = list(real_prompts([300, 1500, 700, 1100] * 6, seed=8))
+    alone = real_prompts([1024] * NUM_ALONE, seed=9)
     with (
         Server(hier_args(tmp_path), log_path=tmp_path / "server.log", stop="kill") as server,
         ThreadPoolExecutor(3) as clients,
     ):
-        list(clients.map(lambda prompt: ask(server, prompt), prompts[:-3]))
+        list(clients.map(lambda prompt: ask(server, prompt), prompts))
         expected_ms = state(server)["cost"]["prefill_1024_tokens_ms"]
-        alone_ms = [timed(server, prompt).ttft_ms for prompt in prompts[-3:]]
-    # A prefill that is timed by its neighbours is taken for 0.09 to 0.16 of what it is; what else
-    # runs on the machine meanwhile changes either side by a factor of two or three.
-    assert expected_ms / min(alone_ms) > 0.25, (expected_ms, alone_ms)
-    assert expected_ms / max(alone_ms) < 5, (expected_ms, alone_ms)
+        alone_ms = [timed(server, prompt).ttft_ms for prompt in islice(alone, 3)]
+        # Of a busy machine either side is some times longer: more that are alone are as busy.
+        while not _are_alike(expected_ms, alone_ms) and len(alone_ms) < NUM_ALONE:
+            alone_ms.append(timed(server, next(alone)).ttft_ms)
+    assert _are_alike(expected_ms, alone_ms), (expected_ms, alone_ms)
+
+
+def _are_alike(expected_ms: float, alone_ms: list[float]) -> bool:
+    """A prefill that is timed by its neighbours is taken for 0.09 to 0.16 of what it is."""
+    return min(alone_ms) / 4 < expected_ms < 5 * max(alone_ms)

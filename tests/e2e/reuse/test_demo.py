@@ -1,4 +1,8 @@
-"""The demo in small: chats and documents from SGLang's frontend, the plugin with its defaults."""
+"""The demo in small: chats and documents from SGLang's frontend.
+
+What is on disk is waited for: with its defaults a server computes what it would read later than
+that, and how often is a question of the machine.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ def test_what_comes_back_is_not_computed_again(
 ) -> None:
     material = make_material(num_chats=8, num_turns=3, num_documents=3, num_questions=3)
     tokens = material.distinct_tokens(load_tokenizer())
-    args = [*hier_args(tmp_path, host_pages=tokens // PAGE // 2, policy="cost")]
+    args = [*hier_args(tmp_path, host_pages=tokens // PAGE // 2)]
     args += ["--page-size", str(PAGE), "--max-total-tokens", str(POOL_TOKENS)]
     args += ["--attention-backend", "cpu_extend"]
     with Server(args, log_path=tmp_path / "server.log", stop="kill") as server:
@@ -37,8 +41,8 @@ def test_what_comes_back_is_not_computed_again(
     reusable = sum(one.reusable for one in served)
     assert reusable > 4 * POOL_TOKENS
     reused = sum(one.reused for one in served)
-    # A busy machine may compute a short prefix sooner than it reads it.
-    assert reused >= 0.7 * reusable, [(one.reusable, one.by_tier) for one in served]
+    print(f"reused {reused} of {reusable} tokens")
+    assert reused >= 0.9 * reusable, [(one.reusable, one.by_tier) for one in served]
     # DRAM has half of what comes round: whether anything comes before it has left it is chance.
     assert sum(one.by_tier.get("disk", 0) for one in served) > 0
     size_foretells(served, tmp_path, tokens // PAGE // 2)

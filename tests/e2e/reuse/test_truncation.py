@@ -440,7 +440,7 @@ def test_a_client_of_anthropics_endpoint_sees_it_in_the_header(
 
     ask(200)
     settled(server)
-    server.post("/flush_cache")
+    flush_device(server)
     header, cached = ask(200)
     assert header == {"device": 0, "host": cached, "disk": 0, "remote": 0}
     assert cached > 0

@@ -18,7 +18,15 @@ from sglang_ext.cli import main
 from testkit.ports import free_port
 from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.server import Server
-from tests.e2e.hier_server import NUM_TOKENS, ask, hier_args, real_prompts, settled, state
+from tests.e2e.hier_server import (
+    NUM_TOKENS,
+    ask,
+    connected,
+    hier_args,
+    real_prompts,
+    settled,
+    state,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -66,6 +74,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             env = {"SGLANG_HIER_KV_REMOTE_PASSWORD": SECRET}
             log = folder / "server.log"
             with Server(args, log_path=log, stop="kill", env=env, start_timeout_s=300.0) as server:
+                connected(server)
                 for prompt in real_prompts([900] * 12, seed=5):
                     ask(server, prompt)
                 settled(server)

@@ -29,6 +29,7 @@ from tests.e2e.updates.test_weight_traffic import (
     Traffic,
     check_saves,
     check_traffic,
+    one_that_is_long,
     until_flushed,
     wait_for_save,
 )
@@ -94,10 +95,13 @@ def test_updates_under_traffic(case: str, tmp_path: Path) -> None:
         with traffic.running():
             traffic.wait_for(2 * NUM_CLIENTS)
             wait_for_save(tmp_path, spans[-1][0])
-            for name in UPDATES:
+            for number, name in enumerate(UPDATES):
+                answer = one_that_is_long(server, seed=30 + number)
+                next(answer)
                 spans.append((time.time(), ""))
                 until_flushed(from_disk, server, models[name])
                 spans.append((time.time(), name))
+                list(answer)
                 traffic.wait_for(2 * NUM_CLIENTS)
                 if len(spans) == 3:  # later ones may find all of it stored
                     wait_for_save(tmp_path, spans[-1][0])

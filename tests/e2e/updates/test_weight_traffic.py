@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,9 +156,12 @@ def test_updates_under_traffic(
             traffic.wait_for(2 * NUM_CLIENTS)
             wait_for_save(tmp_path, spans[-1][0])
             for number, (update, name) in enumerate(UPDATES):
+                answer = one_that_is_long(server, seed=30 + number)
+                next(answer)
                 spans.append((time.time(), ""))
                 until_flushed(update, server, models[name])
                 spans.append((time.time(), name))
+                list(answer)
                 traffic.wait_for(2 * NUM_CLIENTS)
                 if number == 0:  # later ones may find all of it stored
                     wait_for_save(tmp_path, spans[-1][0])
@@ -171,6 +175,13 @@ def test_updates_under_traffic(
         check_tiers(server, used, wanted["other"])
         assert from_disk(server, models["first"], True) == [(True, 200)]
         check_tiers(server, used, wanted["first"])
+
+
+def one_that_is_long(server: Server, seed: int) -> Iterator[dict[str, Any]]:
+    """A request whose last pages are new and are saved as it ends; a change waits for that."""
+    (prompt,) = real_prompts([PAGE], seed=seed)
+    sampling = {"max_new_tokens": 2 * PAGE, "ignore_eos": True}
+    return server.stream(input_ids=prompt, sampling_params=sampling)
 
 
 def until_flushed(update: Update, server: Server, model: Path) -> None:

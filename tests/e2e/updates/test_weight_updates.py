@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -214,7 +215,7 @@ def test_an_update_in_a_pause_answers_as_plain_sglang_does(
     prompts = [[(n * 131 + 7 * i) % 4000 + 90 for i in range(500)] for n in range(4)]
     outcome: dict[str, list[tuple[bool, int]]] = {}
     for name, server in (("hier", hier), ("plain", plain)):
-        before = num_prefills(server)
+        before = num_prefilled(server)
         with ThreadPoolExecutor(4) as pool:
             running = [
                 pool.submit(
@@ -224,8 +225,8 @@ def test_an_update_in_a_pause_answers_as_plain_sglang_does(
                 )
                 for prompt in prompts
             ]
-            wait_until(lambda: num_prefills(server) > before)  # noqa: B023
-            time.sleep(0.6)  # for the others, which were sent together with the first
+            # Each has begun: one that came behind the change would be one of the new weights alone.
+            wait_until(lambda: num_prefilled(server) == before + len(prompts))  # noqa: B023
             outcome[name] = [call(server, "/pause_generation", {"mode": mode})]
             outcome[name] += from_disk(server, model, True)
             outcome[name].append(call(server, "/continue_generation"))
@@ -301,9 +302,9 @@ def test_one_value_of_one_tensor_is_another_namespace(
 # ---- one disk folder, one server after another ---------------------------------------------------
 
 
-def num_prefills(server: Server) -> int:
-    """Batches of prompts that were begun so far, by SGLang's log."""
-    return server.log().count("Prefill batch")
+def num_prefilled(server: Server) -> int:
+    """Requests whose prompts were begun so far, by SGLang's log; none of them is cut in chunks."""
+    return sum(map(int, re.findall(r"Prefill batch, #new-seq: (\d+)", server.log())))
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -130,7 +130,7 @@ def from_ipc(server: Server, model: Path, flush: bool) -> list[tuple[bool, int]]
             ThreadPoolExecutor(1) as pool,
         ):
             for one in (socket, arrivals):
-                one.setsockopt(zmq.RCVTIMEO, 60_000)
+                one.setsockopt(zmq.RCVTIMEO, 300_000)
                 one.setsockopt(zmq.LINGER, 0)
             socket.bind(handle)
 
