@@ -117,7 +117,9 @@ class Rig:
 
     def _is_settled(self) -> bool:
         with self.books.table.lock:  # without it a batch is seen neither in the queue nor pinned
-            return not self.books.spills.entries and not self.arena._pins.any()
+            spills = self.books.spills
+            is_written = not spills.entries and not spills.num_spilling  # which counts last
+            return is_written and not self.arena._pins.any()
 
     def events(self, name: str) -> set[str]:
         text, _, _ = self.log.read_text().rpartition("\n")  # the last line may be half there

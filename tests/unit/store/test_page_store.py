@@ -84,6 +84,20 @@ def test_what_is_computed_although_the_disk_has_it_comes_back_to_dram(make: Make
     assert rig.save(a) == 0
 
 
+def test_what_finds_no_room_to_come_back_is_not_lost(make: Make) -> None:
+    rig = make()  # 8 slots
+    a = pages("a", 3)
+    on_disk_only(rig, a)
+    rig.store.set_return_rule(lambda *_: True)
+    held = rig.store.begin_save(rig.space, pages("b", 6), NONE)
+    ticket = rig.store.begin_save(rig.space, a, pages("none", 0))
+    assert ticket.pages.tolist() == [0, 1]
+    assert ticket.dropped == rig.count("save_dropped_pages") == 0
+    for each in (ticket, held):
+        rig.store.finish_save(each, ok=False)
+    assert rig.on_disk(a) == 3
+
+
 def test_what_was_read_while_it_was_computed_lies_in_dram_once(make: Make) -> None:
     rig = make(slots=16)
     a = pages("a", 3)

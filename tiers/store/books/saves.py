@@ -94,9 +94,10 @@ class Saves:
             rows, created = self._index.insert(hashes, space.number)
             path = np.concatenate([self._index.lookup(ancestors, space.number), rows])
             wanted = created | self._worse(rows, quality) if table.has_inexact else created
+            returning = np.zeros_like(wanted)
             if before_plans:
-                wanted = wanted | self._returning(rows, quality, len(ancestors))
-            pages = np.flatnonzero(wanted)
+                returning = self._returning(rows, quality, len(ancestors))
+            pages = np.flatnonzero(wanted | returning)
             table.assign(path, space.tenant)
             table.link(path)
             table.touch(path)  # before room is made: the path must not be pushed out by its child
@@ -111,7 +112,7 @@ class Saves:
             refused = pages[num:]
             why = Absence.NOT_SAVED if before_plans else None  # a fetch: nothing is lost
             table.remove(rows[refused][created[refused]], why)
-            dropped = int((rows < 0).sum()) + len(refused)
+            dropped = int((rows < 0).sum()) + int(wanted[refused].sum())  # the disk has the others
             pages = pages[:num]
             ticket = SaveTicket(
                 space, pages, rows[pages], slots, dropped, path, quality[pages], ~created[pages],
