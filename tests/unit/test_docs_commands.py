@@ -1,12 +1,15 @@
 """Every command that the documents show is one that its program takes, as far as it is ours.
 
-Each is given to the program's own parser, which is stopped behind that. What `docs/quickstart.md`
-and the examples show is run besides (`tests/e2e/start/test_quickstart.py`, `tests/e2e/examples`).
+Each is given to the program's own parser, which is stopped behind that; the heads of the examples
+and of what is in `deploy/` are read, too. What `docs/quickstart.md` and the examples show is run
+besides (`tests/e2e/start/test_quickstart.py`, `tests/e2e/examples`), and what is none of ours is
+looked at in `test_docs_shell.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import runpy
 import shlex
@@ -28,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OTHERS = ("curl", "docker", "kubectl", "pip", "redis-server", "mooncake_master")
 _SERVER = "sglang.launch_server"
 _BEGINS = rf"(?:\.venv/bin/)?(?:hier-kv|python3?|make|{'|'.join(OTHERS)}) \S|node \d +{_SERVER}"
-_BLOCK = re.compile(rf"^    (?=(?:{_BEGINS}|--hier-kv-\w))(.*)$", re.MULTILINE)
+_BLOCK = re.compile(rf"^ {{4,}}(?=(?:{_BEGINS}|--hier-kv-\w))(.*)$", re.MULTILINE)
 _IN_TEXT = re.compile(rf"`((?:{_BEGINS})[^`]*)`")
 # What keys are derived with begins with the plugin's name, too.
 _NO_COMMAND = re.compile(r"hier-kv (?:1 |window layers, |states, )")
@@ -54,12 +57,28 @@ def shown() -> Iterator[Shown]:
         *ROOT.glob("kernels/*/*.md"),
         *ROOT.glob("runtime_cpu/*.md"),
     ]
-    for page in sorted(pages):
-        text = re.sub(r" *\\\n *", " ", page.read_text())
+    for page in [*sorted(pages), *heads()]:
+        text = re.sub(r" *\\\n *", " ", text_of(page))
         found = [(line, True) for line in _BLOCK.findall(text)]
         found += [(line, False) for line in _IN_TEXT.findall(text) if not _NO_COMMAND.match(line)]
         for line, is_whole in found:
             yield Shown(str(page.relative_to(ROOT)), words_of(line), is_whole)
+
+
+def heads() -> list[Path]:
+    """Files that say in their first lines, or in comments, how they are run."""
+    deployed = [ROOT / "deploy" / name for name in ("Dockerfile", "kubernetes.yaml")]
+    return [*sorted(ROOT.glob("examples/*.py")), *deployed]
+
+
+def text_of(page: Path) -> str:
+    """What a page shows; of a program its docstring, and comments of what knows no other."""
+    text = page.read_text()
+    if page.suffix == ".py":
+        return ast.get_docstring(ast.parse(text), clean=False) or ""
+    if page in heads():
+        return "\n".join(re.findall(r"^ *#(?: (.*))?$", text, re.MULTILINE))
+    return text
 
 
 def words_of(line: str) -> tuple[str, ...]:
@@ -76,7 +95,11 @@ def words_of(line: str) -> tuple[str, ...]:
 
 
 def ours() -> list[Shown]:
-    return [each for each in shown() if each.words[0] not in OTHERS]
+    return [each for each in shown() if not is_of_others(each.words)]
+
+
+def is_of_others(words: tuple[str, ...]) -> bool:
+    return words[0] in OTHERS or words[1:3] == ("-m", "sglang_router.launch_router")
 
 
 @pytest.fixture

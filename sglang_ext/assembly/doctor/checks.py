@@ -24,6 +24,7 @@ from sglang_ext.settings.compat import Resolved, check_resolved
 from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.settings.model_kinds import MODEL_KINDS
 from sglang_ext.tiers.disk.segments.fileio import FileIO, direct_io_works
+from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.memory import available_bytes
 from sglang_ext.tiers.remote.password import ENV_PASSWORD
 
@@ -68,16 +69,15 @@ def look(
     yield check_sglang(place)
     folder = Path(config.disk_dir) if config.disk_dir else None
     with _as_it_was(folder):
-        settings = _check_settings(config)
-        yield settings
+        yield _check_settings(config)
         if model_path:
             yield _check_model(model_path, config)
         yield _check_memory_lock(config)
         yield _check_numa(config)
         if folder is not None and folder.is_dir():
             yield _check_disk(config)
-        if config.remote_url and settings.state != "refused":
-            yield _check_remote(config.remote_url)
+        if config.remote_url:
+            yield from _check_remote(config.remote_url)
         if speeds:
             yield _check_speeds(config, folder)
 
@@ -222,21 +222,26 @@ def _check_speeds(config: HierKVConfig, folder: Path | None) -> Check:
     return Check("speeds", "ok", text)
 
 
-def _check_remote(url: str) -> Check:
+def _check_remote(url: str) -> Iterator[Check]:
     """Whether the store answers: a server starts without it, and finds nothing there."""
-    answer = ask_store(url)
+    try:
+        answer = ask_store(url)
+    except TierConfigError:  # as is said of the settings
+        return
     if answer.is_locked_out:
         text = (
             f"{answer.shown} does not let this user in ({answer.problem}), and a server would use "
             f"nothing of it; give its password in {ENV_PASSWORD} or password-file=."
         )
-        return Check("remote", "warning", text)
+        yield Check("remote", "warning", text)
+        return
     if answer.problem:
         text = (
             f"{answer.shown} does not answer ({answer.problem}), and a server would use nothing of "
             "it until it does; start the store, or correct --hier-kv-remote-url."
         )
-        return Check("remote", "warning", text)
+        yield Check("remote", "warning", text)
+        return
     used, most = answer.usage
     text = (
         f"{answer.shown} answers: {answer.connect_s * 1e3:.3g} ms to connect, "
@@ -245,7 +250,7 @@ def _check_remote(url: str) -> Check:
     if used:
         bound = f" of {most / GIB:.3g} GiB" if most else ", and has no bound of its own"
         text += f"; it holds {used / _MIB:,.0f} MiB{bound}"
-    return Check("remote", "ok", f"{text}.")
+    yield Check("remote", "ok", f"{text}.")
 
 
 def _check_disk(config: HierKVConfig) -> Check:

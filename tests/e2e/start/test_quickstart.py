@@ -11,6 +11,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -83,6 +85,38 @@ def test_every_command_does_what_the_page_says(world: World) -> None:
     assert again["hier_kv"]["device"] > 1024
     assert restored["hier_kv"]["device"] == 0
     assert restored["hier_kv"]["host"] > 1024
+
+
+def test_a_curl_of_the_hints_page_is_answered(world: World) -> None:
+    text = (ROOT / "docs" / "hints.md").read_text().replace("\\\n", "")
+    (command,) = re.findall(r"^    (curl .*)$", text, re.MULTILINE)
+    mine = command.replace("http://127.0.0.1:30000", world.server.url)
+    done = subprocess.run(
+        f"{mine} -s --fail-with-body", shell=True, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    (scheduler,) = json.loads(done.stdout)["schedulers"]
+    assert scheduler["pages"] == 0, "a few words are no whole page"
+
+
+def test_the_client_of_the_operations_page_prints_what_was_reused(world: World) -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    (block,) = re.findall(r"^    from openai import OpenAI\n(?:    .*\n)+", text, re.MULTILINE)
+    program = textwrap.dedent(block).replace("http://localhost:30000", world.server.url)
+    long_one = program.replace(
+        '"..."', repr("What to do when it rains, and when it does not. " * 40)
+    )
+    assert long_one != program
+    printed = []
+    for each in (program, long_one, long_one):
+        done = subprocess.run(
+            [sys.executable, "-c", each], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed[0] == "0 None\n", "nothing is reused of a few words"
+    assert "'device': " in printed[-1]
 
 
 def shown() -> list[tuple[str, ...]]:

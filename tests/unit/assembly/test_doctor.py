@@ -81,6 +81,12 @@ def test_a_store_is_asked(
     assert f"{url} does not answer" in checks["remote"]["text"]
     assert "refused" in checks["remote"]["text"]
     assert "start the store" in checks["remote"]["text"]
+    status, checks = run(
+        capsys, "--hier-kv-host-size", "1000000", "--hier-kv-remote-url", "redis://127.0.0.1:1"
+    )
+    assert (status, checks["remote"]["state"]) == (1, "warning"), "whatever else is refused"
+    status, checks = run(capsys, *SMALL, "--hier-kv-remote-url", "redis://127.0.0.1:1?no=1")
+    assert (status, "remote" in checks) == (1, False)
     if redis_binary() is None:
         pytest.skip("no redis-server is installed")
     with RedisServer(tmp_path / "redis", password="secret", max_memory="512mb") as redis:

@@ -153,7 +153,7 @@ def test_the_bundled_model_has_the_size_that_servers_store() -> None:
         ([str(TINYLM), *SMALL, "--host-size", "-1"], "--host-size must be GiB, 0 or more, got -1"),
         ([str(TINYLM), *SMALL, "--host-size", "0.0001"], "--host-size must be from 0.0"),
         ([str(TINYLM), *SMALL, "--host-size", "1e300"], "GiB with these pages"),
-        ([str(TINYLM), *SMALL, "--host-size", "1", "--disk-size", "1e-5"], "--disk-size must be f"),
+        ([str(TINYLM), *SMALL, "--host-size", "1", "--disk-size", "1e-5"], "--disk-size must be "),
         ([str(TINYLM), *SMALL, "--think-s", "-1"], "--think-s must be a number of at least 0"),
         ([str(TINYLM), *SMALL, "--first-tokens", "0"], "--first-tokens must be a number of at le"),
         ([str(TINYLM), "--chats-per-hour", "1e300"], "--chats-per-hour must be from 1e-06 to"),
