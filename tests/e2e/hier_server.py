@@ -21,6 +21,8 @@ NUM_TOKENS = 3
 # A page of tinylm in DRAM or on disk: 8 layers, K and V, 2 heads of 64 in bfloat16, and a header.
 SLOT_BYTES = 266_240
 GIB = 1 << 30
+# Of a log-probability: 0.03 was seen; KV of other tokens makes ten times that, and more.
+ROUNDING = 0.1
 # Between two looks at a server's state, which costs 12 ms of a core.
 _LOOK_S, _SECOND_LOOK_S = 0.2, 0.02
 
@@ -89,6 +91,18 @@ def tokens_and_logprobs(answer: dict[str, Any]) -> tuple[list[int], list[float]]
     """What must be bit-equal."""
     logprobs = answer["meta_info"]["output_token_logprobs"]
     return answer["output_ids"], [entry[0] for entry in logprobs]
+
+
+def answers_as_computed(found: dict[str, Any], computed: dict[str, Any]) -> bool:
+    """Whether an answer is that to the same prompt computed as a whole.
+
+    What was computed is so bit for bit. Behind what was reused fewer tokens are computed at once,
+    of which some processors make other roundings: a first token is as likely but for these.
+    """
+    (tokens, ours), (expected, theirs) = map(tokens_and_logprobs, (found, computed))
+    if not found["meta_info"]["cached_tokens"]:
+        return (tokens, ours) == (expected, theirs)
+    return abs(ours[0] - theirs[0]) < ROUNDING
 
 
 def send_to(server: Server, rid_prefix: str) -> Any:

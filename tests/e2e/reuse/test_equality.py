@@ -14,9 +14,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations, product
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,6 +31,8 @@ from tests.e2e.hier_server import (
     state,
     tokens_and_logprobs,
 )
+from tests.e2e.updates.weight_answers import ROUNDING, distance, request
+from tests.e2e.updates.weight_answers import Answer as Listened
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -56,13 +56,13 @@ class Reference(NamedTuple):
         first: to each prompt the first time, with nothing cached.
         repeat: to its repeat, which hits on the device.
         cached_tokens: what the repeat reused.
-        concurrent: to other prompts, repeated several at a time; one list a run.
+        concurrent: to other prompts, repeated several at a time.
     """
 
     first: list[Answer]
     repeat: list[Answer]
     cached_tokens: list[int]
-    concurrent: list[list[Answer]]
+    concurrent: list[Listened]
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +88,10 @@ def reference(
         # Filled one at a time: the prefix is then the same KV in every server.
         for prompt in concurrent_prompts:
             ask(server, prompt, 3)
-        runs = [ask_all(server, concurrent_prompts, seed) for seed in range(NUM_RUNS)]
+        concurrent = ask_all(server, concurrent_prompts, seed=0)
     cached = [int(answer["meta_info"]["cached_tokens"]) for answer in answers]
     assert cached == [(len(prompt) - 1) // PAGE * PAGE for prompt in prompts]
-    return Reference(first, [tokens_and_logprobs(answer) for answer in answers], cached, runs)
+    return Reference(first, [tokens_and_logprobs(answer) for answer in answers], cached, concurrent)
 
 
 @pytest.fixture(scope="module", params=["pre", "delta"])
@@ -105,7 +105,7 @@ def server(
         yield running
 
 
-def ask_all(server: Server, prompts: Sequence[Sequence[int]], seed: int) -> list[Answer]:
+def ask_all(server: Server, prompts: Sequence[list[int]], seed: int) -> list[Listened]:
     """Sends prompts, several at a time, and returns their answers in order.
 
     Each waits a little first, another time in each run: which requests share a batch decides the
@@ -114,12 +114,12 @@ def ask_all(server: Server, prompts: Sequence[Sequence[int]], seed: int) -> list
     rng = random.Random(seed)
     delays_s = [rng.uniform(0.0, MAX_DELAY_S) for _ in prompts]
 
-    def send(delay_s: float, prompt: Sequence[int]) -> dict[str, Any]:
+    def send(delay_s: float, prompt: list[int]) -> Listened:
         time.sleep(delay_s)
-        return ask(server, prompt, 8)
+        return request(server, prompt)[0]
 
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        return [tokens_and_logprobs(a) for a in pool.map(send, delays_s, prompts)]
+        return list(pool.map(send, delays_s, prompts))
 
 
 def test_one_at_a_time_all_answers_are_bit_equal(
@@ -146,42 +146,31 @@ def test_one_at_a_time_all_answers_are_bit_equal(
 
 
 @pytest.mark.sampled("pre")
-def test_with_concurrency_no_more_differs_than_between_plain_runs(
+def test_with_concurrency_answers_differ_by_rounding_alone(
     server: Server,
     reference: Reference,
     concurrent_prompts: list[list[int]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """How requests fall into batches is chance; KV of other tokens is off by many times that."""
     for prompt in concurrent_prompts:
         ask(server, prompt, 3)
-    runs = []
-    for seed in range(NUM_RUNS, 2 * NUM_RUNS):
+    distances: list[float] = []
+    for seed in range(1, NUM_RUNS + 1):
         flush_device(server)
         loaded = state(server)["host"].get("loaded_pages", 0)
-        runs.append(ask_all(server, concurrent_prompts, seed))
+        found = ask_all(server, concurrent_prompts, seed)
         assert state(server)["host"]["loaded_pages"] - loaded > NUM_CONCURRENT
-    plain = [len(_differences(a, b)) for a, b in combinations(reference.concurrent, 2)]
-    ours = [len(_differences(a, b)) for a, b in product(runs, reference.concurrent)]
-    plain_tokens = [_token_differences(a, b) for a, b in combinations(reference.concurrent, 2)]
-    our_tokens = [_token_differences(a, b) for a, b in product(runs, reference.concurrent)]
+        pairs = zip(found, reference.concurrent, strict=True)
+        distances += [distance(ours, plain) for ours, plain in pairs]
     with capsys.disabled():
-        print(
-            f"\nof {NUM_CONCURRENT} answers differ, {IN_FLIGHT} in flight, between plain runs"
-            f" {plain} (tokens {plain_tokens}), against plain runs {ours} (tokens {our_tokens})"
-        )
-    # How requests fall into batches is chance, so both numbers scatter; wrong KV differs in all.
-    assert mean(ours) <= mean(plain) + 3 * max(1.0, mean(plain)) ** 0.5
-    assert mean(our_tokens) <= mean(plain_tokens) + 3 * max(1.0, mean(plain_tokens)) ** 0.5
+        print(f"\n{IN_FLIGHT} in flight: up to {max(distances):.3f} from a plain server's answers")
+    assert max(distances) < ROUNDING, distances
 
 
 def _differences(ours: list[Answer], theirs: list[Answer]) -> list[int]:
     """Which answers are not bit-equal, in tokens or log-probabilities."""
     return [n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
-
-
-def _token_differences(ours: list[Answer], theirs: list[Answer]) -> int:
-    """How many answers have other tokens."""
-    return sum(a[0] != b[0] for a, b in zip(ours, theirs, strict=True))
 
 
 def wait_for_saves(server: Server, num_pages: int, timeout_s: float = 300.0) -> None:

@@ -43,7 +43,7 @@ def _hit_tokens(folder: Path, prompts: list[list[int]], mode: str) -> int:
     folder.mkdir()
     with Server(_args(folder, mode), log_path=folder / "server.log", stop="kill") as server:
         tokens = _second_turns(server, prompts)
-        waited = settled(server, timeout_s=120)["host"]
+        waited = settled(server)["host"]
     assert waited.get("prefetch_timeouts", 0) == 0, waited
     return tokens
 
@@ -55,7 +55,7 @@ def test_auto_writes_what_leaves_a_full_disk_keeps_what_it_acknowledged(tmp_path
     args += ["--hier-kv-event-log", str(tmp_path / "events.jsonl")]
     with Server(args, log_path=tmp_path / "server.log", stop="kill") as server:
         tokens = _second_turns(server, prompts)
-        host = settled(server, timeout_s=120)["host"]
+        host = settled(server)["host"]
         _all(server, prompts)  # some are being written when it is killed
     assert tokens >= DISK_CHATS * CHAT_PAGES * PAGE // 2, host
     assert host["disk_reclaimed_pages"] > 0, "the disk was never full"
@@ -94,7 +94,7 @@ def test_what_the_tiers_lost_is_saved_again_with_what_follows_it(tmp_path: Path)
 def _second_turns(server: Server, prompts: list[list[int]]) -> int:
     """Has all chats take two turns; tokens of the second ones that came from DRAM or disk."""
     first = _all(server, prompts)
-    settled(server, timeout_s=120)
+    settled(server)
     flush_device(server)
     turns = [
         [*prompt, *reply_of(answer).output_ids, *prompt[:4]]

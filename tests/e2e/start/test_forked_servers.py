@@ -35,6 +35,12 @@ print(first._env == Server([])._env)
 """
 
 
+def _with_root_on_path() -> dict[str, str]:
+    """The environment of another process, with all that is on the import path of this one's."""
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *given])}
+
+
 def _wait_until(reached: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 300.0
     while not reached():
@@ -66,7 +72,7 @@ def test_servers_end_with_a_process_that_was_killed(
 ) -> None:
     """Those of others, who share what forks them, do not."""
     monkeypatch.setenv(FORK_SERVERS, os.environ.get(FORK_SERVERS) or str(tmp_path))
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = _with_root_on_path()
     command = [sys.executable, "-c", _HOLD]
     with (
         Server(["--max-total-tokens", "2048"], stop="kill") as own,
@@ -75,17 +81,18 @@ def test_servers_end_with_a_process_that_was_killed(
         assert holder.stdout is not None
         session = int(holder.stdout.readline())
         assert _session(session)
-        zygotes = {psutil.Process(each).ppid() for each in (own.pid, session)}
+        parents = {psutil.Process(each).ppid() for each in (own.pid, session)}
+        zygotes = {each: psutil.Process(each).cmdline() for each in parents}
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         _wait_until(lambda: not _session(session))
         assert own.generate(text="Hello", sampling_params={"max_new_tokens": 1})
-    assert len(zygotes) == 1
+    assert len(zygotes) == 1, zygotes
 
 
 def test_a_process_that_imports_sglang_itself_still_forks_servers() -> None:
     """SGLang sets variables as it is imported; a server with another environment is not forked."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = _with_root_on_path()
     command = [sys.executable, "-c", _IMPORT]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=False)
     assert done.stdout.split()[-1:] == [b"True"], done.stderr.decode()[-2000:]

@@ -168,7 +168,7 @@ def test_move_equals_reference(dtype: torch.dtype, interleaved: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8], ids=str)
 def test_plain_copies(dtype: torch.dtype) -> None:
-    rows = torch.randn(12, 2, 5).to(dtype)
+    rows = torch.randn(12, 2, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     width = 10
     pool = torch.zeros(20, 2 * width, dtype=dtype)[:, width:].view(-1, 2, 5)
     slots = np.random.default_rng(0).permutation(20)[:12].astype(np.int64)

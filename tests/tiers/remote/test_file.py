@@ -443,7 +443,7 @@ def test_a_read_that_hangs_costs_its_time_and_no_more(
 
     monkeypatch.setattr(FileEngine, "_read", read_slowly)
     try:
-        assert read(store, items, timeout_s=2.0) == [OK, TIMEOUT, TIMEOUT]
+        assert read(store, items, timeout_s=5.0) == [OK, TIMEOUT, TIMEOUT]
         for _ in range(2):
             read(store, items, timeout_s=0.1)
         assert not store.usable

@@ -114,19 +114,27 @@ class Host:
 
     def fetch(self, numbers: range, max_quality: int = ANY) -> None:
         """Has a request wait for pages."""
-        plan = self.plan(hashes_of(numbers), max_quality)
+        plan = self.plan(hashes_of(numbers), max_quality=max_quality)
         if plan is not None:
             assert until(lambda: plan.done), self.store.stats()
             self.store.cancel_plan(plan)
 
-    def plan(self, hashes: np.ndarray, max_quality: int = ANY) -> Plan | None:
+    def plan(
+        self, hashes: np.ndarray, sizes: np.ndarray | None = None, *, max_quality: int = ANY
+    ) -> Plan | None:
         """A request's plan, made when the remote store has said what it has."""
+        if sizes is None:
+            sizes = self.found(hashes, max_quality)
+        return self.store.plan(self.space, hashes, max_quality, remote_sizes=sizes)
+
+    def found(self, hashes: np.ndarray, max_quality: int = ANY) -> np.ndarray:
+        """Bytes of pages that the remote store says it has; 0 for none."""
         remote_lookup = RemoteLookup(self.space, hashes, 0, max_quality)
         sizes = np.zeros(len(hashes), np.int64)
         if self.store.ask_remote(remote_lookup):
             assert until(lambda: remote_lookup.done)
             sizes[: len(remote_lookup.sizes)] = remote_lookup.sizes
-        return self.store.plan(self.space, hashes, max_quality, remote_sizes=sizes)
+        return sizes
 
     def ready(self, numbers: range, max_quality: int = ANY) -> int:
         """Leading pages that are in DRAM."""

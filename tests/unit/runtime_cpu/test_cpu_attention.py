@@ -80,6 +80,7 @@ def test_of_a_chunk_nothing_before_it_is_seen(
 
 @pytest.mark.parametrize("window", [None, 1, 63])
 def test_a_sink_takes_its_share_of_every_tokens_attention(window: int | None) -> None:
+    torch.manual_seed(0)
     query, keys, values = torch.randn(40, 4, 24), torch.randn(90, 2, 24), torch.randn(90, 2, 16)
     sinks, output = torch.randn(4), torch.empty(40, 4, 16)
     attend_with_sinks(query, keys, values, output, sinks, window=window, scale=0.2)
@@ -95,6 +96,7 @@ def test_a_sink_takes_its_share_of_every_tokens_attention(window: int | None) ->
 
 @pytest.mark.parametrize("window", [None, 63])
 def test_a_pool_of_another_type_is_converted(window: int | None) -> None:
+    torch.manual_seed(0)
     query, keys = torch.randn(40, 2, 32), torch.randn(200, 2, 32).bfloat16()
     values = torch.randn(200, 2, 32).bfloat16()
     output = torch.empty_like(query)
