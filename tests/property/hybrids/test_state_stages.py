@@ -90,7 +90,8 @@ def test_stages_decide_alike_in_steps_that_lie_apart(
     )  # fmt: skip
     print(name, seed, ranks[0].counts, [rank.num_lost for rank in ranks])
     assert all(rank.num_lost for rank in ranks)
-    assert len({rank.snapshots.num_parts for rank in ranks}) > 1
+    if "coded" not in options:  # whose pages are so large that any state is of one part
+        assert len({rank.snapshots.num_parts for rank in ranks}) > 1
     if kind is RemoteStateRank:
         assert all(rank.store.stats()["remote_promoted_pages"] for rank in ranks)
 
