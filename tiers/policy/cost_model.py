@@ -467,7 +467,8 @@ class CostModel:
             prefix.prompt_tokens - np.minimum(before, prefix.prompt_tokens - 1)
         ).tolist()
         is_known = limit >= min(without, _COMPUTE_PROBE_TOKENS)
-        if is_known or read_s <= took_s or most < 2 * probed_at:
+        will_be = now >= 2 * most  # what is computed in any case says more than was known
+        if is_known or will_be or read_s <= took_s or most < 2 * probed_at:
             return 0
         pages = max(1, int(limit - now) // prefix.page_tokens)
         return min(pages, wanted - first)

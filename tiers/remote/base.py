@@ -219,7 +219,8 @@ class RemoteEngine(abc.ABC):
         """Starts what tends the store in the background; called once, by who serves from it.
 
         Until then nothing in the store is changed that no call asks for, so that one may look at
-        it: an engine whose store removes what is old by itself has nothing to do here.
+        it and lends it nothing: an engine whose store does all that by itself has nothing to do
+        here.
         """
 
     @abc.abstractmethod

@@ -35,7 +35,7 @@ class StoreAnswer(NamedTuple):
 
 
 def ask_store(text: str) -> StoreAnswer:
-    """Asks a store as a server that starts does. Blocks for at most 5 s.
+    """Asks a store as a server that starts does. Blocks for about 5 s at most, name lookup aside.
 
     Args:
         text: `--hier-kv-remote-url`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from contextlib import closing
 import pytest
 
 from sglang_ext.tiers.remote.base import Deadline, RemoteUnavailableError
+from sglang_ext.tiers.remote.engines.redis_engine import _info
 from sglang_ext.tiers.remote.engines.redis_nodes import Nodes
 from sglang_ext.tiers.remote.engines.resp import Connection, Login, ReplyBounds, ReplyError
 from tests.tiers.remote.remote_cases import WAIT_S
@@ -104,3 +106,14 @@ def test_a_list_of_slots_names_addresses_that_can_be(address: list[object]) -> N
     nodes = Nodes([("127.0.0.1", 1)], Login(), is_cluster=True)
     with pytest.raises(RemoteUnavailableError):
         nodes._enter([[0, 16383, address]], "127.0.0.1")  # type: ignore[list-item]
+
+
+def test_what_a_server_refuses_with_says_nothing_to_a_terminal(answer: Answer) -> None:
+    with pytest.raises(ReplyError, match=re.escape("ERR ?[2J?settings: ok")):
+        read(answer(b"-ERR \x1b[2J\nsettings: ok\r\n"))
+
+
+@pytest.mark.parametrize("num_digits", [400, 5000])
+def test_numbers_that_cannot_be_meant_are_none(num_digits: int) -> None:
+    text = f"used_memory:{'9' * num_digits}\r\nmaxmemory:1024\r\n"
+    assert _info(text.encode()) == {"maxmemory": 1024}

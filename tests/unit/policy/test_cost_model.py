@@ -285,16 +285,21 @@ def test_computing_is_not_measured_again_while_prefills_stay_small() -> None:
 
 
 @pytest.mark.parametrize(
-    ("disk_mb_s", "turn_in_s", "queue"),
-    [(5e4, 0.0, NOTHING), (100.0, 0.1, NOTHING), (100.0, 0.0, TransferBacklog(1 << 20))],
-    ids=["read-soon", "others-first", "disk-busy"],
+    ("disk_mb_s", "turn_in_s", "queue", "new_tokens"),
+    [
+        (5e4, 0.0, NOTHING, 28),
+        (100.0, 0.1, NOTHING, 28),
+        (100.0, 0.0, TransferBacklog(1 << 20), 28),
+        (100.0, 0.0, NOTHING, 128),
+    ],
+    ids=["read-soon", "others-first", "disk-busy", "many-new"],
 )
 def test_computing_is_measured_only_where_it_matters_and_nobody_waits(
-    disk_mb_s: float, turn_in_s: float, queue: TransferBacklog
+    disk_mb_s: float, turn_in_s: float, queue: TransferBacklog, new_tokens: int
 ) -> None:
     cost = model(token_s=None, disk_mb_s=disk_mb_s)
     cost.note_prefill([(64, 0)], 0.02)
-    verdict = cost.judge(prefix("d" * 200, new_tokens=28), queue, turn_in_s)
+    verdict = cost.judge(prefix("d" * 200, new_tokens=new_tokens), queue, turn_in_s)
     assert verdict.left_out_pages == 0
     assert verdict.choice is LoadChoice.LOAD
 

@@ -21,6 +21,7 @@ from sglang_ext.tiers.remote import (
     parse_remote_url,
     register_engine,
 )
+from sglang_ext.tiers.remote.engines.mooncake_engine import MooncakeEngine
 from sglang_ext.tiers.remote.password import ENV_PASSWORD
 
 
@@ -48,6 +49,12 @@ def test_a_mooncake_url_is_taken_apart() -> None:
     assert url.hosts == (("m", 50051),)
     assert url.options["metadata"] == "http://m:8080/metadata"
     assert url.options["segment"] == 4 << 30
+    engine = open_engine(url)
+    assert isinstance(engine, MooncakeEngine)
+    assert engine._reads.segment_bytes == 0  # who looks at a store lends it nothing
+    engine.begin()
+    assert engine._reads.segment_bytes == 4 << 30
+    engine.close()
 
 
 def test_a_password_file_is_read(tmp_path: Path) -> None:

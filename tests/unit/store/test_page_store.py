@@ -21,6 +21,7 @@ from tests.unit.store.store_rig import (
     OTHER,
     Make,
     check_content,
+    fill,
     on_disk_only,
     pages,
     rigs,
@@ -96,6 +97,27 @@ def test_what_finds_no_room_to_come_back_is_not_lost(make: Make) -> None:
     for each in (ticket, held):
         rig.store.finish_save(each, ok=False)
     assert rig.on_disk(a) == 3
+
+
+def test_what_comes_back_takes_no_room_of_what_is_new(make: Make) -> None:
+    rig = make()  # 8 slots
+    a = pages("a", 8)
+    on_disk_only(rig, a[:4])
+    rig.store.set_return_rule(lambda *_: True)
+    saved = rig.count("saved_pages")
+    held = rig.store.begin_save(rig.space, pages("b", 3), NONE)
+    ticket = rig.store.begin_save(rig.space, a, pages("none", 0))
+    assert ticket.pages.tolist() == [0, 4, 5, 6, 7]
+    assert len(set(ticket.slots.tolist())) == 5
+    assert ticket.dropped == 0
+    for page, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True):
+        fill(rig.arena.slots[slot], a[page].tobytes(), rig.space)
+    rig.store.finish_save(ticket, ok=True)
+    rig.store.finish_save(held, ok=False)
+    assert (rig.count("saved_pages") - saved, rig.count("returned_pages")) == (4, 1)
+    rig.settle()
+    check_content(rig, a[:1])
+    check_content(rig, a[4:])
 
 
 def test_what_was_read_while_it_was_computed_lies_in_dram_once(make: Make) -> None:

@@ -121,8 +121,12 @@ class MooncakeEngine(RemoteEngine):
         Args:
             config: the settings.
         """
-        self._reads = _Process(config, segment_bytes=config.segment_bytes)
-        self._writes = _Process(config, segment_bytes=0)
+        self._config = config
+        self._reads, self._writes = _Process(config), _Process(config)
+
+    def begin(self) -> None:
+        """See `RemoteEngine.begin`. Only who serves lends memory."""
+        self._reads.segment_bytes = self._config.segment_bytes
 
     def ping(self, deadline: Deadline) -> None:
         """See `RemoteEngine.ping`. Starts both processes if need be."""
@@ -193,11 +197,15 @@ class MooncakeEngine(RemoteEngine):
 
 
 class _Process:
-    """One process with Mooncake's client. `call` is for who holds it."""
+    """One process with Mooncake's client. `call` is for who holds it.
 
-    def __init__(self, config: MooncakeConfig, *, segment_bytes: int) -> None:
+    Attributes:
+        segment_bytes: memory that it lends to the store when it is started.
+    """
+
+    def __init__(self, config: MooncakeConfig) -> None:
         self._config = config
-        self._segment_bytes = segment_bytes
+        self.segment_bytes = 0
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None  # guarded by _lock
         self._channel: socket.socket | None = None  # guarded by _lock
@@ -269,7 +277,7 @@ class _Process:
         settings = {
             "host": config.host or _own_host(config.master),
             "metadata": config.metadata,
-            "segment_bytes": self._segment_bytes,
+            "segment_bytes": self.segment_bytes,
             "buffer_bytes": _BUFFER_BYTES,
             "protocol": config.protocol,
             "devices": config.devices,

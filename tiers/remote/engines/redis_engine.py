@@ -50,6 +50,7 @@ _WINDOW_COMMANDS = 256
 # A slot that moves is asked for at its old node, then at its new one; twice is for bad luck.
 _MAX_ROUNDS = 4
 _INFO_BOUNDS = ReplyBounds(num_bytes=1 << 18)
+_MAX_DIGITS = 18
 _REDIRECTS = ("MOVED ", "ASK ")
 
 
@@ -368,4 +369,9 @@ def _info(reply: object) -> dict[str, int]:
     """The whole numbers in a reply to INFO."""
     text = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else ""
     pairs = (line.partition(":") for line in text.splitlines())
-    return {name: int(value) for name, _, value in pairs if value.isdecimal()}
+    # No number of more digits is meant: the server may be anybody's.
+    return {
+        name: int(value)
+        for name, _, value in pairs
+        if value.isdecimal() and len(value) <= _MAX_DIGITS
+    }

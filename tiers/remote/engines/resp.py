@@ -287,6 +287,8 @@ class Connection:
         self._start = end + 2
         if line[:1] == b"-":
             text = line[1:].decode("utf-8", "replace")
+            # It is shown to people: what a terminal would obey is not.
+            text = "".join(each if each.isprintable() else "?" for each in text)
             if self._password:  # a server may say again what it was told
                 text = text.replace(self._password, "***")
             raise ReplyError(text[:300])

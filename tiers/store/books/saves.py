@@ -94,25 +94,30 @@ class Saves:
             rows, created = self._index.insert(hashes, space.number)
             path = np.concatenate([self._index.lookup(ancestors, space.number), rows])
             wanted = created | self._worse(rows, quality) if table.has_inexact else created
-            returning = np.zeros_like(wanted)
+            pages = np.flatnonzero(wanted)
+            back = pages[:0]
             if before_plans:
                 returning = self._returning(rows, quality, len(ancestors))
-            pages = np.flatnonzero(wanted | returning)
+                back = np.flatnonzero(returning & ~wanted)
             table.assign(path, space.tenant)
             table.link(path)
             table.touch(path)  # before room is made: the path must not be pushed out by its child
-            self._room.note_save(len(pages))
-            kept = self._only_in_dram(path) if len(pages) else np.empty(0, np.int32)
+            self._room.note_save(len(pages) + len(back))
+            kept = np.empty(0, np.int32)
+            if len(pages) or len(back):
+                kept = self._only_in_dram(path)
             table.pin(kept)  # what comes behind a gap would be of no use
             slots = self._room.alloc_for_save(len(pages), space.tenant)
             if before_plans:
                 slots = self._alloc_of_plans(slots, len(pages), space.tenant)
+            refused = pages[len(slots) :]
+            if not len(refused):  # what the disk has gets what the others leave
+                pages, slots = self._with_back(pages, slots, back, space.tenant)
             table.unpin(kept)
             num = len(slots)
-            refused = pages[num:]
             why = Absence.NOT_SAVED if before_plans else None  # a fetch: nothing is lost
             table.remove(rows[refused][created[refused]], why)
-            dropped = int((rows < 0).sum()) + int(wanted[refused].sum())  # the disk has the others
+            dropped = int((rows < 0).sum()) + len(refused)
             pages = pages[:num]
             ticket = SaveTicket(
                 space, pages, rows[pages], slots, dropped, path, quality[pages], ~created[pages],
@@ -124,6 +129,13 @@ class Saves:
         table.counters.add("duplicate_pages", len(hashes) - num - dropped)
         table.counters.add("save_dropped_pages", dropped)
         return ticket
+
+    def _with_back(self, pages: Rows, slots: Slots, back: Rows, tenant: int) -> tuple[Rows, Slots]:
+        """Pages and their slots, in path order, with those of `back` that there is room for."""
+        more = self._room.alloc_for_save(len(back), tenant)
+        pages = np.concatenate([pages, back[: len(more)]])
+        order = np.argsort(pages)
+        return pages[order], np.concatenate([slots, more])[order]
 
     def _make_rows(self, space: KeySpace, hashes: Hashes, ancestors: Hashes) -> None:
         """Makes room in the index for pages; numbers of rows that were known before may be others'.
@@ -152,13 +164,17 @@ class Saves:
         with table.lock:
             rows = ticket.rows[new]
             rows = rows[table.still_filling(rows, ticket.slots[new])]
+            num_saved, inexact = len(rows), 0
             replaced, returned = self._replace(ticket, ok=ok)
             table.unpin(ticket.slots)
             if ok:
                 table.publish(rows)
                 if self.on_published is not None:
                     self.on_published(ticket.space.number, ticket.hashes, ticket.path)
-                rows = np.concatenate([rows, replaced, returned])
+                rows = np.concatenate([rows, replaced])
+                num_saved = len(rows)
+                inexact = int((self._index.quality[rows] > Quality.EXACT).sum())
+                rows = np.concatenate([rows, returned])
                 table.touch(ticket.path)
                 if self._writing.through:
                     self._spills.queue(ticket.space, rows)
@@ -168,9 +184,7 @@ class Saves:
                 table.forget(rows, why)
             table.settle(ticket.rows[new], ticket.slots[new], failed=not ok)
             table.in_flight.end()
-            inexact = int((self._index.quality[rows] > Quality.EXACT).sum()) if ok else 0
             hashes = table.moved(rows) if ok else None
-        num_saved = len(rows) - len(returned) if ok else len(rows)
         table.counters.add("saved_pages" if ok else "save_failed_pages", num_saved)
         table.counters.add("returned_pages", len(returned))
         table.counters.add("saved_lossy_pages", inexact)
