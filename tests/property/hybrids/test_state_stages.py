@@ -19,7 +19,7 @@ from sglang_ext.device.transfers import hashes_from_hex
 from sglang_ext.ranks.consensus import AgreedRequest, RankDivergenceError
 from sglang_ext.ranks.resume_promises import ResumeBook
 from sglang_ext.tiers.store.types import ON_DISK, READY
-from tests.long_form import count
+from tests.long_form import FACTOR, count
 from tests.property.worlds.hybrid_ranks import RemoteStateRank, StateRank, run_alike
 from tests.property.worlds.rank_of_many import run_until_found, run_worlds
 from tests.property.worlds.state_world import StageLayers, stages_of
@@ -89,9 +89,11 @@ def test_stages_decide_alike_in_steps_that_lie_apart(
         num_stages=num_stages_of(own), **options,
     )  # fmt: skip
     print(name, seed, ranks[0].counts, [rank.num_lost for rank in ranks])
-    assert all(rank.num_lost for rank in ranks)
     if "coded" not in options:  # whose pages are so large that any state is of one part
         assert len({rank.snapshots.num_parts for rank in ranks}) > 1
+    if not FACTOR:
+        return  # of a few loads chance decides what they come to
+    assert all(rank.num_lost for rank in ranks)
     if kind is RemoteStateRank:
         assert all(rank.store.stats()["remote_promoted_pages"] for rank in ranks)
 

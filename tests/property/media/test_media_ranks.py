@@ -15,7 +15,7 @@ import pytest
 
 from sglang_ext.identity.media import Media, Naming, images_of
 from sglang_ext.ranks.consensus import RankDivergenceError
-from tests.long_form import count
+from tests.long_form import FACTOR, count
 from tests.property.media.media_world import MediaWorld
 from tests.property.media.state_media_world import StateMediaWorld
 from tests.property.worlds.hybrid_ranks import StateRank
@@ -114,7 +114,7 @@ def test_ranks_decide_alike(
         assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
     counts = ranks[0].store.stats()
     print(ranks[0].counts, counts, [rank.num_lost for rank in ranks])
-    assert all(rank.num_lost for rank in ranks)
+    assert not FACTOR or all(rank.num_lost for rank in ranks)  # of few steps chance decides
     for name in ("image_requests", "unnamed_image_requests", "image_name_conflicts"):
         assert counts[name], name
 
@@ -129,7 +129,7 @@ def test_ranks_of_a_model_with_states_decide_alike(
     assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
     counts = ranks[0].store.stats()
     print(ranks[0].counts, counts, [rank.num_lost for rank in ranks])
-    assert all(rank.num_lost for rank in ranks)
+    assert not FACTOR or all(rank.num_lost for rank in ranks)  # of few steps chance decides
     for name in ("image_requests", "unnamed_image_requests", "saved_states"):
         assert counts[name], name
 
