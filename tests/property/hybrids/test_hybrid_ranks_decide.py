@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.ranks.consensus import AgreedRequest, RankDivergenceError
+from sglang_ext.ranks.consensus import RankDivergenceError
 from sglang_ext.ranks.resume_promises import ResumeBook
 from tests.long_form import FACTOR, count
 from tests.property.worlds.hybrid_ranks import (
@@ -20,6 +20,9 @@ from tests.property.worlds.hybrid_ranks import (
     RemoteWindowRank,
     StateRank,
     WindowRank,
+    by_its_own_part,
+    by_its_own_place,
+    by_its_own_time,
     run_alike,
 )
 from tests.property.worlds.rank_of_many import run_until_found
@@ -95,30 +98,8 @@ def test_ranks_decide_alike(
         assert not options.get("silent") or all(rank.num_unanswered for rank in ranks)
 
 
-# What a rank might do wrong that has its part of a state where another one has not.
-def _by_its_own_part(book: Any, handle: Any, promise: Any, agreed: AgreedRequest) -> None:
-    """Each goes by whether its own part is there, and not by whether all ranks' are."""
-    quality = min(agreed.quality, 255) if promise.is_whole else 1 << 8
-    _settle_one(book, handle, promise, agreed._replace(quality=quality))
-
-
-def _by_its_own_place(book: Any, handle: Any, promise: Any, agreed: AgreedRequest) -> None:
-    """Each goes on from the place that it has named."""
-    end = promise.point.end_page
-    _settle_one(book, handle, promise, agreed._replace(first_page=end, end_page=end))
-
-
-def _by_its_own_time(book: Any, handle: Any, promise: Any, agreed: AgreedRequest) -> None:
-    """One whose store has answered does not wait for the others."""
-    admit = agreed.admit or (promise.question is None and promise.is_whole)
-    _settle_one(book, handle, promise, agreed._replace(admit=admit))
-
-
-_settle_one = ResumeBook._settle_one
-
-
-@pytest.mark.sampled("_by_its_own_place", "_by_its_own_time")
-@pytest.mark.parametrize("mistaken", [_by_its_own_part, _by_its_own_place, _by_its_own_time])
+@pytest.mark.sampled("by_its_own_place", "by_its_own_time")
+@pytest.mark.parametrize("mistaken", [by_its_own_part, by_its_own_place, by_its_own_time])
 def test_a_rank_that_goes_by_its_own_store_is_found_out(
     mistaken: Any,
     tmp_path: Path,

@@ -16,11 +16,17 @@ import numpy as np
 import pytest
 
 from sglang_ext.device.transfers import hashes_from_hex
-from sglang_ext.ranks.consensus import AgreedRequest, RankDivergenceError
+from sglang_ext.ranks.consensus import RankDivergenceError
 from sglang_ext.ranks.resume_promises import ResumeBook
 from sglang_ext.tiers.store.types import ON_DISK, READY
 from tests.long_form import FACTOR, count
-from tests.property.worlds.hybrid_ranks import RemoteStateRank, StateRank, run_alike
+from tests.property.worlds.hybrid_ranks import (
+    RemoteStateRank,
+    StateRank,
+    by_its_own_part,
+    by_its_own_place,
+    run_alike,
+)
 from tests.property.worlds.rank_of_many import run_until_found, run_worlds
 from tests.property.worlds.state_world import StageLayers, stages_of
 from tests.property.worlds.window_world import PAGE
@@ -199,24 +205,8 @@ def test_a_prompt_is_resumed_at_the_furthest_place_that_all_stages_have_whole(
     assert furthest_apart > 1
 
 
-# What a stage might do wrong that has its own layers' part of a state where another one has not.
-def _by_its_own_part(book: Any, handle: Any, promise: Any, agreed: AgreedRequest) -> None:
-    """Each goes by whether its own part is there, and not by whether all stages' are."""
-    quality = min(agreed.quality, 255) if promise.is_whole else 1 << 8
-    _settle_one(book, handle, promise, agreed._replace(quality=quality))
-
-
-def _by_its_own_place(book: Any, handle: Any, promise: Any, agreed: AgreedRequest) -> None:
-    """Each goes on from the place that it has named."""
-    end = promise.point.end_page
-    _settle_one(book, handle, promise, agreed._replace(first_page=end, end_page=end))
-
-
-_settle_one = ResumeBook._settle_one
-
-
-@pytest.mark.sampled("_by_its_own_place")
-@pytest.mark.parametrize("mistaken", [_by_its_own_part, _by_its_own_place])
+@pytest.mark.sampled("by_its_own_place")
+@pytest.mark.parametrize("mistaken", [by_its_own_part, by_its_own_place])
 def test_a_stage_that_goes_by_its_own_store_is_found_out(
     mistaken: Any,
     tmp_path: Path,

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from sglang_ext.provenance.request_state import state_of
+from sglang_ext.ranks.consensus import AgreedRequest
+from sglang_ext.ranks.resume_promises import ResumeBook
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
 from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
@@ -178,3 +180,25 @@ def run_alike(
         pairs = zip(ranks[0].trace, rank.trace, strict=True)
         assert next((pair for pair in pairs if pair[0] != pair[1]), None) is None
     return ranks
+
+
+# What a rank might do wrong that has its part of a state where another one has not.
+def by_its_own_part(book: Any, handle: Any, promise: Any, agreed: AgreedRequest) -> None:
+    """Each goes by whether its own part is there, and not by whether all ranks' are."""
+    quality = min(agreed.quality, 255) if promise.is_whole else 1 << 8
+    _settle_one(book, handle, promise, agreed._replace(quality=quality))
+
+
+def by_its_own_place(book: Any, handle: Any, promise: Any, agreed: AgreedRequest) -> None:
+    """Each goes on from the place that it has named."""
+    end = promise.point.end_page
+    _settle_one(book, handle, promise, agreed._replace(first_page=end, end_page=end))
+
+
+def by_its_own_time(book: Any, handle: Any, promise: Any, agreed: AgreedRequest) -> None:
+    """One whose store has answered does not wait for the others."""
+    admit = agreed.admit or (promise.question is None and promise.is_whole)
+    _settle_one(book, handle, promise, agreed._replace(admit=admit))
+
+
+_settle_one = ResumeBook._settle_one

@@ -243,12 +243,15 @@ class Saves:
 
     def _returning(self, rows: Rows, quality: Qualities, num_before: int) -> npt.NDArray[np.bool_]:
         """Which pages come back to DRAM: those that the disk alone has, or none."""
+        none = np.zeros(len(rows), np.bool_)
+        if self.is_read_slower is None:
+            return none
         alone = self._only_on_disk(rows, quality)
-        if self.is_read_slower is None or not alone.any():
-            return np.zeros_like(alone)
+        if not alone.any():
+            return none
         num_before += int(alone.argmax())
         num_bytes = self._index.num_blocks[rows[alone]].astype(np.int64) * BLOCK_BYTES
-        return alone if self.is_read_slower(num_before, num_bytes) else np.zeros_like(alone)
+        return alone if self.is_read_slower(num_before, num_bytes) else none
 
     def _only_on_disk(self, rows: Rows, quality: Qualities) -> npt.NDArray[np.bool_]:
         """Which pages the disk alone has, none of them better than what is offered."""
