@@ -36,13 +36,22 @@ def cut(prev: Any, next_: Any, ends: Any, which: int, row: int) -> None:
 
 
 @compiled
-def append(prev: Any, next_: Any, ends: Any, which: int, row: int) -> None:
-    """Puts a row, which is in no list, at the end of one. Arguments as for `cut`."""
-    before = ends[1, which]
+def insert(prev: Any, next_: Any, ends: Any, which: int, row: int, before: Any) -> None:
+    """Puts a row, which is in no list, behind `before`, or first where that is `NONE`."""
+    after = ends[0, which] if before == NONE else next_[before]
     prev[row] = before
-    next_[row] = NONE
+    next_[row] = after
     if before == NONE:
         ends[0, which] = row
     else:
         next_[before] = row
-    ends[1, which] = row
+    if after == NONE:
+        ends[1, which] = row
+    else:
+        prev[after] = row
+
+
+@compiled
+def append(prev: Any, next_: Any, ends: Any, which: int, row: int) -> None:
+    """Puts a row, which is in no list, at the end of one. Arguments as for `cut`."""
+    insert(prev, next_, ends, which, row, ends[1, which])

@@ -30,7 +30,7 @@ NUM_CLASSES = HINTED + NUM_HINTED
 
 
 class Pages(NamedTuple):
-    """Columns by row, all owned by `PlacementPolicy`; 40 bytes a row.
+    """Columns by row, all owned by `PlacementPolicy`; 32 bytes a row.
 
     Attributes:
         known: u8, 1 while the page is one that was linked or used, and not forgotten.
@@ -44,8 +44,9 @@ class Pages(NamedTuple):
         pinned: u8, not 0 while the page is pinned; see `hints/pins.py`.
         tenant: u8, whose share it counts towards, 0 for all that have none.
         last_s: f64, time of its last use, or from which its age counts in its class.
-        first: i64, logical time of its first use.
-        last: i64, logical time of its last use.
+        stamp: i64, its place in the order of uses, in all tiers the same: the oldest has the least;
+            0 while it has none. Of a path the deepest page has the least.
+        clock: i64[1], the last stamp that was given.
     """
 
     known: npt.NDArray[np.uint8]
@@ -59,16 +60,24 @@ class Pages(NamedTuple):
     pinned: npt.NDArray[np.uint8]
     tenant: npt.NDArray[np.uint8]
     last_s: npt.NDArray[np.float64]
-    first: npt.NDArray[np.int64]
-    last: npt.NDArray[np.int64]
+    stamp: npt.NDArray[np.int64]
+    clock: npt.NDArray[np.int64]
 
 
 def new_pages(num_rows: int) -> Pages:
     """Columns in which no page is known; memory is committed as rows are used."""
     u8, i32 = np.uint8, np.int32
-    types = (u8, i32, i32, u8, u8, u8, u8, u8, u8, u8, np.float64, np.int64, np.int64)
-    columns: Any = (np.zeros(num_rows, dtype) for dtype in types)
+    types = (u8, i32, i32, u8, u8, u8, u8, u8, u8, u8, np.float64, np.int64)
+    columns: Any = [np.zeros(num_rows, dtype) for dtype in types]
+    columns.append(np.zeros(1, np.int64))  # the clock
     return Pages(*columns)
+
+
+@compiled
+def stamp(pages: Any, row: int) -> None:
+    """Makes a page the youngest of all."""
+    pages.clock[0] += 1
+    pages.stamp[row] = pages.clock[0]
 
 
 @compiled
@@ -120,13 +129,13 @@ def _learned_kind(pages: Any, row: int, num_pages: int) -> Any:
 
 
 @compiled
-def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> None:
+def use(pages: Any, path: Any, restamps: bool, now_s: float, old_parents: Any) -> None:
     """Notes that a request computed or reused `path`, root first.
 
     Args:
         pages: The columns.
         path: i64[N], all rows valid.
-        clock: Logical time.
+        restamps: See `BaseOrder`.
         now_s: Time.
         old_parents: i32[N], out: each page's parent before; -2 where it was not known.
     """
@@ -155,19 +164,20 @@ def use(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> No
             pages.known[row] = 1
             pages.uses[row] = 1
             pages.shared[row] = 0
-            pages.first[row] = clock
         pages.parent[row] = parent
         pages.depth[row] = i
         pages.turn[row] = turn
         pages.tail[row] = min(tail, _CAP)
         pages.last_s[row] = now_s
-        pages.last[row] = clock
         pages.kind[row] = _learned_kind(pages, row, path.size)
         parent = row
+    for i in range(path.size - 1, -1, -1):
+        if restamps or pages.stamp[path[i]] == 0:
+            stamp(pages, path[i])
 
 
 @compiled
-def link(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> bool:
+def link(pages: Any, path: Any, now_s: float, old_parents: Any) -> bool:
     """Notes a path of stored pages, root first, without a use; returns whether that was new.
 
     A path may begin in the middle: what is known of the page before its first one stays.
@@ -175,7 +185,6 @@ def link(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> b
     Args:
         pages: The columns.
         path: i64[N], all rows valid.
-        clock: Logical time.
         now_s: Time.
         old_parents: i32[N], out: each page's parent before; -2 where it was not known.
     """
@@ -189,7 +198,6 @@ def link(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> b
             pages.uses[row] = 0
             pages.shared[row] = 0
             pages.kind[row] = IN_USE
-            pages.first[row] = pages.last[row] = clock
             pages.last_s[row] = now_s
         else:
             old_parents[i] = pages.parent[row]
@@ -202,11 +210,15 @@ def link(pages: Any, path: Any, clock: int, now_s: float, old_parents: Any) -> b
 
 
 @compiled
-def touch(pages: Any, rows: Any, now_s: float) -> None:
-    """Moves pages that are known to the class IN_USE."""
-    for i in range(rows.size):
+def touch(pages: Any, rows: Any, restamps: bool, now_s: float) -> None:
+    """Moves pages that are known to the class IN_USE; the first becomes the youngest."""
+    for i in range(rows.size - 1, -1, -1):
         row = rows[i]
-        if 0 <= row < pages.known.size and pages.known[row]:
+        if row < 0 or row >= pages.known.size:
+            continue
+        if restamps:
+            stamp(pages, row)
+        if pages.known[row]:
             pages.kind[row] = IN_USE
             pages.last_s[row] = now_s
 
@@ -301,3 +313,4 @@ def forget(pages: Any, rows: Any) -> None:
             pages.kind[row] = 0
             pages.tenant[row] = 0
             pages.parent[row] = NONE
+            pages.stamp[row] = 0

@@ -40,7 +40,7 @@ class PlacementPolicy:
     proportion to its own arguments; nothing grows with what is stored. It has many methods because
     it is all that owners know of the policy; each hands on to the part that does the work.
 
-    Memory: some 77 bytes a row, committed as rows come into use, 19 more where somebody said how
+    Memory: some 69 bytes a row, committed as rows come into use, 19 more where somebody said how
     long a page may live, or for how long it is to stay, and what waits.
 
     Args:
@@ -77,7 +77,6 @@ class PlacementPolicy:
         self.tiers: list[TierLists] = []
         self._generation = np.zeros(num_rows, np.uint32)
         self._names = np.zeros(num_rows, np.uint64)
-        self._clock = 0
 
     def add_tier(self, capacity_pages: int, size_pages: int | None = None) -> TierLists:
         """Eviction lists over all pages of one tier, for owners without an LRU list of their own.
@@ -138,7 +137,7 @@ class PlacementPolicy:
         inside = (path >= 0) & (path < self.num_rows)
         path = path if inside.all() else path[inside]
         old_parents = np.empty(len(path), np.int32)
-        if page_kernels.link(self.pages, path, self._clock, now_s, old_parents):
+        if page_kernels.link(self.pages, path, now_s, old_parents):
             for tier in self.tiers:
                 tier.adopt(path, old_parents)
 
@@ -149,7 +148,7 @@ class PlacementPolicy:
         which class they are of.
         """
         rows = _as_rows(rows)
-        page_kernels.touch(self.pages, rows, now_s)
+        page_kernels.touch(self.pages, rows, self.order.restamps_on_use, now_s)
         for tier in self.tiers:
             tier.touched(rows)
 
@@ -187,9 +186,8 @@ class PlacementPolicy:
             names = None if names is None else names[inside]
         if not len(path):
             return
-        self._clock += 1
         old_parents = np.empty(len(path), np.int32)
-        page_kernels.use(self.pages, path, self._clock, now_s, old_parents)
+        page_kernels.use(self.pages, path, self.order.restamps_on_use, now_s, old_parents)
         for tier in self.tiers:
             tier.used(path, old_parents)
         if names is None:

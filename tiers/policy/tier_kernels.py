@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.compiled import compiled
-from sglang_ext.tiers.linked_rows import NONE, append, cut
+from sglang_ext.tiers.linked_rows import NONE, append, cut, insert
 from sglang_ext.tiers.policy.hints import hint_kernels
 from sglang_ext.tiers.policy.page_kernels import (
     DEMOTED,
@@ -28,27 +28,28 @@ from sglang_ext.tiers.policy.page_kernels import (
     NUM_CLASSES,
     PINNED,
     list_of,
+    stamp,
 )
 
 ABSENT, LISTED, PARKED = 0, 1, 2
-COUNT, CLOCK, PINS = 0, 1, 2
+COUNT, PINS = 0, 1
 _UNSEEN, _STALE, _KNOWN = 0, 1, 2  # what is known of the page that a list would give up next
+_MAX_STEPS = 32  # of a page to its place among those that came here before it
 _PARKED_A_CALL = 256  # pages of each class, in one call
 
 
 class Lists(NamedTuple):
-    """Columns by row, all owned by `TierLists`; 24 bytes a row.
+    """Columns by row, all owned by `TierLists`; 16 bytes a row.
 
     Attributes:
         state: u8, absent, listed or parked.
         home: u16, the list that the page is in, or was in until it was parked.
         prev: i32, towards the old end.
         next: i32.
-        stamp: i64, when it was linked last.
         children: i32, pages of the tier whose parent it is.
         held: bool, the owner holds it.
         ends: i32[2, lists], the old and the young end of each list.
-        counts: i64[3], pages in the tier, clock of links, pinned pages in the tier.
+        counts: i64[2], pages in the tier, pinned pages in the tier.
         sizes: i64[T], pages in the tier of each tenant.
     """
 
@@ -56,7 +57,6 @@ class Lists(NamedTuple):
     home: npt.NDArray[np.uint16]
     prev: npt.NDArray[np.int32]
     next: npt.NDArray[np.int32]
-    stamp: npt.NDArray[np.int64]
     children: npt.NDArray[np.int32]
     held: npt.NDArray[np.bool_]
     ends: npt.NDArray[np.int32]
@@ -67,12 +67,12 @@ class Lists(NamedTuple):
 def new_lists(num_rows: int, num_tenants: int = 1) -> Lists:
     """Lists of an empty tier."""
     i32 = np.int32
-    types = (np.uint8, np.uint16, i32, i32, np.int64, i32, np.bool_)
+    types = (np.uint8, np.uint16, i32, i32, i32, np.bool_)
     columns: Any = (np.zeros(num_rows, dtype) for dtype in types)
     make: Any = Lists
     ends = np.full((2, num_tenants * NUM_CLASSES), NONE, i32)
     sizes = np.zeros(num_tenants, np.int64)
-    lists: Lists = make(*columns, ends, np.zeros(3, np.int64), sizes)
+    lists: Lists = make(*columns, ends, np.zeros(2, np.int64), sizes)
     return lists
 
 
@@ -101,14 +101,12 @@ def _set_home(lists: Any, row: int, home: int) -> None:
 def _link_young(lists: Any, row: int, home: int) -> None:
     _set_home(lists, row, home)
     lists.state[row] = LISTED
-    lists.counts[CLOCK] += 1
-    lists.stamp[row] = lists.counts[CLOCK]
     append(lists.prev, lists.next, lists.ends, home, row)
 
 
 @compiled
 def _unpark(lists: Any, row: int, young: bool) -> None:
-    """Back to the end from which pages leave, with the stamp that it had."""
+    """Back to the end from which pages leave."""
     home = lists.home[row]
     young = young or home % NUM_CLASSES >= HINTED
     near, far = (1, 0) if young else (0, 1)
@@ -128,13 +126,34 @@ def _unpark(lists: Any, row: int, young: bool) -> None:
 
 
 @compiled
+def _link_by_age(lists: Any, pages: Any, row: int, home: int) -> None:
+    """Links a page that was used before those that are younger, as far as they are looked at.
+
+    Pages do not come from another tier in the order of their uses where something else decided
+    there which of them leaves. Lists of pages with a hint have another order.
+    """
+    before, num_steps = lists.ends[1, home], 0
+    if home % NUM_CLASSES < HINTED:
+        while before != NONE and num_steps < _MAX_STEPS:
+            if pages.stamp[before] <= pages.stamp[row]:
+                break
+            before = lists.prev[before]
+            num_steps += 1
+    _set_home(lists, row, home)
+    lists.state[row] = LISTED
+    insert(lists.prev, lists.next, lists.ends, home, row, before)
+
+
+@compiled
 def enter(lists: Any, pages: Any, rows: Any) -> None:
-    """Adds pages that are not there yet at the young end; the deepest becomes their oldest."""
+    """Adds pages that are not there yet, by age; the deepest becomes their oldest."""
     for i in range(rows.size - 1, -1, -1):
         row = rows[i]
         if row < 0 or row >= lists.state.size or lists.state[row] != ABSENT:
             continue
-        _link_young(lists, row, list_of(pages, row))
+        if pages.stamp[row] == 0:  # no use is known
+            stamp(pages, row)
+        _link_by_age(lists, pages, row, list_of(pages, row))
         lists.counts[COUNT] += 1
         if pages.known[row] and pages.parent[row] != NONE:
             lists.children[pages.parent[row]] += 1
@@ -210,12 +229,10 @@ def settle(lists: Any, rows: Any, young: bool) -> None:
 
 @compiled
 def _move(lists: Any, row: int, home: int) -> None:
-    """Moves a page that lies here to the young end of another class, with the stamp that it has."""
+    """Moves a page that lies here to the young end of another class."""
     if lists.state[row] == LISTED:
-        stamp = lists.stamp[row]
         _cut(lists, row)
         _link_young(lists, row, home)
-        lists.stamp[row] = stamp
     else:
         _set_home(lists, row, home)
 
@@ -381,7 +398,7 @@ def evict_unwanted(
                 row = _next_of_list(lists, head, lookahead, home, from_end, budget)
                 rows[i] = row
                 if row != NONE:
-                    stamps[i] = sign * lists.stamp[row]
+                    stamps[i] = sign * pages.stamp[row]
                     by_hint[i] = kind >= ENDED and kind != PINNED and kind != DEMOTED
                     by_hint[i] = by_hint[i] and hint_kernels.is_followed(hints, kind, row)
                     may_stay = kind == PINNED and lists.counts[PINS] <= most_pinned

@@ -45,7 +45,7 @@ class TierLists:
     The owner says what enters and leaves; uses and the queue come from the policy. `evict` chooses
     over all pages of the tier. A page leaves before its parent, always; a held page never leaves.
 
-    Not locked: the owner's lock guards it. Memory: 24 bytes a row. It has many methods because both
+    Not locked: the owner's lock guards it. Memory: 16 bytes a row. It has many methods because both
     the tier's owner and the policy tell it what happens.
 
     Attributes:

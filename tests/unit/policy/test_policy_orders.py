@@ -34,6 +34,20 @@ def test_pages_leave_in_this_order(order_id: str) -> None:
 
 
 @pytest.mark.parametrize("order_id", order_ids())
+@pytest.mark.parametrize("left_dram", [[3, 2, 1, 0], [2, 0, 3, 1], [0, 1, 2, 3]])
+def test_the_next_tier_has_the_same_order_whatever_left_the_first_one_first(
+    order_id: str, left_dram: list[int]
+) -> None:
+    """Return times, hints and pins may have DRAM give up pages in another order."""
+    policy = _used(order_id)
+    disk = policy.add_tier(4)
+    for page in left_dram:
+        policy.tiers[0].exit(np.array([page]))
+        disk.enter(np.array([page]))
+    assert disk.evict(4, 9.0).tolist() == EXPECTED[order_id]
+
+
+@pytest.mark.parametrize("order_id", order_ids())
 def test_a_child_leaves_before_its_parent(order_id: str) -> None:
     policy = PlacementPolicy(16, PolicyConfig(order=order_id, return_times=False))
     tier = policy.add_tier(16)
