@@ -113,7 +113,7 @@ def lines_of(answer: Any) -> list[str]:
         where = f"{done.get('host', 0)} in DRAM, {done.get('disk', 0)} on disk"
         pages = number_of(done.get("pages", 0), "whole page")
         lines.append(f"scheduler {number}: {pages}, {where}")
-        if done.get("prefetching"):
+        if done.get("prefetching") and done.get("host", 0) < done.get("pages", 0):
             lines[-1] += "; being brought to DRAM"
     return lines
 

@@ -130,6 +130,14 @@ def test_a_refusal_says_why(body: Any, answer: Any, status: int, refusal: str) -
     assert refusal in found[1]["error"]
 
 
+def test_pages_that_are_in_dram_are_not_said_to_be_brought_there() -> None:
+    done = {"pages": 16, "host": 16, "disk": 0, "prefetching": True}
+    assert command.lines_of({"schedulers": [done, {**done, "host": 15, "disk": 1}]}) == [
+        "scheduler 0: 16 whole pages, 16 in DRAM, 0 on disk",
+        "scheduler 1: 16 whole pages, 15 in DRAM, 1 on disk; being brought to DRAM",
+    ]
+
+
 def test_the_endpoint_is_guarded_as_sglangs_own() -> None:
     inprocess.prepare()
     with warnings.catch_warnings():
