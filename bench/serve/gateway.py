@@ -36,12 +36,11 @@ LEAST_RATIO = 1.5  # of what is reused by the tiers' events, over that by the de
 
 def load() -> None:
     """Entry point in a server's processes: no tier below the device is told of."""
-    cache = sys.modules.get("sglang_ext.seam.cache")
     if "sglang.srt.managers.scheduler" not in sys.modules:
         return
-    if cache is None:
-        from sglang_ext.seam import cache
-    cache.TierEventRecorder = lambda device, *_, **__: device
+    from sglang_ext.seam import cache
+
+    vars(cache)["TierEventRecorder"] = lambda device, *_, **__: device
 
 
 def measure_gateway(folder: Path, chats: int, turns: int, progress: Progress) -> dict[str, Any]:
