@@ -196,7 +196,7 @@ def test_another_release_is_looked_at_and_every_difference_is_listed(
     assert str(gone[-1]) in capsys.readouterr().out
     status, checks = run(capsys, "--contract", str(tmp_path / "nothing"))
     assert status == 1
-    assert "an SGLang package with its source was expected" in checks["sglang"]["text"]
+    assert "a folder or wheel of SGLang was expected" in checks["sglang"]["text"]
 
 
 def test_a_limit_of_locked_memory_is_told_where_there_is_a_gpu(
