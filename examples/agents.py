@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 HANDBOOK = Path(__file__).resolve().parent.parent / "docs" / "cost-model.md"
 TASKS = ("a slow disk", "a long prompt", "the first request", "a busy store")
@@ -113,8 +113,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     key = os.environ.get("OPENAI_API_KEY", "-")
     client = OpenAI(base_url=f"{args.url}/v1", api_key=key)
+    try:
+        model = client.models.list().data[0].id
+    except OpenAIError as error:
+        why = " ".join(str(error.__cause__ or error).split())
+        start = "start one as the head of this file says, or give its --url"
+        parser.exit(2, f"{parser.prog}: no server answers at {args.url} ({why}); {start}\n")
     texts = sections(args.handbook)
-    agents = Agents(client, client.models.list().data[0].id, texts, args.chars)
+    agents = Agents(client, model, texts, args.chars)
     contents = "You look things up in a handbook. Its sections are:\n" + "\n".join(texts)
     system = {"role": "system", "content": contents}
     print("the beginning of all prompts")

@@ -19,11 +19,24 @@ import json
 import subprocess
 import sys
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 TIERS = ("device", "host", "storage")
+
+
+def no_answer(url: str) -> str:
+    """Why a server does not answer; empty where it does."""
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=30.0):
+            return ""
+    except urllib.error.HTTPError as error:
+        return "" if error.code == 401 else str(error)  # the benchmark has the key
+    except (OSError, ValueError) as error:
+        return str(error)
 
 
 def measure(url: str, workload: Sequence[str], common: Sequence[str]) -> dict[str, Any]:
@@ -81,6 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     servers = {"without": args.without, "with": args.url}
     if not any(servers.values()):
         parser.error("give --url, --without, or both")
+    for flag, url in (("--url", args.url), ("--without", args.without)):
+        if url and (why := no_answer(url)):
+            start = f"start one as the head of this file says, or give its {flag}"
+            parser.exit(2, f"{parser.prog}: no server answers at {url} ({why}); {start}\n")
     common = ["--gsp-num-groups", args.groups, "--gsp-system-prompt-len", args.shared_tokens]
     common += ["--gsp-question-len", args.question_tokens, "--gsp-output-len", args.answer_tokens]
     common += ["--tokenizer", args.tokenizer] if args.tokenizer else []

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NAMES = ("hints.md", "lookahead.md", "cost-model.md", "waiting-queue.md", "truncation.md")
@@ -56,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     key = os.environ.get("OPENAI_API_KEY", "-")
     client = OpenAI(base_url=f"{args.url}/v1", api_key=key)
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except OpenAIError as error:
+        why = " ".join(str(error.__cause__ or error).split())
+        start = "start one as the head of this file says, or give its --url"
+        parser.exit(2, f"{parser.prog}: no server answers at {args.url} ({why}); {start}\n")
     documents = {file.name: file.read_text()[: args.chars] for file in args.files}
     total: Counter[str] = Counter()
     for title in questions(args.files)[: args.questions]:

@@ -12,6 +12,7 @@ what has left the device since.
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +68,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chars", type=int, default=3000, help="of each file, at most")
     parser.add_argument("files", nargs="*", type=Path, default=FILES, help="texts to review")
     args = parser.parse_args(argv)
-    backend = sgl.RuntimeEndpoint(args.url)
+    try:
+        backend = sgl.RuntimeEndpoint(args.url, api_key=os.environ.get("OPENAI_API_KEY"))
+    except (OSError, RuntimeError) as error:
+        start = "start one as the head of this file says, or give its --url"
+        parser.exit(2, f"{parser.prog}: no server answers at {args.url} ({error}); {start}\n")
     for number in (1, 2):
         total: Counter[str] = Counter()
         for file in args.files:

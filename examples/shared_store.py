@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 TEXT = Path(__file__).resolve().parent.parent / "docs" / "remote.md"
 TIERS = ("device", "host", "disk", "remote")
@@ -40,7 +40,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     key = os.environ.get("OPENAI_API_KEY", "-")
     client = OpenAI(base_url=f"{args.url}/v1", api_key=key)
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except OpenAIError as error:
+        why = " ".join(str(error.__cause__ or error).split())
+        start = "start one as the head of this file says, or give its --url"
+        parser.exit(
+            2, f"{parser.prog}: no router with a server answers at {args.url} ({why}); {start}\n"
+        )
     text, total = TEXT.read_text(), Counter[str]()
     chats: list[list[Any]] = [[] for _ in range(args.chats)]
     for turn in range(args.turns):

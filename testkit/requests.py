@@ -56,6 +56,12 @@ def by_tier(meta: dict[str, Any]) -> dict[str, int]:
     return {tier: num for tier, num in report.items() if isinstance(num, int)}
 
 
+def missed(meta: dict[str, Any]) -> dict[str, int]:
+    """Tokens that were stored once and computed again, by reason, from an answer's `meta_info`."""
+    details = meta.get("cached_tokens_details") or {}
+    return dict((details.get("hier_kv") or {}).get("missed") or {})
+
+
 def expect_tier(answer: Timed, tier: str, tokens: int, what: str) -> Timed:
     """The answer itself, if its whole prefix came from one tier.
 

@@ -244,6 +244,8 @@ def _plot_times(axes: Any, found: dict[str, list[Served]]) -> None:
 
 
 def _plot_origins(axes: Any, report: dict[str, Any]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     from bench.core.plots import COLOURS
 
     bottom = [0, 0]
@@ -254,6 +256,7 @@ def _plot_origins(axes: Any, report: dict[str, Any]) -> None:
     rest = [report["prompt_tokens"][side] - low for side, low in zip(SIDES, bottom, strict=True)]
     axes.barh(SIDES, rest, left=bottom, color="#eceff1", label="computed")
     axes.invert_yaxis()
+    axes.xaxis.set_major_locator(MaxNLocator(5))  # of more, six digits each would touch
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
     axes.set_xlabel("prompt tokens")
     axes.set_title("Where prompt tokens came from", fontsize=10)

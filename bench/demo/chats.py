@@ -20,7 +20,7 @@ import sglang as sgl
 from sglang.lang.chat_template import ChatTemplate, register_chat_template
 from tokenizers import Tokenizer
 
-from testkit.requests import by_tier
+from testkit.requests import by_tier, missed
 from testkit.workload import ReuseAudit, load_texts, load_tokenizer
 
 TEMPLATE = "tinylm"
@@ -54,6 +54,7 @@ class Served:
         reusable: tokens of it, in whole pages, that an earlier prompt of the run had.
         cached: tokens of it that were not computed.
         by_tier: the same by tier; empty from plain SGLang.
+        missed: tokens that were stored once and computed again, by reason.
         answer: the text.
         sent_s: when it was sent, on a clock of the run's own.
         prompt: its tokens.
@@ -67,6 +68,7 @@ class Served:
     reusable: int
     cached: int
     by_tier: dict[str, int]
+    missed: dict[str, int]
     answer: str
     sent_s: float
     prompt: tuple[int, ...]
@@ -251,6 +253,7 @@ class TimedEndpoint(sgl.RuntimeEndpoint):  # type: ignore[misc]
                 reusable=reusable,
                 cached=int(meta["cached_tokens"]),
                 by_tier=by_tier(meta),
+                missed=missed(meta),
                 answer=answer,
                 sent_s=start_s,
                 prompt=tuple(prompt),

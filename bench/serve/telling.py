@@ -8,7 +8,8 @@ of three times as stored, and as removed from the device. Both are started anew 
 Reported are ratios of each pair of blocks: the CPU time of the scheduler's own thread, of its
 process, of the whole server, and the throughput; SGLang's own metrics and events are in all of
 them. Ratios of two noisy servers do not resolve a percent on a shared machine, so what the
-scheduler's thread spends on telling is counted in it, too (`bench.serve.telling_probe`).
+scheduler's thread spends on telling is counted in it, too (`bench.serve.telling_probe`). Ends with
+1 where that is more than 1 % of what the thread computes.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from testkit.kv_reader import KvReader, publishing  # noqa: E402
 
 MODEL = DummyModel("telling", 4, 256, 4, 2, 64, 512, 4096)
 CPU_TARGET, THROUGHPUT_TARGET = 1.01, 0.99
+MOST_OF_THREAD = 0.01  # of the scheduler's thread, as counted in it
 MEDIA = ("GPU", "CPU_PINNED", "DISK")
 _PAGE = 64
 _CONCURRENCY = 6
@@ -227,10 +229,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the result")
     args = parser.parse_args(argv)
     pairs = 3 if args.quick else args.pairs
+    share = 0.0
 
     def make(progress: Progress) -> Report:
+        nonlocal share
         with disk_folder("bench-telling-") as folder:
             found = measure_telling(folder, pairs, args.block, progress)
+        share = found["share_of_thread"]
         n = {"pairs": found["pairs"], "requests_per_block": args.block}
         notes = [
             f"{MODEL.describe()}.",
@@ -239,7 +244,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         return Report(found, found.pop("samples"), n, [table(found)], notes)
 
-    return run_alone("serve_telling", make, args.json)
+    status = run_alone("serve_telling", make, args.json)
+    if not status and share > MOST_OF_THREAD:
+        print(
+            f"bench: expected telling to take at most {MOST_OF_THREAD:.0%} of the scheduler's "
+            f"thread, got {share:.2%}",
+            file=sys.stderr,
+        )
+        return 1
+    return status
 
 
 if __name__ == "__main__":

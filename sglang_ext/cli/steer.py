@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.hints.steering_request import contradiction
 
 _ENV_ADMIN_KEY = "SGLANG_HIER_KV_ADMIN_API_KEY"
 _FLAGS = {
@@ -28,23 +29,6 @@ _TIMES = {
     "ttl_s": "they are of no use after so long",
     "returns_in_s": "their conversation comes back in so long",
 }
-
-# Wishes that do not go with others (with any where there is none), and what to do instead.
-_APART: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("locate", (), "it says where the pages lie and does nothing; leave one of them out"),
-    (
-        "unpin",
-        ("pin_s",),
-        "one ends pins and the other makes one; to shorten a pin, end it first, and pin then",
-    ),
-    ("demote", ("prefetch",), "one brings the pages to DRAM and the other lets them leave first"),
-    ("demote", ("pin_s",), "pinned pages are not demoted; leave one of them out"),
-    (
-        "ends",
-        ("prefetch", "pin_s", "ttl_s", "returns_in_s"),
-        "of a conversation that is over nothing is needed again; leave one of them out",
-    ),
-)
 
 
 def add_command(
@@ -109,13 +93,11 @@ def _steer(chosen: argparse.Namespace) -> int:
 
 def _check_wishes(chosen: argparse.Namespace) -> None:
     """Refuses wishes of which one undoes another, before anything is read."""
-    names = [*_FLAGS, *_TIMES]
-    given = [name for name in names if getattr(chosen, name) not in (None, False)]
-    for first, others, why in _APART:
-        both = [name for name in given if name in (others or names) and name != first]
-        if first in given and both:
-            wishes = ", ".join(map(_flag, both))
-            raise ValueError(f"{_flag(first)} and {wishes} do not go together: {why}")
+    given = [name for name in (*_FLAGS, *_TIMES) if getattr(chosen, name) not in (None, False)]
+    if (found := contradiction(given)) is not None:
+        first, both, why = found
+        wishes = ", ".join(map(_flag, both))
+        raise ValueError(f"{_flag(first)} and {wishes} do not go together: {why}")
 
 
 def _flag(name: str) -> str:
@@ -131,7 +113,7 @@ def lines_of(answer: Any) -> list[str]:
         where = f"{done.get('host', 0)} in DRAM, {done.get('disk', 0)} on disk"
         pages = number_of(done.get("pages", 0), "whole page")
         lines.append(f"scheduler {number}: {pages}, {where}")
-        if done.get("prefetching"):
+        if done.get("prefetching") and done.get("host", 0) < done.get("pages", 0):
             lines[-1] += "; being brought to DRAM"
     return lines
 

@@ -7,12 +7,30 @@ schedulers, each of which reads it again.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang_ext.hints.request_hints import HINT_NAMES, RequestHints, parse_hints
 
 _ACTIONS = ("locate", "prefetch", "demote", "unpin")
+_WISHES = (*_ACTIONS, *HINT_NAMES)
+# Wishes that do not go with others (with any where there is none), and what to do instead.
+_APART: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("locate", (), "it says where the pages lie and does nothing; leave one of them out"),
+    (
+        "unpin",
+        ("pin_s",),
+        "one ends pins and the other makes one; to shorten a pin, end it first, and pin then",
+    ),
+    ("demote", ("prefetch",), "one brings the pages to DRAM and the other lets them leave first"),
+    ("demote", ("pin_s",), "pinned pages are not demoted; leave one of them out"),
+    (
+        "ends",
+        ("prefetch", "pin_s", "ttl_s", "returns_in_s"),
+        "of a conversation that is over nothing is needed again; leave one of them out",
+    ),
+)
 _TENANT = ("cache_salt", "extra_key")
 MAX_TENANT_BYTES = 4096
 _MAX_TOKEN_ID = (1 << 31) - 1  # a scheduler takes no larger ones
@@ -41,13 +59,29 @@ class Steering:
     hints: RequestHints | None = None
 
 
+def contradiction(given: Collection[str]) -> tuple[str, list[str], str] | None:
+    """A wish of which one that is given, too, undoes the other; None where there is none.
+
+    Args:
+        given: names of what is asked for.
+
+    Returns:
+        The wish, those that it does not go with, and why.
+    """
+    for first, others, why in _APART:
+        both = [name for name in given if name in (others or _WISHES) and name != first]
+        if first in given and both:
+            return first, both, why
+    return None
+
+
 def parse_body(body: Any) -> tuple[Steering, str | list[int]]:
     """What a request's body asks for, and the prompt: a text, or token ids.
 
     Raises:
         ValueError: it asks for nothing, or for what cannot be.
     """
-    names = ("text", "input_ids", *_TENANT, *_ACTIONS, *HINT_NAMES)
+    names = ("text", "input_ids", *_TENANT, *_WISHES)
     if not isinstance(body, dict):
         raise ValueError(f"expected a JSON object with some of {', '.join(names)}.")
     unknown = [name for name in body if name not in names]
@@ -56,15 +90,12 @@ def parse_body(body: Any) -> tuple[Steering, str | list[int]]:
     tenant: dict[str, Any] = {name: _text_of(body, name) for name in _TENANT}
     actions: dict[str, Any] = {name: _flag_of(body, name) for name in _ACTIONS}
     hints = parse_hints({name: body[name] for name in HINT_NAMES if name in body}, "the body")
-    if actions["prefetch"] and (actions["demote"] or (hints is not None and hints.ends)):
-        other = "demote" if actions["demote"] else "ends"
-        raise ValueError(f"expected prefetch or {other}, got both.")
-    others = [name for name, is_set in actions.items() if is_set and name != "locate"]
-    if actions["locate"] and (others or hints is not None):
-        other = others[0] if others else next(name for name in HINT_NAMES if body.get(name))
-        raise ValueError(f"expected locate, which does nothing, or {other}, got both.")
+    wishes = [name for name in _WISHES if actions.get(name) or getattr(hints, name, None)]
+    if (found := contradiction(wishes)) is not None:
+        first, both, why = found
+        raise ValueError(f"expected {first} or {', '.join(both)}, got both: {why}.")
     if hints is None and not any(actions.values()):
-        raise ValueError(f"expected something to do: {', '.join((*_ACTIONS, *HINT_NAMES))}.")
+        raise ValueError(f"expected something to do: {', '.join(_WISHES)}.")
     return Steering(**tenant, **actions, hints=hints), _prompt_of(body)
 
 

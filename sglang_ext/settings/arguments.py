@@ -117,7 +117,6 @@ LIMITED: dict[str, Limit] = {
     "language_only": _off(
         "images encoded in this server", "a request waits for its images after it was looked up"
     ),
-    "smg_grpc_mode": _off("SGLang's own HTTP server or Engine", "prompts are not cut in front"),
     "use_ray": _off("SGLang's own process launcher", "Ray's actors do not load plugins"),
     # The pool.
     "kv_cache_dtype": Limit(
@@ -199,7 +198,8 @@ _FREE = {
         lora_drain_wait_threshold""",
     "the front: HTTP, tokenizer, templates, parsers, keys": """
         tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num detokenizer_worker_num
-        skip_tokenizer_init host port fastapi_root_path grpc_mode grpc_port grpc_worker_threads
+        skip_tokenizer_init host port fastapi_root_path grpc_mode smg_grpc_mode grpc_port
+        grpc_worker_threads
         sidecar sidecar_args skip_server_warmup warmups enable_http2 http2_max_concurrent_streams
         http2_initial_connection_window_size ssl_keyfile ssl_certfile ssl_ca_certs
         ssl_keyfile_password enable_ssl_refresh api_key admin_api_key served_model_name

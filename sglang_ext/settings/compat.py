@@ -23,6 +23,7 @@ from sglang_ext.settings.disaggregation import (
     is_disaggregated,
     outside_disaggregation,
 )
+from sglang_ext.settings.gateway import WITHOUT_GATEWAY, outside_gateway
 from sglang_ext.settings.indexed import KIND as INDEXED
 from sglang_ext.settings.indexed import outside_index
 from sglang_ext.settings.lossless import lossy_codec
@@ -96,6 +97,7 @@ def check_arguments(server_args: Any, config: HierKVConfig) -> None:
         return getattr(server_args, name, None)
 
     _check_disaggregation(read, config)
+    _check_gateway(read, config)
     _check_values(read, read, config)
     config.validate()
 
@@ -110,6 +112,7 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
         HierKVConfigError: naming the argument, its value and what to do.
     """
     _check_disaggregation(resolved.values.get, config, resolved.model_kind, resolved.release)
+    _check_gateway(resolved.values.get, config, resolved.release)
     _check_values(resolved.values.get, resolved.given.get, config)
     unknown = unknown_arguments(resolved.defaults.items(), resolved.given.get)
     if unknown and not _untested_is_allowed():
@@ -235,6 +238,12 @@ def _of_hybrid_ranks(read: Callable[[str], Any], architecture: str) -> list[tupl
         ("--dp-size 1", 1 if has_attention_dp(read) else read("dp_size") or 1),
         ("--nnodes 1", read("nnodes") or 1),
     ]
+
+
+def _check_gateway(read: Callable[[str], Any], config: HierKVConfig, release: str = "") -> None:
+    """Refuses what was not tried behind SGLang's gateway."""
+    for expected, found in outside_gateway(read, config, release):
+        _refuse(expected, found, WITHOUT_GATEWAY)
 
 
 def _check_values(

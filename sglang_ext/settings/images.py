@@ -58,6 +58,8 @@ def why_not_images(args: Any, architecture: str, keeps: str) -> str:
         return "speculative decoding"
     if args.disaggregation_mode != "null":
         return "prefill and decode servers"
+    if getattr(args, "smg_grpc_mode", False):  # which makes of an image what the encoder is given
+        return "SGLang's gateway"
     if args.pp_size > 1:
         return "several pipeline stages"
     if has_attention_dp(partial(getattr, args)):

@@ -243,6 +243,11 @@ SERVED_MODES = (
         "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_hybrid_attention_dp.py; "
         "tests/e2e/models/test_latent_attention_dp.py",
     ),
+    ServedMode(
+        "SGLang's gateway (`--smg-grpc-mode`)",
+        "exact; all requests are one tenant's, images are served only; run by one rank on a CPU",
+        "tests/e2e/remote/test_gateway.py",
+    ),
     ServedMode("adapters (`--enable-lora`)", "exact", "tests/e2e/updates/test_adapter_promises.py"),
     ServedMode(
         "weights that change in service", "exact", "tests/e2e/updates/test_weight_promises.py"

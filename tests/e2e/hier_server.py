@@ -71,8 +71,7 @@ def by_tier(answer: dict[str, Any]) -> dict[str, int]:
 
 def missed(answer: dict[str, Any]) -> dict[str, int]:
     """Tokens that were stored once and computed again, by reason, as the answer reports them."""
-    details = answer["meta_info"].get("cached_tokens_details") or {}
-    return dict((details.get("hier_kv") or {}).get("missed") or {})
+    return requests.missed(answer["meta_info"])
 
 
 def ask(

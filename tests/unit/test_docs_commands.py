@@ -29,6 +29,8 @@ from sglang_ext.settings.flags import add_flags
 ROOT = Path(__file__).resolve().parents[2]
 # What others' programs take is theirs to say.
 OTHERS = ("curl", "docker", "kubectl", "pip", "redis-server", "mooncake_master")
+_GATEWAY = ("-m", "smg")
+_ROUTERS = (("-m", "sglang_router.launch_router"), _GATEWAY)
 _SERVER = "sglang.launch_server"
 _BEGINS = rf"(?:\.venv/bin/)?(?:hier-kv|python3?|make|{'|'.join(OTHERS)}) \S|node \d +{_SERVER}"
 _BLOCK = re.compile(rf"^ {{4,}}(?=(?:{_BEGINS}|--hier-kv-\w))(.*)$", re.MULTILINE)
@@ -98,8 +100,12 @@ def ours() -> list[Shown]:
     return [each for each in shown() if not is_of_others(each.words)]
 
 
+def gateways() -> list[Shown]:
+    return [each for each in shown() if each.words[1:3] == _GATEWAY]
+
+
 def is_of_others(words: tuple[str, ...]) -> bool:
-    return words[0] in OTHERS or words[1:3] == ("-m", "sglang_router.launch_router")
+    return words[0] in OTHERS or words[1:3] in _ROUTERS
 
 
 @pytest.fixture

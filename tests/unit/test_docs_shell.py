@@ -23,7 +23,7 @@ import yaml
 from sglang_ext import __version__
 from testkit.ports import free_port
 from testkit.remote.redis_server import redis_binary
-from tests.unit.test_docs_commands import OTHERS, ROOT, Shown, heads, shown, text_of
+from tests.unit.test_docs_commands import OTHERS, ROOT, Shown, gateways, heads, shown, text_of
 
 # Programs that only a shell block has, beside those of `test_docs_commands`.
 _OF_SYSTEM = ("apt-get", "mount", "mkdir", r"for \w+ in", "head", "install")
@@ -121,6 +121,13 @@ CHECKS: dict[str, Callable[[Shown], bool]] = {
 @pytest.mark.parametrize("command", others(), ids=lambda each: " ".join(each.words)[:80])
 def test_what_is_not_ours_names_what_is_there(command: Shown) -> None:
     assert CHECKS[command.words[0]](command)
+
+
+def test_a_gateway_of_the_documents_has_flags_that_it_is_tested_with() -> None:
+    source = (ROOT / "testkit" / "remote" / "gateway.py").read_text()
+    flags = {word for each in gateways() for word in each.words if word.startswith("--")}
+    assert "--block-size" in flags
+    assert [flag for flag in flags if f'"{flag}"' not in source] == []
 
 
 def servers() -> list[Shown]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import dataclasses
 import os
 import resource
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,38 +68,53 @@ def look(
         speeds: measure disk and DRAM, for some seconds.
     """
     yield check_sglang(place)
+    with _stand_in(config) as tried:
+        for check in _looks(tried, model_path, speeds):
+            yield _named(check, tried.disk_dir, config.disk_dir)
+
+
+def _looks(config: HierKVConfig, model_path: str, speeds: bool) -> Iterator[Check]:
     folder = Path(config.disk_dir) if config.disk_dir else None
-    with _as_it_was(folder):
-        yield _check_settings(config)
-        if model_path:
-            yield _check_model(model_path, config)
-        yield _check_memory_lock(config)
-        yield _check_numa(config)
-        if folder is not None and folder.is_dir():
-            yield _check_disk(config)
-        if config.remote_url:
-            yield from _check_remote(config.remote_url)
-        if speeds:
-            yield _check_speeds(config, folder)
+    yield _check_settings(config)
+    if model_path:
+        yield _check_model(model_path, config)
+    yield _check_memory_lock(config)
+    yield _check_numa(config)
+    if folder is not None and folder.is_dir():
+        yield _check_disk(config)
+    if config.remote_url:
+        yield from _check_remote(config.remote_url)
+    if speeds:
+        yield _check_speeds(config, folder)
 
 
 @contextlib.contextmanager
-def _as_it_was(folder: Path | None) -> Iterator[None]:
-    """Removes in the end what folders were made to try whether they can be, where still empty."""
-    absent: list[Path] = []
-    if folder is not None:
-        above = itertools.takewhile(lambda path: not _is_there(path), (folder, *folder.parents))
-        absent = list(above)
+def _stand_in(config: HierKVConfig) -> Iterator[HierKVConfig]:
+    """The settings, with a folder of our own where the disk tier's is not there yet.
+
+    A server that starts meanwhile makes the tier's, and nothing here may take it away.
+    """
+    folder = Path(config.disk_dir).absolute()
+    if not config.disk_dir or os.path.lexists(folder):
+        yield config
+        return
+    above = next(path for path in folder.parents if os.path.lexists(path))
     try:
-        yield
-    finally:
-        for path in absent:
-            with contextlib.suppress(OSError):  # it was not made, or somebody uses it meanwhile
-                path.rmdir()
+        made = tempfile.TemporaryDirectory(
+            prefix=".hier-kv-doctor-", dir=above, ignore_cleanup_errors=True
+        )
+    except OSError:  # a start cannot make one there either, and the check of it says why
+        yield config
+        return
+    with made:
+        yield dataclasses.replace(config, disk_dir=made.name)
 
 
-def _is_there(path: Path) -> bool:
-    return os.path.lexists(path)
+def _named(check: Check, tried: str, folder: str) -> Check:
+    """What was found of the folder that was tried, under the name of the one that is meant."""
+    if tried == folder:
+        return check
+    return dataclasses.replace(check, text=check.text.replace(tried, folder))
 
 
 def check_sglang(place: Path | None = None) -> Check:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import statistics
+import threading
 import time
 from typing import NamedTuple
 
-from sglang_ext.tiers.remote import RemoteStoreConfig, open_engine, parse_remote_url
+from sglang_ext.tiers.remote import RemoteStoreConfig, RemoteUrl, open_engine, parse_remote_url
 from sglang_ext.tiers.remote.base import Deadline, RemoteAuthError, RemoteError, Usage
 
 _MOST_S = 5.0
+_LOOKUP_S = 2.0  # more, for the name of its host
 _NUM_TRIPS = 9
 
 
@@ -35,7 +38,7 @@ class StoreAnswer(NamedTuple):
 
 
 def ask_store(text: str) -> StoreAnswer:
-    """Asks a store as a server that starts does. Blocks for about 5 s at most, name lookup aside.
+    """Asks a store as a server that starts does. Blocks for about 7 s at most.
 
     Args:
         text: `--hier-kv-remote-url`.
@@ -44,6 +47,27 @@ def ask_store(text: str) -> StoreAnswer:
         TierConfigError: the URL cannot work.
     """
     url = parse_remote_url(text)
+    answers: queue.Queue[StoreAnswer | Exception] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            answers.put(_answer_of(url))
+        except Exception as error:  # raised where it is waited for
+            answers.put(error)
+
+    # Nothing ends a lookup of a name early. Who does not wait for it leaves it to this thread.
+    threading.Thread(target=ask, name="hier-kv-doctor-store", daemon=True).start()
+    try:
+        answer = answers.get(timeout=_MOST_S + _LOOKUP_S)
+    except queue.Empty:
+        problem = f"nothing came within {_MOST_S + _LOOKUP_S:g} s; is the name of its host known?"
+        return StoreAnswer(url.shown, problem)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _answer_of(url: RemoteUrl) -> StoreAnswer:
     deadline = Deadline.after(min(RemoteStoreConfig.from_url(url).timeout_s, _MOST_S))
     engine = open_engine(url)
     try:

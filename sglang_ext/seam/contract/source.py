@@ -45,7 +45,17 @@ class SGLangSource:
         self._folder = place
         self._modules: dict[str, ast.Module | None] = {}
         self._attributes: dict[ast.ClassDef, set[str]] = {}
-        if place.is_file() and zipfile.is_zipfile(place):
+        if not place.exists():
+            raise ContractError(
+                f"a folder or wheel of SGLang was expected at {place}, found nothing; download one "
+                "(pip download --no-deps sglang==VERSION), or give another path."
+            )
+        if place.is_file():
+            if not zipfile.is_zipfile(place):
+                raise ContractError(
+                    f"a folder or wheel of SGLang was expected at {place}, found another file; "
+                    "download it again, or give another path."
+                )
             self._wheel = zipfile.ZipFile(place)
         elif not (place / "srt").is_dir():
             self._folder = place / _PACKAGE

@@ -2,7 +2,7 @@
 
 Two servers with devices that hold a part of each example, and one Redis for both.
 
-The long form has SGLang's own benchmark and chats behind a router, too.
+The long form has SGLang's own benchmark and more chats behind a router, too.
 """
 
 from __future__ import annotations
@@ -160,6 +160,20 @@ def test_sglangs_own_benchmark(servers: list[Server]) -> None:
 
 needs_router = pytest.mark.skipif(bool(router_missing()), reason=router_missing())
 CHATS = ("--chats", "10", "--turns", "2", "--chars", "500")
+
+
+@needs_router
+def test_a_chat_behind_a_router_that_comes_to_the_other_server(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    with Router([server.url for server in servers], "round_robin", tmp_path) as router:
+        # In turns, and three of them, so that each comes to the other server the next time.
+        run("shared_store.py", router.url, "--chats", "3", "--turns", "1")
+        forget_devices(servers)
+        *chats, total = run("shared_store.py", router.url, "--chats", "3", "--turns", "1")
+    assert [chat.what for chat in chats] == [f"turn 1, chat {number}" for number in (1, 2, 3)]
+    assert all(chat.by_tier["remote"] >= chat.prompt // PAGE * PAGE - PAGE > 0 for chat in chats)
+    assert total.by_tier["remote"] == sum(chat.by_tier["remote"] for chat in chats)
 
 
 @pytest.mark.long

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import resource
+import socket
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 
 from runtime_cpu import inprocess
 from sglang_ext.assembly.doctor import checks as looks
-from sglang_ext.assembly.doctor import machine_speed
+from sglang_ext.assembly.doctor import machine_speed, store_answer
 from sglang_ext.assembly.preflight import check_free, room_bytes, room_problem
 from sglang_ext.cli import main
 from sglang_ext.errors import HierKVConfigError
@@ -70,6 +72,50 @@ def test_folders_that_it_made_to_try_are_gone(
     assert list(kept.iterdir()) == [], "also where the folder was refused"
     assert run(capsys, *SMALL, "--hier-kv-disk-dir", str(kept))[0] == 0
     assert kept.is_dir(), "what was there stays"
+
+
+def test_the_folder_of_a_server_that_starts_meanwhile_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "deep"
+    config = replace(HierKVConfig(), host_size=0.01, disk_dir=str(folder), disk_free_floor=0.0)
+    found = []
+    for check in looks.look(config):
+        found.append(check)
+        folder.mkdir(parents=True, exist_ok=True)  # as a server does, before anything is in it
+    assert folder.is_dir()
+    assert list(tmp_path.iterdir()) == [tmp_path / "new"]
+    assert [check.name for check in found] == ["sglang", "settings", "memlock", "numa", "disk"]
+
+
+def test_what_was_tried_elsewhere_is_said_of_the_folder_that_was_named(tmp_path: Path) -> None:
+    folder = tmp_path / "absent"
+    config = replace(HierKVConfig(), host_size=0.01, disk_dir=str(folder), disk_free_floor=1e6)
+    disk = next(check for check in looks.look(config) if check.name == "disk")
+    assert str(folder) in disk.text
+    assert ".hier-kv-doctor" not in disk.text
+
+
+def test_a_name_that_nobody_looks_up_in_time_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ended = threading.Event(), threading.Event()
+
+    def look_up(*args: Any, **kwargs: Any) -> Any:
+        asked.set()
+        ended.wait()
+        raise socket.gaierror("at last")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(store_answer, "_MOST_S", 0.2)
+    monkeypatch.setattr(store_answer, "_LOOKUP_S", 0.1)
+    try:
+        status, checks = run(capsys, *SMALL, "--hier-kv-remote-url", "redis://cache:6379")
+        assert asked.wait(60.0)
+    finally:
+        ended.set()
+    assert (status, checks["remote"]["state"]) == (0, "warning")
+    assert (
+        "redis://cache:6379 does not answer (nothing came within 0.3 s" in checks["remote"]["text"]
+    )
 
 
 def test_a_store_is_asked(
@@ -150,7 +196,7 @@ def test_another_release_is_looked_at_and_every_difference_is_listed(
     assert str(gone[-1]) in capsys.readouterr().out
     status, checks = run(capsys, "--contract", str(tmp_path / "nothing"))
     assert status == 1
-    assert "an SGLang package with its source was expected" in checks["sglang"]["text"]
+    assert "a folder or wheel of SGLang was expected" in checks["sglang"]["text"]
 
 
 def test_a_limit_of_locked_memory_is_told_where_there_is_a_gpu(

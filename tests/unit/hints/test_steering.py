@@ -60,10 +60,12 @@ def test_a_body_is_read_and_reaches_a_scheduler_as_it_was(
         ({"text": "a", "cache_salt": "\ud800", "prefetch": True}, "cache_salt must be a text"),
         ({"text": "a", "extra_key": "x\udfff", "prefetch": True}, "extra_key must be a text"),
         ({"text": "a", "prefetch": "yes"}, "prefetch must be true or false"),
-        ({"text": "a", "prefetch": True, "demote": True}, "expected prefetch or demote, got both"),
-        ({"text": "a", "prefetch": True, "ends": True}, "expected prefetch or ends, got both"),
-        ({"text": "a", "locate": True, "unpin": True}, "expected locate, which .* or unpin"),
-        ({"text": "a", "locate": True, "pin_s": 5}, "expected locate, .* or pin_s, got both"),
+        ({"text": "a", "prefetch": True, "demote": True}, "expected demote or prefetch, got both"),
+        ({"text": "a", "prefetch": True, "ends": True}, "expected ends or prefetch, got both: of"),
+        ({"text": "a", "locate": True, "unpin": True}, "locate or unpin, got both: it says where"),
+        ({"text": "a", "locate": True, "pin_s": 5}, "expected locate or pin_s, got both"),
+        ({"text": "a", "unpin": True, "pin_s": 5}, "unpin or pin_s, got both: one ends pins and"),
+        ({"text": "a", "demote": True, "pin_s": 5}, "demote or pin_s, got both: pinned pages are"),
         ({"text": "a", "pin_s": -1}, r"the body\['pin_s'\] must be a number of seconds above 0"),
         ({"text": "a", "cache_salt": 5, "unpin": True}, "cache_salt must be a text of at most"),
         ({"text": "a", "extra_key": "x" * 5000, "unpin": True}, "extra_key must be a text of at"),
@@ -126,6 +128,14 @@ def test_a_refusal_says_why(body: Any, answer: Any, status: int, refusal: str) -
     found = _ask(_Manager(answer), body)
     assert found[0] == status
     assert refusal in found[1]["error"]
+
+
+def test_pages_that_are_in_dram_are_not_said_to_be_brought_there() -> None:
+    done = {"pages": 16, "host": 16, "disk": 0, "prefetching": True}
+    assert command.lines_of({"schedulers": [done, {**done, "host": 15, "disk": 1}]}) == [
+        "scheduler 0: 16 whole pages, 16 in DRAM, 0 on disk",
+        "scheduler 1: 16 whole pages, 15 in DRAM, 1 on disk; being brought to DRAM",
+    ]
 
 
 def test_the_endpoint_is_guarded_as_sglangs_own() -> None:

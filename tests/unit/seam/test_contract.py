@@ -119,8 +119,13 @@ def test_a_wheel_is_read_without_being_installed(tmp_path: Path) -> None:
             archive.write(path, path.relative_to(tmp_path))
     found = examine(SGLangSource(wheel))
     assert [str(one.symbol) for one in found.broken] == [str(named("Scheduler.run_batch"))]
-    with pytest.raises(ContractError, match="an SGLang package with its source was expected"):
+    with pytest.raises(ContractError, match=r"expected at .*nothing, found nothing; download one"):
         SGLangSource(tmp_path / "nothing")
+    wheel.write_bytes(wheel.read_bytes()[:1000])
+    with pytest.raises(ContractError, match=r"\.whl, found another file; download it again"):
+        SGLangSource(wheel)
+    with pytest.raises(ContractError, match="an SGLang package with its source was expected"):
+        SGLangSource(tmp_path / "sglang" / "srt" / "utils")
 
 
 def test_the_check_at_start_refuses_and_warns(

@@ -1,0 +1,123 @@
+"""SGLang's gateway (SMG) in front of servers to which it speaks gRPC, following their KV events."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime_cpu import launch
+from testkit.ports import free_port
+from testkit.remote.processes import EndedWithBlock, Process, ServerError
+from testkit.server import TINYLM
+
+_START_S = 900.0
+_MODEL = "tinylm"
+
+
+def gateway_missing() -> str:
+    """Why there is none: a sentence, empty where there is one."""
+    for name in ("smg", "smg_grpc_servicer"):
+        if importlib.util.find_spec(name) is None:
+            return f"{name.replace('_', '-')} is not installed"
+    return ""
+
+
+class Gateway(EndedWithBlock):
+    """Two servers or more, and the gateway, which has found all of them.
+
+    Args:
+        servers: arguments of each.
+        policy: how it chooses among them, by the name of its `--policy`.
+        page_size: of the servers.
+        folder: for logs.
+        environment: variables for the servers.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Sequence[str]],
+        policy: str,
+        page_size: int,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._folder = folder
+        port, metrics_port = free_port(), free_port()
+        self.url, self._num_servers = f"http://127.0.0.1:{port}", len(servers)
+        self._processes: list[Process] = []
+        ports = [free_port() for _ in servers]
+        common = ["--model-path", str(TINYLM), "--page-size", str(page_size), "--smg-grpc-mode"]
+        # The warm-up asks for tokens that the bundled model lacks.
+        common += ["--skip-server-warmup", "--served-model-name", _MODEL]
+        for number, (each, args) in enumerate(zip(ports, servers, strict=True)):
+            events = {
+                "publisher": "zmq",
+                "topic": "kv",
+                "endpoint": f"tcp://127.0.0.1:{free_port()}",
+            }
+            told = json.dumps({**events, "bind": True})
+            own = [*common, "--port", str(each), "--kv-events-config", told, *args]
+            own += ["--smg-http-sidecar-port", str(free_port())]  # else the port behind it
+            self._processes.append(
+                Process(
+                    launch.command(own),
+                    folder / f"server-{number}.log",
+                    {**launch.environment(), **(environment or {})},
+                )
+            )
+        command = [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--prometheus-port", str(metrics_port)]
+        command += ["--policy", policy, "--block-size", str(page_size)]
+        command += ["--model-path", str(TINYLM), "--worker-startup-check-interval", "1"]
+        command += ["--worker-urls", *(f"grpc://127.0.0.1:{each}" for each in ports)]
+        self._processes.append(Process(command, folder / "gateway.log"))
+
+    def __enter__(self) -> Gateway:
+        try:
+            *servers, gateway = self._processes
+            for server in servers:
+                server.start(lambda: True)
+            gateway.start(self._answers, _START_S)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def kill(self) -> None:
+        """Kills the gateway, then its servers."""
+        for process in reversed(self._processes):
+            process.kill()
+
+    def chat(self, messages: Sequence[Any], max_tokens: int) -> dict[str, Any]:
+        """An answer of `/v1/chat/completions`."""
+        body = {"model": _MODEL, "messages": list(messages), "max_tokens": max_tokens}
+        answer = self._ask("/v1/chat/completions", {**body, "temperature": 0})
+        assert isinstance(answer, dict)
+        return answer
+
+    def _ask(self, path: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", data, headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=600.0) as answer:
+            return json.load(answer)
+
+    def _answers(self) -> bool:
+        """Whether it knows all servers, and has loaded the tokenizer, which it does behind that."""
+        return self._knows_all() and bool(self.chat([{"role": "user", "content": "Hello"}], 1))
+
+    def _knows_all(self) -> bool:
+        for number, process in enumerate(self._processes[:-1]):
+            if not process.is_running:
+                raise ServerError(f"a server ended: {self._folder / f'server-{number}.log'}")
+        with contextlib.suppress(ValueError):
+            workers = self._ask("/workers")["workers"]
+            return sum(bool(one["is_healthy"]) for one in workers) == self._num_servers
+        return False

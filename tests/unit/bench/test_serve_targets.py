@@ -1,0 +1,53 @@
+"""When the benches of routing and of telling fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.core.case import ALLOW_DIRTY
+from bench.serve import routing, telling
+
+
+@pytest.mark.parametrize(
+    ("tiers", "flags", "status"), [(0.8, [], 1), (0.8, ["--quick"], 0), (0.95, [], 0)]
+)
+def test_in_full_it_fails_below_its_target(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tiers: float,
+    flags: list[str],
+    status: int,
+) -> None:
+    def measured(*_: Any) -> dict[str, Any]:
+        shares = {"reused_random": 0.5, "reused_device": 0.6, "reused_tiers": tiers}
+        return {"chats": 2, "turns": 2, **shares, "tiers_over_device": tiers / 0.6}
+
+    monkeypatch.setenv(ALLOW_DIRTY, "1")
+    monkeypatch.setattr(routing, "measure_routing", measured)
+    assert routing.main(flags) == status
+    said = capsys.readouterr()
+    assert f"{tiers / 0.6:.2f}" in said.out
+    assert ("expected 1.5 times as much" in said.err) == bool(status)
+
+
+@pytest.mark.parametrize(("share", "status"), [(0.0099, 0), (0.0101, 1)])
+def test_it_fails_where_telling_is_more_than_a_hundredth_of_the_thread(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], share: float, status: int
+) -> None:
+    def measured(*_: Any) -> dict[str, Any]:
+        ratios = ("cpu_ratio", "process_cpu_ratio", "server_cpu_ratio", "throughput_ratio")
+        found: dict[str, Any] = dict.fromkeys(ratios, 1.0)
+        found |= {f"{name}_ci95": (0.9, 1.1) for name in ratios}
+        times = ("telling", "sending", "sglangs", "thread")
+        found |= {f"{name}_us_per_token": 1.0 for name in times}
+        found["thread_us_per_token_on"] = 100.0
+        return {**found, "pairs": 1, "samples": {}, "told": {}, "share_of_thread": share}
+
+    monkeypatch.setenv(ALLOW_DIRTY, "1")
+    monkeypatch.setattr(telling, "measure_telling", measured)
+    assert telling.main(["--quick"]) == status
+    said = capsys.readouterr()
+    assert f"{share:.2%} of its 100 us" in said.out
+    assert ("at most 1% of the scheduler's thread" in said.err) == bool(status)
