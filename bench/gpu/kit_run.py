@@ -41,7 +41,7 @@ def put_stand_ins(site: Path) -> None:
     """Puts stand-ins where the machine has not the package itself: not over a real one."""
     for package in sorted(STAND_INS.iterdir()):
         if importlib.util.find_spec(package.name) is None:
-            shutil.copytree(package, site / package.name)
+            shutil.copytree(package, site / package.name, dirs_exist_ok=True)
             print(f"{package.name}: a stand-in")
 
 

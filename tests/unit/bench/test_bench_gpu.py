@@ -95,6 +95,8 @@ def test_stand_ins_do_not_hide_a_package(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     real = {name: importlib.util.find_spec(name) is not None for name in ("IPython", "sgl_kernel")}
     kit_run.put_stand_ins(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+    kit_run.put_stand_ins(tmp_path)  # again, by a run that does not look there
     assert {name: not (tmp_path / name).exists() for name in real} == real
 
 
