@@ -7,7 +7,9 @@ tries the bench, its figures mean nothing.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from bench.core.case import CaseFailedError, Options, Report
 from bench.core.output import Table
 from bench.gpu import servers
 from bench.gpu.engine import LLAMA_8B, TINY, Engine, median_s
+from bench.gpu.kernels import check_kernels
 
 SELFTEST = "HIER_KV_GPU_SELFTEST"
 _LINK_TARGET, _HIT_TARGET = 0.9, 1.1
@@ -33,7 +36,9 @@ def run(options: Options) -> Report:
             "bench gpu needs a CUDA device, and torch sees none: run it on a machine with one "
             f"(make gpu-kit packs what it needs), or try the bench itself with {SELFTEST}=1"
         )
+    number = check_kernels(device)
     report = measure_copies(options, device)
+    report.notes.append(f"kernels: {number} cases at odd shapes, all bits came back")
     if importlib.util.find_spec("sglang") is None:
         report.notes.append("no server was started: SGLang is not installed")
         return report
@@ -68,15 +73,26 @@ def measure_copies(options: Options, device: torch.device) -> Report:
         engine.close()
 
 
-def measure_servers(options: Options, device: torch.device) -> Report:
+def measure_servers(
+    options: Options,
+    device: torch.device,
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+    until_s: float = math.inf,
+) -> Report:
     """First tokens by tier, and decoding beside loads, with HiCache where it can run.
+
+    Args:
+        options: the case's.
+        device: where.
+        keep: is given the figures so far behind each server.
+        until_s: by `time.monotonic`; HiCache's server is left out where it would end later.
 
     Raises:
         CaseFailedError: a prefix came from elsewhere, or an answer is another one.
     """
     traffic = servers.LLAMA_8B if device.type == "cuda" else servers.TINY
     kind: servers.Device = "cuda" if device.type == "cuda" else "cpu"
-    seen = servers.measure(kind, traffic, options.progress)
+    seen = servers.measure(kind, traffic, options.progress, keep, until_s)
     found = servers.figures(seen)
     ours = found["hier_kv"]
     note = (

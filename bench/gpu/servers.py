@@ -9,6 +9,7 @@ same question behind the same prefix, greedy, computed in the same shapes.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import threading
 import time
@@ -116,8 +117,21 @@ def sides(device: Device) -> tuple[Side, ...]:
     return ("plain", "hier_kv", "hicache") if device == "cuda" else ("plain", "hier_kv")
 
 
-def measure(device: Device, traffic: Traffic, progress: Progress) -> dict[Side, Seen]:
+def measure(
+    device: Device,
+    traffic: Traffic,
+    progress: Progress,
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+    until_s: float = math.inf,
+) -> dict[Side, Seen]:
     """Runs the servers. Where HiCache's does not run, or not as it is asked, a note says so.
+
+    Args:
+        device: where.
+        traffic: what they are asked.
+        progress: is told how far it is.
+        keep: is given the figures so far behind each server: a machine with a device is had once.
+        until_s: by `time.monotonic`; HiCache's server is left out where it would end later.
 
     Raises:
         CaseFailedError: a prefix of another server came from elsewhere than it is counted for, or
@@ -126,7 +140,12 @@ def measure(device: Device, traffic: Traffic, progress: Progress) -> dict[Side, 
     seen: dict[Side, Seen] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = traffic.model.write(Path(folder))
+        took_s = 0.0  # by the one before
         for side in sides(device):
+            begin_s = time.monotonic()
+            if side == "hicache" and begin_s + took_s > until_s:
+                seen["plain"].notes.append(f"{side} has no figures: no time was left for it")
+                continue
             progress.stage(f"gpu: a server, {side}")
             try:
                 with _server(device, side, model, traffic, progress) as server:
@@ -138,6 +157,8 @@ def measure(device: Device, traffic: Traffic, progress: Progress) -> dict[Side, 
                 seen["plain"].notes.append(f"{side} has no figures: {error}")
                 continue
             seen[side] = asked
+            took_s = time.monotonic() - begin_s
+            keep(figures(seen))
     compare(seen)
     return seen
 

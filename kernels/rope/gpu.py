@@ -355,8 +355,9 @@ def _search_options(pool: torch.Tensor, spec: RopeSpec) -> dict[str, Any]:
     Of interleaved pairs half as many are 16 bytes, and with more of them registers do not suffice.
     """
     options = _wide(pool.shape[1] * spec.rotary_dim // 2, pool.element_size())
-    wide = options["BLOCK"] // 2 if spec.interleaved else options["BLOCK"]
-    return {**options, "WIDE": wide, "BLOCK": 32 * options["num_warps"]}
+    block = 32 * options["num_warps"]
+    wide = max(options["BLOCK"] // 2, block) if spec.interleaved else options["BLOCK"]
+    return {**options, "WIDE": wide, "BLOCK": block}
 
 
 def _geometry(pool: torch.Tensor, spec: RopeSpec) -> dict[str, Any]:
@@ -366,6 +367,7 @@ def _geometry(pool: torch.Tensor, spec: RopeSpec) -> dict[str, Any]:
         "HALF": spec.rotary_dim // 2,
         "INTERLEAVED": spec.interleaved,
         "KIND": _KIND[pool.dtype],
+        "REST": _wide(pool.shape[1] * pool.shape[2], pool.element_size())["BLOCK"],
     }
 
 

@@ -159,14 +159,61 @@ def solve(
 @triton.jit
 def copy_rest(
     source, a, out, b, columns, DIM: tl.constexpr, FIRST: tl.constexpr,
-    HALF: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Copy the columns of one row that are not rotated."""
-    for start in range(0, columns, BLOCK):
-        q = start + tl.arange(0, BLOCK)
+    """Copy the columns of one row that are not rotated, REST of a row at a time."""
+    for start in range(0, columns, REST):
+        q = start + tl.arange(0, REST)
         inside = q % DIM
         rest = (q < columns) & ((inside < FIRST) | (inside >= FIRST + 2 * HALF))
         tl.store(out + b + q, tl.load(source + a + q, mask=rest), mask=rest)
+
+
+@triton.jit
+def columns_of(
+    start, DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Columns of neighbouring pairs from pair `start`, both of each: `[2 * BLOCK]`."""
+    p = 2 * start + tl.arange(0, 2 * BLOCK)
+    return p, (p // (2 * HALF)) * DIM + FIRST + p % (2 * HALF)
+
+
+@triton.jit
+def load_pairs(
+    source, a, start, pairs, DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pairs of a row from pair `start` on, `[BLOCK]` twice, 16 bytes a thread where there are.
+
+    Neighbours are read as they lie, and then taken apart.
+    """
+    if INTERLEAVED:
+        p, column = columns_of(start, DIM, FIRST, HALF, BLOCK)
+        both = tl.load(source + a + column, mask=p < 2 * pairs, other=0)
+        first, second = tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        q = start + tl.arange(0, BLOCK)
+        column = (q // HALF) * DIM + FIRST + q % HALF
+        first = tl.load(source + a + column, mask=q < pairs, other=0)
+        second = tl.load(source + a + column + HALF, mask=q < pairs, other=0)
+    return first, second
+
+
+@triton.jit
+def store_pairs(
+    target, b, first, second, start, pairs, DIM: tl.constexpr, FIRST: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The way back of `load_pairs`."""
+    if INTERLEAVED:
+        p, column = columns_of(start, DIM, FIRST, HALF, BLOCK)
+        both = tl.reshape(tl.join(first, second), (2 * BLOCK,))
+        tl.store(target + b + column, both, mask=p < 2 * pairs)
+    else:
+        q = start + tl.arange(0, BLOCK)
+        column = (q // HALF) * DIM + FIRST + q % HALF
+        tl.store(target + b + column, first, mask=q < pairs)
+        tl.store(target + b + column + HALF, second, mask=q < pairs)
 
 
 @triton.jit
@@ -207,7 +254,7 @@ def save_kernel(
     pool, slots, row_stride, positions, cos, sin, pages, page_index, page_words, first_word,
     page_size, wrong, misses, heads, slack, DIM: tl.constexpr, FIRST: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Gather one row to pages and un-rotate it; what is not met is marked and counted.
 
@@ -221,26 +268,23 @@ def save_kernel(
     b = row_in_pages(t, page_index, page_words, first_word, 0, page_size, heads * DIM)
     w = t * heads * DIM
     if DIM > 2 * HALF:
-        copy_rest(pool, a, pages, b, heads * DIM, DIM, FIRST, HALF, WIDE)
-    stride: tl.constexpr = 2 if INTERLEAVED else 1
-    gap: tl.constexpr = 1 if INTERLEAVED else HALF
-    for start in range(0, heads * HALF, WIDE):
+        copy_rest(pool, a, pages, b, heads * DIM, DIM, FIRST, HALF, REST)
+    pairs = heads * HALF
+    for start in range(0, pairs, WIDE):
         q = start + tl.arange(0, WIDE)
-        live = q < heads * HALF
-        j = q % HALF
-        column = (q // HALF) * DIM + FIRST + j * stride
-        y1 = tl.load(pool + a + column, mask=live, other=0)
-        y2 = tl.load(pool + a + column + gap, mask=live, other=0)
+        live, j = q < pairs, q % HALF
+        y1, y2 = load_pairs(pool, a, start, pairs, DIM, FIRST, HALF, INTERLEAVED, WIDE)
         c = tl.load(cos + k + j, mask=live, other=1.0)
         s = tl.load(sin + k + j, mask=live, other=0.0)
         v1, v2 = unrotate(y1, y2, c, s, KIND)
         b1, b2 = encode(v1.to(tl.float32), KIND), encode(v2.to(tl.float32), KIND)
         o1, o2 = rotate(b1, b2, c, s, KIND, RULE, EXACT)
-        tl.store(pages + b + column, b1, mask=live)
-        tl.store(pages + b + column + gap, b2, mask=live)
-        tl.store(wrong + w + column, (o1 != y1).to(tl.uint8), mask=live)
-        tl.store(wrong + w + column + gap, (o2 != y2).to(tl.uint8), mask=live)
+        store_pairs(pages, b, b1, b2, start, pairs, DIM, FIRST, HALF, INTERLEAVED, WIDE)
+        m1, m2 = (o1 != y1).to(tl.uint8), (o2 != y2).to(tl.uint8)
+        store_pairs(wrong, w, m1, m2, start, pairs, DIM, FIRST, HALF, INTERLEAVED, WIDE)
     tl.debug_barrier()  # another thread of this program reads the marks
+    stride: tl.constexpr = 2 if INTERLEAVED else 1
+    gap: tl.constexpr = 1 if INTERLEAVED else HALF
     missed = 0
     for start in range(0, heads * HALF, BLOCK):
         q = start + tl.arange(0, BLOCK)
@@ -323,7 +367,7 @@ def load_kernel(
     pages, page_index, page_words, first_word, first_row, page_size, positions, cos, sin, pool,
     slots, row_stride, heads, DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Rotate one row of pages and scatter it to the pool."""
     t = tl.program_id(0).to(tl.int64)
@@ -331,28 +375,23 @@ def load_kernel(
     b = tl.load(slots + t).to(tl.int64) * row_stride
     k = tl.load(positions + t).to(tl.int64) * HALF
     if DIM > 2 * HALF:
-        copy_rest(pages, a, pool, b, heads * DIM, DIM, FIRST, HALF, BLOCK)
-    stride: tl.constexpr = 2 if INTERLEAVED else 1
-    gap: tl.constexpr = 1 if INTERLEAVED else HALF
-    for start in range(0, heads * HALF, BLOCK):
+        copy_rest(pages, a, pool, b, heads * DIM, DIM, FIRST, HALF, REST)
+    pairs = heads * HALF
+    for start in range(0, pairs, BLOCK):
         q = start + tl.arange(0, BLOCK)
-        live = q < heads * HALF
-        j = q % HALF
-        column = (q // HALF) * DIM + FIRST + j * stride
-        x1 = tl.load(pages + a + column, mask=live, other=0)
-        x2 = tl.load(pages + a + column + gap, mask=live, other=0)
+        live, j = q < pairs, q % HALF
+        x1, x2 = load_pairs(pages, a, start, pairs, DIM, FIRST, HALF, INTERLEAVED, BLOCK)
         c = tl.load(cos + k + j, mask=live, other=1.0)
         s = tl.load(sin + k + j, mask=live, other=0.0)
         o1, o2 = rotate(x1, x2, c, s, KIND, RULE, EXACT)
-        tl.store(pool + b + column, o1, mask=live)
-        tl.store(pool + b + column + gap, o2, mask=live)
+        store_pairs(pool, b, o1, o2, start, pairs, DIM, FIRST, HALF, INTERLEAVED, BLOCK)
 
 
 @triton.jit(do_not_specialize=LOOSE)
 def move_kernel(
     pages, page_index, page_words, first_word, first_row, page_size, saved, positions, cos, sin,
     pool, slots, row_stride, heads, DIM: tl.constexpr, FIRST: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Move one position-bound row from its saved position to another, with one rounding."""
     t = tl.program_id(0).to(tl.int64)
@@ -361,16 +400,12 @@ def move_kernel(
     k0 = tl.load(saved + t).to(tl.int64) * HALF
     k1 = tl.load(positions + t).to(tl.int64) * HALF
     if DIM > 2 * HALF:
-        copy_rest(pages, a, pool, b, heads * DIM, DIM, FIRST, HALF, BLOCK)
-    stride: tl.constexpr = 2 if INTERLEAVED else 1
-    gap: tl.constexpr = 1 if INTERLEAVED else HALF
-    for start in range(0, heads * HALF, BLOCK):
+        copy_rest(pages, a, pool, b, heads * DIM, DIM, FIRST, HALF, REST)
+    pairs = heads * HALF
+    for start in range(0, pairs, BLOCK):
         q = start + tl.arange(0, BLOCK)
-        live = q < heads * HALF
-        j = q % HALF
-        column = (q // HALF) * DIM + FIRST + j * stride
-        y1 = tl.load(pages + a + column, mask=live, other=0)
-        y2 = tl.load(pages + a + column + gap, mask=live, other=0)
+        live, j = q < pairs, q % HALF
+        y1, y2 = load_pairs(pages, a, start, pairs, DIM, FIRST, HALF, INTERLEAVED, BLOCK)
         c = tl.load(cos + k0 + j, mask=live, other=1.0)
         s = tl.load(sin + k0 + j, mask=live, other=0.0)
         v1, v2 = unrotate(y1, y2, c, s, KIND)
@@ -378,8 +413,8 @@ def move_kernel(
         s = widen(tl.load(sin + k1 + j, mask=live, other=0.0), KIND)
         o1 = encode((v1 * c - v2 * s).to(tl.float32), KIND)
         o2 = encode((v2 * c + v1 * s).to(tl.float32), KIND)
-        tl.store(pool + b + column, tl.where(k0 == k1, y1, o1), mask=live)
-        tl.store(pool + b + column + gap, tl.where(k0 == k1, y2, o2), mask=live)
+        o1, o2 = tl.where(k0 == k1, y1, o1), tl.where(k0 == k1, y2, o2)
+        store_pairs(pool, b, o1, o2, start, pairs, DIM, FIRST, HALF, INTERLEAVED, BLOCK)
 
 
 @triton.jit(do_not_specialize=LOOSE)

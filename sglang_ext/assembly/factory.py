@@ -579,7 +579,7 @@ def _compile(
         *((tensor, None) for part in pools.window_parts() for tensor in (*part.k, *part.v)),
     ]
     for tensor, spec in layers:
-        kind = (tensor.shape[1:], tensor.stride(), id(spec))
+        kind = (tensor.dtype, tensor.shape[1:], tensor.stride(), id(spec))
         if kind not in done:
             done.add(kind)
             kernels.warm_up(tensor, spec, page_size)

@@ -95,10 +95,12 @@ class DeviceTensor(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name == "record_stream":
             return None
-        if name in _WAITS:
+        if name in _WAITS or _comes_to_the_host(name, args, kwargs or {}):
             device.require_may_wait(name)
         if name in _INDEXES and _has_host_indices(args[1]):
             device.require_may_wait(f"{name} with indices of the host's")
+        if name in _INDEXES and _has_mask(args[1]):
+            device.require_may_wait(f"{name} with a mask")
         real: Any = super().__torch_function__
         result = real(func, types, args, kwargs or {})
         for each in tree_leaves(result):
@@ -138,6 +140,7 @@ class SimulatedDevice(DevicePort):
         # Memory that was given back, by the stream it was taken on and its size.
         self._heap: dict[tuple[str, int], list[npt.NDArray[np.int64]]] = {}
         self.memory_left: int | None = None  # None: enough
+        self.copies_fail_in: int | None = None  # calls until one fails half-way; None: never
         self._num_tensors = 0
         self._freed: list[tuple[Cell, Clock]] = []  # tensors of SGLang's that nobody holds
 
@@ -246,15 +249,17 @@ class SimulatedDevice(DevicePort):
         page_slots: npt.NDArray[np.int64],
         span: slice,
     ) -> None:
-        which = page_slots.copy()
+        which, fails = self._queued(page_slots)
+        part = out[: len(which)]
 
         def copy() -> None:
-            out[:] = slots[which, span]
+            part[:] = slots[which, span]
 
         self.count("copies")
-        self.bytes_in += out.nbytes
+        self.bytes_in += part.nbytes
         reads = [cell for slot in which.tolist() for cell in self.cells_of(slots[slot, span])]
-        self.launch("copy", copy, reads, self.cells_of(out))
+        self.launch("copy", copy, reads, self.cells_of(part) if len(which) else ())
+        _fail_if(fails)
 
     def send(
         self,
@@ -263,15 +268,27 @@ class SimulatedDevice(DevicePort):
         span: slice,
         source: npt.NDArray[np.uint8],
     ) -> None:
-        which, memory = page_slots.copy(), self.raw(source)
+        which, fails = self._queued(page_slots)
+        part = source[: len(which)]
+        memory = self.raw(part) if len(which) else part
 
         def copy() -> None:
             slots[which, span] = memory
 
         self.count("copies")
-        self.bytes_out += source.nbytes
+        self.bytes_out += part.nbytes
         writes = [cell for slot in which.tolist() for cell in self.cells_of(slots[slot, span])]
-        self.launch("copy", copy, self.cells_of(source), writes)
+        self.launch("copy", copy, self.cells_of(part) if len(which) else (), writes)
+        _fail_if(fails)
+
+    def _queued(self, page_slots: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], bool]:
+        """The slots of a call whose copies are queued, and whether it fails behind these."""
+        if self.copies_fail_in is not None:
+            self.copies_fail_in -= 1
+            if self.copies_fail_in < 0:
+                self.count(f"failed copies on {self._thread}")
+                return page_slots[: len(page_slots) // 2].copy(), True
+        return page_slots.copy(), False
 
     def upload(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         staged, memory = values.copy(), self._take(len(values))
@@ -287,6 +304,7 @@ class SimulatedDevice(DevicePort):
     def _take(self, count: int) -> npt.NDArray[np.int64]:
         """Memory for indices: such as was given back on this stream, as torch does."""
         if self.memory_left is not None and 8 * count > self.memory_left:
+            self.count(f"no memory on {self._thread}")
             raise torch.OutOfMemoryError("none is left")
         size = 1 << max(count - 1, 0).bit_length()
         free = self._heap.setdefault((self.current_stream().name, size), [])
@@ -468,6 +486,27 @@ def _has_host_indices(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     host = (list, range, np.ndarray, torch.Tensor)
     return any(isinstance(each, host) and not isinstance(each, DeviceTensor) for each in parts)
+
+
+def _has_mask(index: Any) -> bool:
+    """Whether some of the indices are a mask: how many it names is known on the device alone."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in parts)
+
+
+def _comes_to_the_host(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether values are copied to the host's memory."""
+    if name == "copy_":
+        return not isinstance(args[0], DeviceTensor)
+    if name != "to":
+        return False
+    targets = [str(each) for each in (*args[1:], *kwargs.values()) if not torch.is_tensor(each)]
+    return "cpu" in targets
+
+
+def _fail_if(fails: bool) -> None:
+    if fails:
+        raise RuntimeError("a copy that was meant to fail")
 
 
 def _merge(into: Clock, other: Clock) -> None:

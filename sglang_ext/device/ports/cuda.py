@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,6 +25,29 @@ _DRAWS = 65
 # forward runs before the scheduler's thread has to ask CUDA for page-locked memory.
 _SMALL_UPLOAD = 4096
 _SMALL_UPLOADS = 16
+# A load of 8,192 tokens of an 8B model takes some thirty, a save as many.
+_EVENTS = 256
+
+
+class _Event:
+    """One of the port's events, which it has back when nobody holds this any more.
+
+    Who waits for it on the device waits for what was recorded until then, whatever it stands for
+    later.
+    """
+
+    __slots__ = ("_free", "of_cuda")
+
+    def __init__(self, of_cuda: Any, free: deque[Any]) -> None:
+        self.of_cuda = of_cuda
+        self._free = free
+
+    def wait(self) -> None:
+        """The calling thread's stream waits for it."""
+        self.of_cuda.wait()
+
+    def __del__(self) -> None:
+        self._free.append(self.of_cuda)
 
 
 class CudaPort(DevicePort):
@@ -50,6 +74,10 @@ class CudaPort(DevicePort):
         self._cuda = cuda
         self._runtime = runtime
         self._given: list[Any] = []
+        # Made now: no load or save asks the driver for one, but where more are held at a time.
+        self._events: deque[Any] = deque(self._new_event() for _ in range(_EVENTS))
+        for event in self._events:
+            event.record(self.current_stream())  # torch asks the driver no sooner
         # Held together, so that they are different ones; torch keeps them for `upload`.
         blocks = [pinned(_SMALL_UPLOAD) for _ in range(_SMALL_UPLOADS)]
         del blocks
@@ -92,17 +120,23 @@ class CudaPort(DevicePort):
 
     def record(self, stream: Any) -> Any:
         """An event with a time; who waits for it on the host sleeps."""
-        event = self._cuda.Event(enable_timing=True, blocking=True)
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = self._new_event()
         event.record(stream)
-        return event
+        return _Event(event, self._events)
+
+    def _new_event(self) -> Any:
+        return self._cuda.Event(enable_timing=True, blocking=True)
 
     def wait(self, stream: Any, event: Any) -> None:
         """Queues a wait on the device."""
-        stream.wait_event(event)
+        stream.wait_event(event.of_cuda)
 
     def synchronize(self, event: Any) -> None:
         """Sleeps until it happened."""
-        event.synchronize()
+        event.of_cuda.synchronize()
 
     def when_done(self, event: Any, call: Callable[[], None]) -> None:
         """Calls it on the port's thread."""
@@ -110,7 +144,7 @@ class CudaPort(DevicePort):
 
     def seconds_between(self, first: Any, last: Any) -> float:
         """By the device's clock."""
-        return 1e-3 * float(first.elapsed_time(last))
+        return 1e-3 * float(first.of_cuda.elapsed_time(last.of_cuda))
 
     def empty(self, num_bytes: int) -> Any:
         """Memory of torch's."""
@@ -191,10 +225,11 @@ class CudaPort(DevicePort):
         while (item := self._calls.get()) is not None:
             event, call = item
             try:
-                event.synchronize()
+                self.synchronize(event)
                 call()
             except Exception:
                 logger.exception("hier-kv: what should follow a copy failed")
+            del item, event, call  # what they kept is free now, not with the next one
 
 
 def _addresses(

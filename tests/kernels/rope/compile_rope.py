@@ -46,6 +46,9 @@ ALIGNED = (
 )
 # KIND, RULE, INTERLEAVED
 CASES = ((0, 0, False), (0, 1, True), (1, 2, False), (2, 1, False))
+# Heads, columns, first rotated column, rotated columns, whether pairs are neighbours: latent rows,
+# and half of a head.
+SHAPES = ((1, 576, 512, 64, True), (8, 128, 0, 64, False))
 SCALARS = {
     "row_stride": "i64",
     "tail_words": "i64",
@@ -113,8 +116,10 @@ def check_wide(name: str, ptx: str) -> None:
     assert not narrow, (name, narrow)
 
 
-def check_saves_wide(ptx: str) -> None:
+def check_saves_wide(ptx: str, interleaved: bool) -> None:
     """The row is read and laid out 16 bytes at a time; only pairs that are searched for are not.
+
+    Neighbours are one access, other pairs two.
 
     These are taken out of both loads of a row, both stores and four accesses to their marks.
     """
@@ -123,8 +128,8 @@ def check_saves_wide(ptx: str) -> None:
     words = re.findall(r"(?:ld|st)\.global[.\w:]*\.(?:b|u|s)16\b", ptx)
     marks = re.findall(r"(?:ld|st)\.global[.\w:]*\.(?:b|u|s)8\b", ptx)
     assert len(loads) >= 2, len(loads)
-    assert len(stores) >= 2, len(stores)
-    assert len(words) <= 4, words
+    assert len(stores) >= (1 if interleaved else 2), len(stores)
+    assert len(words) <= 4 + interleaved, words  # both marks of a pair may be one of them
     assert len(marks) <= 4, marks
 
 
@@ -135,6 +140,7 @@ def compile_case(arch: int, kind: int, rule: int, interleaved: bool) -> None:
         constants = {
             "DIM": 128, "FIRST": 0, "HALF": 64, "INTERLEAVED": interleaved, "KIND": kind,
             "RULE": rule, "EXACT": True, "BLOCK": options["BLOCK"],
+            "REST": gpu._wide(HEADS * 128, item)["BLOCK"],
         }  # fmt: skip
         if name == "save_kernel":
             options = _search_options(item, interleaved)
@@ -146,10 +152,10 @@ def compile_case(arch: int, kind: int, rule: int, interleaved: bool) -> None:
         kernel = getattr(kernels, name)
         ptx, used = compile_kernel(kernel, arch, constants, options["num_warps"])
         assert used["spills"] == 0, (name, arch, used)
-        if name in WIDE and not interleaved:
+        if name in WIDE:
             check_wide(name, ptx)
-        if name == "save_kernel" and not interleaved and kind != 2:
-            check_saves_wide(ptx)
+        if name == "save_kernel" and kind != 2:
+            check_saves_wide(ptx, interleaved)
         assert ".ftz" not in ptx, name
         fused = len(re.findall(r"\bfma\.rn\.f32", ptx))
         if rule == 2 and name in ("save_kernel", "load_kernel"):
@@ -157,6 +163,25 @@ def compile_case(arch: int, kind: int, rule: int, interleaved: bool) -> None:
         else:  # neither `eager` nor `fp32` may be contracted
             assert fused == 0, (name, rule)
         print(f"sm_{arch} kind {kind} rule {rule} {name}: {used['registers']} registers, no spills")
+
+
+def compile_shape(arch: int, heads: int, dim: int, first: int, rotary: int, near: bool) -> None:
+    """What rotates rows of another shape, in bf16, moves them 16 bytes at a time, too."""
+    pool = torch.empty(1, heads, dim, dtype=torch.bfloat16)
+    spec = make_spec(rotary, "fp32", first=first, interleaved=near)
+    for name in ("load_kernel", "move_kernel", "save_kernel"):
+        options = gpu._wide(heads * rotary // 2, pool.element_size())
+        if name == "save_kernel":
+            options = gpu._search_options(pool, spec)
+        launch = {key: value for key, value in options.items() if key in ("BLOCK", "WIDE")}
+        constants = {**gpu._geometry(pool, spec), "RULE": 1, "EXACT": True, **launch}
+        kernel = getattr(kernels, name)
+        ptx, used = compile_kernel(kernel, arch, constants, options["num_warps"])
+        assert used["spills"] == 0, (name, arch, used)
+        if name != "save_kernel":
+            check_wide(name, ptx)
+        else:
+            check_saves_wide(ptx, near)
 
 
 def _search_options(item_bytes: int, interleaved: bool) -> dict[str, Any]:
@@ -170,6 +195,8 @@ def main() -> None:
     for arch, cases in either(((90, CASES[:2]),), every):
         for kind, rule, interleaved in cases:
             compile_case(arch, kind, rule, interleaved)
+        for shape in SHAPES:
+            compile_shape(arch, *shape)
     print("all kernels compiled")
 
 

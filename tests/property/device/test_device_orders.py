@@ -261,6 +261,21 @@ def saved_before_it_was_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SavePath, "saving", lambda self, events: real(self, []))
 
 
+def forward_not_awaited_by_saves(patch: pytest.MonkeyPatch) -> None:
+    """Only what knows the rows is: the forward that fills them may still run."""
+    real = SavePath.ready_events
+    patch.setattr(SavePath, "ready_events", lambda self: real(self)[:1])
+
+
+def failed_copies_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    def behind_queued(self: LoadPath, after: Any = None) -> Any:
+        if after is not None:
+            self._port.wait(self._scatters, after)
+        return self._port.record(self._scatters)
+
+    patch.setattr(LoadPath, "behind_queued", behind_queued)
+
+
 def sent_before_it_was_laid_out(patch: pytest.MonkeyPatch) -> None:
     def send(self: SavePath, part: Any, pages: Any, span: slice) -> None:
         with self._port.on(self._sends):
@@ -325,6 +340,8 @@ def scheduler_waits(patch: pytest.MonkeyPatch) -> None:
         saves_not_awaited,
         failed_saves_not_awaited,
         saved_before_it_was_written,
+        forward_not_awaited_by_saves,
+        failed_copies_not_awaited,
         sent_before_it_was_laid_out,
         laid_out_over_what_is_sent,
         tails_written_over_what_is_sent,

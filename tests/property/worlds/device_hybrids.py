@@ -157,9 +157,9 @@ class StateWorld(DeviceWorld):
         if layer in self.STATEFUL and load.more.state is not None:
             self._go_on(load, self.STATEFUL.index(layer), load.more.state, compare=compare)
 
-    def _write(self, load: Load, layer: int) -> None:
+    def _write(self, load: Load, layer: int, *, is_kept: bool = False) -> None:
         if layer in self.ATTENTION:
-            super()._write(load, self.ATTENTION.index(layer))
+            super()._write(load, self.ATTENTION.index(layer), is_kept=is_kept)
 
     def _go_on(self, load: Load, layer: int, slot: int, *, compare: bool) -> None:
         """A layer reads its state and writes it; here the next one is as the one before."""
@@ -344,11 +344,13 @@ class WindowWorld(DeviceWorld):
             wanted = load.more.expected[at]
             self._read_rows(self.windows, at, load.more.rows, wanted, compare=compare)
 
-    def _write(self, load: Load, layer: int) -> None:
+    def _write(self, load: Load, layer: int, *, is_kept: bool = False) -> None:
         if layer in self.GROUPS.full:
-            super()._write(load, self.GROUPS.full.index(layer))
+            super()._write(load, self.GROUPS.full.index(layer), is_kept=is_kept)
         elif load.more.rows is not None:
-            self._write_rows(self.windows, self.GROUPS.window.index(layer), load.more.rows)
+            at, wanted = self.GROUPS.window.index(layer), load.more.expected
+            values = wanted[at] if is_kept and wanted is not None else None
+            self._write_rows(self.windows, at, load.more.rows, values)
 
     def offer_window(self) -> bool | None:
         """The window layers' pages of a running request are to be saved."""
@@ -358,6 +360,8 @@ class WindowWorld(DeviceWorld):
         load = self.rng.choice(held)
         self.running.remove(load)
         assert load.more.rows is not None
+        if self.rng.random() < 0.7:
+            self._compute(load)
         rows, is_padding = load.more.rows, self.rng.random() < 0.1
         if is_padding:  # SGLang names the padding page for rows that have no window any more
             rows = torch.cat([torch.arange(PAGE), rows[PAGE:]])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.property.worlds.device_world import DeviceWorld
 
 LAYERS, PAGE, HEADS, DIM, MAX_POSITION = 3, 4, 2, 8, 256
-SLOTS, PAGES, CONTENTS = 24, 40, 6
+SLOTS, PAGES, CONTENTS = 30, 40, 6
 
 
 class Pages:

@@ -59,7 +59,8 @@ STEPS_A_WORLD = 150
 # What worlds of any kind must have done, several times each.
 MUST_HAPPEN = (
     *("load", "forward", "decode", "restore", "save", "reuse", "failed", "failed restores"),
-    *("failed saves", "abort", "retract", "flush", "evict"),
+    *("failed saves", "abort", "retract", "flush", "evict", "loads at once"),
+    *("no memory on load", "no memory on save", "failed copies on load", "failed copies on save"),
 )
 
 
@@ -79,7 +80,7 @@ class DeviceWorld:
     make_ropes: ClassVar[Any] = staticmethod(make_ropes)
     weights: ClassVar[dict[str, int]] = {
         "load": 20, "begin": 12, "pump": 12, "forward": 12, "decode": 12, "restore": 4,
-        "offer": 10, "save": 10, "run": 16, "deliver": 8, "reuse": 12, "abort": 3, "retract": 3,
+        "offer": 24, "save": 14, "run": 16, "deliver": 8, "reuse": 12, "abort": 3, "retract": 3,
         "flush": 1, "evict": 3,
     }  # fmt: skip
 
@@ -171,9 +172,12 @@ class DeviceWorld:
         if not self.started:
             return False
         batch, clock = self.started.pop(0)
+        num_queued = len(self.batches) - len(self.started)  # whose forward is still to come
+        if num_queued > 1 or len(batch[1]) > 1:
+            self.counts["loads at once"] = self.counts.get("loads at once", 0) + 1
         with self.device.acting("load"):
             self.device.take_over(clock)
-            with self._failing(0.15):
+            with self._failing(0.3):
                 self.linker.loads.load(*batch)
             told = self.device.hand_over()  # the counter's lock
         self.device.take_over(told)
@@ -181,16 +185,19 @@ class DeviceWorld:
 
     @contextmanager
     def _failing(self, share: float) -> Iterator[None]:
-        """In which now and then a launch fails, or the device has no memory left."""
+        """In which now and then a launch or a copy fails, or the device has no memory left."""
         if self.rng.random() < share:
-            if self.rng.random() < 0.3:
+            kind = self.rng.random()
+            if kind < 0.25:
                 self.device.memory_left = 0
+            elif kind < 0.6:
+                self.device.copies_fail_in = self.rng.randrange(3)
             else:
                 self.kernels.fails_in = self.rng.randrange(12)
         try:
             yield
         finally:
-            self.kernels.fails_in = self.device.memory_left = None
+            self.kernels.fails_in = self.device.memory_left = self.device.copies_fail_in = None
 
     # ---- what the scheduler does ----
 
@@ -383,16 +390,24 @@ class DeviceWorld:
         self._give_back(load)
         return None
 
-    def _write(self, load: Load, layer: int) -> None:
-        """A forward writes a layer of the model."""
-        self._write_rows(self.pool, layer, load.rows)
+    def _compute(self, load: Load) -> None:
+        """A forward writes a running request's rows, as prefills do that compute them."""
+        device = self.device
+        device.wait(self.forwards, device.record(device.current_stream()))
+        with device.on(self.forwards):
+            for layer in range(self.num_layers):
+                self._write(load, layer, is_kept=True)
 
-    def _write_rows(self, pool: Any, layer: int, rows: torch.Tensor) -> None:
+    def _write(self, load: Load, layer: int, *, is_kept: bool = False) -> None:
+        """A forward writes a layer of the model: something else, or what is there."""
+        self._write_rows(self.pool, layer, load.rows, load.expected[layer] if is_kept else None)
+
+    def _write_rows(self, pool: Any, layer: int, rows: torch.Tensor, values: Any) -> None:
         tensors = pool.k[layer], pool.v[layer]
 
         def write() -> None:
-            for tensor in tensors:
-                tensor[rows] = -77.0
+            for at, tensor in enumerate(tensors):
+                tensor[rows] = -77.0 if values is None else values[at]
 
         cells = [pool_cell(tensor, row) for tensor in tensors for row in rows.tolist()]
         self.device.launch("forward writes", write, (), cells)
@@ -431,9 +446,11 @@ class DeviceWorld:
             return False
         load = self.running[self.rng.randrange(len(self.running))]
         num_pages = len(load.rows) // PAGE
-        if len(self.free_slots) < num_pages + self.num_slots // 2:
+        if len(self.free_slots) < num_pages + self.num_slots // 3:
             return False
         self.running.remove(load)
+        if self.rng.random() < 0.7:
+            self._compute(load)
         self._offer(load, load.position, load.rows, np.arange(num_pages))
         return None
 
@@ -454,7 +471,7 @@ class DeviceWorld:
         if not self.offered:
             return False
         self.saving = offer = self.offered.pop(0)
-        with self.device.acting("save"), self._failing(0.25):
+        with self.device.acting("save"), self._failing(0.3):
             self.device.take_over(offer.clock)
             if not self.linker._saves.save(offer.job):
                 self.counts["failed saves"] = self.counts.get("failed saves", 0) + 1
@@ -558,8 +575,9 @@ def run_worlds(kind: type[DeviceWorld], must_happen: tuple[str, ...]) -> None:
         if seed >= num_worlds and min(counts.values()) >= 5:
             return
         world = run_world(kind, seed)
+        found = (world.counts, world.device.counts, world.store.counters.snapshot())
         for name in must_happen:
-            counts[name] += world.counts.get(name, 0) + world.store.counters.snapshot().get(name, 0)
+            counts[name] += sum(each.get(name, 0) for each in found)
     raise AssertionError(counts)
 
 

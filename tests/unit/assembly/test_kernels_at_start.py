@@ -29,19 +29,23 @@ def test_on_cuda_the_kernels_of_every_kind_of_layer_are_compiled_at_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    asked: list[tuple[tuple[int, ...], object, int]] = []
+    asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(
-        gpu, "warm_up", lambda pool, spec, size: asked.append((tuple(pool.shape), spec, size))
+        gpu,
+        "warm_up",
+        lambda pool, spec, size: asked.append((pool.dtype, tuple(pool.shape), spec, size)),
     )
     shape = (8, HEADS, 16)
     k, v = ([torch.zeros(shape) for _ in range(3)] for _ in "kv")
     pool = SimpleNamespace(k=k, v=v, device=torch.device("cuda"))
     one, other = spec(16), spec(8)
     ropes = [LayerRope(one, True), LayerRope(other, True), LayerRope(one, True)]
-    window = SimpleNamespace(k=[torch.zeros(8, 1, 12), torch.zeros(shape)], v=[])
+    words = torch.zeros(shape, dtype=torch.int32)  # rows of an index may be as long
+    window = SimpleNamespace(k=[torch.zeros(8, 1, 12), torch.zeros(shape)], v=[words])
     pools: Any = SimpleNamespace(full=pool, window_parts=lambda: [window])
     config: Any = SimpleNamespace(kernels="auto")
     assert factory._kernels(config, pools, ropes, 64) is gpu
     kinds = [(shape, one), (shape, other), (shape, None), ((8, 1, 12), None)]
-    assert asked == [(*kind, 64) for kind in kinds]
-    assert "kernels of 4 kinds of layers compiled in" in caplog.text
+    floats = [(torch.float32, *kind, 64) for kind in kinds]
+    assert asked == [*floats, (torch.int32, shape, None, 64)]
+    assert "kernels of 5 kinds of layers compiled in" in caplog.text

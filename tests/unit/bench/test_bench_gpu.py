@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import torch
 
 from bench.core.case import ALLOW_DIRTY, CaseFailedError, Options
 from bench.core.output import Progress
-from bench.gpu import kit, kit_run, servers, wheels
+from bench.gpu import codec_kernels, kit, kit_run, servers, wheels
 from bench.gpu.case import SELFTEST, device_or_none, measure_copies
 from bench.gpu.case import run as run_case
 from bench.gpu.engine import TINY, Engine
@@ -93,6 +95,8 @@ def test_stand_ins_do_not_hide_a_package(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     real = {name: importlib.util.find_spec(name) is not None for name in ("IPython", "sgl_kernel")}
     kit_run.put_stand_ins(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+    kit_run.put_stand_ins(tmp_path)  # again, by a run that does not look there
     assert {name: not (tmp_path / name).exists() for name in real} == real
 
 
@@ -125,6 +129,100 @@ def test_stand_ins_compute_what_the_kernels_do() -> None:
         kernels.moe_sum(x)
 
 
+@pytest.fixture
+def kit_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a kit lies; torch sees no device."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv(SELFTEST, "1")
+    monkeypatch.setattr(kit_run, "NEEDED", ("numpy", "torch"))
+    monkeypatch.setattr(kit_run, "NEEDED_BY_SERVERS", ())
+    (tmp_path / "COMMIT").write_text("a" * 40 + "\n")
+    return tmp_path
+
+
+def found(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder / "gpu.json").read_text())
+    return loaded
+
+
+def test_all_that_is_missing_is_said_first_and_written(
+    kit_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = kit_folder / "broken_one.py"
+    broken.write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    monkeypatch.syspath_prepend(str(kit_folder))
+    monkeypatch.setattr(kit_run, "NEEDED", ("numpy", "broken_one"))
+    monkeypatch.setattr(kit_run, "NEEDED_BY_SERVERS", ("no_such_server",))
+    assert kit_run.main([]) == 2
+    said = capsys.readouterr().out
+    assert "missing: broken_one (OSError: libcudart.so.13" in said
+    assert "missing for servers: no_such_server (ModuleNotFoundError" in said
+    assert [line.split(" ")[0] for line in found(kit_folder)["missing"]] == [
+        "broken_one",
+        "no_such_server",
+    ]
+    monkeypatch.setattr(kit_run, "NEEDED", ("numpy",))
+    monkeypatch.delenv(SELFTEST)
+    assert kit_run.main([]) == 2
+    assert found(kit_folder)["missing"][0].startswith("a CUDA device, torch sees none")
+
+
+def test_parts_are_added_to_what_others_found(
+    kit_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(run: Any) -> dict[str, Any]:
+        run.result["servers"] = {"so_far": {"plain": 1}}
+        raise RuntimeError("a server ended")
+
+    monkeypatch.setattr(kit_run, "NEEDED_BY_SERVERS", ("no_such_server",))
+    monkeypatch.setitem(kit_run._OF_PART, "copies", lambda run: {"results": 2})
+    assert kit_run.main(["--parts", "copies"]) == 0
+    assert kit_run.main(["--parts", "servers"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    said = [at for at, line in enumerate(lines) if line.startswith("no servers: no_such_server")]
+    assert said
+    assert said[0] < lines.index("== servers")
+    monkeypatch.setitem(kit_run._OF_PART, "servers", fails)
+    assert kit_run.main(["--parts", "servers"]) == 1
+    both = found(kit_folder)
+    assert both["copies"] == {"results": 2, "gpu": "none, self-test"}
+    assert both["servers"]["so_far"] == {"plain": 1}
+    assert both["servers"]["failed"] == "RuntimeError: a server ended"
+
+    (kit_folder / "COMMIT").write_text("b" * 40)  # another kit: nothing of it is this one's
+    assert kit_run.main(["--parts", "copies"]) == 0
+    assert "servers" not in found(kit_folder)
+    assert json.loads((kit_folder / "gpu-aaaaaaaaa.json").read_text()) == both
+    (kit_folder / "gpu.json").write_text('{"commit": "bb')
+    assert kit_run.main(["--parts", "copies"]) == 0
+    assert found(kit_folder)["copies"]["results"] == 2
+
+
+def test_a_kernel_that_does_not_compile_is_left_out_in_a_line() -> None:
+    lines = codec_kernels.check(("rans", "no_such_kernel"))
+    assert lines["rans"].startswith("2 cases, all bits as stated")
+    assert lines["no_such_kernel"].startswith("left out with triton 3.")
+    assert lines["no_such_kernel"].endswith("KeyError: 'no_such_kernel'")
+    assert "\n" not in lines["no_such_kernel"]
+
+
+def test_hicache_is_left_out_where_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def server(*_: Any) -> Iterator[Any]:
+        yield SimpleNamespace(startup_s=1.0)
+
+    asker = SimpleNamespace(run=lambda: servers.Seen(ttft_ms={"device": [2.0]}))
+    monkeypatch.setattr(servers, "_server", server)
+    monkeypatch.setattr(servers, "_Asker", lambda *_: asker)
+    kept: list[list[str]] = []
+    seen = servers.measure(
+        "cuda", servers.TINY, Progress(), lambda found: kept.append(list(found)), time.monotonic()
+    )
+    assert kept == [["plain"], ["plain", "hier_kv"]]
+    assert "hicache has no figures: no time was left for it" in seen["plain"].notes
+
+
 @pytest.mark.parametrize("failing", ["hicache", "hier_kv"])
 def test_without_hicache_the_others_have_figures(
     failing: str, monkeypatch: pytest.MonkeyPatch
@@ -137,7 +235,8 @@ def test_without_hicache_the_others_have_figures(
             raise ServerError("the server ended with 1 at start")
         yield SimpleNamespace(startup_s=1.0)
 
-    asker = SimpleNamespace(run=lambda: servers.Seen(ttft_ms={"device": [2.0], "host": [3.0]}))
+    times: dict[str, list[float]] = {"device": [2.0], "host": [3.0]}
+    asker = SimpleNamespace(run=lambda: servers.Seen(ttft_ms=times, gaps_ms=times))
     monkeypatch.setattr(servers, "_server", server)
     monkeypatch.setattr(servers, "_Asker", lambda *_: asker)
     if failing == "hier_kv":
@@ -170,3 +269,4 @@ def test_the_kit_runs_without_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert done.returncode == 2, done.stderr
     assert "missing: a CUDA device" in done.stdout
     assert "torch 2" in done.stdout
+    assert json.loads((here / "gpu.json").read_text())["missing"]

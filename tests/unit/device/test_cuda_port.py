@@ -6,6 +6,7 @@ import ctypes
 import logging
 import subprocess
 import threading
+import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,10 @@ class Stream:
 
 
 class Event:
+    made = 0
+
     def __init__(self, **options: bool) -> None:
+        Event.made += 1
         self.options = options
         self.stream: Stream | None = None
         self.happened = threading.Event()
@@ -108,10 +112,10 @@ def test_memory_for_small_uploads_is_page_locked_when_the_server_starts(
 def test_nothing_but_synchronize_waits_for_the_device(port: CudaPort) -> None:
     stream, other = port.new_stream(()), port.new_stream(())
     event = port.record(stream)  # which never happens
-    assert event.stream is stream
-    assert event.options == {"enable_timing": True, "blocking": True}
+    assert event.of_cuda.stream is stream
+    assert event.of_cuda.options == {"enable_timing": True, "blocking": True}
     port.wait(other, event)
-    assert other.waits == [event]
+    assert other.waits == [event.of_cuda]
     with port.on(stream):
         assert port.current_stream() is stream
         memory = port.empty(12).reshape(2, 6)
@@ -124,8 +128,29 @@ def test_nothing_but_synchronize_waits_for_the_device(port: CudaPort) -> None:
         assert uploaded.tolist() == [0, 1, 2, 3, 4]
         assert port.rows(torch.tensor([3, 1], dtype=torch.int32)).dtype == torch.int64
     assert port.seconds_between(event, event) == 0.25
-    event.happened.set()
+    event.of_cuda.happened.set()
     port.synchronize(event)
+
+
+def test_events_are_made_at_start_and_used_again_when_nobody_holds_them(port: CudaPort) -> None:
+    made, stream = Event.made, port.new_stream(())
+    for _ in range(3):
+        held = [port.record(stream) for _ in range(cuda._EVENTS)]
+        assert len({id(event.of_cuda) for event in held}) == cuda._EVENTS
+        del held
+    assert Event.made == made
+    held = [port.record(stream) for _ in range(cuda._EVENTS + 1)]
+    assert Event.made == made + 1
+    ended = threading.Event()
+    held[0].of_cuda.happened.set()
+    one, num_free = held[0].of_cuda, len(port._events)
+    port.when_done(held.pop(0), ended.set)
+    assert ended.wait(60)
+    port.when_done(held[0], threading.Event().set)  # the thread waits for another one now
+    while len(port._events) == num_free:
+        time.sleep(0.001)
+    assert port._events[-1] is one
+    held[0].of_cuda.happened.set()
 
 
 def test_calls_follow_their_events_in_order_and_an_error_ends_none(
@@ -147,9 +172,9 @@ def test_calls_follow_their_events_in_order_and_an_error_ends_none(
 
     port.when_done(first, fail)
     port.when_done(second, end)
-    second.happened.set()
+    second.of_cuda.happened.set()
     assert seen == []
-    first.happened.set()
+    first.of_cuda.happened.set()
     assert ended.wait(60)
     assert seen == ["first", "second"]
 
