@@ -246,6 +246,12 @@ def _check_values(
             _refuse(limit.expected, found, limit.advice)
         found += ", which SGLang chose for this model and these arguments"
         _refuse(limit.expected, found, f"change them or {WITHOUT}")
+    if read("device") == "cpu" and read("kv_cache_dtype") == "fp8_e4m3":
+        _refuse(
+            "--kv-cache-dtype auto on a CPU, where SGLang's pools of fp8 have scales",
+            "fp8_e4m3",
+            "leave the flag out",
+        )
     workers = read("tokenizer_worker_num") or 1
     if workers > 1 and config.truncation != "off":
         # They are processes of their own, which check lengths before a prompt can be cut.

@@ -242,6 +242,12 @@ NO_STATES = {
     ),
 }
 
+# What SGLang only asserts of them, and what the sentence says of it.
+ASSERTED_OF_STATES = {
+    "an interval": (["--mamba-track-interval", "4"], "mamba_track_interval % view.page_size"),
+    "a backend": (["--linear-attn-backend", "helion"], "no_buffer only supports page_size=1"),
+}
+
 # Models that are refused by their configuration, before weights load.
 REFUSED_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "convolution": (
@@ -328,7 +334,8 @@ def parsed(folder: Path) -> Parsed:
         model = make_model(folder / f"states-{name}", **changes)
         given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL]
         cases[f"states: {name}"] = {"argv": given, "resolve": True}
-        for what, (added, _) in NO_STATES.items() if name == "granite" else ():
+        not_states = NO_STATES | ASSERTED_OF_STATES if name == "granite" else {}
+        for what, (added, _) in not_states.items():
             cases[f"states: {what}"] = {"argv": [*given, *added], "resolve": True}
     text = json.dumps(list(cases.values())).replace("@/", f"{folder}/")
     done = subprocess.run(
@@ -419,6 +426,15 @@ def test_what_states_were_not_tried_with_is_refused(
     assert result.get("exit") == 1, result
     expected = [f"{NO_STATES[name][1]} with layers that have a state", "start this model without"]
     assert_one_sentence(result["stderr"], expected, folder)
+
+
+@pytest.mark.parametrize("name", ASSERTED_OF_STATES)
+def test_what_sglang_only_asserts_is_told_in_a_sentence(
+    parsed: Parsed, folder: Path, name: str
+) -> None:
+    result = parsed[f"states: {name}"]
+    assert result.get("exit") == 1, result
+    assert_one_sentence(result["stderr"], [ASSERTED_OF_STATES[name][1], "leave --mamba"], folder)
 
 
 @pytest.mark.parametrize("name", FLAG_ALONE)

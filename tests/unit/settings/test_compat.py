@@ -243,6 +243,12 @@ def test_prefills_that_replay_kda_without_waiting_for_its_states_are_refused() -
         check_resolved(resolved(latent, cuda_graph_config=config, **kept), HierKVConfig())
 
 
+def test_fp8_is_refused_where_its_pool_has_scales() -> None:
+    check_resolved(resolved(device="cuda", kv_cache_dtype="fp8_e4m3"), HierKVConfig())
+    with pytest.raises(HierKVConfigError, match=r"auto on a CPU.*, got fp8_e4m3"):
+        check_resolved(resolved(device="cpu", kv_cache_dtype="fp8_e4m3"), HierKVConfig())
+
+
 @pytest.mark.parametrize("strategy", ["no_buffer", "extra_buffer_lazy"])
 def test_states_are_taken_where_the_tree_keeps_them(strategy: str) -> None:
     with pytest.raises(HierKVConfigError, match="--mamba-radix-cache-strategy extra_buffer with"):
