@@ -199,11 +199,11 @@ WINDOW_FLAGS = {
         *("--tp-size", "2", "--attn-dp-size", "2"),
         *("--hier-kv-remote-url", "file://@/windows?size=1GB"),
     ],
+    "of whole schedulers": ["--dp-size", "2"],
     "in one pool": ["--disable-hybrid-swa-memory", "--hier-kv-truncation", "overflow"],
 }
 # What windows in a pool of their own were not tried with.
 NO_WINDOWS = {
-    "whole schedulers": (["--dp-size", "2"], "--dp-size 1"),
     "a codec": (["--hier-kv-codec", "host=hier"], "a --hier-kv-codec that loses nothing"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
@@ -232,7 +232,6 @@ STATES: dict[str, dict[str, Any]] = {
 }
 # What states were not tried with.
 NO_STATES = {
-    "whole schedulers": (["--dp-size", "2"], "--dp-size 1"),
     "a codec": (["--hier-kv-codec", "host=hier"], "a --hier-kv-codec that loses nothing"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
