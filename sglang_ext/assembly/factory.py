@@ -236,10 +236,13 @@ def _check_built(ctx: Any, place: RankPlace, cache: Any) -> None:
         has_windows=ctx.is_hybrid_swa,
         has_states=ctx.is_hybrid_ssm,
     )
+    kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     if place.pp_size > 1 and ctx.is_hybrid_ssm:
-        kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
         num_states = len(ctx.params.req_to_token_pool.mamba_map)
         check_stage(int(kv_pool.full_layer_nums), num_states)
+    if place.pp_size > 1 and ctx.is_hybrid_swa:
+        are_windows = [is_window for _, is_window in kv_pool.layers_mapping.values()]
+        check_stage(are_windows.count(False), are_windows.count(True), "a window")
     runner = ctx.tp_worker.model_runner
     check_attention({type_of_attention(module) for module in runner.model.modules()})
     check_keys(algorithm_of(runner), are_pairs=cache.tree_core.is_eagle)

@@ -48,6 +48,8 @@ _STATE_COMPONENT = "MAMBA"
 _STATE_REQUEST_POOL = "HybridReqToTokenPool"
 _STATE_DECODE_REQUEST_POOL = "HybridMambaDecodeReqToTokenPool"
 _KEPT_STATES = "extra_buffer"  # the strategy under which SGLang's tree keeps states of pages
+# SGLang spreads the heads of their states over all ranks, and in its pool those of a group.
+_SPREAD_STATES = ("KimiLinearForCausalLM",)
 # Their mixers are in a breakable graph: no eager part of SGLang's is around them.
 _WITHOUT_BREAKS = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM")
 _WINDOW_ADVICE = (
@@ -189,8 +191,7 @@ def _check_windows(resolved: Resolved, config: HierKVConfig) -> None:
 def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
     """Refuses what was not tried with layers that have a state a sequence."""
     read, kind = resolved.values.get, resolved.model_kind
-    # SGLang spreads the heads of KDA over all ranks, and its pool those of a group.
-    shares_steps = kind != STATE_KINDS[0] and has_attention_dp(read)
+    shares_steps = resolved.architecture in _SPREAD_STATES and has_attention_dp(read)
     for expected, found in (
         ("no data parallel attention", "it" if shares_steps else ""),
         *_of_captured_prefills(read, kind, resolved.architecture),
@@ -228,14 +229,10 @@ def _of_captured_prefills(
 
 
 def _of_hybrid_ranks(read: Callable[[str], Any], architecture: str) -> list[tuple[str, Any]]:
-    """(what is expected, what was found) of whole schedulers, stages and nodes.
-
-    Data parallel attention may be asked for by its older name, which is that of whole schedulers.
-    """
+    """(what is expected, what was found) of stages and nodes."""
     num_stages = 1 if architecture in STAGED_HYBRIDS else read("pp_size") or 1
     return [
         ("--pp-size 1", num_stages),
-        ("--dp-size 1", 1 if has_attention_dp(read) else read("dp_size") or 1),
         ("--nnodes 1", read("nnodes") or 1),
     ]
 
@@ -255,6 +252,12 @@ def _check_values(
             _refuse(limit.expected, found, limit.advice)
         found += ", which SGLang chose for this model and these arguments"
         _refuse(limit.expected, found, f"change them or {WITHOUT}")
+    if read("device") == "cpu" and read("kv_cache_dtype") == "fp8_e4m3":
+        _refuse(
+            "--kv-cache-dtype auto on a CPU, where SGLang's pools of fp8 have scales",
+            "fp8_e4m3",
+            "leave the flag out",
+        )
     workers = read("tokenizer_worker_num") or 1
     if workers > 1 and config.truncation != "off":
         # They are processes of their own, which check lengths before a prompt can be cut.
@@ -417,17 +420,18 @@ def check_heads(attention_heads: set[int], expected: int) -> None:
         )
 
 
-def check_stage(num_full: int, num_states: int) -> None:
-    """Refuses a pipeline stage of a model with states that has layers of one kind alone.
+def check_stage(num_full: int, num_others: int, kind: str = "a state") -> None:
+    """Refuses a pipeline stage of a hybrid that has layers of one kind alone.
 
     Args:
         num_full: its layers with full attention.
-        num_states: its layers with a state.
+        num_others: its other layers.
+        kind: what these have.
     """
-    if not num_full or not num_states:
+    if not num_full or not num_others:
         _refuse(
-            "layers with full attention and layers with a state in each pipeline stage",
-            f"a stage with {num_full} of the former and {num_states} of the latter",
+            f"layers with full attention and layers with {kind} in each pipeline stage",
+            f"a stage with {num_full} of the former and {num_others} of the latter",
             "change SGLANG_PP_LAYER_PARTITION or --pp-size",
         )
 

@@ -63,9 +63,9 @@ MODEL_KINDS = {
         "a second pool for layers that see a window or a chunk, with K and V of the same shape",
         "gpt-oss, Mellum, Laguna, Llama 4, Step 3.5",
         "exact, at the saved position, by one rank or several tensor parallel ones, with codecs "
-        "that lose nothing, without truncation, adapters, sessions or `--hier-kv-slo-ms`; run with "
-        "a small Mellum on "
-        "a CPU, and by one rank with a small Llama 4 and a small Step 3.5 without experts",
+        "that lose nothing, without truncation, adapters, sessions or `--hier-kv-slo-ms`; run on "
+        "a CPU with a small gpt-oss and a small Mellum, and by one rank with a small Llama 4 and "
+        "a small Step 3.5 without experts",
         "tests/e2e/models/test_windows.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_hybrid_ranks.py; "
         "tests/property/hybrids/test_window_interleavings.py",
@@ -126,8 +126,9 @@ MODEL_KINDS = {
     "state beside latent rows": ModelKind(
         "a state a sequence (KDA) beside one latent row a token (MLA)",
         "Kimi Linear, Kimi K3 (prompts with images are neither stored nor loaded)",
-        "as the states above, without data parallel attention and without "
-        "`--cuda-graph-backend-prefill breakable`; run with a small model of each with two "
+        "as the states above, without `--cuda-graph-backend-prefill breakable`, and Kimi Linear "
+        "without data parallel attention (SGLang spreads its heads over all ranks, and in its pool "
+        "those of a group); run with a small model of each with two "
         "experts, of which each token takes both, on a CPU, by one rank and by two, with a remote "
         "store, too",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_hybrid_ranks.py; "
@@ -222,24 +223,26 @@ SERVED_MODES = (
         "pipeline stages (`--pp-size`), of one or several tensor parallel ranks, on one node or "
         "several",
         "exact; with codecs that lose nothing, but none in the remote store; without truncation, "
-        "speculation, adapters or sessions; of hybrids Nemotron-H and Kimi Linear alone, on "
-        "one node; no models with rows of an index; where weights change, nothing until a restart; "
-        "run on a CPU, with latent rows (a small DeepSeek V3), with states (a small Nemotron-H) "
-        "and with both (a small Kimi Linear) by two stages of one rank and of two, with a remote "
-        "store on one node",
+        "speculation, adapters or sessions; of hybrids gpt-oss, Nemotron-H, Qwen3.5 (text) and "
+        "Kimi Linear alone, on one node; no models with rows of an index; where weights change, "
+        "nothing until a restart; run on a CPU by two stages of one rank and of two, with a "
+        "remote store on one node: latent rows (a small DeepSeek V3), windows (a small gpt-oss), "
+        "states (a small Nemotron-H) and both (a small Kimi Linear); of one rank with a disk: a "
+        "small Qwen3.5",
         "tests/e2e/ranks/test_stages.py; tests/e2e/ranks/test_more_stages.py",
     ),
     ServedMode(
         "several whole schedulers (`--dp-size`)",
-        "exact, moved, coded; each its own, shared through the remote store only",
-        "tests/e2e/reuse/test_ranks.py",
+        "exact, moved, coded; each its own, shared through the remote store only; of hybrids "
+        "gpt-oss and Qwen3-Next were run",
+        "tests/e2e/reuse/test_ranks.py; tests/e2e/models/test_hybrid_attention_dp.py",
     ),
     ServedMode(
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
         "where a group is one rank; shared between groups through the remote store only; without "
         "adapters or sessions; drafts with the draft layer of models of latent rows alone; of "
-        "hybrids MiMo V2, Mellum and Qwen3-Next were run, each with a remote store, too",
+        "hybrids MiMo V2, Mellum, Qwen3-Next and Kimi K3 were run, each with a remote store, too",
         "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_hybrid_attention_dp.py; "
         "tests/e2e/models/test_latent_attention_dp.py",
     ),

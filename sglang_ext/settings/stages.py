@@ -16,7 +16,12 @@ from sglang_ext.settings.untried import adapters_and_sessions, on, outside
 # Hybrids that were run in stages. Of the others SGLang 0.5.23 runs no stages (Qwen3-Next, Falcon
 # H1, Mellum, Llama 4), fails while it loads the weights (Granite 4) or at the first request (MiMo
 # V2, Step 3.5), or nobody tried them.
-STAGED_HYBRIDS = ("NemotronHForCausalLM", "KimiLinearForCausalLM")
+STAGED_HYBRIDS = (
+    "NemotronHForCausalLM",
+    "KimiLinearForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "GptOssForCausalLM",
+)
 WITHOUT_STAGES = "change it or leave --pp-size out"
 
 

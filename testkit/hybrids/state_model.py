@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,15 +123,15 @@ def _qwen3_next() -> Any:
     )
 
 
-def _qwen3_5() -> Any:
+def _qwen3_5(num_blocks: int = 1) -> Any:
     """Qwen3.5 without images: as Qwen3-Next, but dense, with projections of their own."""
     from transformers import Qwen3_5TextConfig
 
     return Qwen3_5TextConfig(
         **COMMON,
         intermediate_size=256,
-        num_hidden_layers=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        num_hidden_layers=4 * num_blocks,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * num_blocks,
         full_attention_interval=4,
         num_key_value_heads=2,
         head_dim=64,
@@ -259,6 +259,14 @@ STATE_MODELS = {
         server_args=("--trust-remote-code",),
     ),
 }  # fmt: skip
+
+
+_QWEN = STATE_MODELS["qwen3_5"]
+# With a layer of each kind in both of two stages.
+DEEP_QWEN = replace(
+    _QWEN, make_config=partial(_qwen3_5, 2), page_values=2 * _QWEN.page_values,
+    conv_values=2 * _QWEN.conv_values, matrix_values=2 * _QWEN.matrix_values,
+)  # fmt: skip
 
 
 def write_state_model(folder: Path, name: str = "granite", *, seed: int = 0) -> Path:

@@ -1,8 +1,8 @@
 """A small model with sliding-window layers and random weights, in the format of transformers.
 
 Mellum's architecture with dense layers: window and full attention in turn, a rotary base each, and
-norms of q and k. SGLang gives its window layers a KV pool of their own, as those of gpt-oss; it has
-no sinks, which SGLang's attention on a CPU lacks.
+norms of q and k. SGLang gives its window layers a KV pool of their own, as those of gpt-oss
+(`oss_model.py`), which has sinks and experts, too.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def build(server_args: Any) -> str:
     rank_place(ctx)
     check_model(ctx)
     components = [component.name for component in _tree(ctx).components]
-    check_tree(components, has_windows=ctx.is_hybrid_swa)
+    check_tree(components, has_windows=ctx.is_hybrid_swa, has_states=ctx.is_hybrid_ssm)
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     describe_pools(kv_pool).full.layout(ctx.params.page_size)
     return type(kv_pool).__name__
@@ -137,7 +137,7 @@ def _context(server_args: Any, model_config: Any, pools: Any, maker: Any) -> Any
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
-    from sglang.srt.runtime_context import get_memory, get_parallel
+    from sglang.srt.runtime_context import get_exec, get_memory, get_parallel
 
     memory = get_memory()
     params = CacheInitParams(
@@ -149,6 +149,7 @@ def _context(server_args: Any, model_config: Any, pools: Any, maker: Any) -> Any
         eviction_policy_config=memory.radix_eviction_policy_config,
         enable_session_radix_cache=memory.enable_session_radix_cache,
         tree_core_backend="python",
+        enable_mamba_extra_buffer=get_exec().mamba.enable_mamba_extra_buffer,
         sliding_window_size=maker.sliding_window_size if model_config.is_hybrid_swa else None,
     )
     return TreeCacheBuildContext(

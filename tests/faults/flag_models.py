@@ -49,10 +49,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3-next": {
         "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **_EXPERTS,
+        "full_attention_interval": 4,
     },
     "nemotron-h": {
         "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
-        "hybrid_override_pattern": "M*" * 4,
+        "hybrid_override_pattern": "M*" * 4, "n_groups": 8, "mamba_num_heads": 16,
+        "mamba_head_dim": 16, "ssm_state_size": 16, "chunk_size": 64, "conv_kernel": 4,
     },
     "lfm2": {
         "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2",
@@ -64,7 +66,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # The kinds that are served; drawn more often, as others are refused whatever their arguments are.
-SERVED = ("llama", "qwen3", "qwen3-moe", "gemma3", "deepseek-v3", "deepseek-v3.2")
+SERVED = (
+    *("llama", "qwen3", "qwen3-moe", "gemma3", "deepseek-v3", "deepseek-v3.2"),
+    *("gpt-oss", "qwen3-next", "nemotron-h"),
+)
+
+# States have a pool of their own, as large as SGLang makes it of a device's memory, or is told.
+ARGUMENTS = {name: ["--max-mamba-cache-size", "24"] for name in ("qwen3-next", "nemotron-h")}
 
 
 def model_folder(folder: Path, name: str) -> Path:

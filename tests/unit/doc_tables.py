@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from sglang_ext.assembly.threads import FRONT, SCHEDULER, THREADS
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.arguments import FREE, LIMITED, flag
+from sglang_ext.settings.compat import Resolved, check_resolved
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.model_kinds import MODEL_KINDS, SERVED_MODES
 from sglang_ext.settings.values import flag_name
@@ -39,6 +42,108 @@ def mode_table() -> str:
     lines = ["| mode | what is reused | shown by |", "|---|---|---|"]
     lines += [f"| {mode.name} | {mode.reused} | {mode.proof} |" for mode in SERVED_MODES]
     return "\n".join(lines)
+
+
+# What SGLang would have decided, of each mode; beside it what states and windows need.
+_MODES: dict[str, dict[str, Any]] = {
+    "one scheduler": {},
+    "tensor parallel ranks": {"tp_size": 2},
+    "the same on several nodes": {"tp_size": 2, "nnodes": 2},
+    "pipeline stages": {"pp_size": 2},
+    "whole schedulers": {"dp_size": 2},
+    "data parallel attention": {"tp_size": 2, "attn_dp_size": 2},
+    "n-grams": {
+        "speculative_algorithm": "NGRAM",
+        "speculative_eagle_topk": 1,
+        "attention_backend": "triton",
+    },
+    "drafts of a model": {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
+    "adapters": {"enable_lora": True},
+    "streaming sessions": {"enable_streaming_session": True},
+    "prefill servers": {"disaggregation_mode": "prefill"},
+    "decode servers": {
+        "disaggregation_mode": "decode",
+        "disaggregation_decode_enable_radix_cache": True,
+    },
+}
+_KEPT = {"mamba_radix_cache_strategy": "extra_buffer"}
+# Of each kind, by a word of its own, its architectures in the order in which they are named.
+_KINDS: dict[str, tuple[str, dict[str, str]]] = {
+    "mha": ("K and V", {"Llama": "LlamaForCausalLM"}),
+    "mla": ("latent rows", {"DeepSeek V3": "DeepseekV3ForCausalLM"}),
+    "indexed": ("latent rows with an index", {"DeepSeek V3.2": "DeepseekV32ForCausalLM"}),
+    "swa": (
+        "windows",
+        {
+            "gpt-oss": "GptOssForCausalLM",
+            "Laguna": "LagunaForCausalLM",
+            "Llama 4": "Llama4ForConditionalGeneration",
+        },
+    ),
+    "swa of two shapes": (
+        "windows of two shapes",
+        {"Gemma 4": "Gemma4ForConditionalGeneration", "MiMo V2": "MiMoV2FlashForCausalLM"},
+    ),
+    "state": (
+        "states",
+        {
+            "Nemotron-H": "NemotronHForCausalLM",
+            "Qwen3.5": "Qwen3_5ForCausalLM",
+            "Qwen3-Next": "Qwen3NextForCausalLM",
+        },
+    ),
+    "state beside latent rows": (
+        "states beside latent rows",
+        {
+            "Kimi Linear": "KimiLinearForCausalLM",
+            "Kimi K3": "KimiK3ForConditionalGeneration",
+        },
+    ),
+}  # fmt: skip
+# What of the plugin's settings a cell tells of, and the letters for it.
+_WAYS: dict[str, HierKVConfig] = {
+    "E": HierKVConfig(),
+    "M": HierKVConfig(truncation="overflow"),
+    "L": HierKVConfig(codec="lossless", disk_dir="/d"),
+    "Q": HierKVConfig(codec="hier", disk_dir="/d"),
+    "S": HierKVConfig(remote_url="file:///d"),
+    "C": HierKVConfig(codec="remote=lossless", remote_url="file:///d"),
+}
+
+
+def matrix_table() -> str:
+    """Kinds by modes: what `check_resolved` takes of each, and so what is reused there."""
+    heads = [word for word, _ in _KINDS.values()]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for mode, values in _MODES.items():
+        cells = [_cell(kind, names, values) for kind, (_, names) in _KINDS.items()]
+        lines.append(f"| {mode} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(kind: str, architectures: dict[str, str], values: dict[str, Any]) -> str:
+    """The letters of what is taken; of a kind whose models differ, each with its models."""
+    taken: dict[str, list[str]] = {}
+    for name, architecture in architectures.items():
+        letters = "".join(
+            letter
+            for letter, config in _WAYS.items()
+            if _is_taken(kind, architecture, values, config)
+        )
+        taken.setdefault(letters or "no", []).append(name)
+    if len(taken) == 1:
+        return next(iter(taken))
+    return "; ".join(f"{letters} ({', '.join(names)})" for letters, names in taken.items())
+
+
+def _is_taken(kind: str, architecture: str, values: dict[str, Any], config: HierKVConfig) -> bool:
+    given = {**_KEPT, **values}
+    resolved = Resolved(given, given, dict.fromkeys(given), kind, "0.5.23", architecture)
+    try:
+        check_resolved(resolved, config)
+    except HierKVConfigError:
+        return False
+    return True
 
 
 def limit_table() -> str:
@@ -81,6 +186,7 @@ def all_tables() -> dict[str, str]:
     return {
         "models": model_table(),
         "modes": mode_table(),
+        "matrix": matrix_table(),
         "limited": limit_table(),
         "free": free_table(),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -12,6 +13,7 @@ from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.model_kind import model_kind
 from sglang_ext.settings.compat import Resolved, check_kind, check_resolved
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.model_kinds import STATE_KINDS
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +41,29 @@ def around_resolution(resolve: Callable[[Any], None], self: Any) -> None:
 def _resolve_and_check(resolve: Callable[[Any], None], server_args: Any) -> None:
     try:
         resolve(server_args)
-    except Exception:
+    except Exception as error:
         # What a hybrid model cannot have (pages of 64 tokens) may come from the plugin.
         known = getattr(server_args, "_model_config", None)
         if known is not None:
-            check_kind(model_kind(known))
+            kind = model_kind(known)
+            check_kind(kind)
+            if kind in STATE_KINDS and isinstance(error, AssertionError):
+                raise _in_words(error, server_args) from error
         raise
     config = HierKVConfig.from_dict(server_args._hier_kv)
     for warning in check_resolved(resolved(server_args), config):
         logger.warning("hier-kv: %s", warning)
+
+
+def _in_words(error: AssertionError, server_args: Any) -> HierKVConfigError:
+    """What SGLang only asserts of pages and states, which it may not have of pages of one token."""
+    asserted = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+    return HierKVConfigError(
+        "--enable-hier-kv needs arguments with which SGLang keeps states behind pages of "
+        f"{server_args.page_size} tokens, got others, of which it says: {asserted}; leave "
+        "--mamba-track-interval and --linear-attn-backend out, or give a --page-size of which the "
+        "former is a multiple."
+    )
 
 
 def resolved(server_args: Any) -> Resolved:

@@ -1,4 +1,6 @@
-"""Hybrids with data parallel attention: groups of ranks with trees, pools and stores of their own.
+"""Hybrids in groups of ranks with trees, pools and stores of their own.
+
+With data parallel attention, and, which is the same to each of them, as whole schedulers.
 
 A group's answers behind what it restored are compared with those behind SGLang's own device hits
 bit for bit, beside a group that runs idle batches: from DRAM, and, with groups of one rank, from
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from testkit.hybrids.oss_model import HEAD_DIM, KV_HEADS, NUM_FULL_LAYERS, write_oss_model
 from testkit.hybrids.shaped_models import SHAPED_MODELS, write_shaped_model
 from testkit.hybrids.state_model import STATE_MODELS, write_state_model
 from testkit.hybrids.window_model import PATTERN, write_window_model
@@ -42,6 +45,7 @@ ENVIRONMENT = {
     "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
 }
 TWO_RANKS = ["--tp-size", "2", "--attn-dp-size", "2"]
+WHOLE = ["--dp-size", "2"]
 TWO_BY_TWO = ["--tp-size", "4", "--attn-dp-size", "2"]
 
 
@@ -69,6 +73,7 @@ class Kind:
 
 
 _STATES = STATE_MODELS["qwen3_next"]
+_KDA = STATE_MODELS["kimi_k3"]
 _SHAPES = SHAPED_MODELS["mimo"]
 KINDS = {
     "two shapes": Kind(
@@ -79,6 +84,25 @@ KINDS = {
         # On a CPU SGLang makes its two heads of K and V four, one for each of all ranks.
         write_window_model, PATTERN.count(0) * 2 * PAGE * 2 * 32 * 2, 4, 0.2, TWO_BY_TWO,
         restarts=False,
+    ),
+    "states beside latent rows": Kind(
+        partial(write_state_model, name="kimi_k3"), _KDA.page_bytes, 2, 5e-4,
+        [*TWO_RANKS, "--dtype", _KDA.dtype_name, "--max-mamba-cache-size", "60", *_KDA.server_args],
+        {"SGLANG_MAMBA_CONV_DTYPE": _KDA.dtype_name},
+    ),
+    "windows of whole schedulers": Kind(
+        write_oss_model, NUM_FULL_LAYERS * 2 * PAGE * KV_HEADS * HEAD_DIM * 2, 2, 0.2, WHOLE,
+    ),
+    "states of whole schedulers": Kind(
+        partial(write_state_model, name="qwen3_next"), _STATES.page_bytes, 2, 5e-4,
+        [*WHOLE, "--dtype", _STATES.dtype_name, "--max-mamba-cache-size", "60"],
+        {"SGLANG_MAMBA_CONV_DTYPE": _STATES.dtype_name},
+    ),
+    "coded states": Kind(
+        partial(write_state_model, name="qwen3_next"), _STATES.page_bytes, 2, 5e-4,
+        [*TWO_RANKS, "--dtype", _STATES.dtype_name, "--max-mamba-cache-size", "60",
+         "--hier-kv-codec", "lossless"],
+        {"SGLANG_MAMBA_CONV_DTYPE": _STATES.dtype_name},
     ),
     "states": Kind(
         partial(write_state_model, name="qwen3_next"), _STATES.page_bytes, 2, 5e-4,

@@ -23,7 +23,16 @@ from testkit.hybrids.chunk_model import (
     open_chunk_model,
     write_chunk_model,
 )
+from testkit.hybrids.gemma_model import HEAD_DIM as GEMMA_HEAD_DIM
+from testkit.hybrids.gemma_model import KV_HEADS as GEMMA_KV_HEADS
+from testkit.hybrids.gemma_model import NUM_LAYERS as NUM_GEMMA_LAYERS
+from testkit.hybrids.gemma_model import open_gemma_model, write_gemma_model
 from testkit.hybrids.image_model import IMAGE_MODEL, write_image_model
+from testkit.hybrids.oss_model import ARCHITECTURE as OSS
+from testkit.hybrids.oss_model import HEAD_DIM as OSS_HEAD_DIM
+from testkit.hybrids.oss_model import KV_HEADS as OSS_KV_HEADS
+from testkit.hybrids.oss_model import NUM_FULL_LAYERS as NUM_FULL_OSS_LAYERS
+from testkit.hybrids.oss_model import open_oss_model, write_oss_model
 from testkit.hybrids.shaped_models import SHAPED_MODELS, write_shaped_model
 from testkit.hybrids.state_model import STATE_MODELS, write_state_model
 from testkit.hybrids.step_model import (
@@ -98,6 +107,16 @@ def _with_states(name: str, tier: str, *args: str) -> Kind:
 
 
 KINDS = {
+    "gpt-oss": Kind(
+        write_oss_model, open_oss_model,
+        NUM_FULL_OSS_LAYERS * 2 * PAGE * OSS_KV_HEADS * OSS_HEAD_DIM * 2, 0.2,
+        f"architectures=['{OSS}']",
+    ),
+    "windows-in-one-pool": Kind(
+        write_gemma_model, open_gemma_model,
+        NUM_GEMMA_LAYERS * 2 * PAGE * GEMMA_KV_HEADS * GEMMA_HEAD_DIM * 2, 0.25,
+        f"the rotation of {NUM_GEMMA_LAYERS} of {NUM_GEMMA_LAYERS} layers is understood",
+    ),
     "chunks": Kind(
         write_chunk_model, open_chunk_model, NUM_FULL_LAYERS * 2 * PAGE * 2 * 32 * 2, 0.25,
         f"Setting sliding_window_size to be attention_chunk_size: {CHUNK}",
@@ -131,6 +150,11 @@ def _on_two_ranks(kind: Kind, tier: str) -> Kind:
     return replace(kind, args=args, env=env, page_bytes=page_bytes, num_ranks=2, tier=tier)
 
 
+KINDS |= {
+    f"{name}-in-a-store": replace(KINDS[name], tier="remote")
+    for name in ("gpt-oss", "chunks", "windows-in-one-pool")
+}
+KINDS["gpt-oss-on-two-ranks"] = _on_two_ranks(KINDS["gpt-oss"], "disk")
 KINDS |= {
     f"two-shapes-{name}-on-two-ranks": _on_two_ranks(KINDS[f"two-shapes-{name}"], tier)
     for name, tier in (("gemma", "disk"), ("mimo", "remote"))
@@ -176,7 +200,7 @@ def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[Any]
     return out
 
 
-@pytest.mark.sampled("chunks", "more-query-heads", "two-shapes-mimo")
+@pytest.mark.sampled("gpt-oss", "chunks", "two-shapes-mimo")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_hit_from_every_tier_is_what_the_device_would_have_given(
     name: str, tmp_path: Path

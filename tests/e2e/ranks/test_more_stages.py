@@ -25,7 +25,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from testkit.drafts.nextn import PLAIN, rows_of, write_nextn_model
-from testkit.hybrids.state_model import STATE_MODELS, write_state_model
+from testkit.hybrids.oss_model import HEAD_DIM, KV_HEADS, NUM_FULL_LAYERS, write_oss_model
+from testkit.hybrids.state_model import DEEP_QWEN, STATE_MODELS, StateModel, write_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS, answer_of
 from testkit.requests import by_tier
 from testkit.server import Server, ServerError
@@ -101,22 +102,36 @@ _LATENT = Way(
 )  # fmt: skip
 
 
-def _with_states(name: str, layers: tuple[int, ...], **others: Any) -> Way:
+def _with_states(model: StateModel, layers: tuple[int, ...], **others: Any) -> Way:
     """Each stage has layers with a state and with attention."""
-    model = STATE_MODELS[name]
     return Way(
-        partial(write_state_model, name=name), layers, model.page_bytes,
+        partial(write_model, kind=model), layers, model.page_bytes,
         attention="cpu_extend", env={"SGLANG_MAMBA_CONV_DTYPE": model.dtype_name},
         model_args=("--dtype", model.dtype_name, "--max-mamba-cache-size", "60"),
         **{"lengths": LENGTHS[1:], **others},
     )  # fmt: skip
 
 
+# Where states lie so close that of whole pages one is kept for the same prompt at its return.
+_CLOSE_LENGTHS = (200, 390, 700)
+
+
 def _latent_with_states(**others: Any) -> Way:
-    """Its states lie so close that of whole pages one is kept for the same prompt at its return."""
-    return _with_states("kimi_linear", (5, 3), has_shares=False, lengths=(200, 390, 700), **others)
+    """With latent rows."""
+    model = STATE_MODELS["kimi_linear"]
+    return _with_states(model, (5, 3), has_shares=False, lengths=_CLOSE_LENGTHS, **others)
 
 
+def _more_states(**others: Any) -> Way:
+    """With the gated delta rule."""
+    return _with_states(DEEP_QWEN, (4, 4), lengths=_CLOSE_LENGTHS, **others)
+
+
+_NEMOTRON = STATE_MODELS["nemotron_h"]
+_WINDOWS = Way(
+    write_oss_model, (4, 4), NUM_FULL_LAYERS * 2 * PAGE * KV_HEADS * HEAD_DIM * 2,
+    attention="cpu_extend",
+)  # fmt: skip
 _MHA = Way(write_untied_model, (5, 3), SLOT_BYTES - HEADER_BYTES)
 WAYS = {
     "latent": _LATENT,
@@ -125,16 +140,21 @@ WAYS = {
     "remote": replace(_MHA, tier="remote"),
     "latent-remote": replace(_LATENT, tier="remote"),
     # Stages with other numbers of states, whose states take other numbers of parts.
-    "states": _with_states("nemotron_h", (5, 5)),
-    "states-coded": _with_states("nemotron_h", (5, 5), args=["--hier-kv-codec", "lossless"]),
-    "states-remote": _with_states("nemotron_h", (5, 5), tier="remote"),
+    "states": _with_states(_NEMOTRON, (5, 5)),
+    "states-coded": _with_states(_NEMOTRON, (5, 5), args=["--hier-kv-codec", "lossless"]),
+    "states-remote": _with_states(_NEMOTRON, (5, 5), tier="remote"),
     "ranks": replace(_MHA, tp_size=2),
     "latent-ranks-remote": replace(_LATENT, tp_size=2, tier="remote"),
-    "states-ranks": _with_states("nemotron_h", (5, 5), tp_size=2),
+    "states-ranks": _with_states(_NEMOTRON, (5, 5), tp_size=2),
     "latent-states": _latent_with_states(),
     "latent-states-coded": _latent_with_states(args=["--hier-kv-codec", "lossless"]),
     "latent-states-ranks-remote": _latent_with_states(tp_size=2, tier="remote"),
-    "states-ranks-remote": _with_states("nemotron_h", (5, 5), tp_size=2, tier="remote"),
+    "more-states": _more_states(),
+    "more-states-ranks-remote": _more_states(tp_size=2, tier="remote"),
+    "windows": _WINDOWS,
+    "windows-coded": replace(_WINDOWS, args=["--hier-kv-codec", "lossless"]),
+    "windows-ranks-remote": replace(_WINDOWS, tp_size=2, tier="remote"),
+    "states-ranks-remote": _with_states(_NEMOTRON, (5, 5), tp_size=2, tier="remote"),
 }
 
 

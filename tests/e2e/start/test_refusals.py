@@ -199,11 +199,11 @@ WINDOW_FLAGS = {
         *("--tp-size", "2", "--attn-dp-size", "2"),
         *("--hier-kv-remote-url", "file://@/windows?size=1GB"),
     ],
+    "of whole schedulers": ["--dp-size", "2"],
     "in one pool": ["--disable-hybrid-swa-memory", "--hier-kv-truncation", "overflow"],
 }
 # What windows in a pool of their own were not tried with.
 NO_WINDOWS = {
-    "whole schedulers": (["--dp-size", "2"], "--dp-size 1"),
     "a codec": (["--hier-kv-codec", "host=hier"], "a --hier-kv-codec that loses nothing"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
@@ -232,7 +232,6 @@ STATES: dict[str, dict[str, Any]] = {
 }
 # What states were not tried with.
 NO_STATES = {
-    "whole schedulers": (["--dp-size", "2"], "--dp-size 1"),
     "a codec": (["--hier-kv-codec", "host=hier"], "a --hier-kv-codec that loses nothing"),
     "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
@@ -240,6 +239,12 @@ NO_STATES = {
         ["--mamba-radix-cache-strategy", "extra_buffer_lazy"],
         "--mamba-radix-cache-strategy extra_buffer",
     ),
+}
+
+# What SGLang only asserts of them, and what the sentence says of it.
+ASSERTED_OF_STATES = {
+    "an interval": (["--mamba-track-interval", "4"], "mamba_track_interval % view.page_size"),
+    "a backend": (["--linear-attn-backend", "helion"], "no_buffer only supports page_size=1"),
 }
 
 # Models that are refused by their configuration, before weights load.
@@ -328,7 +333,8 @@ def parsed(folder: Path) -> Parsed:
         model = make_model(folder / f"states-{name}", **changes)
         given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL]
         cases[f"states: {name}"] = {"argv": given, "resolve": True}
-        for what, (added, _) in NO_STATES.items() if name == "granite" else ():
+        not_states = NO_STATES | ASSERTED_OF_STATES if name == "granite" else {}
+        for what, (added, _) in not_states.items():
             cases[f"states: {what}"] = {"argv": [*given, *added], "resolve": True}
     text = json.dumps(list(cases.values())).replace("@/", f"{folder}/")
     done = subprocess.run(
@@ -419,6 +425,15 @@ def test_what_states_were_not_tried_with_is_refused(
     assert result.get("exit") == 1, result
     expected = [f"{NO_STATES[name][1]} with layers that have a state", "start this model without"]
     assert_one_sentence(result["stderr"], expected, folder)
+
+
+@pytest.mark.parametrize("name", ASSERTED_OF_STATES)
+def test_what_sglang_only_asserts_is_told_in_a_sentence(
+    parsed: Parsed, folder: Path, name: str
+) -> None:
+    result = parsed[f"states: {name}"]
+    assert result.get("exit") == 1, result
+    assert_one_sentence(result["stderr"], [ASSERTED_OF_STATES[name][1], "leave --mamba"], folder)
 
 
 @pytest.mark.parametrize("name", FLAG_ALONE)

@@ -33,12 +33,12 @@ from typing import Any
 
 from runtime_cpu import launch
 from testkit.server import ROOT
-from tests.faults.flag_models import MODELS, SERVED, model_folder
+from tests.faults.flag_models import ARGUMENTS, MODELS, SERVED, model_folder
 
 _HERE = "tests.faults.fuzz.fuzz_flags"
 _PLUGIN = ["--enable-hier-kv", "--hier-kv-host-size", "0.05"]
 _BASE = ["--load-format", "dummy", "--max-total-tokens", "4096", "--dtype", "bfloat16"]
-_CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+_CPU = ["--device", "cpu", "--attention-backend", "cpu_extend", "--sampling-backend", "pytorch"]
 # A value for what argparse knows to be text or a number and nothing more.
 _NUMBERS = ("0", "1", "2", "4", "64")
 # These read files, bind ports or end the process, which says nothing of KV.
@@ -83,7 +83,8 @@ def _cases(num_cases: int, seed: int) -> list[dict[str, Any]]:
             name = random_.choice(list(MODELS) + 2 * list(SERVED))
             drawn = random_.sample(choices, random_.randint(1, _MOST_ARGUMENTS))
             added = [part for values in drawn for part in random_.choice(values)]
-            argv = ["--model-path", str(Path(folder) / name), *_BASE, *_CPU, *added]
+            argv = ["--model-path", str(Path(folder) / name), *_BASE, *_CPU]
+            argv += [*ARGUMENTS.get(name, ()), *added]
             end, words = _in_a_process(_end_of, argv)
             if end == "FAILED" and _in_a_process(_end_without, argv)[0] == "FAILED":
                 end = "sglang"

@@ -117,3 +117,40 @@ def test_places_to_resume_at_are_named_from_the_furthest_on() -> None:
     assert furthest_resume([True, False, True, True, False], 8) == [4, 3, 1]
     assert furthest_resume([True, False, True, True, False], 2) == [4, 3]
     assert furthest_resume([], 2) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("full", "heads", "dim", "stateful", "conv", "matrix"),
+    [
+        (12, 2, 256, 36, (8192, 3), (32, 128, 128)),
+        (4, 8, 128, 24, (10240, 3), (128, 64, 128)),
+        (4, 8, 128, 36, (3328, 3), (48, 64, 128)),
+    ],
+    ids=["qwen3-next-80b", "nemotron-h-8b", "granite-4-h-tiny"],
+)
+def test_a_prompt_takes_the_bytes_that_its_layers_and_states_need(
+    full: int,
+    heads: int,
+    dim: int,
+    stateful: int,
+    conv: tuple[int, int],
+    matrix: tuple[int, int, int],
+    num_ranks: int,
+) -> None:
+    """A prompt of 4,096 tokens in bfloat16 with a state at its end, with headers and all."""
+    page, num_tokens = 64, 4096
+    row = max(1, heads // num_ranks) * dim * 2
+    layout = PageLayout(page, (row,) * full, (row,) * full, 2)
+    shapes = (
+        (torch.bfloat16, (conv[0] // num_ranks, conv[1])),
+        (torch.float32, (matrix[0] // num_ranks, *matrix[1:])),
+    )
+    tensors = tuple(
+        torch.empty(stateful, 2, *shape, dtype=dtype, device="meta") for dtype, shape in shapes
+    )
+    snapshots = Snapshots(StatePool(tensors, tuple(range(stateful))), layout)
+    state_bytes = sum(tensor[:, 0].numel() * tensor.element_size() for tensor in tensors)
+    needed = 2 * row * full * num_tokens + state_bytes
+    taken = (num_tokens // page + snapshots.num_parts) * layout.slot_bytes
+    assert taken <= 1.05 * needed

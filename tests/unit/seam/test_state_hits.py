@@ -23,6 +23,7 @@ from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa:
 from tests.long_form import count  # noqa: E402
 
 CASES = count(500, 10000)
+SLOTS, MOST_OF_A_CASE = 4096, 256  # pages
 LAYOUT = PageLayout(4, (64, 64), (64, 64), 2)
 
 
@@ -30,8 +31,9 @@ class Rig:
     """A page store in which any pages and parts can be."""
 
     def __init__(self) -> None:
-        arena = HostArena(4096, LAYOUT.slot_bytes)
-        self.store = PageStore(arena, PageIndex(8192), None, PageStoreConfig("write_through"))
+        arena = HostArena(SLOTS, LAYOUT.slot_bytes)
+        self._num_put = 0
+        self.store = PageStore(arena, PageIndex(2 * SLOTS), None, PageStoreConfig("write_through"))
         self.snapshots = Snapshots(StatePool((torch.zeros(3, 6, 4, 7, 9),), (0, 2, 4)), LAYOUT)
         self.store.open_namespace(bytes(32), {})
         self.space: KeySpace = self.store.space(bytes(32))
@@ -41,6 +43,17 @@ class Rig:
     def put(self, hashes: Any) -> None:
         ticket = self.store.begin_save(self.space, hashes, hashes[:0])
         self.store.finish_save(ticket, ok=True)
+
+    def make_room(self, num_pages: int) -> None:
+        """Clears the store, which takes a while, before so many pages would have no room.
+
+        No key of a case is one of another's.
+        """
+        self._num_put += num_pages
+        if self._num_put > SLOTS - MOST_OF_A_CASE:
+            self.store.clear()
+            assert self.store.wait_idle(60)
+            self._num_put = 0
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +102,5 @@ def test_a_hit_is_what_a_resume_needs(rig: Rig) -> None:
             expected.append(hashes[limit : limit + 1])
         assert wish.tobytes() == np.concatenate(expected).tobytes()
         seen.add((wanted, behind))
-        rig.store.clear()
-        assert rig.store.wait_idle(60)
+        rig.make_room(num * (1 + rig.snapshots.num_parts))
     assert len(seen) > 20

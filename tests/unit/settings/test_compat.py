@@ -26,6 +26,7 @@ from sglang_ext.settings.compat import (
     check_tree,
 )
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.images import ALONG_AXES, PLAIN, STATES, WITH_STATES, why_not_images
 from sglang_ext.settings.model_kinds import MODEL_KINDS
 
 
@@ -118,7 +119,6 @@ def test_a_tree_with_windows_is_taken_for_a_model_with_windows_alone() -> None:
     ("values", "config", "words"),
     [
         ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with sliding-window layers, got 2"),
-        ({"dp_size": 2}, HierKVConfig(), "--dp-size 1 with sliding-window layers, got 2"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
         ({"enable_streaming_session": True}, HierKVConfig(), "no --enable-streaming-session"),
         ({"swa_prefix_tails": 4}, HierKVConfig(), "no --swa-prefix-tails"),
@@ -145,6 +145,17 @@ def test_what_was_not_tried_with_windows_is_refused_with_them_alone(
     check_resolved(resolved("swa", tp_size=2), HierKVConfig(remote_url="file:///d"))
     for values in ({"attn_dp_size": 2}, {"dp_size": 2, "enable_dp_attention": True}):
         check_resolved(resolved("swa", tp_size=2, **values), HierKVConfig())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [name for name, kind in MODEL_KINDS.items() if kind.is_served and name != "indexed"],
+)
+def test_whole_schedulers_are_taken(kind: str) -> None:
+    """Each is a server of its own."""
+    values = {"dp_size": 2, "mamba_radix_cache_strategy": "extra_buffer"}
+    for num_ranks in (1, 2):
+        check_resolved(resolved(kind, tp_size=num_ranks, **values), HierKVConfig())
 
 
 def test_window_layers_of_another_shape_are_refused_with_what_those_of_one_are() -> None:
@@ -181,7 +192,6 @@ def test_a_tree_with_states_is_taken_for_a_model_with_states_alone() -> None:
     ("values", "config", "words"),
     [
         ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with layers that have a state"),
-        ({"dp_size": 2}, HierKVConfig(), "--dp-size 1 with layers that have a state"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
         ({"enable_streaming_session": True}, HierKVConfig(), "no --enable-streaming-session"),
         ({"enable_session_radix_cache": True}, HierKVConfig(), "no --enable-session-radix-cache"),
@@ -212,18 +222,19 @@ def test_what_was_not_tried_with_states_is_refused_with_them_alone(
     check_resolved(resolved("state", tp_size=2, attn_dp_size=2, **kept), groups)
 
 
-def test_states_beside_latent_rows_are_refused_what_states_are_and_data_parallel_attention() -> (
-    None
-):
+def test_states_beside_latent_rows_are_refused_what_states_are() -> None:
     kind, kept = "state beside latent rows", {"mamba_radix_cache_strategy": "extra_buffer"}
     check_resolved(resolved(kind, tp_size=2, **kept), HierKVConfig(remote_url="file:///d"))
     for values, config, words in (
-        ({"attn_dp_size": 2}, HierKVConfig(), "no data parallel attention with layers that have"),
         ({"pp_size": 2}, HierKVConfig(), "--pp-size 1 with layers that have a state"),
         ({"mamba_radix_cache_strategy": "no_buffer"}, HierKVConfig(), "extra_buffer with layers"),
     ):
         with pytest.raises(HierKVConfigError, match=words):
             check_resolved(resolved(kind, **{**kept, **values}), config)
+    groups = resolved(kind, tp_size=2, attn_dp_size=2, **kept)
+    check_resolved(replace(groups, architecture="KimiK3ForConditionalGeneration"), HierKVConfig())
+    with pytest.raises(HierKVConfigError, match="no data parallel attention with layers that"):
+        check_resolved(replace(groups, architecture="KimiLinearForCausalLM"), HierKVConfig())
 
 
 def test_prefills_that_replay_kda_without_waiting_for_its_states_are_refused() -> None:
@@ -241,6 +252,26 @@ def test_prefills_that_replay_kda_without_waiting_for_its_states_are_refused() -
     for backend in ("disabled", "full"):  # of a full one SGLang waits in front
         config.prefill.backend = backend
         check_resolved(resolved(latent, cuda_graph_config=config, **kept), HierKVConfig())
+
+
+def test_images_beside_states_are_stored_by_one_scheduler_alone() -> None:
+    off = dict.fromkeys(
+        ("enable_lora", "lora_paths", "speculative_algorithm", "enable_mm_global_cache")
+    )
+    one = SimpleNamespace(
+        **off, disaggregation_mode="null", pp_size=1, nnodes=1, tokenizer_worker_num=1,
+        attn_dp_size=1, enable_dp_attention=False, dp_size=1,
+    )  # fmt: skip
+    two = SimpleNamespace(**{**vars(one), "dp_size": 2})
+    assert why_not_images(one, WITH_STATES[0], STATES) == ""
+    assert why_not_images(two, WITH_STATES[0], STATES) == "several whole schedulers"
+    assert why_not_images(two, ALONG_AXES[0], PLAIN) == ""
+
+
+def test_fp8_is_refused_where_its_pool_has_scales() -> None:
+    check_resolved(resolved(device="cuda", kv_cache_dtype="fp8_e4m3"), HierKVConfig())
+    with pytest.raises(HierKVConfigError, match=r"auto on a CPU.*, got fp8_e4m3"):
+        check_resolved(resolved(device="cpu", kv_cache_dtype="fp8_e4m3"), HierKVConfig())
 
 
 @pytest.mark.parametrize("strategy", ["no_buffer", "extra_buffer_lazy"])

@@ -90,10 +90,16 @@ def test_hybrids_that_were_not_run_in_stages_have_one(kind: str) -> None:
         check(kind, mamba_radix_cache_strategy="extra_buffer", **STAGES)
 
 
+def test_windows_that_were_run_in_stages_are_served() -> None:
+    one = Resolved(STAGES, STAGES, dict.fromkeys(STAGES), "swa", architecture="GptOssForCausalLM")
+    check_resolved(one, HierKVConfig())
+
+
 @pytest.mark.parametrize(
     ("architecture", "kind"),
     [
         ("NemotronHForCausalLM", "state"),
+        ("Qwen3_5ForCausalLM", "state"),
         ("KimiLinearForCausalLM", "state beside latent rows"),
     ],
 )
@@ -113,6 +119,11 @@ def test_a_stage_without_attention_or_without_states_is_refused() -> None:
     for num_full, num_states in ((0, 4), (4, 0)):
         with pytest.raises(HierKVConfigError, match="in each pipeline stage, got a stage with"):
             check_stage(num_full, num_states)
+
+
+def test_a_stage_without_windows_is_told_of_them() -> None:
+    with pytest.raises(HierKVConfigError, match="layers with a window in each pipeline stage, got"):
+        check_stage(4, 0, "a window")
 
 
 def test_layers_of_a_stage_are_waited_for_by_their_numbers_in_it() -> None:

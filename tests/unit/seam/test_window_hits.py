@@ -1,0 +1,124 @@
+"""Where a prompt of a model with window layers can be resumed, against what its tokens read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang_ext.device.layout import PageLayout  # noqa: E402
+from sglang_ext.device.windows.window_layers import WindowLayers  # noqa: E402
+from sglang_ext.seam.hybrids.window_pages import WindowPages  # noqa: E402
+from sglang_ext.tiers.host import HostArena  # noqa: E402
+from sglang_ext.tiers.index import PageIndex  # noqa: E402
+from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
+from tests.long_form import count  # noqa: E402
+
+CASES = count(500, 10000)
+PAGE, GROUPS = 4, 2
+SLOTS, MOST_OF_A_CASE = 4096, 64  # pages
+LAYOUT = PageLayout(PAGE, (64, 64), (64, 64), 2)
+Pages = list[bool]
+
+
+class Rig:
+    """A page store in which any pages and parts of windows can be."""
+
+    def __init__(self) -> None:
+        arena = HostArena(SLOTS, LAYOUT.slot_bytes)
+        self._num_put = 0
+        self.store = PageStore(arena, PageIndex(2 * SLOTS), None, PageStoreConfig("write_through"))
+        self.store.open_namespace(bytes(32), {})
+        self.space: KeySpace = self.store.space(bytes(32))
+
+    def pages(self, num_before: int) -> WindowPages:
+        """Of a model whose tokens read so many tokens before their own in a window layer."""
+        copiers: Any = (None,) * GROUPS
+        layers = WindowLayers(-(-num_before // PAGE), PAGE, copiers, [])
+        tree: Any = None
+        return WindowPages(layers, self.store, tree, tree)
+
+    def put(self, hashes: Any) -> None:
+        ticket = self.store.begin_save(self.space, hashes, hashes[:0])
+        self.store.finish_save(ticket, ok=True)
+
+    def make_room(self, num_pages: int) -> None:
+        """Clears the store, which takes a while, before so many pages would have no room.
+
+        No key of a case is one of another's.
+        """
+        self._num_put += num_pages
+        if self._num_put > SLOTS - MOST_OF_A_CASE:
+            self.store.clear()
+            assert self.store.wait_idle(60)
+            self._num_put = 0
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.store.close()
+
+
+def furthest(full: Pages, windows: list[Pages], before: int, first: int, limit: int) -> int:
+    """Pages behind the first ones, which the device has, up to where every later token reads.
+
+    Args:
+        full: whether the full layers' part of each page is there.
+        windows: of each group, whether its part of each page is.
+        before: tokens before its own that a token reads in a window layer.
+        first: leading pages that are on the device, with the window behind them.
+        limit: it may end there at most.
+    """
+    found = 0
+    for end in range(first + 1, limit + 1):
+        read = {token // PAGE for token in range(max(0, end * PAGE - before), end * PAGE)}
+        new = range(first, end)
+        if all(full[page] for page in new) and all(
+            group[page] for group in windows for page in read if page in new
+        ):
+            found = end - first
+    return found
+
+
+def test_a_hit_is_what_a_resume_needs(rig: Rig) -> None:
+    """The longest prefix behind which every token finds all that it reads in any layer."""
+    rng = random.Random(5)
+    seen = set()
+    for _ in range(CASES):
+        before, num = rng.randint(1, 14), rng.randint(1, 8)
+        pages = rig.pages(before)
+        hashes = np.frombuffer(rng.randbytes(32 * num), np.uint8).reshape(num, 32)
+        share = rng.choice((0.5, 0.8, 1.0))
+        full = [rng.random() < 0.9 for _ in range(num)]
+        windows = [[rng.random() < max(share, 0.8) for _ in range(num)] for _ in range(GROUPS)]
+        keys = pages.parts(hashes)  # of the full layers, then group by group
+        there = np.array([*full, *windows[0], *windows[1]])
+        if there.any():
+            rig.put(keys[there])
+        wanted = furthest(full, windows, before, 0, num)
+        assert pages.num_loadable(rig.space, hashes, 255) == wanted
+        on_device = rng.randint(0, min(2, num))
+        limit = rng.randint(on_device, num)
+        behind = furthest(full, windows, before, on_device, limit)
+        wish, found = pages.wish(rig.space, hashes, on_device, limit)
+        assert found == behind, (full, windows, before, on_device, limit)
+        end = on_device + behind
+        expected = [hashes[:end]]
+        if behind:  # what lies on the device needs no window of its own
+            begin = max(on_device, end - -(-before // PAGE))
+            expected += [keys[num * (1 + at) :][begin:end] for at in range(GROUPS)]
+        if end == limit < num:
+            expected += [keys[num * at :][limit : limit + 1] for at in range(1 + GROUPS)]
+        assert wish.tobytes() == np.concatenate(expected).tobytes()
+        seen.add((wanted, behind))
+        rig.make_room(num * (1 + GROUPS))
+    assert len(seen) > 20
