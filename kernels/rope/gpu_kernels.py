@@ -280,8 +280,13 @@ def save_kernel(
         b1, b2 = encode(v1.to(tl.float32), KIND), encode(v2.to(tl.float32), KIND)
         o1, o2 = rotate(b1, b2, c, s, KIND, RULE, EXACT)
         store_pairs(pages, b, b1, b2, start, pairs, DIM, FIRST, HALF, INTERLEAVED, WIDE)
-        m1, m2 = (o1 != y1).to(tl.uint8), (o2 != y2).to(tl.uint8)
-        store_pairs(wrong, w, m1, m2, start, pairs, DIM, FIRST, HALF, INTERLEAVED, WIDE)
+        if INTERLEAVED:
+            m1, m2 = (o1 != y1).to(tl.uint8), (o2 != y2).to(tl.uint8)
+            store_pairs(wrong, w, m1, m2, start, pairs, DIM, FIRST, HALF, INTERLEAVED, WIDE)
+        else:
+            column = (q // HALF) * DIM + FIRST + j
+            tl.store(wrong + w + column, (o1 != y1).to(tl.uint8), mask=live)
+            tl.store(wrong + w + column + HALF, (o2 != y2).to(tl.uint8), mask=live)
     tl.debug_barrier()  # another thread of this program reads the marks
     stride: tl.constexpr = 2 if INTERLEAVED else 1
     gap: tl.constexpr = 1 if INTERLEAVED else HALF
