@@ -52,11 +52,13 @@ help:
 dev: $(STAMP) $(PREBUILT)
 
 # SGLang comes without its dependencies, which are for GPUs; the extra `cpu` has what it needs here.
+# Without bytecode, which for all of it takes most of the time: what is imported gets its own then, what
+# servers import in `runtime_cpu.prebuild`.
 $(STAMP): pyproject.toml runtime_cpu/constraints.txt runtime_cpu/system-packages.sh
 	bash runtime_cpu/system-packages.sh "$(PYTHON)"
 	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
-	$(PY) -m pip install --quiet --no-input -c runtime_cpu/constraints.txt -e '.[cpu,dev]'
-	$(PY) -m pip install --quiet --no-input --no-deps $(SGLANG)
+	$(PY) -m pip install --quiet --no-input --no-compile -c runtime_cpu/constraints.txt -e '.[cpu,dev]'
+	$(PY) -m pip install --quiet --no-input --no-compile --no-deps $(SGLANG)
 	touch $@
 
 # Loops that every server would compile at its start; nothing that only reads the tree needs them.

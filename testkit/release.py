@@ -92,8 +92,9 @@ def check_changelog(text: str, version: str) -> None:
 
 def release(scratch: Path) -> None:
     """Builds both, and installs each into environments of its own."""
-    here = Path(sys.executable)
-    tools = environment(here, scratch / "tools", TOOLS)
+    call([sys.executable, "-m", "venv", scratch / "tools"])
+    tools = scratch / "tools" / "bin"
+    install(tools, tools, TOOLS)
     shutil.rmtree(DIST, ignore_errors=True)
     # Of a copy: an editable installation writes into the tree what a build writes there, too.
     tree, left_out = scratch / "tree", shutil.ignore_patterns(*_NOT_BUILT)
@@ -106,7 +107,7 @@ def release(scratch: Path) -> None:
     for path in built:
         print(f"{path.name}: {path.stat().st_size:,} bytes", flush=True)
     with ThreadPoolExecutor() as pool:  # they wait for what they install
-        found = [(each.what, pool.submit(try_out, each)) for each in trials(scratch, built)]
+        found = [(each.what, pool.submit(try_out, each, tools)) for each in trials(scratch, built)]
     for what, lines in found:
         print("\n".join([what, *lines.result()]), flush=True)
     print("release: both can be installed and used")
@@ -131,17 +132,23 @@ def trials(scratch: Path, built: Sequence[Path]) -> list[Trial]:
     return found
 
 
-def try_out(trial: Trial) -> list[str]:
+def try_out(trial: Trial, tools: Path) -> list[str]:
     """Installs one into an environment of its own, and tries what there is without SGLang.
+
+    Args:
+        trial: the installation.
+        tools: the folder of programs of an environment that has pip.
 
     Raises:
         ReleaseError: something fails.
     """
     folder = trial.folder
-    bin_folder = environment(trial.python, folder, [str(trial.built)])
+    call([trial.python, "-m", "venv", "--without-pip", folder])
+    bin_folder = folder / "bin"
+    install(tools, bin_folder, [str(trial.built)])
     tried = {what: call([bin_folder / program, *args]) for what, (program, *args) in TRIED.items()}
     if trial.is_tested:
-        install(bin_folder, alone.requirements())
+        install(tools, bin_folder, alone.requirements())
         done = alone.run(bin_folder / "python", folder / "tested")
         if done.returncode:
             raise ReleaseError(
@@ -151,16 +158,14 @@ def try_out(trial: Trial) -> list[str]:
     return [f"  {what}: {printed.splitlines()[0]}" for what, printed in tried.items()]
 
 
-def environment(python: Path, folder: Path, requirements: Sequence[str]) -> Path:
-    """A virtual environment of an interpreter with these; returns the folder of its programs."""
-    call([python, "-m", "venv", folder])
-    install(folder / "bin", requirements)
-    return folder / "bin"
+def install(tools: Path, bin_folder: Path, requirements: Sequence[str]) -> None:
+    """Installs these into an environment by the pip of another one.
 
-
-def install(bin_folder: Path, requirements: Sequence[str]) -> None:
-    """Installs these into an environment."""
-    call([bin_folder / "python", "-m", "pip", "install", "--quiet", "--no-input", *requirements])
+    A pip of its own would take longer to install than most of what is tried, and bytecode of all
+    that is installed longer still, of which little is imported.
+    """
+    pip = (tools / "python", "-m", "pip", "--python", bin_folder / "python")
+    call([*pip, "install", "--quiet", "--no-input", "--no-compile", *requirements])
 
 
 def call(command: Sequence[str | Path]) -> str:

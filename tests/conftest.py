@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -89,6 +90,21 @@ def _steps_fit_their_states() -> Iterator[None]:
         strict_steps.check_steps()
     yield
     assert not strict_steps.misfits
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Does not look for garbage among what is imported for tests, now or later: there is none.
+
+    Looking took a fifth of the processor time of collection, in every process that runs tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # or libraries that count what they leave would count all
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

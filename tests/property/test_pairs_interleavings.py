@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.long_form import count
 from tests.property.worlds.coverage import run_until_counted
 from tests.property.worlds.taint_world import IDENTITY, Request, World, Wrong
 
-ROUNDS = 8
+ROUNDS = count(3, 8)  # and on until all is seen
 
 
 class PairsWorld(World):

@@ -33,6 +33,7 @@ from sglang_ext.tiers.store.types import (
     SpillEntry,
     StoreCounters,
 )
+from tests.long_form import count
 
 SPACE = KeySpace(0, b"n" * 32, b"", Epoch())
 NUM_PAGES, CHAIN, NUM_SLOTS, SEGMENT_PAGES = 15, 5, 11, 12
@@ -338,7 +339,7 @@ _WEIGHTS: dict[str, float] = {
 def test_every_copy_is_as_good_as_is_said(policy: str, floor: Quality) -> None:
     model = Model(len(policy) + floor, policy, int(floor))
     names, weights = zip(*_WEIGHTS.items(), strict=True)
-    for step in range(2_000):
+    for step in range(count(1_000, 20_000)):
         name = model.rng.choices(names, weights)[0]
         operation: Callable[[], bool | None] = getattr(model, name)
         if operation() is not False:

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.long_form import count
 from tests.property.worlds.coverage import run_until_counted
 from tests.property.worlds.taint_world import World
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
-ROUNDS = 8
+ROUNDS = count(3, 8)  # and on until all is seen
 Make = Callable[..., World]
 
 

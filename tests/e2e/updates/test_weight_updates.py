@@ -142,7 +142,8 @@ def back_to_first(servers: tuple[Server, Server]) -> None:
 # ---- one model after another -------------------------------------------------------------------
 
 
-@pytest.mark.sampled("disk", "tensor", "release-resume", "ipc")
+# IPC is among the ways of `test_weight_traffic.py`.
+@pytest.mark.sampled("disk", "tensor", "release-resume")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_flushing_update_serves_nothing_of_the_old_weights(
     way: str, servers: tuple[Server, Server], folder: Path

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.long_form import FACTOR, either
+from tests.long_form import FACTOR, count, either
 from tests.property.media.media_world import MediaWorld
 from tests.property.worlds.coverage import run_until_counted
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
-ROUNDS = 8
+ROUNDS = count(3, 8)  # and on until all is seen
 Make = Callable[..., MediaWorld]
 
 

@@ -189,6 +189,8 @@ def test_a_trace_of_ones_own_reports_the_same_keys(
     trace_slice: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policies, "decisions_per_s", lambda: {"decisions_per_s": 1.0})
+    # In this process, which has imported it all; another test has other processes simulate.
+    monkeypatch.setattr(policies, "simulate_all", partial(simulate_all, processes=0))
     flags = TraceFlags(trace_slice, host_gb=40, disk_gb=100, prefill_tokens_per_s=20_000)
     report = policies.run(Options(quick=True, progress=QUIET, out_dir=tmp_path, trace=flags))
     for policy in POLICIES:
