@@ -124,5 +124,11 @@ THREADS: Final = (
         ("hier-kv-prefault",), "assembly/factory.py", "page faults of the arena; ends by itself"
     ),
     PluginThread(("hier-kv-event-log",), "tiers/store/events.py", "the log's file", "an event log"),
+    PluginThread(
+        ("hier-kv-doctor-store",),
+        "assembly/doctor/store_answer.py",
+        "the store, and the name of its host",
+        "`hier-kv doctor`, in its own process",
+    ),
 )
-"""Threads that the plugin starts, all in a scheduler's process."""
+"""Threads that the plugin starts, all but the doctor's in a scheduler's process."""

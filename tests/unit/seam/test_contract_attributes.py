@@ -16,6 +16,7 @@ import pathlib
 import pkgutil
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,8 @@ OTHERS = (
     asyncio, concurrent.futures, contextlib, functools, hashlib, http.HTTPStatus, inspect,
     inspect.Parameter, logging, logging.Logger, np, np.ndarray, npt, os, pathlib.Path, pkgutil,
     pydantic.BaseModel, starlette.applications.Starlette, starlette.requests.Request, threading,
-    time, torch, torch.Tensor, torch.cuda, OrderedDict, asyncio.AbstractEventLoop, str, bytes, dict,
+    time, torch, torch.Tensor, torch.cuda, traceback, OrderedDict, asyncio.AbstractEventLoop, str,
+    bytes, dict, Exception,
 )  # fmt: skip
 NOT_IN_A_FILE = {
     "_model_config": "set from outside, and looked for with a default",
