@@ -13,16 +13,15 @@ times what those of the device do. `bench.serve.routing` is the same with a rout
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.core.case import CaseFailedError, Report, disk_folder
-from bench.core.output import Progress, Table
-from bench.core.reporting import run_alone
+from bench.core.case import CaseFailedError
+from bench.core.output import Progress
+from bench.serve import event_shares
 from testkit.rank_probe import loading
 from testkit.remote.gateway import Gateway, gateway_missing
 from testkit.workload import load_texts, load_tokenizer
@@ -31,7 +30,6 @@ _PAGE, _TURN_TOKENS, _DEVICE_CHATS = 64, 256, 4
 _SLOT_GIB = 266_240 / 2**30  # of a page of the bundled model
 _SERVERS = 2
 _POLICIES = {"random": "random", "device": "cache_aware", "tiers": "cache_aware"}
-LEAST_RATIO = 1.5  # of what is reused by the tiers' events, over that by the device's
 
 
 def load() -> None:
@@ -111,50 +109,16 @@ def _run(gateway: Gateway, mode: str, chats: int, turns: int, progress: Progress
     return reused / before
 
 
-def table(found: dict[str, Any]) -> Table:
-    """What a person reads."""
-    what = {
-        "random": "at random",
-        "device": "to whose device has most of it",
-        "tiers": "to whose device, DRAM or disk has most of it",
-    }
-    rows: list[Sequence[Any]] = []
-    for mode, said in what.items():
-        reused = found[f"reused_{mode}"]
-        rows.append([said, reused, f"{reused / found['reused_device']:.2f}"])
-    title = f"{found['chats']} chats of {found['turns']} turns behind SGLang's gateway"
-    columns = ["a turn is sent", "reused of what was sent before", "over the device's events"]
-    return Table(title, columns, rows)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 (check failed) or 2 (usage)."""
-    parser = argparse.ArgumentParser(prog="python -m bench.serve.gateway", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="20 chats instead of 60")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the result")
-    args = parser.parse_args(argv)
-    ratio = 0.0
-
-    def make(progress: Progress) -> Report:
-        nonlocal ratio
-        with disk_folder("bench-gateway-") as folder:
-            found = measure_gateway(folder, 20 if args.quick else 60, 4, progress)
-        n = {"turns": found["chats"] * found["turns"]}
-        ratio = found["tiers_over_device"]
-        note = (
-            f"With the tiers' events {ratio:.2f} times as much is reused (target, in full: at "
-            f"least {LEAST_RATIO})."
-        )
-        return Report(found, {}, n, [table(found)], [note])
-
-    status = run_alone("serve_gateway", make, args.json)
-    if not status and not args.quick and ratio < LEAST_RATIO:
-        print(
-            f"bench: expected {LEAST_RATIO} times as much by the tiers' events, got {ratio:.2f}",
-            file=sys.stderr,
-        )
-        return 1
-    return status
+    return event_shares.run(
+        "gateway",
+        __doc__,
+        measure_gateway,
+        "behind SGLang's gateway",
+        "reused of what was sent before",
+        argv,
+    )
 
 
 if __name__ == "__main__":

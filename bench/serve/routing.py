@@ -13,7 +13,6 @@ chat has said before is not computed again. In full it fails where the tiers' ev
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Sequence
@@ -23,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.core.case import Report, disk_folder
-from bench.core.output import Progress, Table
-from bench.core.reporting import run_alone
+from bench.core.output import Progress
+from bench.serve import event_shares
 from runtime_cpu import inprocess
 from testkit import dummy_model
 from testkit.dummy_model import DummyModel
@@ -42,7 +40,6 @@ _SERVERS = 2
 _MODEL = DummyModel("routing", 2, 128, 4, 2, 32, 256, 4096)
 _MEDIA = {"device": {"GPU"}, "tiers": {"GPU", "CPU_PINNED", "DISK"}}
 MODES = ("random", *_MEDIA)
-LEAST_RATIO = 1.5  # of what is reused by the tiers' events, over that by the device's
 
 
 @dataclass
@@ -143,51 +140,16 @@ def _endpoint(port: int) -> str:
     return f"tcp://127.0.0.1:{port}"
 
 
-def table(found: dict[str, Any]) -> Table:
-    """What a person reads."""
-    what: dict[str, str] = {
-        "random": "at random",
-        "device": "to whose device has most of it",
-        "tiers": "to whose device, DRAM or disk has most of it",
-    }
-    rows: list[Sequence[Any]] = []
-    for mode in MODES:
-        reused = found[f"reused_{mode}"]
-        rows.append([what[mode], reused, f"{reused / found['reused_device']:.2f}"])
-    title = f"{found['chats']} chats of {found['turns']} turns on two servers"
-    columns = ["a turn is sent", "reused of what was said before", "over the device's events"]
-    return Table(title, columns, rows)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 (check failed) or 2 (usage)."""
-    parser = argparse.ArgumentParser(prog="python -m bench.serve.routing", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="20 chats instead of 60")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the result")
-    args = parser.parse_args(argv)
-
-    ratio = 0.0
-
-    def make(progress: Progress) -> Report:
-        nonlocal ratio
-        with disk_folder("bench-routing-") as folder:
-            found = measure_routing(folder, 20 if args.quick else 60, 4, progress)
-        n = {"turns": found["chats"] * found["turns"]}
-        ratio = found["tiers_over_device"]
-        note = (
-            f"With the tiers' events {ratio:.2f} times as much is reused (target, in full: at "
-            f"least {LEAST_RATIO})."
-        )
-        return Report(found, {}, n, [table(found)], [note])
-
-    status = run_alone("serve_routing", make, args.json)
-    if not status and not args.quick and ratio < LEAST_RATIO:
-        print(
-            f"bench: expected {LEAST_RATIO} times as much by the tiers' events, got {ratio:.2f}",
-            file=sys.stderr,
-        )
-        return 1
-    return status
+    return event_shares.run(
+        "routing",
+        __doc__,
+        measure_routing,
+        "on two servers",
+        "reused of what was said before",
+        argv,
+    )
 
 
 if __name__ == "__main__":
