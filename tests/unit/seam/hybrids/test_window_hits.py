@@ -13,30 +13,19 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
-from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.windows.window_layers import WindowLayers  # noqa: E402
 from sglang_ext.seam.hybrids.window_pages import WindowPages  # noqa: E402
-from sglang_ext.tiers.host import HostArena  # noqa: E402
-from sglang_ext.tiers.index import PageIndex  # noqa: E402
-from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
 from tests.long_form import count  # noqa: E402
+from tests.unit.seam.hybrids.hit_rig import PAGE, HitRig  # noqa: E402
 
 CASES = count(500, 10000)
-PAGE, GROUPS = 4, 2
-SLOTS, MOST_OF_A_CASE = 4096, 64  # pages
-LAYOUT = PageLayout(PAGE, (64, 64), (64, 64), 2)
+GROUPS = 2
+MOST_OF_A_CASE = 64  # pages
 Pages = list[bool]
 
 
-class Rig:
-    """A page store in which any pages and parts of windows can be."""
-
-    def __init__(self) -> None:
-        arena = HostArena(SLOTS, LAYOUT.slot_bytes)
-        self._num_put = 0
-        self.store = PageStore(arena, PageIndex(2 * SLOTS), None, PageStoreConfig("write_through"))
-        self.store.open_namespace(bytes(32), {})
-        self.space: KeySpace = self.store.space(bytes(32))
+class Rig(HitRig):
+    """With the pages of models with window layers."""
 
     def pages(self, num_before: int) -> WindowPages:
         """Of a model whose tokens read so many tokens before their own in a window layer."""
@@ -45,25 +34,10 @@ class Rig:
         tree: Any = None
         return WindowPages(layers, self.store, tree, tree)
 
-    def put(self, hashes: Any) -> None:
-        ticket = self.store.begin_save(self.space, hashes, hashes[:0])
-        self.store.finish_save(ticket, ok=True)
-
-    def make_room(self, num_pages: int) -> None:
-        """Clears the store, which takes a while, before so many pages would have no room.
-
-        No key of a case is one of another's.
-        """
-        self._num_put += num_pages
-        if self._num_put > SLOTS - MOST_OF_A_CASE:
-            self.store.clear()
-            assert self.store.wait_idle(60)
-            self._num_put = 0
-
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    rig = Rig()
+    rig = Rig(MOST_OF_A_CASE)
     yield rig
     rig.store.close()
 

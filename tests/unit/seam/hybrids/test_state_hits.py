@@ -14,46 +14,23 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
-from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
 from sglang_ext.seam.hybrids.state_pages import StatePages  # noqa: E402
-from sglang_ext.tiers.host import HostArena  # noqa: E402
-from sglang_ext.tiers.index import PageIndex  # noqa: E402
-from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
 from tests.long_form import count  # noqa: E402
+from tests.unit.seam.hybrids.hit_rig import LAYOUT, HitRig  # noqa: E402
 
 CASES = count(500, 10000)
-SLOTS, MOST_OF_A_CASE = 4096, 256  # pages
-LAYOUT = PageLayout(4, (64, 64), (64, 64), 2)
+MOST_OF_A_CASE = 256  # pages
 
 
-class Rig:
-    """A page store in which any pages and parts can be."""
+class Rig(HitRig):
+    """With the pages of a model with states."""
 
     def __init__(self) -> None:
-        arena = HostArena(SLOTS, LAYOUT.slot_bytes)
-        self._num_put = 0
-        self.store = PageStore(arena, PageIndex(2 * SLOTS), None, PageStoreConfig("write_through"))
+        super().__init__(MOST_OF_A_CASE)
         self.snapshots = Snapshots(StatePool((torch.zeros(3, 6, 4, 7, 9),), (0, 2, 4)), LAYOUT)
-        self.store.open_namespace(bytes(32), {})
-        self.space: KeySpace = self.store.space(bytes(32))
         tree: Any = None
         self.pages = StatePages(self.snapshots, self.store, tree, tree)
-
-    def put(self, hashes: Any) -> None:
-        ticket = self.store.begin_save(self.space, hashes, hashes[:0])
-        self.store.finish_save(ticket, ok=True)
-
-    def make_room(self, num_pages: int) -> None:
-        """Clears the store, which takes a while, before so many pages would have no room.
-
-        No key of a case is one of another's.
-        """
-        self._num_put += num_pages
-        if self._num_put > SLOTS - MOST_OF_A_CASE:
-            self.store.clear()
-            assert self.store.wait_idle(60)
-            self._num_put = 0
 
 
 @pytest.fixture(scope="module")
