@@ -42,24 +42,24 @@ def table(found: dict[str, Any], place: str, column: str) -> Table:
     return Table(title, ["a turn is sent", column, "over the device's events"], rows)
 
 
-def run(
-    name: str, doc: str | None, measure: Measure, place: str, column: str,
-    argv: Sequence[str] | None,
-) -> int:  # fmt: skip
-    """Runs one of the two benches; returns the exit status: 0, 1 (check failed) or 2 (usage).
-
-    Args:
-        name: of the module in `bench.serve`.
-        doc: of the command.
-        measure: given a folder, chats, turns and where to say how far it is.
-        place: see `table`.
-        column: see `table`.
-        argv: the command line.
-    """
+def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The command line of `bench.serve.<name>`."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.serve.{name}", description=doc)
     parser.add_argument("--quick", action="store_true", help="20 chats instead of 60")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the result")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def run(name: str, args: argparse.Namespace, measure: Measure, place: str, column: str) -> int:
+    """Runs one of the two benches; returns the exit status: 0 or 1 (check failed).
+
+    Args:
+        name: of the module in `bench.serve`.
+        args: of its command line.
+        measure: given a folder, chats, turns and where to say how far it is.
+        place: see `table`.
+        column: see `table`.
+    """
     ratio = 0.0
 
     def make(progress: Progress) -> Report:

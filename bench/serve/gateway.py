@@ -111,14 +111,9 @@ def _run(gateway: Gateway, mode: str, chats: int, turns: int, progress: Progress
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 (check failed) or 2 (usage)."""
-    return event_shares.run(
-        "gateway",
-        __doc__,
-        measure_gateway,
-        "behind SGLang's gateway",
-        "reused of what was sent before",
-        argv,
-    )
+    args = event_shares.parser_of("gateway", __doc__).parse_args(argv)
+    column = "reused of what was sent before"
+    return event_shares.run("gateway", args, measure_gateway, "behind SGLang's gateway", column)
 
 
 if __name__ == "__main__":

@@ -142,14 +142,9 @@ def _endpoint(port: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 (check failed) or 2 (usage)."""
-    return event_shares.run(
-        "routing",
-        __doc__,
-        measure_routing,
-        "on two servers",
-        "reused of what was said before",
-        argv,
-    )
+    args = event_shares.parser_of("routing", __doc__).parse_args(argv)
+    column = "reused of what was said before"
+    return event_shares.run("routing", args, measure_routing, "on two servers", column)
 
 
 if __name__ == "__main__":
