@@ -34,7 +34,7 @@ from sglang_ext.tiers.policy.page_kernels import (
 ABSENT, LISTED, PARKED = 0, 1, 2
 COUNT, PINS = 0, 1
 _UNSEEN, _STALE, _KNOWN = 0, 1, 2  # what is known of the page that a list would give up next
-_MAX_STEPS = 32  # of a page to its place among those that came here before it
+_STEPS_A_PAGE = 64  # to their places among those that came before them, of all that enter at once
 _PARKED_A_CALL = 256  # pages of each class, in one call
 
 
@@ -49,6 +49,7 @@ class Lists(NamedTuple):
         children: i32, pages of the tier whose parent it is.
         held: bool, the owner holds it.
         ends: i32[2, lists], the old and the young end of each list.
+        mark: i32[lists], where the last page that came among younger ones looked for its place.
         counts: i64[2], pages in the tier, pinned pages in the tier.
         sizes: i64[T], pages in the tier of each tenant.
     """
@@ -60,6 +61,7 @@ class Lists(NamedTuple):
     children: npt.NDArray[np.int32]
     held: npt.NDArray[np.bool_]
     ends: npt.NDArray[np.int32]
+    mark: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
 
@@ -72,7 +74,7 @@ def new_lists(num_rows: int, num_tenants: int = 1) -> Lists:
     make: Any = Lists
     ends = np.full((2, num_tenants * NUM_CLASSES), NONE, i32)
     sizes = np.zeros(num_tenants, np.int64)
-    lists: Lists = make(*columns, ends, np.zeros(2, np.int64), sizes)
+    lists: Lists = make(*columns, ends, ends[0].copy(), np.zeros(2, np.int64), sizes)
     return lists
 
 
@@ -126,34 +128,63 @@ def _unpark(lists: Any, row: int, young: bool) -> None:
 
 
 @compiled
-def _link_by_age(lists: Any, pages: Any, row: int, home: int) -> None:
-    """Links a page that was used before those that are younger, as far as they are looked at.
+def _place_by_age(lists: Any, pages: Any, row: int, home: int, steps: Any) -> Any:
+    """Looks for the last of a list's pages that was used before a page.
 
     Pages do not come from another tier in the order of their uses where something else decided
-    there which of them leaves. Lists of pages with a hint have another order.
+    there which of them leaves. What comes after the first of them mostly belongs beside it, so the
+    place is looked for from the list's mark on. Lists of pages with a hint have another order.
+
+    Returns:
+        That page, or `NONE` if there is none, and the steps that are left. Without steps the page
+        comes to lie among younger ones, never among older ones, which leave before it.
     """
-    before, num_steps = lists.ends[1, home], 0
-    if home % NUM_CLASSES < HINTED:
-        while before != NONE and num_steps < _MAX_STEPS:
-            if pages.stamp[before] <= pages.stamp[row]:
-                break
-            before = lists.prev[before]
-            num_steps += 1
-    _set_home(lists, row, home)
-    lists.state[row] = LISTED
-    insert(lists.prev, lists.next, lists.ends, home, row, before)
+    stamps, mark, young_end = pages.stamp, lists.mark[home], lists.ends[1, home]
+    if young_end == NONE or home % NUM_CLASSES >= HINTED:
+        return young_end, steps
+    among_younger: Any = stamps[young_end] > stamps[row]
+    before = young_end
+    if mark != NONE and lists.state[mark] == LISTED and lists.home[mark] == home:
+        behind_mark = lists.next[
+            mark
+        ]  # the young end itself may be one that is too old for its place
+        among_younger |= stamps[mark] > stamps[row]
+        among_younger |= behind_mark != NONE and stamps[behind_mark] > stamps[row]
+        before = mark
+    if not among_younger:
+        return young_end, steps
+    while before != NONE and stamps[before] > stamps[row]:
+        if steps <= 0:
+            lists.mark[home] = before  # the next page goes on from here
+            return before, steps
+        before = lists.prev[before]
+        steps -= 1
+    while True:
+        after = lists.ends[0, home] if before == NONE else lists.next[before]
+        if after == NONE or stamps[after] > stamps[row]:
+            lists.mark[home] = row
+            return before, steps
+        if steps <= 0:
+            return young_end, steps
+        before = after
+        steps -= 1
 
 
 @compiled
 def enter(lists: Any, pages: Any, rows: Any) -> None:
     """Adds pages that are not there yet, by age; the deepest becomes their oldest."""
+    steps: Any = _STEPS_A_PAGE * rows.size
     for i in range(rows.size - 1, -1, -1):
         row = rows[i]
         if row < 0 or row >= lists.state.size or lists.state[row] != ABSENT:
             continue
         if pages.stamp[row] == 0:  # no use is known
             stamp(pages, row)
-        _link_by_age(lists, pages, row, list_of(pages, row))
+        home = list_of(pages, row)
+        before, steps = _place_by_age(lists, pages, row, home, steps)
+        _set_home(lists, row, home)
+        lists.state[row] = LISTED
+        insert(lists.prev, lists.next, lists.ends, home, row, before)
         lists.counts[COUNT] += 1
         if pages.known[row] and pages.parent[row] != NONE:
             lists.children[pages.parent[row]] += 1

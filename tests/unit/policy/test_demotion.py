@@ -49,3 +49,23 @@ def test_what_is_shared_pinned_or_elsewhere_stays() -> None:
 def test_without_look_ahead_nothing_is_demoted() -> None:
     policy = _chats(2, PolicyConfig(lookahead=False, return_times=False))
     assert policy.tiers[0].demote(_chat(1)) == 0
+
+
+@pytest.mark.parametrize("num_at_once", [1, 7, 64, 1000])
+def test_what_left_dram_young_does_not_leave_the_disk_before_what_was_used_earlier(
+    num_at_once: int,
+) -> None:
+    num_rows = 1000  # 100 chats of ten pages, and those of the younger half leave DRAM first
+    policy = PlacementPolicy(num_rows, PolicyConfig())
+    dram, disk = policy.add_tier(num_rows), policy.add_tier(num_rows)
+    for number in range(100):
+        policy.used(_chat(number), 1.0 + number)
+        dram.enter(_chat(number))
+    for number in range(50, 100):
+        dram.demote(_chat(number))
+    while (gone := dram.evict(num_at_once, 200.0)).size:
+        disk.enter(gone)
+    first = disk.next_to_leave(num_rows // 2, 300.0) // 10
+    assert (
+        first >= 50
+    ).mean() <= 0.02  # a chat's worth: one page that found no place keeps its parents
