@@ -58,7 +58,7 @@ from sglang_ext.device.local_pages import LocalPages
 from sglang_ext.device.pinning import pin_memory
 from sglang_ext.device.pools import DevicePool, HybridPools, describe_pools
 from sglang_ext.device.ports import open_port
-from sglang_ext.device.rope_discovery import LayerRope, discover_ropes, type_of_attention
+from sglang_ext.device.rope_discovery import LayerRope, discover_ropes
 from sglang_ext.device.states.snapshots import Snapshots
 from sglang_ext.device.windows.block_groups import BlockGroups
 from sglang_ext.errors import HierKVConfigError
@@ -70,18 +70,15 @@ from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.ranks.same_settings import agree_on_settings, await_all, settings_of
 from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
 from sglang_ext.seam.hash_fallback import ensure_page_hash
-from sglang_ext.seam.hooks.drafts import algorithm_of, draft_runners
+from sglang_ext.seam.hooks.loaded_models import algorithm_of, check_layers, draft_runners
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.media.page_digests import install_page_digests
 from sglang_ext.seam.metrics.reporter import MetricsReporter
 from sglang_ext.settings.arguments import on_all_nodes
 from sglang_ext.settings.compat import (
-    check_attention,
-    check_heads,
     check_keys,
     check_model,
     check_ranks,
-    check_stage,
     check_tree,
 )
 from sglang_ext.settings.config import GIB, HierKVConfig
@@ -147,7 +144,7 @@ def build_cache(ctx: Any) -> Any:
 
 def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: Any) -> CacheParts:
     """Makes everything that the cache is built with, from SGLang's half of it."""
-    _check_built(ctx, place, cache)
+    _check_built(ctx, cache)
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     runner = ctx.tp_worker.model_runner
     drafts = draft_runners(runner)
@@ -225,7 +222,7 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     )
 
 
-def _check_built(ctx: Any, place: RankPlace, cache: Any) -> None:
+def _check_built(ctx: Any, cache: Any) -> None:
     """Refuses a model or a tree, as SGLang built them, whose KV cannot be kept.
 
     Raises:
@@ -236,20 +233,9 @@ def _check_built(ctx: Any, place: RankPlace, cache: Any) -> None:
         has_windows=ctx.is_hybrid_swa,
         has_states=ctx.is_hybrid_ssm,
     )
-    kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    if place.pp_size > 1 and ctx.is_hybrid_ssm:
-        num_states = len(ctx.params.req_to_token_pool.mamba_map)
-        check_stage(int(kv_pool.full_layer_nums), num_states)
-    if place.pp_size > 1 and ctx.is_hybrid_swa:
-        are_windows = [is_window for _, is_window in kv_pool.layers_mapping.values()]
-        check_stage(are_windows.count(False), are_windows.count(True), "a window")
     runner = ctx.tp_worker.model_runner
-    check_attention({type_of_attention(module) for module in runner.model.modules()})
+    check_layers(runner, runner.model)
     check_keys(algorithm_of(runner), are_pairs=cache.tree_core.is_eagle)
-    if place.shares_steps:
-        heads = runner.model_config.num_attention_heads // place.tp_size
-        found = {getattr(module, "tp_q_head_num", heads) for module in runner.model.modules()}
-        check_heads(found, heads)
 
 
 def _linker(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+from sglang_ext.settings.stages import STAGED_HYBRIDS
 
 # Of those for which SGLang keeps states of pages; their states are a convolution's and a
 # recurrence's, in every layer that has one.
@@ -79,6 +82,37 @@ def model_kind(model_config: Any) -> str:
     if model_config.is_hybrid_swa_compress:
         return "two shapes in one pool"
     return "mla" if model_config.attention_arch == AttentionArch.MLA else "mha"
+
+
+def hybrid_stages(model_config: Any, num_stages: int) -> Iterator[tuple[int, int]]:
+    """Of each pipeline stage of a hybrid how many layers have full attention, and how many not.
+
+    Of a model that is no hybrid, or is not served in stages, nothing.
+
+    Args:
+        model_config: SGLang's ``ModelConfig``.
+        num_stages: how many stages there are.
+
+    Raises:
+        ValueError: SGLang cannot spread the layers so (``SGLANG_PP_LAYER_PARTITION``).
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    if model_config.hf_config.architectures[0] not in STAGED_HYBRIDS:
+        return
+    states = mambaish_config(model_config)
+    if states is None:
+        full, others = model_config.full_attention_layer_ids, model_config.swa_attention_layer_ids
+    elif hasattr(states, "linear_layer_ids"):
+        full, others = states.full_attention_layer_ids, states.linear_layer_ids
+    else:
+        full, others = states.full_attention_layer_ids, states.mamba_layer_ids
+    num_layers = model_config.hf_text_config.num_hidden_layers
+    for stage in range(num_stages):
+        layers = range(*get_pp_indices(num_layers, stage, num_stages))
+        num_full, num_others = (sum(layer in layers for layer in ids) for ids in (full, others))
+        yield num_full, num_others
 
 
 def kind_of_folder(model_path: str) -> str:

@@ -24,7 +24,7 @@ from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
-from sglang_ext.seam.hooks.drafts import draft_runners
+from sglang_ext.seam.hooks.loaded_models import draft_runners
 
 logger = logging.getLogger(__name__)
 

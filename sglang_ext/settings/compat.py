@@ -57,7 +57,7 @@ _WINDOW_ADVICE = (
 )
 _WINDOW_KINDS = ("swa", "swa of two shapes")
 _STATE_ADVICE = f"change it, or {WITHOUT}"
-_ENCODER = "encoder_only"
+_FROM_LEFT_TO_RIGHT = "decoder"
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class Resolved:
         model_kind: a key of `MODEL_KINDS`.
         release: of SGLang; empty where it is not known.
         architecture: of the model; empty where there is none.
+        stages: of each pipeline stage of a hybrid how many layers have full attention, and how
+            many have not; empty where there is one stage.
     """
 
     values: Mapping[str, Any]
@@ -79,6 +81,7 @@ class Resolved:
     model_kind: str
     release: str = ""
     architecture: str = ""
+    stages: tuple[tuple[int, int], ...] = ()
 
 
 def check_arguments(server_args: Any, config: HierKVConfig) -> None:
@@ -129,6 +132,9 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
         _check_windows(resolved, config)
     if resolved.model_kind in STATE_KINDS:
         _check_states(resolved, config)
+    for num_full, num_others in resolved.stages:
+        has_windows = resolved.model_kind in _WINDOW_KINDS
+        check_stage(num_full, num_others, "a window" if has_windows else "a state")
     if resolved.model_kind == INDEXED:
         for expected, found in outside_index(resolved.values.get, config):
             _refuse(expected, found, f"change it, or {WITHOUT}")
@@ -396,10 +402,10 @@ def check_attention(attention_types: set[str]) -> None:
     """Refuses a model in which a token's KV depends on tokens behind it.
 
     Args:
-        attention_types: SGLang's, of all attention layers.
+        attention_types: SGLang's, of all attention layers; empty of what is none.
     """
-    if _ENCODER in attention_types:
-        _refuse("attention from left to right", "an encoder, which sees all tokens", WITHOUT)
+    for found in sorted(attention_types - {"", _FROM_LEFT_TO_RIGHT}):
+        _refuse("attention from left to right", f"layers of another kind ({found})", WITHOUT)
 
 
 def check_heads(attention_heads: set[int], expected: int) -> None:

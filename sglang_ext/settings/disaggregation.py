@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.lossless import lossy_codec
 from sglang_ext.settings.model_kinds import STATE_KINDS
@@ -105,3 +106,27 @@ def _variable(name: str, allowed: tuple[str, ...]) -> str:
     """An environment variable's value; empty where it is not set, or is an allowed one."""
     value = os.environ.get(name, "")
     return "" if value.lower() in allowed else value
+
+
+def check_handed_windows(page_size: int, window: int | None, *, is_chunk: bool) -> None:
+    """Refuses windows of which nobody knows where those that a decode server gets begin.
+
+    Args:
+        page_size: tokens.
+        window: tokens that SGLang's layers with a pool of their own see, without the last.
+        is_chunk: they see a chunk of the sequence.
+
+    Raises:
+        HierKVConfigError: one sentence.
+    """
+    # With a shorter one a prompt's last page in the tree would have no window.
+    expected, found = f"windows of a page ({page_size} tokens) or more", ""
+    if window is not None and window < page_size:
+        found = f"one of {window} tokens"
+    if is_chunk:
+        expected, found = "layers that see a window", "layers that see a chunk of the sequence"
+    if found:
+        raise HierKVConfigError(
+            f"--enable-hier-kv needs {expected} with --disaggregation-mode, got {found}; choose "
+            "another --page-size or leave --disaggregation-mode out."
+        )

@@ -82,6 +82,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "release_memory_occupation resume_memory_occupation check_weights"
         ),
         (_DRAFTS, "BaseSpecWorker"): "init_hicache_draft_plan",
+        ("srt.model_executor.model_runner", "ModelRunner"): "load_model",
+        ("srt.model_loader.loader", ""): "_initialize_model",
         (f"{_PD}.decode", "SchedulerDisaggregationDecodeMixin"): "process_decode_queue",
         (f"{_PD}.decode", "DecodeTransferQueue"): "_do_release",
         ("srt.session.session_controller", "Session"): "_concat_token_arrays",
@@ -181,6 +183,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.arg_groups.model_override_base", ""): "model_config_of",
         ("srt.arg_groups.overrides", ""): "resolution_result",
         ("srt.configs.hybrid_arch", ""): "mambaish_config",
+        ("srt.distributed.utils", ""): "get_pp_indices",
+        ("srt.model_executor.model_runner_components.load_model_utils", ""): (
+            "resolve_sliding_window_size"
+        ),
         ("srt.configs.model_config", ""): (
             "is_deepseek_dsa is_deepseek_v4 is_minimax_sparse get_dsa_index_kpool"
         ),
@@ -247,7 +253,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "hf_config is_hybrid_swa is_encoder_decoder is_multimodal attention_arch "
             "attention_chunk_size is_hybrid_swa_compress head_dim v_head_dim swa_head_dim "
             "swa_v_head_dim full_attention_layer_ids swa_attention_layer_ids sliding_window_size "
-            "hf_text_config vocab_size"
+            "hf_text_config vocab_size num_attention_heads"
         ),
         ("srt.entrypoints.http_server", ""): "app",
         ("srt.utils.auth", "AuthLevel"): "ADMIN_OPTIONAL",
@@ -314,7 +320,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.mem_cache.swa_memory_pool", "SWAKVPool"): (
             "full_kv_pool swa_kv_pool layers_mapping page_size"
         ),
-        ("srt.layers.radix_attention", "RadixAttention"): "layer_id attn_type",
+        ("srt.layers.radix_attention", "RadixAttention"): "layer_id attn_type tp_q_head_num",
         (_UNIFIED, "UnifiedRadixCache"): (
             "session tree_core linker req_to_token_pool token_to_kv_pool_allocator page_size "
             "pp_size components"
@@ -339,6 +345,12 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "prefill_input_ids_cpu device"
         ),
         ("srt.model_executor.model_runner", "ModelRunnerOutput"): "logits_output",
+        ("srt.model_executor.model_runner", "ModelRunner"): (
+            "is_draft_worker server_args model_config"
+        ),
+        # Layers of the hybrids that are served in stages.
+        ("srt.configs.kimi_linear", "KimiLinearConfig"): "linear_layer_ids num_hidden_layers",
+        ("srt.configs.nemotron_h", "NemotronHConfig"): "mamba_layer_ids",
         ("srt.managers.tp_worker", "BaseTpWorker"): "model_runner",
         ("srt.distributed.parallel_state", "GroupCoordinator"): "world_size",
         ("srt.model_executor.cuda_graph_config", "CudaGraphConfig"): "prefill",

@@ -40,8 +40,8 @@ from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.handover import FOREIGN, NUM_WORDS, Handover, Mark, no_mark
 from sglang_ext.provenance.request_state import find_state, state_of, wants_exact
 from sglang_ext.seam.cache import HierKVRadixCache
-from sglang_ext.seam.hooks.drafts import draft_runners
 from sglang_ext.seam.hooks.hooking import hook
+from sglang_ext.seam.hooks.loaded_models import draft_runners
 from sglang_ext.tiers.records.quality import Quality
 
 logger = logging.getLogger(__name__)
@@ -86,27 +86,6 @@ def check_transfer(scheduler: Any, cache: HierKVRadixCache) -> None:
                 f"decode servers, got {len(left)} kinds of rows that it does not send; leave "
                 "--disaggregation-mode out for this model."
             )
-        if cache.hier_linker.windows is not None:
-            _check_windows(scheduler, cache.page_size)
-
-
-def _check_windows(scheduler: Any, page_size: int) -> None:
-    """Refuses windows of which nobody knows where the sent ones begin.
-
-    Raises:
-        HierKVConfigError: one sentence.
-    """
-    window = int(scheduler.sliding_window_size)
-    # With a shorter one a prompt's last page in the tree would have no window.
-    expected = f"windows of a page ({page_size} tokens) or more"
-    found = f"one of {window} tokens" if window < page_size else ""
-    if scheduler.model_config.attention_chunk_size:
-        expected, found = "layers that see a window", "layers that see a chunk of the sequence"
-    if found:
-        raise HierKVConfigError(
-            f"--enable-hier-kv needs {expected} with --disaggregation-mode, got {found}; choose "
-            "another --page-size or leave --disaggregation-mode out."
-        )
 
 
 def _before_sending(is_known: bool, queue: Any, req: Any) -> None:

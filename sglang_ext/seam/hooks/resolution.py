@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.seam.model_kind import model_kind
+from sglang_ext.seam.model_kind import hybrid_stages, model_kind
 from sglang_ext.settings.compat import Resolved, check_kind, check_resolved
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.model_kinds import STATE_KINDS
@@ -76,13 +76,16 @@ def resolved(server_args: Any) -> Resolved:
     given = getattr(server_args, "_raw_input", {})
     has_model = str(server_args.model_path).lower() not in ("none", "dummy")
     model_config = model_config_of(server_args) if has_model else None
+    values = {field.name: resolution_result(server_args, field.name) for field in fields}
+    num_stages = (values.get("pp_size") or 1) if has_model else 1
     return Resolved(
-        values={field.name: resolution_result(server_args, field.name) for field in fields},
+        values=values,
         given={field.name: given.get(field.name) for field in fields},
         defaults={field.name: _default(field) for field in fields},
         model_kind=model_kind(model_config) if has_model else "mha",
         release=version("sglang"),
         architecture=_architecture(model_config) if has_model else "",
+        stages=tuple(hybrid_stages(model_config, num_stages)) if num_stages > 1 else (),
     )
 
 

@@ -15,8 +15,8 @@ from sglang_ext.provenance.request_state import find_state, wants_exact
 from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
 from sglang_ext.seam.hooks.disaggregation import check_transfer, register_disaggregation_hooks
-from sglang_ext.seam.hooks.drafts import register_draft_hook
 from sglang_ext.seam.hooks.hooking import check_hooks, hook
+from sglang_ext.seam.hooks.loaded_models import register_model_hooks
 from sglang_ext.seam.hooks.request_observers import request_observers
 from sglang_ext.seam.hooks.steering_endpoint import CARRIER
 from sglang_ext.seam.hooks.steering_scheduler import steer
@@ -69,7 +69,7 @@ def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
         _after_internal_state,
     )
     hook(f"{_SCHEDULER}.process_batch_result", _before_result, "before")
-    register_draft_hook()
+    register_model_hooks()
     register_disaggregation_hooks()
     register_weight_hooks()
     register_truncation_hooks()

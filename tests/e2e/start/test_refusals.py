@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from runtime_cpu import launch
 from sglang_ext.seam.contract.symbols import SYMBOLS
 from testkit.drafts.eagle import DRAFTS
 from testkit.published_model import TOKENIZER_FILES
+from testkit.rank_requests import ENVIRONMENT
 from testkit.requests import flush_device
 from testkit.server import ROOT, TINYLM, Server, ServerError
 from testkit.sglang_copy import SglangCopy
@@ -469,9 +470,11 @@ def test_the_switch_changes_three_arguments_and_no_switch_changes_none(parsed: P
 # ---- with the real server ------------------------------------------------------------------------
 
 
-def start_fails(args: list[str], log: Path, model: Path | None = TINYLM) -> tuple[str, int, float]:
+def start_fails(
+    args: list[str], log: Path, model: Path | None = TINYLM, env: Mapping[str, str] | None = None
+) -> tuple[str, int, float]:
     """Starts a server that must not start: its log, exit code, and seconds to its end."""
-    server = Server(args, model=model, log_path=log, start_timeout_s=300)
+    server = Server(args, model=model, log_path=log, start_timeout_s=300, env=env)
     with pytest.raises(ServerError, match="ended with") as caught, server:
         pass
     code = int(str(caught.value).partition("ended with ")[2].split()[0])
@@ -509,6 +512,26 @@ def test_a_sliding_window_model_is_refused_with_a_codec_that_loses_something(
     assert "a --hier-kv-codec that loses nothing with sliding-window layers" in found[-1]
     assert "--disable-hybrid-swa-memory" in found[-1]
     assert "Load weight" not in log
+
+
+def test_heads_that_data_parallel_attention_does_not_spread_are_refused_before_weights_load(
+    tmp_path: Path,
+) -> None:
+    model = make_model(
+        tmp_path / "model", architectures=["Starcoder2ForCausalLM"], model_type="starcoder2",
+        use_bias=True, norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh",
+    )  # fmt: skip
+    args = ["--enable-hier-kv", *SMALL, "--load-format", "dummy", "--max-total-tokens", "4096"]
+    args += ["--tp-size", "2", "--attn-dp-size", "2"]
+    log, code, _ = start_fails(args, tmp_path / "server.log", model, ENVIRONMENT)
+    assert code != 0
+    found = sentences(log)
+    assert found, log[-4000:]
+    assert (
+        "SGLang runs data parallel attention with (4 query heads a rank), got one with 2"
+        in (found[-1])
+    )
+    assert "Load weight end" not in log
 
 
 def test_a_disk_too_small_for_two_segments_is_refused(tmp_path: Path) -> None:

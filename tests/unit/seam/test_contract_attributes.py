@@ -41,11 +41,14 @@ OTHERS = (
     bytes, dict, Exception,
 )  # fmt: skip
 NOT_IN_A_FILE = {
+    "attn_dp_size": "SGLang has its ranks' widths in a table, by name",
+    "attn_tp_size": "SGLang has its ranks' widths in a table, by name",
     "_model_config": "set from outside, and looked for with a default",
     "_raw_input": "set from outside, and looked for with a default",
     "annotation": "of pydantic's fields",
     "architectures": "of a model's own configuration",
     "default_factory": "of dataclasses' fields",
+    "disaggregation_mode": "an argument, as `settings/arguments.py` has all of them",
     "get_internal_state_communicator": "named by a table, called by what is followed",
     "inc": "of prometheus' counters",
     "padding_values": "not in 0.5.22, and asked for behind `identity`, looked for with a default",

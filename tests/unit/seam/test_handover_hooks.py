@@ -22,7 +22,7 @@ from sglang_ext.identity.handover import FOREIGN, GivenUpRooms, SendingRooms  # 
 from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
 from sglang_ext.provenance.request_state import find_state, state_of  # noqa: E402
 from sglang_ext.seam.cache import HierKVRadixCache  # noqa: E402
-from sglang_ext.seam.hooks import disaggregation, drafts  # noqa: E402
+from sglang_ext.seam.hooks import disaggregation, loaded_models  # noqa: E402
 from sglang_ext.seam.media.requests import MediaRequests  # noqa: E402
 from sglang_ext.settings.quotas import parse_quotas  # noqa: E402
 from sglang_ext.tiers.host import HostArena  # noqa: E402
@@ -118,7 +118,7 @@ class Servers:
 
     def speculate(self) -> None:
         """Both with a draft model."""
-        setattr(self.runner, drafts._ATTRIBUTE, (object(),))
+        setattr(self.runner, loaded_models._ATTRIBUTE, (object(),))
 
     def send(self, req: Any) -> None:
         self.begin(req)
@@ -318,24 +318,22 @@ class Rows:
 QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
 
 
-def scheduler_that_sends(queue: str, kv: list[int], windows: list[int], **more: Any) -> Any:
+def scheduler_that_sends(queue: str, kv: list[int], windows: list[int]) -> Any:
     """A server of a kind of queue, which sends what lies at some addresses."""
     args = SimpleNamespace(kv_data_ptrs=kv, state_data_ptrs=[windows] if windows else [])
     of_queue = SimpleNamespace(kv_manager=SimpleNamespace(kv_args=args))
-    return SimpleNamespace(**{**dict.fromkeys(QUEUES), queue: of_queue, **more})
+    return SimpleNamespace(**{**dict.fromkeys(QUEUES), queue: of_queue})
 
 
-def cache_of(windows: Any = None, *addresses: int) -> Any:
+def cache_of(*addresses: int) -> Any:
     rows = [Rows(at) for at in addresses]
-    return SimpleNamespace(
-        hier_linker=SimpleNamespace(device_rows=rows, windows=windows), page_size=64
-    )
+    return SimpleNamespace(hier_linker=SimpleNamespace(device_rows=rows))
 
 
 @pytest.mark.parametrize("queue", QUEUES)
 def test_rows_that_are_not_sent_are_no_part_of_a_page(queue: str) -> None:
     """As a draft's would be, where SGLang sends none: what lies in their place is stored then."""
-    cache = cache_of(None, 1, 2, 3)
+    cache = cache_of(1, 2, 3)
     disaggregation.check_transfer(scheduler_that_sends(queue, [1, 2, 3], []), cache)
     disaggregation.check_transfer(scheduler_that_sends(queue, [1, 2], [3]), cache)
     # Of a layer without an index there are none to send.
@@ -344,26 +342,6 @@ def test_rows_that_are_not_sent_are_no_part_of_a_page(queue: str) -> None:
     with pytest.raises(HierKVConfigError, match="got 1 kinds of rows that it does not send"):
         disaggregation.check_transfer(scheduler_that_sends(queue, [1, 3], []), cache)
     disaggregation.check_transfer(SimpleNamespace(**dict.fromkeys(QUEUES)), cache)
-
-
-@pytest.mark.parametrize("queue", QUEUES)
-@pytest.mark.parametrize(
-    ("window", "chunk", "found"),
-    [(64, None, ""), (63, None, "one of 63 tokens"), (64, 64, "a chunk of the sequence")],
-)
-def test_windows_that_are_not_sent_whole_are_refused(
-    queue: str, window: int, chunk: int | None, found: str
-) -> None:
-    facts = {
-        "sliding_window_size": window,
-        "model_config": SimpleNamespace(attention_chunk_size=chunk),
-    }
-    scheduler, cache = scheduler_that_sends(queue, [1], [2], **facts), cache_of(object(), 1, 2)
-    if not found:
-        disaggregation.check_transfer(scheduler, cache)
-        return
-    with pytest.raises(HierKVConfigError, match=found):
-        disaggregation.check_transfer(scheduler, cache)
 
 
 @pytest.mark.parametrize("tokens", [TOKENS[:-1], TOKENS[:-1] + array("q", [5])])

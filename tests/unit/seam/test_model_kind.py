@@ -15,7 +15,7 @@ inprocess.prepare()
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 
 from sglang_ext.errors import HierKVConfigError  # noqa: E402
-from sglang_ext.seam.model_kind import model_kind  # noqa: E402
+from sglang_ext.seam.model_kind import hybrid_stages, model_kind  # noqa: E402
 from sglang_ext.settings.compat import check_kind  # noqa: E402
 from testkit.hybrids.index_model import CONFIGS  # noqa: E402
 from testkit.hybrids.shaped_models import SHAPED_MODELS  # noqa: E402
@@ -101,3 +101,30 @@ def test_states_are_told_by_what_lies_beside_them(
     config.save_pretrained(tmp_path)
     publish(tmp_path)
     assert model_kind(config_of(tmp_path)) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "partition", "stages"),
+    [
+        ("qwen3_5", "", [(0, 2), (1, 1)]),
+        ("qwen3_5", "1,3", [(0, 1), (1, 2)]),
+        ("nemotron_h", "", [(1, 2), (1, 3)]),
+        ("kimi_linear", "", [(1, 3), (1, 3)]),
+        ("falcon_h1", "", []),  # refused in stages whatever they have
+    ],
+)
+def test_layers_of_stages_are_known_before_any_is_built(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    partition: str,
+    stages: list[tuple[int, int]],
+) -> None:
+    config = STATE_MODELS[name].make_config()
+    config.architectures = [STATE_MODELS[name].class_name]
+    config.save_pretrained(tmp_path)
+    publish(tmp_path)
+    model_config = config_of(tmp_path)
+    if partition:
+        monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", partition)
+    assert list(hybrid_stages(model_config, 2)) == stages

@@ -280,10 +280,11 @@ def test_states_are_taken_where_the_tree_keeps_them(strategy: str) -> None:
         check_resolved(resolved("state", mamba_radix_cache_strategy=strategy), HierKVConfig())
 
 
-def test_an_encoder_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["encoder_only", "decoder_bidirectional"])
+def test_attention_to_later_tokens_is_refused(kind: str) -> None:
     check_attention({"", "decoder"})
-    with pytest.raises(HierKVConfigError, match="from left to right, got an encoder"):
-        check_attention({"", "decoder", "encoder_only"})
+    with pytest.raises(HierKVConfigError, match=f"from left to right, got .*{kind}"):
+        check_attention({"", "decoder", kind})
 
 
 def test_ranks_that_agree_on_nothing_are_refused() -> None:

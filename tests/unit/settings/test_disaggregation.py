@@ -11,6 +11,7 @@ import pytest
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.compat import Resolved, check_arguments, check_resolved
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.disaggregation import check_handed_windows
 from sglang_ext.settings.model_kinds import STATE_KINDS
 
 SERVED: dict[str, Any] = {
@@ -217,3 +218,22 @@ def test_sending_by_way_of_a_copy_is_refused(mode: str, monkeypatch: pytest.Monk
 def test_servers_that_change_their_mode_are_refused() -> None:
     with pytest.raises(HierKVConfigError, match="stays what it is, got --enable-pd-role-switch"):
         check("prefill", enable_pd_role_switch=True)
+
+
+@pytest.mark.parametrize(
+    ("window", "is_chunk", "found"),
+    [
+        (64, False, ""),
+        (None, False, ""),
+        (63, False, "one of 63 tokens"),
+        (64, True, "a chunk of the sequence"),
+    ],
+)
+def test_windows_that_are_not_sent_whole_are_refused(
+    window: int | None, is_chunk: bool, found: str
+) -> None:
+    if not found:
+        check_handed_windows(64, window, is_chunk=is_chunk)
+        return
+    with pytest.raises(HierKVConfigError, match=found):
+        check_handed_windows(64, window, is_chunk=is_chunk)

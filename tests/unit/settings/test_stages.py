@@ -10,7 +10,7 @@ import pytest
 
 from sglang_ext.assembly.state_setup import awaited_layers
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.settings.compat import Resolved, check_resolved, check_stage
+from sglang_ext.settings.compat import Resolved, check_resolved
 from sglang_ext.settings.config import HierKVConfig
 
 STAGES: dict[str, Any] = {"pp_size": 2, "pp_async_batch_depth": 0, "disaggregation_mode": "null"}
@@ -114,16 +114,23 @@ def test_models_with_states_that_were_run_in_stages_are_served_on_one_node(
         check_resolved(two, HierKVConfig())
 
 
-def test_a_stage_without_attention_or_without_states_is_refused() -> None:
-    check_stage(1, 3)
-    for num_full, num_states in ((0, 4), (4, 0)):
-        with pytest.raises(HierKVConfigError, match="in each pipeline stage, got a stage with"):
-            check_stage(num_full, num_states)
-
-
-def test_a_stage_without_windows_is_told_of_them() -> None:
-    with pytest.raises(HierKVConfigError, match="layers with a window in each pipeline stage, got"):
-        check_stage(4, 0, "a window")
+@pytest.mark.parametrize(
+    ("kind", "stages", "words"),
+    [
+        ("state", ((1, 3), (0, 4)), "layers with a state in each .* 0 of the former and 4 of"),
+        ("state beside latent rows", ((4, 0), (1, 3)), "got a stage with 4 of the former and 0 of"),
+        ("swa", ((2, 2), (4, 0)), "layers with a window in each pipeline stage, got"),
+    ],
+)
+def test_a_stage_with_layers_of_one_kind_alone_is_refused(
+    kind: str, stages: tuple[tuple[int, int], ...], words: str
+) -> None:
+    values = {"mamba_radix_cache_strategy": "extra_buffer", **STAGES}
+    architecture = "GptOssForCausalLM" if kind == "swa" else "NemotronHForCausalLM"
+    good = Resolved(values, values, dict.fromkeys(values), kind, "", architecture, ((1, 3), (2, 2)))
+    check_resolved(good, HierKVConfig())
+    with pytest.raises(HierKVConfigError, match=words):
+        check_resolved(replace(good, stages=stages), HierKVConfig())
 
 
 def test_layers_of_a_stage_are_waited_for_by_their_numbers_in_it() -> None:
