@@ -192,8 +192,7 @@ class Replay:
             room.step(order)
         else:
             raise RuntimeError(f"Request {number} was held back for {_MAX_TICKS} steps.")
-        ticket = store.pin_leading(server.space, hashes)
-        store.begin_load(server.space, ticket, hashes[: len(ticket.rows)])
+        ticket = server.pin_worth(number, hashes)
         room.leave(number, admitted=True)
         del self._hashes[number]
         self._fetch_ahead(server)

@@ -57,7 +57,7 @@ class Admission(ABC):
     def num_loadable(
         self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes, max_quality: int
     ) -> int:
-        """How many pages behind a device prefix can be loaded now.
+        """How many pages behind a device prefix can be loaded now, and are worth it.
 
         Args:
             handle: of the request.
@@ -65,6 +65,16 @@ class Admission(ABC):
             first_page: index of the first page that is not on the device.
             hashes: u8 `[N, 32]`, its pages from there on.
             max_quality: the worst that it may be given.
+        """
+
+    @abstractmethod
+    def num_worth(self, handle: Hashable, device_tokens: int, num_pages: int) -> int:
+        """How many of some pages in DRAM are worth loading, where one process decides on that.
+
+        Args:
+            handle: of the request.
+            device_tokens: leading tokens that are on the device.
+            num_pages: pages of the prompt behind those that could be loaded now.
         """
 
     @abstractmethod

@@ -32,7 +32,7 @@ class CostFeeds:
         self.cost = cost
         self._kv_bytes = kv_bytes_per_page
         self.counters = counters
-        # Prefills come from the scheduler's thread, reads and fetches from one thread at a time.
+        # Prefills come from the scheduler's thread, all others from one thread at a time.
         self._seen: Counter[str] = Counter()
 
     def on_read(self, num_bytes: int, read_s: float, decode_bytes: int, decode_s: float) -> None:
@@ -66,6 +66,9 @@ class CostFeeds:
 
     def on_load(self, num_pages: int, seconds: float) -> None:
         """Pages were copied from DRAM to the device."""
+        expected_s = self.cost.load_s(num_pages * self._kv_bytes)
+        if expected_s is not None:
+            self._count("device_load", expected_s, seconds)
         self.cost.note_load(num_pages * self._kv_bytes, seconds)
 
     def on_prefill(self, expected_s: float, seconds: float) -> None:

@@ -13,6 +13,9 @@ decides again when the remote store has answered;
 turn whether to go on waiting. What the decisions rest on comes from the page store (where pages
 lie), its read meter (what is queued), and `CostModel` (how fast everything is).
 
+`DramChoice` decides when it runs, of the pages that are in DRAM by then, and also where there is
+neither a disk nor a remote store.
+
 Scheduler's thread only. `should_hold` is O(1) but where it first holds a request, and where it is
 about to give it up; it looks up the request's pages then, and the others do so once.
 """
@@ -26,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.admission.waiting_request import (
+    DramShare,
     Estimate,
     Moves,
     ReusablePrefix,
@@ -42,12 +46,68 @@ from sglang_ext.tiers.policy.cost_model import (
 from sglang_ext.tiers.policy.speed_estimators import QueuePace
 from sglang_ext.tiers.store import PageStore, Plan
 from sglang_ext.tiers.store.remote.remote_pages import num_leading
+from sglang_ext.tiers.store.types import StoreCounters
 
 # A verdict, and a decision to go on waiting, are reused for so many seconds.
 _JUDGE_AGAIN_S = _ASK_AGAIN_S = 0.001
 _AFTER_ALL_OTHERS = 1 << 30  # priority of a probe's reads
 # The wait for the remote store's answer is at most this share of the time its pages would save.
 _ANSWER_SHARE = 0.25
+
+
+class DramChoice:
+    """How many of the pages that a request has in DRAM are worth copying to the device.
+
+    Args:
+        cost: the model.
+        counters: of the page store.
+        page_tokens: P.
+        kv_bytes_per_page: raw bytes of a page's KV.
+    """
+
+    def __init__(
+        self, cost: CostModel, counters: StoreCounters, *, page_tokens: int, kv_bytes_per_page: int
+    ) -> None:
+        self._cost = cost
+        self._counters = counters
+        self._page_tokens = page_tokens
+        self._kv_bytes = kv_bytes_per_page
+
+    def num_worth(self, request: WaitingRequest, device_tokens: int, num_pages: int) -> int:
+        """How many leading pages of DRAM to load; decided once for each such state of a request.
+
+        So attempts to admit it do not differ by what was measured between them.
+
+        Args:
+            request: it is about to run.
+            device_tokens: leading tokens that are on the device.
+            num_pages: pages behind those that are in DRAM.
+        """
+        share = request.in_dram
+        if share is None or (share.device_tokens, share.num_pages) != (device_tokens, num_pages):
+            decision = self._cost.judge_dram(
+                prompt_tokens=max(
+                    request.prefix.prompt_tokens, device_tokens + num_pages * self._page_tokens
+                ),
+                device_tokens=device_tokens,
+                num_pages=num_pages,
+                page_tokens=self._page_tokens,
+                page_bytes=self._kv_bytes,
+            )
+            share = request.in_dram = DramShare(device_tokens, num_pages, decision)
+        return share.decision.pages
+
+    def admitted(self, request: WaitingRequest) -> None:
+        """A request runs: counts what it computes though it is in DRAM."""
+        share = request.in_dram
+        if share is None or not share.num_left:
+            return
+        self._counters.add("cost_dram_left_requests")
+        self._counters.add("cost_dram_left_pages", share.num_left)
+        if share.decision.is_probe:
+            self._counters.add("cost_dram_probes")
+        elif not share.decision.pages:
+            self._cost.note_passed_over()
 
 
 class LoadOrCompute:

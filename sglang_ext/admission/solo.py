@@ -17,10 +17,13 @@ from sglang_ext.tiers.store.types import Hashes
 class Solo(Admission):
     """A process that decides on what it knows.
 
+    It has many methods because `Admission` has.
+
     Args:
         store: DRAM and disk.
         room: the waiting requests.
         queue: the waiting requests' handles.
+        page_tokens: P.
         take_saves: takes the results of finished saves, as SGLang does once a step.
         finish_loads: waits for a batch's loads as SGLang does; returns those that failed.
     """
@@ -32,12 +35,14 @@ class Solo(Admission):
         store: PageStore,
         room: WaitingRoom,
         queue: Queue,
+        page_tokens: int,
         take_saves: Callable[[], None],
         finish_loads: Callable[[list[Any]], list[Any]],
     ) -> None:
         self._store = store
         self._room = room
         self._queue = queue
+        self._page_tokens = page_tokens
         self._take_saves = take_saves
         self._finish_loads = finish_loads
 
@@ -52,8 +57,13 @@ class Solo(Admission):
     def num_loadable(
         self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes, max_quality: int
     ) -> int:
-        """What is ready in DRAM."""
-        return self._store.ready_prefix(space, hashes, max_quality)
+        """What is ready in DRAM, as far as it is worth loading."""
+        num_ready = self._store.ready_prefix(space, hashes, max_quality)
+        return self.num_worth(handle, first_page * self._page_tokens, num_ready)
+
+    def num_worth(self, handle: Hashable, device_tokens: int, num_pages: int) -> int:
+        """By its own speeds."""
+        return self._room.num_worth(handle, device_tokens, num_pages)
 
     def num_stored(self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes) -> int:
         """What this process knows of."""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from sglang_ext.admission.load_or_compute import LoadOrCompute
+from sglang_ext.admission.load_or_compute import DramChoice, LoadOrCompute
 from sglang_ext.admission.request_plans import RequestPlans
 from sglang_ext.admission.turns import Turns
 from sglang_ext.admission.waiting_request import (
@@ -86,6 +86,7 @@ class WaitingRoom:
         num_still_on_device: how many leading pages of a `ReusablePrefix.device_anchor` still are;
             None where that cannot be told.
         decider: decides under `cost`; None for the other policies.
+        dram: decides of pages in DRAM under `cost`; None: all of them are loaded.
         clock: seconds; monotonic.
 
     It has many methods because a request's way through the queue is one: each is a step of it.
@@ -99,6 +100,7 @@ class WaitingRoom:
         prefetch_timeout_ms: float,
         num_still_on_device: Callable[[Any], int] | None = None,
         decider: LoadOrCompute | None = None,
+        dram: DramChoice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -106,6 +108,7 @@ class WaitingRoom:
         self._timeout_s = prefetch_timeout_ms / 1e3
         self._num_still_on_device = num_still_on_device
         self._decider = decider
+        self._dram = dram
         self._clock = clock
         self._waiting: dict[Hashable, WaitingRequest] = {}
         self._by_number: dict[int, WaitingRequest] = {}
@@ -159,6 +162,8 @@ class WaitingRoom:
         waiting.note_leaving()
         if admitted:
             self._count_admission(waiting.prefix)
+            if self._dram is not None:
+                self._dram.admitted(waiting)
             if waiting.held_since_s is not None:
                 self._store.counters.time("held", self._clock() - waiting.held_since_s)
         self._plans.give_up(waiting)
@@ -179,6 +184,19 @@ class WaitingRoom:
             self.leave(handle)
         if self._decider is not None:
             self._decider.end_probe()
+
+    def num_worth(self, handle: Hashable, device_tokens: int, num_pages: int) -> int:
+        """How many pages of DRAM a request should load; all of them where nothing decides that.
+
+        Args:
+            handle: of the request.
+            device_tokens: leading tokens that are on the device.
+            num_pages: pages behind those that are in DRAM.
+        """
+        waiting = self._waiting.get(handle)
+        if waiting is None or self._dram is None:
+            return num_pages
+        return self._dram.num_worth(waiting, device_tokens, num_pages)
 
     def remote_pages(self, handle: Hashable) -> tuple[int, int]:
         """(first page of the prompt, number) of what the remote store had of a request's pages."""

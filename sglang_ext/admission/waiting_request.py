@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sglang_ext.admission.resume_points import PromptPoints
 from sglang_ext.device.composition import Composition
-from sglang_ext.tiers.policy.cost_model import LoadChoice, LoadDecision
+from sglang_ext.tiers.policy.cost_model import DramDecision, LoadChoice, LoadDecision
 from sglang_ext.tiers.store import KeySpace, Plan, TierCounts
 from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from sglang_ext.tiers.store.remote.remote_pages import num_leading
@@ -164,6 +164,25 @@ class Estimate:
         return self.verdict.choice in _COMPUTES
 
 
+class DramShare(NamedTuple):
+    """How many of the pages that a request has in DRAM are to be loaded.
+
+    Attributes:
+        device_tokens: tokens on the device, as of when that was decided.
+        num_pages: pages behind those that were in DRAM.
+        decision: the decision.
+    """
+
+    device_tokens: int
+    num_pages: int
+    decision: DramDecision
+
+    @property
+    def num_left(self) -> int:
+        """Pages that are computed though they are in DRAM."""
+        return self.num_pages - self.decision.pages
+
+
 @dataclass
 class WaitingRequest:
     """A waiting request.
@@ -201,6 +220,7 @@ class WaitingRequest:
         remote_lookup: what it was asked for, and said; None where nothing of that counts.
         arrived_s: when it entered the queue.
         estimate: what loading and computing it cost; None under other policies than `cost`.
+        in_dram: how many of its pages in DRAM are worth loading, as last asked; None before.
         late: its deadline is over, or waiting on is not worth it.
         limit: leading pages of `prefix.hashes` that all of several ranks would use.
         is_limited: this one would have used more.
@@ -232,6 +252,7 @@ class WaitingRequest:
     remote_lookup: RemoteLookup | None = None
     arrived_s: float = 0.0
     estimate: Estimate | None = None
+    in_dram: DramShare | None = None
     late: bool = False
     limit: int = NO_LIMIT
     is_limited: bool = False
@@ -293,6 +314,7 @@ class WaitingRequest:
         if self.remote is Remote.FAILED or (plan is not None and plan.failed):
             return Shortfall.FAILED
         computes = estimate is not None and estimate.computes
+        computes |= self.in_dram is not None and self.in_dram.num_left > 0
         if self.late or computes or self.is_limited:
             return Shortfall.TOO_SLOW
         if plan is None or plan.short or plan.lacked_room:

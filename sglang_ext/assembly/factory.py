@@ -18,7 +18,7 @@ import torch
 from sglang_ext import __version__
 from sglang_ext.admission.cost_feeds import CostFeeds
 from sglang_ext.admission.forward_timer import ForwardTimer
-from sglang_ext.admission.load_or_compute import LoadOrCompute
+from sglang_ext.admission.load_or_compute import DramChoice, LoadOrCompute
 from sglang_ext.assembly.codec_setup import (
     agree_on_profile,
     build_page_codec,
@@ -217,6 +217,7 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
         ),
         timer,
         _decider(config, store, layout, cost, timer) if may_decide else None,
+        _dram_choice(config, feeds, layout) if place.pp_size == 1 else None,
         place_questions_of(linker.windows, snapshots, store, config),
         shares_pages=one_copy is not None,
     )
@@ -304,6 +305,18 @@ def _decider(
         page_tokens=layout.page_size,
         kv_bytes_per_page=layout.kv_bytes,
         is_decoding=lambda: timer.is_decoding,
+    )
+
+
+def _dram_choice(config: HierKVConfig, feeds: CostFeeds, layout: PageLayout) -> DramChoice | None:
+    """The same of pages in DRAM; without a disk or a remote store, too."""
+    if config.prefetch_policy != "cost":
+        return None
+    return DramChoice(
+        feeds.cost,
+        feeds.counters,
+        page_tokens=layout.page_size,
+        kv_bytes_per_page=layout.kv_bytes,
     )
 
 

@@ -191,6 +191,10 @@ class Lockstep(Admission):
         """What is promised, on every rank of the group."""
         return self.promises.num_usable(handle, space, first_page, len(hashes))
 
+    def num_worth(self, handle: Hashable, device_tokens: int, num_pages: int) -> int:
+        """All of them: a rank promises no more than is worth it to that rank."""
+        return num_pages
+
     def num_stored(self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes) -> int:
         """As of when it was agreed on; none before."""
         return max(0, min(self.promises.num_stored(handle) - first_page, len(hashes)))

@@ -191,11 +191,15 @@ class PromiseBook:
         self._told = []
 
     def _report_of(self, handle: Hashable, promise: Promise, readiness: Readiness) -> RequestReport:
-        worst, end_page = int(promise.ticket.quality.max(initial=0)), promise.end_page
-        most = self._room.most_pages(handle, end_page)
+        num = len(promise.ticket.rows)
+        most = self._room.most_pages(handle, promise.end_page)
         if promise.closed:
-            most = min(most, end_page)
-        return RequestReport(promise.first_page, end_page, readiness, worst, most)
+            most = min(most, promise.end_page)
+        if readiness is not Readiness.WAITING:  # else more may come, and nothing is promised yet
+            device_tokens = promise.prefix.tokens_before + promise.first_page * self._page_size
+            num = self._room.num_worth(handle, device_tokens, num)
+        worst = int(promise.ticket.quality[:num].max(initial=0))
+        return RequestReport(promise.first_page, promise.first_page + num, readiness, worst, most)
 
     def _settle_one(self, handle: Hashable, promise: Promise, agreed: AgreedRequest) -> None:
         if agreed.admit:

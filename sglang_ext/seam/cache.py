@@ -22,7 +22,7 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from sglang_ext.admission.admission import Admission
 from sglang_ext.admission.forward_timer import ForwardTimer
-from sglang_ext.admission.load_or_compute import LoadOrCompute
+from sglang_ext.admission.load_or_compute import DramChoice, LoadOrCompute
 from sglang_ext.admission.resume_points import PromptPoints, what_resumes
 from sglang_ext.admission.solo import Solo
 from sglang_ext.admission.waiting import WaitingRoom
@@ -81,6 +81,7 @@ class CacheParts:
         metrics: what publishes counts.
         forward_timer: measures forwards for the cost model; None without one.
         decider: decides between loading and computing; None where everything is loaded.
+        dram: the same of pages in DRAM.
         place_questions: makes what asks a remote store for windows or states, given how a request
             enters and is found; None where there is nothing to ask for.
         shares_pages: one rank of this one's group keeps the pages of all.
@@ -92,6 +93,7 @@ class CacheParts:
     metrics: MetricsReporter
     forward_timer: ForwardTimer | None = None
     decider: LoadOrCompute | None = None
+    dram: DramChoice | None = None
     place_questions: Callable[[Enter, Find], PlaceQuestions] | None = None
     shares_pages: bool = False
 
@@ -144,6 +146,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             prefetch_policy=config.prefetch_policy,
             prefetch_timeout_ms=config.prefetch_timeout_ms,
             decider=parts.decider,
+            dram=parts.dram,
         )
         group = group_of(self)
         tree = RadixTree(self, config.tree_core)
@@ -190,6 +193,7 @@ class HierKVRadixCache(UnifiedRadixCache):
                 self.store,
                 self.waiting_room,
                 self._queued_handles,
+                page_tokens=self.page_size,
                 take_saves=super().check_hicache_events,
                 finish_loads=super().finish_external_linker_loads,
             )

@@ -103,8 +103,7 @@ class Store:
         if self.server is None:
             return 0
         server, hashes = self.server, self._prompts.pop(request.number)
-        ticket = server.store.pin_leading(server.space, hashes)
-        server.store.begin_load(server.space, ticket, hashes[: len(ticket.rows)])
+        ticket = server.pin_worth(request.number, hashes)
         server.room.leave(request.number, admitted=True)
         self._loads[request.number] = ticket
         self._num_offered[request.number] = len(ticket.rows)

@@ -14,7 +14,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.admission.cost_feeds import CostFeeds
-from sglang_ext.admission.load_or_compute import LoadOrCompute
+from sglang_ext.admission.load_or_compute import DramChoice, LoadOrCompute
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.simulator.forwards import Forwards
@@ -43,7 +43,7 @@ from sglang_ext.tiers.store import (
     policy_for_sizes,
 )
 from sglang_ext.tiers.store.executor import Executor, Job, Work
-from sglang_ext.tiers.store.types import Hashes, SaveTicket, StoreCounters
+from sglang_ext.tiers.store.types import Hashes, LoadTicket, SaveTicket, StoreCounters
 
 Ids = npt.NDArray[np.int64]
 _DIGEST = bytes(range(32))  # of the one namespace
@@ -224,6 +224,12 @@ class ServerStore:
         self.space = store.space(_DIGEST)
         self.forwards = Forwards(feeds, clock)
         decider: LoadOrCompute | None = None
+        dram: DramChoice | None = None
+        if prefetch_policy == "cost":
+            dram = DramChoice(
+                feeds.cost, feeds.counters, page_tokens=sizes.page_tokens,
+                kv_bytes_per_page=sizes.page_bytes,
+            )  # fmt: skip
         if prefetch_policy == "cost" and disk is not None:  # as in the server
             decider = LoadOrCompute(
                 store, feeds.cost, page_tokens=sizes.page_tokens,
@@ -232,8 +238,22 @@ class ServerStore:
             )  # fmt: skip
         self.room = WaitingRoom(
             store, prefetch_policy=prefetch_policy,
-            prefetch_timeout_ms=HierKVConfig.prefetch_timeout_ms, decider=decider, clock=clock,
+            prefetch_timeout_ms=HierKVConfig.prefetch_timeout_ms, decider=decider, dram=dram,
+            clock=clock,
         )  # fmt: skip
+
+    def pin_worth(self, handle: Hashable, hashes: Hashes) -> LoadTicket:
+        """Begins the load of a request that is about to run, of what is in DRAM and worth it.
+
+        Args:
+            handle: of the request, which waits.
+            hashes: u8 `[N, 32]`, of its prompt.
+        """
+        num_ready = self.store.ready_prefix(self.space, hashes)
+        hashes = hashes[: self.room.num_worth(handle, 0, num_ready)]
+        ticket = self.store.pin_leading(self.space, hashes)
+        self.store.begin_load(self.space, ticket, hashes[: len(ticket.rows)])
+        return ticket
 
     def save(self, hashes: Hashes, num_offered: int) -> SaveTicket:
         """Saves the pages of a path behind the first `num_offered`, which were offered before.

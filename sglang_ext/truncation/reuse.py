@@ -67,11 +67,15 @@ class TruncatedReuse:
             device_len: tokens of it on the device, a multiple of the page size.
             tail: u8 `[N, 32]`, hashes of its pages from there on.
         """
-        admission = self._admission
+        admission, handle = self._admission, req.cache_request_handle
         if admission.decides_alone:
-            lineage.composition = self._compose(req, lineage, space, device_len, tail, READY)
-            return lineage.composition.num_pages if lineage.composition is not None else 0
-        handle, first_page = req.cache_request_handle, device_len // self._page_size
+            found = self._compose(req, lineage, space, device_len, tail, READY)
+            num = 0 if found is None else admission.num_worth(handle, device_len, found.num_pages)
+            if found is not None and num < found.num_pages:
+                found = found.part(0, num) if num else None
+            lineage.composition = found
+            return num
+        first_page = device_len // self._page_size
         num = admission.num_loadable(handle, space, first_page, tail, max_quality_of(req))
         lineage.composition = admission.composition(handle, first_page, num)
         return num

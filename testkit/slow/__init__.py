@@ -5,6 +5,7 @@ all its servers. In a scheduler process it does what these variables say, and el
 
 - `ENV_SPEED_FILE` names a file: reads of the disk tier are held to the speed that it states; or a
   folder, with a file for each rank, named as its folder on disk is;
+- `ENV_LOAD_SPEED_FILE` names a file as well: copies from DRAM to the device are held to its speed;
 - `ENV_JITTER` is a number of milliseconds: every operation of the page store is late by 0 to so
   many, in each process by delays of its own;
 - `ENV_LATE_THREADS` and `ENV_LATE_SCHEDULER` are a seed and a number of milliseconds, `1:2000`: all
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from testkit.slow.threads import (
 )
 
 ENV_SPEED_FILE = "HIER_KV_TEST_DISK_SPEED_FILE"
+ENV_LOAD_SPEED_FILE = "HIER_KV_TEST_LOAD_SPEED_FILE"
 ENV_JITTER = "HIER_KV_TEST_JITTER_MS"
 ENV_LOST_MARKS = "HIER_KV_TEST_LOST_MARKS"
 ENV_UNNAMED_ROWS = "HIER_KV_TEST_UNNAMED_ROWS"
@@ -58,6 +62,8 @@ def load() -> None:
         make_scheduler_late(Lateness.of(os.environ[ENV_LATE_SCHEDULER]))
     if os.environ.get(ENV_SPEED_FILE):
         slow_down_disks(Path(os.environ[ENV_SPEED_FILE]))
+    if os.environ.get(ENV_LOAD_SPEED_FILE):
+        slow_down_loads(Path(os.environ[ENV_LOAD_SPEED_FILE]))
     if os.environ.get(ENV_JITTER):
         make_stores_late(float(os.environ[ENV_JITTER]) / 1e3)
     if os.environ.get(ENV_LOST_MARKS):
@@ -84,6 +90,27 @@ def slow_down_disks(speed_file: Path) -> None:
         original(self, config, *args, io=io or ThrottledIO(own), **kwargs)
 
     DiskTier.__init__ = opened_on_a_slow_disk  # type: ignore[method-assign]
+
+
+def slow_down_loads(speed_file: Path) -> None:
+    """Every load from DRAM to a CPU's pool goes at the speed of a file, layer by layer.
+
+    Args:
+        speed_file: see `ENV_LOAD_SPEED_FILE`.
+    """
+    from sglang_ext.device.copier import PageCopier
+    from testkit.slow.disk import SpeedFile
+
+    original, speed, link = PageCopier.load_layer, SpeedFile(speed_file), threading.Lock()
+
+    def load_layer(self: PageCopier, job: Any, layer: int, source: Any = None) -> None:
+        with link:
+            bytes_per_s = speed.bytes_per_s()
+            if bytes_per_s is not None:
+                time.sleep(len(job.page_slots) * self.layer_bytes[layer] / bytes_per_s)
+        original(self, job, layer, source)
+
+    PageCopier.load_layer = load_layer  # type: ignore[method-assign]
 
 
 def make_stores_late(max_s: float) -> None:

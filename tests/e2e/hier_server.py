@@ -37,15 +37,16 @@ def hier_args(
 ) -> list[str]:
     """Arguments of a server with DRAM, disk and the event log under `folder`.
 
-    What is on disk is loaded whatever it costs, unless `policy` is another one: a busy machine may
+    What is stored is loaded whatever it costs, unless `policy` is another one: a busy machine may
     well compute a short prefix sooner than its disk tier's threads get to run, or wait for them for
     longer than a server does of itself.
     """
     args = ["--enable-hier-kv", "--hier-kv-host-size", host_gb(host_pages)]
     args += ["--hier-kv-event-log", str(folder / "events.jsonl")]
+    args += ["--hier-kv-prefetch-policy", policy]
     if disk_gb:
         args += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", str(disk_gb)]
-        args += ["--hier-kv-disk-segment-size", "0.03", "--hier-kv-prefetch-policy", policy]
+        args += ["--hier-kv-disk-segment-size", "0.03"]
     if disk_gb and policy == "timeout":
         args += ["--hier-kv-prefetch-timeout-ms", "60000"]
     return args

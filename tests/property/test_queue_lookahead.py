@@ -63,7 +63,7 @@ def test_every_request_is_admitted_and_the_books_balance(
         shown += ["held", "promoted_pages", "deferred_plans"]
 
     if name == "cost":
-        shown += ["cost_load", "cost_recompute", "cost_gave_up"]
+        shown += ["cost_load", "cost_recompute", "cost_gave_up", "cost_dram_left_pages"]
 
     def unseen() -> list[str]:
         seen = {"evicted": world.num_evictions, "held": world.num_held, "reused": world.num_reused}

@@ -27,7 +27,13 @@ from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.ranks_world import run_ranks
 
 NUM_STEPS = 200
-COST_COUNTERS = ("cost_load", "cost_recompute", "cost_limited", "cost_gave_up")
+COST_COUNTERS = (
+    "cost_load",
+    "cost_recompute",
+    "cost_limited",
+    "cost_gave_up",
+    "cost_dram_left_pages",
+)
 CASES = [
     (2, "timeout", True, False), (3, "timeout", False, False), (2, "wait_complete", False, False),
     (3, "wait_complete", True, False), (2, "best_effort", True, False),

@@ -2,9 +2,10 @@
 
 Before its turn a request may have pages brought from disk to DRAM; at its turn it may wait for
 them, while others run; what has not come is computed. `CostModel.judge` chooses how many leading
-pages to ask for, `CostModel.is_worth_waiting` whether to go on waiting. Both weigh the time that
-reading takes against the time that computing takes; neither has a setting. The formulae and why
-they are right: docs/cost-model.md.
+pages to ask for, `CostModel.is_worth_waiting` whether to go on waiting, and `CostModel.judge_dram`
+how many of those that are in DRAM then are copied to the device. All weigh the time that moving
+takes against the time that computing takes; none has a setting. The formulae and why they are
+right: docs/cost-model.md.
 
 Pure: clock, queue and layout are arguments. Thread-safe: one lock guards the estimators, every
 method but `judge` is O(1), and `judge` is linear in the request's own pages.
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.policy.speed_estimators import (
+    PACE_WINDOW,
     PrefillEstimator,
     StepEstimator,
     TransferEstimator,
@@ -37,8 +39,17 @@ PROBE_BYTES = 8 << 20
 _COMPUTE_PROBE_TOKENS = 2048
 
 # A prefill is that of so many times the tokens of the largest that was measured, or fewer, or its
-# expected time is a guess: what a small batch takes is mostly the same for every batch.
+# expected time is a guess: what a small batch takes is mostly the same for every batch. So is what
+# a small load takes.
 _MAX_EXTRAPOLATION = 4.0
+
+# Pages in DRAM are computed where loading all of them takes so many times as long, and so many
+# seconds more: less than that may be noise, and spares the device nothing.
+_DRAM_MARGIN = 1.25
+_DRAM_GAIN_S = 0.005
+
+# So many requests in a row load nothing of DRAM before one loads a little to measure it.
+_DRAM_PROBE_EVERY = 16
 
 # What is in flight counts as late when it takes this many times the expected.
 _STALL_FACTOR = 2.0
@@ -131,6 +142,23 @@ class LoadDecision:
     left_out_pages: int = 0
 
 
+@dataclass(frozen=True)
+class DramDecision:
+    """A decision about pages that are in DRAM, made when a request is about to run.
+
+    Attributes:
+        pages: leading ones to copy to the device; the others are computed.
+        expected_s: seconds that the prefill takes then; None where a speed was not measured yet.
+        load_all_s: the same with all of them copied.
+        is_probe: these are copied as a measurement, though computing all seems quicker.
+    """
+
+    pages: int
+    expected_s: float | None = None
+    load_all_s: float | None = None
+    is_probe: bool = False
+
+
 class CostModel:
     """Speeds of this machine now, and what follows from them.
 
@@ -153,6 +181,7 @@ class CostModel:
         self._load = TransferEstimator()
         self._step = StepEstimator()
         self._probed_at_tokens = 0.0  # the largest prefill when pages were last left out
+        self._num_passed_over = 0  # requests that loaded nothing of DRAM since a load was measured
 
     # ---- measurements ----
 
@@ -219,6 +248,12 @@ class CostModel:
         """A batch of copies from DRAM to the device took this long."""
         with self._lock:
             self._load.add(num_bytes, seconds)
+            self._num_passed_over = 0
+
+    def note_passed_over(self) -> None:
+        """A request runs that computes all of its pages in DRAM, as that seemed quicker."""
+        with self._lock:
+            self._num_passed_over += 1
 
     # ---- estimates ----
 
@@ -243,6 +278,11 @@ class CostModel:
             per_decoded = self._decode.seconds_per_byte or 0.0
             seconds = _moving_s(self._read, queue, queue.bytes_ahead)
         return None if seconds is None else float(seconds) + per_decoded * queue.decode_bytes_ahead
+
+    def load_s(self, num_bytes: int) -> float | None:
+        """Expected seconds of a batch of copies from DRAM to the device; None if never measured."""
+        with self._lock:
+            return self._load.seconds(num_bytes)
 
     def write_s(self, num_bytes: int) -> float | None:
         """Expected seconds until so many bytes of DRAM are on disk; None if never measured."""
@@ -322,6 +362,52 @@ class CostModel:
             choice, wanted, probe, float(done[wanted]), float(done[first]), float(arrival[wanted]),
             left_out,
         )  # fmt: skip
+
+    def judge_dram(
+        self,
+        *,
+        prompt_tokens: int,
+        device_tokens: int,
+        num_pages: int,
+        page_tokens: int,
+        page_bytes: int,
+    ) -> DramDecision:
+        """Chooses how many leading pages of DRAM to copy to the device, when a request is to run.
+
+        All of them before both speeds are known for such sizes, and where that is not clearly
+        slower. Else as many as have the prefill done earliest.
+
+        Args:
+            prompt_tokens: tokens of the whole prompt.
+            device_tokens: leading tokens whose KV is on the device.
+            num_pages: pages behind those that are in DRAM.
+            page_tokens: P.
+            page_bytes: bytes to copy for each.
+        """
+        with self._lock:
+            prefill, loading = self._prefill, self._load
+            coefficients = prefill.coefficients
+            load = loading.latency_s, loading.seconds_per_byte
+            is_known = (
+                min(prefill.num_samples, loading.num_samples) >= PACE_WINDOW
+                and prompt_tokens - device_tokens <= _MAX_EXTRAPOLATION * prefill.most_tokens
+                and num_pages * page_bytes <= _MAX_EXTRAPOLATION * loading.most_bytes
+            )
+            probes = self._num_passed_over >= _DRAM_PROBE_EVERY
+        if not is_known or coefficients is None or not num_pages:
+            return DramDecision(num_pages)
+        done = _running_s(
+            coefficients, load, num_pages, prompt_tokens, device_tokens, page_tokens, page_bytes
+        )
+        # Of prefixes that are equally fast the longest: it computes least on the device.
+        best, whole = num_pages - int(np.argmin(done[::-1])), float(done[-1])
+        best_s = float(done[best])
+        if whole < _DRAM_MARGIN * best_s or whole - best_s < _DRAM_GAIN_S:
+            return DramDecision(num_pages, whole, whole)
+        if best or not probes:
+            return DramDecision(best, best_s, whole)
+        pages = max(1, int(np.flatnonzero(done <= (1 + PROBE_SHARE) * best_s)[-1]))
+        return DramDecision(pages, float(done[pages]), whole, is_probe=True)
 
     def is_worth_waiting(
         self,
@@ -411,7 +497,6 @@ class CostModel:
     ) -> tuple[Array | None, Array | None]:
         """When the prefill is done and when the pages are there, by number of pages used."""
         num = len(prefix.read_bytes)
-        pages = np.arange(num + 1)
         own, decoded, fetched = (
             np.concatenate([[0], np.cumsum(column)])
             for column in (prefix.read_bytes, prefix.decode_bytes, prefix.fetch_bytes)
@@ -430,20 +515,16 @@ class CostModel:
             if fetches.any():
                 fetching = _moving_s(self._fetch, remote, remote.bytes_ahead + fetched)
             per_decoded = self._decode.seconds_per_byte or 0.0
-            load_latency, per_loaded = self._load.latency_s, self._load.seconds_per_byte
+            load = self._load.latency_s, self._load.seconds_per_byte
         if prefill is None or reading is None or fetching is None:
             return None, None
-        before = np.minimum(
-            prefix.device_tokens + pages * prefix.page_tokens, prefix.prompt_tokens - 1
-        )
-        new = prefix.prompt_tokens - before
-        compute = prefill[0] + prefill[1] * new + prefill[2] * new * (before + new / 2)
-        load = (load_latency or 0.0) + (per_loaded or 0.0) * prefix.load_bytes_per_page * pages
-        load[0] = 0.0
         arrival = reads * (reading + per_decoded * (queue.decode_bytes_ahead + decoded))
         arrival = np.maximum(arrival, fetches * fetching)  # both links work at once
-        # Copies to the device run beside the forward, layer by layer.
-        return np.maximum(arrival, turn_in_s) + np.maximum(compute, load), arrival
+        running = _running_s(
+            prefill, load, num, prefix.prompt_tokens, prefix.device_tokens, prefix.page_tokens,
+            prefix.load_bytes_per_page,
+        )  # fmt: skip
+        return np.maximum(arrival, turn_in_s) + running, arrival
 
     def _left_out_pages(self, prefix: Prefix, first: int, wanted: int, read_s: float) -> int:
         """Pages to compute so that computing is measured, where it is known of small prefills only.
@@ -482,6 +563,38 @@ class CostModel:
         fits = np.cumsum(read + fetched) <= PROBE_BYTES
         fits &= np.cumsum(per_read * read + per_fetched * fetched) <= PROBE_SHARE * recompute_s
         return min(len(fits), max(1, int(fits.sum())))
+
+
+def _running_s(
+    prefill: Sequence[float],
+    load: tuple[float | None, float | None],
+    num_pages: int,
+    prompt_tokens: int,
+    device_tokens: int,
+    page_tokens: int,
+    page_bytes: int,
+) -> Array:
+    """Seconds of a prefill from its turn on, f64 `[num_pages + 1]`, by pages that it loads.
+
+    Copies to the device run beside the forward, layer by layer, so only what exceeds it shows. What
+    every load takes is before the first layer.
+
+    Args:
+        prefill: coefficients of the prefill's features.
+        load: seconds of any load, and of a byte; None where never measured.
+        num_pages: pages in DRAM by then.
+        prompt_tokens: tokens of the whole prompt.
+        device_tokens: leading tokens whose KV is on the device.
+        page_tokens: P.
+        page_bytes: bytes to copy for each page.
+    """
+    pages = np.arange(num_pages + 1)
+    before = np.minimum(device_tokens + pages * page_tokens, prompt_tokens - 1)
+    new = prompt_tokens - before
+    compute = prefill[0] + prefill[1] * new + prefill[2] * new * (before + new / 2)
+    copies = (load[1] or 0.0) * page_bytes * pages
+    done: Array = (load[0] or 0.0) * (pages > 0) + np.maximum(compute, copies)
+    return done
 
 
 def _moving_s(link: TransferEstimator, queue: TransferBacklog, num_bytes: Any) -> Any:

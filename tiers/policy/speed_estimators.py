@@ -297,6 +297,11 @@ class TransferEstimator:
         return None if coefficients is None else coefficients[1]
 
     @property
+    def most_bytes(self) -> float:
+        """The most bytes of a transfer that was measured; 0 before the first."""
+        return self._time.largest
+
+    @property
     def num_samples(self) -> int:
         """Transfers seen."""
         return self._time.num_samples

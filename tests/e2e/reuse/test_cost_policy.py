@@ -1,9 +1,9 @@
-"""Load or recompute in the real server, with a disk that crawls and then does not."""
+"""Load or recompute in the real server, with a disk, or a link, that crawls and then does not."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from pathlib import Path
@@ -13,14 +13,16 @@ import pytest
 
 from testkit.requests import flush_device, timed
 from testkit.server import Server
-from testkit.slow import ENV_SPEED_FILE
+from testkit.slow import ENV_LOAD_SPEED_FILE, ENV_SPEED_FILE
 from tests.e2e.hier_server import (
     PAGE,
+    SLOT_BYTES,
     answers_as_computed,
     ask,
     by_tier,
     events,
     hier_args,
+    missed,
     real_prompts,
     settled,
     state,
@@ -147,3 +149,51 @@ def test_prefills_are_timed_one_by_one_while_several_are_in_flight(tmp_path: Pat
 def _are_alike(expected_ms: float, alone_ms: list[float]) -> bool:
     """A prefill that is timed by its neighbours is taken for 0.09 to 0.16 of what it is."""
     return min(alone_ms) / 4 < expected_ms < 5 * max(alone_ms)
+
+
+def test_dram_behind_a_crawling_link_is_computed_until_the_link_is_fast_again(
+    tmp_path: Path,
+) -> None:
+    """Without a disk: what decides is how fast copies to the device were, and computing."""
+    speed, prompts = tmp_path / "speed", list(real_prompts([LENGTH] * 6, seed=10))
+    prompt_bytes = LENGTH // PAGE * SLOT_BYTES
+    with Server(
+        hier_args(tmp_path, disk_gb=0, policy="cost"),
+        env={ENV_LOAD_SPEED_FILE: str(speed)},
+        log_path=tmp_path / "server.log",
+        stop="kill",
+    ) as server:
+        fresh = [ask(server, prompt) for prompt in prompts]
+        settled(server)
+        # Ten times what computing takes, and more on a busy machine.
+        compute_s = 1e-3 * state(server)["cost"]["prefill_1024_tokens_ms"]
+        speed.write_text(f"{1e-6 * prompt_bytes / (10 * compute_s):.9f}")
+        crawling = until(server, prompts, lambda host: host < LENGTH // PAGE * PAGE)
+        crawled = state(server)
+        speed.unlink()
+        lifted = until(server, prompts, lambda host: host == LENGTH // PAGE * PAGE)
+        end = state(server)
+    assert crawled["host"]["cost_dram_left_requests"] == 1
+    left = LENGTH // PAGE * PAGE - by_tier(crawling[-1]).get("host", 0)
+    assert crawled["host"]["cost_dram_left_pages"] == left // PAGE > 0
+    assert missed(crawling[-1]) == {"too_slow": left}
+    assert len(crawling) > 5  # as much as that is loaded before it is believed
+    assert end["host"]["cost_device_load_us"] > 0
+    assert end["host"]["cost_device_load_expected_us"] > 0
+    for answers in (crawling, lifted):
+        before = islice(cycle(fresh), len(answers))
+        assert all(map(answers_as_computed, answers, before))
+
+
+def until(
+    server: Server, prompts: Sequence[list[int]], is_so: Callable[[int], bool]
+) -> list[dict[str, Any]]:
+    """Answers to prompts, again and again, until the tokens that one took from DRAM are such."""
+    answers: list[dict[str, Any]] = []
+    deadline_s = time.monotonic() + WAIT_S
+    for prompt in cycle(prompts):
+        answers.append(again(server, prompt))
+        if is_so(by_tier(answers[-1]).get("host", 0)):
+            return answers
+        assert time.monotonic() < deadline_s, (list(map(by_tier, answers)), state(server))
+    raise AssertionError

@@ -34,8 +34,9 @@ from tests.property.worlds.taint_world import PAGE, Request, TextScheduler, Worl
 MAX_WAITING, MAX_RUNNING = 14, 3
 _UNMEASURED_S = 0.05  # of waiting, until speeds are known
 _ASKED_AGAIN_S = 0.001  # a decision to go on waiting may be so old
-# Of a token's prefill, and of a page's reading and writing, that a server under `cost` is told of.
-_SPEEDS_S = (1e-5, 3e-3, 0.1), (1e-4, 2e-3), (1e-4, 1e-2)
+# Of a token's prefill, and of a page's reading, writing and copying to the device, that a server
+# under `cost` is told of.
+_SPEEDS_S = (1e-5, 3e-3, 0.1), (1e-4, 2e-3), (1e-4, 1e-2), (1e-5, 1e-5, 2e-2)
 
 
 class SlowDisk(FileIO):
@@ -176,12 +177,13 @@ class QueueWorld(TextScheduler, World):
         self.io.failing = self.rng.choice((0.0, 0.0, 0.05))
         if self.cost is None:
             return
-        token_s, page_s, write_s = (self.rng.choice(each) for each in _SPEEDS_S)
+        token_s, page_s, write_s, load_s = (self.rng.choice(each) for each in _SPEEDS_S)
         for num_pages in (1, 2, 4, 8) * 2:
             num_bytes = num_pages * self.layout.kv_bytes
             self.cost.note_prefill([(num_pages * PAGE, 0)], token_s * num_pages * PAGE)
             self.cost.note_read(num_bytes, page_s * num_pages)
             self.cost.note_write(num_bytes, write_s * num_pages)
+            self.cost.note_load(num_bytes, load_s * num_pages)
 
     def retract(self, req: Request) -> None:
         super().retract(req)

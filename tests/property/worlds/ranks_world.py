@@ -41,7 +41,7 @@ from runtime_cpu import inprocess
 inprocess.prepare()
 
 from sglang_ext.admission.cost_feeds import CostFeeds  # noqa: E402
-from sglang_ext.admission.load_or_compute import LoadOrCompute  # noqa: E402
+from sglang_ext.admission.load_or_compute import DramChoice, LoadOrCompute  # noqa: E402
 from sglang_ext.admission.waiting import WaitingRoom  # noqa: E402
 from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
 from sglang_ext.identity.model_identity import ModelIdentity  # noqa: E402
@@ -73,6 +73,7 @@ NUM_WEIGHTS, NUM_ADAPTERS = 3, 2  # few, so that old ones come back and their pa
 ADAPTER_ID = "tone"
 JITTER_S, DISK_DELAY_S, REMOTE_DELAY_S, TIMEOUT_MS = 0.001, 0.01, 0.004, 8.0
 TOKEN_S, PAGE_S = (1e-6, 1e-4, 3e-3), (1e-5, 1e-3, 2e-2)  # speeds that ranks are told of
+LOAD_S = (1e-6, 1e-6, 1e-2)  # of a page, to the device
 MAX_LATE_STEPS = 12  # of a reading of shared pages, behind what SGLang waits for
 
 
@@ -308,6 +309,7 @@ class Rank:
         self.waiting_room = WaitingRoom(
             self.store, prefetch_policy=policy, prefetch_timeout_ms=TIMEOUT_MS,
             decider=self._load_or_compute() if self.by_cost else None,
+            dram=self._dram_choice() if self.by_cost else None,
         )  # fmt: skip
         self.linker = self
         self.hier_linker = self
@@ -357,6 +359,11 @@ class Rank:
     def _load_or_compute(self) -> LoadOrCompute:
         return LoadOrCompute(
             self.store, self.feeds.cost, page_tokens=PAGE, kv_bytes_per_page=PAYLOAD_BYTES
+        )
+
+    def _dram_choice(self) -> DramChoice:
+        return DramChoice(
+            self.feeds.cost, self.store.counters, page_tokens=PAGE, kv_bytes_per_page=PAYLOAD_BYTES
         )
 
     def _handles(self) -> list[Handle]:
@@ -472,11 +479,13 @@ class Rank:
         if not self.by_cost or self.own.random() >= 0.05:
             return
         cost, token_s, page_s = self.feeds.cost, self.own.choice(TOKEN_S), self.own.choice(PAGE_S)
+        load_s = self.own.choice(LOAD_S)
         for num_pages in (1, 2, 4, 8) * 2:
             num_tokens, num_bytes = num_pages * PAGE, num_pages * SLOT_BYTES
             cost.note_prefill([(num_tokens, 0)], token_s * num_tokens)
             cost.note_read(num_bytes, page_s * num_pages)
             cost.note_fetch(num_bytes, page_s * num_pages)
+            cost.note_load(num_bytes, load_s * num_pages)
 
     def drain(self) -> None:
         """Runs until every request was served; fails when they wait for each other."""

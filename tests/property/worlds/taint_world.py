@@ -40,7 +40,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
-from sglang_ext.admission.load_or_compute import LoadOrCompute  # noqa: E402
+from sglang_ext.admission.load_or_compute import DramChoice, LoadOrCompute  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.pools import describe_pool  # noqa: E402
@@ -284,12 +284,15 @@ class World:
         identity: Any = Identity()
         config = HierKVConfig(tree_core=core, prefetch_policy=prefetch_policy)
         decider: LoadOrCompute | None = None
+        dram: DramChoice | None = None
         if cost is not None:
-            kv_bytes = self.layout.kv_bytes
-            decider = LoadOrCompute(self.store, cost, page_tokens=PAGE, kv_bytes_per_page=kv_bytes)
+            sizes: Any = {"page_tokens": PAGE, "kv_bytes_per_page": self.layout.kv_bytes}
+            decider = LoadOrCompute(self.store, cost, **sizes)
+            dram = DramChoice(cost, self.store.counters, **sizes)
         parts = CacheParts(
-            linker, identity, config, metrics, decider=decider, shares_pages=shared is not None
-        )
+            linker, identity, config, metrics, decider=decider, dram=dram,
+            shares_pages=shared is not None,
+        )  # fmt: skip
         self.cache = HierKVRadixCache(params, lambda cache: parts)
         self.kv_pool.register_layer_transfer_counter(linker.layer_done_counter)
         self.running: list[Request] = []

@@ -228,3 +228,25 @@ def test_what_the_rank_that_had_nothing_finds_is_brought_by_all(make: MakeRanks)
     waiting.remote = Remote.ANSWERED
     until_admitted(ranks)
     assert {rank.agreed.end_page for rank in ranks if rank.agreed} == {NUM_PAGES}
+
+
+def test_of_dram_all_ranks_load_what_is_worth_it_to_each(make: MakeRanks) -> None:
+    """What the slower link is worth counts for both; only that rank counts what it leaves."""
+    quick, slow = make(NUM_PAGES, NUM_PAGES)
+    for rank, page_s in ((quick, 1e-6), (slow, 1.0)):
+        rank.rig.teach_prefill(1e-3)
+        rank.rig.teach_loads(page_s)
+        rank.enter()
+    until_admitted([quick, slow])
+    assert quick.agreed is not None
+    assert quick.agreed == slow.agreed
+    num = quick.agreed.end_page
+    assert num < NUM_PAGES
+    for rank in (quick, slow):
+        assert rank.book.num_promised("x", rank.rig.space, 0) == num
+        ticket = rank.book.take("x", rank.rig.space, 0, pages("a", num))
+        assert ticket is not None
+        rank.rig.store.end_load(ticket)
+        rank.book.admit("x", None)
+    assert slow.rig.count("cost_dram_left_pages") == NUM_PAGES - num
+    assert quick.rig.count("cost_dram_left_pages") == 0

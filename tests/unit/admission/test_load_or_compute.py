@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from sglang_ext.admission.cost_feeds import CostFeeds
-from sglang_ext.admission.load_or_compute import LoadOrCompute
+from sglang_ext.admission.load_or_compute import DramChoice, LoadOrCompute
+from sglang_ext.admission.solo import Solo
 from sglang_ext.admission.waiting import WaitingRoom
-from sglang_ext.admission.waiting_request import ReusablePrefix, WaitingRequest
+from sglang_ext.admission.waiting_request import ReusablePrefix, Shortfall, WaitingRequest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
@@ -57,8 +58,9 @@ class Rig:
         self.space = self.store.space(DIGEST)
         self.judge = LoadOrCompute(self.store, self.cost, page_tokens=P, kv_bytes_per_page=KV)
         self.room = WaitingRoom(
-            self.store, prefetch_policy="cost", prefetch_timeout_ms=200, decider=self.judge
-        )
+            self.store, prefetch_policy="cost", prefetch_timeout_ms=200, decider=self.judge,
+            dram=DramChoice(self.cost, self.store.counters, page_tokens=P, kv_bytes_per_page=KV),
+        )  # fmt: skip
 
     def save(self, hashes: Hashes) -> None:
         assert self.compute(hashes) == len(hashes)
@@ -76,6 +78,10 @@ class Rig:
     def teach_prefill(self, token_s: float) -> None:
         for tokens in (100, 1000, 5000) * 2:
             self.cost.note_prefill([(tokens, 0)], token_s * tokens)
+
+    def teach_loads(self, page_s: float) -> None:
+        for num_pages in (1, 4, 16, 4, 1) * 2:
+            self.cost.note_load(num_pages * KV, num_pages * page_s)
 
     def teach_disk(self, mb_s: float) -> None:
         for power in (16, 18, 20, 22) * 2:
@@ -413,3 +419,54 @@ def test_a_wait_for_a_place_is_no_wait_for_pages(rig: Rig, is_asked_again: bool)
     assert 9.4 <= left_s <= 10.0
     for request in requests[5:]:
         judge.leave(request)
+
+
+# ---- pages in DRAM -------------------------------------------------------------------------------
+
+
+def solo(rig: Rig) -> Solo:
+    """What decides alone of what the rig's requests load of DRAM."""
+    return Solo(rig.store, rig.room, list, P, lambda: None, lambda reqs: [])
+
+
+def test_of_dram_is_loaded_what_is_worth_it_and_the_rest_counts_as_too_slow(rig: Rig) -> None:
+    admission, hashes = solo(rig), pages("m", 16)
+    rig.save(hashes)
+    rig.teach_prefill(1e-3)  # a page's worth of tokens: 64 ms
+    prefix = rig.prefix("m", 16)
+
+    def loadable() -> int:
+        return admission.num_loadable("x", rig.space, 0, hashes, 255)
+
+    admission.enter("x", prefix, None)
+    assert loadable() == 16  # no load was measured
+    admission.leave("x")
+    rig.teach_loads(1.0)
+    admission.enter("x", prefix, None)
+    num = loadable()
+    assert num < 16
+    rig.teach_loads(1e-6)
+    assert loadable() == num  # decided: attempts to admit it do not differ
+    waiting = rig.room.find("x")
+    assert waiting is not None
+    admission.release("x")
+    assert rig.count("cost_dram_left_requests") == 1
+    assert rig.count("cost_dram_left_pages") == 16 - num
+    assert waiting.shortfall() is Shortfall.TOO_SLOW
+    admission.enter("x", prefix, None)
+    assert loadable() == 16
+    admission.release("x")
+    assert rig.count("cost_dram_left_requests") == 1
+
+
+def test_what_nobody_waits_for_is_loaded_as_before(rig: Rig) -> None:
+    """SGLang matches a request before it enters the queue."""
+    admission, hashes = solo(rig), pages("m", 16)
+    rig.save(hashes)
+    rig.teach_prefill(1e-6)
+    rig.teach_loads(1.0)
+    assert admission.num_loadable("x", rig.space, 0, hashes, 255) == 16
+    admission.enter("x", rig.prefix("m", 16), None)
+    assert admission.num_loadable("x", rig.space, 0, hashes, 255) == 0
+    admission.leave("x")
+    assert rig.count("cost_dram_left_requests") == 0  # it did not run

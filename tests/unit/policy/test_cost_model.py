@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -453,3 +454,144 @@ def test_the_state_dump_says_what_is_known() -> None:
     assert all(
         value is None for name, value in CostModel(2.0).state().items() if "samples" not in name
     )
+
+
+# ---- pages in DRAM -------------------------------------------------------------------------------
+
+
+def dram(cost: CostModel, pages: int, *, new_tokens: int = 100, device_pages: int = 0) -> Any:
+    return cost.judge_dram(
+        prompt_tokens=(device_pages + pages) * P + new_tokens,
+        device_tokens=device_pages * P,
+        num_pages=pages,
+        page_tokens=P,
+        page_bytes=PAGE_BYTES,
+    )
+
+
+def loads(cost: CostModel, mb_s: float, *, fixed_s: float = 0.0, times: int = 5) -> None:
+    """Teaches a model of loads of many sizes."""
+    for power in (20, 22, 24, 27) * times:
+        cost.note_load(1 << power, fixed_s + (1 << power) / (1e6 * mb_s))
+
+
+def test_dram_is_loaded_where_that_is_quicker() -> None:
+    cost = model(load_mb_s=20_000)
+    for pages in (1, 5, 60, 110):
+        for device_pages in (0, 7):
+            found = dram(cost, pages, device_pages=device_pages)
+            assert (found.pages, found.is_probe) == (pages, False)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    pages=st.integers(1, 120),
+    new_tokens=st.integers(1, 300),
+    device_pages=st.integers(0, 20),
+    mb_s=st.sampled_from([3.0, 30.0, 100.0, 400.0, 2000.0]),
+    fixed_s=st.sampled_from([0.0, 1e-3, 0.05, 0.5]),
+)
+def test_of_dram_the_best_split_is_loaded_or_all_where_that_is_about_as_quick(
+    pages: int, new_tokens: int, device_pages: int, mb_s: float, fixed_s: float
+) -> None:
+    cost = model()
+    loads(cost, mb_s, fixed_s=fixed_s)
+    load_s = [cost.load_s(num * PAGE_BYTES) for num in range(pages + 1)]
+    fixed = 1e-3 * cost.state()["device_load_latency_ms"]
+    times = []
+    for num in range(pages + 1):
+        before = (device_pages + num) * P
+        compute_s = cost.prefill_s((pages - num) * P + new_tokens, before)
+        seconds = load_s[num]
+        assert compute_s is not None
+        assert seconds is not None
+        times.append(max(compute_s, seconds - fixed) + fixed if num else compute_s)
+    found = dram(cost, pages, new_tokens=new_tokens, device_pages=device_pages)
+    best_s = min(times)
+    if found.pages == pages:
+        assert times[pages] <= max(1.25 * best_s, best_s + 0.005) * 1.002 + 1e-6
+    else:
+        assert times[pages] >= max(1.25 * best_s, best_s + 0.005) * 0.998 - 1e-6
+        assert times[found.pages] <= best_s * 1.002 + 1e-6
+
+
+def test_without_a_measurement_of_both_speeds_dram_is_loaded() -> None:
+    never = model(load_mb_s=None)
+    assert dram(never, 50).pages == 50
+    uncomputed = model(token_s=None)
+    loads(uncomputed, 1.0)
+    assert dram(uncomputed, 50).pages == 50
+
+
+def test_few_measurements_or_those_of_small_sizes_say_nothing_of_dram() -> None:
+    cost = model()
+    for _ in range(4):
+        cost.note_load(64 * PAGE_BYTES, 100.0)
+    assert dram(cost, 50).pages == 50  # four are too few
+    cost.note_load(64 * PAGE_BYTES, 100.0)
+    assert dram(cost, 50).pages == 0
+    small = model()
+    for _ in range(10):
+        small.note_load(PAGE_BYTES, 0.1)  # most of which every load may take
+    assert dram(small, 4).pages == 0
+    assert dram(small, 5).pages == 5
+    unknown = CostModel(2.0)
+    loads(unknown, 1.0)
+    for _ in range(10):
+        unknown.note_prefill([(64, 0)], 1e-3)
+    assert dram(unknown, 2).pages == 0  # 228 tokens
+    assert dram(unknown, 3).pages == 3  # 292
+
+
+def test_small_differences_do_not_have_dram_computed() -> None:
+    cost = model(token_s=1e-6, pair_s=0.0)  # 1 ms a batch
+    loads(cost, 1e6, fixed_s=0.003)
+    found = dram(cost, 1)
+    compute_s = cost.prefill_s(P + 100, 0)
+    assert compute_s is not None
+    assert found.load_all_s > 1.25 * compute_s
+    assert found.pages == 1  # three times the time, but a few milliseconds
+
+
+def test_a_short_hit_may_be_computed_where_a_long_one_is_loaded() -> None:
+    cost = model()
+    loads(cost, 20_000, fixed_s=0.05)
+    assert dram(cost, 1).pages == 0
+    assert dram(cost, 100).pages == 100
+
+
+def test_a_load_as_slow_as_computing_takes_the_leading_part() -> None:
+    cost = model()
+    loads(cost, 150)
+    found = dram(cost, 100)
+    assert 0 < found.pages < 100
+    copies_s = found.pages * PAGE_BYTES / 150e6
+    left = (100 - found.pages) * P + 100
+    assert copies_s == pytest.approx(cost.prefill_s(left, found.pages * P), rel=0.05)
+
+
+def test_a_wrong_belief_of_loads_corrects_itself() -> None:
+    cost = model()
+    loads(cost, 20_000, fixed_s=10.0)
+    num_before, probes = 0, 0
+    while dram(cost, 50).pages < 50:
+        found = dram(cost, 50)
+        if found.pages:
+            assert found.is_probe
+            assert found.pages < 5
+            probes += 1
+            cost.note_load(found.pages * PAGE_BYTES, 1e-3)
+        else:
+            cost.note_passed_over()
+            num_before += 1
+        assert num_before < 200
+    assert 1 <= probes <= 8
+    assert num_before == 16 * probes
+
+
+def test_one_slow_load_among_many_does_not_change_the_choice() -> None:
+    cost = model()
+    loads(cost, 20_000)
+    for _ in range(2):
+        cost.note_load(64 * PAGE_BYTES, 30.0)
+        assert dram(cost, 50).pages == 50
