@@ -35,7 +35,13 @@ from sglang_ext.assembly.key_setup import Trust, build_trust
 from sglang_ext.assembly.limits import record_bytes, tell_limits
 from sglang_ext.assembly.one_copy import OneCopy, agree_on_one_copy, may_keep_one_copy, reader_store
 from sglang_ext.assembly.policy_setup import placement_of
-from sglang_ext.assembly.remote_setup import are_alike, open_remote, put_share, text_time
+from sglang_ext.assembly.remote_setup import (
+    are_alike,
+    division_of,
+    open_remote,
+    put_share,
+    text_time,
+)
 from sglang_ext.assembly.state_setup import (
     awaited_layers,
     check_room,
@@ -186,7 +192,7 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     else:
         store, disk = _build_store(
             config, layout, page_codec, feeds, remote_codec, rules, share, one_copy,
-            is_hybrid=is_hybrid,
+            is_hybrid=is_hybrid, num_ranks=place.num_ranks,
         )  # fmt: skip
     disk_or_remote = disk is not None or bool(config.remote_url)
     if snapshots is not None:
@@ -447,6 +453,7 @@ def _build_store(
     one_copy: OneCopy | None,
     *,
     is_hybrid: bool,
+    num_ranks: int,
 ) -> tuple[PageStore, RecordTier | None]:
     num_slots = config.host_bytes // layout.slot_bytes
     if num_slots < 2:
@@ -464,7 +471,10 @@ def _build_store(
     factor = page_codec.max_pages_a_slot if page_codec is not None else 1
     capacity = num_slots + factor * (record_bytes(config) // layout.slot_bytes)
     index = PageIndex(max(1024, int(capacity * _INDEX_SLACK)))
-    remote = open_remote(config.remote_url, trust) if config.remote_url else None
+    remote = None
+    if config.remote_url:
+        division = division_of(config, 1 if one_copy is not None else num_ranks)
+        remote = open_remote(config.remote_url, trust, division)
     keep_raw = None
     if disk is not None and config.coding == "cost":
         keep_raw = partial(feeds.keep_raw, disk)

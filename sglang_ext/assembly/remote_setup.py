@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_ext.assembly.key_setup import Trust
+from sglang_ext.assembly.key_setup import Trust, file_keys
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.indexed import KIND as INDEXED
+from sglang_ext.settings.quotas import parse_quotas
 from sglang_ext.tiers.access import shown
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig, open_engine, parse_remote_url
+from sglang_ext.tiers.remote.shares.division import Division
 from sglang_ext.tiers.store import PutShare
+from sglang_ext.truncation.keyed_names import encode_parts
 
 if TYPE_CHECKING:  # `hier-kv doctor` checks a URL where no torch is
     from sglang_ext.device.pools import DevicePool
@@ -53,12 +57,37 @@ def _refuse_nesting(shared: str, disk_dir: str) -> None:
         )
 
 
-def open_remote(text: str, trust: Trust) -> RemoteStore:
+def division_of(config: HierKVConfig, num_putters: int) -> Division | None:
+    """How `--hier-kv-quotas` divides the remote store; None without quotas.
+
+    A tenant goes there by a digest of its salt or key, as servers may number tenants differently.
+    With a key file only who has the key can tell whether a name that he guesses is the tenant's.
+
+    Args:
+        config: the settings.
+        num_putters: processes of the server that upload pages, each its part.
+
+    Raises:
+        HierKVConfigError: the key file cannot be used.
+    """
+    quotas = parse_quotas(config.quotas)
+    if not quotas.shares:
+        return None
+    keys = file_keys(config) or (b"hier-kv",)
+    labels = tuple(
+        tuple(hmac.digest(key, encode_parts("share", *named), "sha256") for key in keys)
+        for named in sorted(quotas.numbers, key=quotas.numbers.__getitem__)
+    )
+    return Division(quotas.shares, labels, num_putters)
+
+
+def open_remote(text: str, trust: Trust, division: Division | None = None) -> RemoteStore:
     """The store of `--hier-kv-remote-url`. It connects in the background: it may be down.
 
     Args:
         text: the URL.
         trust: how records are protected there.
+        division: shares of it that tenants have; None without any.
 
     Raises:
         HierKVConfigError: the URL cannot work; one sentence, without the secrets in it.
@@ -71,7 +100,7 @@ def open_remote(text: str, trust: Trust) -> RemoteStore:
             from sglang_ext.tiers.protection import HidingEngine
 
             engine = HidingEngine(engine, trust.name_keys)
-        return RemoteStore(engine, config, seals=trust.seals, shown=url.shown)
+        return RemoteStore(engine, config, seals=trust.seals, shown=url.shown, division=division)
     except TierConfigError as error:
         raise HierKVConfigError(f"{error}.") from error
 

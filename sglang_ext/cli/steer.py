@@ -112,10 +112,24 @@ def lines_of(answer: Any) -> list[str]:
     for number, done in enumerate(answer["schedulers"]):
         where = f"{done.get('host', 0)} in DRAM, {done.get('disk', 0)} on disk"
         pages = number_of(done.get("pages", 0), "whole page")
-        lines.append(f"scheduler {number}: {pages}, {where}")
-        if done.get("prefetching") and done.get("host", 0) < done.get("pages", 0):
-            lines[-1] += "; being brought to DRAM"
+        lines.append(f"scheduler {number}: {pages}, {where}{_prefetch_of(done)}")
     return lines
+
+
+def _prefetch_of(done: Any) -> str:
+    """What becomes of a prefetch, where one was asked for; begins with a semicolon."""
+    if "prefetching" not in done:
+        return ""
+    if not done["prefetching"]:
+        return "; nothing is brought: too many prompts are on their way already, try again later"
+    on_disk = done.get("disk", 0)
+    elsewhere = done.get("pages", 0) - done.get("host", 0) - on_disk
+    said = "; those on disk are being brought to DRAM" if on_disk else ""
+    if elsewhere > 0 and done.get("asking_remote"):
+        return f"{said}; the remote store is asked for the other {elsewhere:,}"
+    if elsewhere > 0:
+        return f"{said}; the other {elsewhere:,} are not stored, and come with the first request"
+    return said
 
 
 def body_of(chosen: argparse.Namespace) -> dict[str, Any]:

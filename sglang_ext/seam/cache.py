@@ -348,7 +348,9 @@ class HierKVRadixCache(UnifiedRadixCache):
         lookahead, tenant = self.store.lookahead, tenant_of(req)
         try:
             hints = hints_of(getattr(req.sampling_params, "custom_params", None))
-        except ValueError:  # the front process refuses it
+        except ValueError:
+            # SGLang's own front process refuses it; a gateway asks the scheduler without one.
+            self.store.counters.add("unusable_hints_requests")
             return
         if hints is None or lookahead is None or tenant is None:
             return

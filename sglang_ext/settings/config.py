@@ -235,7 +235,7 @@ class HierKVConfig:
     )
     quotas: str = _knob(
         "",
-        "Shares of DRAM and disk that tenants have by right, such as "
+        "Shares of DRAM, disk and remote store that tenants have by right, such as "
         "cache_salt:acme=0.3,extra_key:web=0.2; all others have the rest together. A tenant may "
         "have more while there is room; where there is none, pages of those above their share "
         "leave first (docs/quotas.md). Empty: all are equal.",

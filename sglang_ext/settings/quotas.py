@@ -1,4 +1,4 @@
-"""Shares of DRAM and disk that tenants have by right: how the flag is written, and whose are whose.
+"""Shares of the tiers that tenants have by right: how the flag is written, and whose are whose.
 
 `cache_salt:acme=0.3,extra_key:web=0.2`: requests with the salt `acme` have 30 % of each tier, those
 with the key `web` and another salt, or none, 20 %, and all others together the rest.

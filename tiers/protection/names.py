@@ -19,6 +19,7 @@ from sglang_ext.tiers.remote.base import (
     Usage,
     Value,
 )
+from sglang_ext.tiers.remote.shares.division import Division
 
 
 class HidingEngine(RemoteEngine):
@@ -34,8 +35,17 @@ class HidingEngine(RemoteEngine):
     def __init__(self, engine: RemoteEngine, keys: Sequence[bytes]) -> None:
         self.max_value_bytes = engine.max_value_bytes
         self.keeps_ttl = engine.keeps_ttl
+        self.tells_size = engine.tells_size
         self._engine = engine
         self._keys = tuple(keys)
+
+    def divide(self, division: Division) -> bool:
+        """See `RemoteEngine.divide`."""
+        return self._engine.divide(division)
+
+    def used_by_tenant(self) -> list[int]:
+        """See `RemoteEngine.used_by_tenant`."""
+        return self._engine.used_by_tenant()
 
     def begin(self) -> None:
         """See `RemoteEngine.begin`."""

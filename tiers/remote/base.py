@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 
 from sglang_ext.tiers.errors import TierError
 from sglang_ext.tiers.records.record import DIGEST_BYTES, MAX_CODEC_BYTES, RAW_CODEC, ByteArray
+from sglang_ext.tiers.remote.shares.division import Division
 
 NAME_VERSION = 1  # part of every stored name; a change of names or of what they mean needs another
 
@@ -94,6 +95,7 @@ class Outcome(enum.Enum):
     REJECTED = "rejected"  # bytes are there, and are not an intact record of what was asked for
     KEPT = "kept"  # put: the store has it already, at least as good
     FULL = "full"  # put: the store has no room
+    OVER_SHARE = "over_share"  # put: its tenant has put as much as its share lets it for now
     MALFORMED = "malformed"  # the item is nothing that could be stored or read: the caller's fault
     TIMEOUT = "timeout"  # the call's time was over before this item's turn had ended
     UNAVAILABLE = "unavailable"  # not connected, lost in the middle, or the breaker is open
@@ -147,11 +149,13 @@ class Value(NamedTuple):
         pieces: u8 [n] each, contiguous; the value is one after another, and not empty.
         replaces: whether to overwrite what lies under the name. With False nothing is overwritten,
             and the store decides: of two writers one wins.
+        tenant: whose it is, by the number in the store's `Division`.
     """
 
     name: str
     pieces: tuple[ByteArray, ...]
     replaces: bool = False
+    tenant: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -210,10 +214,24 @@ class RemoteEngine(abc.ABC):
     Attributes:
         max_value_bytes: no value that is stored may be longer.
         keeps_ttl: whether the store itself forgets values after a time.
+        tells_size: whether `usage` says how full the store is.
     """
 
     max_value_bytes: int
     keeps_ttl: bool
+    tells_size: bool = True
+
+    def divide(self, division: Division) -> bool:
+        """Has the store keep shares of tenants from now on; called before `begin`.
+
+        Returns:
+            Whether it does: with a store that decides itself what leaves it cannot.
+        """
+        return False
+
+    def used_by_tenant(self) -> list[int]:
+        """Bytes of each number of the division, as far as known; empty where it is not kept."""
+        return []
 
     def begin(self) -> None:  # noqa: B027 - most stores tend themselves
         """Starts what tends the store in the background; called once, by who serves from it.

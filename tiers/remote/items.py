@@ -57,10 +57,12 @@ class PutItem(NamedTuple):
         key: must be what the record's header says.
         record: u8 [n], header and payload, sealed or not; not changed, and not to change until the
             call returns.
+        tenant: whose it is, by the number in the store's `Division`.
     """
 
     key: RemoteKey
     record: ByteArray
+    tenant: int = 0
 
 
 OnResult = Callable[[int, GetResult], None]

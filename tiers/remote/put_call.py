@@ -12,6 +12,7 @@ from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine, Value
 from sglang_ext.tiers.remote.items import PutItem
 from sglang_ext.tiers.remote.record_values import NamedPieces, checked_facts, split
+from sglang_ext.tiers.remote.shares.allowance import UploadAllowance
 
 _BATCH_BYTES = 32 << 20
 
@@ -33,8 +34,10 @@ class Writing:
         part_bytes: int,
         bad: set[str],
         seals: RecordSeals,
+        allowance: UploadAllowance | None = None,
     ) -> None:
         self._names = names
+        self._allowance = allowance
         self._items = items
         self._bad = bad
         self._seals = seals
@@ -54,10 +57,15 @@ class Writing:
             RemoteError: as the engine's; what was done before is in `outcomes`.
         """
         replaces = self._look(engine, deadline)
+        if self._allowance is not None:
+            self._allowance.look(engine, deadline)
         batch: list[int] = []
         num_bytes = 0
         for index, outcome in enumerate(self._outcomes):
             if outcome is not None:
+                continue
+            if not self._is_allowed(index):
+                self._outcomes[index] = Outcome.OVER_SHARE
                 continue
             batch.append(index)
             num_bytes += self._bytes_of(index)
@@ -88,6 +96,11 @@ class Writing:
             self._outcomes[index] = Outcome.MALFORMED
         else:
             self.num_bytes += self._bytes_of(index)
+
+    def _is_allowed(self, index: int) -> bool:
+        return self._allowance is None or self._allowance.admits(
+            self._items[index].tenant, self._bytes_of(index)
+        )
 
     def _bytes_of(self, index: int) -> int:
         values = self._values[index] or []
@@ -129,11 +142,12 @@ class Writing:
         handlers: list[Callable[[bool], None]] = []
         for index in batch:
             head, *parts = self._values[index] or []
+            tenant = self._items[index].tenant
             for part in parts:
                 # Named after its content's checksum, so a part that is overwritten is the same.
-                values.append(Value(part.name, part.pieces, replaces=True))
+                values.append(Value(part.name, part.pieces, replaces=True, tenant=tenant))
                 handlers.append(lambda _: None)
-            values.append(Value(head.name, head.pieces, replaces[index]))
+            values.append(Value(head.name, head.pieces, replaces[index], tenant))
             handlers.append(self._head_handler(index))
         engine.put(values, lambda at, written: handlers[at](written), deadline)
 

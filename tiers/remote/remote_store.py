@@ -45,6 +45,8 @@ from sglang_ext.tiers.remote.record_values import (
     has_too_many_parts,
     part_names,
 )
+from sglang_ext.tiers.remote.shares.allowance import UploadAllowance
+from sglang_ext.tiers.remote.shares.division import Division
 from sglang_ext.tiers.remote.staged import Stages, read_stages
 from sglang_ext.tiers.remote.url_options import RemoteUrl
 
@@ -125,6 +127,10 @@ class RemoteStore:
     TTL. A store that is down at start is found when it comes up.
 
     It has many methods because all that one may do with a store is here, the same for every engine.
+
+    Attributes:
+        is_divided: whether tenants have shares of the store, so that each `PutItem` says whose.
+        counters: see `stats`.
     """
 
     def __init__(
@@ -134,6 +140,7 @@ class RemoteStore:
         *,
         seals: RecordSeals = CHECKSUMS,
         shown: str = "",
+        division: Division | None = None,
     ) -> None:
         """Starts the store's thread, which connects. Does not block.
 
@@ -142,6 +149,7 @@ class RemoteStore:
             config: the settings.
             seals: what proves that records are whole, or whose they are.
             shown: the store's address without secrets, for logs.
+            division: shares of it that tenants have; None without any.
 
         Raises:
             TierConfigError: a setting cannot work with this engine.
@@ -157,6 +165,11 @@ class RemoteStore:
         self._used: OrderedDict[str, None] = OrderedDict()  # names to renew; guarded by _lock
         self._full_until_s = 0.0  # guarded by _lock
         self._on_known: OnKnown | None = None
+        self.is_divided = division is not None
+        self._allowance: UploadAllowance | None = None
+        if division is not None and not engine.divide(division):
+            self._allowance = UploadAllowance(division)
+            logger.warning("hier-kv: %s %s (docs/quotas.md)", shown, _not_divided(engine))
         engine.begin()
         self._guard = Guard(
             engine,
@@ -357,7 +370,8 @@ class RemoteStore:
             timeout_s: for the whole call; by default the store's own, and more for many bytes.
 
         Returns:
-            One outcome an item: OK when it was stored, KEPT when it was there.
+            One outcome an item: OK when it was stored, KEPT when it was there, OVER_SHARE when its
+            tenant has to wait.
         """
         with self._lock:
             is_full = time.monotonic() < self._full_until_s
@@ -365,7 +379,7 @@ class RemoteStore:
         if is_full:
             return self._count_puts([Outcome.FULL] * len(items), 0)
         names = self._names([item.key for item in items])
-        writing = Writing(names, items, self._part_bytes, bad, self._seals)
+        writing = Writing(names, items, self._part_bytes, bad, self._seals, self._allowance)
         if timeout_s is None:
             timeout_s = self.transfer_timeout_s(writing.num_bytes)
         deadline = Deadline.after(timeout_s)
@@ -404,6 +418,10 @@ class RemoteStore:
         found: list[Usage] = []
         self._guard.run(lambda: found.append(self._engine.usage(deadline)))
         return found[0] if found else None
+
+    def used_by_tenant(self) -> list[int]:
+        """Bytes there of each tenant with a share, and first of all others; empty where unknown."""
+        return self._engine.used_by_tenant()
 
     def close(self) -> None:
         """Ends the thread and the engine; later calls are misses. Safe to call twice."""
@@ -498,6 +516,16 @@ class RemoteStore:
             batch = names[first : first + 512]
             deadline = self._deadline(None)
             self._guard.run(lambda: self._engine.touch(batch, deadline))  # noqa: B023
+
+
+def _not_divided(engine: RemoteEngine) -> str:
+    """What an operator is told of shares in a store that decides itself what leaves."""
+    if not engine.tells_size:
+        return "does not say how full it is: shares of tenants do not hold there"
+    return (
+        "decides itself what leaves: while it is full, a tenant uploads from this server at most "
+        "its share of the store's size in an hour"
+    )
 
 
 def _head_of(found: HeaderFacts | VerifyResult | Outcome) -> HeadResult:

@@ -560,6 +560,8 @@ class PageStore:
             stats["window_requests"] = self.lookahead.num_in_window
             stats["pinned_now_pages"] = self.lookahead.num_pinned
             stats |= self.lookahead.pages_by_tenant()
+        if self._remote is not None:
+            stats |= self._remote.bytes_by_tenant()
         stats["lost_pages_memory_bytes"] = self._books.table.lost.nbytes
         stats["planned_pages"] = self._books.pins.num_pages
         stats["spill_queue_pages"] = spilling

@@ -48,8 +48,11 @@ def steer(cache: HierKVRadixCache, text: str) -> dict[str, Any]:
         return {"pages": 0}
     hashes = hashes_of(key, page_size)
     found = cache.store.locate_prefix(space, hashes)
-    answer = {"pages": num_pages, "host": found.host, "disk": found.disk}
-    return {**answer, **_do(cache, steering, tenant, space, cache.resumable(space, hashes))}
+    done = _do(cache, steering, tenant, space, cache.resumable(space, hashes))
+    has_remote = cache.store.remote_stats() is not None
+    if done.get("prefetching") and has_remote and found.here < num_pages:
+        done["asking_remote"] = True  # it is not waited for: what it has is not known yet
+    return {"pages": num_pages, "host": found.host, "disk": found.disk, **done}
 
 
 def _do(

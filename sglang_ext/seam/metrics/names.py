@@ -88,6 +88,8 @@ _REUSE = (
     "requested_tokens", "reused_device_tokens", "reused_host_tokens", "reused_disk_tokens",
     "reused_remote_tokens",
 )  # fmt: skip
+# With quotas of all, and of each tenant.
+OVER_SHARE = "remote_over_share_pages"
 # Counts that are published as 0 before they are first counted: `rate` misses the step from no
 # series to the first value, and an alert or a plot without a series looks like one that is broken.
 # So is all that `deploy/hier-kv.rules.yml` takes the increase of: the first damaged page, or forged
@@ -122,10 +124,17 @@ def from_start(num_tenants: int) -> tuple[str, ...]:
     Args:
         num_tenants: that have a share; all others are one more, unless there is none.
     """
-    tenants = range(num_tenants + 1) if num_tenants else ()
+    if not num_tenants:
+        return FROM_START
+    of_tenant = (*_REUSE, OVER_SHARE)
     return (
         *FROM_START,
-        *(counts_of_tenant(number) + name for number in tenants for name in _REUSE),
+        OVER_SHARE,
+        *(
+            counts_of_tenant(number) + name
+            for number in range(num_tenants + 1)
+            for name in of_tenant
+        ),
     )
 
 
@@ -166,7 +175,9 @@ class Series(NamedTuple):
 
 def gauge_of(name: str) -> Series | None:
     """The series of a value that can fall; None where it only grows."""
-    metric = HELD_PAGES if name.startswith("quota_") else _NOW.get(name)
+    metric = _NOW.get(name)
+    if name.startswith("quota_"):
+        metric = HELD_BYTES if name.endswith("_bytes") else HELD_PAGES
     return None if metric is None else Series(metric, name)
 
 

@@ -6,6 +6,7 @@ And the admin endpoint, which says so of prompts that nobody has sent.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,9 @@ from testkit.server import Server, ServerError
 from testkit.workload import reply_of
 from tests.e2e.hier_server import (
     PAGE,
+    SLOT_BYTES,
     answers_as_computed,
+    connected,
     hier_args,
     real_prompts,
     settled,
@@ -30,6 +33,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CHAT_PAGES = 4
 RETURNING, ENDED, SILENT = 3, 8, 4
+STORE_PAGES = 10 * CHAT_PAGES
 HOST_CHATS = (RETURNING + ENDED + SILENT) // 3
 SOON = {"hier_kv_hints": {"returns_in_s": 3600}}
 OVER = {"hier_kv_hints": {"ends": True}}
@@ -41,8 +45,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     args = hier_args(folder, host_pages=HOST_CHATS * CHAT_PAGES, disk_gb=0.5)
     args += ["--max-running-requests", "1", "--hier-kv-pin-share", "0.2"]
     args += ["--hier-kv-quotas", "cache_salt:guarded=0.4"]
+    (folder / "shared").mkdir()
+    args += ["--hier-kv-remote-url", f"file://{folder}/shared?size={STORE_PAGES * SLOT_BYTES}"]
     with Server(args, log_path=folder / "server.log", stop="kill") as server:
-        yield server
+        yield connected(server)
 
 
 def _ask(server: Server, prompt: Sequence[int], custom: dict[str, Any] | None = None) -> Any:
@@ -255,3 +261,38 @@ def test_what_is_no_hint_is_refused(server: Server, hints: Any, refusal: str) ->
     with pytest.raises(ServerError, match=refusal) as refused:
         server.post("/v1/chat/completions", chat)
     assert refused.value.status == 400
+
+
+def test_a_tenant_keeps_its_share_of_a_store_too(server: Server) -> None:
+    """Its pages are the oldest there, and what others put is more than fits."""
+    mine, *others = real_prompts([CHAT_PAGES * PAGE + 20] * 15, seed=18)
+    params: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
+    computed = server.generate(
+        input_ids=mine, cache_salt="guarded", sampling_params=params, return_logprob=True
+    )
+    before = settled(server)["host"]
+    by_right = 0.4 * 0.9 * STORE_PAGES * SLOT_BYTES  # of what stays after a look
+    assert CHAT_PAGES * SLOT_BYTES <= before["quota_tenant_1_remote_bytes"] < by_right
+    for path in (server.log_path.parent / "shared").rglob("*.hkv"):
+        an_hour_ago_ns = path.stat().st_mtime_ns - 3600 * 10**9
+        os.utime(path, ns=(an_hour_ago_ns, an_hour_ago_ns))
+    for prompt in others:
+        _ask(server, prompt)
+        settled(server)
+    counts = settled(server)["host"]
+    assert counts["remote_written_pages"] >= STORE_PAGES, "less was put than fits"
+    assert counts["quota_tenant_1_remote_bytes"] == before["quota_tenant_1_remote_bytes"]
+    assert counts["quota_others_remote_bytes"] < 1.1 * STORE_PAGES * SLOT_BYTES
+    flush_device(server)
+    server.post("/hicache/storage-backend/clear")
+    done = _steer(server, mine, prefetch=True, cache_salt="guarded")
+    nowhere = {"pages": CHAT_PAGES, "host": 0, "disk": 0}
+    assert done == {**nowhere, "prefetching": True, "asking_remote": True}
+    deadline_s = time.monotonic() + 300
+    while _steer(server, mine, locate=True, cache_salt="guarded")["host"] < CHAT_PAGES:
+        assert time.monotonic() < deadline_s
+    answer = server.generate(
+        input_ids=mine, cache_salt="guarded", sampling_params=params, return_logprob=True
+    )
+    assert reply_of(answer).by_tier["host"] == CHAT_PAGES * PAGE
+    assert answers_as_computed(answer, computed)

@@ -29,6 +29,7 @@ from sglang_ext.tiers.remote import (
     parse_remote_url,
 )
 from sglang_ext.tiers.remote.breaker import BreakerConfig
+from sglang_ext.tiers.remote.shares.division import Division
 from tests.tiers.protection_cases import protected_store
 
 NAMESPACE = hashlib.sha256(b"namespace").digest()
@@ -111,6 +112,7 @@ def open_store(
     *,
     breaker: BreakerConfig | None = None,
     protect: tuple[str, *tuple[bytes, ...]] = ("plain",),
+    division: Division | None = None,
     **changes: Any,
 ) -> RemoteStore:
     """Opens the store of a URL, with small parts and a breaker that is quick to try again."""
@@ -122,6 +124,7 @@ def open_store(
     return RemoteStore(
         config=RemoteStoreConfig(**(values | defaults | changes)),
         shown=url.shown,
+        division=division,
         **protected_store(open_engine(url), *protect),
     )
 

@@ -116,7 +116,8 @@ def test_steer_says_where_the_pages_were(
     together = ("--text", str(tmp_path / "a.txt"), "--unpin", "--demote", "--ttl-s", "60")
     assert printed(capsys, "steer", url, *together)
     assert printed(capsys, *asked) == (
-        "scheduler 0: 40 whole pages, 3 in DRAM, 37 on disk; being brought to DRAM\n"
+        "scheduler 0: 40 whole pages, 3 in DRAM, 37 on disk; "
+        "those on disk are being brought to DRAM\n"
     )
 
 

@@ -75,3 +75,17 @@ def test_pages_of_a_request_that_never_ran_take_hints_again(make: Make, runs: bo
     lookahead.hint(rig.space, chat, owner=0, returns_in_s=None)
     assert rig.count("hinted_ends_pages") == (0 if runs else 10)  # one that runs is using them
     rig.settle()
+
+
+def test_hints_that_are_none_are_counted_where_nobody_refused_them(make: Make) -> None:
+    """Behind SGLang's gateway a request comes to the scheduler as it is."""
+    inprocess.prepare()
+    from sglang_ext.seam.cache import HierKVRadixCache
+
+    rig = make(slots=30, lookahead=True)
+    cache: Any = SimpleNamespace(store=rig.store)
+    for hints, count in (({"returns_in_s": "soon"}, 1), (None, 1), ({"ends": 3}, 2)):
+        params = SimpleNamespace(custom_params={"hier_kv_hints": hints})
+        req = SimpleNamespace(sampling_params=params)
+        HierKVRadixCache._note_hints(cache, req, rig.space, pages("chat", 2))
+        assert rig.count("unusable_hints_requests") == count

@@ -130,11 +130,29 @@ def test_a_refusal_says_why(body: Any, answer: Any, status: int, refusal: str) -
     assert refusal in found[1]["error"]
 
 
-def test_pages_that_are_in_dram_are_not_said_to_be_brought_there() -> None:
+def test_of_a_prefetch_is_said_what_is_brought_and_what_is_nowhere() -> None:
     done = {"pages": 16, "host": 16, "disk": 0, "prefetching": True}
-    assert command.lines_of({"schedulers": [done, {**done, "host": 15, "disk": 1}]}) == [
+    partly = {**done, "host": 12, "disk": 1}
+    answers = [
+        done,
+        {**done, "host": 15, "disk": 1},
+        partly,
+        {**partly, "asking_remote": True},
+        {**done, "host": 0},
+        {**partly, "prefetching": False},
+        {"pages": 16, "host": 12, "disk": 1},
+    ]
+    here, none = "16 whole pages, 12 in DRAM, 1 on disk", "16 whole pages, 0 in DRAM, 0 on disk"
+    coming, first = "those on disk are being brought to DRAM", "come with the first request"
+    busy = "nothing is brought: too many prompts are on their way already, try again later"
+    assert command.lines_of({"schedulers": answers}) == [
         "scheduler 0: 16 whole pages, 16 in DRAM, 0 on disk",
-        "scheduler 1: 16 whole pages, 15 in DRAM, 1 on disk; being brought to DRAM",
+        f"scheduler 1: 16 whole pages, 15 in DRAM, 1 on disk; {coming}",
+        f"scheduler 2: {here}; {coming}; the other 3 are not stored, and {first}",
+        f"scheduler 3: {here}; {coming}; the remote store is asked for the other 3",
+        f"scheduler 4: {none}; the other 16 are not stored, and {first}",
+        f"scheduler 5: {here}; {busy}",
+        f"scheduler 6: {here}",
     ]
 
 

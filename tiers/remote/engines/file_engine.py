@@ -38,6 +38,7 @@ from sglang_ext.tiers.remote.base import (
 )
 from sglang_ext.tiers.remote.deadline_executor import CancellableTask, DeadlineExecutor
 from sglang_ext.tiers.remote.engines.file_listing import FileListing
+from sglang_ext.tiers.remote.engines.file_marks import FileMarks, renew
 from sglang_ext.tiers.remote.engines.file_reclaim import FolderReclaimer
 from sglang_ext.tiers.remote.engines.value_folders import (
     NOTHING_THERE,
@@ -47,6 +48,7 @@ from sglang_ext.tiers.remote.engines.value_folders import (
     read_at,
 )
 from sglang_ext.tiers.remote.offline.listing import Listing
+from sglang_ext.tiers.remote.shares.division import Division
 from sglang_ext.tiers.remote.url_options import (
     Options,
     RemoteUrl,
@@ -191,7 +193,18 @@ class FileEngine(RemoteEngine):
         self._free_lock = threading.Lock()
         self._free_checked_s = 0.0  # guarded by _free_lock
         self._is_low = False  # guarded by _free_lock
+        self._marks = FileMarks()
         self.reclaimer = FolderReclaimer(config.folders, config.max_bytes, config.ttl_s)
+
+    def divide(self, division: Division) -> bool:
+        """See `RemoteEngine.divide`. Files are marked, and those above their shares go first."""
+        self._marks = FileMarks(division)
+        self.reclaimer.divide(division, self._marks)
+        return True
+
+    def used_by_tenant(self) -> list[int]:
+        """See `RemoteEngine.used_by_tenant`. As of the last time the folder was looked through."""
+        return self.reclaimer.used_by_tenant()
 
     def begin(self) -> None:
         """See `RemoteEngine.begin`. Starts the thread that reclaims."""
@@ -230,7 +243,7 @@ class FileEngine(RemoteEngine):
             for index, value in enumerate(values):
                 written = self._write(value, errand)
                 if written:
-                    self.reclaimer.note_written(value.num_bytes)
+                    self.reclaimer.note_written(value.num_bytes, value.tenant)
                 errand.emit((index, written))
 
         self._run(work, lambda item: on_stored(*item), deadline)
@@ -260,7 +273,8 @@ class FileEngine(RemoteEngine):
                     contextlib.suppress(*NOTHING_THERE, PermissionError),
                     self._folders.folder_of(name) as (folder, file),
                 ):
-                    os.utime(file, dir_fd=folder, follow_symlinks=False)
+                    status = os.stat(file, dir_fd=folder, follow_symlinks=False)
+                    renew(file, status, folder)
 
         self._run(work, lambda _: None, deadline)
 
@@ -321,7 +335,7 @@ class FileEngine(RemoteEngine):
             done = read_at(fd, data, offset)
             if time.time() - status.st_mtime > _RENEW_AFTER_S:
                 with contextlib.suppress(OSError):
-                    os.utime(fd)
+                    renew(fd, status)
             return data[:done]
         except OSError as error:
             if error.errno == errno.ESTALE:  # removed by another server while it was read
@@ -347,6 +361,7 @@ class FileEngine(RemoteEngine):
             try:
                 try:
                     _write_all(fd, value.pieces)
+                    self._marks.write(fd, value.tenant)
                     if self._config.fsync:
                         os.fsync(fd)
                 finally:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 
+from sglang_ext.tiers.remote.engines.file_marks import FileMarks
 from sglang_ext.tiers.remote.engines.value_folders import Found, ValueFolders
+from sglang_ext.tiers.remote.shares.division import Division
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +34,8 @@ class FolderReclaimer:
     """A thread that looks through a deployment's values and removes the oldest of too many.
 
     Servers that share a folder each have one. A file that says who is at work spares them doing it
-    all at once; nothing depends on it, for a removed file is only a miss.
+    all at once; nothing depends on it, for a removed file is only a miss. Where tenants have
+    shares, the oldest of those above theirs go; without shares all are one.
     """
 
     def __init__(self, folders: ValueFolders, max_bytes: int, ttl_s: float = 0.0) -> None:
@@ -45,18 +49,33 @@ class FolderReclaimer:
         self._folders = folders
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
+        self._marks = FileMarks()
+        self._rights: tuple[float, ...] = (1.0,)
         self._changed = threading.Condition()
-        self._used_bytes = 0  # by the last scan; guarded by _changed
-        self._new_bytes = 0  # written by this server since; guarded by _changed
+        # By tenant, of which there is one without shares.
+        self._used_bytes = [0]  # by the last scan; guarded by _changed
+        self._new_bytes = [0]  # written by this server since; guarded by _changed
         self._closed = False  # guarded by _changed
         self._is_due = True  # guarded by _changed
         self._is_scanning = False  # guarded by _changed
+        self._has_warned = False
         self._counts_blocks = False  # whether the file system says what files take
         self.num_removed = 0
         self.num_scans = 0  # guarded by _changed
         self._thread = threading.Thread(
             target=self._run, name="hier-kv-remote-reclaim", daemon=True
         )
+
+    def divide(self, division: Division, marks: FileMarks) -> None:
+        """Has what is above its tenant's share go before all else; called before `start`.
+
+        Args:
+            division: who has which share.
+            marks: say whose a file is.
+        """
+        self._rights, self._marks = division.rights, marks
+        self._used_bytes = [0] * len(self._rights)
+        self._new_bytes = [0] * len(self._rights)
 
     def start(self) -> None:
         """Starts the thread, which looks through the folders at once."""
@@ -66,18 +85,25 @@ class FolderReclaimer:
     def used_bytes(self) -> int:
         """Bytes of all values: what the last scan saw and what this server wrote since."""
         with self._changed:
-            return self._used_bytes + self._new_bytes
+            return sum(self._used_bytes) + sum(self._new_bytes)
+
+    def used_by_tenant(self) -> list[int]:
+        """The same of each tenant; empty without shares."""
+        with self._changed:
+            if len(self._rights) == 1:
+                return []
+            return [used + new for used, new in zip(self._used_bytes, self._new_bytes, strict=True)]
 
     @property
     def is_overfull(self) -> bool:
         """Whether writing should pause until something was removed."""
         return self.used_bytes > self._max_bytes * _OVERFULL_SHARE
 
-    def note_written(self, num_bytes: int) -> None:
-        """Counts bytes that were written."""
+    def note_written(self, num_bytes: int, tenant: int = 0) -> None:
+        """Counts bytes that were written for a tenant."""
         with self._changed:
-            self._new_bytes += num_bytes
-            if self._new_bytes > self._max_bytes * _SCAN_AFTER_SHARE:
+            self._new_bytes[tenant] += num_bytes
+            if sum(self._new_bytes) > self._max_bytes * _SCAN_AFTER_SHARE:
                 self._is_due = True
                 self._changed.notify_all()
 
@@ -97,7 +123,7 @@ class FolderReclaimer:
                 if self._closed:
                     return
                 self._is_due, self._is_scanning = False, True
-                before = self._new_bytes
+                before = list(self._new_bytes)
             used = None
             try:
                 used = self._scan()
@@ -108,37 +134,42 @@ class FolderReclaimer:
             with self._changed:
                 if used is not None:
                     self._used_bytes = used
-                    self._new_bytes -= before
+                    for tenant, num_bytes in enumerate(before):
+                        self._new_bytes[tenant] -= num_bytes
                 self.num_scans += 1
                 self._is_scanning = False
                 self._changed.notify_all()
 
-    def _scan(self) -> int | None:
-        """Removes what must go; returns the bytes left, None when another server is at work."""
+    def _scan(self) -> list[int] | None:
+        """Removes what must go.
+
+        Returns:
+            The bytes left, by tenant; None when another server is at work.
+        """
         try:
             with self._folders.top() as top:
                 return self._scan_in(top)
         except FileNotFoundError:
-            return 0
+            return [0] * len(self._rights)
 
-    def _scan_in(self, top: int) -> int | None:
+    def _scan_in(self, top: int) -> list[int] | None:
         if not self._take_lock(top):
             return None
         try:
             now_s = time.time()
-            ages, total = self._count(now_s)
-            if total > self._max_bytes:
-                total -= self._remove_oldest(ages, total - int(self._max_bytes * _KEEP_SHARE))
+            ages = self._count(now_s)
+            used = [each.total() for each in ages]
+            if sum(used) > self._max_bytes:
+                self._remove_oldest(ages, used)
             self._folders.remove_empty(now_s - _EMPTY_AGE_S, lambda: self._closed)
-            return total
+            return used
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(LOCK_NAME, dir_fd=top)
 
-    def _count(self, now_s: float) -> tuple[Counter[int], int]:
-        """Bytes by age in buckets, and in all; removes what is too old and leftovers of writers."""
-        ages: Counter[int] = Counter()
-        total = 0
+    def _count(self, now_s: float) -> list[Counter[int]]:
+        """Bytes of each tenant by age, in buckets; removes what is too old, and leftovers."""
+        ages: list[Counter[int]] = [Counter() for _ in self._rights]
         for found in self._files():
             status = found.status
             age_s = now_s - status.st_mtime
@@ -149,28 +180,32 @@ class FolderReclaimer:
             if self._ttl_s and age_s > self._ttl_s:
                 self._remove(found)
                 continue
-            num_bytes = self._bytes_of(status)
-            ages[int(status.st_mtime) // _BUCKET_S] += num_bytes
-            total += num_bytes
-        return ages, total
+            bucket = int(status.st_mtime) // _BUCKET_S
+            ages[self._marks.tenant_of(status)][bucket] += self._bytes_of(status)
+        return ages
 
-    def _remove_oldest(self, ages: Counter[int], excess: int) -> int:
-        """Removes at least `excess` bytes of files, the oldest first; returns how many."""
-        last, rest = 0, excess
-        for last in sorted(ages):
-            rest -= ages[last]
-            if rest <= 0:
-                break
-        removed = 0
+    def _remove_oldest(self, ages: list[Counter[int]], used: list[int]) -> None:
+        """Removes the oldest files of those above their share until what lies there is in bounds.
+
+        Args:
+            ages: see `_count`.
+            used: bytes of each tenant; what is removed is taken off.
+        """
+        kept_bytes = int(self._max_bytes * _KEEP_SHARE)
+        above = [
+            max(0, mine - int(right * kept_bytes))
+            for mine, right in zip(used, self._rights, strict=True)
+        ]
+        last, left = _oldest(ages, above, sum(used) - kept_bytes)
         for found in self._files():
+            tenant = self._marks.tenant_of(found.status)
             bucket = int(found.status.st_mtime) // _BUCKET_S
-            if found.is_temp or bucket > last:
+            if found.is_temp or bucket > last[tenant]:
                 continue
-            if bucket == last and removed >= excess:
+            if bucket == last[tenant] and used[tenant] <= left[tenant]:
                 continue
             self._remove(found)
-            removed += self._bytes_of(found.status)
-        return removed
+            used[tenant] -= self._bytes_of(found.status)
 
     def _files(self) -> Iterator[Found]:
         for found in self._folders.files():
@@ -197,6 +232,13 @@ class FolderReclaimer:
         with contextlib.suppress(OSError):  # on a full file system, too, something must go
             os.write(fd, os.urandom(_PROBE_BYTES))
         self._counts_blocks = os.fstat(fd).st_blocks > 0
+        if len(self._rights) > 1 and not self._has_warned and not self._marks.are_kept(fd):
+            self._has_warned = True
+            logger.warning(
+                "hier-kv: the file system of %s keeps no fractions of seconds of a file's time, so "
+                "it is not known there whose a value is, and shares of tenants do not hold",
+                self._folders.root,
+            )
         os.close(fd)
         return True
 
@@ -205,3 +247,27 @@ class FolderReclaimer:
         if not self._counts_blocks:
             return status.st_size
         return min(status.st_size, status.st_blocks * _STAT_BLOCK_BYTES)
+
+
+def _oldest(
+    ages: list[Counter[int]], above: list[int], excess: int
+) -> tuple[list[float], list[int]]:
+    """Which files make up an excess, the oldest first.
+
+    Args:
+        ages: bytes of each tenant by age.
+        above: bytes that each may have to give; not less than the excess together.
+        excess: bytes in all.
+
+    Returns:
+        For each tenant the last age of which something goes, if any, and the bytes that stay.
+    """
+    last, goes = [-math.inf] * len(ages), [0] * len(ages)
+    for bucket in sorted({bucket for each in ages for bucket in each}):
+        for tenant, each in enumerate(ages):
+            num_bytes = min(each[bucket], above[tenant] - goes[tenant], excess)
+            if num_bytes > 0:
+                last[tenant] = bucket
+                goes[tenant] += num_bytes
+                excess -= num_bytes
+    return last, [each.total() - gone for each, gone in zip(ages, goes, strict=True)]

@@ -114,6 +114,7 @@ class MooncakeEngine(RemoteEngine):
 
     max_value_bytes = _MAX_VALUE_BYTES
     keeps_ttl = False
+    tells_size = False
 
     def __init__(self, config: MooncakeConfig) -> None:
         """Starts nothing yet.

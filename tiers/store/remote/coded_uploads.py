@@ -24,6 +24,7 @@ from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.remote.coded_remote import RemoteCodec
 from sglang_ext.tiers.store.remote.profiles import RemoteProfiles
+from sglang_ext.tiers.store.remote.tenant_puts import TenantPuts
 from sglang_ext.tiers.store.types import Hashes, KeySpace
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class CodedUploads:
     ) -> None:
         self._table, self._loads = table, loads
         self._remote = remote
+        self._puts = TenantPuts(table, remote)
         self._codec = codec
         self._profiles = profiles
         self._decoded = decoded
@@ -67,12 +69,12 @@ class CodedUploads:
             wanted = [at for at, outcome in enumerate(outcomes) if outcome is not Outcome.KEPT]
             coded = {at: self._encode(pages[at], metas[at]) for at in wanted}
             raw = [at for at, record in coded.items() if record is None]
-            for at, outcome in zip(raw, self._put([pages[at] for at in raw]), strict=True):
+            for at, outcome in zip(raw, self._put(space, [pages[at] for at in raw]), strict=True):
                 outcomes[at] = outcome
         finally:
             self._loads.release(slots)  # what is coded was copied
         records = {at: record for at, record in coded.items() if record is not None}
-        sent = self._put(list(records.values())) if self._has_profiles(records) else None
+        sent = self._put(space, list(records.values())) if self._has_profiles(records) else None
         for number, at in enumerate(records):
             outcomes[at] = sent[number] if sent is not None else Outcome.UNAVAILABLE
         return hashes, outcomes
@@ -118,9 +120,9 @@ class CodedUploads:
         metas = {meta.profile: meta for meta in map(read_meta, records.values())}
         return all(self._profiles.publish(meta) for meta in metas.values())
 
-    def _put(self, records: Sequence[ByteArray]) -> list[Outcome]:
+    def _put(self, space: KeySpace, records: Sequence[ByteArray]) -> list[Outcome]:
         items = [PutItem(_key(read_meta(record)), record) for record in records]
-        outcomes = self._remote.put(items) if items else []
+        outcomes = self._puts.put(space, items)
         sizes = np.array([512 + parse_header(record)[1] for record in records], np.int64)
         is_sent = np.array([outcome is Outcome.OK for outcome in outcomes], np.bool_)
         coded = [item.key.level != RAW_CODEC for item in items]

@@ -27,6 +27,7 @@ from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.disk_coding import PageDecoder
 from sglang_ext.tiers.store.remote.put_share import EVERY_PAGE, PutShare
+from sglang_ext.tiers.store.remote.tenant_puts import TenantPuts, num_dropped
 from sglang_ext.tiers.store.types import Hashes, KeySpace
 from sglang_ext.tiers.transcoder import PageTranscoder
 
@@ -73,6 +74,7 @@ class LeavingPages:
     ) -> None:
         self._table, self._lookups, self._book = books.table, books.lookups, books.remote
         self._remote = remote
+        self._puts = TenantPuts(books.table, remote)
         self._send = send
         self._share = share
         self._disk = disk
@@ -151,14 +153,14 @@ class LeavingPages:
         space = self._space_of(evicted.number)
         for first in range(0, len(evicted.hashes), _DISK_BATCH_PAGES):
             hashes = evicted.hashes[first : first + _DISK_BATCH_PAGES]
-            num_sent = 0
+            num_settled = 0
             if self._remote.usable and not self._closing.is_set():
-                num_sent = self._send_from_disk(space, hashes)
-            self._drop(len(hashes) - num_sent)
+                num_settled = self._send_from_disk(space, hashes)
+            self._drop(len(hashes) - num_settled)
         return True
 
     def _send_from_disk(self, space: KeySpace, hashes: Hashes) -> int:
-        """Returns how many of some pages the store has now."""
+        """Returns how many of some pages the store has now, or is not to have."""
         assert self._disk is not None
         hashes, copies = self._lookups.on_disk(space, hashes)
         requests = [
@@ -179,13 +181,13 @@ class LeavingPages:
             )
             if result is VerifyResult.OK and self._decoder.decode(request.out)[0] is not None
         ]
-        outcomes = self._remote.put(items) if items else []
+        outcomes = self._puts.put(space, items)
         num_kept = outcomes.count(Outcome.KEPT)
         num_new = outcomes.count(Outcome.OK)
         self._table.counters.add("remote_written_pages", num_new)
         self._table.counters.add("remote_duplicate_pages", num_kept)
         self._table.counters.add("remote_sent_from_disk_pages", num_new + num_kept)
-        return num_new + num_kept
+        return len(outcomes) - num_dropped(outcomes)
 
     def _drop(self, num_pages: int) -> None:
         self._table.counters.add("remote_upload_dropped_pages", num_pages)

@@ -191,6 +191,13 @@ class RemotePages:
             self._coded.close()
         self._remote.close()
 
+    def bytes_by_tenant(self) -> dict[str, int]:
+        """Bytes in the store of each tenant with a share, by name; empty where it does not say."""
+        return {
+            f"quota_{f'tenant_{number}' if number else 'others'}_remote_bytes": num_bytes
+            for number, num_bytes in enumerate(self._remote.used_by_tenant())
+        }
+
     def stats(self) -> dict[str, int]:
         """What the remote store counts, and how much waits."""
         stats = self._remote.stats()

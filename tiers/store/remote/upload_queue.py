@@ -20,6 +20,7 @@ from sglang_ext.tiers.store.books.loads import Loads
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.remote.coded_remote import CodedRemote
 from sglang_ext.tiers.store.remote.put_share import PutShare
+from sglang_ext.tiers.store.remote.tenant_puts import TenantPuts, num_dropped
 from sglang_ext.tiers.store.types import Hashes, KeySpace
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class RemoteUploads:
     ) -> None:
         self._table, self._loads, self._share = table, loads, share
         self._remote, self._policy, self._coded = remote, policy, coded
+        self._puts = TenantPuts(table, remote)
         self._queue: queue.Queue[_Upload | None] = queue.Queue(_UPLOAD_QUEUE)
         # Keys uploaded lately, by namespace number and page hash; the upload thread's own.
         self._uploaded: OrderedDict[tuple[int, bytes], None] = OrderedDict()
@@ -165,8 +167,7 @@ class RemoteUploads:
             self._uploaded.popitem(last=False)
         self._table.counters.add("remote_written_pages", outcomes.count(Outcome.OK))
         self._table.counters.add("remote_duplicate_pages", outcomes.count(Outcome.KEPT))
-        num_failed = len(outcomes) - outcomes.count(Outcome.OK) - outcomes.count(Outcome.KEPT)
-        self._table.counters.add("remote_upload_dropped_pages", num_failed)
+        self._table.counters.add("remote_upload_dropped_pages", num_dropped(outcomes))
 
     def _upload_raw(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, list[Outcome]]:
         hashes, slots = self._loads.pin_present(space, hashes)
@@ -176,7 +177,7 @@ class RemoteUploads:
                 PutItem(remote_key(space, row.tobytes()), arena[slot])
                 for row, slot in zip(hashes, slots.tolist(), strict=True)
             ]
-            return hashes, self._remote.put(items)
+            return hashes, self._puts.put(space, items)
         finally:
             self._loads.release(slots)
 

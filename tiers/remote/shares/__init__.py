@@ -1,0 +1,1 @@
+"""Shares of a remote store that tenants have by right."""
