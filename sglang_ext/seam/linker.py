@@ -1,9 +1,12 @@
 """The transport behind SGLang's radix tree: saves and loads pages on threads of its own.
 
-SGLang calls every public method from the scheduler's thread; none of them copies KV or waits for a
-copy, but `finish_layer_wise_loading` (which SGLang calls after the forward that used the load),
-`restore_pages` and the quiescing ones. Jobs run in the order they were queued. Completed saves are
-reported in that order too, as SGLang pairs them with its own list.
+SGLang calls every public method from the scheduler's thread; none of them waits for the device. On
+a CPU, which does the work itself, `finish_layer_wise_loading` (which SGLang calls after the forward
+that used the load) waits for the last copy, and `restore_pages` copies. The quiescing ones wait for
+the save thread, as SGLang asks for that: a flush or new weights must find no save under way.
+
+Jobs run in the order they were queued. Completed saves are reported in that order too, as SGLang
+pairs them with its own list.
 """
 
 from __future__ import annotations
@@ -329,9 +332,15 @@ class HierKVLinker(UnifiedCacheLinker):
                 ticket, group by group; None of a model without.
 
         Returns:
-            Whether they were copied. On an error some layers may hold the stored KV and others the
-            recomputed one; each is KV of the same tokens.
+            Whether they were copied. They are not where DRAM could not be page-locked, as the
+            scheduler's thread would have to wait for each copy: what was computed stays. On an
+            error some layers may hold the stored KV and others the recomputed one; each is KV of
+            the same tokens.
         """
+        if self._port.copies_wait:
+            self.store.end_load(ticket)
+            self.store.counters.add("unrestored_pages", len(hashes))
+            return False
         if self.store.gate.load(ticket, space) is None:
             return False
         parts = np.split(ticket.slots.astype(np.int64), len(self._copiers))
@@ -370,15 +379,14 @@ class HierKVLinker(UnifiedCacheLinker):
         self._load_path.before_forwards(last)
         self._port.when_done(last, partial(self._release, ticket, rows))
 
-    def wait_restored(self) -> None:
-        """Waits for what `restore_pages` queued; on a CPU that is done.
+    def restoring(self) -> Any:
+        """An event behind all that `restore_pages` queued; None where it has happened.
 
-        For whoever reads rows past the device's streams, as a transfer to another server does. They
-        are a page of a prompt or none, behind a forward that has ended.
+        For whoever reads rows past the device's streams, as a transfer to another server does.
         """
-        last, self._restoring = self._restoring, None
-        if last is not None:
-            self._port.synchronize(last)
+        if self._restoring is not None and self._port.is_done(self._restoring):
+            self._restoring = None
+        return self._restoring
 
     def _release(self, ticket: LoadTicket, rows: list[torch.Tensor]) -> None:
         """The device is done with pages and rows; the caller kept `rows` alive until now."""

@@ -123,6 +123,7 @@ class SimulatedDevice(DevicePort):
 
     def __init__(self, seed: int, may_not_wait: Iterable[str] = ("scheduler",)) -> None:
         self.rng = random.Random(seed)
+        self.copies_wait = False  # as where DRAM could not be page-locked
         self.eagerness = self.rng.choice((0.0, 0.1, 0.5, 1.0))
         self.may_not_wait = set(may_not_wait)
         self.counts: dict[str, int] = {}
@@ -221,6 +222,11 @@ class SimulatedDevice(DevicePort):
             self.run(1)
         _merge(self._clock(), event.clock)
 
+    def is_done(self, event: Event) -> bool:
+        if _happened(event):
+            _merge(self._clock(), event.clock)
+        return _happened(event)
+
     def when_done(self, event: Event, call: Callable[[], None]) -> None:
         clock = self.hand_over()
 
@@ -249,6 +255,8 @@ class SimulatedDevice(DevicePort):
         page_slots: npt.NDArray[np.int64],
         span: slice,
     ) -> None:
+        if self.copies_wait:
+            self.require_may_wait("a copy of slots that are not page-locked")
         which, fails = self._queued(page_slots)
         part = out[: len(which)]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,8 @@ _READS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "_
           "__index__", "__contains__", "__array__")  # fmt: skip
 # ... and these make tensors of what the host has, which has to be uploaded, and that waits, too.
 _UPLOADS = ("tensor", "as_tensor", "from_numpy")
+# These do so with a mask, as the device alone knows how many it names, and with the host's indices.
+_INDEXES = ("__getitem__", "__setitem__")
 # These work on memory of the machine's own alone.
 _OF_THE_CPU = (
     _PLUGIN / "device/ports/host.py",
@@ -40,6 +43,8 @@ class SchedulerWaits:
         self._thread = threading.get_ident()
         for name in _READS:
             patch.setattr(torch.Tensor, name, self._noting(getattr(torch.Tensor, name), name))
+        for name in _INDEXES:
+            patch.setattr(torch.Tensor, name, self._noting_index(getattr(torch.Tensor, name), name))
         for name in _UPLOADS:
             patch.setattr(torch, name, self._noting(getattr(torch, name), name))
 
@@ -52,10 +57,29 @@ class SchedulerWaits:
 
         return call
 
+    def _noting_index(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def call(tensor: Any, index: Any, *args: Any) -> Any:
+            if threading.get_ident() == self._thread and _waits(index):
+                self.note(sys._getframe(1).f_code.co_filename, name)
+            return real(tensor, index, *args)
+
+        return call
+
     def note(self, caller: str, name: str) -> None:
         """Something was asked of torch by the code of a file."""
         if (place := _place_of(caller)) is not None:
             self.seen.add(f"{place}: {name}")
+
+
+def _waits(index: Any) -> bool:
+    """Whether an index has a mask in it, or indices that have to be uploaded."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(each, list | range | np.ndarray)
+        or (isinstance(each, torch.Tensor) and each.dtype == torch.bool)
+        for each in parts
+    )
 
 
 @functools.cache

@@ -16,6 +16,8 @@ from tests.long_form import count
 from tests.property.worlds.coverage import run_until_counted
 from tests.property.worlds.taint_world import IDENTITY, Request, World, Wrong
 
+pytestmark = pytest.mark.usefixtures("scheduler_waits")
+
 ROUNDS = count(3, 8)  # and on until all is seen
 
 

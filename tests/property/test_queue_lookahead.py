@@ -13,6 +13,8 @@ from tests.long_form import count
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.queue_world import QueueWorld
 
+pytestmark = pytest.mark.usefixtures("scheduler_waits")
+
 ROUNDS = count(2, 5)  # and on until all is seen
 SEEDS = count(1, 20)  # so many queues of each kind
 Make = Callable[..., QueueWorld]

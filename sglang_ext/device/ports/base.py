@@ -23,9 +23,11 @@ class DevicePort(ABC):
 
     Attributes:
         brings_pages: kernels cannot read the arena; pages are brought to the device's memory first.
+        copies_wait: slots are not pinned, so whoever queues a copy of them may wait for the device.
     """
 
     brings_pages: bool
+    copies_wait: bool
 
     @abstractmethod
     def enter_thread(self) -> None:
@@ -56,6 +58,10 @@ class DevicePort(ABC):
         """Lets the calling thread wait for an event."""
 
     @abstractmethod
+    def is_done(self, event: Any) -> bool:
+        """Whether an event has happened; waits for nothing."""
+
+    @abstractmethod
     def when_done(self, event: Any, call: Callable[[], None]) -> None:
         """Calls something, in the order of these calls, when an event has happened.
 
@@ -78,11 +84,11 @@ class DevicePort(ABC):
         page_slots: npt.NDArray[np.int64],
         span: slice,
     ) -> None:
-        """Queues copies of a part of some pinned slots to the device's memory.
+        """Queues copies of a part of some slots to the device's memory.
 
         Args:
             out: u8 `[n, span]` on the device, contiguous.
-            slots: u8 `[num_slots, slot_bytes]`, pinned.
+            slots: u8 `[num_slots, slot_bytes]`; see `copies_wait`.
             page_slots: i64 `[n]`, which; may change after the call.
             span: bytes of a slot, with both ends.
         """

@@ -46,6 +46,10 @@ class _Event:
         """The calling thread's stream waits for it."""
         self.of_cuda.wait()
 
+    def synchronize(self) -> None:
+        """The calling thread sleeps until it happened."""
+        self.of_cuda.synchronize()
+
     def __del__(self) -> None:
         self._free.append(self.of_cuda)
 
@@ -53,11 +57,14 @@ class _Event:
 class CudaPort(DevicePort):
     """One CUDA device.
 
+    It has many methods because `DevicePort` has.
+
     Args:
         device: which.
         cuda: what makes streams and events.
         runtime: CUDA's own library; None: pages are copied one by one.
-        batches: whether all of the arena is page-locked, as copies in batches want it.
+        batches: whether all of the arena is page-locked, as copies in batches want it, and those
+            for which nobody waits.
     """
 
     brings_pages = True
@@ -73,6 +80,7 @@ class CudaPort(DevicePort):
         self._device = device
         self._cuda = cuda
         self._runtime = runtime
+        self.copies_wait = not batches
         self._given: list[Any] = []
         # Made now: no load or save asks the driver for one, but where more are held at a time.
         self._events: deque[Any] = deque(self._new_event() for _ in range(_EVENTS))
@@ -137,6 +145,10 @@ class CudaPort(DevicePort):
     def synchronize(self, event: Any) -> None:
         """Sleeps until it happened."""
         event.of_cuda.synchronize()
+
+    def is_done(self, event: Any) -> bool:
+        """Asks the driver."""
+        return bool(event.of_cuda.query())
 
     def when_done(self, event: Any, call: Callable[[], None]) -> None:
         """Calls it on the port's thread."""

@@ -18,6 +18,7 @@ class HostPort(DevicePort):
     """The CPU; an event is the time at which it was recorded, in seconds."""
 
     brings_pages = False
+    copies_wait = False
 
     def enter_thread(self) -> None:
         """Any thread may do anything."""
@@ -43,6 +44,10 @@ class HostPort(DevicePort):
 
     def synchronize(self, event: Any) -> None:
         """It has happened."""
+
+    def is_done(self, event: Any) -> bool:
+        """It has happened."""
+        return True
 
     def when_done(self, event: Any, call: Callable[[], None]) -> None:
         """Calls it now."""

@@ -152,7 +152,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "state_buf_infos cpu_copy load_cpu_copy"
         ),
         (_POOLS, "DSATokenToKVPool"): "get_state_buf_infos get_cpu_copy load_cpu_copy",
-        (f"{_PD}.mooncake.conn", "MooncakeKVManager"): "maybe_send_extra",
+        (f"{_PD}.mooncake.conn", "MooncakeKVManager"): "maybe_send_extra transfer_worker",
         # Which slot a load of a state fills, when a state is copied for a request, and which states
         # a tree's nodes keep.
         (_STATES, "MambaComponent"): (

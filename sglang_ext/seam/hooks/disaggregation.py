@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 _PREFILL = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
 _BOOTSTRAP = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 _DECODE = "sglang.srt.disaggregation.decode"
+_WAITS_FOR = "_early_send_wait_event"  # of a sender: what the next part that it sends is behind
 # Where the mark lies in a row of SGLang's `output_ids`, 16 words of which it uses the first.
 _MARK = slice(16 - NUM_WORDS, 16)
 
@@ -115,13 +116,29 @@ def _around_sending(
     if isinstance(cache, HierKVRadixCache):
         if req.discard_output_reason is not None and not last_chunk:
             return  # its load failed; SGLang aborts it at its next step
-        cache.hier_linker.wait_restored()
+        _send_behind_restored(cache, req.disagg_kv_sender)
         if last_chunk:
             row = scheduler.disagg_metadata_buffers.output_ids[req.metadata_buffer_index]
             row[_MARK] = torch.from_numpy(_mark_of(cache, req))
             # What another one sends from here on comes behind all of this, to a room that is over.
             cache.sending_rooms.end(req.bootstrap_room, req.disagg_kv_sender)
     send(scheduler, req, last_chunk, *args, **kwargs)
+
+
+def _send_behind_restored(cache: HierKVRadixCache, sender: Any) -> None:
+    """Has the thread that sends rows wait for pages that are put in place of recomputed ones.
+
+    Such an event is SGLang's own way to have that thread, and not the scheduler's, wait for a
+    forward that may still write what it sends (`TransferKVChunk.wait_event`). Where it has set one
+    by now, that is of the forwards' stream, which has been told to wait for these pages.
+    """
+    event = cache.hier_linker.restoring()
+    if event is None:
+        return
+    if not hasattr(sender, _WAITS_FOR):  # nothing would wait: better here than not at all
+        event.synchronize()
+    elif getattr(sender, _WAITS_FOR) is None:
+        setattr(sender, _WAITS_FOR, event)
 
 
 def _after_arrival(result: None, queue: Any, decode_req: Any) -> None:

@@ -61,7 +61,27 @@ def test_a_save_without_device_memory_is_a_miss(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nothing_is_read_or_written_out_of_order() -> None:
-    run_worlds(DeviceWorld, MUST_HAPPEN)
+    run_worlds(DeviceWorld, (*MUST_HAPPEN, "sent at once", "sent behind an event"))
+
+
+class UnpinnedWorld(DeviceWorld):
+    """DRAM could not be page-locked: whoever queues a copy of it waits for the device."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.device.copies_wait = True
+
+
+def test_no_page_is_restored_where_the_scheduler_would_have_to_wait_for_the_copy() -> None:
+    world = UnpinnedWorld(1)
+    try:
+        while world.counts.get("restore", 0) < 5 or world.counts.get("forward", 0) < 5:
+            world.step()
+        world.settle()  # no pin and no row is left
+    finally:
+        world.close()
+    assert world.counts["failed restores"] == world.counts["restore"]
+    assert world.store.counters.snapshot()["unrestored_pages"] == world.counts["restore"]
 
 
 # Ways to get the order wrong: each is put in, and must be found.
@@ -312,6 +332,10 @@ def tails_written_over_what_is_sent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SavePath, "_lay_out_and_send", lay_out)
 
 
+def sent_before_it_was_restored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HierKVLinker, "restoring", lambda self: None)
+
+
 def scheduler_waits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoadPath, "before_forwards", lambda self, event: self._port.synchronize(event))
 
@@ -345,6 +369,7 @@ def scheduler_waits(patch: pytest.MonkeyPatch) -> None:
         sent_before_it_was_laid_out,
         laid_out_over_what_is_sent,
         tails_written_over_what_is_sent,
+        sent_before_it_was_restored,
         scheduler_waits,
     ],
 )

@@ -434,11 +434,28 @@ class DeviceWorld:
         if load is None:
             return False
         if done:
+            if self.rng.random() < 0.5:
+                self._send(load)
             self.running.append(load)
         else:
             self.counts["failed restores"] = self.counts.get("failed restores", 0) + 1
             self._give_back(load)
         return None
+
+    def _send(self, load: Load) -> None:
+        """A thread reads a restored page past the streams, to send it to another server."""
+        event, clock = self.linker.restoring(), self.device.hand_over()
+        with self.device.acting("transfer"):
+            self.device.take_over(clock)
+            if event is not None:
+                event.synchronize()
+            tensors = (*self.pool.k, *self.pool.v)
+            cells = [pool_cell(tensor, row) for tensor in tensors for row in load.rows.tolist()]
+            self.device.touch("sent", cells, ())
+            sent = self.device.hand_over()
+        self.device.take_over(sent)  # rows change hands behind that
+        kind = "sent at once" if event is None else "sent behind an event"
+        self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def offer(self) -> bool | None:
         """A running request's pages are to be saved; until they are, its rows stay its own."""

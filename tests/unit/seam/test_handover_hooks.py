@@ -41,7 +41,7 @@ class Cache(HierKVRadixCache):
     def __init__(self) -> None:
         store = PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig())
         self.transport = SimpleNamespace(
-            store=store, wait_restored=lambda: None, windows=None, is_hybrid=False
+            store=store, restoring=lambda: self.restoring, windows=None, is_hybrid=False
         )
         self.linker: Any = SimpleNamespace(cache_linker=self.transport)
         core: Any = SimpleNamespace(page_size=PAGE)
@@ -49,6 +49,7 @@ class Cache(HierKVRadixCache):
         self.identity = ModelIdentity(torch.nn.Linear(3, 3), {}, {}, dict)
         self._quotas = parse_quotas("")
         # What this server has of a request, and what another rank found of what came.
+        self.restoring: Any = None  # an event behind restored pages
         self.on_device, self.elsewhere = int(Quality.EXACT), int(Quality.EXACT)
         agree: Any = SimpleNamespace(agree_on_worst=lambda worst: max(worst, self.elsewhere))
         self.admission = agree
@@ -487,3 +488,30 @@ def test_nothing_is_stored_once_rows_are_given_away_that_may_still_be_written(
     assert servers.counted("unended_transfers") == (not is_over)
     servers.send(request(8))
     assert servers.receive(request(8)) == is_over
+
+
+class _Event:
+    """One of a port's."""
+
+    num_waits = 0
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+def test_the_thread_that_sends_waits_for_a_page_that_is_being_restored() -> None:
+    """And not the scheduler's, but where SGLang has no such thread."""
+    servers, event = Servers(), _Event()
+    sender = sender_to(7, DUMMY, RECEIVER)
+    sender._early_send_wait_event = None
+    servers.send(request(7, disagg_kv_sender=sender))
+    assert sender._early_send_wait_event is None  # nothing was restored
+    servers.cache.restoring = event
+    servers.send(request(7, disagg_kv_sender=sender))
+    assert sender._early_send_wait_event is event
+    earlier = sender._early_send_wait_event = _Event()
+    servers.send(request(7, disagg_kv_sender=sender))
+    assert sender._early_send_wait_event is earlier  # SGLang's own is behind the page, too
+    assert (event.num_waits, earlier.num_waits) == (0, 0)
+    servers.send(request(7))
+    assert event.num_waits == 1
