@@ -17,7 +17,7 @@ from tests.property.worlds import linker_world
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.linker_world import PAGE, PAGES_PER_DOCUMENT, Node, World
 
-ROUNDS = count(2, 5)  # of 500 operations, and on until all is seen, in each of ten worlds
+ROUNDS = count(1, 5)  # of 500 operations, and on until all is seen, in each of ten worlds
 
 WORLDS: dict[str, dict[str, Any]] = {
     "write_through-pre": {"policy": "write_through", "mode": "pre", "disk": True},

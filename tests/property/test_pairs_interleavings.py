@@ -16,7 +16,7 @@ from tests.long_form import count
 from tests.property.worlds.coverage import run_until_counted
 from tests.property.worlds.taint_world import IDENTITY, Request, World, Wrong
 
-ROUNDS = count(3, 8)  # and on until all is seen
+ROUNDS = count(2, 8)  # and on until all is seen
 
 
 class PairsWorld(World):

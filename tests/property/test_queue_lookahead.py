@@ -13,7 +13,7 @@ from tests.long_form import count
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.queue_world import QueueWorld
 
-ROUNDS = count(2, 5)  # and on until all is seen
+ROUNDS = count(1, 5)  # and on until all is seen
 SEEDS = count(1, 20)  # so many queues of each kind
 Make = Callable[..., QueueWorld]
 
