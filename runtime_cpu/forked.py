@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from runtime_cpu.zygote import Job, lock_of
+from runtime_cpu.zygote import Children, Job, lock_of
 
 # Variables that are read when a server runs. Others may decide what an import does.
 _READ_LATE = (
@@ -46,6 +46,7 @@ _DATA_OPTIONS = ("--dp-size", "--data-parallel-size", "--dp")
 _ATTENTION_DATA_OPTIONS = ("--attn-dp-size", "--attention-data-parallel-size")
 _ATTENTION_DATA_SWITCH = "--enable-dp-attention"
 _STAGE_OPTIONS = ("--pp-size", "--pipeline-parallel-size")
+_TRACES, _TRACED_BY_OTHERS = "--enable-trace", "SGLANG_TRACE_ASYNC"
 
 
 class ForkedServer:
@@ -138,7 +139,7 @@ class Nursery:
             env: its whole environment.
             log: takes stdout and stderr.
         """
-        job = Job(list(args), dict(env), os.getcwd(), num_children(args))
+        job = Job(list(args), dict(env), os.getcwd(), children(args, env))
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             socket.send_fds(
@@ -204,24 +205,28 @@ def _comes_late(folder: str) -> bool:
     return not any(name in _IMPORTED_AT_START or importlib.util.find_spec(name) for name in names)
 
 
-def num_children(args: Sequence[str]) -> list[int]:
-    """For each process that a server starts, in order, how many that one starts.
+def children(args: Sequence[str], env: Mapping[str, str]) -> Children:
+    """The processes that a server starts, in order, each with those that it starts.
 
     A controller starts the schedulers where these are whole and data parallel. Where attention
     alone is, the server starts them, and a controller behind them. The detokenizer comes last.
     Nodes have as many schedulers each; those behind the first have no detokenizer, and the copy
-    that waits to be one ends with its node.
+    that waits to be one ends with its node. Where spans are sent by a process of their own, each
+    process that makes some starts one: the server behind all others, a controller before.
     """
     num_ranks = _value(args, _RANK_OPTIONS) * _value(args, _STAGE_OPTIONS)
     num_ranks //= _value(args, _NODE_OPTIONS)
     num_data, num_attention_data = (
         _value(args, options) for options in (_DATA_OPTIONS, _ATTENTION_DATA_OPTIONS)
     )
+    senders: Children = [[]] if _TRACES in args and env.get(_TRACED_BY_OTHERS) == "1" else []
+    scheduler, detokenizer = senders, list[Any]()
     if num_data * num_attention_data == 1:
-        return [0] * (num_ranks + 1)
+        return [*[scheduler] * num_ranks, detokenizer, *senders]
     if num_attention_data > 1 or _ATTENTION_DATA_SWITCH in args:
-        return [0] * (num_ranks + 2)
-    return [num_ranks * num_data, 0]
+        return [*[scheduler] * num_ranks, senders, detokenizer, *senders]
+    controller = [*senders, *[scheduler] * (num_ranks * num_data)]
+    return [controller, detokenizer, *senders]
 
 
 def _value(args: Sequence[str], options: Sequence[str]) -> int:

@@ -36,6 +36,8 @@ DEFAULT_OPTIONS = {
 
 # Without a bound SGLang allocates and zeroes most of the memory as its KV pool: 18 s for 16 GB.
 DEFAULT_MAX_TOTAL_TOKENS = "131072"
+# Where torch keeps the C++ extensions that it builds: SGLang's page hash.
+EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
 _POOL_SIZE_OPTIONS = ("--max-total-tokens", "--mem-fraction-static")
 
 
@@ -50,10 +52,24 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     env["SGLANG_USE_CPU_ENGINE"] = "1"
     for name, value in DEFAULT_ENVIRONMENT.items():
         env.setdefault(name, value)
+    if sys.prefix != sys.base_prefix:
+        env.setdefault(EXTENSIONS_VARIABLE, extensions_folder())
     own = [str(STUBS), str(PLUGINS)]
     inherited = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
     env["PYTHONPATH"] = os.pathsep.join([*own, *(e for e in inherited if e not in own)])
     return env
+
+
+def extensions_folder(release: str = "") -> str:
+    """Where the extensions of this virtual environment are kept.
+
+    Torch's own place is in HOME, and what two SGLangs build there is the same file: each start of
+    one's servers behind one of the other's would compile it again, with all others waiting.
+
+    Args:
+        release: of another SGLang than the one in this environment.
+    """
+    return os.path.join(sys.prefix, f"torch-extensions{release and f'-{release}'}")
 
 
 def arguments(given: Sequence[str]) -> list[str]:

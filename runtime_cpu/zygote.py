@@ -56,6 +56,8 @@ PRELOADED = (
     "sglang_ext.seam.hooks.scheduler",
     "sglang_ext.assembly.factory",
 )
+# For each process that one starts, in order, those that this one starts.
+Children = list[Any]
 MAX_MESSAGE_BYTES = 1 << 20
 _MAX_FDS = 64
 _SPAWNED = "--multiprocessing-fork"
@@ -70,13 +72,13 @@ class Job:
         argv: arguments behind ``python -m sglang.launch_server``.
         env: the whole environment.
         cwd: the working directory.
-        children: a number for each process that it will start, in order: how many that one will.
+        children: the processes that it will start.
     """
 
     argv: list[str]
     env: dict[str, str]
     cwd: str
-    children: list[int]
+    children: Children
 
 
 class _Child:
@@ -84,12 +86,12 @@ class _Child:
 
     Args:
         others: copies that were made before it.
-        num_children: processes that it will start, which are copies of it.
+        children: processes that it will start, which are copies of it.
         inbox: of this process, which is not for its copies.
     """
 
     def __init__(
-        self, others: Sequence[_Child], num_children: int, inbox: socket.socket | None = None
+        self, others: Sequence[_Child], children: Children, inbox: socket.socket | None = None
     ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:  # at a number that no received descriptor wants
@@ -102,7 +104,7 @@ class _Child:
             if inbox is not None:
                 inbox.close()
             self._socket.close()
-            _run_spawned(theirs, num_children)
+            _run_spawned(theirs, children)
         theirs.close()
 
     def start(self, program: str, fds: Sequence[int]) -> int:
@@ -114,11 +116,11 @@ class _Child:
         return self.pid
 
 
-def _run_spawned(inbox: socket.socket, num_children: int) -> None:
+def _run_spawned(inbox: socket.socket, children: Children) -> None:
     """Waits for a program and runs it as a spawned interpreter would; never returns."""
     # Before descriptors come: a copy that had them, too, would hide from who watches one of them
     # that this process ended.
-    _use_children([0] * num_children, inbox)
+    _use_children(children, inbox)
     data, fds, _, _ = socket.recv_fds(inbox, MAX_MESSAGE_BYTES, _MAX_FDS)
     inbox.close()
     if not data:
@@ -144,18 +146,18 @@ def _renumber(fds: Sequence[int], wanted: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _use_children(counts: Sequence[int], inbox: socket.socket | None = None) -> None:
+def _use_children(wanted: Children, inbox: socket.socket | None = None) -> None:
     """Makes copies of this process, which `multiprocessing` then starts instead of interpreters.
 
     Its other helper, the resource tracker, starts as ever.
 
     Args:
-        counts: for each copy, how many it will make of itself.
+        wanted: for each copy, those that it will make of itself.
         inbox: of this process, which is not for its copies.
     """
     children: list[_Child] = []
-    for count in counts:
-        children.append(_Child(children, count, inbox))
+    for each in wanted:
+        children.append(_Child(children, each, inbox))
     if not children:
         return
     spawn = multiprocessing.util.spawnv_passfds

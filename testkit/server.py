@@ -450,6 +450,7 @@ def _environment(release: Path | None, device: str) -> dict[str, str]:
     if release is not None:
         paths = [str(release), base.get("PYTHONPATH", "")]
         base["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        base[launch.EXTENSIONS_VARIABLE] = launch.extensions_folder(release.name)
     return {**(launch.environment(base) if device == "cpu" else base), **_QUIET_ENVIRONMENT}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from runtime_cpu import launch
 from testkit.slow.threads import are_threads_late, late_threads_if_asked
 
 # Three test files run at a time, and an idle scheduler would spin on a core that others need.
@@ -32,6 +33,9 @@ if "HIER_KV_FORK_SERVERS" not in os.environ:
     _folder = tempfile.mkdtemp(prefix="hier-kv-zygotes-")
     atexit.register(shutil.rmtree, _folder, ignore_errors=True)
     os.environ["HIER_KV_FORK_SERVERS"] = _folder
+
+# Page hashes in this process are of the extension that `make dev` has built for servers.
+os.environ.setdefault(launch.EXTENSIONS_VARIABLE, launch.extensions_folder())
 
 # Every server is three processes, which would compile the plugin's modules anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

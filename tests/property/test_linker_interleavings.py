@@ -19,7 +19,7 @@ from tests.property.worlds.linker_world import PAGE, PAGES_PER_DOCUMENT, Node, W
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
-ROUNDS = count(2, 5)  # of 500 operations, and on until all is seen, in each of ten worlds
+ROUNDS = count(1, 5)  # of 500 operations, and on until all is seen, in each of ten worlds
 
 WORLDS: dict[str, dict[str, Any]] = {
     "write_through-pre": {"policy": "write_through", "mode": "pre", "disk": True},

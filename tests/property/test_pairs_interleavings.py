@@ -18,7 +18,7 @@ from tests.property.worlds.taint_world import IDENTITY, Request, World, Wrong
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
-ROUNDS = count(3, 8)  # and on until all is seen
+ROUNDS = count(2, 8)  # and on until all is seen
 
 
 class PairsWorld(World):

@@ -45,7 +45,7 @@ _systems = st.builds(
 )
 
 
-@settings(max_examples=count(20, 600), deadline=None)
+@settings(max_examples=count(10, 600), deadline=None)
 @given(_conversations, _systems, st.sampled_from(sorted(POLICIES)))
 def test_every_turn_is_answered_and_accounted(
     conversations: list[Conversation], system: System, policy: str
@@ -62,7 +62,7 @@ def test_every_turn_is_answered_and_accounted(
         assert outcome.reused_tokens == 0
 
 
-@settings(max_examples=count(8, 200), deadline=None)
+@settings(max_examples=count(4, 200), deadline=None)
 @given(_conversations, _systems, st.sampled_from(["lookahead", "off"]))
 def test_the_stores_books_balance_whenever_pages_came(
     conversations: list[Conversation], system: System, policy: str

@@ -166,7 +166,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 TestPolicy = PolicyMachine.TestCase
 TestPolicy.settings = settings(
-    max_examples=count(15, 600),
+    max_examples=count(8, 600),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -339,7 +339,7 @@ _WEIGHTS: dict[str, float] = {
 def test_every_copy_is_as_good_as_is_said(policy: str, floor: Quality) -> None:
     model = Model(len(policy) + floor, policy, int(floor))
     names, weights = zip(*_WEIGHTS.items(), strict=True)
-    for step in range(count(1_000, 20_000)):
+    for step in range(count(600, 20_000)):
         name = model.rng.choices(names, weights)[0]
         operation: Callable[[], bool | None] = getattr(model, name)
         if operation() is not False:

@@ -15,7 +15,7 @@ from tests.property.worlds.queue_world import QueueWorld
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
-ROUNDS = count(2, 5)  # and on until all is seen
+ROUNDS = count(1, 5)  # and on until all is seen
 SEEDS = count(1, 20)  # so many queues of each kind
 Make = Callable[..., QueueWorld]
 

@@ -43,11 +43,9 @@ CASES = [
 
 
 @pytest.mark.sampled(
-    "2-timeout-True-False",
     "2-best_effort-*",
     "2-timeout-True-True",
     "2-wait_complete-False-True",
-    "2-cost-True-False",
     "3-cost-True-True",
 )
 @pytest.mark.parametrize(("num_ranks", "policy", "lookahead", "remote"), CASES)
@@ -276,7 +274,6 @@ STAGE_CASES = [
 
 
 @pytest.mark.sampled(
-    "2-2-timeout-True-False",
     "3-3-wait_complete-True-False",
     "4-2-timeout-False-False",
     "2-2-wait_complete-False-True",

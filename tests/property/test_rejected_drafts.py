@@ -31,7 +31,7 @@ from tests.property.worlds.taint_world import (
     page_rows,
 )
 
-ROUNDS = count(2, 20)
+ROUNDS = count(1, 20)
 SEEDS = count(1, 4)
 MOST_GUESSES, MOST_NEW = 4, 20
 _NUM_PRINTS = 4

@@ -20,7 +20,7 @@ from tests.property.worlds.taint_world import World
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
-ROUNDS = count(3, 8)  # and on until all is seen
+ROUNDS = count(2, 8)  # and on until all is seen
 Make = Callable[..., World]
 
 

@@ -15,7 +15,7 @@ from tests.property.worlds import truncation_world
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.truncation_world import TruncationWorld, world
 
-CASES = count(300, 20000)
+CASES = count(200, 20000)
 SEEDS = 3
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")

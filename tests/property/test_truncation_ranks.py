@@ -22,7 +22,7 @@ from tests.property.worlds.rank_of_many import run_until_found, run_worlds
 from tests.property.worlds.taint_world import Wrong
 from tests.property.worlds.truncation_ranks import TruncationRank
 
-LOADS = count(3, 60)  # with moved tokens
+LOADS = count(2, 60)  # with moved tokens
 QUOTES = count(1, 20)  # among these
 SEEDS = count(1, 3)
 
@@ -60,7 +60,7 @@ def searched(rank: TruncationRank) -> dict[str, int]:
     return {name: rank.store.stats().get(name, 0) for name in names}
 
 
-@pytest.mark.sampled("other sizes-0", "three, lossy-0")
+@pytest.mark.sampled("three, lossy-0")
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("name", list(CASES))
 def test_ranks_cut_alike_and_move_the_same(

@@ -39,7 +39,7 @@ from tests.e2e.remote.test_remote import eventually
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.sampled("latent-remote", "four", "states-ranks", "latent-states"),
+    pytest.mark.sampled("latent-remote", "four", "latent-states"),
 ]
 
 HEADER_BYTES = 4096

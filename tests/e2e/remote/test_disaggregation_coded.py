@@ -55,7 +55,7 @@ def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
     return made.on_ranks(num_ranks)
 
 
-@pytest.mark.sampled("mla-2")
+@pytest.mark.sampled("indexed-1")
 @pytest.mark.parametrize(("kind", "num_ranks"), CASES)
 def test_what_is_coded_without_loss_comes_back_as_it_was(
     kind: str, num_ranks: int, tmp_path: Path

@@ -78,7 +78,7 @@ def share(turns: Iterable[Turn]) -> float:
     return float(right / proposed)
 
 
-@pytest.mark.sampled("eagle-2")
+@pytest.mark.sampled("eagle-1")
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
     [("eagle", 1), ("nextn", 1), ("eagle3", 1), ("eagle", 2), ("nextn", 2)],

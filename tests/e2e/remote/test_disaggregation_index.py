@@ -68,7 +68,7 @@ def set_up(name: str, has_draft: bool, num_ranks: int, folder: Path) -> SetUp:
     return SetUp(args, write(folder / "model", name), {}).on_ranks(num_ranks)
 
 
-@pytest.mark.sampled("deepseek-True-2")
+@pytest.mark.sampled("deepseek-True-1")
 @pytest.mark.parametrize(("name", "has_draft", "num_ranks"), CASES)
 def test_index_rows_are_handed_on_and_come_back(
     name: str, has_draft: bool, num_ranks: int, tmp_path: Path

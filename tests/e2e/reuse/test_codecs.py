@@ -33,6 +33,7 @@ from tests.e2e.hier_server import (
     state,
     tokens_and_logprobs,
 )
+from tests.long_form import either
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -42,7 +43,7 @@ LOSSY = ["hier", "cachegen-paper", "cachegen-released"]
 WAIT = ["--hier-kv-prefetch-policy", "wait_complete"]
 POOL = ["--max-total-tokens", "2048", "--page-size", str(PAGE)]
 PREFIX, FOLLOWING, NUM_WINDOWS, NUM_TOP = 20 * PAGE, 200, 2, 256
-NUM_CHATS, NUM_TURNS, TURN = 5, 4, 3 * PAGE + 10
+NUM_CHATS, NUM_TURNS, TURN = 5, either(3, 4), 3 * PAGE + 10
 LOSSY_HOST_PAGES = 48
 
 
@@ -240,7 +241,7 @@ def test_quality_through_the_server_is_the_codecs_own(
         found = settled(server)
     # The chats go another way where their history came back lossy, and reuse as much of it.
     assert [a["meta_info"]["cached_tokens"] for a in answers] == plain.reused
-    assert sum(quality(answer) == "lossy" for answer in answers) > len(answers) / 3
+    assert sum(quality(answer) == "lossy" for answer in answers) > len(answers) / 4
     assert found["disk"]["codec"]["pages_decoded"] >= NUM_WINDOWS * PREFIX // PAGE
     served = mean_kl(plain.windows, lossy)
     alone = kl_of_codec_alone(codec, tmp_path, model, exact)

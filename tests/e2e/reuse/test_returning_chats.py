@@ -18,12 +18,13 @@ from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.workload import reply_of
 from tests.e2e.hier_server import GIB, real_prompts, settled
+from tests.long_form import either
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE = 16
 SLOT_BYTES = 69_632  # of a page of 16 tokens of tinylm, with its header
-NUM_CHATS, CHAT_PAGES = 200, 3
+NUM_CHATS, CHAT_PAGES = either(100, 200), 3
 HOST_CHATS, DISK_CHATS = 12, NUM_CHATS // 3
 SEGMENT_PAGES = 16
 

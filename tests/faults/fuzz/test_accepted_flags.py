@@ -7,7 +7,7 @@ from collections import Counter
 from tests.faults.fuzz.fuzz_flags import run
 from tests.long_form import count
 
-NUM_CASES = count(30, 1000)
+NUM_CASES = count(12, 1000)
 
 
 def test_nothing_is_accepted_that_cannot_be_built() -> None:

@@ -44,7 +44,8 @@ ALIGNED = (
     *("pages", "pool", "cos", "sin", "page_words", "first_word", "row_stride", "width", "wrong"),
     *("misses", "tails", "tail_words"),
 )
-# KIND, RULE, INTERLEAVED
+# KIND, RULE, INTERLEAVED. A default run has the first; what another rule and neighbouring pairs
+# change is in the first of SHAPES, too.
 CASES = ((0, 0, False), (0, 1, True), (1, 2, False), (2, 1, False))
 # Heads, columns, first rotated column, rotated columns, whether pairs are neighbours: latent rows,
 # and half of a head.
@@ -133,6 +134,16 @@ def check_saves_wide(ptx: str, interleaved: bool) -> None:
     assert len(marks) <= 4, marks
 
 
+def check_arithmetic(name: str, ptx: str, rule: int) -> None:
+    """Nothing is flushed to zero, and neither `eager` nor `fp32` is contracted."""
+    assert ".ftz" not in ptx, name
+    fused = len(re.findall(r"\bfma\.rn\.f32", ptx))
+    if rule == 2 and name in ("save_kernel", "load_kernel"):
+        assert fused > 0, name
+    else:
+        assert fused == 0, (name, rule)
+
+
 def compile_case(arch: int, kind: int, rule: int, interleaved: bool) -> None:
     item = 4 if kind == 2 else 2
     for name in KERNELS:
@@ -156,12 +167,7 @@ def compile_case(arch: int, kind: int, rule: int, interleaved: bool) -> None:
             check_wide(name, ptx)
         if name == "save_kernel" and kind != 2:
             check_saves_wide(ptx, interleaved)
-        assert ".ftz" not in ptx, name
-        fused = len(re.findall(r"\bfma\.rn\.f32", ptx))
-        if rule == 2 and name in ("save_kernel", "load_kernel"):
-            assert fused > 0, name
-        else:  # neither `eager` nor `fp32` may be contracted
-            assert fused == 0, (name, rule)
+        check_arithmetic(name, ptx, rule)
         print(f"sm_{arch} kind {kind} rule {rule} {name}: {used['registers']} registers, no spills")
 
 
@@ -178,6 +184,7 @@ def compile_shape(arch: int, heads: int, dim: int, first: int, rotary: int, near
         kernel = getattr(kernels, name)
         ptx, used = compile_kernel(kernel, arch, constants, options["num_warps"])
         assert used["spills"] == 0, (name, arch, used)
+        check_arithmetic(name, ptx, 1)
         if name != "save_kernel":
             check_wide(name, ptx)
         else:
@@ -192,10 +199,10 @@ def _search_options(item_bytes: int, interleaved: bool) -> dict[str, Any]:
 
 def main() -> None:
     every = ((80, CASES[:1]), (90, CASES), (100, CASES[1:2]))
-    for arch, cases in either(((90, CASES[:2]),), every):
+    for arch, cases in either(((90, CASES[:1]),), every):
         for kind, rule, interleaved in cases:
             compile_case(arch, kind, rule, interleaved)
-        for shape in SHAPES:
+        for shape in either(SHAPES[:1], SHAPES):
             compile_shape(arch, *shape)
     print("all kernels compiled")
 

@@ -31,10 +31,10 @@ from tests.property.worlds.rank_of_many import run_until_found, run_worlds
 from tests.property.worlds.state_world import StageLayers, stages_of
 from tests.property.worlds.window_world import PAGE
 
-LOADS = count(2, 40)  # in each world
-REMOTE_LOADS = count(2, 15)  # where a store swaps parts, or does not answer, fewer are resumed
+LOADS = count(1, 40)  # in each world
+REMOTE_LOADS = count(1, 15)  # where a store swaps parts, or does not answer, fewer are resumed
 SEEDS = count(1, 3)
-NUM_PROMPTS = count(30, 200)  # of each seed, of which a stage loses something
+NUM_PROMPTS = count(12, 200)  # of each seed, of which a stage loses something
 
 TWO = stages_of("SSFS", "SFS")
 THREE = stages_of("SF", "SSF", "SSSF")

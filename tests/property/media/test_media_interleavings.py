@@ -18,7 +18,7 @@ from tests.property.worlds.coverage import run_until_counted
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
-ROUNDS = count(3, 8)  # and on until all is seen
+ROUNDS = count(2, 8)  # and on until all is seen
 Make = Callable[..., MediaWorld]
 
 

@@ -20,7 +20,7 @@ from tests.property.worlds.window_world import PAGE
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
 SEEDS = count(3, 10)  # of each kind of world in turn
-ROUNDS = count(3, 8)  # and on until all is seen
+ROUNDS = count(1, 8)  # and on until all is seen
 TEXT = [100 + at for at in range(6 * PAGE + 1)]
 SPAN = (5, 16)  # begins and ends within pages
 SPAN_BEFORE = SPAN[0] // PAGE * PAGE

@@ -54,7 +54,7 @@ from tests.property.worlds.device_parts import (  # noqa: E402
 )
 
 RING_PAGES = 3  # pages of a layer that a buffer of the ring holds
-STEPS = count(900, 100000)  # in all worlds of a kind together
+STEPS = count(500, 100000)  # in all worlds of a kind together
 STEPS_A_WORLD = 150
 # What worlds of any kind must have done, several times each.
 MUST_HAPPEN = (

@@ -14,8 +14,8 @@ import pytest
 
 from bench.faults.inject import Control, environment
 from runtime_cpu import launch
-from runtime_cpu.forked import Nursery, num_children
-from runtime_cpu.zygote import Zygote
+from runtime_cpu.forked import Nursery, children
+from runtime_cpu.zygote import Children, Zygote
 from testkit.server import ROOT
 from testkit.slow import ENV_JITTER, ENV_SPEED_FILE, on_path
 
@@ -73,22 +73,32 @@ def test_what_the_import_of_a_model_sets_changes_nothing(tmp_path: Path) -> None
     assert is_forked(tmp_path, added), added
 
 
+ONE: Children = [[]]
+TWO: Children = [[], []]
+DATA, ATTENTION = ["--dp-size", "2"], ["--dp-size", "2", "--enable-dp-attention"]
+
+
 @pytest.mark.parametrize(
-    ("args", "expected"),
+    ("args", "expected", "traced"),
     [
-        ([], [0, 0]),
-        (["--tp-size", "2"], [0, 0, 0]),
-        (["--tp-size", "4", "--nnodes", "2"], [0, 0, 0]),
-        (["--pp-size", "2"], [0, 0, 0]),
-        (["--pp-size", "2", "--tp-size", "2"], [0, 0, 0, 0, 0]),
-        (["--dp-size", "2"], [2, 0]),
-        (["--tp-size", "2", "--dp-size", "2"], [4, 0]),
-        (["--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"], [0] * 6),
-        (["--tp-size", "4", "--attn-dp-size", "2"], [0] * 6),
+        ([], [[], []], [ONE, [], []]),
+        (["--tp-size", "2"], [[], [], []], [ONE, ONE, [], []]),
+        (["--tp-size", "4", "--nnodes", "2"], [[], [], []], [ONE, ONE, [], []]),
+        (["--pp-size", "2"], [[], [], []], [ONE, ONE, [], []]),
+        (["--pp-size", "2", "--tp-size", "2"], [[]] * 5, [*[ONE] * 4, [], []]),
+        (DATA, [TWO, []], [[[], ONE, ONE], [], []]),
+        (["--tp-size", "2", *DATA], [[[]] * 4, []], [[[], *[ONE] * 4], [], []]),
+        (["--tp-size", "4", *ATTENTION], [[]] * 6, [*[ONE] * 5, [], []]),
+        (["--tp-size", "4", "--attn-dp-size", "2"], [[]] * 6, [*[ONE] * 5, [], []]),
     ],
 )
-def test_processes_are_counted_by_who_starts_them(args: list[str], expected: list[int]) -> None:
-    assert num_children(args) == expected
+def test_processes_are_known_by_who_starts_them(
+    args: list[str], expected: Children, traced: Children
+) -> None:
+    senders = {"SGLANG_TRACE_ASYNC": "1"}
+    assert children(args, {}) == children(args, senders) == expected
+    assert children([*args, "--enable-trace"], {}) == expected
+    assert children([*args, "--enable-trace"], senders) == traced
 
 
 class Counted(Nursery):

@@ -59,5 +59,16 @@ def test_the_environment_keeps_what_the_caller_set() -> None:
     assert launch.environment(env) == env
 
 
+def test_each_environment_and_each_release_has_extensions_of_its_own() -> None:
+    """What two of them build in the same folder is the same file."""
+    own = launch.environment({})[launch.EXTENSIONS_VARIABLE]
+    assert own == launch.extensions_folder()
+    assert own.startswith(sys.prefix)
+    assert launch.extensions_folder("0.5.22") not in (own, launch.extensions_folder("0.5.21"))
+    assert (
+        launch.environment({launch.EXTENSIONS_VARIABLE: "/e"})[launch.EXTENSIONS_VARIABLE] == "/e"
+    )
+
+
 def test_the_command_starts_the_unmodified_server() -> None:
     assert launch.command(["--x"])[:3] == [sys.executable, "-m", "sglang.launch_server"]

@@ -29,7 +29,7 @@ def middle(numbers, ends):
     os._exit(3)  # its children live on
 
 if __name__ == "__main__":
-    zygote._use_children([6, 0])
+    zygote._use_children([[[]] * 6, []])
     context = multiprocessing.get_context("spawn")
     numbers = context.Queue()
     ours, theirs = context.Pipe()
