@@ -26,10 +26,10 @@ pytestmark = pytest.mark.e2e
 PAGE, CONTEXT, NEW_TOKENS = 16, 512, 4
 # A default run plays the last ones, with each way among them, and each tier.
 ROUNDS, FIRST = count(20, 200), either(8, 0)
-HOST_PAGES = 64  # of 64 tokens
+HOST_PAGES = either(32, 64)  # of 64 tokens
 CODECS = "host=lossless,disk=lossless,remote=lossless"
 # Prompts of somebody else, who pushes all that was sent before out of DRAM.
-NUM_FILLERS = 14
+NUM_FILLERS = either(7, 14)
 Answer = dict[str, Any]
 
 

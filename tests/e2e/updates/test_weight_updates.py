@@ -143,7 +143,7 @@ def back_to_first(servers: tuple[Server, Server]) -> None:
 
 
 # IPC is among the ways of `test_weight_traffic.py`.
-@pytest.mark.sampled("disk", "tensor", "release-resume")
+@pytest.mark.sampled("disk", "release-resume")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_flushing_update_serves_nothing_of_the_old_weights(
     way: str, servers: tuple[Server, Server], folder: Path
