@@ -83,6 +83,10 @@ class Sizes:
             text = f"{self._what.format(share)}, about {each_s * (1 - share):,.0f} s left"
             self._stream.show(share, text)
 
+    def found(self, text: str) -> None:
+        """One size is known: a line that stays, above the bar."""
+        self._stream.say(text)
+
     def __enter__(self) -> Self:
         text = self._what.format(0) + " (a first run compiles loops: about a minute)"
         self._stream.show(0.0, text)
@@ -109,6 +113,11 @@ class _Stream:
             bar = "#" * round(share * _WIDTH)
             text = f"\r[{bar:{_WIDTH}}] {text}\x1b[K"
         self._write(text, end="" if self.is_terminal else "\n")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.take_away()
+        self._write(text, end="\n")
 
     def take_away(self) -> None:
         """Removes the bar; lines stay."""

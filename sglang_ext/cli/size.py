@@ -101,7 +101,10 @@ def _size(chosen: argparse.Namespace) -> int:
         traffic, model.bytes_per_token, sizes, chosen.disk_gb_s, chosen.prefetch_policy, progress
     )
     with progress:
-        found = list(each)
+        found = []
+        for one in each:
+            found.append(one)
+            progress.found(_shown(one))
     best = choose(found)
     if chosen.json:
         shown = {
@@ -117,6 +120,11 @@ def _size(chosen: argparse.Namespace) -> int:
         return 0
     print("\n".join(_table(model, traffic, found, best)))  # noqa: T201
     return 0
+
+
+def _shown(one: Any) -> str:
+    """A size and what it brings, as soon as that is known: the largest take the longest."""
+    return f"DRAM {one.size.host_gb:g} GiB, disk {one.size.disk_gb:g}: hit rate {one.hit_rate:.1%}"
 
 
 def _require_served(traffic: Any) -> None:

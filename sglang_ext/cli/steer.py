@@ -84,7 +84,9 @@ def _steer(chosen: argparse.Namespace) -> int:
     except urllib.error.HTTPError as error:
         raise ServerStatsError(f"{address} answers {error.code}: {reason_of(error)}") from error
     except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-        raise ServerStatsError(f"{address} gives no answer ({error}); is it up?") from error
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        said = getattr(reason, "strerror", None) or reason
+        raise ServerStatsError(f"{address} gives no answer ({said}); is the server up?") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ServerStatsError(f"{address} answers as no server with --enable-hier-kv") from error
     print(json.dumps(answer) if chosen.json else "\n".join(lines))  # noqa: T201
@@ -94,6 +96,9 @@ def _steer(chosen: argparse.Namespace) -> int:
 def _check_wishes(chosen: argparse.Namespace) -> None:
     """Refuses wishes of which one undoes another, before anything is read."""
     given = [name for name in (*_FLAGS, *_TIMES) if getattr(chosen, name) not in (None, False)]
+    if not given:
+        wishes = ", ".join(map(_flag, (*_FLAGS, *_TIMES)))
+        raise ValueError(f"nothing is asked for; give one of {wishes}")
     if (found := contradiction(given)) is not None:
         first, both, why = found
         wishes = ", ".join(map(_flag, both))

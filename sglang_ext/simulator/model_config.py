@@ -58,8 +58,9 @@ def read_model(path: Path, kv_dtype: str = "", num_ranks: int = 1) -> ModelKv:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"{file} cannot be read as a model's config.json ({error}); name the file, or the "
+            f"{file} cannot be read as a model's config.json ({reason}); name the file, or the "
             "folder that it is in"
         ) from error
     outer = config if isinstance(config, dict) else {}

@@ -105,6 +105,7 @@ def test_where_nobody_answers_is_said(
         (("steer", "--text", "bytes", "--locate"), "bytes: expected text"),
         (("steer", "--ids", "text", "--locate"), "text: expected a JSON list"),
         (("steer", "--text", "none", "--locate"), "'none': No such file"),
+        (("steer", "--text", "text"), "nothing is asked for; give one of --locate, --prefetch"),
         (("steer", "--text", "text", "--pin-s", "nan"), "--pin-s must be above 0"),
         (("steer", "--text", "text", "--returns-in-s", "-1"), "--returns-in-s must be above 0"),
         (
