@@ -42,6 +42,7 @@ SGLANG_MODULES = {
     "seam/hash_fallback",
     "seam/hooks/disaggregation",
     "seam/hooks/hooking",
+    "seam/hooks/loaded_models",
     "seam/hooks/resolution",
     "seam/hooks/scheduler",
     "seam/hooks/steering_endpoint",

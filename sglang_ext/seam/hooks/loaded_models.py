@@ -17,7 +17,7 @@ from sglang_ext.settings.disaggregation import check_handed_windows, is_disaggre
 
 _ATTRIBUTE = "_hier_kv_draft_runners"
 # SGLang's runner of the model that is loaded now.
-_loading: ContextVar[Any] = ContextVar("hier_kv_loading", default=None)
+_loading: ContextVar[Any] = ContextVar("loading", default=None)
 
 
 def register_model_hooks() -> None:

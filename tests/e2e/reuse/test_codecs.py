@@ -241,7 +241,7 @@ def test_quality_through_the_server_is_the_codecs_own(
         found = settled(server)
     # The chats go another way where their history came back lossy, and reuse as much of it.
     assert [a["meta_info"]["cached_tokens"] for a in answers] == plain.reused
-    assert sum(quality(answer) == "lossy" for answer in answers) > len(answers) / 4
+    assert sum(quality(answer) == "lossy" for answer in answers) > len(answers) / either(4, 3)
     assert found["disk"]["codec"]["pages_decoded"] >= NUM_WINDOWS * PREFIX // PAGE
     served = mean_kl(plain.windows, lossy)
     alone = kl_of_codec_alone(codec, tmp_path, model, exact)
