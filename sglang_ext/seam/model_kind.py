@@ -102,6 +102,8 @@ def hybrid_stages(model_config: Any, num_stages: int) -> Iterator[tuple[int, int
     if model_config.hf_config.architectures[0] not in STAGED_HYBRIDS:
         return
     states = mambaish_config(model_config)
+    if states is None and not model_config.is_hybrid_swa:  # all layers' KV is in one pool
+        return
     if states is None:
         full, others = model_config.full_attention_layer_ids, model_config.swa_attention_layer_ids
     elif hasattr(states, "linear_layer_ids"):

@@ -59,21 +59,11 @@ class Writing:
         replaces = self._look(engine, deadline)
         if self._allowance is not None:
             self._allowance.look(engine, deadline)
-        batch: list[int] = []
-        num_bytes = 0
-        for index, outcome in enumerate(self._outcomes):
-            if outcome is not None:
-                continue
-            if not self._is_allowed(index):
-                self._outcomes[index] = Outcome.OVER_SHARE
-                continue
-            batch.append(index)
-            num_bytes += self._bytes_of(index)
-            if num_bytes >= _BATCH_BYTES:
-                self._put(engine, batch, replaces, deadline)
-                batch, num_bytes = [], 0
-        if batch:
-            self._put(engine, batch, replaces, deadline)
+        allowed: list[int] = []
+        try:
+            self._put_allowed(engine, replaces, deadline, allowed)
+        finally:
+            self._give_back([index for index in allowed if self._outcomes[index] is None])
 
     def outcomes(self, unfinished: Outcome) -> list[Outcome]:
         """One outcome an item; `unfinished` for those that were not reached."""
@@ -96,6 +86,33 @@ class Writing:
             self._outcomes[index] = Outcome.MALFORMED
         else:
             self.num_bytes += self._bytes_of(index)
+
+    def _put_allowed(
+        self, engine: RemoteEngine, replaces: list[bool], deadline: Deadline, allowed: list[int]
+    ) -> None:
+        """Stores what is not there and within its tenant's share; adds it to `allowed` before."""
+        batch: list[int] = []
+        num_bytes = 0
+        for index, outcome in enumerate(self._outcomes):
+            if outcome is not None:
+                continue
+            if not self._is_allowed(index):
+                self._outcomes[index] = Outcome.OVER_SHARE
+                continue
+            allowed.append(index)
+            batch.append(index)
+            num_bytes += self._bytes_of(index)
+            if num_bytes >= _BATCH_BYTES:
+                self._put(engine, batch, replaces, deadline)
+                batch, num_bytes = [], 0
+        if batch:
+            self._put(engine, batch, replaces, deadline)
+
+    def _give_back(self, unfinished: list[int]) -> None:
+        if self._allowance is None:
+            return
+        for index in unfinished:
+            self._allowance.give_back(self._items[index].tenant, self._bytes_of(index))
 
     def _is_allowed(self, index: int) -> bool:
         return self._allowance is None or self._allowance.admits(

@@ -112,33 +112,42 @@ def _around_sending(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    cache = scheduler.tree_cache
+    cache, restored = scheduler.tree_cache, None
     if isinstance(cache, HierKVRadixCache):
         if req.discard_output_reason is not None and not last_chunk:
             return  # its load failed; SGLang aborts it at its next step
-        _send_behind_restored(cache, req.disagg_kv_sender)
+        restored = _send_behind_restored(cache, req.disagg_kv_sender)
         if last_chunk:
             row = scheduler.disagg_metadata_buffers.output_ids[req.metadata_buffer_index]
             row[_MARK] = torch.from_numpy(_mark_of(cache, req))
             # What another one sends from here on comes behind all of this, to a room that is over.
             cache.sending_rooms.end(req.bootstrap_room, req.disagg_kv_sender)
     send(scheduler, req, last_chunk, *args, **kwargs)
+    if restored is not None and getattr(req.disagg_kv_sender, _WAITS_FOR, None) is restored:
+        # SGLang had no rows to send; what it sends next may be behind a later one.
+        setattr(req.disagg_kv_sender, _WAITS_FOR, None)
 
 
-def _send_behind_restored(cache: HierKVRadixCache, sender: Any) -> None:
+def _send_behind_restored(cache: HierKVRadixCache, sender: Any) -> Any:
     """Has the thread that sends rows wait for pages that are put in place of recomputed ones.
 
     Such an event is SGLang's own way to have that thread, and not the scheduler's, wait for a
     forward that may still write what it sends (`TransferKVChunk.wait_event`). Where it has set one
     by now, that is of the forwards' stream, which has been told to wait for these pages.
+
+    Returns:
+        The event, if the sender has it from here.
     """
     event = cache.hier_linker.restoring()
     if event is None:
-        return
+        return None
     if not hasattr(sender, _WAITS_FOR):  # nothing would wait: better here than not at all
         event.synchronize()
-    elif getattr(sender, _WAITS_FOR) is None:
-        setattr(sender, _WAITS_FOR, event)
+        return None
+    if getattr(sender, _WAITS_FOR) is not None:
+        return None
+    setattr(sender, _WAITS_FOR, event)
+    return event
 
 
 def _after_arrival(result: None, queue: Any, decode_req: Any) -> None:

@@ -77,7 +77,6 @@ def resolved(server_args: Any) -> Resolved:
     has_model = str(server_args.model_path).lower() not in ("none", "dummy")
     model_config = model_config_of(server_args) if has_model else None
     values = {field.name: resolution_result(server_args, field.name) for field in fields}
-    num_stages = (values.get("pp_size") or 1) if has_model else 1
     return Resolved(
         values=values,
         given={field.name: given.get(field.name) for field in fields},
@@ -85,8 +84,21 @@ def resolved(server_args: Any) -> Resolved:
         model_kind=model_kind(model_config) if has_model else "mha",
         release=version("sglang"),
         architecture=_architecture(model_config) if has_model else "",
-        stages=tuple(hybrid_stages(model_config, num_stages)) if num_stages > 1 else (),
+        stages=_stages(model_config, values.get("pp_size") or 1) if has_model else (),
     )
+
+
+def _stages(model_config: Any, num_stages: int) -> tuple[tuple[int, int], ...]:
+    """Layers of the pipeline stages of a hybrid; none where there is one stage."""
+    if num_stages == 1:
+        return ()
+    try:
+        return tuple(hybrid_stages(model_config, num_stages))
+    except ValueError as error:
+        raise HierKVConfigError(
+            f"SGLANG_PP_LAYER_PARTITION must give each of {num_stages} stages its number of the "
+            f"model's layers, of which SGLang says: {error}; change it or --pp-size, or unset it."
+        ) from error
 
 
 def _architecture(model_config: Any) -> str:

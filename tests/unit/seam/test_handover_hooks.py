@@ -116,6 +116,8 @@ class Servers:
         self.buffers = SimpleNamespace(output_ids=torch.zeros((1, 16), dtype=torch.int32))
         self.waiting: list[Any] = []
         self.runner = SimpleNamespace()
+        self.has_rows = True  # for the part that is sent next
+        self.sent_behind: list[Any] = []  # the event of each part
 
     def speculate(self) -> None:
         """Both with a draft model."""
@@ -134,7 +136,14 @@ class Servers:
         """It sends the last part, and the mark."""
         scheduler = SimpleNamespace(tree_cache=self.cache, disagg_metadata_buffers=self.buffers)
         self.buffers.output_ids[0, 0] = FIRST  # as SGLang's `set_buf` says it
-        disaggregation._around_sending(lambda *args: None, scheduler, req, True)
+        disaggregation._around_sending(self._send_part, scheduler, req, True)
+
+    def _send_part(self, scheduler: Any, req: Any, last_chunk: bool) -> None:
+        """As SGLang's sender, which hands an event on with the part that it sends."""
+        sender = req.disagg_kv_sender
+        if self.has_rows and hasattr(sender, "_early_send_wait_event"):
+            self.sent_behind.append(sender._early_send_wait_event)
+            sender._early_send_wait_event = None
 
     def receive(self, req: Any) -> bool:
         """Whether the decode server may store a request whose KV has arrived."""
@@ -504,14 +513,18 @@ def test_the_thread_that_sends_waits_for_a_page_that_is_being_restored() -> None
     servers, event = Servers(), _Event()
     sender = sender_to(7, DUMMY, RECEIVER)
     sender._early_send_wait_event = None
-    servers.send(request(7, disagg_kv_sender=sender))
-    assert sender._early_send_wait_event is None  # nothing was restored
+    req = request(7, disagg_kv_sender=sender)
+    servers.send(req)
+    assert servers.sent_behind == [None]  # nothing was restored
     servers.cache.restoring = event
-    servers.send(request(7, disagg_kv_sender=sender))
-    assert sender._early_send_wait_event is event
+    servers.send(req)
+    assert servers.sent_behind == [None, event]
     earlier = sender._early_send_wait_event = _Event()
-    servers.send(request(7, disagg_kv_sender=sender))
-    assert sender._early_send_wait_event is earlier  # SGLang's own is behind the page, too
+    servers.send(req)
+    assert servers.sent_behind == [None, event, earlier]  # SGLang's own is behind the page, too
+    servers.has_rows = False
+    servers.send(req)
+    assert sender._early_send_wait_event is None  # or the next part would go behind this one
     assert (event.num_waits, earlier.num_waits) == (0, 0)
     servers.send(request(7))
     assert event.num_waits == 1

@@ -18,6 +18,7 @@ from sglang_ext.errors import HierKVConfigError  # noqa: E402
 from sglang_ext.seam.model_kind import hybrid_stages, model_kind  # noqa: E402
 from sglang_ext.settings.compat import check_kind  # noqa: E402
 from testkit.hybrids.index_model import CONFIGS  # noqa: E402
+from testkit.hybrids.oss_model import write_oss_model  # noqa: E402
 from testkit.hybrids.shaped_models import SHAPED_MODELS  # noqa: E402
 from testkit.hybrids.state_model import STATE_MODELS, publish  # noqa: E402
 from testkit.hybrids.step_model import write_step_model  # noqa: E402
@@ -128,3 +129,10 @@ def test_layers_of_stages_are_known_before_any_is_built(
     if partition:
         monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", partition)
     assert list(hybrid_stages(model_config, 2)) == stages
+
+
+def test_window_layers_in_one_pool_are_no_matter_of_stages(tmp_path: Path) -> None:
+    write_oss_model(tmp_path)
+    assert all(list(hybrid_stages(config_of(tmp_path), 2)))
+    one_pool = config_of(tmp_path, disable_hybrid_swa_memory=True)
+    assert list(hybrid_stages(one_pool, 2)) == []

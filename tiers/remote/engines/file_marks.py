@@ -35,13 +35,15 @@ class FileMarks:
         return self._tenants.get(status.st_mtime_ns % _SECOND_NS, 0)
 
     def write(self, fd: int, tenant: int) -> None:
-        """Marks a file that was just written."""
+        """Marks a file that was just written, where the file system lets its owner say a time."""
         if tenant:
-            _set(fd, self._written[tenant])
+            with contextlib.suppress(OSError):
+                _set(fd, self._written[tenant])
 
     def are_kept(self, fd: int) -> bool:
         """Whether a file system keeps marks, tried with a file in it."""
-        _set(fd, _NUM_MARKS * _STEP_NS)
+        with contextlib.suppress(OSError):
+            _set(fd, _NUM_MARKS * _STEP_NS)
         return os.fstat(fd).st_mtime_ns % _SECOND_NS == _NUM_MARKS * _STEP_NS
 
 
@@ -58,7 +60,7 @@ def renew(file: int | str, status: os.stat_result, folder: int | None = None) ->
     """
     mark = status.st_mtime_ns % _SECOND_NS
     if mark and mark % _STEP_NS == 0:
-        with contextlib.suppress(PermissionError):  # only who owns a file says which time it is
+        with contextlib.suppress(OSError):  # only who owns a file says which time it is, or nobody
             _set(file, mark, folder)
             return
     os.utime(file, dir_fd=folder, follow_symlinks=isinstance(file, int))

@@ -229,17 +229,19 @@ class FolderReclaimer:
             fd = self._folders.make_file(top, LOCK_NAME)
         except FileExistsError:
             return False
-        with contextlib.suppress(OSError):  # on a full file system, too, something must go
-            os.write(fd, os.urandom(_PROBE_BYTES))
-        self._counts_blocks = os.fstat(fd).st_blocks > 0
-        if len(self._rights) > 1 and not self._has_warned and not self._marks.are_kept(fd):
-            self._has_warned = True
-            logger.warning(
-                "hier-kv: the file system of %s keeps no fractions of seconds of a file's time, so "
-                "it is not known there whose a value is, and shares of tenants do not hold",
-                self._folders.root,
-            )
-        os.close(fd)
+        try:
+            with contextlib.suppress(OSError):  # on a full file system, too, something must go
+                os.write(fd, os.urandom(_PROBE_BYTES))
+            self._counts_blocks = os.fstat(fd).st_blocks > 0
+            if len(self._rights) > 1 and not self._has_warned and not self._marks.are_kept(fd):
+                self._has_warned = True
+                logger.warning(
+                    "hier-kv: the file system of %s keeps no fractions of seconds of a file's "
+                    "time, so it is not known there whose a value is, and shares do not hold",
+                    self._folders.root,
+                )
+        finally:
+            os.close(fd)
         return True
 
     def _bytes_of(self, status: os.stat_result) -> int:
