@@ -46,9 +46,10 @@ def run(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
     Args:
         python: an interpreter with the wheel and `requirements`.
-        folder: for a copy of the tests, without the package: what is installed is found.
+        folder: for a copy of the tests and of what starts servers for some, without the package: what
+            is installed is found.
     """
-    for name in ("tests", "testkit"):
+    for name in ("tests", "testkit", "runtime_cpu"):
         shutil.copytree(
             ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "assets")
         )
