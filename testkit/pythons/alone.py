@@ -46,7 +46,7 @@ def run(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
     Args:
         python: an interpreter with the wheel and `requirements`.
-        folder: for a copy of the tests and of what starts servers for some, without the package: what
+        folder: for a copy of the tests and of what starts their servers, without the package: what
             is installed is found.
     """
     for name in ("tests", "testkit", "runtime_cpu"):
