@@ -1,4 +1,6 @@
-"""200 chats that come back in an order that the queue knows, and a disk for a third of them.
+"""Chats that come back in an order that the queue knows, and a disk for a third of them.
+
+200 of them in the long form, 100 otherwise.
 
 What the look-ahead is for, counted in tokens that were not computed again: it keeps what the queue
 will come to, while a server without it lets each chat go shortly before its turn. And the same on a
