@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from testkit.requests import by_tier
+from testkit.requests import by_tier, flush_device
 from testkit.server import Server, ServerError
 from testkit.workload import load_texts, load_tokenizer
 
@@ -112,6 +112,19 @@ def send_all(
 
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         return list(pool.map(send, requests))
+
+
+def send_in_halves(
+    server: Server, requests: Sequence[RankRequest], name: str, num_tokens: int = _NEW_TOKENS
+) -> list[Served]:
+    """As `send_all`, with an empty device behind half of them.
+
+    So the later turns come from the tiers, however the pool's size and the choice of a rank fell.
+    """
+    half = len(requests) // 2
+    served = send_all(server, requests[:half], name, num_tokens)
+    flush_device(server)
+    return served + send_all(server, requests[half:], name, num_tokens)
 
 
 def ask(

@@ -32,7 +32,7 @@ from testkit.rank_requests import (
     Served,
     answer_of,
     make_requests,
-    send_all,
+    send_in_halves,
 )
 from testkit.server import Server, ServerError
 from testkit.slow import ENV_JITTER
@@ -135,7 +135,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         on_device = [ask(server, prompt) for prompt in prompts]
     with setup.hier() as nodes:
         server = nodes[0]
-        mixed = send_all(
+        mixed = send_in_halves(
             server, make_requests(NUM_REQUESTS[setup.way], seed=1), "mixed", NUM_TOKENS
         )
         _flush(server)

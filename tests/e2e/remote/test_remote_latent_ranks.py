@@ -17,7 +17,7 @@ from sglang_ext.tiers.disk.offline.survey import examine, find_segments
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.records.record import HEADER_BYTES, RecordMeta, parse_header
 from sglang_ext.tiers.records.seals import CHECKSUMS
-from testkit.rank_requests import ENVIRONMENT, JITTER_MS, WAYS, make_requests, send_all
+from testkit.rank_requests import ENVIRONMENT, JITTER_MS, WAYS, make_requests, send_in_halves
 from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.requests import flush_device
 from testkit.server import Server
@@ -182,7 +182,7 @@ def _check_restored(server: Server, prompt: list[int], tier: str, expected: Any)
 def _check_mixed(server: Server) -> None:
     """Requests and aborts at once, in DRAM of few pages; then answers are still a device hit's."""
     reused: Counter[str] = Counter()
-    for served in send_all(server, make_requests(NUM_REQUESTS, seed=1), "mixed", NUM_TOKENS):
+    for served in send_in_halves(server, make_requests(NUM_REQUESTS, seed=1), "mixed", NUM_TOKENS):
         reused.update(served.by_tier)
     assert reused["host"] + reused["disk"] + reused["remote"] > 0, reused
     assert counts(server, "evicted_pages")[0] > 0

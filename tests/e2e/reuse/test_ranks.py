@@ -21,7 +21,7 @@ from testkit.rank_requests import (
     answer_of,
     ask,
     make_requests,
-    send_all,
+    send_in_halves,
 )
 from testkit.remote.otlp import Span, TraceCollector
 from testkit.requests import flush_device
@@ -64,7 +64,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     env |= collector.environment(by_another_process=way == "dp")
     server = Server(args, log_path=log, env=env, stop="kill", start_timeout_s=300.0)
     with collector, server:
-        served = send_all(server, make_requests(NUM_REQUESTS, seed=1), "mixed")
+        served = send_in_halves(server, make_requests(NUM_REQUESTS, seed=1), "mixed")
         device, host = [], []
         prompts = list(real_prompts(LENGTHS, seed=3))
         for number, prompt in enumerate(prompts):
@@ -83,7 +83,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         num_ranks = 2 if way == "tp" else 1
         traces = [collector.trace_of(f"host-{at}", num_ranks) for at in range(len(prompts))]
         yield Run(
-            way, folder, served, device, host, steered, states, metrics, probes, len(prompts),
+            way, folder, served, device, host, steered, states, metrics, probes, len(prompts) + 1,
             server.log(), traces,
         )  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_every_request_is_answered_and_prefixes_are_reused(run: Run) -> None:
             reused[tier] = reused.get(tier, 0) + tokens
     assert sum(one.answer is not None for one in run.served) > 0.7 * NUM_REQUESTS
     assert sum(reused.values()) > 1000, reused
-    # How much comes from the tiers depends on how soon it is there: a save may be late.
+    # Half of the turns follow an empty device: how much comes is chance, as HOST_PAGES are few.
     assert reused["host"] + reused["disk"] > 0, reused
     assert run.log.count("Rank consensus checker is enabled") == 2
     assert "Found rank divergence" not in run.log
