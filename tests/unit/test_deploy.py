@@ -182,6 +182,54 @@ def test_promtool_takes_all_of_it(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+TENANT_PANELS = {
+    "Prompt tokens reused, by tenant": {"1": 0.75, "others": 0.25},
+    "Prompt tokens asked for, by tenant": {"1": 100.0, "others": 20.0},
+    "Bytes in a file:// store, by tenant": {"1": 7.0, "others": 9.0},
+}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool is installed")
+def test_what_is_shown_of_tenants_is_each_ones(tmp_path: Path) -> None:
+    """Played by promtool: counts of two tenants beside those of all, which are in neither."""
+    tokens = {
+        "requested_tokens": 7200, "reused_disk_tokens": 4800, "tenant_1_requested_tokens": 6000,
+        "tenant_1_reused_host_tokens": 3000, "tenant_1_reused_disk_tokens": 1500,
+        "tenant_others_requested_tokens": 1200, "tenant_others_reused_remote_tokens": 300,
+    }  # fmt: skip
+    held = {"remote_bytes": 16, "quota_tenant_1_remote_bytes": 7, "quota_others_remote_bytes": 9}
+    who = 'model_name="m",instance="a:30000"'
+    series = [
+        {"series": f'sglang:hier_kv_tokens_total{{event="{name}",{who}}}', "values": f"0+{each}x9"}
+        for name, each in tokens.items()
+    ] + [
+        {"series": f'sglang:hier_kv_held_bytes{{of="{name}",{who}}}', "values": f"{each}x9"}
+        for name, each in held.items()
+    ]
+    panels = {panel["title"]: panel for panel in json.loads(DASHBOARD.read_text())["panels"]}
+    asked = {
+        title: re.sub(r"\$(model|instance)", ".*", panels[title]["targets"][0]["expr"])
+        for title in TENANT_PANELS
+    }
+    checks = [
+        {
+            "expr": asked[title].replace("$__rate_interval", "5m"),
+            "eval_time": "8m",
+            "exp_samples": [
+                {"labels": f'{{tenant="{name}"}}', "value": value} for name, value in each.items()
+            ],
+        }
+        for title, each in TENANT_PANELS.items()
+    ]
+    path = tmp_path / "panels.test.yml"
+    case = {"interval": "1m", "input_series": series, "promql_expr_test": checks}
+    path.write_text(yaml.safe_dump({"tests": [case]}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # The container.
 
 

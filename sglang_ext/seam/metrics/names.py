@@ -45,7 +45,9 @@ DURATIONS = Metric(
     OF,
 )
 
-HELD_PAGES = Metric(f"{PREFIX}_held_pages", "Pages in DRAM now, and its capacity.", OF)
+HELD_PAGES = Metric(
+    f"{PREFIX}_held_pages", "Pages held now, of all and of tenants, and DRAM's capacity.", OF
+)
 HELD_BYTES = Metric(f"{PREFIX}_held_bytes", "Bytes in a tier now, and its capacity.", OF)
 WAITING = Metric(f"{PREFIX}_waiting", "How many wait now: requests, nodes, calls.", OF)
 PARTS = Metric(f"{PREFIX}_parts", "Segments, open files and records that there are now.", OF)
