@@ -130,11 +130,15 @@ def let_go(server: Server) -> None:
 
 
 def flush_device(server: Server) -> None:
-    """Drops the device tier; waits until the server is idle enough to do so."""
+    """Drops the device tier, on each scheduler as soon as it is idle enough to do so.
+
+    Of several schedulers SGLang tells of the first one alone whether it did. So each is to wait by
+    itself, which SGLang does where a time is given.
+    """
     deadline_s = time.monotonic() + _SETTLE_TIMEOUT_S
     while True:
         try:
-            server.post("/flush_cache")
+            server.post(f"/flush_cache?timeout={_SETTLE_TIMEOUT_S:.0f}")
         except ServerError as error:
             if time.monotonic() > deadline_s:
                 raise UnexpectedAnswerError(f"/flush_cache was refused: {error}") from error

@@ -293,7 +293,7 @@ class Server:
         with self._open(path, {} if body is None else body, timeout_s) as response:
             return _decoded(response.read())
 
-    def get(self, path: str, *, timeout_s: float = 60.0) -> Any:
+    def get(self, path: str, *, timeout_s: float = 600.0) -> Any:
         """GETs a path; answers and errors as for `post`."""
         with self._open(path, None, timeout_s) as response:
             return _decoded(response.read())

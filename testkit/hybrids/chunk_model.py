@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from testkit.published_model import copy_tokenizer
+from testkit.published_model import copy_tokenizer, seeded
 
 # No multiple of a page: chunks begin within pages.
 CHUNK = 160
@@ -41,8 +41,7 @@ def write_chunk_model(folder: Path, *, seed: int = 0) -> Path:
         dtype=torch.bfloat16,
     )  # fmt: skip
     # torch's generator is everybody's; the weights should not depend on what ran before.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = Llama4ForConditionalGeneration(config)
     for parameter in model.parameters():  # not the images' rotations, which are complex
         parameter.data = parameter.data.to(torch.bfloat16)

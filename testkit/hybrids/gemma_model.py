@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from testkit.published_model import class_of_transformers, copy_tokenizer
+from testkit.published_model import class_of_transformers, copy_tokenizer, seeded
 
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 6, 2, 32
 ARCHITECTURE = "Gemma3ForCausalLM"
@@ -44,8 +44,7 @@ def write_gemma_model(folder: Path, *, seed: int = 0) -> Path:
         dtype=torch.bfloat16,
     )
     # torch's generator is everybody's; the weights should not depend on what ran before.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = class_of_transformers(ARCHITECTURE)(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     copy_tokenizer(folder)

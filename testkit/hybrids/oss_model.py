@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from testkit.published_model import class_of_transformers, copy_tokenizer
+from testkit.published_model import class_of_transformers, copy_tokenizer, seeded
 
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 8, 2, 32
 NUM_FULL_LAYERS = NUM_LAYERS // 2
@@ -48,8 +48,7 @@ def write_oss_model(folder: Path, *, seed: int = 0) -> Path:
         dtype=torch.bfloat16,
     )
     # torch's generator is everybody's; the weights should not depend on what ran before.
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+    with seeded(seed), torch.no_grad():
         model = class_of_transformers(ARCHITECTURE)(config)
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):

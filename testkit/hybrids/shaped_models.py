@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testkit.published_model import PublishedModel, copy_tokenizer
+from testkit.published_model import PublishedModel, copy_tokenizer, seeded
 
 WINDOW = 128
 _NAMES = {"s": "sliding_attention", "f": "full_attention"}
@@ -204,8 +204,7 @@ def write_shaped_model(folder: Path, name: str, *, seed: int = 0) -> Path:
     config = kind.make_config()
     config.dtype = torch.bfloat16
     # torch's generator is everybody's; the weights should not depend on what ran before.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = kind.model_class()(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     copy_tokenizer(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from testkit.hybrids.k3_model import add_processor, k3_class, k3_config
-from testkit.published_model import PublishedModel, copy_tokenizer
+from testkit.published_model import PublishedModel, copy_tokenizer, seeded
 
 CHUNK = 64
 _KIMI_LAYERS = {"M": "linear_attention", "*": "full_attention"}
@@ -287,8 +287,7 @@ def write_model(folder: Path, kind: StateModel, *, seed: int = 0) -> Path:
     config = kind.make_config()
     config.dtype = getattr(torch, kind.dtype_name)
     # torch's generator is everybody's; the weights should not depend on what ran before.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = kind.model_class()(config)
         with torch.no_grad():
             for parameter, values in model.named_parameters():

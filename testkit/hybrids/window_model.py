@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from testkit.published_model import copy_tokenizer
+from testkit.published_model import copy_tokenizer, seeded
 
 WINDOW = 128
 VOCAB = 4096
@@ -46,8 +46,7 @@ def write_window_model(folder: Path, *, window: int = WINDOW, seed: int = 0) -> 
         dtype=torch.bfloat16,
     )
     # torch's generator is everybody's; the weights should not depend on what ran before.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         MellumForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     copy_tokenizer(folder)
     return folder

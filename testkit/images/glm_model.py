@@ -8,7 +8,7 @@ from typing import Any
 
 from testkit.images.tokens import add_tokens
 from testkit.images.vision_model import VOCABULARY
-from testkit.published_model import class_of_transformers, copy_tokenizer
+from testkit.published_model import class_of_transformers, copy_tokenizer, seeded
 
 IMAGE = "<|begin_of_image|><|image|><|end_of_image|>"
 _SPECIAL = {
@@ -32,8 +32,7 @@ def write_glm4v(folder: Path) -> Path:
     """Writes it into a new folder; returns it. A token stands for 28 pixels' square."""
     import torch
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         model = class_of_transformers("Glm4vForConditionalGeneration")(_config())
     model.to(torch.float32).save_pretrained(folder)
     copy_tokenizer(folder)

@@ -12,7 +12,7 @@ from typing import Any
 
 from testkit.images.tokens import add_tokens
 from testkit.images.vision_model import VOCABULARY
-from testkit.published_model import class_of_transformers, copy_tokenizer
+from testkit.published_model import class_of_transformers, copy_tokenizer, seeded
 
 _SPECIAL = {"[IMG]": VOCABULARY, "[IMG_BREAK]": VOCABULARY + 1, "[IMG_END]": VOCABULARY + 2}
 IMAGE = "[IMG]"
@@ -50,8 +50,7 @@ def _write(folder: Path, name: str, *, patch: int, merge: int, **fields: Any) ->
         tie_word_embeddings=False,
         **fields,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded(0):
         model = class_of_transformers(f"{name}ForConditionalGeneration")(config)
     model.to(torch.float32).save_pretrained(folder)
     copy_tokenizer(folder)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from testkit.images.tokens import add_tokens
-from testkit.published_model import copy_tokenizer
+from testkit.published_model import copy_tokenizer, seeded
 
 NUM_LAYERS = 4
 VOCABULARY = 4096  # of the bundled tokenizer; what stands for images is behind it
@@ -58,8 +58,7 @@ def write_vision_model(folder: Path, *, seed: int = 0) -> Path:
     import torch
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = Qwen2_5_VLForConditionalGeneration(_config())
     model.to(torch.float32).save_pretrained(folder)
     copy_tokenizer(folder)

@@ -59,10 +59,26 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 def state(server: Server) -> dict[str, Any]:
-    """The plugin's counters, from /server_info."""
-    found = server.get("/server_info")["internal_states"][0]["hier_kv"]
-    assert isinstance(found, dict)
-    return found
+    """The plugin's counters, from /server_info; of the first of several data parallel ranks."""
+    return states(server)[0]
+
+
+def states(server: Server) -> list[dict[str, Any]]:
+    """The plugin's counters of each data parallel rank, in their order."""
+    found = [one["hier_kv"] for one in server.get("/server_info")["internal_states"]]
+    assert all(isinstance(one, dict) for one in found)
+    return sorted(found, key=lambda one: one.get("dp_rank") or 0)
+
+
+def ranks_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The state of each tensor parallel rank of a data parallel one."""
+    ranks: list[dict[str, Any]] = found.get("tp_ranks") or [found]
+    return ranks
+
+
+def every_rank(server: Server) -> list[dict[str, Any]]:
+    """The state of each rank of a server."""
+    return [rank for found in states(server) for rank in ranks_of(found)]
 
 
 def by_tier(answer: dict[str, Any]) -> dict[str, int]:
@@ -131,24 +147,26 @@ def real_prompts(lengths: Sequence[int], seed: int = 0) -> Iterator[list[int]]:
 
 
 def settled(server: Server, timeout_s: float = 300.0) -> dict[str, Any]:
-    """Waits until all is in DRAM and has been offered to the disk; returns the state then."""
+    """Waits until each rank has all in DRAM, and has offered it to the disk.
+
+    Returns:
+        The state then; of several data parallel ranks the first one's.
+    """
     deadline = time.monotonic() + timeout_s
-    last: dict[str, Any] = {}
+    last: list[dict[str, Any]] = []
     while time.monotonic() < deadline:
-        found = state(server)
-        found.pop("agreements", None)  # of several ranks, one a step
-        ranks = found.get("tp_ranks", [])
-        for rank in ranks:
-            rank.pop("agreements", None)
+        groups = states(server)
+        ranks = [rank for group in groups for rank in ranks_of(group)]
+        for each in (*groups, *ranks):
+            each.pop("agreements", None)  # of several ranks, one a step
         # Twice the same: a remote store's threads count what they do when they have done it.
         # Without one the second look comes at once.
-        parts = (found, *ranks)
-        on_their_way = sum(num_on_their_way(part["host"]) for part in parts)
-        on_their_way += sum((part.get("remote") or {}).get("upload_queue", 0) for part in parts)
-        if not on_their_way and found == last:
-            return found
-        last = found
-        has_remote = any(part.get("remote") for part in parts)
+        on_their_way = sum(num_on_their_way(rank["host"]) for rank in ranks)
+        on_their_way += sum((rank.get("remote") or {}).get("upload_queue", 0) for rank in ranks)
+        if not on_their_way and groups == last:
+            return groups[0]
+        last = groups
+        has_remote = any(rank.get("remote") for rank in ranks)
         time.sleep(_LOOK_S if on_their_way or has_remote else _SECOND_LOOK_S)
     raise AssertionError(f"the store did not settle in {timeout_s:.0f} s: {last}")
 
@@ -156,23 +174,16 @@ def settled(server: Server, timeout_s: float = 300.0) -> dict[str, Any]:
 def in_dram(server: Server, timeout_s: float = 300.0) -> None:
     """Waits until all that was computed is in DRAM; the disk may lag behind (see `settled`)."""
     deadline = time.monotonic() + timeout_s
-    while any(rank["host"]["save_queue"] for rank in _ranks(server)):
+    while any(rank["host"]["save_queue"] for rank in every_rank(server)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def _ranks(server: Server) -> list[dict[str, Any]]:
-    """The state of each rank."""
-    found = state(server)
-    ranks: list[dict[str, Any]] = found.get("tp_ranks", [found])
-    return ranks
 
 
 def connected(server: Server, timeout_s: float = 300.0) -> Server:
     """The server itself, once every rank with a remote store has found it: none is sent before."""
     deadline = time.monotonic() + timeout_s
     while True:
-        remotes = [rank.get("remote") for rank in _ranks(server)]
+        remotes = [rank.get("remote") for rank in every_rank(server)]
         if all(remote["breaker_state"] == 0 for remote in remotes if remote):
             return server
         assert time.monotonic() < deadline, remotes

@@ -138,8 +138,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     args = ["--max-total-tokens", "1536", *BROADCAST]
     with ranks(model, *args, folder=folder, host_pages=24) as server:
         from_disk = answers(server, WHICH)
-        with ThreadPoolExecutor(6) as pool:
-            at_once = list(pool.map(lambda prompt: say(server, prompt), chosen))
+        at_once = []
+        for half in (chosen[: NUM_AT_ONCE // 2], chosen[NUM_AT_ONCE // 2 :]):
+            with ThreadPoolExecutor(6) as pool:
+                at_once += list(pool.map(lambda prompt: say(server, prompt), half))
+            drop_device(server)  # so that the second half loads, whoever came first
         at_last = settled(server)
     return Served(
         computed, hits, right, found, again, from_dram, alike, unnamed, at_first, from_disk,

@@ -7,7 +7,6 @@ on with its disk.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ import pytest
 
 from testkit.images.vision_model import IMAGE, picture, write_vision_model
 from testkit.rank_requests import ENVIRONMENT
-from testkit.requests import flush_device, num_on_their_way
 from testkit.server import Server
-from tests.e2e.hier_server import settled, state
+from tests.e2e.hier_server import settled, state, states
 from tests.e2e.images.image_chats import Said, converse, questions
 from tests.e2e.images.image_prompts import (
     BASE,
@@ -210,28 +208,14 @@ def test_each_of_several_schedulers_names_and_keeps_its_own(world: World, tmp_pa
         check_right(found := of(1), computed)
         assert cached(found) == [0] * len(which), "what the other one has"
         for _ in range(2):
-            drop_all(server)
+            drop_device(server)
             for rank in (0, 1):
                 check_hits(of(rank), hits, "host", above=200)
-        counts = [each["host"] for each in schedulers(server)]
+        counts = [each["host"] for each in states(server)]
     assert [each["image_requests"] for each in counts] == [3 * len(which)] * 2
     for each in counts:
         assert not each.get("unnamed_image_requests")
         assert not each.get("image_name_conflicts")
-
-
-def schedulers(server: Server) -> list[dict[str, Any]]:
-    """The plugin's counters of each scheduler."""
-    return [each["hier_kv"] for each in server.get("/server_info")["internal_states"]]
-
-
-def drop_all(server: Server) -> None:
-    """As `drop_device`, of all schedulers."""
-    deadline_s = time.monotonic() + 300.0
-    while any(num_on_their_way(each["host"]) for each in schedulers(server)):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-    flush_device(server)
 
 
 def test_who_names_images_himself_is_served_and_not_stored(world: World) -> None:
@@ -272,8 +256,11 @@ def test_many_at_once_on_a_small_device(world: World, tmp_path: Path) -> None:
         return ask(server, asked[number])
 
     with hier_server(world.model, tmp_path, "--max-total-tokens", "1536", host_pages=20) as server:
-        with ThreadPoolExecutor(6) as pool:
-            found = list(pool.map(say, range(len(asked))))
+        found = []
+        for half in (range(30), range(30, 60)):
+            with ThreadPoolExecutor(6) as pool:
+                found += list(pool.map(say, half))
+            drop_device(server)  # so that the second half loads, whoever came first
         stayed = [number for number in range(len(asked)) if number % 5]
         check_right([found[number] for number in stayed], [right[asked[n]] for n in stayed])
         counts = settled(server)["host"]

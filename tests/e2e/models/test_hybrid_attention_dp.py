@@ -13,7 +13,6 @@ By default states; the long form has window layers, too.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,16 +25,24 @@ from testkit.hybrids.oss_model import HEAD_DIM, KV_HEADS, NUM_FULL_LAYERS, write
 from testkit.hybrids.shaped_models import SHAPED_MODELS, write_shaped_model
 from testkit.hybrids.state_model import STATE_MODELS, write_state_model
 from testkit.hybrids.window_model import PATTERN, write_window_model
-from testkit.requests import flush_device, num_on_their_way
+from testkit.requests import flush_device
 from testkit.server import Server
-from tests.e2e.hier_server import GIB, ask, real_prompts
+from tests.e2e.hier_server import (
+    GIB,
+    ask,
+    connected,
+    every_rank,
+    ranks_of,
+    real_prompts,
+    settled,
+    states,
+)
 from tests.e2e.models.hybrid_answers import cached, check_hits, values
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE, HEADER_BYTES = 64, 4096
 LENGTHS = [130, 333, 700]
-WAIT_S = 300.0
 HOST_PAGES = 250  # of each rank
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
 BASE += ["--chunked-prefill-size", "512", "--max-running-requests", "8"]
@@ -130,28 +137,6 @@ def disk_in(folder: Path) -> list[str]:
     return [*args, "--hier-kv-disk-segment-size", "0.01"]
 
 
-def ranks_of(server: Server) -> list[list[dict[str, Any]]]:
-    """The plugin's state of each rank, by group."""
-    found = [one["hier_kv"] for one in server.get("/server_info")["internal_states"]]
-    found.sort(key=lambda one: one["dp_rank"])
-    return [one.get("tp_ranks", [one]) for one in found]
-
-
-def settle(server: Server) -> None:
-    """Waits until every rank has saved all, and written it to its disk, or to the store."""
-    last: Any = None
-    deadline_s = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline_s:
-        ranks = [rank for group in ranks_of(server) for rank in group]
-        found = [rank["host"] for rank in ranks]
-        num_queued = sum((rank.get("remote") or {}).get("upload_queue", 0) for rank in ranks)
-        if found == last and not any(map(num_on_their_way, found)) and not num_queued:
-            return
-        last = found
-        time.sleep(0.1)
-    raise AssertionError(f"the ranks did not settle: {last}")
-
-
 def answers(server: Server, prompts: list[list[int]], group: int) -> list[Any]:
     return [ask(server, prompt, 3, routed_dp_rank=group) for prompt in prompts]
 
@@ -174,32 +159,24 @@ def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Pa
     with server_of(kind, model, tmp_path, *disk_in(tmp_path)) as server:
         first, repeat = answers(server, prompts, 1), answers(server, prompts, 1)
         assert cached(first) == [0] * len(prompts)
-        settle(server)
+        settled(server)
         flush_device(server)
         check_hits(answers(server, prompts, 1), repeat, "host", above=10 * PAGE)
         # The other group stores what it computes itself. Its rows lie elsewhere in the products.
         computed, on_other = answers(server, prompts, 0), answers(server, prompts, 0)
         assert cached(computed) == [0] * len(prompts)
         check_close(computed, first, kind.tolerance)
-        settle(server)
-        saved = [[rank["host"]["saved_pages"] for rank in group] for group in ranks_of(server)]
+        settled(server)
+        saved = [
+            [rank["host"]["saved_pages"] for rank in group]
+            for group in map(ranks_of, states(server))
+        ]
         assert all(len(set(group)) == 1 for group in saved), saved
     if not kind.restarts:
         return
     with server_of(kind, model, tmp_path, *disk_in(tmp_path)) as server:  # after a kill -9
         for group, wanted in enumerate((on_other, repeat)):
             check_hits(answers(server, prompts, group), wanted, "disk", above=10 * PAGE)
-
-
-def find_store(server: Server) -> None:
-    """Waits until every rank has found the store: nothing is sent before."""
-    deadline_s = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline_s:
-        remotes = [rank["remote"] for group in ranks_of(server) for rank in group]
-        if all(remote["breaker_state"] == 0 for remote in remotes):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"the ranks did not find the store: {remotes}")
 
 
 @pytest.mark.sampled("states")
@@ -214,10 +191,10 @@ def test_what_a_group_puts_into_a_store_it_and_another_one_restore(
     (tmp_path / "store").mkdir()
     store = ["--hier-kv-remote-url", f"file://{tmp_path / 'store'}?size=1GB"]
     with server_of(kind, model, tmp_path, *store) as server:
-        find_store(server)
+        connected(server)
         first, repeat = answers(server, prompts, 1), answers(server, prompts, 1)
         assert cached(first) == [0] * len(prompts)
-        settle(server)
+        settled(server)
         server.post("/hicache/storage-backend/clear")  # of all but the store
         flush_device(server)
         check_hits(answers(server, prompts, 1), repeat, "remote", above=10 * PAGE)
@@ -225,7 +202,6 @@ def test_what_a_group_puts_into_a_store_it_and_another_one_restore(
         restored = answers(server, prompts, 0)
         check_hits(restored, answers(server, prompts, 0), "remote", above=10 * PAGE)
         check_close(restored, repeat, kind.tolerance)
-        for group in ranks_of(server):
-            for rank in group:
-                host = rank["host"]
-                assert host.get("load_failures", 0) == host.get("save_failures", 0) == 0
+        for rank in every_rank(server):
+            host = rank["host"]
+            assert host.get("load_failures", 0) == host.get("save_failures", 0) == 0

@@ -19,7 +19,14 @@ from testkit.drafts.nextn import NEXTN, PLAIN, rows_of, write_nextn_model
 from testkit.hybrids.index_model import TOP_K
 from testkit.requests import flush_device
 from testkit.server import Server
-from tests.e2e.hier_server import GIB, by_tier, real_prompts, tokens_and_logprobs
+from tests.e2e.hier_server import (
+    GIB,
+    by_tier,
+    connected,
+    real_prompts,
+    settled,
+    tokens_and_logprobs,
+)
 from tests.e2e.models.test_latent_drafts import layout_of
 from tests.e2e.models.test_speculation import guesses
 from tests.e2e.reuse.test_attention_dp import ENVIRONMENT, WAYS, Rig, ask, busy, hit_on, polls
@@ -76,12 +83,12 @@ def device_hits(rig: Rig, group: int) -> list[dict[str, Any]]:
     """
     for prompt in PROMPTS:
         ask(rig.server, prompt, routed_dp_rank=group)
-    rig.settle()
+    settled(rig.server)
     flush_device(rig.server)
     for prompt in PROMPTS:
         ask(rig.server, prompt, routed_dp_rank=group)
     hits = [ask(rig.server, prompt, routed_dp_rank=group) for prompt in PROMPTS]
-    rig.settle()
+    settled(rig.server)
     assert sum(by_tier(hit)["device"] for hit in hits) >= (PAGES - len(PROMPTS)) * PAGE
     flush_device(rig.server)
     return hits
@@ -113,7 +120,7 @@ def test_what_a_group_restores_answers_as_a_device_hit(case: str, tmp_path: Path
         hits = {each: device_hits(rig, each) for each in GROUPS}
         for each in GROUPS:
             check_restored(rig, each, hits[each], "host")
-        rig.settle()
+        settled(rig.server)
         check_sizes(rig, *CASES[case][1:])
         check_beside_others(rig, group)
         assert "Found rank divergence" not in rig.server.log()
@@ -121,10 +128,10 @@ def test_what_a_group_restores_answers_as_a_device_hit(case: str, tmp_path: Path
     remote = ["--hier-kv-remote-url", f"file://{tmp_path / 'store'}?size=1GB"]
     rig = server_of(case, tmp_path, *remote)  # after a kill -9
     with rig.server:
-        await_store(rig)
+        connected(rig.server)
         for each in GROUPS:
             check_restored(rig, each, hits[each], "disk")
-        rig.settle()
+        settled(rig.server)
         flush_device(rig.server)
         rig.server.post("/hicache/storage-backend/clear")
         for prompt in PROMPTS:  # computed and put by one group, and fetched by the other one
@@ -137,7 +144,7 @@ def test_what_a_group_restores_answers_as_a_device_hit(case: str, tmp_path: Path
 def check_beside_others(rig: Rig, group: int) -> None:
     """Beside a group that runs, rows of both are in the same products: equal up to rounding."""
     wanted = [hit_on(rig, group, prompt) for prompt in PROMPTS]
-    rig.settle()
+    settled(rig.server)
     flush_device(rig.server)
     with busy(rig, 1 - group):
         for prompt, one in zip(PROMPTS, wanted, strict=True):
@@ -151,14 +158,6 @@ def await_sent(rig: Rig, group: int) -> None:
     for _ in polls("the pages did not reach the store"):
         ranks = rig.states()[group]
         if sum(rank["host"].get("remote_written_pages", 0) for rank in ranks) >= PAGES:
-            return
-
-
-def await_store(rig: Rig) -> None:
-    """Waits until every rank has reached the remote store."""
-    for _ in polls("the ranks did not reach the store"):
-        ranks = [rank for group in rig.states() for rank in group]
-        if all(rank["remote"]["breaker_state"] == 0 for rank in ranks):
             return
 
 

@@ -403,7 +403,10 @@ def is_connected(server: Server, way: Way) -> bool:
 
 
 def is_kept(server: Server, way: Way) -> bool:
-    """Whether each rank has below DRAM what it has saved."""
-    saved = values_of(server, "saved_pages")
+    """Whether each rank has below DRAM what it has saved.
+
+    What it publishes once a second may be older than its last saves. Loads came behind these.
+    """
+    loaded, saved = values_of(server, "loaded_pages"), values_of(server, "saved_pages")
     written = values_of(server, "remote_written_pages" if way.tier == "remote" else "written_pages")
-    return len(saved) == way.num_ranks and saved == written and min(saved) > 0
+    return len(loaded) == way.num_ranks and min(loaded) > 0 and saved == written

@@ -139,6 +139,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             server, make_requests(NUM_REQUESTS[setup.way], seed=1), "mixed", NUM_TOKENS
         )
         _flush(server)
+        _await(setup.is_written, "pages are not written")  # or the next might find no room
         for prompt in prompts:
             ask(server, prompt)
         _flush(server)  # waits for the saves of each rank

@@ -31,6 +31,7 @@ from tests.e2e.hier_server import (
     ask,
     by_tier,
     hier_args,
+    ranks_of,
     real_prompts,
     settled,
     state,
@@ -175,11 +176,6 @@ def running_pair(folder: Path, args: Sequence[str] = (), **how: Any) -> Iterator
 
 def _is_connected(server: Server) -> bool:
     return all(rank["remote"]["breaker_state"] == 0 for rank in ranks_of(state(server)))
-
-
-def ranks_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The state of each rank of a server."""
-    return found.get("tp_ranks") or [found]
 
 
 def counted(server: Server, name: str) -> list[int]:

@@ -15,7 +15,7 @@ from sglang_ext.tiers.store import PutShare
 from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.server import TINYLM, Server
 from testkit.slow import ENV_LOST_MARKS, FIRST_LOST_ROOM
-from tests.e2e.hier_server import PAGE, real_prompts, settled
+from tests.e2e.hier_server import PAGE, ranks_of, real_prompts, settled
 from tests.e2e.remote.latent_model import write_latent_model
 from tests.e2e.remote.prefill_decode import (
     ANSWER_TOKENS,
@@ -28,7 +28,6 @@ from tests.e2e.remote.prefill_decode import (
     converse,
     counted,
     plain_turns,
-    ranks_of,
     running_pair,
 )
 from tests.e2e.remote.test_remote_latent_ranks import page_hashes

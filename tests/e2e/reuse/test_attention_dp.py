@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from testkit import rank_probe
-from testkit.requests import flush_device, let_go, num_on_their_way
+from testkit.requests import flush_device, let_go
 from testkit.server import Server
 from testkit.slow import ENV_SPEED_FILE
 from tests.e2e import hier_server
@@ -32,8 +32,12 @@ from tests.e2e.hier_server import (
     PAGE,
     SLOT_BYTES,
     by_tier,
+    connected,
     hier_args,
+    ranks_of,
     real_prompts,
+    settled,
+    states,
     tokens_and_logprobs,
 )
 from tests.e2e.updates.weight_answers import NOISE, ROUNDING, Answer, distance, hit, request
@@ -86,24 +90,17 @@ class Rig(NamedTuple):
 
     def states(self) -> list[list[dict[str, Any]]]:
         """The plugin's state of each rank, by group and rank in it."""
-        found = [one["hier_kv"] for one in self.server.get("/server_info")["internal_states"]]
-        found.sort(key=lambda one: one["dp_rank"])
-        return [one.get("tp_ranks", [one]) for one in found]
-
-    def settle(self) -> None:
-        """Waits until every rank has saved all, and written it to its disk."""
-        last: Any = None
-        for _ in polls("the ranks did not settle"):
-            found = [rank["host"] for group in self.states() for rank in group]
-            if found == last and not any(num_on_their_way(host) for host in found):
-                return
-            last = found
+        return [ranks_of(group) for group in states(self.server)]
 
     def store_away(self, rank: int) -> None:
-        """Leaves the pages of `PROMPTS` on a rank's disk alone."""
+        """Leaves the pages of `PROMPTS` on a rank's disk alone.
+
+        What is not on disk yet stays in DRAM, and what comes then finds no room.
+        """
+        settled(self.server)
         for filler in FILLERS:
             ask(self.server, filler, routed_dp_rank=rank)
-        self.settle()
+            settled(self.server)
         flush_device(self.server)
 
 
@@ -185,7 +182,7 @@ def busy(rig: Rig, rank: int) -> Iterator[None]:
 def test_what_is_restored_beside_an_idle_rank_answers_as_a_device_hit(rig: Rig) -> None:
     rank = rig.looked_at
     expected = [on_device(rig, rank, prompt) for prompt in PROMPTS]
-    rig.settle()
+    settled(rig.server)
     flush_device(rig.server)
     from_host = [ask(rig.server, prompt, routed_dp_rank=rank) for prompt in PROMPTS]
     rig.store_away(rank)
@@ -279,7 +276,7 @@ def test_no_rank_reuses_what_it_computed_with_other_weights(
     rig: Rig, model: Path, others: dict[str, tuple[Path, list[Answer]]]
 ) -> None:
     first = {(rank, n): hit_on(rig, rank, p) for rank in RANKS for n, p in enumerate(PROMPTS)}
-    rig.settle()
+    settled(rig.server)
     for other, wanted in others.values():
         assert max(distance(first[0, n], one) for n, one in enumerate(wanted)) > NOISE
         update(rig.server, other)
@@ -309,7 +306,7 @@ def test_weights_that_change_under_a_busy_rank(
     for rank in RANKS:
         for prompt in PROMPTS:
             ask(rig.server, prompt, routed_dp_rank=rank)
-    rig.settle()
+    settled(rig.server)
     flush_device(rig.server)
     for rank in RANKS:
         for prompt, one in zip(PROMPTS, wanted, strict=True):
@@ -322,7 +319,7 @@ def test_weights_that_change_under_a_busy_rank(
 def test_each_rank_has_a_store_of_its_own_and_tells_of_it(rig: Rig) -> None:
     for rank in RANKS:
         on_device(rig, rank, PROMPTS[0])
-        rig.settle()
+        settled(rig.server)
         flush_device(rig.server)
         ask(rig.server, PROMPTS[0], routed_dp_rank=rank)
     metrics = rig.server.get("/metrics")
@@ -370,12 +367,7 @@ def test_what_one_rank_stores_in_a_remote_store_another_one_reuses(
     args += ["--hier-kv-prefetch-policy", "wait_complete"]
     log = tmp_path / "server.log"
     with Server(args, model=model, log_path=log, env=ENVIRONMENT, stop="kill") as server:
-        rig = Rig("two-ranks", server, tmp_path, tmp_path / "none")
-        for _ in polls("the ranks did not reach the store"):
-            if all(
-                rank["remote"]["breaker_state"] == 0 for group in rig.states() for rank in group
-            ):
-                break
+        rig = Rig("two-ranks", connected(server), tmp_path, tmp_path / "none")
         expected = [on_device(rig, 0, prompt) for prompt in PROMPTS]
         num_pages = sum(len(prompt) // PAGE for prompt in PROMPTS)
         for _ in polls("the pages did not reach the store"):

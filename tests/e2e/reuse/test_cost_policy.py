@@ -62,8 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         log_path=folder / "server.log",
         stop="kill",
     ) as server:
-        fresh = [ask(server, prompt) for prompt in prompts]
-        settled(server)
+        fresh = [stored(server, prompt) for prompt in prompts]
         speed.write_text("0.01")  # ten minutes for a prompt's pages
         crawling = [again(server, prompt) for prompt in prompts[:NUM_CRAWLING]]
         crawling_state = state(server)
@@ -71,6 +70,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         lifted = until_loaded(server, prompts[NUM_CRAWLING : NUM_CRAWLING + NUM_LIFTED])
         end_state = settled(server)
         return Run(fresh, crawling, crawling_state, lifted, end_state, events(Path(folder)))
+
+
+def stored(server: Server, prompt: list[int]) -> dict[str, Any]:
+    """An answer whose pages are on disk: else those of the next ones might find no room in DRAM."""
+    answer = ask(server, prompt)
+    settled(server)
+    return answer
 
 
 def until_loaded(server: Server, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:

@@ -128,6 +128,7 @@ def test_one_at_a_time_all_answers_are_bit_equal(
     firsts, from_host = [], []
     for prompt in prompts:
         firsts.append(tokens_and_logprobs(ask(server, prompt, 3)))
+        settled(server)  # or the next one's pages might find no room in DRAM
         flush_device(server)
         from_host.append(ask(server, prompt, 3))
     settled(server)
@@ -155,6 +156,7 @@ def test_with_concurrency_answers_differ_by_rounding_alone(
     """How requests fall into batches is chance; KV of other tokens is off by many times that."""
     for prompt in concurrent_prompts:
         ask(server, prompt, 3)
+        settled(server)
     distances: list[float] = []
     for seed in range(1, NUM_RUNS + 1):
         flush_device(server)

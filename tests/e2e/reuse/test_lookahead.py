@@ -79,6 +79,7 @@ def _on_device(server: Server, prompt: Sequence[int]) -> Any:
     ask(server, prompt, 4)
     answer = ask(server, prompt, 4)
     assert reply_of(answer).by_tier["device"] == PREFIX_PAGES * PAGE
+    settled(server)  # or the next ones' pages might find no room in DRAM
     return tokens_and_logprobs(answer)
 
 

@@ -46,7 +46,7 @@ def leave_on_disk_only(server: Server, seed: int) -> None:
     settled(server)
     for prompt in real_prompts([28 * PAGE] * 3, seed=seed):
         ask(server, prompt, 1)
-    settled(server)
+        settled(server)  # or the next one's pages might find no room, and push nothing out
     flush_device(server)
 
 

@@ -27,7 +27,7 @@ from testkit.remote.otlp import Span, TraceCollector
 from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import PAGE, by_tier, hier_args, real_prompts
+from tests.e2e.hier_server import PAGE, by_tier, hier_args, real_prompts, settled, states
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -65,6 +65,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     server = Server(args, log_path=log, env=env, stop="kill", start_timeout_s=300.0)
     with collector, server:
         served = send_in_halves(server, make_requests(NUM_REQUESTS, seed=1), "mixed")
+        settled(server)  # or what comes next might find no room in DRAM
         device, host = [], []
         prompts = list(real_prompts(LENGTHS, seed=3))
         for number, prompt in enumerate(prompts):
@@ -73,17 +74,19 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             device.append(ask(server, prompt))
             flush_device(server)
             host.append(ask(server, prompt, rid=f"host-{number}"))
+            ask(server, prompt)  # of two data parallel ranks each loads it
+            settled(server)
         wishes = {"prefetch": True, "pin_s": 600}
         steered = [
             server.post("/hier_kv/steer", {"input_ids": prompt, **wishes}) for prompt in prompts
         ]
-        states = [one["hier_kv"] for one in server.get("/server_info")["internal_states"]]
+        found = states(server)
         probes = rank_probe.fresh_counts(folder / "probe")
         metrics = server.get("/metrics")
         num_ranks = 2 if way == "tp" else 1
         traces = [collector.trace_of(f"host-{at}", num_ranks) for at in range(len(prompts))]
         yield Run(
-            way, folder, served, device, host, steered, states, metrics, probes, len(prompts) + 1,
+            way, folder, served, device, host, steered, found, metrics, probes, len(prompts) + 1,
             server.log(), traces,
         )  # fmt: skip
 

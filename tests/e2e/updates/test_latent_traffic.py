@@ -27,6 +27,7 @@ from tests.e2e.updates.test_weight_traffic import (
     NUM_CLIENTS,
     PROMPTS,
     Traffic,
+    answered_under,
     check_saves,
     check_traffic,
     one_that_is_long,
@@ -109,10 +110,10 @@ def test_updates_under_traffic(case: str, tmp_path: Path) -> None:
         check_traffic(traffic.sent, spans, wanted)
         settled(server)
         check_saves(tmp_path, spans)
-        used = sorted({sent.prompt for sent in traffic.sent})[::2]
-        traffic_of.check_tiers(server, used, wanted["other"])
+        used = {name: answered_under(name, traffic.sent, spans)[::2] for name in models}
+        traffic_of.check_tiers(server, used["other"], wanted["other"])
         assert from_disk(server, models["first"], True) == [(True, 200)]
-        traffic_of.check_tiers(server, used, wanted["first"])
+        traffic_of.check_tiers(server, used["first"], wanted["first"])
         if has_draft:
-            _, reply = request(server, PROMPTS[used[0]])
+            _, reply = request(server, PROMPTS[used["first"][0]])
             assert guesses(reply)[1]

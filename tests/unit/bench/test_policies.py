@@ -36,14 +36,15 @@ from tests.long_form import either
 QUIET = Progress(io.StringIO())
 # Requests of the trace that is somebody's own.
 NUM_OWN = either(12, 30)
+NUM_CHATS = either(15, 30)
 
 
 @pytest.fixture(scope="module")
 def chat_job() -> Job:
     return Job(
         "chat",
-        partial(chat, LLAMA_13B, 30, 20.0),
-        chat_system(LLAMA_13B, 8, 20),
+        partial(chat, LLAMA_13B, NUM_CHATS, 20.0),
+        chat_system(LLAMA_13B, NUM_CHATS * 8 / 30, NUM_CHATS * 20 / 30),
         (*POLICIES, "recompute"),
     )
 
@@ -61,7 +62,7 @@ def test_a_small_chat_fulfils_the_laws_and_orders_the_policies(
     assert 0 < rates["lru"] <= rates["waiting"] <= rates["belady"] <= 1
     assert 0 < rates["lookahead"] <= rates["belady"]
     assert set(rates) == set(POLICIES)
-    source = sharegpt_like(4, count=30)
+    source = sharegpt_like(4, count=NUM_CHATS)
     assert chat_result.figures["lru"]["num_turns"] == source.num_turns.sum()
 
 
